@@ -1,9 +1,13 @@
 """The batch of a moment as a run: its step takes as long as the engine's, and has a trace."""
 
+from collections import Counter
+
 import pytest
 
 import stagewright as sw
+from stagewright.cli.main import main
 from stagewright.errors import UserError
+from stagewright.program.columns import TaskKind
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
@@ -23,3 +27,75 @@ def test_steps_of_a_run_are_runs(tmp_path):
     assert written
     with pytest.raises(UserError, match="runs no step"):
         done.step(-1.0)
+
+
+LOAD = {"layers": 2, "isl": 1500, "osl": 30, "num_requests": 60}
+
+
+def sent(step) -> tuple[Counter, Counter]:
+    """Bytes that ranks send, and that they receive, by the pair of ranks; of caches only."""
+    found = Counter(), Counter()
+    program = step.program
+    for each in program.classes:
+        tasks = each.tasks
+        for way, kind in enumerate((TaskKind.SEND, TaskKind.RECV)):
+            rows = (tasks.kind == kind).nonzero()[0]
+            for row in rows.tolist():
+                if ".cache." in tasks.names[tasks.name[row]]:
+                    whom = program.peer_of(int(tasks.slot[row]), each.ranks)
+                    for rank, other in zip(each.ranks.tolist(), whom.tolist(), strict=True):
+                        pair = (rank, other) if way == 0 else (other, rank)
+                        found[way][pair] += int(tasks.comm_bytes[row])
+    return found
+
+
+def test_a_step_of_pools_has_the_caches_that_are_on_their_way(tmp_path):
+    done = sw.serve(
+        "llama3.1-8b", "h100-sxm", **LOAD, rate=60, prefill_instances=2, instances=2,
+        prefill="tp=2,pp=2", tp=4,
+    )  # fmt: skip
+    way, size = done.outcome.handover, done.service.instance.cache.block_size
+    for request in (5, 58):
+        at = (way.begins[request] + way.arrives[request]) / 2
+        ends = way.engine[request], done.outcome.records.engine[request]
+        for instance in ends:
+            step = done.step(at, instance=instance)
+            sends, receives = sent(step)
+            assert sends == receives
+            assert {rank for pair in sends for rank in pair} <= set(range(8))
+            assert all(a < 4 <= b for a, b in sends)
+            tokens = round(way.bytes[request] / (sum(sends.values()) / (-(-1500 // size) * size)))
+            assert abs(tokens - 1500) < size
+    manifest = sw.generate(step, str(tmp_path / "step"))
+    assert {"messages", "partners"} <= {*manifest["checks"]["passed"]}
+    assert sw.simulate(step, "h100-sxm").seconds > 0
+    quiet = way.arrives[0] - 1e-3 + 60
+    alone = done.step(quiet, instance=3)
+    assert alone.program.mesh.world_size == 4
+    with pytest.raises(UserError, match="wanted one of 0 to 3"):
+        done.step(1.0, instance=4)
+
+
+def test_steps_of_mixed_instances_and_of_priorities():
+    pools = [{"instances": 1, "tp": 2}, {"instances": 2, "tp": 1, "dp": 2}]
+    done = sw.serve("llama3.1-8b", "h100-sxm", **LOAD, rate=60, pools=pools)
+    assert [done.step(0.5, instance=n).run.tp for n in range(3)] == [2, 1, 1]
+    assert done.step(0.5, instance=2).run.dp == 2
+    first = sw.serve("llama3.1-8b", "h100-sxm", **LOAD, rate=60, scheduling_policy="priority")
+    assert first.step(0.5).run.tp == 1
+
+
+def test_the_command_writes_a_step(capfd, tmp_path):
+    words = ["serve", "llama3.1-8b", "--hardware", "h100-sxm", "--layers", "2", "--rate", "40"]
+    words += ["--isl", "300", "--osl", "20", "--num-requests", "30"]
+
+    def code(*more: str):
+        with pytest.raises(SystemExit) as end:
+            main([*words, *more])
+        return end.value.code
+
+    assert not code("--step-trace", "0.4:0", str(tmp_path / "a"))
+    assert (tmp_path / "a" / "manifest.json").exists()
+    capfd.readouterr()
+    assert code("--step-trace", "x", str(tmp_path / "b")) == 2
+    assert len(capfd.readouterr().err.strip().splitlines()) == 1

@@ -14,7 +14,6 @@ from stagewright.api.pools import Given, Planned, fleet_of, rows_of
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
 from stagewright.files import write_text
-from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
@@ -29,7 +28,7 @@ from stagewright.run.sections.serving import (
     PoolSection,
     WorkloadSection,
 )
-from stagewright.serving.captured import captured
+from stagewright.serving.captured import first_engine, step_at
 from stagewright.serving.cluster import Heard
 from stagewright.serving.compared import compare
 from stagewright.serving.energy import ServingExpense, serving_expense
@@ -61,16 +60,19 @@ class Serving(ServedRun):
     cluster: ClusterSection = field(default_factory=ClusterSection)
     """Says what a GPU-hour costs, by `price` or `costs`; else each hardware's price counts."""
 
-    def step(self, seconds: float, engine: int = 0) -> CompiledRun:
+    def step(self, seconds: float, engine: int = 0, *, instance: int | None = None) -> CompiledRun:
         """The step that an engine ran so many seconds after the run began, or last before.
 
-        For `simulate`, `report` and `generate`: the trace of every rank. Where an instance has
-        several replicas, all have the batch of `engine`. Raises UserError where it ran none.
+        For `simulate`, `report` and `generate`: the trace of every rank. Engines, and instances,
+        are numbered through all groups: those that compute prompts come first. Where an instance
+        has several replicas, all have the batch of `engine`; `instance` names its first one. Where
+        a request's cache is on its way between the instance and another one, the step is that of
+        both, prefill ranks first, with the messages between them. Raises UserError where the
+        engine ran no step.
         """
-        if self.fleet is not None:
-            raise UserError("a step of the run is had where all instances are alike, not of pools")
-        found = captured(self.service, self.asked, seconds, engine)
-        return compile(found.run, self.service.instance.model)
+        of = self.fleet or self.service
+        number = engine if instance is None else first_engine(of, instance)
+        return step_at(of, self.outcome, self.asked, seconds, number)
 
     def describe(self) -> str:
         """What was served, and on what, in words."""

@@ -2,21 +2,32 @@
 
 A workload served twice is served alike, so the second time a scheduler is watched: what it decided
 last before the moment is the batch, and the steps since then have given each request a token.
+
+Where a cache is on its way meanwhile between the instance and another one, the step is that of both
+instances side by side, with the messages between their ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
 from typing import NamedTuple
 
 from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.inference.disaggregated import beside
 from stagewright.run.lengths import Group, merge_groups
 from stagewright.run.settings import Run
+from stagewright.serving.cluster import Outcome
 from stagewright.serving.engines.engine import Decision, Engine, Scheduler
 from stagewright.serving.metrics import Slo
+from stagewright.serving.pools.groups import InstanceGroups
 from stagewright.serving.requests import Workload
 from stagewright.serving.service import Service
 from stagewright.serving.steps.step_times import batch_run
+from stagewright.serving.transfers import KvTransfer, TransferEnd, cache_messages
 
 
 class Captured(NamedTuple):
@@ -31,11 +42,10 @@ class Captured(NamedTuple):
 
 @dataclass(slots=True)
 class _Watched:
-    """A scheduler whose last decision up to a moment is kept."""
+    """A scheduler whose last decision up to a moment is kept; its first one if there is none."""
 
     of: Scheduler
     at: float
-    number: int
     begins: float = 0.0
     groups: list[Group] = field(default_factory=list[Group])
     decodes: bool = False
@@ -49,10 +59,8 @@ class _Watched:
     def schedule(self, engine: Engine) -> Decision:
         """The scheduler's own decision, for which it is asked each time the batch changes."""
         decision = self.of.schedule(engine)._replace(stands=False)
-        if engine.now <= self.at and engine.running:
-            first = next(iter(engine.running))
-            if engine.records.engine[first] == self.number:
-                self._keep(engine, decision)
+        if (engine.now <= self.at or not self.groups) and engine.running:
+            self._keep(engine, decision)
         return decision
 
     def _keep(self, engine: Engine, decision: Decision) -> None:
@@ -70,17 +78,46 @@ class _Watched:
             self.decodes = not chunks and not skipped and engine.drafts is None
 
 
-def captured(service: Service, workload: Workload, at: float, engine: int = 0) -> Captured:
+def captured(
+    of: Service | InstanceGroups, workload: Workload, at: float, engine: int = 0
+) -> Captured:
     """The step that an engine runs `at` so many seconds; the last one before, if it is idle then.
 
-    Raises UserError where it has run none.
+    Engines of groups are numbered one after the other. Raises UserError where it has run none.
     """
-    watched = _Watched(service.scheduler, at, engine)
-    replace(service, scheduler=_Shared(watched)).serve(workload, Slo())
-    groups, begins = watched.groups, watched.begins
-    if not groups:
+    (found,) = _captured(of, workload, at, [engine])
+    if found.begins > at:
         raise UserError(f"engine {engine} runs no step before {at:g} s; choose a later moment")
-    if watched.decodes:
+    return found
+
+
+def _captured(
+    of: Service | InstanceGroups, workload: Workload, at: float, engines: Sequence[int]
+) -> list[Captured]:
+    """The steps of some engines at a moment; of one that has run none the first one."""
+    numbers, watched = count(), dict[int, _Watched]()
+
+    def watch(scheduler: Scheduler) -> Scheduler:
+        number = next(numbers)
+        if number not in engines:
+            return scheduler
+        watched[number] = _Watched(scheduler, at)
+        return watched[number]
+
+    if isinstance(of, Service):
+        replace(of, watch=watch).serve(workload, Slo())
+    else:
+        groups = [replace(g, service=replace(g.service, watch=watch)) for g in of.groups]
+        replace(of, groups=tuple(groups)).serve(workload, Slo())
+    return [_run_of(_of_engine(of, engine).service, watched[engine]) for engine in engines]
+
+
+def _run_of(service: Service, watched: _Watched) -> Captured:
+    """What was watched as a run of one step."""
+    groups, begins, at = watched.groups, watched.begins, watched.at
+    if not groups:
+        raise UserError("the engine runs no step at all; choose another one")
+    if watched.decodes and begins <= at:
         times = service.instance.times.with_host(service.host)
         keys = sum((g.context_length or 0) + 1 for g in groups)
         most = max(1, round((at - begins) / times.decode(len(groups), keys)) + 1)
@@ -96,17 +133,77 @@ def _lengths(group: Group) -> tuple[int, int]:
     return group.new_tokens or 0, group.context_length or 0
 
 
-class _Shared:
-    """A watched scheduler that engines have in common, though each has a copy of its own."""
+class _OneEngine(NamedTuple):
+    """An engine among all: its instances, and which replica of its instance the engine is."""
 
-    def __init__(self, watched: _Watched) -> None:
-        self.watched = watched
+    service: Service
+    replica: int
 
-    @property
-    def async_scheduling(self) -> bool:
-        """As the scheduler that is watched."""
-        return self.watched.async_scheduling
 
-    def schedule(self, engine: Engine) -> Decision:
-        """The scheduler's own decision."""
-        return self.watched.schedule(engine)
+def _of_engine(of: Service | InstanceGroups, engine: int) -> _OneEngine:
+    services = [of] if isinstance(of, Service) else [group.service for group in of.groups]
+    for service in services:
+        replicas = service.instance.replicas
+        many = service.engines.instances * replicas
+        if 0 <= engine < many:
+            return _OneEngine(service, engine % replicas)
+        engine -= many
+    raise UserError("there is no such engine; see the table of engines for their numbers")
+
+
+def first_engine(of: Service | InstanceGroups, instance: int) -> int:
+    """The first engine of an instance, which are numbered through all groups."""
+    services = [of] if isinstance(of, Service) else [group.service for group in of.groups]
+    each = [s.instance.replicas for s in services for _ in range(s.engines.instances)]
+    if not 0 <= instance < len(each):
+        raise UserError(f"instance {instance}: wanted one of 0 to {len(each) - 1}")
+    return [0, *accumulate(each)][instance]
+
+
+def step_at(
+    of: Service | InstanceGroups, done: Outcome, workload: Workload, at: float, engine: int
+) -> CompiledRun:
+    """The compiled step of an engine at a moment, with the cache that is on its way meanwhile.
+
+    Where a request's cache is being sent from or to the engine, the step of the other one is beside
+    it (one that has run none yet: its first one): prefill ranks first. A link sends or receives one
+    cache at a time (`serving.pools.links`), so there is at most one.
+    """
+    mine = captured(of, workload, at, engine)
+    model = _of_engine(of, engine).service.instance.model
+    sent = _under_way(done, at, engine)
+    if sent is None:
+        return compile(mine.run, model)
+    source, target, bytes_ = sent
+    ends = [
+        TransferEnd(
+            found.service.instance.run,
+            compile(step.run, found.service.instance.model),
+            found.replica,
+        )
+        for number, step in zip(
+            (source, target), _captured(of, workload, at, (source, target)), strict=True
+        )
+        for found in (_of_engine(of, number),)
+    ]
+    hardware = [
+        _of_engine(of, number).service.instance.machine.hardware for number in (source, target)
+    ]
+    way = KvTransfer.between(ends[0].run, ends[1].run, model, (hardware[0], hardware[1]))
+    sends = cache_messages(ends[0], ends[1], way.tokens(bytes_))
+    return beside(ends[0].step, ends[1].step, sends)
+
+
+def _under_way(done: Outcome, at: float, engine: int) -> tuple[int, int, float] | None:
+    """The engine that sends, that which receives, and bytes, where `engine` is one of the two."""
+    between = done.handover
+    if between is None:
+        return None
+    columns = zip(
+        between.begins, between.arrives, between.engine, done.records.engine, between.bytes,
+        strict=True,
+    )  # fmt: skip
+    for begins, arrives, source, target, bytes_ in columns:
+        if begins <= at < arrives and engine in (source, target):
+            return source, target, bytes_
+    return None

@@ -37,6 +37,8 @@ class Service:
     engines: EngineSection
     limits: BatchLimits
     scheduler: Scheduler
+    watch: Callable[[Scheduler], Scheduler] | None = None
+    """What stands between an engine and its scheduler; called for each engine, in order."""
 
     @property
     def gpus(self) -> int:
@@ -100,6 +102,10 @@ class Service:
 
     def scheduler_for(self, workload: Workload) -> Scheduler:
         """The scheduler of an engine that serves such a workload."""
+        made = self._scheduler_for(workload)
+        return made if self.watch is None else self.watch(made)
+
+    def _scheduler_for(self, workload: Workload) -> Scheduler:
         if self.engines.scheduling_policy == "fcfs":
             return copy(self.scheduler)
         if type(self.scheduler) is not Vllm or self.instance.run.num_speculative_tokens:

@@ -12,7 +12,9 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.lower.inference.disaggregated import messages
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.inference.disaggregated import in_replica, messages
+from stagewright.lower.inference.joined import Message
 from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.settings import Run
@@ -23,6 +25,8 @@ from stagewright.time.network import Machine, tier_of
 
 _TOKENS = (1 << 17, 1 << 18)
 """Two lengths beyond all windows: bytes are linear between them, and taken to be so below."""
+_ALONE = {"dp": 1, "ep": 1, "etp": None, "dcp": None, "batch_size": None}
+"""A replica by itself."""
 
 
 class _Pair(NamedTuple):
@@ -60,8 +64,7 @@ class KvTransfer:
 
         Runs are not resolved. Raises UserError where they cannot be had.
         """
-        alone = {"dp": 1, "ep": 1, "etp": None, "dcp": None, "batch_size": None}
-        first, second = (run.model_copy(update=alone) for run in (prefill, decode))
+        first, second = (run.model_copy(update=_ALONE) for run in (prefill, decode))
         short, long = (_pairs(first, second, model, tokens) for tokens in _TOKENS)
         pairs = {key: _line(short[key], long[key]) for key in short}
         links: dict[tuple[int, int], _Pair] = {}
@@ -86,6 +89,10 @@ class KvTransfer:
         """Bytes of a request with so many tokens in its cache, on all ranks."""
         return round(self.fixed + self.per_token * tokens)
 
+    def tokens(self, bytes_: float) -> int:
+        """Tokens of a request of which so many bytes are sent."""
+        return max(1, round((bytes_ - self.fixed) / self.per_token))
+
     def seconds(self, tokens: int) -> float:
         """Seconds of the request's cache alone on its links."""
         return max(
@@ -95,17 +102,46 @@ class KvTransfer:
         )
 
 
-def _pairs(
+def _messages(
     first: Run, second: Run, model: ModelConfig, tokens: int
-) -> Mapping[tuple[int, int], int]:
-    """Bytes by prefill rank and decode rank, for one request with so many tokens."""
+) -> tuple[tuple[Run, Run], list[Message]]:
+    """Both sides' resolved runs, and the messages of one request with so many tokens."""
     new = 1 + second.num_speculative_tokens
     sides = (
         batch_run(first, [Group(1, 0, tokens)]).resolved(model),
         batch_run(second, [Group(1, tokens, new)]).resolved(model),
     )
+    return sides, messages(*sides, model)
+
+
+class TransferEnd(NamedTuple):
+    """One end of a transfer."""
+
+    run: Run
+    """Of the instance; not resolved."""
+    step: CompiledRun
+    """A step of the instance."""
+    replica: int
+
+
+def cache_messages(prefill: TransferEnd, decode: TransferEnd, tokens: int) -> list[Message]:
+    """What ranks that computed a request's prompt send those that decode it, by whole instances."""
+    model, ends = decode.step.model, (prefill, decode)
+    first, second = (of.run.model_copy(update=_ALONE) for of in ends)
+    sides, found = _messages(first, second, model, tokens)
+    ranks = [
+        in_replica(alone, of.step.run, model, of.replica)
+        for alone, of in zip(sides, ends, strict=True)
+    ]
+    return [m._replace(source=ranks[0][m.source], target=ranks[1][m.target]) for m in found]
+
+
+def _pairs(
+    first: Run, second: Run, model: ModelConfig, tokens: int
+) -> Mapping[tuple[int, int], int]:
+    """Bytes by prefill rank and decode rank, for one request with so many tokens."""
     found: dict[tuple[int, int], int] = {}
-    for one in messages(*sides, model):
+    for one in _messages(first, second, model, tokens)[1]:
         key = one.source, one.target
         found[key] = found.get(key, 0) + one.size
     return found

@@ -20,7 +20,7 @@ from stagewright.arrays import Bool, Float, distinct_rows
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
-from stagewright.lower.inference.disaggregated import Meshes
+from stagewright.lower.inference.joined import Meshes
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds

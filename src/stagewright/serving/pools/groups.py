@@ -175,7 +175,8 @@ class InstanceGroups:
             args = (of, records, parts.blocks())
             rest = (parts.times, parts.every)
             to_their_ends = isinstance(scheduler, TensorRtLlm)
-            pulls = Pulls(service.scheduler_for(of), service.limits.requests, to_their_ends)
+            own = service.scheduler_for(of)
+            pulls = Pulls(own, service.limits.requests, to_their_ends)
             match group.serves:
                 case "prefill":
                     engine = PromptEngine(handover.prefilled, *args, pulls, *rest)
@@ -185,7 +186,7 @@ class InstanceGroups:
                 case "both" if self.operation or (self.stages and self.stages.tiers):
                     engine = BringingEngine(*args, pulls, *rest)
                 case _:
-                    engine = Engine(*args, service.scheduler_for(of), *rest)
+                    engine = Engine(*args, own, *rest)
             engine.drafts = parts.drafts
             made.append(engine)
         if service.instance.barrier:

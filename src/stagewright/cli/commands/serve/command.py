@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,6 +35,12 @@ if TYPE_CHECKING:
     metavar="LOG",
     help="Serve the requests of a log (a trace with ttft, and e2e or latency), and print errors.",
 )
+@click.option(
+    "--step-trace",
+    nargs=2,
+    metavar="S[:INSTANCE] DIR",
+    help="Write the traces of the step that runs then, with caches on their way.",
+)
 @JSON
 def serve(
     model: str | None,
@@ -40,6 +48,7 @@ def serve(
     out: str | None,
     perfetto: str | None,
     compare: str | None,
+    step_trace: tuple[str, str] | None,
     as_json: bool,
     **settings: Any,
 ) -> int:
@@ -57,6 +66,7 @@ def serve(
 
     if out is not None:
         check_ending(out)
+    moment = None if step_trace is None else _moment(step_trace[0])
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
     if compare is not None:
@@ -82,7 +92,21 @@ def serve(
         result.write(out)
     if perfetto is not None:
         result.perfetto(perfetto)
+    if step_trace is not None and moment is not None:
+        from stagewright.api.generated import generate
+
+        seconds, instance = moment
+        step = result.step(seconds, instance=instance)
+        generate(step, step_trace[1], cluster=experiment.cluster)
     return shared.INTERRUPTED if result.outcome.stopped else 0
+
+
+def _moment(text: str) -> tuple[float, int]:
+    """`12.5:2` as seconds and the number of an instance."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(?::([0-9]{1,9}))?", text.strip())
+    if match is None:
+        raise UserError(f"--step-trace: got {shortened(text)}, wanted seconds:instance, as 12.5:2")
+    return float(match[1]), int(match[2] or 0)
 
 
 def _notes(of: Serving) -> list[str]:
