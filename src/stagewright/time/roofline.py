@@ -61,10 +61,17 @@ def gemm_seconds(
     many = batch > 1
     sizes, seconds = np.stack([batch, m, n, k, traffic]), np.zeros(len(m))
     for grouped in (False, True):
-        mine = many == grouped
+        mine = np.flatnonzero(many == grouped)
+        if not len(mine):
+            continue
         fit = on.products(dtype, grouped=grouped)
-        seconds[mine] = _fastest(sizes[:, mine], fit, peak_flops(on, dtype), on)
+        for some in np.split(mine, range(_AT_ONCE, len(mine), _AT_ONCE)):
+            seconds[some] = _fastest(sizes[:, some], fit, peak_flops(on, dtype), on)
     return seconds
+
+
+_AT_ONCE = 1024
+"""Products that are timed at once, with all tiles and splits: as many as a cache holds."""
 
 
 def _fastest(sizes: Array, fit: GemmFit, peak: float, on: Hardware) -> Array:
@@ -73,22 +80,21 @@ def _fastest(sizes: Array, fit: GemmFit, peak: float, on: Hardware) -> Array:
     `sizes` has the shape [5, products]: batch, m, n, k and traffic.
     """
     batch, m, n, k, traffic = sizes
-    memory = traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
+    moves = on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction
     unit = peak / on.compute_units
-    best = np.full(len(m), np.inf)
-    for rows, columns in TILES:
-        tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
-        rate = unit * fit.fraction * _reuse(fit, rows, columns)
-        for parts in SPLITS:
-            waves = _waves(tiles * parts / on.compute_units, fit.quantization)
-            depth = np.ceil(k / parts / DEPTH) * DEPTH
-            compute = waves * (2 * rows * columns * depth / rate + fit.tile_us * 1e-6)
-            moved = memory
-            if parts > 1:  # partial sums in fp32, written and read
-                compute = compute + fit.split_us * 1e-6
-                extra = 8 * parts * batch * m * n
-                moved = memory + extra / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
-            best = np.minimum(best, _overlapped(compute, moved, fit.sharpness))
+    # [tiles, 1, 1] and [splits, 1], beside [products].
+    rows, columns = (np.array(side)[:, None, None] for side in zip(*TILES, strict=True))
+    reuse = np.array([_reuse(fit, *tile) for tile in TILES])[:, None, None]
+    parts = np.array(SPLITS)[:, None]
+    tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
+    rate = unit * fit.fraction * reuse
+    waves = _waves(tiles * parts / on.compute_units, fit.quantization)
+    depth = np.ceil(k / parts / DEPTH) * DEPTH
+    compute = waves * (2 * rows * columns * depth / rate + fit.tile_us * 1e-6)
+    # Where the sum is split: partial sums in fp32, written and read.
+    compute = compute + np.where(parts > 1, fit.split_us * 1e-6, 0.0)
+    moved = traffic / moves + np.where(parts > 1, 8 * parts * batch * m * n / moves, 0.0)
+    best = _overlapped(compute, moved, fit.sharpness).min(axis=(0, 1))
     return fit.launch_us * 1e-6 + best
 
 
