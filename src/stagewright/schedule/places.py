@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from stagewright.errors import UserError
@@ -22,7 +23,8 @@ class Place(NamedTuple):
     stages each rank hands on its own."""
 
 
-def places(order: Order) -> list[Place]:
+@lru_cache(maxsize=8)  # one order is asked several times, by runs of a search one after another
+def places(order: Order) -> tuple[Place, ...]:
     """The places of all stages, sorted by rank and stage.
 
     A stage may be on several ranks, each with microbatches of its own, as in DualPipe; all
@@ -57,7 +59,7 @@ def places(order: Order) -> list[Place]:
         for rank in range(len(order)):
             before, after = (rank if n in shared else holder.get(n) for n in (stage - 1, stage + 1))
             by_stage[rank, stage] = Place(stage, rank, before, after, shared=True), 0
-    return [by_stage[key][0] for key in sorted(by_stage)]
+    return tuple(by_stage[key][0] for key in sorted(by_stage))
 
 
 def mirrored(order: Order) -> bool:

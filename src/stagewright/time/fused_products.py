@@ -195,6 +195,8 @@ def within_products(tasks: Tasks) -> Bool:
         return found
     computes = tasks.kind == TaskKind.COMPUTE
     biases = np.array([ops == ("bias",) for ops in names])[tasks.op] & computes
+    if not biases.any():
+        return found
     linear = [shape.kernel == GEMM and not shape.head for shape in tasks.shapes]
     products = np.array([*linear, False])[tasks.shape] & computes
     owner, needed = tasks.reads

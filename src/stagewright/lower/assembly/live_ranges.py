@@ -94,6 +94,8 @@ def _keep_weights(
     """Weights that a backward has gathered live until the action that uses them next, in place."""
     value, microbatch, first, last = body
     for stage in rank.stages.values():
+        if not stage.values.kept_weights:
+            continue
         uses: list[tuple[tuple[bool, int], bool]] = [
             ((a.kind == "F", a.microbatch), int(rank.supplier[i]) == i)
             for i, a in enumerate(rank.actions)

@@ -115,14 +115,7 @@ class StageValues:
         """Take the values of a stage that is alike, whose rows have been made, as this stage's."""
         layers = {a.layer: b.layer for a, b in zip(of.blocks, self.blocks, strict=True)}
         stage = self.place.stage
-        mine = {
-            id(v): replace(
-                v, layer=layers.get(v.layer, v.layer),
-                touches=[(whose, stage, row) for whose, _, row in v.touches],
-                needs=v.needs and (v.needs[0], stage, v.needs[2]),
-            )
-            for v in of.values
-        }  # fmt: skip
+        mine = {id(v): v.of_stage(stage, layers.get(v.layer, v.layer)) for v in of.values}
         self.values = [*mine.values()]
         self._of_node = [{n: mine[id(v)] for n, v in nodes.items()} for nodes in of._of_node]
         self._received = {c: mine[id(v)] for c, v in of._received.items()}

@@ -80,6 +80,8 @@ Amount: TypeAlias = "int | Float"
 def _each(tasks: Tasks, chosen: Bool, seconds: Added) -> Float:
     """By task the seconds of its extents and data type, 0 where it is not chosen."""
     found = np.zeros(len(tasks))
+    if not chosen.any():
+        return found
     kinds, kind = np.unique(
         np.stack([tasks.shape[chosen], tasks.dtype[chosen]]).astype(np.int64),
         axis=1, return_inverse=True,
@@ -137,8 +139,10 @@ def weighed_within(tasks: Tasks) -> Bool:
     weighs = np.array(weigh)[tasks.op]
     of_rows = [{"e", "r"} <= dict(shape.extents).keys() for shape in tasks.shapes]
     weighs &= np.array([*of_rows, False])[tasks.shape] & (tasks.kind == TaskKind.COMPUTE)
-    owner, needed = tasks.reads
     within = np.zeros(len(tasks), dtype=bool)
+    if not weighs.any():
+        return within
+    owner, needed = tasks.reads
     within[owner[weighs[owner] & gated[needed]]] = True  # forward: reads the activation
     within[needed[weighs[needed] & gated[owner]]] = True  # backward: the activation's reads it
     return within
