@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int
-from stagewright.lower.assembly.lifetimes import Touch, Value
-from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
-from stagewright.lower.assembly.segments import NEXT, STEP
+from stagewright.arrays import Bool, Int
+from stagewright.lower.assembly.lifetimes import Value
+from stagewright.lower.assembly.rank_rows import HALVES, UNSHARD, RankRows
+from stagewright.lower.assembly.segments import FIRST, FORWARD, NEXT, STEP
 from stagewright.program.columns import CATEGORIES, Values
 from stagewright.varying import first_of
 
@@ -27,25 +28,26 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
     columns: list[list[Int]] = []
     for stage, of_stage in values.items():
         first = len(table)
+        touches = _Touches.of(of_stage, rank)
+        made, halves, singles = (x[touches.begin[:-1]].tolist() for x in touches.made())
         # Values made by the same actions, and freed by the same rule, are found together.
         alike: dict[tuple[int, int, bool, bool, bool], list[int]] = {}
-        for v in of_stage:
+        for nth, v in enumerate(of_stage):
             numbers[v] = len(table)
             if not v.touches:  # allocated all the time
                 instance = len(table), -1, -1, rank.total
                 columns.append([np.array([x]) for x in instance])
             else:
-                made = v.touches[0]
-                once = rank.is_once(made) or v.whole
-                key = made[1], rank.half(made), once, v.lasts, v.lasts_halved
-                alike.setdefault(key, []).append(len(table))
+                once = singles[nth] or v.whole
+                key = made[nth], halves[nth], once, v.lasts, v.lasts_halved
+                alike.setdefault(key, []).append(nth)
             table.append(
                 (names.setdefault(v.name, len(names)), stage, v.layer,
                  CATEGORIES.index(v.category), first_of(v.size))
             )  # fmt: skip
-        for (owner, half, once, lasts, lasts_halved), rows in alike.items():
-            touched = [of_stage[i - first].touches for i in rows]
-            instances = _instances(np.array(rows), touched, owner, half, once, rank)
+        for (owner, half, once, lasts, lasts_halved), nths in alike.items():
+            rows = np.array(nths)
+            instances = _instances(first + rows, touches.of_values(rows), owner, half, once, rank)
             if lasts:
                 instances[3] = np.full_like(instances[3], rank.total - 1)
             elif lasts_halved:
@@ -125,28 +127,71 @@ def _take_first_gradients(
             last[taken] = begins - 1
 
 
+class _Touches(NamedTuple):
+    """The touches of values behind each other; `begin` are the first of each value, and the end."""
+
+    begin: Int
+    place: Int
+    stage: Int
+    """-1: after all actions."""
+    half: Int
+    """Which half of its stage's actions a touch is in, as an index of `HALVES`."""
+    once: Bool
+    """Rows that are there once per step."""
+    next: Bool
+    """Rows of the next microbatch."""
+
+    @classmethod
+    def of(cls, values: Sequence[Value], rank: RankRows) -> _Touches:
+        """The touches of values of a rank."""
+        begin = np.cumsum([0, *(len(v.touches) for v in values)])
+        flat = list(itertools.chain.from_iterable(
+            itertools.chain.from_iterable(v.touches for v in values)
+        ))  # fmt: skip
+        whose, stage, place = np.array(flat, dtype=np.int64).reshape(-1, 3).T
+        after = whose == STEP
+        half, once = np.zeros_like(place), after.copy()
+        for s in np.unique(stage[~after]).tolist():
+            forward, backward = rank.stages[s].forward, rank.stages[s].backward
+            mine = ~after & (stage == s)
+            ahead, behind = mine & (whose == FORWARD), mine & (whose != FORWARD)
+            once[ahead] = forward.once[place[ahead]]
+            once[behind] = backward.once[place[behind]]
+            behind &= whose != FIRST
+            half[behind] = 1 + backward.weight[place[behind]]
+        return cls(begin, place, np.where(after, -1, stage), half, once, whose == NEXT)
+
+    def made(self) -> tuple[Int, Int, Bool]:
+        """Stage, half, and once or not of each touch, and of none behind them all."""
+        none = np.zeros(1, dtype=np.int64)
+        pairs = (np.append(self.stage, none), np.append(self.half, none))
+        return *pairs, np.append(self.once, none.astype(bool))
+
+    def of_values(self, values: Int) -> _Touches:
+        """Those of some values, by their numbers."""
+        counts = np.diff(self.begin)[values]
+        begin = np.concatenate([[0], np.cumsum(counts)])
+        at = np.arange(begin[-1]) + np.repeat(self.begin[values] - begin[:-1], counts)
+        return _Touches(begin, *(column[at] for column in self[1:]))
+
+    def kinds(self) -> Iterator[tuple[tuple[int, int, bool, bool], Int]]:
+        """Stage, half, once or not, of the next microbatch or not; and the touches that are so."""
+        key = ((self.stage + 1) * len(HALVES) + self.half) * 4 + 2 * self.once + self.next
+        for number in np.unique(key).tolist():
+            rest, flags = divmod(number, 4)
+            stage, half = divmod(rest, len(HALVES))
+            yield (stage - 1, half, flags > 1, flags % 2 == 1), np.flatnonzero(key == number)
+
+
 def _instances(
-    values: Int,
-    touched: Sequence[Sequence[Touch]],
-    owner: int,
-    half: int,
-    once: bool,
-    rank: RankRows,
+    values: Int, touches: _Touches, owner: int, half: int, once: bool, rank: RankRows
 ) -> list[Int]:
     """Value, microbatch, first and last row of values that a half of a stage's actions makes."""
-    touches = [touch for of_value in touched for touch in of_value]
-    start = np.cumsum([0, *(len(of_value) for of_value in touched)])[:-1]
     makers = rank.by_microbatch.get((owner, half), np.array([0]))
     microbatches = np.flatnonzero(makers >= 0) if owner >= 0 else np.array([0])
-    rows = np.full((len(microbatches), len(touches)), -1, dtype=np.int64)
-    groups: dict[tuple[int, int, bool, bool], list[int]] = {}
-    for i, touch in enumerate(touches):
-        key = (-1, 0, True, False) if touch[0] == STEP else (
-            touch[1], rank.half(touch), rank.is_once(touch), touch[0] == NEXT
-        )  # fmt: skip
-        groups.setdefault(key, []).append(i)
-    for (stage, touching_half, single, next_microbatch), columns in groups.items():
-        at = np.array([touches[i][2] for i in columns])
+    rows = np.full((len(microbatches), len(touches.place)), -1, dtype=np.int64)
+    for (stage, touching_half, single, next_microbatch), columns in touches.kinds():
+        at = touches.place[columns]
         if stage < 0:
             rows[:, columns] = rank.end + at
         elif single and once:
@@ -160,6 +205,7 @@ def _instances(
             if stage >= 0 and not touching_half:
                 found = np.maximum(found, rank.gathered_ahead(actions[there], at))
             rows[there[:, None], columns] = found
+    start = touches.begin[:-1]
     last = np.maximum.reduceat(rows, start, axis=1)
     first = np.minimum.reduceat(np.where(rows < 0, np.iinfo(np.int64).max, rows), start, axis=1)
     if once:

@@ -61,6 +61,7 @@ class RankRows:
             order = dict.fromkeys(a.stage for step in steps for a in parts(step))
             steps = [*(Action(s, UNSHARD, first[s].microbatch) for s in order), *steps]
         self.actions = [a for step in steps for a in parts(step)]
+        self._unshards = weights.before
         self.supplier = self._suppliers(weights)
         """Per action, the action that has gathered the weights it uses: itself, or one before."""
         self.once = self._once_per_step()
@@ -178,9 +179,11 @@ class RankRows:
 
     def gathered_ahead(self, actions: Int, places: Int) -> Int:
         """The row numbers of places of a forward where an `UNSHARD` has them for it; else -1."""
+        rows = np.full((len(actions), len(places)), -1, dtype=np.int64)
+        if not self._unshards:
+            return rows
         by = self.supplier[actions]
         there = np.flatnonzero(self._is_of(by, UNSHARD))
-        rows = np.full((len(actions), len(places)), -1, dtype=np.int64)
         rows[there] = self.rows(by[there], places, absent=-1)
         return rows
 
