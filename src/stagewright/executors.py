@@ -12,6 +12,8 @@ import os
 import re
 import signal
 import socket
+import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -115,11 +117,19 @@ class Threads:
 
 
 class Processes:
-    """Processes of this machine, for jobs that compute in Python."""
+    """Processes of this machine, for jobs that compute in Python, as far as these are worth it.
 
-    def __init__(self, workers: int) -> None:
-        """`workers`: processes, which are started anew and import what jobs need."""
-        self._workers = workers
+    A process takes about one CPU-second to start and to import what jobs need. So the first job
+    runs in this process; by the time that jobs have taken here, as many processes are started for
+    the rest as get `worth` CPU-seconds of work each. Until that are two, jobs run here.
+    """
+
+    WORTH = 2.0
+    """CPU-seconds of work of a process: twice as many as it takes to start."""
+
+    def __init__(self, workers: int, worth: float = WORTH) -> None:
+        """`workers`: the most processes; they are started anew."""
+        self._workers, self._worth = workers, worth
 
     def run(
         self,
@@ -128,20 +138,36 @@ class Processes:
         done: Callable[[Result], None],
     ) -> None:
         """As `Executor.run`; function, jobs and results are pickled."""
-        waiting = list(jobs)
-        if not waiting:
-            return
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(
-            min(self._workers, len(waiting)), mp_context=context, initializer=_leave_interrupts
-        ) as pool:
-            busy = [pool.submit(function, job) for job in waiting]
-            try:
-                for future in as_completed(busy):
-                    done(future.result())
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        waiting = deque(jobs)
+        begin, here = time.process_time(), 0
+        while waiting:
+            count = min(self._workers, len(waiting))
+            if self._worth > 0:
+                left = (time.process_time() - begin) / max(here, 1) * len(waiting)
+                count = min(count, int(left / self._worth))
+            if count > 1:
+                _spread(count, function, waiting, done)
+                return
+            done(function(waiting.popleft()))
+            here += 1
+
+
+def _spread(
+    count: int,
+    function: Callable[[Job], Result],
+    jobs: Iterable[Job],
+    done: Callable[[Result], None],
+) -> None:
+    """Run jobs in so many processes."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_leave_interrupts) as pool:
+        busy = [pool.submit(function, job) for job in jobs]
+        try:
+            for future in as_completed(busy):
+                done(future.result())
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _leave_interrupts() -> None:

@@ -199,11 +199,7 @@ def predictions(
         if progress is not None:
             progress(len(found), len(tasks))
 
-    if jobs > 1 and len(tasks) > 1:
-        Processes(jobs).run(_predicted, tasks, done)
-    else:
-        for task in tasks:
-            done(_predicted(task))
+    Processes(jobs).run(_predicted, tasks, done)
     for nth, row in tasks:
         value = found[nth]
         error = value / row.measured - 1

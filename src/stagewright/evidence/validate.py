@@ -24,8 +24,6 @@ from stagewright.time.simulate.utilization import model_flops
 
 NEEDS_REASON = 0.25
 """Absolute error beyond which a prediction is printed with its reason."""
-FEW = 40
-"""Rows that other processes are not worth starting for."""
 
 Predict = Callable[[Measurement, Machine], float]
 Progress = Callable[[int, int], None]
@@ -77,11 +75,7 @@ def compare(
 
     if progress is not None:
         progress(0, len(chosen))
-    if jobs > 1 and len(tasks) > FEW:
-        Processes(jobs).run(_simulated, tasks, done)
-    else:
-        for task in tasks:
-            done(_simulated(task))
+    Processes(jobs).run(_simulated, tasks, done)
     for m in chosen:
         found = seconds[configuration(m)]
         if isinstance(found, str):

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +22,6 @@ from stagewright.time.simulate.step import SimulatedStep, simulate
 
 Heard = Callable[[int, int, Figures], None]
 """Hears how many candidates are simulated, of how many, and the figures of the latest."""
-
-_STARTING = 1.0
-"""Seconds that other processes take to start and to import what they need."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,9 +56,7 @@ def exact(
 ) -> Exact:
     """Compile and simulate every candidate, each on its own machine.
 
-    `executor` None: in this process, as are the candidates of the first second with any executor:
-    processes take about as long to start. Ctrl-C ends the work, and returns what has been found by
-    then.
+    `executor` None: in this process. Ctrl-C ends the work, and returns what has been found by then.
     """
     done: dict[int, _Result] = {}
 
@@ -75,13 +68,9 @@ def exact(
     def job(row: int) -> _Job:
         return _Job(row, candidates.take(slice(row, row + 1)))
 
-    rows, starts = range(len(candidates)), perf_counter() + _STARTING
-    here = takewhile(lambda _: executor is None or perf_counter() < starts, rows)
     stopped = False
     try:
-        InTurn().run(_simulated, map(job, here), keep)
-        if executor is not None:
-            executor.run(_simulated, map(job, rows[len(done) :]), keep)
+        (executor or InTurn()).run(_simulated, map(job, range(len(candidates))), keep)
     except KeyboardInterrupt:
         if not done:
             raise

@@ -67,9 +67,7 @@ def in_lots(
 
     lots = _lots(candidates)
     try:
-        # A few kinds take less time than other processes take to start.
-        runs = executor if executor is not None and len(lots) >= _LOTS else InTurn()
-        runs.run(_evaluated, lots, keep)
+        (executor or InTurn()).run(_evaluated, lots, keep)
     except KeyboardInterrupt:
         if not done:
             raise

@@ -1,0 +1,49 @@
+"""When processes are started for jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from stagewright import executors
+from stagewright.executors import Processes
+
+
+@pytest.mark.parametrize(
+    ("jobs", "workers", "started", "here"),
+    [
+        (12, 4, 4, 1),  # 11 s are left after the first second
+        (12, 64, 5, 1),  # for two CPU-seconds each
+        (4, 4, 0, 4),  # 3 s are left: not two processes' work
+        (5, 4, 2, 1),
+        (12, 1, 0, 12),
+        (0, 4, 0, 0),
+    ],
+)
+def test_processes_are_started_that_have_work_of_two_seconds(
+    monkeypatch: pytest.MonkeyPatch, jobs: int, workers: int, started: int, here: int
+) -> None:
+    spent = 0.0
+    counts: list[int] = []
+    found: list[int] = []
+
+    def job(number: int) -> int:  # takes a second
+        nonlocal spent
+        spent += 1.0
+        return -number
+
+    def spread(
+        count: int, function: Callable[[int], int], rest: Iterable[int], done: Callable[[int], None]
+    ) -> None:
+        counts.append(count)
+        assert len(found) == here
+        for each in rest:
+            done(function(each))
+
+    monkeypatch.setattr(executors.time, "process_time", lambda: spent)
+    monkeypatch.setattr(executors, "_spread", spread)
+    Processes(workers).run(job, range(jobs), found.append)
+    assert found == [-number for number in range(jobs)]
+    assert sum(counts) == started
+    assert started or len(found) == here
