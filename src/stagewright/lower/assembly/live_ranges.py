@@ -163,16 +163,17 @@ class _Touches(NamedTuple):
 
     def made(self) -> tuple[Int, Int, Bool]:
         """Stage, half, and once or not of each touch, and of none behind them all."""
-        none = np.zeros(1, dtype=np.int64)
-        pairs = (np.append(self.stage, none), np.append(self.half, none))
-        return *pairs, np.append(self.once, none.astype(bool))
+        stage, half = np.append(self.stage, 0), np.append(self.half, 0)
+        return stage, half, np.append(self.once, False)
 
     def of_values(self, values: Int) -> _Touches:
         """Those of some values, by their numbers."""
         counts = np.diff(self.begin)[values]
         begin = np.concatenate([[0], np.cumsum(counts)])
-        at = np.arange(begin[-1]) + np.repeat(self.begin[values] - begin[:-1], counts)
-        return _Touches(begin, *(column[at] for column in self[1:]))
+        at = np.arange(int(begin[-1])) + np.repeat(self.begin[values] - begin[:-1], counts)
+        return _Touches(
+            begin, self.place[at], self.stage[at], self.half[at], self.once[at], self.next[at]
+        )
 
     def kinds(self) -> Iterator[tuple[tuple[int, int, bool, bool], Int]]:
         """Stage, half, once or not, of the next microbatch or not; and the touches that are so."""
