@@ -22,6 +22,7 @@ from stagewright.time.hardware import resolve
 ORDERS = {
     "order": ["tp-cp-ep-dp-pp", "tp-ep-dp-cp-pp", "pp-tp-cp-ep-dp", "cp-ep-dp-pp-tp"],
     "no_overlap": [frozenset(), frozenset({"dp"})],
+    "overlap_param_gather": [False, True],
 }
 
 

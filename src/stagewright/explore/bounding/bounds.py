@@ -21,8 +21,8 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.explore.actions import GPU, HOST, MESSAGE, Response
 from stagewright.explore.bounding.relaxed import relaxed, without_extras
-from stagewright.explore.bounding.zero import seconds_of_zero
-from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.explore.bounding.zero import Moved, ShardedStates
+from stagewright.explore.candidates import HARDWARE, Candidates, Distinct
 from stagewright.explore.evaluate import (
     PipelineShape,
     StagePlan,
@@ -152,8 +152,7 @@ class _Relaxation:
             hardware = self.rows.hardware(int(mine[0]))
             reached = hardware.memory_bandwidth_fraction * hardware.memory_bandwidth_gb_s
             self.bandwidth[mine] = 1e9 * reached
-        meshes = self.rows.distinct("tp", "cp", "dp", "pp", "dp_shard", "order").of
-        self.mesh = (meshes * (int(self.machines.max()) + 1) + self.machines).astype(np.int32)
+        self.states = ShardedStates.of_candidates(candidates)
         self.relaxed = relaxed(self.rows)
         self.plans: list[StagePlan | None] = []
 
@@ -163,24 +162,17 @@ class _Relaxation:
             figures = TemplateFigures.concatenated(shared.parts)
             for shape, members in shared.members.items():
                 every, of_rows = (np.concatenate(each) for each in zip(*members, strict=True))
-                # Where a group lies decides what ZeRO moves in each microbatch.
-                mesh = np.where(self.zero >= 2, self.mesh, 0)
-                numbers = self.microbatches, self.zero, mesh, self.on_host
+                numbers = self.microbatches, self.zero, self.states.of, self.on_host
                 read = every, *(number[of_rows] for number in numbers)
-                distinct, back = _distinct(read)
-                tuples, rows = every[distinct], of_rows[distinct]
+                distinct = _distinct(read)
+                tuples, rows = every[distinct.first], of_rows[distinct.first]
                 layers = np.array(shape.layers, dtype=np.int64)
                 weights = _weights(figures.peaks, layers, tuples)
-                computed = self._seconds(shape, layers, figures.responses, tuples, rows, weights)
-                moved = np.zeros(len(rows))
-                if shape.schedule in IN_TURN:
-                    ranks = [weights[rank :: shape.pp].sum(axis=0) for rank in range(shape.pp)]
-                    most = np.max(ranks, axis=0)
-                    moved = _ROUNDING * seconds_of_zero(
-                        self.rows, rows, self.mesh[rows].astype(np.int64), most
-                    )
-                found.seconds[of_rows] = np.maximum(computed, moved)[back]
-                found.bytes[of_rows] = self._bytes(shape, figures.peaks, tuples, rows)[back]
+                least = self._seconds(shape, layers, figures.responses, tuples, rows, weights)
+                found.seconds[of_rows] = _ROUNDING * least[distinct.of]
+                held = self._held(shape, every, of_rows)
+                tuples, rows = every[held.first], of_rows[held.first]
+                found.bytes[of_rows] = self._bytes(shape, figures.peaks, tuples, rows)[held.of]
 
     # ---- relaxed candidates and their templates --------------------------------------------------
 
@@ -218,7 +210,7 @@ class _Relaxation:
             mine = [users[member] for member in members]
             tuples = np.repeat(structure.index, [len(of) for of in mine])
             every = np.concatenate(mine)
-            kind = _distinct((self.machines[every], plan_of[every]))[1]
+            kind = _distinct((self.machines[every], plan_of[every])).of
             for of_kind in _by(kind, np.arange(len(every))):
                 some = every[of_kind]
                 plan = self.plans[int(plan_of[some[0]])]
@@ -241,7 +233,7 @@ class _Relaxation:
         rows = np.flatnonzero((part[plan_of] >= 0) & self._usual())
         split = self.rows.numbers("pp") > 1
         read = [of[rows] for of in (kind, self.machines, part[plan_of], split)]
-        return _by(_distinct(read)[1], rows) if len(rows) else []
+        return _by(_distinct(read).of, rows) if len(rows) else []
 
     def _usual(self) -> Bool:
         """Rows whose experts' communication is the dispatcher's usual one and beside no kernels:
@@ -293,8 +285,9 @@ class _Relaxation:
         if shape.schedule not in IN_TURN:
             every = [action(s, letter).busy for s in range(stages) for letter in "FB"]
             adding = (microbatches == 1) * self._adding(rows, weights.sum(axis=0))
-            return _ROUNDING * microbatches * (sum(every) - adding) / pp
-        best, before = np.zeros(len(rows)), np.zeros(len(rows))
+            return microbatches * (sum(every) - adding) / pp
+        moved = self._moved(shape, rows, weights)
+        best, filled, drained = (np.zeros(len(rows)) for _ in range(3))
         for rank in range(pp):
             own = range(rank, stages, pp)
             work = sum(action(s, letter).whole for s in own for letter in "FB")
@@ -303,11 +296,22 @@ class _Relaxation:
             first, last = action(rank, "F"), action(rank, "B")
             late = np.minimum(first.after - first.whole, 0.0) if rank else 0.0
             sent = np.minimum(last.sent - last.whole, 0.0) if rank else 0.0
-            best = np.maximum(best, before + late + microbatches * work + sent)
+            own_end = filled + late + microbatches * work
+            best = np.maximum(best, own_end + moved.summed)
+            best = np.maximum(best, own_end + sent + drained)
             best = np.maximum(best, (microbatches - 1) * hosts)
             adding = (microbatches == 1) * self._adding(rows, weights[rank])
-            before = before + first.passed + np.maximum(last.passed - adding, 0.0)
-        return _ROUNDING * best
+            filled = filled + first.passed
+            drained = drained + np.maximum(last.passed - adding, 0.0)
+        return np.maximum(best + moved.renewed, microbatches * moved.inside)
+
+    def _moved(self, shape: PipelineShape, rows: Int, weights: Float) -> Moved:
+        """What ranks move along dp, at least; `weights` are bytes by stage.
+
+        The rank with fewest weights moves least once in a step.
+        """
+        ranks = [weights[rank :: shape.pp].sum(axis=0) for rank in range(shape.pp)]
+        return self.states.moved(self.states.of[rows], np.max(ranks, axis=0), np.min(ranks, axis=0))
 
     def _adding(self, rows: Int, weights: Float) -> Float:
         """Seconds that it takes at most to add the gradients of a microbatch to those before it.
@@ -318,6 +322,12 @@ class _Relaxation:
         return _ADDED * weights / self.bandwidth[rows]
 
     # ---- bytes -----------------------------------------------------------------------------------
+
+    def _held(self, shape: PipelineShape, tuples: Int, rows: Int) -> Distinct:
+        """The candidates of one pipeline that differ in what they hold."""
+        counts = np.minimum(self.microbatches[rows], 2 * shape.pp)
+        numbers = self.zero[rows], self.shards[rows], self.on_host[rows]
+        return _distinct((tuples, counts, *numbers))
 
     def _bytes(self, shape: PipelineShape, peaks: Peaks, tuples: Int, rows: Int) -> Float:
         """At least what the fullest rank holds."""
@@ -348,13 +358,13 @@ def _weights(peaks: Peaks, layers: Int, tuples: Int) -> Float:
     return np.tensordot(layers.T, of.more[:, CATEGORIES.index("parameters")], axes=1)[:, tuples]
 
 
-def _distinct(columns: Sequence[NDArray[np.integer[Any] | np.bool_]]) -> tuple[Int, Int]:
-    """Of the distinct tuples of columns, the first place of each, and the tuple at each place."""
+def _distinct(columns: Sequence[NDArray[np.integer[Any] | np.bool_]]) -> Distinct:
+    """The distinct tuples of columns of numbers."""
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         key = key * (int(column.max()) + 1) + column
     _, first, of = np.unique(key, return_index=True, return_inverse=True)
-    return first, of
+    return Distinct(first, of)
 
 
 def _by(number: Int, rows: Int) -> list[Int]:

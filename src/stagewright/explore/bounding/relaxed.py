@@ -6,6 +6,7 @@ ranks of tp and cp lie: groups whose ranks are as far from each other communicat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.explore.candidates import Candidates, Column, code_type
+from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.explore.structures import ORDER
 
 _WITHOUT = {"overlap_param_gather": False, "optimizer_cpu_offload": False}
 """Settings that relaxed candidates do not have: with them a step computes as much, and what they
 hold on the host counts for nothing."""
 _USUAL = "tp-cp-ep-dp-pp"
+_FAR = 1 << 40
+"""More ranks than there are."""
 _WITHIN = ("tp", "cp")
 """Axes of the collectives within a block."""
 
@@ -71,15 +74,37 @@ def _before_tp(rows: Candidates) -> tuple[Column, Column]:
         split = size[axes[first]] > 1, size[axes[last]] > 1
         ranks = np.where(split[0], before, np.where(split[1], before * between, 1))
         apart = split[0] & split[1] & (between > 1)
-        for own, each, how in (
-            (mine & ~apart, ranks, "-".join(("ep", "dp", axes[first], axes[last], "pp"))),
-            (mine & apart, size["dp"], str(text)),
-        ):
+        usual = "-".join(("ep", "dp", axes[first], axes[last], "pp"))
+        for own, each, how in ((mine & ~apart, ranks, usual), (mine & apart, size["dp"], text)):
             dp[own], codes[own] = each[own], len(orders)
-            orders.append(how)
-    codes[dp == 1] = np.where(codes[dp == 1] % 2, 0, codes[dp == 1])
+            orders.append(str(how))
+    orders_apart = np.array([False, *(nth % 2 == 1 for nth in range(len(orders) - 1))])
+    # A node further is as far as any node, and two ranks of dp do what any number of them does.
+    dp = np.where(orders_apart[codes], dp, np.minimum(dp, _ranks_of_a_position(rows)))
+    alike = dp == 1
+    dp[alike & spread & (size["dp"] > 1)] = 2
+    codes[alike] = 0
     numbers = Column(codes.astype(code_type(len(orders))), tuple(orders))
     return _column(dp), _mapped(numbers, str)
+
+
+def _ranks_of_a_position(rows: Candidates) -> Int:
+    """Ranks in a position of the machine's outermost tier: [candidates].
+
+    Groups whose neighbours are as many ranks apart, or more, lie alike: each rank in a position of
+    its own. Where neighbours in the tier matter, nothing does.
+    """
+    _, world = np.unique(rows.world_size, return_inverse=True)
+    systems = rows.distinct(HARDWARE, "topology").of
+    _, first, of = np.unique(
+        systems * (int(world.max()) + 1) + world.ravel(), return_index=True, return_inverse=True
+    )
+    found: list[int] = []
+    for row in first.tolist():
+        *inner, outermost = rows.machine(row).tiers
+        near = outermost.topology in ("ring", "torus")
+        found.append(_FAR if near else math.prod(tier.size for tier in inner))
+    return np.array(found, dtype=np.int64)[of.ravel()]
 
 
 def _product(size: Mapping[str, Int], axes: Sequence[str], count: int) -> Int:

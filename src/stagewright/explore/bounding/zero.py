@@ -1,60 +1,168 @@
-"""What ZeRO moves in every microbatch, at least."""
+"""What ZeRO and data parallelism move at least, in every microbatch and once in a step."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.explore.candidates import Candidates
+from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
 from stagewright.program.communicators import Communicator
 from stagewright.run.settings import Run
 from stagewright.time.collectives import collectives_seconds
 from stagewright.time.columns.meshes import places_of
+from stagewright.time.network import Machine, Placement
 
 
-def seconds_of_zero(candidates: Candidates, rows: Int, mesh: Int, weights: Float) -> Float:
-    """Seconds of a step in which a rank moves weights and gradients in microbatches: [rows].
+class Moved(NamedTuple):
+    """Seconds in which a rank moves weights and gradients: [rows] each."""
 
-    `mesh`: a number by machine and degrees of each row; `weights`: bytes that the rank holds of
-    them before ZeRO splits these. 0 with experts, which lie on other ranks than layers do.
-    """
-    found = np.zeros(len(rows))
-    if candidates.model.num_experts:
+    inside: Float
+    """In each microbatch, beside kernels."""
+    summed: Float
+    """Once in a step, while kernels wait."""
+    renewed: Float
+    """Once in a step, when the optimizer is done."""
+
+
+class _Shares(NamedTuple):
+    """What the ranks of a candidate move, as shares of the bytes of their weights."""
+
+    places: tuple[Placement, ...]
+    """Where the ranks lie that hold parts of the same states, or copies."""
+    ranks: int
+    reduced: float
+    """In each microbatch."""
+    gathered: float
+    """In each microbatch."""
+    summed: float
+    """Once in a step, and kernels wait for it where the execution has no overlap along dp."""
+    renewed: float
+    """Once in a step: gathered when the optimizer is done."""
+    whole: bool
+    """Whether all ranks of dp have the sums, or each has a part."""
+
+
+_NOTHING = _Shares((), 1, 0.0, 0.0, 0.0, 0.0, whole=True)
+
+
+_DECIDES = (
+    "tp", "cp", "dp", "pp", "dp_shard", "order", "zero", "framework", "precision", "params_dtype",
+    "grad_reduce", "grad_reduce_dtype", "fsdp_reduce", "reshard_after_forward", "lora_rank",
+    "freeze", "trainable", HARDWARE, "topology", "algorithm",
+)  # fmt: skip
+"""Settings that decide what is moved, and between which ranks."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedStates:
+    """What ranks of candidates move of weights and gradients."""
+
+    kinds: Sequence[tuple[_Shares, Machine]]
+    of: Int
+    """Which of the kinds each candidate has: [candidates]."""
+
+    @classmethod
+    def of_candidates(cls, rows: Candidates) -> Self:
+        """Those of all candidates."""
+        key = rows.distinct(*_DECIDES).of * 2 + (rows.microbatches > 1)
+        _, first, of = np.unique(key, return_index=True, return_inverse=True)
+        systems = rows.distinct(HARDWARE, "topology", "algorithm").of
+        known: dict[tuple[_Shares, int, int], int] = {}
+        found: list[tuple[_Shares, Machine]] = []
+        numbers: list[int] = []
+        places: list[int] = first.tolist()
+        for row in places:
+            machine = rows.machine(row)
+            moves = _shares_of(rows.run(row).resolved(rows.model), rows.model, machine)
+            alike_there = moves, int(systems[row]), machine.gpus
+            if alike_there not in known:
+                known[alike_there] = len(found)
+                for waits in (False, True):
+                    for late in (False, True):
+                        once = moves.summed * waits, moves.renewed * late
+                        each = moves._replace(summed=once[0], renewed=once[1])
+                        found.append((each, machine))
+            numbers.append(known[alike_there])
+        overlaps = rows.column("no_overlap")
+        beside = overlaps.is_one_of(*(axes for axes in overlaps.values if "dp" in axes))
+        late = ~rows.column("overlap_param_gather").is_one_of(True)
+        kinds = np.array(numbers, dtype=np.int64)[of.ravel()] + 2 * beside + late
+        return cls(found, kinds)
+
+    def moved(self, kinds: Int, most: Float, least: Float) -> Moved:
+        """Seconds of candidates of these kinds whose ranks hold so many bytes of weights before
+        ZeRO splits them: the rank with most of them, and the one with fewest."""
+        found = Moved(*(np.zeros(len(kinds)) for _ in Moved._fields))
+        present: list[int] = np.unique(kinds).tolist()
+        for nth in present:
+            mine = np.flatnonzero(kinds == nth)
+            moves, machine = self.kinds[nth]
+            if not moves.places:
+                continue
+            found.inside[mine] = _longest(_inside, moves, most[mine], machine)
+            found.summed[mine] = _longest(_summed, moves, least[mine], machine)
+            found.renewed[mine] = _longest(_renewed, moves, least[mine], machine)
         return found
-    some = candidates.take(rows)
-    zero = some.numbers("zero")
-    key = mesh * 4 + zero
-    for one in np.unique(key[zero >= 2]):
-        mine = np.flatnonzero(key == one)
-        found[mine] = _each_microbatch(some, int(mine[0]), weights[mine])
-    return some.microbatches * found
 
 
-def _each_microbatch(some: Candidates, row: int, size: Float) -> Float:
-    """Seconds in which the ranks of a row's ZeRO move weights and gradients of these bytes."""
-    run = some.run(row).resolved(some.model)
-    reduced, gathered = _times(run)
-    if not (reduced or gathered):
-        return np.zeros_like(size)
-    mesh, plan = parallelization(run, some.model)
-    machine = some.machine(row)
-    ranks = math.prod(mesh.size(axis) for axis in plan.shard)
+def _shares_of(run: Run, model: ModelConfig, machine: Machine) -> _Shares:
+    """What the ranks of a resolved run move.
+
+    Nothing is known of experts, which lie on other ranks than layers do.
+    """
+    if model.num_experts:
+        return _NOTHING
+    mesh, plan = parallelization(run, model)
+    axes = plan.shard if run.zero else (*plan.data, *plan.context)
+    ranks = math.prod(mesh.size(axis) for axis in axes)
+    if ranks == 1:
+        return _NOTHING
+    places = places_of(Communicator(axes), mesh, machine)
+    known = run.framework == "megatron" and run.precision == "bf16" and not run.params_dtype
+    share = 1.0 if known else 0.25
+    width = 2 if known and run.grad_reduce_dtype is None else 1  # sums in fp32
+    trained = not (run.lora_rank or run.freeze or run.trainable)
+    each, sums = reduces_each_microbatch(run), share * width * trained
+    gathered = (1 + run.reshard_after_forward) * share if run.zero == 3 else 0.0
+    renewed = share if known and trained and run.zero in (1, 2) else 0.0
+    late = 0.0 if each or not known else sums
+    return _Shares((*places,), ranks, sums * each, gathered, late, renewed, whole=run.zero == 0)
+
+
+def _longest(
+    of: Callable[[_Shares, Float, Placement, Machine], Float],
+    moves: _Shares,
+    size: Float,
+    machine: Machine,
+) -> Float:
+    """Seconds of the slowest group of ranks."""
+    return np.max([of(moves, size, place, machine) for place in moves.places], axis=0)
+
+
+def _inside(of: _Shares, size: Float, place: Placement, machine: Machine) -> Float:
+    """Seconds of a microbatch in which ranks move weights and gradients of so many bytes."""
     found = np.zeros_like(size)
-    for place in places_of(Communicator(plan.shard), mesh, machine):
-        took = reduced * collectives_seconds("reduce_scatter", size, place, machine)
-        took += gathered * collectives_seconds("all_gather", size / ranks, place, machine)
-        found = np.maximum(found, took)
+    if of.reduced:
+        found = of.reduced * collectives_seconds("reduce_scatter", size, place, machine)
+    if of.gathered:
+        parts = size / of.ranks
+        found = found + of.gathered * collectives_seconds("all_gather", parts, place, machine)
     return found
 
 
-def _times(run: Run) -> tuple[float, float]:
-    """How often each microbatch reduces gradients and gathers weights, of as many bytes as the
-    weights that a stage holds."""
-    whole = run.framework == "megatron" and run.precision == "bf16" and not run.params_dtype
-    share = 1.0 if whole else 0.25
-    gathered = (1 + run.reshard_after_forward) if run.zero == 3 else 0
-    width = 2 if whole and run.grad_reduce_dtype is None else 1  # sums in fp32
-    return share * width * reduces_each_microbatch(run), share * gathered
+def _summed(of: _Shares, size: Float, place: Placement, machine: Machine) -> Float:
+    """Seconds in which ranks sum the gradients of a step."""
+    op = "all_reduce" if of.whole else "reduce_scatter"
+    return collectives_seconds(op, of.summed * size, place, machine)
+
+
+def _renewed(of: _Shares, size: Float, place: Placement, machine: Machine) -> Float:
+    """Seconds in which ranks gather the weights of the next step."""
+    return collectives_seconds("all_gather", of.renewed * size / of.ranks, place, machine)
