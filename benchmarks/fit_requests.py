@@ -1,7 +1,7 @@
 """Fit what an engine's host takes for a request until its first token, and for a step; print
 held-out errors.
 
-    python benchmarks/fit_requests.py [first] [steps]
+    python benchmarks/fit_requests.py [first] [steps] [queue]
 
 Rows of first tokens are those of at most four users that the package carries
 (`data/measured/inference.csv`). A request takes a constant and a time per 1,024 tokens of its
@@ -11,24 +11,34 @@ step: the longer of both counts. Those of TensorRT-LLM are carried (`STEP_HOST_M
 on the rows that fit and 13% on those held out, 9% and 13% without. Of the configurations, 70% fit
 and 30% are held out, by a hash. The sum of the logarithms of the errors is least on a grid, so that
 single runs that are far off do not count.
+
+`queue`: what hosts take until a request is in the queue, of requests that are served one by one
+(`serving.hosts`), fitted to the times to first tokens of closed loops (`evidence.closed_loops`).
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import numpy as np
 from fit_kernels import held_out
 
-from stagewright.evidence import inference
+from stagewright.errors import UserError
+from stagewright.evidence import closed_loops, inference
 from stagewright.evidence.inference import HOST_MS, ServedRow, StepHost
 from stagewright.model.catalog import resolve
+from stagewright.serving import hosts, service
 
 STEP_GRID = (range(0, 3501, 500), range(0, 121, 20))
 """Microseconds of a step, and of a request in it."""
 GRID = (range(0, 201, 5), range(0, 41, 2))
 """Milliseconds of a request, and of 1,024 tokens of a prompt."""
+
+
+QUEUE_GRID = (range(0, 31, 5), range(0, 13, 3))
+"""As `GRID`, until a request is in the queue."""
 
 
 def key(row: ServedRow) -> tuple[object, ...]:
@@ -104,6 +114,45 @@ def steps() -> None:
                       f"{np.median(np.abs(error)):.1%}, bias {np.median(error):+.1%}")  # fmt: skip
 
 
+def queue() -> None:
+    """The host of a request until the queue, by engine; of vLLM see `serving.hosts`."""
+    loops = [of for of in closed_loops.closed_loops() if not of.row.reason]
+    carried = dict(hosts.HOSTS)
+    for engine in ("trtllm", "sglang"):
+        name = closed_loops.SCHEDULERS[engine]
+        mine = [of for of in loops if of.row.engine == engine]
+        mine = [of for of in mine if any("ttft" in row.quantity for row in of.measured)]
+        mine = [of for of in mine if _fits(of)]
+        test = np.array([held_out(*key(of.row)) for of in mine])
+        every: dict[tuple[int, ...], np.ndarray] = {}
+        for constants in itertools.product(*QUEUE_GRID):
+            own = {"per_request": constants[0] / 1e3, "per_prompt_token": constants[1] / 1.024e6}
+            hosts.HOSTS = {**carried, name: replace(carried.get(name, hosts.HostTimes()), **own)}
+            service.HOSTS = hosts.HOSTS
+            every[constants] = np.array([_first_token(of) for of in mine])
+        best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
+        print(f"{engine}: {best} ms of a request and of 1,024 tokens, carried {carried.get(name)}")
+        for rest, some in (("fitted to", ~test), ("held out", test)):
+            for label, constants in (("alone", (0, 0)), ("with the host", best)):
+                error = every[constants][some]
+                print(f"#   first tokens, {rest}, {label}: {len(error)} rows, mean "
+                      f"{np.abs(error).mean():.1%}, median {np.median(np.abs(error)):.1%}, bias "
+                      f"{np.median(error):+.1%}")  # fmt: skip
+
+
+def _fits(of: closed_loops.ClosedLoop) -> bool:
+    try:
+        closed_loops.predictions(of)
+    except UserError:
+        return False
+    return True
+
+
+def _first_token(of: closed_loops.ClosedLoop) -> float:
+    rows = zip(closed_loops.predictions(of), of.measured, strict=True)
+    return next(found.error for found, row in rows if "ttft" in row.quantity)
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:] or ("first", "steps"):
-        {"first": first_tokens, "steps": steps}[name]()
+        {"first": first_tokens, "steps": steps, "queue": queue}[name]()

@@ -260,6 +260,7 @@ class OneStep:
 
     def __init__(self, of):
         self.of = of
+        self.async_scheduling = getattr(of, "async_scheduling", False)
 
     def schedule(self, engine):
         return self.of.schedule(engine)._replace(repeats=1)
@@ -277,7 +278,17 @@ SCHEDULERS = {
     "max-utilization": lambda: TensorRtLlm(
         max_num_batched_tokens=300, max_num_seqs=7, capacity_scheduler_policy="max_utilization"
     ),
+    "sglang-seldom": lambda: SGLang(
+        max_prefill_tokens=90,
+        chunked_prefill_size=48,
+        max_num_seqs=7,
+        scheduler_recv_interval=5,
+        async_scheduling=True,
+    ),
     "tensorrt-llm": lambda: TensorRtLlm(max_num_batched_tokens=300, max_num_seqs=7),
+    "tensorrt-llm-overlap": lambda: TensorRtLlm(
+        max_num_batched_tokens=300, max_num_seqs=7, async_scheduling=True
+    ),
     "static": lambda: Static(max_num_seqs=5),
 }
 
@@ -300,7 +311,7 @@ def test_schedulers_are_asked_only_where_they_would_change_their_minds(name: str
         assert list(fast.finish) == pytest.approx(list(slow.finish), rel=1e-9)
         assert list(fast.preempted) == list(slow.preempted)
         preempted += sum(fast.preempted)
-    assert (preempted > 0) == (name not in ("tensorrt-llm", "static"))
+    assert (preempted > 0) == (name not in ("tensorrt-llm", "tensorrt-llm-overlap", "static"))
 
 
 def test_drafts_that_are_right_shorten_decode():

@@ -1,25 +1,26 @@
 """Servers whose users send the next request when one is done, played request by request.
 
 Rows are those of `data/measured/inference.csv` that have a number of users, and of `serving.csv`
-beside it. Each is a closed loop as InferenceX runs it: ten requests for each user, all of whom
-begin at once, lengths uniform between the shortest and the longest, and no shared prefixes.
-Nothing is fitted to these rows here.
+beside it. Each is a closed loop: ten requests for each user (or as many as the client's source
+says, `evidence.servers`), all of whom begin at once, lengths uniform between the shortest and the
+longest, and no shared prefixes. Of hosts, `serving.hosts` says what was fitted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from stagewright.errors import UserError
 from stagewright.evidence.inference import ServedRow, model_of_row, rows, rows_of
 from stagewright.evidence.measurements import NotCompared
 from stagewright.evidence.predictions import Prediction
+from stagewright.evidence.servers import client_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
-from stagewright.serving.instances import instance
+from stagewright.serving.instances import Instance, instance
 from stagewright.serving.metrics import ServingSummary, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.service import Service
@@ -33,11 +34,10 @@ QUANTITIES = {
     "ttft_p50_ms": "median of these",
     "output_tokens_s_gpu": "output tokens per second and GPU",
 }
+MOST_TOKENS = 8192
+"""Of a step, at least, so that servers which differ in nothing else have one table of times."""
 SCHEDULERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
 """By engine."""
-REQUESTS_PER_USER = 10
-"""InferenceX's `--num-prompts` over `--max-concurrency` (SemiAnalysisAI/InferenceX,
-`benchmarks/benchmark_lib.sh`)."""
 HARDWARE = ("h100-sxm", "h200")
 """Of the rows of AIConfigurator that are played."""
 
@@ -114,44 +114,52 @@ def predictions(of: ClosedLoop) -> list[Prediction]:
 def played(row: ServedRow) -> ServingSummary:
     """What comes out of a load."""
     assert row.concurrency is not None
-    service = _service(_Server(row.hardware, row.engine, _settings(row), row.chunk, row.checkpoint))
+    client = client_of(row)
+    settings = {**row.settings, **client.settings}
+    service = _service(
+        _Server(
+            row.hardware, row.engine, _sorted(settings), _sorted(client.options), row.checkpoint
+        )
+    )
     users = round(row.concurrency)
     lengths = Lengths(isl=row.isl, osl=row.osl, range_ratio=row.shortest)
-    work = closed_loop(REQUESTS_PER_USER * users, users, lengths)
+    work = closed_loop(client.requests_per_user * users, users, lengths)
     return service.serve(work, Slo()).summary
 
 
 class _Server(NamedTuple):
     hardware: str
     engine: str
-    settings: tuple[tuple[str, object], ...]
-    chunk: int
+    settings: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
     checkpoint: str
 
 
-def _settings(row: ServedRow) -> tuple[tuple[str, object], ...]:
-    return tuple(sorted(row.settings.items()))
+def _sorted(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted(values.items()))
 
 
 @cache
-def _service(of: _Server) -> Service:
-    """The server of rows; tables of the last ones are kept."""
+def _instance(of: _Server, tokens: int, requests: int) -> Instance:
+    """The instance of a server; tables of the last ones are kept."""
     run, model = model_of_row(dict(of.settings), of.checkpoint)
     run = run.model_copy(update={"mode": "decode"})
-    hardware = hardware_of(of.hardware)
-    engines = EngineSection(
-        scheduler=SCHEDULERS[of.engine],
-        max_num_batched_tokens=of.chunk,
-        enable_prefix_caching=False,
-    )
-    limits = batch_limits(engines, hardware)
-    made = instance(
-        run, model, Machine.of(hardware, gpus=run.world_size),
+    return instance(
+        run, model, Machine.of(hardware_of(of.hardware), gpus=run.world_size),
         Execution(serving_engine=of.engine),  # pyright: ignore[reportArgumentType]
-        most_tokens=limits.tokens, most_requests=limits.requests,
-        gpu_memory_utilization=engines.gpu_memory_utilization,
+        most_tokens=tokens, most_requests=requests,
     )  # fmt: skip
-    ahead = replace(engines, async_scheduling=run.pp == 1)
+
+
+def _service(of: _Server) -> Service:
+    # Both clients ask for all tokens: `--ignore-eos`, `ignore_eos:true`.
+    options: dict[str, Any] = {"ignore_eos": True, **dict(of.options)}
+    options["scheduler"] = SCHEDULERS[of.engine]
+    engines = EngineSection(enable_prefix_caching=False, **options)
+    limits = batch_limits(engines, hardware_of(of.hardware))
+    most = max(limits.tokens, MOST_TOKENS)
+    made = _instance(of._replace(options=()), most, limits.requests)
+    ahead = replace(engines, async_scheduling=engines.async_scheduling and made.run.pp == 1)
     return Service(made, engines, limits, scheduler_of(ahead, limits))
 
 

@@ -38,6 +38,8 @@ class ReplayedServer(NamedTuple):
     options: Mapping[str, Any]
     measured: Mapping[str, float]
     reason: str
+    requests: str
+    """The file of its requests in `data/measured`."""
 
 
 def replayed_servers() -> list[ReplayedServer]:
@@ -48,10 +50,11 @@ def replayed_servers() -> list[ReplayedServer]:
         ReplayedServer(
             of["source"],
             run["hardware"],
-            of["settings"],
+            of["settings"] | run.get("settings", {}),
             of["options"] | run["options"],
             run["measured"],
             run["reason"],
+            run.get("requests", "sharegpt-300.csv"),
         )
         for run in of["runs"]
     ]
@@ -99,9 +102,9 @@ def replay(of: ReplayedServer) -> RequestTimes:
         gpu_memory_utilization=engines.gpu_memory_utilization,
     )  # fmt: skip
     service = Service(made, engines, limits, scheduler_of(engines, limits))
-    return RequestTimes.of(service.serve(_requests(), Slo()).outcome)
+    return RequestTimes.of(service.serve(_requests(of.requests), Slo()).outcome)
 
 
-def _requests() -> Workload:
-    with as_file(files("stagewright") / "data" / "measured" / "sharegpt-300.csv") as path:
+def _requests(name: str) -> Workload:
+    with as_file(files("stagewright") / "data" / "measured" / name) as path:
         return traces.read(path)

@@ -307,7 +307,12 @@ class _Play:
     # ---- from prompt to decode -----------------------------------------------------------------
 
     def _hand_over(self, at: float, request: int) -> None:
-        """The prompt of a request is done: the request goes to an instance that decodes."""
+        """The prompt of a request is done: the request goes to an instance that decodes.
+
+        The host counts again: vLLM's proxy sends the whole request to the one server and, when that
+        has answered, to the other, each with HTTP and tokenizer of its own (vllm-project/vllm,
+        `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
+        """
         assert self.pools.decode is not None
         seconds = self.pools.decode.host.before_prefill(self.workload.prompt[request])
         self.agenda.note(at + seconds, ARRIVAL, request, self._go_on)

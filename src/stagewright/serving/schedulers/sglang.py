@@ -47,6 +47,8 @@ class SGLang:
        `_compute_prefix_matches`, `_sort_by_longest_prefix`).
     6. What a chunk has computed is in the radix cache after its step, of copies only one
        (`cache_unfinished_req`).
+    7. With `scheduler_recv_interval` requests are received in one of so many steps of decode, and
+       behind each batch of prompts (`scheduler_components/recv_skipper.py`).
 
     With `async_scheduling` a step is decided when the one before begins (`event_loop_overlap`, the
     default but with pipelines).
@@ -60,6 +62,7 @@ class SGLang:
     schedule_policy: str = "fcfs"
     enable_mixed_chunk: bool = False
     ignore_eos: bool = False
+    scheduler_recv_interval: int = 1
     async_scheduling: bool = False
     _ratio: float = field(default=-1.0, init=False)
     _since: int = field(default=0, init=False)  # the decode step from which it falls
@@ -68,9 +71,29 @@ class SGLang:
     _count: int = field(default=0, init=False)  # running requests when last seen
     # Of retracted requests: the tokens that are computed at once when they run again.
     _prefilled: dict[int, int] | None = field(default=None, init=False)
+    _received: int = field(default=0, init=False)  # the step in which requests were received
+    _known: int = field(default=0, init=False)  # waiting requests that have been received
+    _prompts: bool = field(default=False, init=False)  # whether the last batch was of prompts
 
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
+        if self.scheduler_recv_interval == 1:
+            return self._schedule(engine)
+        every, since = self.scheduler_recv_interval, engine.step - self._received
+        late: list[int] = []
+        if self._prompts or not engine.decoding or since % every == 0:
+            self._received, since = engine.step, 0
+        else:
+            late = [engine.waiting.pop() for _ in range(len(engine.waiting) - self._known)]
+        found = self._schedule(engine)
+        self._known, self._prompts = len(engine.waiting), bool(found.chunks)
+        engine.waiting.extend(reversed(late))
+        if since % every:
+            return found._replace(repeats=min(found.repeats, every - since % every), open=False)
+        return found
+
+    def _schedule(self, engine: Engine) -> Decision:
+        """The next batch of the requests that have been received."""
         engine.names_late = engine.merges_copies = True
         if self._anew or len(engine.running) < self._count or not engine.decoding:
             self._full = self._anew = False

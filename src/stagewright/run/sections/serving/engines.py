@@ -66,6 +66,9 @@ class EngineSection:
     ignore_eos: Switch = setting(
         False, "sglang: whether clients ask for all their tokens, so that room is kept.", rare=True
     )
+    scheduler_recv_interval: Count = setting(
+        1, "sglang: requests are received in one of so many steps of decode.", rare=True
+    )
     capacity_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
         "guaranteed_no_evict",
         "tensorrt-llm: blocks are kept to a request's end, or requests are paused for them.",

@@ -1,0 +1,50 @@
+"""How measured servers were started, by source."""
+
+from dataclasses import replace
+
+from stagewright.evidence import servers
+from stagewright.evidence.closed_loops import SCHEDULERS, closed_loops
+from stagewright.evidence.inference import ServedRow
+from stagewright.evidence.servers import REQUESTS_PER_USER, client_of
+from stagewright.run.sections.serving.engines import EngineSection
+
+ROW = ServedRow(
+    "aiconfigurator, vLLM", "a row", "", "h100-sxm", "ttft_ms", 1.0, "vllm", 32.0, None,
+    isl=1024, cached=0, osl=256, shortest=1.0, chunk=8192, checkpoint="",
+    settings={"model": "qwen3-32b"}, reason="",
+)  # fmt: skip
+
+
+def test_a_generated_server_has_room_for_a_prompt_beside_its_users():
+    client = client_of(ROW)
+    assert client.requests_per_user == 20
+    assert client.options["max_num_batched_tokens"] == 1024 + 32 + 1500
+    assert not client.options["async_scheduling"]
+    drawn = client_of(replace(ROW, shortest=0.8))
+    assert (drawn.requests_per_user, drawn.options) == (
+        REQUESTS_PER_USER,
+        {"max_num_batched_tokens": 8192},
+    )
+
+
+def test_entries_differ_by_users_and_by_day():
+    some = replace(ROW, source="InferenceX", hardware="b200", settings={"model": "deepseek-r1"})
+    polled = [
+        client_of(replace(some, engine="sglang", concurrency=users)).options
+        for users in (4.0, 16.0)
+    ]
+    assert [of["scheduler_recv_interval"] for of in polled] == [10, 30]
+    days = [
+        client_of(replace(some, engine="trtllm", row=f"x4, {day}", isl=100)).options
+        for day in ("2025-12-15", "2026-02-03")
+    ]
+    assert [of["max_num_batched_tokens"] for of in days] == [100 + 32 + 64, 8192]
+
+
+def test_every_entry_is_cited_and_of_several_rows():
+    loops = closed_loops()
+    for entry in servers.entries():
+        assert entry.cited
+        assert sum(entry.fits(of.row) for of in loops) > 1
+    for of in loops:
+        EngineSection(scheduler=SCHEDULERS[of.row.engine], **client_of(of.row).options)
