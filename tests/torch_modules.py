@@ -131,6 +131,24 @@ def _gradient(ctx: Any, grad: Any) -> Any:
 squashed.register_autograd(_gradient, setup_context=_keep)
 
 
+class Image(nn.Module):
+    """Attention between the places of a convolution, which are two dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        self.q, self.k, self.v, self.o = (nn.Conv2d(16, 16, 1) for _ in range(4))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Any) -> Any:
+        x = self.conv(x) * self.gain
+        q, k, v = (
+            w(x).flatten(2).unflatten(1, (2, 8)).transpose(2, 3) for w in (self.q, self.k, self.v)
+        )
+        o = F.scaled_dot_product_attention(q, k, v).transpose(2, 3).flatten(1, 2)
+        return self.o(o.unflatten(2, (4, 6))).mean()
+
+
 def tokens(*shape: int) -> Any:
     return torch.zeros(*shape, dtype=torch.long, device="meta")
 

@@ -123,6 +123,41 @@ if True:  # the modules need torch to be defined
         """The stream is read often in each layer."""
         return torch.sigmoid(a(x)) * b(x) + F.layer_norm(x * torch.relu(x), (16,))
 
+    def heads(x: Any, a: Any, b: Any) -> list[Any]:
+        return [y.unflatten(-1, (2, 8)).transpose(1, 2) for y in (a(x), b(x), x)]
+
+    def in_parts(x: Any, a: Any, b: Any, *, window: int = 0) -> Any:
+        """Attention in operators, whose mask is true for what is hidden."""
+        q, k, v = heads(x, a, b)
+        at = torch.arange(x.shape[1], device=x.device)
+        hidden = torch.triu(torch.ones_like(at[:, None] + at, dtype=torch.bool), 1)
+        if window:
+            hidden = hidden | (at[:, None] - at >= window)
+        scores = (q @ k.transpose(-1, -2) / 3).masked_fill(hidden, -math.inf).softmax(-1)
+        return (scores @ v).transpose(1, 2).flatten(2)
+
+    def far_window(x: Any, a: Any, b: Any) -> Any:
+        return in_parts(x, a, b, window=16384)
+
+    def turned_pairs(x: Any, a: Any, b: Any) -> Any:
+        """Rotary positions of channels side by side: heads that are two dims."""
+        q, k, v = heads(x, a, b)
+        angle = torch.arange(x.shape[1], device=x.device)[:, None] * torch.ones(4, device=x.device)
+        c, s = angle.cos(), angle.sin()
+
+        def turned(y: Any) -> Any:
+            even, odd = y.unflatten(-1, (4, 2)).unbind(-1)
+            return torch.stack([even * c - odd * s, even * s + odd * c], -1).flatten(-2)
+
+        o = F.scaled_dot_product_attention(turned(q), turned(k), v)
+        return o.transpose(1, 2).flatten(2)
+
+    def of_experts(x: Any, a: Any, b: Any) -> Any:
+        """All experts of all positions, weighed by a number for each that was chosen."""
+        weight, chosen = a(x).softmax(-1).topk(2, -1)
+        each = torch.where(chosen == 1, weight, 0).sum(-1, keepdim=True)
+        return b(x) * each
+
 
 PRODUCTS = ("einsum", "conv", "conv_bwd")
 
@@ -170,7 +205,7 @@ def test_parameters_and_products_are_those_that_pytorch_counts(name: str):
 
 
 BODIES: list[Any] = [into_a_view, position_by_position, shifted, put_at_indices, norm_of_another,
-                     not_quite_gelu, post_norm]  # fmt: skip
+                     not_quite_gelu, post_norm, turned_pairs, of_experts]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -183,6 +218,19 @@ def test_no_product_is_lost_behind_what_is_written_in_parts_or_looks_like_a_norm
         module(tokens(2, 6))
     assert products(model, 2, 6) == counted.get_total_flops()
     assert model.chain == ("embed", "2 layer", "head")
+
+
+@pytest.mark.parametrize("body", [in_parts, far_window])
+def test_a_mask_that_is_true_for_what_is_hidden_is_computed(body: Any):
+    """Also where its window is too large to compute the mask for so many positions."""
+    with torch.device("meta"):
+        module = Around(body)
+    (text,) = [
+        line
+        for line in sw.from_torch(module, tokens(2, 6)).modules[0].text.splitlines()
+        if line.startswith("attention = ")
+    ]
+    assert ("causal=true" in text, "window=16384" in text) == (True, body is far_window)
 
 
 def test_what_cannot_be_said_is_refused_or_told():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stagewright.imports.calls import OpCall
+from stagewright.imports.calls import LEAVES, OpCall
 
 _BETWEEN = ("cast", "dropout", "view", "reshape", "scale", "shift")
 
@@ -85,22 +85,30 @@ def _source(calls: Mapping[str, OpCall], softmax: OpCall, attrs: dict[str, Any])
             mask = calls[at.operands[1]]
             while mask.op in ("view", "reshape"):
                 mask = calls[mask.operands[0]]
-            if mask.op != "constant" or mask.attrs.get("mask") not in ("causal", "all"):
+            if not _hides_keys(mask) or mask.attrs.get("hides"):
                 return None
             attrs["causal"] = mask.attrs["mask"] == "causal"
             attrs["window"] = mask.attrs.get("window", 0)
         elif at.op == "opaque" and at.attrs.get("fn") in ("masked_fill", "where"):
-            masks = [calls[n] for n in at.operands if calls[n].op == "constant"]
-            if len(masks) != 1 or masks[0].attrs.get("mask") not in ("causal", "all"):
+            masks = [calls[n] for n in at.operands if _hides_keys(calls[n])]
+            others = [calls[n] for n in at.operands if calls[n].op not in LEAVES]
+            if len(masks) != 1 or len(others) != 1:
+                return None
+            if at.attrs["fn"] == "masked_fill" and not masks[0].attrs.get("hides"):
                 return None
             attrs["causal"] = masks[0].attrs["mask"] == "causal"
             attrs["window"] = masks[0].attrs.get("window", 0)
-            at = next(calls[n] for n in at.operands if calls[n].op != "constant")
+            (at,) = others
             continue
         elif at.op not in _BETWEEN:
             return None
         at = calls[at.operands[0]]
     return None
+
+
+def _hides_keys(of: OpCall) -> bool:
+    """Whether a call is a constant of which the recording says which keys it hides."""
+    return of.op in ("constant", "buffer") and of.attrs.get("mask") in ("causal", "all")
 
 
 def _last(readers: Mapping[str, list[OpCall]], softmax: OpCall) -> OpCall | None:

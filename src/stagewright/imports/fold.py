@@ -57,7 +57,7 @@ def fold(calls: Mapping[str, OpCall], outputs: Sequence[str]) -> Folded:
             break
         tried = [_folding(calls, computed, outputs, now.handed | {name}) for name in more]
         now = max(tried, key=lambda found: found.covered)
-        if now.covered > best.covered:
+        if now.covered >= best.covered + SHORTEST_STRETCH:
             best = now
     return Folded(best.pieces(outputs), best.handed)
 
@@ -148,11 +148,14 @@ def _cuts(computed: Sequence[OpCall], outputs: Sequence[str], handed: frozenset[
     last |= {name: len(computed) for name in outputs}
     alive = set[str]()
     cuts: list[Cut] = [(0, "")]
+    aside = False  # whether a value that is handed on was made since the last cut
     for i, call in enumerate(computed):
         if i and len(alive) == 1:
             (only,) = alive
-            if only != cuts[-1][1]:
+            if only != cuts[-1][1] or aside:
                 cuts.append((i, only))
+                aside = False
+        aside |= call.name in handed
         if last.get(call.name, -1) > i and call.name not in handed:
             alive.add(call.name)
         alive -= {name for name in call.operands if last[name] <= i}

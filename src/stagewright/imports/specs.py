@@ -31,6 +31,8 @@ class Layouts:
         """`apart`: axes that some call takes apart."""
         self.axes, self.apart = axes, apart
         self.order: dict[str, tuple[Axis, ...]] = {}
+        self.merged: set[Axis] = set()
+        """Axes that stand for several dims behind each other, whose size is a product."""
 
     def of(self, name: str) -> tuple[Axis, ...]:
         """The leaves of a value as they lie."""
@@ -145,15 +147,16 @@ class Letters:
                 same = [
                     x
                     for (of, a), x in self.letters.items()
-                    if of == "d" and a.extent is axis.extent
+                    if of == "d" and a.extent is axis.extent and a not in self.layouts.merged
                 ]
                 if same:
                     return same[0]
             if label == "h":
                 wide = len({len(p) for p in self.pieces["h"]}) > 1
                 return next(x for x in ("gr" if wide else "a") + "hn" if x not in taken)
-            if label in ATTENTION:
+            if ATTENTION.get(label, "") not in ("", *taken):
                 return ATTENTION[label]
+            taken |= {*"qkjtdviz"}  # letters that mean positions and widths (graph/table.py)
         wish = (self.names.get(axis) or str(axis.extent))[:1].lower()
         if wish and wish.isalpha() and wish not in taken:
             return wish

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagewright.algebra.size import Size, product
+from stagewright.errors import UserError
 from stagewright.imports.axes import Axis, AxisTable
-from stagewright.imports.calls import OpCall
+from stagewright.imports.calls import Label, OpCall
 from stagewright.imports.fold import Piece
 from stagewright.imports.placement import PlacementRules
 from stagewright.imports.specs import Layouts, spec_of
@@ -61,6 +62,7 @@ class Writer:
     def __init__(self, model: Model, piece: Piece, name: str, calls: Sequence[OpCall]) -> None:
         """`calls` are those of the piece, without views."""
         self.model, self.piece, self.name, self.calls = model, piece, name, calls
+        self.dtypes = {call.name: call.dtype for call in calls}
         self.lines: list[str] = []
         self.body: list[str] = []
         self.names: dict[str, str] = {}
@@ -127,13 +129,16 @@ class Writer:
             self.lines.append(f"input {shown}{layout}")
             self.names[base] = shown
         elif leaf.op == "param":
-            self.names[base] = self._parameter(leaf)
+            shown = self.names[base] = self._parameter(leaf)
         else:
             wish = input_name(leaf)
             shown = self.names[base] = self.fresh(wish)
             dtype = dtype_text(leaf.dtype, self.model.dtype)
             layout = self.shape(self.model.layouts.of(base), degrees=False)
             self.lines.append(f"input {shown}{layout}{' ' + dtype if dtype else ''}")
+        if leaf is not None and not self.model.layouts.of(base):  # a leaf of a text has dims
+            one = self.names[base] = self.fresh(f"{shown}_value")
+            self.body.append(f"{one} = sum[a->]({shown})")
         return self.names[base]
 
     def _parameter(self, leaf: OpCall) -> str:
@@ -146,6 +151,12 @@ class Writer:
         layout = self.shape(self.model.layouts.of(leaf.name), degrees=True)
         self.body.append(f"param {shown}{layout}{shared}")
         return shown
+
+    def _dtype(self, name: str) -> str:
+        """The data type of a value; of what comes in, that of the parameters."""
+        base = self.model.axes.base.get(name, name)
+        leaf = self.model.leaves.get(base)
+        return leaf.dtype if leaf is not None else self.dtypes.get(base, self.model.dtype)
 
     # ---- statements ----------------------------------------------------------------------------
 
@@ -171,7 +182,7 @@ class Writer:
     def _statement(self, call: OpCall, *, is_last: bool) -> None:
         start = len(self.body)
         call = self._turned(call) if call.op in LAST else call
-        call = self._merged(call) if call.op in ("join", "slice") else call
+        call = self._merged(call) if call.op in ("join", "slice", "attention") else call
         spec = spec_of(self.model.layouts, call, self.model.sizes)
         text = self._text(call, spec)
         scope = self._scope(call)
@@ -209,29 +220,54 @@ class Writer:
         return replace(call, operands=(name, *others))
 
     def _merged(self, call: OpCall) -> OpCall:
-        """The call on operands of which the dim that is joined or cut is one axis."""
-        axes, layouts, operands = self.model.axes, self.model.layouts, [*call.operands]
-        for i, (operand, labels) in enumerate(zip(call.operands, call.ins, strict=True)):
-            places, label = layouts.places(call, i), labels[int(call.attrs["dim"])]
-            own = [leaf for x, leaf in places if x == label]
-            if len(layouts.units(own)) < 2:
-                continue
-            merged, name = Axis(product(a.extent for a in own)), f"{operand}.merged{i}"
-            at = int(call.attrs["dim"])
-            axes.dims[name] = [
-                [merged] if n == at else dim for n, dim in enumerate(axes.dims[operand])
-            ]
-            axes.labels[call.name] = {**axes.labels[call.name], label: [merged]}
-            kept = [place for place in places if place[0] != label]
-            layouts.order[name] = (*(leaf for _, leaf in kept), merged)
-            letters = dict(zip(places, "abcdefghijklmnop", strict=False))
-            inside = "".join(letters[p] for p in places if p[0] == label)
-            outside = "".join(letters[p] for p in kept)
-            self.names[name] = self.fresh("merged")
-            spec = f"{''.join(letters.values())}->{outside}({inside})"
-            self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(operand)})")
-            operands[i] = name
-        return replace(call, operands=tuple(operands))
+        """The call on operands of which each dim that the op takes as one is one axis.
+
+        Of a join or a part that is the dim along which it goes; of attention the positions of keys,
+        and the width of queries and keys.
+        """
+        if call.op != "attention":
+            for i, labels in enumerate(call.ins):
+                call = self._merged_dim(call, i, labels[int(call.attrs["dim"])], {})
+            return call
+        made: dict[Label, Axis] = {}
+        for i in range(len(call.operands)):
+            for label in ("k", "d"):
+                call = self._merged_dim(call, i, label, made)
+        for label, what in (("v", "width of values"), ("q", "positions of causal queries")):
+            places = self.model.layouts.places(call, 2 if label == "v" else 0)
+            several = len(self.model.layouts.units([leaf for x, leaf in places if x == label])) > 1
+            if several and (label == "v" or call.attrs.get("causal")):
+                raise UserError(
+                    f"{call.source or call.path or call.name}: the {what} of attention is several "
+                    "dims, which other operations take apart; wanted one dim throughout the module"
+                )
+        return call
+
+    def _merged_dim(self, call: OpCall, i: int, label: Label, made: dict[Label, Axis]) -> OpCall:
+        """The call with one axis for a label of an operand; `made`: those of other operands."""
+        axes, layouts, operand = self.model.axes, self.model.layouts, call.operands[i]
+        places = layouts.places(call, i)
+        own = [leaf for x, leaf in places if x == label]
+        if len(layouts.units(own)) < 2:
+            return call
+        merged = made.setdefault(label, Axis(product(a.extent for a in own)))
+        layouts.merged.add(merged)
+        at, name = call.ins[i].index(label), f"{operand}.merged{i}{label}"
+        axes.dims[name] = [[merged] if n == at else dim for n, dim in enumerate(axes.dims[operand])]
+        axes.labels[call.name] = {**axes.labels[call.name], label: [merged]}
+        kept = [place for place in places if place[0] != label]
+        letters = dict(zip(places, "abcdefghijklmnop", strict=False))
+        inside = "".join(letters[p] for p in places if p[0] == label)
+        outside = [letters[p] for p in kept]
+        place = len(kept) if call.op != "attention" else places.index((label, own[0]))
+        left, right = ([leaf for _, leaf in of] for of in (kept[:place], kept[place:]))
+        layouts.order[name] = (*left, merged, *right)
+        outside.insert(place, f"({inside})")
+        self.names[name] = self.fresh("merged")
+        spec = f"{''.join(letters.values())}->{''.join(outside)}"
+        self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(operand)})")
+        operands = tuple(name if n == i else o for n, o in enumerate(call.operands))
+        return replace(call, operands=operands)
 
     def _scope(self, call: OpCall) -> str:
         """The part of a layer: with attention in it, or a feed-forward."""
@@ -285,8 +321,6 @@ class Writer:
             self.model.fields.update(call.attrs)
             return f"experts({self.value(call.operands[0])})"
         operands = [self.value(n) for n in call.operands]
-        if call.op == "embedding":
-            pass
         op, attrs = call.op, dict(call.attrs)
         if op == "cross_entropy":
             return f"cross_entropy({', '.join(operands)})"
@@ -302,8 +336,8 @@ class Writer:
             attrs["dtype"] = dtype_text(call.dtype, "") or "fp32"
         elif op == "random_mask":
             attrs["dtype"] = "uint8"
-        elif op == "opaque" and call.dtype in ("int64", "bool", "int32", "uint8"):
-            attrs["dtype"] = dtype_text(call.dtype, self.model.dtype)
+        elif op == "opaque" and self._dtype(call.operands[0]) != call.dtype:
+            attrs["dtype"] = dtype_text(call.dtype, "")
         words = [f"{x.upper()}={self.size(axis)}" for x, axis in spec.letters.items()]
         said = {k: v for k, v in attrs.items() if v not in (None, False) or k == "causal"}
         words += [f"{k}={value_text(v)}" for k, v in said.items()]
@@ -321,14 +355,16 @@ class Writer:
             parts, operands = parts[::-1], operands[::-1]
         if parts[0] != out:
             self.model.fields.setdefault("_outer", []).append(call.name)
-            return f"opaque[{spec.text}; fn=outer_sum]({', '.join(operands)})"
+            how = "fn=outer_sum"
+            if self._dtype(call.operands[0]) != call.dtype:
+                how += f", dtype={dtype_text(call.dtype, '')}"
+            return f"opaque[{spec.text}; {how}]({', '.join(operands)})"
         return f"bias[{parts[0]},{parts[1]}->{out}]({', '.join(operands)})"
 
     def _slice(self, call: OpCall, spec: Any, operand: str) -> str:
         """The elements of a dim from somewhere: as the first, or the last, or the last of the
         first."""
         dim, start = int(call.attrs["dim"]), int(call.attrs["start"])
-        (source,) = call.operands
         places = self.model.layouts.places(call, 0)
         label = call.ins[0][dim]
         at = [i for i, (x, _) in enumerate(places) if x == label]
@@ -338,7 +374,6 @@ class Writer:
         before = len(units[: at[0]]) if at else 0
         letters = dict(spec.letters)
         words = [f"{x.upper()}={self.size(axis)}" for x, axis in letters.items()]
-        del source
         if start == 0:
             words += ["dim=" + str(before), "first=true"]
             return f"part{spec_text(spec.text, letters, words)}({operand})"

@@ -13,6 +13,7 @@ from stagewright.imports.axes import Axis, AxisTable
 from stagewright.imports.calls import LEAVES, OpCall
 from stagewright.imports.cut import cut
 from stagewright.imports.fold import Folded, Piece, fold
+from stagewright.imports.notes import counted, left_out
 from stagewright.imports.placement import PlacementRules
 from stagewright.imports.rows.table import calls_of
 from stagewright.imports.specs import Layouts
@@ -62,19 +63,12 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     (result,) = nodes.outputs
     calls, result = _with_loss(calls, result, options.loss, notes)
     calls = _needed(_renamed_inputs(calls), result)
-    notes += _left_out(recording, calls)
+    notes += left_out(recording, calls)
     refuse_sizes_of_data(calls)
     folded = fold(calls, [result])
     symbols = names_of_symbols(calls, options.dims)
     made = _ModelText(calls, folded, AxisTable(symbols), recording)
-    counts = {
-        "by their bytes": translation.as_bytes,
-        "without a row, by their bytes": translation.unknown,
-    }
-    for kind, counted in counts.items():
-        if counted:
-            shown = ", ".join(f"{n} {op}" for op, n in counted.most_common())
-            notes.append(f"operations counted {kind}: {shown}")
+    notes += counted(translation, calls)
     text = made.text()
     notes += made.notes
     head = [f"# Imported from PyTorch: {recording.name}.", *(f"# Note: {note}." for note in notes)]
@@ -110,17 +104,6 @@ def _needed(calls: Mapping[str, OpCall], result: str) -> dict[str, OpCall]:
             needed.add(name)
             todo += calls[name].operands
     return {name: call for name, call in calls.items() if name in needed}
-
-
-def _left_out(recording: Recording, calls: Mapping[str, OpCall]) -> list[str]:
-    """A note on parameters that the result does not depend on, which the text lacks."""
-    out = [n for n in recording.nodes if n.op == "param" and n.name not in calls]
-    if not out:
-        return []
-    count = sum(prod(int(extent) for extent in n.shape) for n in out)
-    more = f" and {len(out) - 6} more" if len(out) > 6 else ""
-    paths = ", ".join(n.path for n in out[:6]) + more
-    return [f"left out: {count:,} parameters that the result does not depend on: {paths}"]
 
 
 def _with_loss(
@@ -283,7 +266,8 @@ class _ModelText:
                 keys = [a for a in heads if a in self.axes.flat(call.operands[1])]
                 for unit in units(keys):
                     give("G" if len(keys) < len(heads) else "A", unit)
-                for unit in units(self.axes.label(call.name, "d")):
+                width = units(self.axes.label(call.name, "d"))
+                for unit in width if len(width) == 1 else []:
                     give("D", unit)
                 for unit in units(self.axes.label(call.name, "v")):
                     if named.get("D") == unit.extent.value({}):

@@ -102,9 +102,10 @@ def softmax(t: Translation, node: TracedNode) -> None:
         constant = t.calls[added.operands[1]]
         while constant.op in ("view", "reshape"):
             constant = t.calls[constant.operands[0]]
-        if constant.op == "constant" and constant.attrs.get("mask") == "causal":
+        own = constant.attrs
+        if constant.op == "constant" and own.get("mask") == "causal" and not own.get("hides"):
             x = added.operands[0]
-            mask = {"causal": True, "window": constant.attrs.get("window", 0)}
+            mask = {"causal": True, "window": own.get("window", 0)}
     dtype = _wide(t, node)
     t.emit(node, "softmax", [x], [labels], labels, whole=labels[-1:], dtype=dtype, **mask)
 

@@ -7,25 +7,49 @@ enough."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_POSITIONS = 8192
 """No mask is computed for more positions: it has the square of so many elements."""
+_SMALL = 61
+"""Plays the part of a number that is too large."""
 
 
-def kind_of_mask(pt: Any, mask: Any) -> tuple[str, int]:
-    """Whether a mask hides nothing (all), later keys (causal; within a window or 0), or others.
+class Mask(NamedTuple):
+    """Which keys a mask lets a query see."""
 
-    It is computed for few positions, or for some more than any number in its making. Raises
-    whatever the operations of the mask raise.
+    kind: str
+    """`all`, `causal` (no later keys), or `other`."""
+    window: int = 0
+    """How many keys at most, the query's own among them; 0: no limit."""
+    hides: bool = False
+    """Whether the mask is true where a key is hidden, as `masked_fill` takes it."""
+
+
+def kind_of_mask(pt: Any, mask: Any, buffers: Mapping[str, Any]) -> Mask:
+    """Which keys a constant mask of attention lets queries see; `buffers`: values by name of node,
+    None where there are none.
+
+    The mask is computed for few positions, or for some more than any number in its making; numbers
+    too large for that, of windows, are replaced by small ones that play their part. Raises whatever
+    the operations of the mask raise, and a ValueError for a buffer without values.
     """
     needed = _ancestors(mask)
-    found = [a for n in needed for a in _numbers((n.args, n.kwargs)) if a < MOST_POSITIONS]
-    positions = max([16, *(n + 8 for n in found)])
-    shape = mask.meta["val"].shape
-    # Of [batch, 1, queries, keys] the last two dims are positions; there is one of all others.
-    symbols = dict.fromkeys(_symbols(shape), 1) | dict.fromkeys(_symbols(shape[-2:]), positions)
-    return _reach(pt, _computed(pt, mask, needed, symbols))
+    found = {a for n in needed for a in _numbers((n.args, n.kwargs))}
+    most = max([16, *(n + 8 for n in found if n < MOST_POSITIONS)])
+    made = _reach(pt, _computed(pt, mask, needed, most, buffers, {}))
+    if made.kind != "causal" or made.window:
+        return made
+    for large in sorted(n for n in found if MOST_POSITIONS <= n < 2**40):
+        try:
+            tried = _reach(
+                pt, _computed(pt, mask, needed, max(most, _SMALL + 8), buffers, {large: _SMALL})
+            )
+        except (RuntimeError, ValueError):  # the number is a length that others have to have
+            continue
+        if abs(tried.window - _SMALL) <= 1:
+            return tried._replace(window=large + tried.window - _SMALL)
+    return made
 
 
 def _ancestors(node: Any) -> list[Any]:
@@ -66,8 +90,18 @@ def _symbols(shape: Any) -> list[Any]:
     ]
 
 
-def _computed(pt: Any, mask: Any, needed: Sequence[Any], symbols: Mapping[Any, int]) -> Any:
-    """The value of a constant, with numbers for the symbols of its shape."""
+def _computed(
+    pt: Any,
+    mask: Any,
+    needed: Sequence[Any],
+    positions: int,
+    buffers: Mapping[str, Any],
+    instead: Mapping[int, int],
+) -> Any:
+    """The value of a constant for so many positions, with some numbers in place of others."""
+    shape = mask.meta["val"].shape
+    # Of [batch, 1, queries, keys] the last two dims are positions; there is one of all others.
+    symbols = dict.fromkeys(_symbols(shape), 1) | dict.fromkeys(_symbols(shape[-2:]), positions)
     values: dict[Any, Any] = {}
 
     def size(expr: Any) -> int:
@@ -84,6 +118,8 @@ def _computed(pt: Any, mask: Any, needed: Sequence[Any], symbols: Mapping[Any, i
             return values[a]
         if isinstance(a, list | tuple):
             return type(a)(of(each) for each in a)
+        if isinstance(a, int) and not isinstance(a, bool):
+            return instead.get(a, a)
         return pt.device("cpu") if isinstance(a, pt.device) else number(a)
 
     for node in needed:
@@ -94,7 +130,10 @@ def _computed(pt: Any, mask: Any, needed: Sequence[Any], symbols: Mapping[Any, i
                 values[node] = size(expr)
                 continue
             if isinstance(shown, pt.Tensor):
-                values[node] = pt.zeros([number(d) for d in shown.shape], dtype=shown.dtype)
+                known = buffers.get(node.name, pt.zeros([number(d) for d in shown.shape]))
+                if known is None or known.device.type == "meta":
+                    raise ValueError("a buffer has no values on the meta device")
+                values[node] = known
                 continue
         if node.op == "call_function":
             values[node] = node.target(
@@ -105,17 +144,19 @@ def _computed(pt: Any, mask: Any, needed: Sequence[Any], symbols: Mapping[Any, i
     return values[mask]
 
 
-def _reach(pt: Any, mask: Any) -> tuple[str, int]:
-    """Which keys a mask [..., queries, keys] lets a query see: all, causal or a window."""
-    seen = mask[(0,) * (mask.dim() - 2)]
-    seen = seen if seen.dtype == pt.bool else seen > -1
-    rows, columns = seen.shape
+def _reach(pt: Any, mask: Any) -> Mask:
+    """What a mask [..., queries, keys] is, also where it is true for what is hidden."""
+    first = mask[(0,) * (mask.dim() - 2)]
+    seen = first if first.dtype == pt.bool else first > -1
     if bool(seen.all()):
-        return "all", 0
-    at = pt.arange(rows)[:, None] + (columns - rows) - pt.arange(columns)[None, :]
-    if bool((seen == (at >= 0)).all()):
-        return "causal", 0
-    window = int(seen[-1].sum())
-    if bool((seen == ((at >= 0) & (at < window))).all()):
-        return "causal", window
-    return "other", 0
+        return Mask("all")
+    for hides in (False, True):
+        shown = ~seen if hides else seen
+        rows, columns = shown.shape
+        at = pt.arange(rows)[:, None] + (columns - rows) - pt.arange(columns)[None, :]
+        if bool((shown == (at >= 0)).all()):
+            return Mask("causal", 0, hides)
+        window = int(shown[-1].sum())
+        if bool((shown == ((at >= 0) & (at < window))).all()):
+            return Mask("causal", window, hides)
+    return Mask("other")

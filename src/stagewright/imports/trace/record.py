@@ -13,26 +13,27 @@ small size, to see whether it is causal or a window.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import io
-import logging
 import re
-import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.imports.trace.autograd import kept_of
-from stagewright.imports.trace.examples import check_examples, fixed_dims
+from stagewright.imports.trace.export import (
+    check_examples,
+    exported,
+    fixed_dims,
+    quiet,
+    reason,
+)
 from stagewright.imports.trace.functional import functional
-from stagewright.imports.trace.masks import kind_of_mask
+from stagewright.imports.trace.masks import Mask, kind_of_mask
 from stagewright.imports.trace.read import (
     dtype_of,
     number_of,
-    own_line,
     path_of,
     shape_of,
     source_of,
@@ -68,9 +69,9 @@ def record(
     reasons: list[str] = []
     for kind in kinds:
         try:
-            program = _exported(pt, module, args, kwargs, kind)
+            program = exported(pt, module, args, kwargs, kind)
         except Exception as error:
-            reasons.append(_reason(error))
+            reasons.append(reason(error))
             continue
         if kind in ("batch", "static"):
             but = ", but for their first dims" if kind == "batch" else ""
@@ -94,10 +95,10 @@ def load(path: str) -> Recording:
         raise UserError(f"{path}: no such file; give what torch.export.save has written")
     pt = torch()
     try:
-        with _quiet():
+        with quiet():
             program = pt.export.load(path)
     except Exception as error:
-        raise UserError(f"{path}: no saved torch.export program: {_reason(error)}") from None
+        raise UserError(f"{path}: no saved torch.export program: {reason(error)}") from None
     notes: list[str] = []
     kept = {n: t for n, t in program.state_dict.items() if t.device.type != "meta"}
     if len(kept) < len(program.state_dict):
@@ -109,57 +110,11 @@ def load(path: str) -> Recording:
     return of_program(program, kept, name=name, notes=notes)
 
 
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Let nothing be logged, nor warned of: what PyTorch raises is told in a line."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
-
-
-def _exported(
-    pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
-) -> Any:
-    """The program that `torch.export` makes of a module."""
-    dynamic = pt.export.Dim.DYNAMIC
-    dim = {"dynamic": dynamic, "batch": dynamic, "auto": pt.export.Dim.AUTO}.get(kind)
-
-    def sizes(value: Any) -> Any:
-        if isinstance(value, pt.Tensor):
-            return {
-                i: dim for i, n in enumerate(value.shape[: 1 if kind == "batch" else None]) if n > 1
-            }
-        if isinstance(value, list | tuple):
-            return type(value)(sizes(each) for each in value)
-        return {k: sizes(v) for k, v in value.items()} if isinstance(value, dict) else None
-
-    shapes = None if dim is None else (*map(sizes, args), *map(sizes, kwargs.values()))
-    if kwargs and shapes is not None:
-        shapes = {key: sizes(value) for key, value in kwargs.items()}
-    # PyTorch prints the graph so far, and logs, where it cannot go on.
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), _quiet():
-        return pt.export.export(module, args, kwargs or None, dynamic_shapes=shapes, strict=False)
-
-
-def _reason(error: BaseException) -> str:
-    """The first sentence of an error of PyTorch, and the user's line that it names."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    where = own_line(re.findall(r'File "([^"]+)", line (\d+)', str(error)))
-    first = (lines[0] if lines else type(error).__name__)[:300]
-    return f"{where}: {first}" if where else first
-
-
 def of_program(
     program: Any, tensors: Mapping[str, Any], *, name: str, notes: Sequence[str] = ()
 ) -> Recording:
     """The recording of an exported program; of its `tensors`, those that are one are tied."""
-    with _quiet():
+    with quiet():
         plain = functional(program)
     return _Recorder(plain, _tied(tensors), name, list(notes)).recording()
 
@@ -176,9 +131,11 @@ class _Recorder:
         """Of nodes whose recorded name is not their own: those of inlined graphs."""
         self.returned: dict[Any, list[Any]] = {}
         """The nodes that an inlined graph returns."""
-        self.masks: dict[str, tuple[str, int]] = {}
+        self.masks: dict[str, Mask] = {}
         self.parameters: dict[str, str] = {}
         """The node of each parameter, by the first of its names."""
+        self.buffers: dict[str, Any] = {}
+        """The values of buffers, by their nodes."""
         self.tied = tied
 
     def recording(self) -> Recording:
@@ -222,6 +179,8 @@ class _Recorder:
             return
         if kind == "buffer":
             self.constants.add(node.name)
+            values = {**self.program.constants, **self.program.state_dict}
+            self.buffers[node.name] = values.get(target)
         first = self.tied.get(target, target)
         if kind == "param" and first in self.parameters:
             self.names[node] = self.parameters[first]
@@ -280,8 +239,9 @@ class _Recorder:
         if "scaled_dot_product_attention" in target:
             self._mask(node)
             return
-        for operand in node.all_input_nodes:
-            self._note_mask(operand)
+        if target.split(".")[1:2] in (["add"], ["masked_fill"], ["where"]):
+            for operand in node.all_input_nodes:
+                self._note_mask(operand, hides="masked_fill" in target)
 
     def _keywords(self, node: Any, target: str) -> dict[str, Any]:
         """Keywords of a call that say what is computed, and what an op of a user's own keeps."""
@@ -321,18 +281,19 @@ class _Recorder:
         call = dict(zip(("query", "key", "value", "attn_mask", "dropout", "is_causal"), node.args,
                         strict=False)) | node.kwargs  # fmt: skip
         mask = call.get("attn_mask")
-        kind, window = ("causal" if call.get("is_causal") else "all"), 0
+        found = Mask("causal" if call.get("is_causal") else "all")
         if mask is not None and self._name(mask) in self.constants:
-            kind, window = self.masks.get(self._name(mask)) or self._kind_of_mask(mask)
-            self.masks[self._name(mask)] = kind, window
+            found = self.masks.get(self._name(mask)) or self._kind_of_mask(mask, hides=False)
+            self.masks[self._name(mask)] = found
         elif mask is not None:
-            kind = "given"
-        own = {**last.kwargs, "mask": kind, "window": window}
+            found = Mask("given")
+        kind = "other" if found.hides else found.kind  # true is what is seen, here
+        own = {**last.kwargs, "mask": kind, "window": found.window}
         if _copied(node):
             own["copied"] = True
         self.nodes[-1] = replace(last, kwargs=own)
 
-    def _note_mask(self, node: Any) -> None:
+    def _note_mask(self, node: Any, *, hides: bool) -> None:
         """Say of a constant [..., n, n] that attention in parts may add which keys it hides."""
         name, value = self._name(node), node.meta.get("val")
         if (
@@ -343,20 +304,22 @@ class _Recorder:
             return
         if value.dim() < 2 or str(value.shape[-1]) != str(value.shape[-2]) or value.shape[-1] == 1:
             return
-        self.masks[name] = kind, window = self._kind_of_mask(node)
+        self.masks[name] = found = self._kind_of_mask(node, hides=hides)
         at = next(i for i, n in enumerate(self.nodes) if n.name == name)
-        self.nodes[at] = replace(self.nodes[at], kwargs={"mask": kind, "window": window})
+        self.nodes[at] = replace(
+            self.nodes[at],
+            kwargs={"mask": found.kind, "window": found.window, "hides": found.hides},
+        )
 
-    def _kind_of_mask(self, mask: Any) -> tuple[str, int]:
-        """Compute a mask for few positions, or for some more than any number in its making."""
+    def _kind_of_mask(self, mask: Any, *, hides: bool) -> Mask:
+        """What a mask hides, computed for few positions; causal where that cannot be done."""
         try:
-            return kind_of_mask(self.pt, mask)
+            return kind_of_mask(self.pt, mask, self.buffers)
         except Exception as error:
-            self.notes.append(
-                f"the mask of attention in {path_of(mask) or mask.name} could not be computed "
-                f"({_reason(error)}): taken as causal"
-            )
-            return "causal", 0
+            why = f"could not be computed ({reason(error)}): taken as causal"
+            if not any(why in note for note in self.notes):
+                self.notes.append(f"the mask of attention in {path_of(mask) or mask.name} {why}")
+            return Mask("causal", 0, hides)
 
     def _needed(self, outputs: Sequence[str]) -> tuple[TracedNode, ...]:
         """The nodes that the outputs depend on, in order, and all inputs and parameters."""
