@@ -22,7 +22,7 @@ from stagewright.explore.pipeline import order_of
 from stagewright.graph.node import Graph, Node
 from stagewright.lower.assembly.lowered_block import LoweredBlock
 from stagewright.lower.kernels.kernel import Kernel
-from stagewright.lower.training import TrainingStep, stages_of
+from stagewright.lower.training import STAGES, TrainingStep, stages_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
@@ -44,10 +44,7 @@ ORDER = "order"
 """The order of axes, which decides where the ranks of a group lie. With experts it decides the axes
 themselves: they are made of those of other degrees."""
 
-PIPELINE = (
-    "pp", "vpp", "schedule", "layers_per_stage", "first_stage_less_layers",
-    "last_stage_less_layers", "pipeline_split", "microbatch_group_size_per_vp_stage",
-)  # fmt: skip
+PIPELINE = ("pp", *STAGES)
 """Settings that decide which blocks are on which stage, and no block's numbers."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Self
 
 from stagewright.algebra.layout import MIRROR, Mesh
@@ -38,6 +38,12 @@ from stagewright.schedule.actions import Order
 from stagewright.schedule.places import mirrored
 from stagewright.schedule.schedules import make as make_order
 from stagewright.varying import first_of
+
+STAGES = (
+    "vpp", "schedule", "layers_per_stage", "first_stage_less_layers", "last_stage_less_layers",
+    "pipeline_split", "microbatch_group_size_per_vp_stage",
+)  # fmt: skip
+"""Settings that decide which blocks are on which stage, and nothing of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +81,20 @@ class TrainingStep:
 
     def shard(self, variant: BlockVariant) -> Graph:
         """The graph of a block as each rank executes it."""
-        plan = self.plan
-        if variant.shared:
-            # Groups of the vocabulary are split by all of these axes, none is within a group.
-            plan = replace(plan, vocabulary=("pp", *plan.tensor), inner=frozenset())
+        plan = self._plan_of(variant)
         return shard_block(variant, self.run, self.model, plan, self.sizes, self.recipe)
+
+    def shard_once(self, variant: BlockVariant) -> Graph:
+        """As `shard`; runs with other blocks on each stage, one after another, share graphs."""
+        run = self.run.model_copy(update=dict.fromkeys(STAGES))
+        sizes = tuple(self.sizes.items())
+        return _sharded(variant, run, self.model, self._plan_of(variant), sizes, self.recipe)
+
+    def _plan_of(self, variant: BlockVariant) -> Plan:
+        if not variant.shared:
+            return self.plan
+        # Groups of the vocabulary are split by all of these axes, none is within a group.
+        return replace(self.plan, vocabulary=("pp", *self.plan.tensor), inner=frozenset())
 
     @property
     def routing(self) -> Routing | None:
@@ -110,6 +125,19 @@ class TrainingStep:
         return assemble(placed, self.order, mesh, clip=clip, streams=streams, habits=habits)
 
 
+@lru_cache(maxsize=32)  # the best runs of a search have few distinct blocks
+def _sharded(
+    variant: BlockVariant,
+    run: Run,
+    model: ModelConfig,
+    plan: Plan,
+    sizes: tuple[tuple[str, int], ...],
+    recipe: Recipe,
+) -> Graph:
+    """The graph of a block of a run without `STAGES`."""
+    return shard_block(variant, run, model, plan, dict(sizes), recipe)
+
+
 def order_of(run: Run) -> Order:
     """The actions of each pipeline rank of a resolved run."""
     group = run.microbatch_group
@@ -125,7 +153,7 @@ def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVar
 def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
     """A training step of a resolved run that has been checked; `table` as in `lower.compile`."""
     step = TrainingStep.of(run, model, table)
-    graphs = {v: step.shard(v) for v in step.variants}
+    graphs = {v: step.shard_once(v) for v in step.variants}
 
     def equal(rows: Rows | None, own: OwnRows | None) -> Program:
         """As `program`, of ranks that have these rows of the weights that FSDP splits."""

@@ -65,7 +65,7 @@ class Plan:
     """Words are summed up before positions are added, and scattered then (Megatron-LM)."""
     gather_adapters: bool = True
     """Results of row-parallel adapters are gathered before they are added, not exchanged."""
-    table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor], hash=False)
     """The user's own placements by name, which go before all others."""
 
     @property
