@@ -17,7 +17,8 @@ from stagewright.run.sections.declare import LARGEST
 
 Chain = tuple[tuple[int, ...], tuple[int, ...]]
 """What requests have in common: keys of segments, and the tokens up to the end of each. Requests
-whose chains begin with equal keys have equal tokens up to the end of the last equal one."""
+whose chains begin with equal keys have equal tokens up to the end of the last equal one; where that
+end differs, up to the lesser: a session is one segment, which grows with its turns."""
 
 NO_CHAIN: Chain = ((), ())
 

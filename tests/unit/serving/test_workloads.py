@@ -138,6 +138,14 @@ def test_stages_with_shared_prefixes():
     assert work.chains[0] == work.chains[6]
 
 
+def test_a_session_is_one_segment_however_many_turns_it_has():
+    work = sessions(1, Arrivals(rate=1), LENGTHS, Conversations(turns=2000, system_prompt=9))
+    assert {len(keys) for keys, _ in work.chains} == {2}
+    ends = [end for _, (_, end) in work.chains]
+    assert ends == [p + o for p, o in zip(work.prompt, work.output, strict=True)]
+    assert all(p > end for p, end in zip(work.prompt[1:], ends, strict=False))
+
+
 def test_what_no_engine_can_serve():
     work = sessions(2, Arrivals(rate=1), LENGTHS, Conversations(turns=3))
     assert list(work.prompt) == [100, 210, 320] * 2

@@ -41,6 +41,8 @@ class Store:
     >>> store.keep(((1, 2), (4, 6)), 6); store.keep(((1, 3), (4, 8)), 7)
     >>> store.find(((1, 2), (4, 6))), store.find(((1, 3), (4, 8)))
     (6, 4)
+    >>> store.find(((1, 2), (4, 9)))
+    6
     """
 
     __slots__ = ("_blocks", "_free", "_held", "_most", "tier")
@@ -56,12 +58,17 @@ class Store:
     def find(self, chain: Chain) -> int:
         """Blocks of the beginning of a chain that are here."""
         keys, ends = chain
-        here = 0
-        while here < len(keys) and keys[here] in self._held:
-            here += 1
+        here = found = 0
+        for key, end in zip(keys, ends, strict=True):
+            length = self._held.get(key)
+            if length is None:
+                break
+            here, found = here + 1, min(end, found + length)
+            if found < end:  # the segment has grown since
+                break
         for key in reversed(keys[:here]):  # beginnings outlive what is behind them
             self._held.move_to_end(key)
-        return ends[here - 1] if here else 0
+        return found
 
     def keep(self, chain: Chain, blocks: int) -> None:
         """Keep the whole segments of a chain up to so many blocks."""

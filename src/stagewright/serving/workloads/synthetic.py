@@ -147,33 +147,24 @@ def sessions(
     """
     if of.turns < 1 or not 0 <= of.think_time < math.inf or of.system_prompt < 0:
         raise UserError("--turns, --think-time and --system-prompt: wanted 1, 0 and 0 or more")
-    random = Random(seed)
-    begin = 0.0
-    rows: list[tuple[float, int, int, Chain, int, int]] = []
+    random, begin = Random(seed), 0.0
+    when, prompt, output = array("d"), array("i"), array("i")
+    after, session_of, chains = array("i"), array("i"), list[Chain]()
     for session in range(check_count(count * of.turns) // of.turns):
         begin += arrivals.gap(random) if session and session % arrivals.burst_size == 0 else 0.0
-        keys, ends, before, past = (0,), (of.system_prompt,), -1, of.system_prompt
+        keys, past = (0, 1 + session), of.system_prompt
         for turn in range(of.turns):
             isl, osl = lengths.draw(random)
             think = 0.0 if not turn else -math.log(1.0 - random.random()) * of.think_time
-            key = 1 + len(rows) * 2
-            keys = (*keys, key, key + 1)
-            ends = (*ends, past + isl, past + isl + osl)
-            at = begin if not turn else think
-            rows.append((at, past + isl, osl, (keys, ends), before, session))
-            before, past = len(rows) - 1, past + isl + osl
-    when, prompt, output, chains, after, session_of = zip(*rows, strict=True)
-    single = f"{arrivals.process}, {arrivals.rate:g} requests/s after {of.system_prompt} tokens"
-    several = f"{arrivals.process}, {arrivals.rate:g} sessions/s of {of.turns} turns"
-    return Workload(
-        single if of.turns == 1 else several,
-        array("d", when),
-        array("i", prompt),
-        array("i", output),
-        chains,
-        array("i", after),
-        array("i", session_of),
-    )
+            when.append(think if turn else begin)
+            prompt.append(min(past + isl, LARGEST - 1))
+            output.append(osl)
+            after.append(len(after) - 1 if turn else -1)
+            session_of.append(session)
+            past = min(past + isl + osl, LARGEST - 1)
+            chains.append((keys, (of.system_prompt, past)))
+    name = f"{count} sessions of {of.turns} turns"
+    return Workload(name, when, prompt, output, chains, after, session_of)
 
 
 @dataclass(frozen=True, slots=True)
