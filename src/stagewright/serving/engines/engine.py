@@ -57,7 +57,7 @@ class Unit(Protocol):
 class Engine(PlainSteps):
     """An engine; `advance` moves it on in time."""
 
-    __slots__ = ("_rules", "_sample_every", "scheduler", "unit")
+    __slots__ = ("_rules", "scheduler", "unit")
 
     _carries_on: ClassVar[bool] = True
 
@@ -351,23 +351,3 @@ class Engine(PlainSteps):
             self.gaps.add((second, last, steps - 1, n))
         skipped = {r: self._fresh.get(r, self._token_time) for r in self._decision.skipped}
         self._fresh = skipped
-
-    def _sample(self) -> None:
-        """Note the state at the moments that lie within the batch, or before it, when idle."""
-        used, steps = self.blocks.size - self.blocks.free, 1
-        arrival, noted = self.arrival, self.samples
-        while self._next_sample <= self.end:
-            at = self._next_sample
-            if self._steps > 1:
-                within = terms_within(self._first, self._grows, at - self.now, self._steps)
-                steps = max(steps, within)
-            arrived = 0
-            for request in self.inbox:
-                if arrival[request] > at:
-                    break
-                arrived += 1
-            noted.seconds.append(at)
-            noted.waiting.append(len(self.waiting) + arrived)
-            noted.running.append(len(self.running))
-            noted.blocks.append(used + (self._taken(steps - 1, self._decoders) if steps > 1 else 0))
-            self._next_sample += self._sample_every

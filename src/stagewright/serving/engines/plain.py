@@ -29,7 +29,7 @@ class PlainSteps(EngineState):
     """An engine's state, and the batch that is under way."""
 
     __slots__ = (
-        *("_ahead", "_decision", "_decoders", "_first", "_grows", "_next_sample"),
+        *("_ahead", "_decision", "_decoders", "_first", "_grows", "_next_sample", "_sample_every"),
         *("_seen", "_stands", "_steps", "end", "times"),
     )
 
@@ -50,7 +50,7 @@ class PlainSteps(EngineState):
         self._grows: float = 0.0
         self._ahead = False  # whether a step is decided when the one before begins
         self._seen: float = 0.0  # what had arrived by then is seen by the next decision
-        self._next_sample = math.inf
+        self._next_sample = self._sample_every = math.inf
 
     @property
     def _plain(self) -> bool:
@@ -73,8 +73,28 @@ class PlainSteps(EngineState):
                 return steps
         return most
 
+    def _sample(self) -> None:
+        """Note the state at the moments that lie within the batch, or before it, when idle."""
+        used, steps = self.blocks.size - self.blocks.free, 1
+        arrival, noted = self.arrival, self.samples
+        while self._next_sample <= self.end:
+            at = self._next_sample
+            if self._steps > 1:
+                within = terms_within(self._first, self._grows, at - self.now, self._steps)
+                steps = max(steps, within)
+            arrived = 0
+            for request in self.inbox:
+                if arrival[request] > at:
+                    break
+                arrived += 1
+            noted.seconds.append(at)
+            noted.waiting.append(len(self.waiting) + arrived)
+            noted.running.append(len(self.running))
+            noted.blocks.append(used + (self._taken(steps - 1, self._decoders) if steps > 1 else 0))
+            self._next_sample += self._sample_every
+
     def _carry_on(self, rules: PlainRules, until: float) -> bool:
-        """Carry out steps up to the first that ends later, or at which the state is noted.
+        """Carry out steps up to the first that ends later.
 
         Returns whether that one has been decided; if not, the one before it has ended, and the
         scheduler is to be asked. To begin with, the engine is `_plain`.
@@ -189,7 +209,7 @@ class PlainSteps(EngineState):
                 chunks.append((begun, more))
                 if chains is not None:
                     keys, key_ends = chains[begun]
-                    if keys:
+                    if keys and (done - more) // size < key_ends[-1]:
                         blocks.extend(begun, keys, key_ends, done // size)
                 tokens += more
                 pairs += more * done - more * (more - 1) // 2
@@ -256,8 +276,13 @@ class PlainSteps(EngineState):
             else:
                 steps = 0
                 end = now if now > next_arrival else next_arrival
-            if end > until or end >= sampled:
+            if end > until:
                 break
+            if end >= sampled:
+                self.now, self.end, self._steps, self._decoders = now, end, steps, n
+                self._first, self._grows, self.step = first, grows, step
+                self._sample()
+                sampled = self._next_sample
         # ---- what comes next is not of this function -----------------------------------------
         self.now, self.end, self._steps, self._decoders = now, end, steps, n
         self._first, self._grows, self._seen = first, grows, seen
