@@ -2,12 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
 
 import stagewright as sw
+from stagewright.api import served
 from stagewright.api.served import Serving
+from stagewright.cli import main as cli
 
 pytestmark = pytest.mark.numerics
 
@@ -64,3 +67,36 @@ def test_the_expense_adds_up(found: Serving):
     usd = 2.0 * 2 * found.summary.seconds / 3600 / tokens * 1e6
     assert spent.usd_per_million_tokens == pytest.approx(usd)
     assert json.dumps(found.values())
+
+
+FEW = {"rate": 5.0, "isl": 64, "osl": 8, "num_requests": 20, "layers": 2}
+
+
+def test_what_is_stopped_is_not_written_as_if_whole(monkeypatch, capsys, tmp_path):
+    of = sw.serve("llama3.1-8b", "h100-sxm", **FEW)
+    of = replace(of, outcome=replace(of.outcome, stopped=True))
+    monkeypatch.setattr(served, "served", lambda *_, **__: of)
+    files = [tmp_path / "requests.csv", tmp_path / "run.json"]
+    asked = f"serve llama3.1-8b --hardware h100-sxm --rate 5 --isl 64 --osl 8 -o {files[0]}"
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*asked.split(), "--perfetto", str(files[1])])
+    assert caught.value.code == 130
+    said = capsys.readouterr()
+    assert "20 requests in" in said.out
+    for path in files:
+        assert f"stopped: {path} was not written" in said.err
+        assert not path.exists()
+
+
+def test_classes_have_a_table_and_requests_their_limits():
+    rows = [{"name": "chat", "share": 3, "ttft": 1e-3}, {"name": "batch"}]
+    of = sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=rows)
+    table = of.classes()
+    assert [row["class"] for row in table.rows] == ["chat", "batch"]
+    assert [row["keep limits"] for row in table.rows] == [0, 1]
+    good = sum(row["good"] for row in of.requests().rows)
+    assert good == table.rows[1]["requests"] == of.summary.good * 20
+    with pytest.raises(sw.UserError, match=r"classes: class 'a': 'tttf' is unknown"):
+        sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=[{"name": "a", "tttf": 3}])
+    with pytest.raises(sw.UserError, match="did you mean 'num_requests'"):
+        sw.serve("llama3.1-8b", "h100-sxm", rate=1.0, isl=1, osl=1, num_request=5)

@@ -42,6 +42,7 @@ class Given(NamedTuple):
     config: ModelConfig | None = None
     pools: Sequence[Row] | None = None
     stages: Sequence[Row] | None = None
+    classes: Sequence[Row] | None = None
 
 
 def rows_of(

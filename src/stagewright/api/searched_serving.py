@@ -71,6 +71,8 @@ class ServingSearch:
         """One of the best in words."""
         of = self.ranking
         if not of.best:
+            if of.stopped:
+                return "nothing yet: no choice that was played keeps the limits"
             return (
                 f"nothing with up to {plural(of.target.most_gpus, 'GPU', 'GPUs')} keeps the limits"
             )

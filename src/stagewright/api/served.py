@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 from stagewright.api.operation import operation_of
 from stagewright.api.pools import Given, Planned, fleet_of, rows_of
 from stagewright.api.stages import stages_of
-from stagewright.errors import UserError
+from stagewright.errors import UserError, did_you_mean
 from stagewright.files import write_text
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import Experiment, section_of
+from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.other_names import setting_of
 from stagewright.run.sections.serving import (
@@ -234,8 +235,8 @@ def serve(
 
     `settings` are those of the workload and of the engines (`stagewright.run.sections.serving`), of
     a run in inference (`tp`, `pp`, `dp`, `kv_cache_dtype`, ...), of the machine and of the
-    execution; `scheduler` may also be an object with a method `schedule`, `pools` and `stages`
-    lists of rows, each a mapping of settings. `workload` replaces what
+    execution; `scheduler` may also be an object with a method `schedule`; `pools`, `stages` and
+    `classes` lists of rows, each a mapping of settings. `workload` replaces what
     settings say of requests; `config` replaces the configuration that the model's name stands for.
     Raises `UserError` for settings that cannot be combined, and where no request can be served.
 
@@ -250,11 +251,15 @@ def serve(
         settings["scheduler"], scheduler = scheduler, None
     rows: dict[str, Any] = {
         name: settings.pop(name)
-        for name in ("pools", "stages")
+        for name in ("pools", "stages", "classes")
         if isinstance(settings.get(name), list | tuple)
     }
     own = {name: value for name, value in settings.items() if name in SERVING}
     others = {name: value for name, value in settings.items() if name not in SERVING}
+    for name in others:
+        if setting_of(name) not in EXPERIMENT:
+            hint = did_you_mean(name, [*SERVING, *EXPERIMENT]) or "; see `stagewright serve --help`"
+            raise UserError(f"unknown setting {name!r}{hint}")
     for name in sorted(map(setting_of, others)):
         if name in OF_ONE_STEP:
             raise UserError(f"{name} is of one step; requests over time are --requests or --rate")
@@ -274,7 +279,7 @@ def served(
 ) -> Serving:
     """The requests that are asked for, on engines with the layout of an experiment."""
     given = given or Given()
-    work = given.workload or workload_of(asked.workload)
+    work = given.workload or workload_of(asked.workload, given.classes)
     slo, cluster = slo_of(asked.workload), experiment.cluster
     if cluster.costs is not None:
         if cluster.price is not None:

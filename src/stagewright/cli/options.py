@@ -77,6 +77,9 @@ def _search_parameters() -> list[click.Parameter]:
     own: list[SectionOption] = []
     for setting in SERVING.values():
         option = option_of(setting)
+        for each in rest:
+            if setting.name == "requests" and "--requests" in each.opts:
+                each.help = f"{each.help} With --serve: {option.help}"
         found = setting.name == "instances" or setting.section == "pools"
         if found or taken & {*option.opts, *option.secondary_opts}:
             continue

@@ -312,7 +312,10 @@ def ranks_of_text(text: str) -> PrefillRanks:
     for name, equals, number in pairs:
         number = number.strip()
         if not (equals and number.isdecimal() and number.isascii() and len(number) < 12):
-            raise UserError(f"prefill: {shown(name)} is no setting; wanted such as tp=4,pp=2")
+            raise UserError(
+                f"prefill: {shown(name + equals + number)} is no setting with a number; wanted "
+                "such as tp=4,pp=2"
+            )
     settings: dict[str, Any] = {name.strip(): int(number) for name, _, number in pairs}
     ranks = read_prefill(settings)
     assert isinstance(ranks, PrefillRanks)

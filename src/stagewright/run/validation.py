@@ -14,6 +14,7 @@ from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import BYTES
 from stagewright.run.sections.foreign import FOREIGN, canonical
 from stagewright.run.sections.other_names import SAME
+from stagewright.run.sections.serving import SERVING
 
 
 def invalid(
@@ -82,6 +83,9 @@ def hint_of_setting(name: str, known: Iterable[str] = EXPERIMENT) -> str:
     said = FOREIGN.get(canonical(name))
     if said is not None:
         return f": {said}"
+    if canonical(name) in SERVING:
+        option = f"--{name.replace('_', '-')}"
+        return f": {option} is of requests over time; give it to `stagewright serve`, not in a file"
     names = [*known, *SAME]
     hint = did_you_mean(canonical(name), names)
     meant = next((each for each in names if repr(each) in hint), None)

@@ -135,7 +135,8 @@ def kv_capacity(run: Run, model: ModelConfig, memory: int, most_tokens: int) -> 
     if min(blocks) < 1:
         raise UserError(
             f"serve: {run.describe()}: weights and activations of {most_tokens} tokens leave no "
-            f"room for a block of the cache; use more ranks, fewer tokens or fewer bits"
+            "room for a block of the cache; use more ranks (--tp), fewer tokens "
+            "(--max-num-batched-tokens), fewer bits or more memory (--gpu-memory-utilization)"
         )
     shared = _copies(step, model)
     return KvCapacity(block, min(blocks), token_bytes * prompts.tp / shared, fixed)

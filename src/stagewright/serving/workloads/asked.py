@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from reprlib import repr as shown
@@ -29,11 +29,19 @@ REQUESTS = 1000
 """Drawn where nothing says how many."""
 
 
-def workload_of(asked: WorkloadSection) -> Workload:
-    """The requests that are asked for; raises UserError where settings contradict each other."""
+def workload_of(
+    asked: WorkloadSection, classes: Sequence[Mapping[str, Any]] | None = None
+) -> Workload:
+    """The requests that are asked for; `classes` are rows that a caller has in place of a file.
+
+    Raises UserError where settings contradict each other.
+    """
     found = _without_past(asked)
-    if asked.classes is not None:
-        found = in_classes(found, _classes(asked.classes), asked.seed)
+    if classes is not None:
+        found = in_classes(found, _classes(classes, "classes"), asked.seed)
+    elif asked.classes is not None:
+        values = from_yaml(read_text(asked.classes, "classes of requests in YAML"), asked.classes)
+        found = in_classes(found, _classes(values, asked.classes), asked.seed)
     return with_past(found, asked.past_context) if asked.past_context else found
 
 
@@ -69,10 +77,9 @@ def _without_past(asked: WorkloadSection) -> Workload:
     return open_loop(count, arrivals, lengths, asked.seed)
 
 
-def _classes(path: str) -> tuple[RequestClass, ...]:
-    """The classes of a file; raises UserError for what is none."""
-    values = from_yaml(read_text(path, "classes of requests in YAML"), path)
-    rows = cast("list[Any]", values) if isinstance(values, list) else []
+def _classes(values: object, path: str) -> tuple[RequestClass, ...]:
+    """The classes of rows; raises UserError for what is none."""
+    rows = [*cast("Sequence[Any]", values)] if isinstance(values, list | tuple) else []
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(
             f"{path}: got {shown(cast('object', values))}, wanted a list of classes, such as "

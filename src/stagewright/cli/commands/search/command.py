@@ -186,6 +186,8 @@ ENTRY = Entry(
     search,
     (
         "stagewright search llama3-8b --gpus 8 --hardware h100-sxm --zero 1 --pp 1 --most 10",
+        "stagewright search llama3.1-8b --serve --hardware h100-sxm --rate 60 --isl 1024 --osl 128 "
+        "--ttft 300 --tpot 12",
         "stagewright search gpt2 --gpus 4 --hardware h100-sxm,h200 --tp 1 --pp 1 --zero 1 --vary "
         "memory.gb=80,141 --recompute none --objective time --objective memory",
     ),

@@ -98,7 +98,7 @@ def _report(result: ServingSearch, seconds: float) -> None:
     of, out = result.ranking, shared.console()
     out.print(result.load)
     out.print(f"best: {result.describe()}")
-    if of.stopped:
+    if of.stopped and of.best:
         out.print("stopped: the best of what was played until then")
     if of.best:
         print_table(result.best(), out)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from stagewright.api.served import Serving
 
 
+MOST_ROWS = 64
+"""Engines that are printed one by one."""
+
+
 @command
 @serving_options
 @output_file(
@@ -88,6 +92,11 @@ def serve(
         report(result, shared.console())
         if table is not None:
             print_table(table, shared.console())
+    if result.outcome.stopped:
+        for path in (out, perfetto, None if step_trace is None else step_trace[1]):
+            if path is not None:
+                shared.show_notes([f"stopped: {path} was not written"])
+        return shared.INTERRUPTED
     if out is not None:
         result.write(out)
     if perfetto is not None:
@@ -98,7 +107,7 @@ def serve(
         seconds, instance = moment
         step = result.step(seconds, instance=instance)
         generate(step, step_trace[1], cluster=experiment.cluster)
-    return shared.INTERRUPTED if result.outcome.stopped else 0
+    return 0
 
 
 def _moment(text: str) -> tuple[float, int]:
@@ -119,7 +128,10 @@ def _notes(of: Serving) -> list[str]:
         most = of.service.max_model_len
         notes.append(f"{plural(found.shortened, 'output', 'outputs')} cut at max_model_len {most}")
     if of.outcome.stopped:
-        notes.append(f"stopped: {found.unfinished} requests were not done")
+        notes.append(
+            f"stopped: {found.unfinished} requests were not done; the numbers are of the others, "
+            "and engines may have come to different moments"
+        )
     elif found.unfinished:
         notes.append(
             f"{found.unfinished} requests were never done: the scheduler left them waiting"
@@ -168,7 +180,7 @@ def report(of: Serving, out: Console) -> None:
         f"power: {spent.watts_per_gpu:,.0f} W per GPU, {spent.joules_per_token:,.4g} J per output "
         f"token{cost}"
     )
-    if len(of.outcome.engines) > 1:
+    if 1 < len(of.outcome.engines) <= MOST_ROWS:
         print_table(of.engines(), out)
 
 
