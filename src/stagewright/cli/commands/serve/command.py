@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.api.served import Serving
+    from stagewright.texttable import Table
 
 
 MOST_ROWS = 64
@@ -65,7 +66,6 @@ def serve(
     """
     from stagewright.api.served import check_ending, sections_of, served
     from stagewright.run.sections.serving import SERVING
-    from stagewright.texttable import print_table
     from stagewright.time.hardware import resolve
 
     if out is not None:
@@ -89,13 +89,10 @@ def serve(
         more = {} if table is None else {"compared": table.rows}
         shared.print_json(result.values() | more)
     else:
-        report(result, shared.console())
-        if table is not None:
-            print_table(table, shared.console())
+        report(result, table, shared.console())
     if result.outcome.stopped:
-        for path in (out, perfetto, None if step_trace is None else step_trace[1]):
-            if path is not None:
-                shared.show_notes([f"stopped: {path} was not written"])
+        asked_for = (out, perfetto, None if step_trace is None else step_trace[1])
+        shared.show_notes([f"stopped: {path} was not written" for path in asked_for if path])
         return shared.INTERRUPTED
     if out is not None:
         result.write(out)
@@ -139,7 +136,7 @@ def _notes(of: Serving) -> list[str]:
     return notes
 
 
-def report(of: Serving, out: Console) -> None:
+def report(of: Serving, compared: Table | None, out: Console) -> None:
     """Print what came out, for people."""
     from stagewright.texttable import print_table
 
@@ -182,6 +179,8 @@ def report(of: Serving, out: Console) -> None:
     )
     if 1 < len(of.outcome.engines) <= MOST_ROWS:
         print_table(of.engines(), out)
+    if compared is not None:
+        print_table(compared, out)
 
 
 def _limits(of: Serving) -> str:
