@@ -76,7 +76,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 KINDS = {"ViT": "AutoModelForImageClassification", "Whisper": "AutoModelForSpeechSeq2Seq"}
 
-SAVED_OFF = {"Mamba-2", "Qwen3-MoE", "Mixtral", "DeepSeek-V3"}
+SAVED_OFF = {"Mamba-2"}
 """Models of which other bytes are kept: docs/pytorch.md says why."""
 
 

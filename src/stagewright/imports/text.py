@@ -319,7 +319,11 @@ class Writer:
     def _text(self, call: OpCall, spec: Any) -> str:
         if call.op == "experts":
             self.model.fields.update(call.attrs)
-            return f"experts({self.value(call.operands[0])})"
+            said = {
+                k.removeprefix("_"): v for k, v in call.attrs.items() if k.startswith("_") and v
+            }
+            words = ", ".join(f"{k}={v}" for k, v in said.items())
+            return f"experts{f'[{words}]' if words else ''}({self.value(call.operands[0])})"
         operands = [self.value(n) for n in call.operands]
         op, attrs = call.op, dict(call.attrs)
         if op == "cross_entropy":

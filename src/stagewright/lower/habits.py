@@ -91,6 +91,8 @@ class EagerOperators(Habit):
         if each and n.phase != "backward":
             rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
             return rows * each * int(BYTES["fp32"])
+        if n.op == "topk" and n.get("kept") is not None:
+            return _of_routing(n, extent)
         if n.op != "opaque":
             return 0
         indices = extent.elements(n) * int(BYTES["int64"]) if n.get("indices") else 0
@@ -117,6 +119,15 @@ class EagerOperators(Habit):
             given = next((v for n in inputs if (v := values.value(i, n)) is not None), None)
             if reads and given is not None:
                 given.touch(action.at(max(reads)), "backward")
+
+
+def _of_routing(n: Node, extent: Extent) -> int:
+    """What routing keeps in all, less the scores and gates that stand for that here."""
+    each, once = int(str(n["kept"])), int(str(n.get("kept_once") or 0))
+    scores = n.srcs[0]
+    tokens = extent.elements(scores) // math.ceil(extent(scores.shape[-1], scores.layout.dims[-1]))
+    here = sum(extent.elements(x) * int(BYTES[x.dtype]) for x in (scores, n))
+    return tokens * each + once - here
 
 
 def _hold_together(values: StageValues, i: int, graph: Graph) -> None:

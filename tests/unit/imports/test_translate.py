@@ -121,6 +121,7 @@ def as_presets_write_it(name: str) -> sw.ModelConfig:
     """The imported model, without what its text says of how the module's own code is written."""
     text = imported(name).modules[0].text
     plain = re.sub(r"(, )?\b(operators=true|fused=\w+)", "", text)
+    plain = re.sub(r"\bexperts\[[^]]*\]", "experts", plain)
     return stg.parse(plain.replace("; ]", "]"), f"{name}.stg").model
 
 

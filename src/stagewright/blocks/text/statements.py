@@ -13,7 +13,7 @@ from stagewright.algebra.size import Size, product
 from stagewright.blocks.builder import Builder
 from stagewright.blocks.ends import token_loss
 from stagewright.blocks.experts import experts
-from stagewright.blocks.text.operators import Written, copy_of, without_writing
+from stagewright.blocks.text.operators import Written, copy_of, experts_as_written, without_writing
 from stagewright.errors import UserError
 from stagewright.graph.cost import flops
 from stagewright.graph.make import apply, identity, leaf, letters
@@ -295,11 +295,13 @@ def _at(b: Builder, place: str, x: Node) -> Node:
     return identity(x, x.name, binding=Binding(like=place))
 
 
-def _experts(b: Builder, _: str, x: Node) -> Node:
+def _experts(b: Builder, said: str, x: Node) -> Node:
     """The model's mixture of experts, as its fields describe the experts."""
     if not b.config.num_experts:
         raise ValueError("the model has no num_experts")
-    return experts(b, x)
+    written = experts_as_written(b, said)
+    made = experts(written, x)
+    return made
 
 
 def _cross_entropy(b: Builder, _: str, logits: Node, labels: Node) -> Node:

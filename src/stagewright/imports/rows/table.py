@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from stagewright.imports.rows import elements, layers, products, shapes
 from stagewright.imports.rows.translation import Row, Translation
+from stagewright.imports.trace.kept import AS_BYTES
 from stagewright.imports.trace.nodes import TracedNodes
 
 FUNCTIONS: dict[str, str] = {
@@ -20,45 +21,6 @@ FUNCTIONS: dict[str, str] = {
     "erf": "erf",
 }  # fmt: skip
 """Operations of one value, and the function of our op `act`."""
-
-_BY_WHAT_IS_KEPT: dict[str, str] = {
-    "nothing": (
-        "cumsum roll flip tril triu pad constant_pad_nd repeat repeat_interleave "
-        "upsample_nearest1d upsample_nearest2d upsample_bilinear2d unfold unfold_copy diff "
-        "slice_scatter copy lerp remainder pixel_shuffle pixel_unshuffle channel_shuffle "
-        "argsort argmax eq ne lt le gt ge logical_and logical_or logical_not bitwise_not "
-        "bitwise_and __and__ __or__ isinf isnan any all one_hot floor_divide floor ceil round "
-        "sign unique_dim histc bincount searchsorted bucketize"
-    ),
-    "constant": (
-        "rand_like randn_like zeros_like ones_like full_like new_zeros new_ones new_full zeros "
-        "ones full empty_like"
-    ),
-    "indices": "sort topk max min",
-    "0": (
-        "where clamp clamp_min clamp_max pow leaky_relu elu selu celu hardtanh hardswish mish "
-        "glu threshold nan_to_num avg_pool1d avg_pool2d adaptive_avg_pool1d "
-        "adaptive_avg_pool2d group_norm native_group_norm batch_norm instance_norm var "
-        "l1_loss"
-    ),
-    "0&indices": "max_pool1d max_pool2d",
-    "1": "masked_fill scatter scatter_add index index_put index_select _unsafe_index",
-    "0&1": (
-        "gather maximum minimum prelu smooth_l1_loss huber_loss mse_loss kl_div "
-        "binary_cross_entropy binary_cross_entropy_with_logits logaddexp grid_sampler"
-    ),
-    "1&2": "index_add addcmul addcdiv",
-    "result": "log_softmax pairwise_distance",
-    "0&result": "amax amin norm logsumexp std prod normalize cosine_similarity",
-    "0&1&result": "dist",
-}
-"""What autograd keeps for backward: operands by number, the result, or the numbers of what was
-chosen (derivatives.yaml of PyTorch 2.13; `tests/slow/test_torch_table.py` asks PyTorch)."""
-
-AS_BYTES: dict[str, str] = {
-    name: kept for kept, names in _BY_WHAT_IS_KEPT.items() for name in names.split()
-}
-"""Operations without products that are counted by their bytes, and what is kept of each."""
 
 
 ROWS: dict[str, Row] = {

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stagewright.imports.trace.nodes import TracedNodes, activation_of, operation, other_factor
+from stagewright.imports.trace.kept import GROUPED, kept_bytes
+from stagewright.imports.trace.nodes import (
+    PLAIN,
+    TracedNodes,
+    activation_of,
+    operation,
+    other_factor,
+)
 from stagewright.imports.trace.recording import TracedNode
-
-GROUPED = ("_grouped_mm", "grouped_mm_fallback")
-"""Products of sorted rows with the matrices of all experts: PyTorch's, and what transformers calls
-where PyTorch's has no kernel for the data type."""
 
 
 def experts(graph: TracedNodes) -> None:
@@ -75,6 +78,7 @@ def _mixture(graph: TracedNodes, up: TracedNode) -> set[str] | None:
         "num_expert_groups": groups,
         "topk_groups": limit,
     }
+    own |= _as_written(graph, users, cone, h, {*others, up.name, rows.name}, down)
     every = (m.name for m in (*_router_weights(graph, router[0]), *matrices))
     names = tuple(dict.fromkeys(every))
     shared = _shared_expert(graph, users, end, h)
@@ -86,6 +90,38 @@ def _mixture(graph: TracedNodes, up: TracedNode) -> set[str] | None:
     graph.put(end, "our.experts", h.name, *names, **own)
     graph.of[end.name] = replace(graph.of[end.name], dtype=h.dtype)
     return {up.name, *others}
+
+
+def _as_written(
+    graph: TracedNodes,
+    users: Mapping[str, list[str]],
+    cone: Sequence[TracedNode],
+    h: TracedNode,
+    grouped: set[str],
+    down: TracedNode,
+) -> dict[str, Any]:
+    """What autograd keeps of routing, and whether the results of experts are weighed.
+
+    `grouped` are the products of experts and the first one's rows; values of as many rows are kept
+    by the ops that stand for experts.
+    """
+    inside = {n.name for n in cone if len(n.shape) == 2 and n.shape[0] == down.shape[0]}
+    inside -= {n.name for n in cone if n.shape[-1:] == (1,)}
+    kept = kept_bytes(graph, cone, h, grouped | inside)
+    if kept is None:
+        return {}
+    weighed = any(operation(graph.of[n]) == "mul" for n in _first_users(graph, users, down))
+    own: dict[str, Any] = {"_kept": kept.each, "_kept_once": kept.once}
+    return own | ({"_weights": "output"} if weighed else {})
+
+
+def _first_users(graph: TracedNodes, users: Mapping[str, list[str]], node: TracedNode) -> list[str]:
+    """What reads a node, behind changes of shape and data type."""
+    found: list[str] = []
+    for name in users.get(node.name, ()):
+        plain = operation(graph.of[name]) in PLAIN
+        found += _first_users(graph, users, graph.of[name]) if plain else [name]
+    return found
 
 
 def _matrix(graph: TracedNodes, product: TracedNode) -> TracedNode | None:

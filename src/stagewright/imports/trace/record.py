@@ -355,7 +355,7 @@ def _copied(node: Any) -> bool:
         name = str(node.target).split(".")[1:2]
         if name in (["reshape"], ["contiguous"], ["flatten"], ["clone"]):
             return True
-        if name not in (["transpose"], ["permute"]):
+        if name not in (["transpose"], ["permute"], ["view"], ["slice"], ["alias"]):
             return False
     return False
 
