@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 
 import pytest
 
+import stagewright as sw
 from stagewright.api.operation import operation_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import OperationSection
@@ -169,3 +170,20 @@ def test_bad_settings_are_one_line(settings, says):
     with pytest.raises(UserError) as error:
         operation_of(OperationSection(**settings), 2)
     assert says in str(error.value)
+
+
+def test_failures_and_autoscaling_of_pools():
+    load = {"layers": 2, "isl": 400, "osl": 60, "num_requests": 60, "rate": 200}
+    pools = {"prefill_instances": 2, "instances": 1, "max_instances": 3, "start_up_time": 0.05}
+    found = sw.serve(
+        "llama3.1-8b", "h100-sxm", **load, **pools, fail_at="0.1:0,0.15:2",
+        adjustment_interval=0.05, kv_scale_up_threshold=0.02, kv_scale_down_threshold=0.01,
+        num_gpu_blocks=4000,
+    )  # fmt: skip
+    assert (found.summary.requests, found.summary.unfinished) == (60, 0)
+    counts = [count for _, count in found.outcome.instances]
+    assert counts[0] == 3
+    assert max(counts) > 3
+    assert found.summary.gpus == max(counts)
+    with pytest.raises(UserError, match="of instances 0 to 3"):
+        sw.serve("llama3.1-8b", "h100-sxm", **load, prefill_instances=2, instances=2, fail_at="1:4")

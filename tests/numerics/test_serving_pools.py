@@ -1,7 +1,9 @@
 """Instances in pools do what stepping does, and what plain instances do where they are alike."""
 
+import math
 import random
 from array import array
+from dataclasses import dataclass
 from itertools import accumulate
 
 import pytest
@@ -11,10 +13,12 @@ from pool_stepping import Apart, Server
 from stagewright.serving.cluster import in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.engines.times import LinearTimes
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.pools.engines import DecodeEngine, PromptEngine, Pulls
 from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.pools.operation import Failure, InstanceEvents, Scaling
 from stagewright.serving.requests import Handover, Records, Workload
 from stagewright.serving.routers import ROUTERS, RoundRobin
 from stagewright.serving.schedulers.sglang import SGLang
@@ -34,7 +38,7 @@ def drawn(draw: random.Random, most: int = 60) -> Workload:
     )
 
 
-def apart(work, made, host, transfer, prefills):
+def apart(work, made, host, transfer, prefills, operation=None):
     """Prompts on the first engines, decode on the others; `made` makes an engine of either kind."""
     records, handover = Records.of(len(work)), Handover.of(len(work))
     one = Workload(work.name, work.arrival, work.prompt, array("i", [1]) * len(work), work.chains)
@@ -46,8 +50,23 @@ def apart(work, made, host, transfer, prefills):
         EnginePool(back, RoundRobin(), dict.fromkeys(back, host)),
         transfer,
         handover,
+        operation=operation,
     )
     return serve_in_pools(work, records, pools)
+
+
+@dataclass
+class Counted:
+    """So many engines, each made by a function."""
+
+    make: object
+    many: int
+
+    def __len__(self):
+        return self.many
+
+    def __call__(self, *args):
+        return self.make(*args)
 
 
 class Made:
@@ -99,6 +118,113 @@ def equal_to_stepping(seed: int) -> None:
     assert oracle.first == near(of.records.first)
     assert oracle.finish == near(of.records.finish)
     assert all(cache.free == cache.size for cache in caches)
+
+
+def fails_in_pools(seed: int) -> tuple[int, int]:
+    """Instances of both pools fail, and decode instances come and go: each request ends once, or is
+    counted; tokens are made once; caches are free. Returns requests that were computed again, and
+    those that failed.
+    """
+    draw = random.Random(seed)
+    work = drawn(draw)
+    prefills, decodes = draw.randint(1, 3), draw.randint(1, 3)
+    kinds = draw.choice((
+        lambda: Vllm(max_num_batched_tokens=64, max_num_seqs=8, async_scheduling=True),
+        lambda: SGLang(max_prefill_tokens=90, chunked_prefill_size=48, max_num_seqs=7),
+        lambda: TensorRtLlm(max_num_batched_tokens=300, max_num_seqs=7),
+    ))  # fmt: skip
+    many = prefills + decodes
+    last = work.arrival[-1] + 1
+    failures = tuple(
+        Failure(draw.uniform(0, last), draw.randrange(many)) for _ in range(draw.randint(0, 6))
+    )
+    scaling = None
+    if draw.random() < 0.5:
+        scaling = Scaling(least=1, most=decodes, interval=0.3, up=0.6, down=0.3)
+    of = InstanceEvents(
+        instances=decodes if scaling is None else draw.randint(1, decodes),
+        failures=failures,
+        on_failure=draw.choice(("requeue", "requeue", "fail")),
+        start_up_time=draw.choice((None, 0.2, 1.0)),
+        scaling=scaling,
+    )
+    size = draw.choice((4, 16))
+    caches = [KvBlocks(-(-300 // size) + draw.choice((0, 40)), size) for _ in range(many)]
+    seconds = [LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3)] * many
+    made = Made(
+        [kinds] * many, caches, seconds, prefills, isinstance(kinds(), SGLang | TensorRtLlm)
+    )
+    slow = draw.choice((1e-5, 1e-3))
+    done = apart(work, made, HostTimes(), lambda s, t, n: (1e-3 + slow * n, n), prefills, of)
+    ended = [k for k, at in enumerate(done.records.finish) if at == at]
+    assert len(ended) + sum(done.refused.values()) == len(work), "requests end once"
+    assert all(engine.blocks.free == engine.blocks.size for engine in done.engines)
+    assert not any(e.running or e.waiting or e.inbox or e.loading for e in done.engines)
+    if len(ended) == len(work):
+        gaps = sum(n * k for e in done.engines for _, _, n, k in e.gaps.series())
+        assert gaps == sum(work.output) - len(work)
+    hand = done.handover
+    for request in ended:
+        assert done.records.first[request] <= done.records.finish[request]
+        if hand.arrives[request] == hand.arrives[request]:
+            assert hand.prefilled[request] <= hand.begins[request] < hand.arrives[request]
+            assert hand.bytes[request] > 0
+    again = sum(hand.arrives[k] != hand.arrives[k] and work.output[k] > 0 for k in ended)
+    return again, sum(done.refused.values())
+
+
+def test_requests_of_failed_instances_of_pools_end_once_or_are_counted():
+    again, failed = map(sum, zip(*map(fails_in_pools, range(25)), strict=True))
+    assert again
+    assert failed
+
+
+@pytest.mark.slow
+def test_failures_in_pools_on_many_workloads():
+    for seed in range(100, 100 + times(150)):
+        fails_in_pools(seed)
+
+
+@dataclass
+class Timed:
+    """A scheduler that notes when it is asked, and where the other engine is that has requests."""
+
+    of: object
+    engines: list
+    asked: list
+
+    def schedule(self, engine):
+        for other in self.engines:
+            if other is not engine and other.running:
+                self.asked.append((engine.now, other.now))
+        return self.of.schedule(engine)
+
+
+def test_engines_of_pools_that_share_experts_step_together():
+    """Ranks of attention data parallelism that decode: no one decides within another step."""
+    together = 0
+    for seed in range(6):
+        work = drawn(random.Random(seed), 30)
+        notes, decode = [], []
+        caches = [KvBlocks(80, 16) for _ in range(4)]
+        rules = [Vllm(max_num_batched_tokens=64, max_num_seqs=8)] * 4
+        made = Made(rules, caches, [LinearTimes(0.01, 1e-4, 1e-3)] * 4, 2)
+
+        def engine(k, *parts, made=made, decode=decode, notes=notes):
+            one = made(k, *parts)
+            if k >= 2:
+                decode.append(one)
+                one.scheduler = Timed(one.scheduler, decode, notes)
+            if k == 3:
+                Lockstep(decode)
+            return one
+
+        done = apart(work, Counted(engine, 4), HostTimes(), lambda s, t, n: (1e-3, n), 2)
+        assert all(math.isfinite(at) for at in done.records.finish)
+        assert all(cache.free == cache.size for cache in caches)
+        assert all(mine == others for mine, others in notes)
+        together += len(notes)
+    assert together
 
 
 def test_pools_equal_steps():

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from reprlib import repr as shown
 
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import OperationSection
+from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
 from stagewright.serving.pools.operation import Failure, InstanceEvents, Scaling
 
 
-def operation_of(asked: OperationSection, instances: int) -> InstanceEvents | None:
+def operation_of(
+    asked: OperationSection, instances: int, prompts: int = 0
+) -> InstanceEvents | None:
     """What happens to so many instances; None where nothing does.
 
+    Before them `prompts` instances are numbered that compute prompts only: they fail, too.
     Raises UserError for settings that contradict each other.
     """
     if asked == OperationSection():
@@ -38,11 +43,28 @@ def operation_of(asked: OperationSection, instances: int) -> InstanceEvents | No
     return InstanceEvents(
         instances=instances,
         max_queued_requests=asked.max_queued_requests,
-        failures=_failures(asked.fail_at, most),
+        failures=_failures(asked.fail_at, prompts + most),
         on_failure=asked.on_failure,
         start_up_time=asked.start_up_time,
         scaling=scaling,
     )
+
+
+def operated(fleet: InstanceGroups, asked: OperationSection) -> InstanceGroups:
+    """A fleet to which that happens; as many instances as may serve at a time."""
+    counts = [group.service.engines.instances for group in fleet.groups]
+    prompts = [group.serves == "prefill" for group in fleet.groups]
+    first = sum(many for many, only in zip(counts, prompts, strict=True) if only)
+    operation = operation_of(asked, sum(counts) - first, first)
+    fleet = replace(fleet, operation=operation)
+    if operation is None or operation.scaling is None:
+        return fleet
+    groups: list[InstanceGroup] = []
+    for group, only in zip(fleet.groups, prompts, strict=True):
+        most = group.service.engines.instances if only else operation.scaling.most
+        engines = replace(group.service.engines, instances=most)
+        groups.append(replace(group, service=replace(group.service, engines=engines)))
+    return replace(fleet, groups=tuple(groups))
 
 
 def _refuse_idle(asked: OperationSection) -> None:

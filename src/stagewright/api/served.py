@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagewright.api.operation import operation_of
+from stagewright.api.operation import operated, operation_of
 from stagewright.api.pools import Given, Planned, fleet_of, rows_of
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError, did_you_mean
@@ -289,15 +289,16 @@ def served(
     past = asked.workload.past_context if given.workload is None else 0
     stages = stages_of(asked.pools, given.stages, asked.workload.seed, past)
     base = Planned("both", experiment, hardware, asked.engines)
-    operation = operation_of(asked.operation, asked.engines.instances)
-    if not rows and (stages is not None or operation is not None):
-        rows = [{"instances": asked.operation.max_instances or asked.engines.instances}]
+    if not rows:
+        operation = operation_of(asked.operation, asked.engines.instances)
+        if stages is not None or operation is not None:
+            rows = [{"instances": asked.engines.instances}]
     if not rows:
         service = base.service(given)
         found = service.serve(work, slo, heard)
         return Serving(found.outcome, found.summary, service, slo, work, cluster=cluster)
     fleet = fleet_of(map(base.changed, rows), given, asked.pools.prefill_router, stages)
-    fleet = replace(fleet, operation=operation)
+    fleet = operated(fleet, asked.operation)
     service = next(group.service for group in fleet.groups if group.serves != "prefill")
     found = fleet.serve(work, slo, heard)
     return Serving(found.outcome, found.summary, service, slo, work, fleet, cluster)

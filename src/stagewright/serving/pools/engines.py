@@ -21,7 +21,7 @@ import math
 from array import array
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from stagewright.serving.engines.blocks import Hit, KvBlocks
 from stagewright.serving.engines.decisions import PlainRules
@@ -40,6 +40,18 @@ class _Halted:
 
 
 _HALTED = _Halted()
+
+
+class Evicted(NamedTuple):
+    """A request of an engine that has failed."""
+
+    request: int
+    got: int
+    """Tokens that the request had got."""
+    last: float
+    """When it had got the last one."""
+    elsewhere: bool
+    """Whether its cache is still where it was computed."""
 
 
 class BringingEngine(Engine):
@@ -89,7 +101,7 @@ class BringingEngine(Engine):
             del self.remote[request]
             return True
         need = -(-tokens // size) + blocks.per_request
-        free = blocks.free - self._growth[self.step % size] - self._owed(to_its_end)
+        free = blocks.free - self._growth[self.step % size] - self.owed(to_its_end)
         if to_its_end:
             need = self.most_blocks(request)
             free -= sum(map(self.lacking, self.running))
@@ -103,7 +115,7 @@ class BringingEngine(Engine):
         self.wanted.append((request, coming - hit.blocks * size))
         return True
 
-    def _owed(self, to_their_ends: bool) -> int:
+    def owed(self, to_their_ends: bool) -> int:
         """Blocks that requests lack whose cache is coming or has come: for a prompt, or for all."""
         size, own = self.block_size, self.blocks.per_request
         held = {**self.loading, **self._ready}
@@ -119,17 +131,48 @@ class BringingEngine(Engine):
             self.end = self.now + series(self._first, self._grows, self._steps)
         self.scheduler, self._rules, self._stands = _HALTED, None, False
 
-    def evict(self) -> list[tuple[int, int, float]]:
-        """Take all requests out: each with the tokens that it had got, and when the last one."""
+    def evict(self) -> list[Evicted]:
+        """Take all requests out, and free their blocks."""
         for request in [*self.running]:
             self.preempt(request, keep=False)
             self.records.preempted[request] -= 1
-        out = [*self.waiting, *self.inbox]
+        out = [*self.waiting, *self.inbox, *self.loading]
+        elsewhere = {*self.remote, *self.loading}
+        for request in [*self.loading, *self._ready]:
+            self._drop(request)
         self.waiting.clear()
         self.inbox.clear()
+        self.remote.clear()
+        self.wanted.clear()
         self.end = math.inf
         last = {r: self._last.pop(r, (self.now, 0))[0] for r in out}
-        return [(r, self.generated.pop(r, 0), last[r]) for r in out]
+        return [Evicted(r, self.generated.pop(r, 0), last[r], r in elsewhere) for r in out]
+
+    def _drop(self, request: int) -> None:
+        """Free the blocks of a request whose cache is coming, or has come."""
+        tokens = self.loading.pop(request, None)
+        if tokens is None:
+            tokens = self._ready.pop(request)
+        keys, ends = self._chain(request)
+        self.blocks.release(request, keys, ends, -(-tokens // self.block_size), again=False)
+
+    def awaits(self, request: int) -> bool:
+        """Whether the cache of a request is to come."""
+        return request in self.remote or request in self.loading
+
+    def await_no_more(self, request: int, at: float, *, compute: bool) -> None:
+        """The cache of a request is lost: the request is computed here, or leaves."""
+        if request in self.loading:
+            self._drop(request)
+            if compute:
+                self.arrival[request] = at
+                self.push(request)
+        else:
+            del self.remote[request]
+            if not compute:
+                (self.inbox if request in self.inbox else self.waiting).remove(request)
+        if self.waiting and not any(engine.planned[0] for engine in self.unit.engines):
+            self.unit.end = min(self.unit.end, at)
 
     def restart(self, scheduler: Scheduler) -> None:
         """Serve again, with an empty cache."""
@@ -204,6 +247,18 @@ class PromptEngine(BringingEngine, plain=True):
         self.prefilled[request] = self.now
         self.completed.append(request)
 
+    def keeps(self, request: int) -> bool:
+        """Whether the blocks of a request whose prompt is done are still held."""
+        return request in self._kept
+
+    def lose_kept(self) -> list[int]:
+        """Free the blocks of all requests whose prompts are done; they have not been read."""
+        lost = [*self._kept]
+        for request in lost:
+            keys, ends = self._chain(request)
+            self.blocks.release(request, keys, ends, self._kept.pop(request), again=False)
+        return lost
+
     def let_go(self, request: int, at: float) -> None:
         """Free the blocks of a request that have been read; who waits for blocks may go on."""
         keys, ends = self._chain(request)
@@ -266,8 +321,14 @@ class Pulls:
         while rest and rest[0] not in engine.remote:
             local.append(rest.popleft())
         engine.waiting = local
+        ran = len(engine.running)
+        kept = engine.owed(to_their_ends=True) if self.to_their_ends else 0
+        engine.blocks.free -= kept
         decision = self.of.schedule(engine)
+        engine.blocks.free += kept
         rest.extendleft(reversed(engine.waiting))
         rest.extendleft(reversed(late))
         engine.waiting = rest
+        if ran and not engine.running:  # all are preempted: whose cache is there goes on
+            return self.schedule(engine)
         return decision._replace(open=len(engine.running) < self.most)

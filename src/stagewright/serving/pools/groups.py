@@ -92,11 +92,22 @@ class InstanceGroups:
         changes = self.operation is not None and (self.operation.failures or self.operation.scaling)
         replicated = any(group.service.instance.replicas > 1 for group in self.groups)
         stores = self.stages is not None and self.stages.tiers
-        if changes and (self.disaggregated or replicated or stores or len(self.groups) > 1):
+        if changes and (replicated or stores):
             raise UserError(
-                "failures and autoscaling are of instances that are alike, without attention data "
-                "parallelism, pools or stores; leave out --fail-at and --max-instances, or these"
+                "failures and autoscaling are of instances without attention data parallelism or "
+                "stores; leave out --fail-at and --max-instances, or these"
             )
+        scales = self.operation is not None and self.operation.scaling
+        if scales and len(self._scaled) > 1:
+            raise UserError(
+                "autoscaling is of instances that are alike; wanted one group that serves "
+                f"{self._scaled[0].serves} beside --max-instances, got {len(self._scaled)}"
+            )
+
+    @property
+    def _scaled(self) -> list[InstanceGroup]:
+        """The groups whose instances may come and go: not those for prompts alone."""
+        return [group for group in self.groups if group.serves != "prefill"]
 
     @property
     def disaggregated(self) -> bool:
@@ -113,8 +124,8 @@ class InstanceGroups:
         outcome, accepted = self.run(workload, heard)
         gpus = self.gpus
         if outcome.instances:  # those that have served at a time
-            most = max(count for _, count in outcome.instances)
-            gpus = gpus // len(outcome.engines) * most if len(self.groups) == 1 else gpus
+            never = len(outcome.engines) - max(count for _, count in outcome.instances)
+            gpus -= never * self._scaled[0].service.instance.gpus
         summary = summarize(outcome, slo, gpus, accepted.rejected, accepted.shortened)
         return ServedRun(outcome, summary)
 
@@ -158,7 +169,10 @@ class InstanceGroups:
         if self.stages is not None:
             size = first[0].instance.cache.bytes_per_token
             pools = replace(pools, stages=replace(self.stages, bytes_per_token=size))
-        pools = replace(pools, operation=self.operation)
+        operation = self.operation
+        if operation is not None and operation.scaling is None:
+            operation = replace(operation, instances=len(engines))  # all serve
+        pools = replace(pools, operation=operation)
         return serve_in_pools(of, records, pools, heard, enough), accepted
 
     def _engines(

@@ -7,13 +7,14 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop
+from itertools import count
 
 from stagewright.serving.cluster import Heard, Outcome, ToCome
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.hosts import HostTimes
-from stagewright.serving.pools.agenda import ARRIVAL, BATCH_END, OTHER, Agenda
+from stagewright.serving.pools.agenda import ARRIVAL, BATCH_END, OTHER, Act, Agenda
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine
 from stagewright.serving.pools.links import Links
 from stagewright.serving.pools.operated import Operated
@@ -142,7 +143,10 @@ class _Play:
         self.instances: list[tuple[float, int]] = []
         self.operated: Operated | None = None
         if pools.operation is not None:
-            self.operated = Operated(pools.operation, pools.front.numbers, self)
+            scaled = (pools.decode or pools.front).numbers
+            self.operated = Operated(pools.operation, range(len(self.engines)), scaled, self)
+        self.sending: dict[int, int] = {}  # requests whose caches are on their way, by attempt
+        self._attempts = count()
 
     def passed(self) -> Mapping[str, array[float]]:
         """Seconds of each request in each stage before its prompt; nan where it was in none."""
@@ -179,9 +183,9 @@ class _Play:
 
     def route_in(self, at: float, request: int) -> None:
         """A request reaches the first router."""
-        if self.operated is not None and self.operated.held(at, request):
+        nth = self._route(at, self.pools.front, request, self.route_in)
+        if nth is None:
             return
-        nth = self._route(self.pools.front, request)
         self.records.engine[request] = nth
         if self.handover is not None:
             self.handover.engine[request] = nth
@@ -212,12 +216,16 @@ class _Play:
             engine.push(request)
         self.note(nth)
 
-    def _route(self, pool: EnginePool, request: int) -> int:
+    def _route(self, at: float, pool: EnginePool, request: int, again: Act) -> int | None:
+        """The engine to which a request goes; None: it waits to be routed `again`."""
         numbers = pool.numbers
         if pool.fits is not None:
             numbers = [nth for nth in numbers if pool.fits(request, nth)]
         if self.operated is not None:
             numbers = self.operated.serving(numbers)
+            if not numbers:
+                self.operated.hold(at, request, again)
+                return None
         if self.retrieval is not None and pool is self.pools.front:
             numbers = self.retrieval.near(request, numbers)
         chosen = [self.engines[nth] for nth in numbers]
@@ -285,6 +293,11 @@ class _Play:
     def refuse(self, at: float, request: int, why: str) -> None:
         """A request is not served to its end; who waited for it goes on."""
         self.refused[why] += 1
+        source = -1 if self.handover is None else self.handover.engine[request]
+        sender = self.engines[source]
+        if isinstance(sender, PromptEngine) and sender.keeps(request):
+            sender.let_go(request, at)
+            self.note(source)
         self.arrivals.done(request, at)
         self._come()
         self.done += 1
@@ -315,13 +328,15 @@ class _Play:
         """
         assert self.pools.decode is not None
         seconds = self.pools.decode.host.before_prefill(self.workload.prompt[request])
-        self.agenda.note(at + seconds, ARRIVAL, request, self._go_on)
+        self.agenda.note(at + seconds, ARRIVAL, request, self.go_on)
 
-    def _go_on(self, at: float, request: int) -> None:
+    def go_on(self, at: float, request: int) -> None:
         """A request reaches the router of the instances that decode."""
         pool = self.pools.decode
         assert pool is not None
-        nth = self._route(pool, request)
+        nth = self._route(at, pool, request, self.go_on)
+        if nth is None:
+            return
         self.records.engine[request] = nth
         later = pool.behind(nth, self.workload.prompt[request])
         self.agenda.note(at + later, ARRIVAL, request, self._enter_decode)
@@ -330,8 +345,20 @@ class _Play:
         nth = self.records.engine[request]
         engine = self.engines[nth]
         assert isinstance(engine, DecodeEngine)
+        lost: bool | None = False
+        if self.operated is not None:
+            if self.operated.gone(nth):
+                self.go_on(at, request)
+                return
+            lost = self.operated.comes_without(at, request)
+            if lost is None:
+                return
+            self.operated.entered(request, engine)
         self.records.reached[request] = at
-        engine.push_remote(request, engine.tokens(request))
+        if lost:
+            engine.push(request)
+        else:
+            engine.push_remote(request, engine.tokens(request))
         self.note(nth)
 
     def _send(self, at: float, request: int, tokens: int, target: int) -> None:
@@ -344,10 +371,21 @@ class _Play:
         self.handover.begins[request] = begins
         self.handover.arrives[request] = begins + seconds
         self.handover.bytes[request] = bytes_
-        self.agenda.note(begins + seconds, OTHER, request, self._arrived)
+        self.sending[request] = attempt = next(self._attempts)
+        arrived = partial(self._arrived, attempt=attempt)
+        self.agenda.note(begins + seconds, OTHER, request, arrived)
 
-    def _arrived(self, at: float, request: int) -> None:
-        """The cache of a request is where it decodes."""
+    def cut_off(self, request: int) -> None:
+        """The cache of a request does not arrive, if one is on its way."""
+        if self.handover is not None and self.sending.pop(request, None) is not None:
+            self.handover.begins[request] = self.handover.arrives[request] = math.nan
+            self.handover.bytes[request] = 0.0
+
+    def _arrived(self, at: float, request: int, attempt: int) -> None:
+        """The cache of a request is where it decodes, unless one of the two has failed."""
+        if self.sending.get(request) != attempt:
+            return
+        del self.sending[request]
         assert self.handover is not None
         source, target = self.handover.engine[request], self.records.engine[request]
         sender, receiver = self.engines[source], self.engines[target]

@@ -1,4 +1,10 @@
-"""Instances at work whose number changes: failures, starts, leaves; their requests go elsewhere."""
+"""Instances at work whose number changes: failures, starts, leaves; their requests go elsewhere.
+
+Of an instance that computes prompts for others the caches fail, too, that nobody has read yet:
+their requests are computed again where they decode, or fail (vLLM's `kv_load_failure_policy`,
+recompute or fail, vllm-project/vllm@00024d31 `vllm/config/kv_transfer.py`). Of one that decodes the
+requests go to another one: caches that had not come are sent there, others are computed there.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,17 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from stagewright.serving.engines.engine import Engine, Scheduler
-from stagewright.serving.pools.agenda import BATCH_END, OTHER, Agenda
-from stagewright.serving.pools.engines import BringingEngine
+from stagewright.serving.pools.agenda import BATCH_END, OTHER, Act, Agenda
+from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine
 from stagewright.serving.pools.operation import FAILED, NONE_SERVES, InstanceEvents
-from stagewright.serving.requests import Workload
+from stagewright.serving.requests import Records, Workload
 
 
 class Requeuing(Protocol):
     """What serves requests; `serving.pools.loop`."""
 
     workload: Workload
+    records: Records
     engines: Sequence[Engine]
     agenda: Agenda
     done: int
@@ -30,6 +37,14 @@ class Requeuing(Protocol):
         """A request reaches the first router."""
         ...
 
+    def go_on(self, at: float, request: int) -> None:
+        """A request reaches the router of the instances that decode."""
+        ...
+
+    def cut_off(self, request: int) -> None:
+        """The cache of a request does not arrive, if one is on its way."""
+        ...
+
     def refuse(self, at: float, request: int, why: str) -> None:
         """A request is not served to its end."""
         ...
@@ -38,15 +53,19 @@ class Requeuing(Protocol):
 class Operated:
     """Which instances serve; an instance is one engine here."""
 
-    def __init__(self, of: InstanceEvents, numbers: Sequence[int], play: Requeuing) -> None:
-        """The first `InstanceEvents.instances` serve from the beginning."""
+    def __init__(
+        self, of: InstanceEvents, numbers: Sequence[int], scaled: Sequence[int], play: Requeuing
+    ) -> None:
+        """All of `numbers` serve from the beginning; of `scaled` only as many as are asked for."""
         self._of, self._play = of, play
-        self._idle = [*numbers[of.instances :]]  # may be started
-        self._serving = set(numbers[: of.instances])
+        self._scaled = frozenset(scaled)
+        self._idle = [*scaled[of.instances :]]  # may be started
+        self._serving = {*numbers}.difference(self._idle)
         self._starting = 0
         self._halted: dict[int, Scheduler] = {}
-        self._held: list[int] = []  # requests that no instance can take
+        self._held: list[tuple[int, Act]] = []  # requests that no instance can take
         self._got: dict[int, tuple[int, float]] = {}  # tokens and the last one's time, elsewhere
+        self._lost: set[int] = set()  # requests to decode whose caches are nowhere
 
     def begin(self) -> None:
         """Note what is to happen."""
@@ -60,15 +79,12 @@ class Operated:
         """Of some engines those that take requests."""
         return [nth for nth in numbers if nth in self._serving]
 
-    def held(self, at: float, request: int) -> bool:
-        """Whether no instance serves: the request waits for one, or is refused if none will."""
-        if self._serving:
-            return False
+    def hold(self, at: float, request: int, again: Act) -> None:
+        """No instance serves: a request waits to do so `again`, or is refused if none will."""
         if self._starting or self._of.start_up_time is not None:
-            self._held.append(request)
+            self._held.append((request, again))
         else:
             self._play.refuse(at, request, NONE_SERVES)
-        return True
 
     def gone(self, nth: int) -> bool:
         """Whether an engine has failed."""
@@ -89,12 +105,44 @@ class Operated:
             return
         engine = self._play.engines[nth]
         assert isinstance(engine, BringingEngine)
-        for request, got, last in engine.evict():
+        if isinstance(engine, PromptEngine):
+            for request in engine.lose_kept():
+                self._lose(at, request)
+        decodes = isinstance(engine, DecodeEngine)
+        for request, got, last, elsewhere in engine.evict():
+            self._play.cut_off(request)
             if self._of.on_failure == "fail":
                 self._play.refuse(at, request, FAILED)
                 continue
             self._got[request] = (got, last)
-            self._play.agenda.note(at, OTHER, request, self._play.route_in)
+            if decodes and not elsewhere:
+                self._lost.add(request)
+            again = self._play.go_on if decodes else self._play.route_in
+            self._play.agenda.note(at, OTHER, request, again)
+
+    def _lose(self, at: float, request: int) -> None:
+        """The cache of a request whose prompt is done is lost before it has come."""
+        self._play.cut_off(request)
+        nth = self._play.records.engine[request]
+        engine = self._play.engines[nth]
+        if not (isinstance(engine, BringingEngine) and engine.awaits(request)):
+            self._lost.add(request)  # on its way there
+            return
+        again = self._of.on_failure == "requeue"
+        engine.await_no_more(request, at, compute=again)
+        if not again:
+            self._play.refuse(at, request, FAILED)
+        self._play.note(nth)
+
+    def comes_without(self, at: float, request: int) -> bool | None:
+        """Whether the cache of a request that comes to decode is lost; None: so is the request."""
+        if request not in self._lost:
+            return False
+        self._lost.discard(request)
+        if self._of.on_failure == "requeue":
+            return True
+        self._play.refuse(at, request, FAILED)
+        return None
 
     def _changed(self, at: float) -> None:
         self._play.instances.append((at, len(self._serving)))
@@ -130,8 +178,8 @@ class Operated:
         self._serving.add(nth)
         self._changed(at)
         held, self._held = self._held, []
-        for request in held:
-            self._play.route_in(at, request)
+        for request, again in held:
+            again(at, request)
 
     def _adjust(self, at: float, number: int) -> None:
         """Compare the load with the thresholds."""
@@ -141,7 +189,8 @@ class Operated:
         if self._play.done >= len(self._play.workload):
             return
         if not self._starting:
-            engines = [self._play.engines[nth] for nth in sorted(self._serving)]
+            mine = sorted(self._serving & self._scaled)
+            engines = [self._play.engines[nth] for nth in mine]
             change = scaling.change(engines, len(engines))
             if change > 0 and self._idle:
                 self._starting += 1
@@ -149,7 +198,7 @@ class Operated:
                     at + (self._of.start_up_time or 0.0), OTHER, self._idle.pop(0), self._start
                 )
             elif change < 0:
-                nth = max(self._serving)
+                nth = mine[-1]
                 self._serving.discard(nth)
                 self._idle.insert(0, nth)
                 self._changed(at)
