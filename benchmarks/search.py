@@ -107,8 +107,12 @@ def show(what: str, found: list[float]) -> None:
     print(f"  gap in {what}, %: {parts}; {100 * np.mean(size <= limit):.1f}% within {limit}%")
 
 
-def _show_search(rows: Candidates) -> None:
-    """The CPU time of a search, by what it goes to."""
+def _show_search(rows: Candidates, enumerated: float) -> None:
+    """The CPU time of a search from the space to the answer, by what it goes to.
+
+    A candidate is decided if it is bounded out, which says that it is not among the best and no
+    more, or evaluated, which gives its time and memory.
+    """
     spent: dict[str, float] = {"columns": 0.0}
 
     def columns(some: Candidates) -> Evaluated:
@@ -120,14 +124,17 @@ def _show_search(rows: Candidates) -> None:
 
     start = time.process_time()
     found = search(rows, evaluate=columns)
-    whole = time.process_time() - start
+    searched = time.process_time() - start
+    whole = enumerated + searched
     bounds = spent.get("bounds", 0.0)
-    simulated = whole - bounds - spent["columns"]
-    print(f"  {len(rows) / (whole - simulated):.0f} configurations per CPU-second, "
-          f"{whole:.1f} CPU-s: bounds {bounds:.1f} ({found.bounded_out} candidates out), columns "
-          f"{spent['columns']:.1f} ({found.evaluated}), {found.simulated} simulated "
-          f"{simulated:.1f}; {peak_megabytes():.0f} MB; Calculon: {CALCULON[0]} to {CALCULON[1]}",
-          flush=True)  # fmt: skip
+    simulated = searched - bounds - spent["columns"]
+    print(f"  decided: {len(rows) / whole:.0f} configurations per CPU-second, all in {whole:.1f} "
+          f"CPU-s and {peak_megabytes():.0f} MB (Calculon evaluates {CALCULON[0]} to "
+          f"{CALCULON[1]})\n"
+          f"  of these only bounded out: {found.bounded_out}, bounds of all in {bounds:.1f} CPU-s\n"
+          f"  evaluated with time and memory: {found.evaluated} in {spent['columns']:.1f} CPU-s, "
+          f"{found.evaluated / max(spent['columns'], 1e-9):.0f} per CPU-second\n"
+          f"  simulated: {found.simulated} in {simulated:.1f} CPU-s", flush=True)  # fmt: skip
 
 
 def _show_whole(rows: Candidates) -> None:
@@ -164,7 +171,7 @@ def main() -> None:
         if given.sample is not None:
             rows = rows.take(np.sort(draw.permutation(len(rows))[: given.sample]))
         if not given.no_rate:
-            _show_search(rows)
+            _show_search(rows, spent)
             if given.whole:
                 _show_whole(rows)
         if not given.no_gaps:

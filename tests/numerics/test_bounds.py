@@ -12,12 +12,14 @@ from stagewright.explore.lots import in_lots
 from stagewright.explore.space.defaults import default_axes
 from stagewright.explore.space.space import Space
 from stagewright.explore.space.systems import Fleet
+from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
+from stagewright.time.simulate.step import simulate
 
 ORDERS = {
     "order": ["tp-cp-ep-dp-pp", "tp-ep-dp-cp-pp", "pp-tp-cp-ep-dp", "cp-ep-dp-pp-tp"],
@@ -55,6 +57,21 @@ def test_no_candidate_takes_less_than_its_bounds(model, axes, settings):
     assert (least.seconds <= figures.seconds)[seen].all()
     assert (least.bytes <= figures.peak)[seen].all()
     assert np.median((least.seconds / figures.seconds)[seen]) > 0.5
+
+
+@pytest.mark.numerics
+def test_no_candidate_that_columns_leave_takes_less_than_its_bounds():
+    axes = {"pp": [2], "tp": [1, 2], "cp": [1], "zero": [0, 3], "micro_batch_size": [4]}
+    rows = space("llama3-8b", gpus=8, batch=32, axes=axes, layers=4, framework="torchtitan")
+    draw = np.random.default_rng(0).permutation(len(rows))
+    rows = rows.take(np.sort(draw[: times(4)]))
+    least = bounds(rows)
+    for row in range(len(rows)):
+        compiled = compile(rows.run(row), rows.model)
+        step = simulate(compiled, rows.machine(row), rows.execution(row))
+        assert least.seconds[row] <= step.seconds
+        assert least.bytes[row] <= step.fit.peak
+    assert (least.seconds > 0).all()
 
 
 @pytest.mark.slow

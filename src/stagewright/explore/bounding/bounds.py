@@ -146,6 +146,9 @@ class _Relaxation:
         self.microbatches = microbatches_of(self.rows).astype(np.int32)
         self.shards = (self.rows.numbers("dp") * self.rows.numbers("cp")).astype(np.int32)
         self.zero = self.rows.numbers("zero").astype(np.int8)
+        # FSDP reduces gradients before it adds them: a rank adds its part.
+        of_parts = (self.zero >= 2) & ~candidates.column("framework").is_one_of("megatron")
+        self.alone = (self.microbatches == 1) | of_parts
         self.bandwidth = np.zeros(len(self.rows), dtype=np.float32)
         for group in range(int(self.machines.max()) + 1):
             mine = np.flatnonzero(self.machines == group)
@@ -284,14 +287,14 @@ class _Relaxation:
         microbatches = self.microbatches[rows]
         if shape.schedule not in IN_TURN:
             every = [action(s, letter).busy for s in range(stages) for letter in "FB"]
-            adding = (microbatches == 1) * self._adding(rows, weights.sum(axis=0))
+            adding = self.alone[rows] * self._adding(rows, weights.sum(axis=0))
             return microbatches * (sum(every) - adding) / pp
         moved = self._moved(shape, rows, weights)
         best, filled, drained = (np.zeros(len(rows)) for _ in range(3))
         for rank in range(pp):
             own = range(rank, stages, pp)
             work = sum(action(s, letter).whole for s in own for letter in "FB")
-            work = work - (microbatches == 1) * self._adding(rows, weights[own].sum(axis=0))
+            work = work - self.alone[rows] * self._adding(rows, weights[own].sum(axis=0))
             hosts = sum(action(s, letter).launched for s in own for letter in "FB")
             first, last = action(rank, "F"), action(rank, "B")
             late = np.minimum(first.after - first.whole, 0.0) if rank else 0.0
@@ -300,7 +303,7 @@ class _Relaxation:
             best = np.maximum(best, own_end + moved.summed)
             best = np.maximum(best, own_end + sent + drained)
             best = np.maximum(best, (microbatches - 1) * hosts)
-            adding = (microbatches == 1) * self._adding(rows, weights[rank])
+            adding = self.alone[rows] * self._adding(rows, weights[rank])
             filled = filled + first.passed
             drained = drained + np.maximum(last.passed - adding, 0.0)
         return np.maximum(best + moved.renewed, microbatches * moved.inside)
@@ -316,8 +319,9 @@ class _Relaxation:
     def _adding(self, rows: Int, weights: Float) -> Float:
         """Seconds that it takes at most to add the gradients of a microbatch to those before it.
 
-        One microbatch has none before it, which its relaxed candidate has. Gradients and sums are
-        of up to four bytes, and read and written once: three times what `weights` have.
+        One microbatch has none before it, which its relaxed candidate has, and ranks that add parts
+        of them add less. Gradients and sums are of up to four bytes, and read and written once:
+        three times what `weights` have.
         """
         return _ADDED * weights / self.bandwidth[rows]
 
@@ -346,7 +350,10 @@ class _Relaxation:
         held = np.zeros(len(rows))
         for count in np.unique(counts).tolist():
             mine = counts == count
-            found = occupancy_of_ends((*own, count, shape.group), by_stage)
+            try:
+                found = occupancy_of_ends((*own, count, shape.group), by_stage)
+            except UserError:  # a run that is refused
+                continue
             held[mine] = peaks.least(found, tuples[mine], scale[:, mine])
         return held
 

@@ -17,9 +17,14 @@ from stagewright.arrays import Int
 from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.explore.structures import ORDER
 
-_WITHOUT = {"overlap_param_gather": False, "optimizer_cpu_offload": False}
-"""Settings that relaxed candidates do not have: with them a step computes as much, and what they
-hold on the host counts for nothing."""
+_WITHOUT = {
+    "overlap_param_gather": False,
+    "optimizer_cpu_offload": False,
+    "pipeline_caches": False,
+    "ddp_bucket_cap_mb": 0,
+}
+"""Settings that relaxed candidates do not have: with them a step computes as much and holds no less
+on the GPU, but for what the host holds, which counts for nothing."""
 _USUAL = "tp-cp-ep-dp-pp"
 _FAR = 1 << 40
 """More ranks than there are."""
