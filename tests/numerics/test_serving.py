@@ -4,7 +4,7 @@ import json
 import random
 from array import array
 from copy import deepcopy as copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from itertools import accumulate, pairwise
 
@@ -173,11 +173,12 @@ def same_bytes_without_asking(seeds: range):
     for seed in seeds:
         rules, seconds, cache, work = drawn(random.Random(seed))
         found = []
-        for kind in (Vllm, AskedEachTime):
+        in_one_order = replace(work, after=array("i", [-1] * len(work)))
+        for kind, of in ((Vllm, work), (AskedEachTime, work), (Vllm, in_one_order)):
             scheduler = kind(**{each.name: getattr(rules, each.name) for each in fields(rules)})
             asked += scheduler.plain is None
             done = serve(
-                in_blocks(work, cache.block_size),
+                in_blocks(of, cache.block_size),
                 lambda w, r, by=scheduler: Engine(w, r, copy(cache), by, seconds, 0.37),  # noqa: B023
                 1 + seed % 3,
                 RoundRobin() if seed % 2 else LeastLoaded(),
@@ -187,8 +188,8 @@ def same_bytes_without_asking(seeds: range):
                 gaps = engine.gaps
                 columns += [gaps.numbers, gaps.late, gaps.single, *engine.samples]
             found.append([bytes(column) for column in columns])
-        assert found[0] == found[1]
-    assert len(seeds) <= asked < 2 * len(seeds)
+        assert found[0] == found[1] == found[2]
+    assert len(seeds) <= asked < 3 * len(seeds)
 
 
 def drawn_sglang(draw: random.Random):

@@ -58,7 +58,8 @@ def serve(
     So many of them step `together`, as ranks that share experts do.
 
     Requests that do not depend on others go to their engines at once where the router does not look
-    at engines; each engine is then moved on by itself. Otherwise all events are in one order.
+    at engines; each engine is then moved on by itself. Where the router looks at them, all are
+    moved on up to each arrival; where requests depend on others, all events are in one order.
     `host` is what lies between a user and an engine's queue.
     """
     records = Records.of(len(workload))
@@ -71,6 +72,8 @@ def serve(
     try:
         if alone and isinstance(router, STATIC):
             _apart(workload, records, made, router, host, heard)
+        elif alone:
+            _as_they_come(ToCome(workload, host), records, made, router, heard)
         else:
             _together(ToCome(workload, host), records, made, router, heard)
     except KeyboardInterrupt:
@@ -116,11 +119,47 @@ def _apart(
                 unit.end = min(unit.end, reached[engine.inbox[0]])
         for at in moments:
             unit.advance(at)
-            for engine in unit.engines:
-                done += len(engine.completed)
-                engine.completed.clear()
+            done += _taken_out(unit.engines)
             if heard is not None:
                 heard(done, len(workload))
+
+
+def _as_they_come(
+    arrivals: ToCome,
+    records: Records,
+    engines: Sequence[Engine],
+    router: Router,
+    heard: Heard | None,
+) -> None:
+    """Move engines on up to each arrival: what is done in between changes nothing for others."""
+    total, done = len(arrivals.workload), 0
+    told = max(1, total // TOLD)
+    units = [*dict.fromkeys(engine.unit for engine in engines)]
+    while arrivals.heap:
+        at = arrivals.heap[0][0]
+        before = math.nextafter(at, -math.inf)
+        for unit in units:
+            if unit.end < at:
+                unit.advance(before)
+        dealt = _deal(at, arrivals, records, engines, router)
+        for unit in dict.fromkeys(engines[nth].unit for nth in dealt):
+            unit.advance(at)
+        if heard is not None and len(arrivals.heap) % told == 0:
+            done += _taken_out(engines)
+            heard(done, total)
+    for unit in units:
+        unit.advance(FAR)
+        if heard is not None:
+            done += _taken_out(unit.engines)
+            heard(done, total)
+
+
+def _taken_out(engines: Sequence[Engine]) -> int:
+    """How many requests are done that nobody has heard of."""
+    count = sum(len(engine.completed) for engine in engines)
+    for engine in engines:
+        engine.completed.clear()
+    return count
 
 
 def _together(
