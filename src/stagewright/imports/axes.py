@@ -7,6 +7,7 @@ value is a list of axes, and reordering or joining them is no work.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from stagewright.algebra.size import Size, is_whole, product, size
@@ -71,9 +72,10 @@ Dims = list[list[Axis]]
 class AxisTable:
     """The dims of all values of a model, in axes."""
 
-    def __init__(self, sizes: Mapping[str, str]) -> None:
-        """`sizes`: names for the symbols of the recording, such as B for `s72`."""
-        self.sizes = sizes
+    def __init__(self, sizes: Mapping[str, str], examples: Mapping[str, int]) -> None:
+        """`sizes`: names for the symbols of the recording, such as B for `s72`; `examples`: the
+        numbers that names other than those of a run stand for."""
+        self.sizes, self.examples = sizes, examples
         self.dims: dict[str, Dims] = {}
         self.copies: dict[str, set[Axis]] = {}
         """AxisTable of a value of which it has only one copy, repeated."""
@@ -81,17 +83,22 @@ class AxisTable:
         """Of a view, the value that it shows."""
         self.labels: dict[str, dict[Label, list[Axis]]] = {}
 
-    def extent(self, of: Extent) -> Size:
-        """The size of a dim."""
+    def extent(self, of: Extent, call: OpCall) -> Size:
+        """The size of a dim of a call's result."""
         if isinstance(of, int):
             return size(of)
         try:
             return size(of).subs(self.sizes)
         except ValueError:
             raise UserError(
-                f"a dim is {of} in symbols of the trace, which is no size; fix this dim of the "
-                "example inputs (static=True, or --static)"
+                f"{call.source or call.path or call.name}: {_kind(call)} of "
+                f"{len(call.shape)} dims has one of {self._named(of)}, which is no size here; keep "
+                "all sizes of the example (--static, static=True)"
             ) from None
+
+    def _named(self, of: str) -> str:
+        """An expression of the trace with the names of its symbols."""
+        return re.sub(r"[a-z]\w*", lambda found: self.sizes.get(found[0], found[0]), of)
 
     # ---- relations -----------------------------------------------------------------------------
 
@@ -135,7 +142,7 @@ class AxisTable:
 
     def add(self, call: OpCall) -> None:
         """Give a call's value its dims, from those of its operands."""
-        shape = [self.extent(n) for n in call.shape]
+        shape = [self.extent(n, call) for n in call.shape]
         if call.op in LEAVES:
             self.dims[call.name] = [[] if n is _ONE else [Axis(n)] for n in shape]
         elif call.op == "reshape":
@@ -276,6 +283,10 @@ class AxisTable:
             made.append(best)
             i += length
         return made
+
+
+def _kind(call: OpCall) -> str:
+    return {"input": "an input", "constant": "a constant"}.get(call.op, "a value")
 
 
 def extent_of(axes: Iterable[Axis]) -> Size:

@@ -28,24 +28,36 @@ def names_of_symbols(
     found: dict[str, str] = {}
     for name, given in (dims or {}).items():
         call = next((c for c in inputs if c.name == name), None)
-        if call is None:
-            call = next((c for c in inputs if c.name == name == "tokens"), None)
         if call is None or len(given) != len(call.shape):
-            known = ", ".join(f"{c.name}{list(c.shape)}" for c in inputs)
+            known = ", ".join(f"{c.name} of {len(c.shape)}" for c in inputs)
             raise UserError(f"dims: no input {name!r} of {len(given)} dims; there are {known}")
         for extent, word in zip(call.shape, given, strict=True):
             if isinstance(extent, str) and extent.isidentifier():
                 found[extent] = word
     free = [word for word in ("B", "S") if word not in found.values()]
     for call in inputs:
-        for extent in call.shape:
+        for at, extent in enumerate(call.shape):
             if not isinstance(extent, str) or not extent.isidentifier() or extent in found:
                 continue
             if not free:
+                known = [found.get(str(n), "?" if isinstance(n, str) else str(n))
+                         for n in call.shape]  # fmt: skip
                 raise UserError(
-                    f"input {call.name}{list(call.shape)} has a dim {extent} besides batch and "
-                    f"sequence; fix it (static=True, --static) or name it: "
-                    f"dims={{{call.name!r}: (...)}}"
+                    f"dim {at} of input {call.name} [{', '.join(known)}] varies, besides batch and "
+                    f"sequence; name each dim (--dims {call.name}=B,S, in Python "
+                    f"dims={{{call.name!r}: ('B', 'S')}}), or keep all sizes of the example "
+                    "(--static, static=True)"
                 )
             found[extent] = free.pop(0)
     return found
+
+
+def sizes_of_examples(calls: Mapping[str, OpCall], names: Mapping[str, str]) -> dict[str, int]:
+    """The sizes that named dims besides batch and sequence have in the example."""
+    inputs = [c for c in calls.values() if c.op == "input" and "example" in c.attrs]
+    return {
+        names[str(extent)]: int(example)
+        for call in inputs
+        for extent, example in zip(call.shape, call.attrs["example"], strict=True)
+        if names.get(str(extent), "B") not in ("B", "S")
+    }

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stagewright.algebra.size import Size, product
+from stagewright.algebra.size import Size, product, size
 from stagewright.errors import UserError
 from stagewright.imports.axes import Axis, AxisTable
 from stagewright.imports.calls import Label, OpCall
@@ -94,6 +94,8 @@ class Writer:
         parts = unit.leaves()
         named = [self.model.sizes.get(p) for p in parts]
         if unit.extent.symbols:
+            own = self.model.axes.examples
+            self.sizes |= {str(s): size(own[str(s)]) for s in unit.extent.symbols if str(s) in own}
             return str(unit.extent)
         if len(parts) > 1 and all(named):
             return "*".join(map(str, named))

@@ -17,7 +17,11 @@ from stagewright.imports.notes import counted, left_out
 from stagewright.imports.placement import PlacementRules
 from stagewright.imports.rows.table import calls_of
 from stagewright.imports.specs import Layouts
-from stagewright.imports.symbols import names_of_symbols, refuse_sizes_of_data
+from stagewright.imports.symbols import (
+    names_of_symbols,
+    refuse_sizes_of_data,
+    sizes_of_examples,
+)
 from stagewright.imports.text import Model, Writer
 from stagewright.imports.trace.recording import Extent, Recording
 from stagewright.imports.trace.rewrite import rewritten
@@ -62,12 +66,15 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     calls = fuse_attention(translation.calls)
     (result,) = nodes.outputs
     calls, result = _with_loss(calls, result, options.loss, notes)
-    calls = _needed(_renamed_inputs(calls), result)
-    notes += left_out(recording, calls)
+    calls = _needed(calls, result)
     refuse_sizes_of_data(calls)
-    folded = fold(calls, [result])
     symbols = names_of_symbols(calls, options.dims)
-    made = _ModelText(calls, folded, AxisTable(symbols), recording)
+    calls = _renamed_inputs(calls)
+    notes += left_out(recording, calls)
+    folded = fold(calls, [result])
+    made = _ModelText(
+        calls, folded, AxisTable(symbols, sizes_of_examples(calls, symbols)), recording
+    )
     notes += counted(translation, calls)
     text = made.text()
     notes += made.notes

@@ -208,5 +208,11 @@ def test_an_operation_without_a_row_is_refused_or_counted_by_its_bytes():
 def test_a_dim_that_nothing_names_is_asked_for():
     odd = _with("aten.tanh.default")
     nodes = [replace(n, shape=("s0", "s1", "s2", 8)) if n.name == "x" else n for n in odd.nodes]
-    with pytest.raises(UserError, match=r"input x.* has a dim s2 besides batch and sequence"):
+    with pytest.raises(UserError, match=r"dim 2 of input x \[B, S, \?, 8\] varies, besides"):
         translate(replace(odd, nodes=tuple(nodes)))
+    example = {"example": (2, 16, 12, 8)}
+    wide = {"x": example, "a": {}, "b": {}}
+    nodes = [replace(n, shape=("s0", "s1", "s2", 8), kwargs=wide[n.name]) if n.name in wide else n
+             for n in odd.nodes]  # fmt: skip
+    named = Options({"x": ("B", "S", "T", "C")})
+    assert "\nsize T = 12\n" in translate(replace(odd, nodes=tuple(nodes)), named).text

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import re
+import traceback
 import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -80,8 +81,17 @@ def exported(pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def reason(error: BaseException) -> str:
-    """The first sentence of an error of PyTorch, and the user's line that it names."""
+    """The first sentence of an error of PyTorch, and the user's line that it names or passed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    where = own_line(re.findall(r'File "([^"]+)", line (\d+)', str(error)))
+    named = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    passed = [(f.filename, str(f.lineno)) for f in traceback.extract_tb(error.__traceback__)]
+    where = own_line(named) or own_line([p for p in passed if "/stagewright/" not in p[0]])
     first = (lines[0] if lines else type(error).__name__)[:300]
     return f"{where}: {first}" if where else first
+
+
+def hint(why: str) -> str:
+    """What else to say of a reason: whether it is control flow that depends on values."""
+    words = ("data-dependent", "dependent expression", "unbacked", "Could not guard")
+    decides = any(word in why for word in words)
+    return "; control flow that depends on values of tensors cannot be recorded" if decides else ""

@@ -26,6 +26,7 @@ from stagewright.imports.trace.export import (
     check_examples,
     exported,
     fixed_dims,
+    hint,
     quiet,
     reason,
 )
@@ -81,10 +82,7 @@ def record(
             notes += fixed_dims(pt, program)
         break
     if program is None:
-        raise UserError(
-            f"cannot trace {type(module).__name__}: {reasons[-1]}; "
-            "control flow that depends on values of tensors cannot be recorded"
-        )
+        raise UserError(f"cannot trace {type(module).__name__}: {reasons[-1]}{hint(reasons[-1])}")
     named = name or type(module).__name__
     return of_program(program, program.state_dict, name=named, notes=notes)
 
@@ -152,6 +150,7 @@ class _Recorder:
             for spec in self.program.graph_signature.output_specs
             if spec.kind.name == "USER_OUTPUT" and hasattr(spec.arg, "name")
         }
+        self._note_frozen()
         outputs = [self._name(n) for n in _flat(returned) if n.name in made]
         if not any(n.name not in self.constants for n in _flat(returned) if n.name in made):
             raise UserError(
@@ -159,6 +158,18 @@ class _Recorder:
                 "or scores"
             )
         return Recording(self.name, self._needed(outputs), tuple(outputs), tuple(self.notes))
+
+    def _note_frozen(self) -> None:
+        """Tell of parameters without a gradient: what trains is for the run to say."""
+        tensors = self.program.state_dict
+        paths = [n.path for n in self.nodes if n.op == "param" and n.path in tensors]
+        frozen = [path for path in paths if not tensors[path].requires_grad]
+        if frozen:
+            more = f" and {len(frozen) - 3} more" if len(frozen) > 3 else ""
+            self.notes.append(
+                "frozen in the module (requires_grad is false), but here only if the run says so "
+                f"with --freeze or --trainable: {', '.join(frozen[:3])}{more}"
+            )
 
     def _name(self, node: Any) -> str:
         return self.names.get(node) or str(node.name)
@@ -186,9 +197,11 @@ class _Recorder:
             self.names[node] = self.parameters[first]
             return
         self.parameters[first] = node.name
-        self.nodes.append(
-            TracedNode(node.name, kind, shape_of(value), dtype_of(value), path=target)
-        )
+        shape, own = shape_of(value), dict[str, Any]()
+        if kind == "input" and any(isinstance(n, str) for n in shape):
+            own = {"example": tuple(int(n.node.hint) if hasattr(n, "node") else int(n)
+                                    for n in value.shape)}  # fmt: skip
+        self.nodes.append(TracedNode(node.name, kind, shape, dtype_of(value), (), own, target))
 
     def _call(self, node: Any, owner: Any, inside: str) -> None:
         """Record a call, or note that it is a constant; `inside` begins names of inlined nodes."""

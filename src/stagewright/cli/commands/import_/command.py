@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 )
 @click.option("--static", is_flag=True, help="All sizes of inputs stay as in the example.")
 @click.option(
+    "--dims",
+    multiple=True,
+    metavar="INPUT=B,S",
+    help="Names of an input's dims, where more than batch (B) and sequence (S) vary; repeatable.",
+)
+@click.option(
     "--approximate",
     is_flag=True,
     help="Count operations that the table lacks by the bytes that they read and write.",
@@ -39,6 +45,7 @@ def import_(
     source: str,
     out: str,
     static: bool,
+    dims: tuple[str, ...],
     approximate: bool,
     loss: bool | None,
     recording: str | None,
@@ -64,13 +71,25 @@ def import_(
     if traced.process is not None or out.endswith(".bundle"):
         _rank(traced, out)
         return
-    translated = translate(traced, Options(None, approximate, loss))
+    translated = translate(traced, Options(_named(dims), approximate, loss))
     model = model_of(translated, traced.name)
     write_text(out, translated.text)
     for note in translated.notes:
         shared.say(f"note: {note}")
     modules = ", ".join(model.chain)
     shared.say(f"{out}: {translated.parameters:,} parameters; {modules}")
+
+
+def _named(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """The names of inputs' dims, by input."""
+    named: dict[str, tuple[str, ...]] = {}
+    for text in dims:
+        name, equals, words = text.partition("=")
+        names = tuple(word.strip() for word in words.split(","))
+        if not equals or not name or not all(word.isidentifier() for word in names):
+            raise UserError(f"--dims is {text!r}, wanted INPUT=NAME,NAME, such as ids=B,S")
+        named[name.strip()] = names
+    return named
 
 
 def _rank(traced: Recording, out: str) -> None:
