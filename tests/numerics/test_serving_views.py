@@ -100,3 +100,17 @@ def test_classes_have_a_table_and_requests_their_limits():
         sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=[{"name": "a", "tttf": 3}])
     with pytest.raises(sw.UserError, match="did you mean 'num_requests'"):
         sw.serve("llama3.1-8b", "h100-sxm", rate=1.0, isl=1, osl=1, num_request=5)
+
+
+def test_learned_positions_are_of_requests_not_of_steps():
+    of = sw.serve("gpt2", "h100-sxm", rate=50, isl=900, osl=200, num_requests=20)
+    assert (of.summary.requests, of.summary.shortened) == (20, 20)
+    assert set(of.outcome.workload.output) == {1024 - 900}
+    run = sw.Run(model="gpt2", mode="prefill", batch_size=4, prompt_length=900)
+    seconds = sw.simulate(sw.compile(run), "h100-sxm").seconds
+    tokens, pairs = 4 * 900, 4 * 900 * 901 // 2
+    assert of.service.instance.times.step(tokens, pairs, tokens, 4) == pytest.approx(
+        seconds, rel=0.02
+    )
+    with pytest.raises(sw.UserError, match="t5-base has an encoder"):
+        sw.serve("t5-base", "h100-sxm", rate=50, isl=9, osl=2, num_requests=2)

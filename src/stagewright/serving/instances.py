@@ -84,6 +84,11 @@ def instance(
     vLLM's `max_num_batched_tokens`, `max_num_seqs` and `gpu_memory_utilization`. Raises UserError
     where the run cannot be had, its steps have no table, or no request fits beside the weights.
     """
+    if model.encoder_num_layers:
+        raise UserError(
+            f"serve: {model.name} has an encoder, too: its steps have no table of times; "
+            "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
+        )
     memory = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
     cache = kv_capacity(run, model, int(memory * gpu_memory_utilization), most_tokens)
     times = step_times(
@@ -94,13 +99,17 @@ def instance(
 
 def kv_capacity(run: Run, model: ModelConfig, memory: int, most_tokens: int) -> KvCapacity:
     """The blocks that fit in so many bytes of each GPU, beside a step of `most_tokens`."""
-    prompts = batch_run(run, [Group(run.dp, 0, most_tokens)]).resolved(model)
+    longest = most_tokens
+    if model.position == "learned":
+        longest = min(most_tokens, model.max_position_embeddings)
+    count = -(-most_tokens // longest)
+    prompts = batch_run(run, [Group(run.dp * count, 0, longest)]).resolved(model)
     prompts = prompts.model_copy(update={"max_model_len": None})
     check(prompts, model)
     load = loads(prompts, model)
     step = ServingStep.of(prompts, model, {}, load.sizes)
     one = np.array([1], dtype=np.int64)
-    sums = BatchSums.of_equal_requests(prompts, model, one, 0 * one, most_tokens * one)
+    sums = BatchSums.of_equal_requests(prompts, model, count * one, 0 * one, longest * one)
     base = {name: int(column[0]) for name, column in sums.sizes(prompts, model).items()}
     kernels = {v: block.tasks for v, block in step.lower_blocks(base).items()}
     memory_of = ServingMemory(step.stages, step.graphs, kernels, step.extent)

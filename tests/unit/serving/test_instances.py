@@ -34,3 +34,10 @@ def test_windows_are_blocks_of_a_request():
 def test_weights_that_leave_no_room_are_refused():
     with pytest.raises(UserError, match="leave no room"):
         capacity(80e9, model="llama3.1-70b")
+
+
+def test_a_step_has_several_requests_where_positions_are_learned():
+    few = capacity(10e9, model="gpt2", tokens=1024)
+    found = capacity(10e9, model="gpt2", tokens=8192)
+    assert found.bytes_per_token == few.bytes_per_token == 2 * 12 * 768 * 2
+    assert few.blocks * 0.9 < found.blocks < few.blocks  # activations of eight times the tokens

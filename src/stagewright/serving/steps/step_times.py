@@ -329,13 +329,15 @@ def step_times(
         return PlainTable(made, drafts), made
 
     drafts, latent = run.num_speculative_tokens, bool(model.kv_lora_rank)
-    decoding, chunk = Group(1, 1024, new), Group(1, 1024, 512)
+    half = min(1024, (model.max_position_embeddings - new) // 2)  # of learned positions
+    context = half if model.position == "learned" else 1024
+    decoding, chunk = Group(1, context, new), Group(1, context, min(512, context))
     decode, of_decode = steps([decoding], drafts, most_requests * new)
     beside = None
     if model.state_space is None:  # as `run.serving_rules` has it
         beside, _ = steps([decoding, chunk], drafts, most_tokens)
     prompts, _ = steps([chunk], 0, most_tokens)
-    fresh = steps([Group(1, 0, 512)], 0, most_tokens)[0] if latent else prompts
+    fresh = steps([Group(1, 0, min(512, context))], 0, most_tokens)[0] if latent else prompts
     knots, values = _decode_terms(of_decode, new)
     apart = latent or beside is None
     return StepTimes(
