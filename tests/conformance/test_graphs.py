@@ -27,6 +27,7 @@ from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.traced import read_traced, write_traced
+from stagewright.trace.unbundle import expand
 from stagewright.views.summary import of_bundle
 
 GRAPHS = Path(__file__).parent / "graphs"
@@ -153,6 +154,8 @@ def test_a_bundle_of_it_is_read_back(tmp_path: Path) -> None:
     step = simulate_traced(back.program, back.name, machine)
     assert step.seconds == pytest.approx(step.mean.total)
     assert step.fit.fits
+    expand(Bundle(path), str(tmp_path / "expanded"))
+    assert (tmp_path / "expanded" / "workload.3.et").is_file()
 
 
 def test_a_recording_of_a_module_is_no_program() -> None:

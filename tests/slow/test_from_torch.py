@@ -13,6 +13,7 @@ import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.graph.cost import flops
 from stagewright.imports.module import recorded
+from stagewright.imports.trace.graphs import record_graph
 from stagewright.imports.translate import translate
 from stagewright.lower.blocks import build_block
 from stagewright.lower.parameters import parameters
@@ -353,3 +354,22 @@ def test_a_file_that_is_no_saved_program_is_refused(tmp_path: Path, caplog: Any)
     with pytest.raises(UserError, match=r"other\.pt2: no saved torch\.export program"):
         recorded(str(path))
     assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+def test_messages_of_a_pipeline_in_a_recorded_graph_are_refused_by_name():
+    distributed: Any = pytest.importorskip("torch.distributed")
+    fakes: Any = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    proxies: Any = pytest.importorskip("torch.fx.experimental.proxy_tensor")
+    distributed.init_process_group("fake", rank=0, world_size=2, store=fakes.FakeStore())
+    try:
+
+        def stage(x: Any, w: Any) -> Any:
+            y = x @ w
+            distributed.send(y, 1)
+            return y.sum()
+
+        graph = proxies.make_fx(stage, tracing_mode="fake")(torch.zeros(2, 4), torch.zeros(4, 4))
+        with pytest.raises(UserError, match=r"c10d\.send\.default is a message of a pipeline"):
+            record_graph(graph)
+    finally:
+        distributed.destroy_process_group()

@@ -88,7 +88,15 @@ class _GraphRecorder:
         )
 
     def _check(self, node: Any, target: str) -> None:
-        """Refuse collectives in place, and note the group of a functional one."""
+        """Refuse messages and collectives in place, and note the group of a functional one."""
+        distributed = target.startswith(("c10d.", FUNCTIONAL))
+        if distributed and any(word in target for word in ("send", "recv")):
+            where = source_of(node) or path_of(node) or f"node {node.name}"
+            raise UserError(
+                f"{where}: {target} is a message of a pipeline, whose other stages run graphs that "
+                "this one does not show; record a stage without its messages, or give the model "
+                "itself a pipeline (--pp)"
+            )
         if target.startswith("c10d."):
             where = source_of(node) or path_of(node) or f"node {node.name}"
             raise UserError(
