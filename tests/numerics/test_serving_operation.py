@@ -5,12 +5,14 @@ import random
 from array import array
 from itertools import accumulate, pairwise
 
+import numpy as np
 import pytest
 
 import stagewright as sw
 from stagewright.api.operation import operation_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import OperationSection
+from stagewright.serving import energy
 from stagewright.serving.cluster import in_blocks
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.times import LinearTimes
@@ -187,3 +189,30 @@ def test_failures_and_autoscaling_of_pools():
     assert found.summary.gpus == max(counts)
     with pytest.raises(UserError, match="of instances 0 to 3"):
         sw.serve("llama3.1-8b", "h100-sxm", **load, prefill_instances=2, instances=2, fail_at="1:4")
+
+
+def test_energy_is_the_integral_of_power_over_the_time_that_engines_are_up(monkeypatch):
+    load = {"layers": 2, "isl": 400, "osl": 60, "num_requests": 80, "rate": 100}
+    scaled = {
+        "max_instances": 3, "min_instances": 1, "start_up_time": 0.1, "adjustment_interval": 0.1,
+        "kv_scale_up_threshold": 0.02, "kv_scale_down_threshold": 0.015, "num_gpu_blocks": 4000,
+    }  # fmt: skip
+    found = sw.serve("llama3.1-8b", "h100-sxm", **load, **scaled, fail_at="0.3:0")
+    up = found.outcome.up
+    first = min(found.outcome.records.arrival)
+    last = first + found.summary.seconds
+    seconds = [max(0.0, min(one.ends, last) - max(one.begins, first)) for one in up]
+    assert len({one.engine for one in up}) > 1
+    assert sum(seconds) < 3 * found.summary.seconds
+    assert all(one.begins <= one.ends for one in up)
+    for busy, idle in ((300.0, 300.0), (500.0, 0.0), (0.0, 70.0)):
+        draws = energy._Draws(np.array([1.0, 64.0]), np.array([busy, busy]), busy, idle)
+        monkeypatch.setattr(energy, "_draws", lambda *_, draws=draws: draws)
+        spent = energy.serving_expense(found, [found.groups[0].service], price=3600.0)
+        rows = [engine.gaps.steps() for engine in found.outcome.engines]
+        worked = sum(float(((r[:, 0] + r[:, 1]) / 2 * r[:, 2]).sum()) for r in rows)
+        joules = busy * worked + idle * (sum(seconds) - worked)
+        assert spent.joules == pytest.approx(joules, rel=1e-6)
+        usd = spent.usd_per_million_tokens * 80 * 60 / 1e6
+        assert usd == pytest.approx(sum(seconds), rel=1e-6)
+        assert idle != busy or spent.watts_per_gpu == pytest.approx(300.0, rel=1e-6)

@@ -13,7 +13,7 @@ from operator import add
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.hosts import HostTimes
-from stagewright.serving.requests import Chain, Handover, Records, Workload
+from stagewright.serving.requests import Chain, Handover, Records, UpTime, Workload
 from stagewright.serving.routers import STATIC, Router
 
 NO_HOST = HostTimes()
@@ -40,6 +40,8 @@ class Outcome:
     """Requests that were not served to their ends, by reason: queues full, instances failed."""
     instances: Sequence[tuple[float, int]] = ()
     """Seconds at which the number of instances that serve changed, and that number."""
+    up: Sequence[UpTime] = ()
+    """When engines were up, where instances fail, start or leave; none: all the time."""
     stages: Mapping[str, array[float]] = field(default_factory=dict[str, "array[float]"])
     """By stage before the prompt: seconds of each request there, nan where it was not."""
 

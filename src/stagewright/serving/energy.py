@@ -87,25 +87,40 @@ def serving_expense(
     tokens = max(summary.output_rate * summary.seconds, 1.0)
     prompt = max(1, round(float(np.mean(work.prompt))))
     context = prompt + round(float(np.mean(work.output)) / 2)
-    joules, gpus, usd, nth = 0.0, 0, 0.0, 0
+    joules, gpus, usd, nth = 0.0, 0.0, 0.0, 0
+    up = _seconds_up(of)
     for service in services:
         made, hardware = service.instance, service.instance.machine.hardware
         count = service.engines.instances * made.replicas
         mine = of.outcome.engines[nth : nth + count]
         draws, times = _draws(made, mine, context), _StepSeconds(made, context)
-        for engine in mine:
-            joules += draws.joules(engine, times, summary.seconds) * made.gpus / made.replicas
-        nth += count
-        gpus += service.gpus
         per_hour = hardware.price_usd_per_gpu_hour if price is None else price
-        usd += float("nan") if per_hour is None else per_hour * service.gpus
+        for number, engine in enumerate(mine, nth):
+            seconds, share = up.get(number, summary.seconds), made.gpus / made.replicas
+            joules += draws.joules(engine, times, seconds) * share
+            held = share * (seconds / max(summary.seconds, 1e-12))
+            gpus += held
+            usd += float("nan") if per_hour is None else per_hour * held
+        nth += count
     cost = usd * summary.seconds / 3600 / tokens * 1e6
     return ServingExpense(
         joules,
-        joules / max(summary.seconds, 1e-12) / max(gpus, 1),
+        joules / max(summary.seconds, 1e-12) / (gpus or 1),
         joules / tokens,
         None if cost != cost else cost,
     )
+
+
+def _seconds_up(of: ServedRun) -> dict[int, float]:
+    """Seconds in which engines were up, by number; empty where all were from first to last."""
+    if not of.outcome.up:
+        return {}
+    first = min((at for at in of.outcome.records.arrival if at == at), default=0.0)
+    last = first + of.summary.seconds
+    found = dict.fromkeys(range(len(of.outcome.engines)), 0.0)
+    for engine, begins, ends in of.outcome.up:
+        found[engine] += max(0.0, min(ends, last) - max(begins, first))
+    return found
 
 
 def _draws(of: Instance, engines: Iterable[Engine], context: int) -> _Draws:

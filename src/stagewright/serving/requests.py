@@ -291,6 +291,15 @@ class Records:
         )
 
 
+class UpTime(NamedTuple):
+    """When an engine was up."""
+
+    engine: int
+    begins: float
+    """Seconds since the run began."""
+    ends: float
+
+
 @dataclass(frozen=True, eq=False)
 class Handover:
     """Columns of what lies between a request's prompt and its decode; nan where nothing does."""

@@ -107,6 +107,7 @@ def serve_in_pools(
         pools.handover,
         refused=dict(play.refused),
         instances=play.instances,
+        up=() if play.operated is None else play.operated.all_up(),
         stages=play.passed(),
     )
 

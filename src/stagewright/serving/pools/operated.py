@@ -15,7 +15,7 @@ from stagewright.serving.engines.engine import Engine, Scheduler
 from stagewright.serving.pools.agenda import BATCH_END, OTHER, Act, Agenda
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine
 from stagewright.serving.pools.operation import FAILED, NONE_SERVES, InstanceEvents
-from stagewright.serving.requests import Records, Workload
+from stagewright.serving.requests import Records, UpTime, Workload
 
 
 class Requeuing(Protocol):
@@ -66,6 +66,9 @@ class Operated:
         self._held: list[tuple[int, Act]] = []  # requests that no instance can take
         self._got: dict[int, tuple[int, float]] = {}  # tokens and the last one's time, elsewhere
         self._lost: set[int] = set()  # requests to decode whose caches are nowhere
+        self._since = dict.fromkeys(self._serving, 0.0)  # engines that are up
+        self._leaving: set[int] = set()
+        self._up: list[UpTime] = []  # as far as that is over
 
     def begin(self) -> None:
         """Note what is to happen."""
@@ -74,6 +77,16 @@ class Operated:
             self._play.agenda.note(failure.seconds, OTHER, failure.instance, self._fail)
         if self._of.scaling is not None:
             self._play.agenda.note(self._of.scaling.interval, OTHER, 0, self._adjust)
+
+    def all_up(self) -> list[UpTime]:
+        """When engines are up: from their start, start-up time included, until they have left."""
+        last = max((at for at in self._play.records.finish if at == at), default=0.0)
+        still = (UpTime(nth, since, max(since, last)) for nth, since in self._since.items())
+        return [*self._up, *still]
+
+    def _down(self, at: float, nth: int) -> None:
+        self._up.append(UpTime(nth, self._since.pop(nth), at))
+        self._leaving.discard(nth)
 
     def serving(self, numbers: Sequence[int]) -> Sequence[int]:
         """Of some engines those that take requests."""
@@ -101,9 +114,15 @@ class Operated:
 
     def ended(self, at: float, nth: int) -> None:
         """The batch of an engine has ended: if it was to fail, its requests go elsewhere."""
+        engine = self._play.engines[nth]
+        if nth in self._leaving and _empty(engine):
+            self._down(at, nth)
         if nth not in self._halted:
             return
-        engine = self._play.engines[nth]
+        if nth in self._since:
+            self._down(at, nth)
+            if self._of.start_up_time is not None:
+                self._since[nth] = at
         assert isinstance(engine, BringingEngine)
         if isinstance(engine, PromptEngine):
             for request in engine.lose_kept():
@@ -194,12 +213,23 @@ class Operated:
             change = scaling.change(engines, len(engines))
             if change > 0 and self._idle:
                 self._starting += 1
+                nth = self._idle.pop(0)
+                self._leaving.discard(nth)
+                self._since.setdefault(nth, at)
                 self._play.agenda.note(
-                    at + (self._of.start_up_time or 0.0), OTHER, self._idle.pop(0), self._start
+                    at + (self._of.start_up_time or 0.0), OTHER, nth, self._start
                 )
             elif change < 0:
                 nth = mine[-1]
                 self._serving.discard(nth)
                 self._idle.insert(0, nth)
                 self._changed(at)
+                self._leaving.add(nth)
+                if _empty(engines[-1]):
+                    self._down(at, nth)
         self._play.agenda.note(at + scaling.interval, OTHER, 0, self._adjust)
+
+
+def _empty(engine: Engine) -> bool:
+    """Whether an engine has no requests."""
+    return not (engine.running or engine.waiting or engine.inbox or engine.loading)
