@@ -81,9 +81,10 @@ def breakdown(line: Timeline, lane: Lane) -> Breakdown:
     low = np.concatenate([[0], end])
     high = np.concatenate([begin, [line.ticks]])
     last = int(np.argmax(lane.end))
-    cause = np.concatenate([_blockers(lane)[kernel], [last]])
+    blockers = _blockers(lane)
+    cause = np.concatenate([blockers[kernel], [last]])
     high[-1] = lane.end[last]
-    waits = _follow(lane, axes, low, high, cause)
+    waits = _follow(lane, axes, _Gaps(low, high, cause), blockers)
     bubble = int(line.ticks - lane.end[last]) + waits.bubble
     return Breakdown(
         {name: s for name, s in busy.items() if s},
@@ -108,11 +109,22 @@ class _Waits(NamedTuple):
     launches: int
 
 
-def _follow(lane: Lane, axes: Axes, low: Int, high: Int, cause: Int) -> _Waits:
-    """Follow the causes of gaps to what the lane waits for meanwhile."""
+class _Gaps(NamedTuple):
+    """Spans of time in which a lane waits, and the places that it waits for."""
+
+    low: Int
+    high: Int
+    cause: Int
+
+
+def _follow(lane: Lane, axes: Axes, gaps: _Gaps, blockers: Int) -> _Waits:
+    """Follow the causes of gaps to what the lane waits for meanwhile.
+
+    `blockers`: by place, the one that it waits for last.
+    """
+    low, high, cause = gaps
     exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)
     bubble = launches = 0
-    blockers = _blockers(lane)
     kind, axis = lane.kind, axes.of
     while True:
         open_ = high > low

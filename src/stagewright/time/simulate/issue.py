@@ -391,6 +391,8 @@ def with_needs(order: Issue, owner: Int, needed: Int) -> Issue:
         return order
     size = len(order)
     before = np.repeat(np.arange(size), np.diff(order.pointer))
-    keys = np.unique(np.concatenate([before, owner]) * size + np.concatenate([order.needs, needed]))
+    keys = np.concatenate([before, owner]) * size + np.concatenate([order.needs, needed])
+    keys = np.sort(keys, kind="stable")  # two parts, each in order already or short
+    keys = keys[np.diff(keys, prepend=-1) > 0]
     pointer = np.concatenate([[0], np.cumsum(np.bincount(keys // size, minlength=size))])
     return Issue(order.rows, order.stream, pointer.astype(np.int64), keys % size)
