@@ -84,7 +84,7 @@ def breakdown(line: Timeline, lane: Lane) -> Breakdown:
     blockers = _blockers(lane)
     cause = np.concatenate([blockers[kernel], [last]])
     high[-1] = lane.end[last]
-    waits = _follow(lane, axes, _Gaps(low, high, cause), blockers)
+    waits = _follow(lane, axes, _IdleSpans(low, high, cause), blockers)
     bubble = int(line.ticks - lane.end[last]) + waits.bubble
     return Breakdown(
         {name: s for name, s in busy.items() if s},
@@ -109,7 +109,7 @@ class _Waits(NamedTuple):
     launches: int
 
 
-class _Gaps(NamedTuple):
+class _IdleSpans(NamedTuple):
     """Spans of time in which a lane waits, and the places that it waits for."""
 
     low: Int
@@ -117,7 +117,7 @@ class _Gaps(NamedTuple):
     cause: Int
 
 
-def _follow(lane: Lane, axes: Axes, gaps: _Gaps, blockers: Int) -> _Waits:
+def _follow(lane: Lane, axes: Axes, gaps: _IdleSpans, blockers: Int) -> _Waits:
     """Follow the causes of gaps to what the lane waits for meanwhile.
 
     `blockers`: by place, the one that it waits for last.
