@@ -153,6 +153,18 @@ if True:  # the modules need torch to be defined
         o = F.scaled_dot_product_attention(turned(q), turned(k), v)
         return o.transpose(1, 2).flatten(2)
 
+    def turned_numbers(x: Any, a: Any, b: Any) -> Any:
+        """Rotary positions by complex numbers, as the code of Llama was published with."""
+        q, k, _ = heads(x, a, b)
+        angle = torch.arange(x.shape[1], device=x.device)[:, None] * torch.ones(4, device=x.device)
+        turn = torch.polar(torch.ones_like(angle), angle)
+
+        def turned(y: Any) -> Any:
+            number = torch.view_as_complex(y.float().reshape(*y.shape[:-1], -1, 2))
+            return torch.view_as_real(number * turn).flatten(3).type_as(y)
+
+        return F.scaled_dot_product_attention(turned(q), turned(k), k).transpose(1, 2).flatten(2)
+
     def of_experts(x: Any, a: Any, b: Any) -> Any:
         """All experts of all positions, weighed by a number for each that was chosen."""
         weight, chosen = a(x).softmax(-1).topk(2, -1)
@@ -205,8 +217,10 @@ def test_parameters_and_products_are_those_that_pytorch_counts(name: str):
     assert math.prod(shape) > 0
 
 
-BODIES: list[Any] = [into_a_view, position_by_position, shifted, put_at_indices, norm_of_another,
-                     not_quite_gelu, post_norm, turned_pairs, of_experts]  # fmt: skip
+BODIES: list[Any] = [
+    into_a_view, position_by_position, shifted, put_at_indices, norm_of_another, not_quite_gelu,
+    post_norm, turned_pairs, turned_numbers, of_experts,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -252,13 +266,15 @@ def test_what_cannot_be_said_is_refused_or_told():
             return torch.ones(3)
 
     with torch.device("meta"):
-        branch, two = Branch(), Two()
+        branch, two, complex_ = Branch(), Two(), nn.Linear(4, 4, dtype=torch.complex64)
     with pytest.raises(UserError, match=r"^test_from_torch\.py:\d+: cond runs a function"):
         sw.from_torch(branch, values(4, 16))
     with pytest.raises(UserError, match="returns no tensor that depends on its inputs"):
         sw.from_torch(Nothing(), values(4, 16))
     with pytest.raises(UserError, match="give an example with a batch of 2 or more"):
         sw.from_torch(two, values(1, 16))
+    with pytest.raises(UserError, match="makes complex numbers"):
+        sw.from_torch(complex_, values(4, 4).to(torch.complex64))
     notes = sw.from_torch(two, values(4, 16)).notes
     assert "left out: 272 parameters that the result does not depend on: b.weight, b.bias" in notes
     assert any("dim 1 of x is 16" in note for note in notes)

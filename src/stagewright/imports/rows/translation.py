@@ -62,6 +62,12 @@ class Translation:
         """
         name, shape = node.name + how.pop("suffix", ""), how.pop("shape", None)
         dtype, whole = how.pop("dtype", "") or node.dtype, frozenset(how.pop("whole", ()))
+        if dtype.startswith("complex") and op not in LEAVES and not self.approximate:
+            raise UserError(
+                f"{node.source or node.path or node.name}: {node.op} makes complex numbers, "
+                "which have no cost here; write real and imaginary parts, or give --approximate, "
+                "which counts a complex number as a real one"
+            )
         self.calls[name] = OpCall(
             name, op, node.shape if shape is None else shape, dtype, tuple(operands), tuple(ins),
             out, whole, how, node.path, node.source,

@@ -10,6 +10,7 @@ import contextlib
 import io
 import logging
 import re
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Generator, Sequence
@@ -85,7 +86,10 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     passed = [(f.filename, str(f.lineno)) for f in traceback.extract_tb(error.__traceback__)]
-    where = own_line(named) or own_line([p for p in passed if "/stagewright/" not in p[0]])
+    standard = sysconfig.get_paths()["stdlib"]
+    others = [p for p in passed if "/stagewright/" not in p[0]
+              and ("site-packages" in p[0] or not p[0].startswith(standard))]  # fmt: skip
+    where = own_line(named) or own_line(others)
     first = (lines[0] if lines else type(error).__name__)[:300]
     return f"{where}: {first}" if where else first
 

@@ -164,6 +164,27 @@ def _rotary(graph: TracedNodes) -> None:
         x = _rotated_half(graph, node) or _rotated_pairs(graph, node)
         if x is not None:
             graph.put(node, "our.rope", x.name)
+    users = graph.users()
+    for node in [*graph.of.values()]:
+        pairs = _times_complex_constant(graph, node)
+        if pairs is None:
+            continue
+        after = graph.of[users[node.name][0]] if len(users.get(node.name, ())) == 1 else None
+        whole = graph.plain_view(pairs)
+        joins = after is not None and operation(after) in (*_VIEWS, "flatten")
+        if after is not None and whole is not None and joins and after.shape == whole.shape:
+            graph.put(after, "our.rope", whole.name)
+        else:
+            graph.put(node, "our.rope", pairs.name)
+
+
+def _times_complex_constant(graph: TracedNodes, node: TracedNode) -> TracedNode | None:
+    """The x of view_as_real(view_as_complex(x) * constant), whose last dim is a pair of numbers."""
+    product = graph.arg(node, 0) if operation(node) == "view_as_real" else None
+    if operation(product) != "mul":
+        return None
+    number = _by_constant(graph, product)
+    return graph.arg(number, 0) if number and operation(number) == "view_as_complex" else None
 
 
 def _constant(node: TracedNode | None) -> bool:
