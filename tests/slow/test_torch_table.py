@@ -198,6 +198,9 @@ KEPT: dict[str, Given] = {
     "addcdiv": (A, A, A), "prelu": (A, (6,)), "dist": (A, A), "mse_loss": (A, A),
     "smooth_l1_loss": (A, A), "huber_loss": (A, A), "logaddexp": (A, A), "diff": (A,),
     "pixel_shuffle": (FOUR, 2), "binary_cross_entropy_with_logits": (A, A), "repeat": (A, [2, 1]),
+    "slice_scatter": (A, (2, 6), 0, 1, 3), "select_scatter": (A, (6,), 0, 1),
+    "index_copy": (A, 0, "some", (3, 6)), "index_fill": (A, 0, "some", 0.0),
+    "masked_scatter": (A, "mask", A), "scatter_reduce": (A, 1, "rows", (4, 2), "mean"),
     "constant_pad_nd": (A, [1, 1]), **dict.fromkeys(FUNCTIONS, (A,)),
 }  # fmt: skip
 
@@ -207,7 +210,7 @@ def test_what_autograd_keeps_is_what_pytorch_keeps(op: str):
     whole = {"mask": torch.ones(A, dtype=torch.bool), "rows": torch.zeros(4, 2, dtype=torch.long),
              "some": torch.zeros(3, dtype=torch.long)}  # fmt: skip
     rng = np.random.default_rng(3)
-    given = [whole[x] if isinstance(x, str) else drawn(x, rng) for x in KEPT[op]]
+    given = [whole[x] if isinstance(x, str) and x in whole else drawn(x, rng) for x in KEPT[op]]
     tensors = [x for x in given if isinstance(x, torch.Tensor)]
     for x in tensors:
         x.requires_grad_(x.is_floating_point())

@@ -16,7 +16,8 @@ _BY_WHAT_IS_KEPT: dict[str, str] = {
     "nothing": (
         "cumsum roll flip tril triu pad constant_pad_nd repeat repeat_interleave "
         "upsample_nearest1d upsample_nearest2d upsample_bilinear2d unfold unfold_copy diff "
-        "slice_scatter copy lerp remainder pixel_shuffle pixel_unshuffle channel_shuffle "
+        "slice_scatter select_scatter diagonal_scatter fill zero copy lerp remainder "
+        "pixel_shuffle pixel_unshuffle channel_shuffle "
         "argsort argmax eq ne lt le gt ge logical_and logical_or logical_not bitwise_not "
         "bitwise_and __and__ __or__ isinf isnan any all one_hot floor_divide floor ceil round "
         "sign unique_dim histc bincount searchsorted bucketize"
@@ -33,15 +34,19 @@ _BY_WHAT_IS_KEPT: dict[str, str] = {
         "l1_loss"
     ),
     "0&indices": "max_pool1d max_pool2d",
-    "1": "masked_fill scatter scatter_add index index_put index_select _unsafe_index",
+    "1": (
+        "masked_fill masked_scatter scatter scatter_add index index_put index_select "
+        "index_fill _unsafe_index"
+    ),
     "0&1": (
         "gather maximum minimum prelu smooth_l1_loss huber_loss mse_loss kl_div "
         "binary_cross_entropy binary_cross_entropy_with_logits logaddexp grid_sampler"
     ),
-    "1&2": "index_add addcmul addcdiv",
+    "1&2": "index_add index_copy addcmul addcdiv",
     "result": "log_softmax pairwise_distance",
     "0&result": "amax amin norm logsumexp std prod normalize cosine_similarity",
     "0&1&result": "dist",
+    "0&1&2&result": "scatter_reduce",
 }
 """What autograd keeps for backward: operands by number, the result, or the numbers of what was
 chosen (derivatives.yaml of PyTorch 2.13; `tests/slow/test_torch_table.py` asks PyTorch)."""
