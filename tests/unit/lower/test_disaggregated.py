@@ -162,7 +162,10 @@ def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "wanted"),
     [
-        ({"prefill": "tp4"}, "prefill: 'tp4' is no setting; wanted such as tp=4,pp=2"),
+        (
+            {"prefill": "tp4"},
+            "prefill: 'tp4' is no setting with a number; wanted such as tp=4,pp=2",
+        ),
         ({"prefill": {"tp": 3}}, "tp=3 does not divide the 64 attention heads of llama3.1-70b"),
         (
             {"prefill": "tp=2", "context_length": 0},
