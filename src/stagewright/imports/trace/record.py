@@ -29,6 +29,7 @@ from stagewright.imports.trace.export import (
     hint,
     quiet,
     reason,
+    uncollected,
 )
 from stagewright.imports.trace.functional import functional
 from stagewright.imports.trace.masks import Mask, kind_of_mask
@@ -52,6 +53,7 @@ def torch() -> Any:
         ) from None
 
 
+@uncollected()
 def record(
     module: Any, inputs: Sequence[Any] | Mapping[str, Any], *, name: str = "", static: bool = False
 ) -> Recording:
