@@ -51,12 +51,16 @@ def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
 
     Sets are numbered in any order. A row is known by one number that mixes its values, which costs
     far less than to sort whole rows; should two that differ have one number, rows are sorted.
+    Columns are of integers, truth values or floats; 0.0 and -0.0 differ.
 
     >>> first, of = distinct_rows([np.array([3, 1, 3]), np.array([0.5, 2.0, 0.5])])
     >>> sorted(first.tolist()), bool(of[0] == of[2] != of[1])
     ([0, 1], True)
     """
-    bits = [c.view(np.int64) if c.dtype == np.float64 else c.astype(np.int64) for c in columns]
+    bits = [
+        c.astype(np.float64).view(np.int64) if c.dtype.kind == "f" else c.astype(np.int64)
+        for c in columns
+    ]
     mixed = np.zeros(len(bits[0]), dtype=np.uint64)
     for column in bits:
         mixed = (mixed ^ column.view(np.uint64)) * _ODD

@@ -121,7 +121,8 @@ class Processes:
 
     A process takes about one CPU-second to start and to import what jobs need. So the first job
     runs in this process; by the time that jobs have taken here, as many processes are started for
-    the rest as get `worth` CPU-seconds of work each. Until that are two, jobs run here.
+    the rest as get `worth` CPU-seconds of work each. Until that are two, jobs run here. Where there
+    are as many long jobs as workers, all of them end one job's time later than side by side.
     """
 
     WORTH = 2.0

@@ -141,7 +141,7 @@ def _sorted(values: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 @cache
 def _instance(of: _Server, tokens: int, requests: int) -> Instance:
-    """The instance of a server; tables of the last ones are kept."""
+    """The instance of a server; its table of step times is kept."""
     run, model = model_of_row(dict(of.settings), of.checkpoint)
     run = run.model_copy(update={"mode": "decode"})
     return instance(

@@ -91,7 +91,8 @@ HOST_MS: Mapping[str, tuple[float, float]] = {
 """Milliseconds of an engine's host until a request's first token: of the request, and of 1,024
 tokens of its prompt. HTTP, the tokenizer, queues between processes, and launches of prompts'
 kernels outside of graphs; `benchmarks/fit_requests.py` fits them to 70% of the rows of first
-tokens."""
+tokens. Here no requests are played, so that these times hold what an engine's rules make a request
+wait for, too; `stagewright.serving.hosts.HOSTS`, for requests that are played, does not."""
 ROUNDS = 3
 """Times that the number of requests that get tokens is computed from the time they take."""
 

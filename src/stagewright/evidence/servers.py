@@ -87,11 +87,11 @@ class MeasuredServer:
 
 
 @cache
-def entries() -> list[MeasuredServer]:
+def entries() -> tuple[MeasuredServer, ...]:
     """All entries, in the order in which they count."""
     text = (files("stagewright") / "data" / "measured" / "servers.yaml").read_text("utf-8")
     of: Any = own_yaml(text)
-    return [_entry(dict(entry)) for entry in of]
+    return tuple(_entry(dict(entry)) for entry in of)
 
 
 def _entry(values: dict[str, Any]) -> MeasuredServer:

@@ -51,7 +51,8 @@ def beside(prefill: CompiledRun, decode: CompiledRun, sent: Sequence[Message]) -
     """Steps of two instances at one moment, and caches that one sends the other meanwhile.
 
     The caches are of prompts that were computed in steps before, and of requests that decode in
-    steps to come: neither step waits for them. Otherwise the run is that of the decode step.
+    steps to come: neither step waits for them. Ranks that communicate within the step of prompts
+    send caches behind that step's last collective. Otherwise the run is that of the decode step.
     """
     sides = prefill, decode
     dtype = str(decode.run.kv_cache_dtype)

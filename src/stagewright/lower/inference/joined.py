@@ -165,7 +165,10 @@ def _shifted(tasks: Tasks, communicators: int, peers: int) -> Tasks:
 
 
 def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str, waits: bool) -> Tasks:
-    """Append the sends in one chain; each waits for the kernels that write its layer's cache."""
+    """Append the sends in one chain behind the step's collectives: all ranks have one order.
+
+    With `waits` each send waits for the kernels that write its layer's cache, too.
+    """
     n = len(tasks)
     data = [
         (n + i, at)
@@ -179,7 +182,8 @@ def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str, waits: bool) -> T
 
 
 def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str, waits: bool) -> Tasks:
-    """Prepend the receives, which wait for nothing; a layer's attention waits for its receives."""
+    """Prepend the receives, which wait for nothing; with `waits` a layer's attention waits for
+    those of its layer."""
     data = [
         (len(rows) + at, i)
         for i, (layer, _, _) in enumerate(rows)
