@@ -172,17 +172,24 @@ def search(
 
     Any of the settings (those of a run, of the machine and of the execution), and `gpus`, may be a
     list, or text with a range: `1,2,4`, `1:8`, `8:64:8`, `1:64:x2`. `vary` has lists of figures of
-    the hardware by name. What is not given is tried by default; dp fills the GPUs. `config`
-    replaces the configuration that the model's name stands for; `executor` simulates.
+    the hardware by name. A setting that is not given takes several values by default; dp fills the
+    GPUs. `config` replaces the configuration that the model's name stands for. Candidates are
+    evaluated and simulated by `executor`.
 
-    `space` adds to the default space, such as `hsdp,offload` or `full` (`explore.space.families`).
-    Names beside the settings say what is wanted (`explore.answer.search.Wanted`). `objective`:
-    `time`, `memory`, `cost`, `energy`, `mfu`, or several, of which the front is the result. The
-    best `top` by figures in columns are simulated; of candidates that columns cannot evaluate, the
-    `most` promising ones are. `exact` simulates all that might be faster than the best. With
-    `allow_oom` candidates count that do not fit. Without `bounded`, candidates are evaluated, too,
-    that cannot be among the best by their lower bounds. And `sample`: so many candidates, drawn at
-    random. Raises `UserError` for a space that is empty or too large, and where nothing fits.
+    `space` adds families of settings to the default space, such as `hsdp,offload` or `full`
+    (`explore.space.families`). Other names say what is wanted (`explore.answer.search.Wanted`):
+
+    * `objective`: `time`, `memory`, `cost`, `energy`, `mfu`, or several, whose front is the result.
+    * `top`: how many of the best by figures in columns are simulated.
+    * `most`: how many of the candidates that columns cannot evaluate are simulated, the most
+      promising first.
+    * `exact`: simulate all candidates that might be faster than the best.
+    * `allow_oom`: candidates that do not fit into memory count, too.
+    * `bounded=False`: evaluate all candidates, also those that by their lower bounds cannot be
+      among the best.
+    * `sample`: search only so many candidates, drawn at random.
+
+    Raises `UserError` for a space that is empty or too large, and where nothing fits.
 
     >>> import stagewright as sw
     >>> found = sw.search("gpt2", "h100-sxm", gpus=8, tp="1,2", zero=1, pp=1, layers=2,

@@ -191,13 +191,14 @@ def search_serving(
     """The fewest GPUs, or the least cost, with which a load keeps its limits.
 
     `settings` are those of `serve`: the load (`rate`, `isl`, `osl`, a trace as `requests`), the
-    limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines; `tp`, `pp`, `dp`, `ep` and
-    others may be lists, and are tried by default. Four names beside the settings say what is
-    wanted: `attainment`, the share of all requests that must keep the limits (0.9); `gpus`, the
-    most GPUs of all instances (256); `objective`, `gpus` or `cost`; `pairs`, how many pairs of
-    layouts are tried for prompts and decode apart (4, the most promising). With `concurrency`, a
-    list, users of a closed loop on one instance of each layout: the front of tokens per second and
-    GPU over those of a user. Raises `UserError` where no layout can be had.
+    limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines. `tp`, `pp`, `dp`, `ep` and
+    others may be lists, and take several values by default. Four other names say what is wanted:
+    `attainment`, the share of all requests that must keep the limits (0.9); `gpus`, the largest
+    number of GPUs of all instances (256); `objective`, `gpus` or `cost`; `pairs`, how many pairs of
+    layouts, the most promising ones, are tried for prompts and decode apart (4). `concurrency`, a
+    list of numbers of users in a closed loop, takes the place of `rate`: each number is played on
+    one instance of each layout, and `front()` has tokens per second per GPU over tokens per second
+    per user. Raises `UserError` where no layout can be had.
 
     >>> import stagewright as sw
     >>> found = sw.search_serving("llama3.1-8b", "h100-sxm", rate=20, isl=512, osl=64, ttft=300,

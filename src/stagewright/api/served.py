@@ -235,10 +235,11 @@ def serve(
 
     `settings` are those of the workload and of the engines (`stagewright.run.sections.serving`), of
     a run in inference (`tp`, `pp`, `dp`, `kv_cache_dtype`, ...), of the machine and of the
-    execution; `scheduler` may also be an object with a method `schedule`; `pools`, `stages` and
-    `classes` lists of rows, each a mapping of settings. `workload` replaces what
-    settings say of requests; `config` replaces the configuration that the model's name stands for.
-    Raises `UserError` for settings that cannot be combined, and where no request can be served.
+    execution. `scheduler` is a name, or an object with a method `schedule`. `pools`, `stages` and
+    `classes` are paths of files, or lists of rows, each a mapping of settings. `workload` replaces
+    the requests that settings describe; `config` replaces the configuration that the model's name
+    stands for. Raises `UserError` for settings that cannot be combined, and where no request can be
+    served.
 
     >>> import stagewright as sw
     >>> found = sw.serve("llama3.1-8b", "h100-sxm", rate=4, isl=512, osl=64, num_requests=100)

@@ -39,18 +39,18 @@ def from_torch(
     approximate: bool = False,
     loss: bool | None = None,
 ) -> ModelConfig:
-    """The model of a PyTorch module, of which no weight is read: it may be on the meta device.
+    """The model of a PyTorch module. No weight is read: the module may be on the meta device.
 
     `module_or_factory` is an `nn.Module`, or a function that returns one with its example inputs.
-    The inputs are a tensor, a tuple of tensors, or a mapping by the names of `forward`; `dims`
-    names their dims, as in `{"input_ids": ("B", "S")}`. The text of the model, a `.stg` file, is
-    `model.modules[0].text`.
+    `example_inputs` are a tensor, a tuple of tensors, or a mapping by the names of `forward`;
+    `dims` names the dims of inputs, as in `{"input_ids": ("B", "S")}`. The text of the model, as in
+    a `.stg` file, is `model.modules[0].text`.
 
-    `static` keeps all sizes of the inputs as they are in the example; `approximate` counts
-    operations without a row in the table by their bytes; `loss` says whether the module's output
-    is scores, to which the cross-entropy is added (None: where the output is a product with a
-    parameter). Raises UserError where the module cannot be traced, or holds what has no meaning
-    here.
+    `static` keeps all sizes of the inputs but the batch as they are in the example. `approximate`
+    counts operations without a row in the table by their bytes; without it they raise an error.
+    `loss` says whether the module's output is scores, to which a cross-entropy is added (None: it
+    is added where the output is a product with a parameter). Raises UserError where the module
+    cannot be traced, or has an operation that cannot be written as text.
     """
     if is_graph_of_rank(module_or_factory):
         raise UserError(

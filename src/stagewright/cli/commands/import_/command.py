@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     "--out",
     required=True,
     metavar="FILE",
-    help="FILE.stg, or of the graph of a rank FILE.bundle.",
+    help="The file to write: FILE.stg for a module, FILE.bundle for the graph of one rank.",
 )
-@click.option("--static", is_flag=True, help="All sizes of inputs stay as in the example.")
+@click.option("--static", is_flag=True, help="Keep the example's sizes, all but the batch.")
 @click.option(
     "--dims",
     multiple=True,
     metavar="INPUT=B,S",
-    help="Names of an input's dims, where more than batch (B) and sequence (S) vary; repeatable.",
+    help="Names of an input's dims, where more dims than batch (B) and sequence (S) vary; "
+    "repeatable.",
 )
 @click.option(
     "--approximate",
@@ -36,10 +37,12 @@ if TYPE_CHECKING:
     help="Count operations that the table lacks by the bytes that they read and write.",
 )
 @click.option(
-    "--loss/--no-loss", default=None, help="Whether the output is scores: add their cross-entropy."
+    "--loss/--no-loss", default=None, help="Whether the output is scores: if so, add cross-entropy."
 )
 @click.option(
-    "--recording", metavar="FILE.json", help="Keep what was traced, too: SOURCE without PyTorch."
+    "--recording",
+    metavar="FILE.json",
+    help="Also write what was traced; import takes this file in place of FACTORY, without PyTorch.",
 )
 def import_(
     source: str,
@@ -53,11 +56,12 @@ def import_(
     """Write a PyTorch module as a model in text, which any command takes as MODEL.
 
     FACTORY is a function of FILE.py that returns an nn.Module and its example inputs; both may be
-    on the meta device. In its place may stand a program saved with torch.export.save (.pt2), what
-    --recording has written (.json), or hf:path/to/config.json, whose class of transformers is
-    built. Where FACTORY returns an FX graph that was traced under a process group (and its
-    DeviceMesh, if there is one), the program of its rank is written as a bundle, which show,
-    simulate, diff and expand read. Needs PyTorch: pip install 'stagewright[torch]'.
+    on the meta device. In place of FILE.py:FACTORY may stand a program saved with torch.export.save
+    (.pt2), a recording that --recording has written (.json), or hf:path/to/config.json, of which
+    the model is built with transformers. FACTORY may also return an FX graph that was traced under
+    a process group (and its DeviceMesh, if there is one): the graph of one rank, which is written
+    as a bundle that show, simulate, diff and expand read. Needs PyTorch, except for recordings:
+    pip install 'stagewright[torch]'.
     """
     from stagewright.files import write_text
     from stagewright.imports.module import model_of, recorded
