@@ -153,6 +153,26 @@ def test_instances_come_with_the_load_and_leave():
     assert sum(done.records.finish) < sum(alone.records.finish)
 
 
+def test_idle_instances_start_when_those_that_serve_have_failed():
+    scaling = Scaling(least=1, most=3, interval=0.5, up=0.9, down=0.1)
+    failures = (Failure(0.1, 0),)
+    of = InstanceEvents(instances=1, failures=failures, scaling=scaling)
+    done = served(burst(30), of, 3)
+    assert all(math.isfinite(at) for at in done.records.finish)
+    assert done.instances[:3] == [(0.0, 1), (0.1, 0), (0.5, 1)]
+    of = InstanceEvents(instances=1, failures=(*failures, Failure(0.6, 1)), scaling=scaling)
+    gone = served(burst(30), of, 2)
+    ended = sum(map(math.isfinite, gone.records.finish))
+    assert 0 < gone.refused[NONE_SERVES] == 30 - ended
+
+
+def test_autoscaling_ends_where_nothing_can_change():
+    scaling = Scaling(least=1, most=2, interval=0.5, up=0.9, down=0.1)
+    never = SGLang(chunked_prefill_size=8, max_num_seqs=6)  # cut to whole blocks: to none
+    done = served(burst(3), InstanceEvents(instances=1, scaling=scaling), rules=never)
+    assert not any(map(math.isfinite, done.records.finish))
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

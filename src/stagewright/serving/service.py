@@ -21,7 +21,7 @@ from stagewright.serving.instances import Instance
 from stagewright.serving.metrics import ServingSummary, Slo, summarize
 from stagewright.serving.requests import Accepted, Records, Workload, accept
 from stagewright.serving.routers import router_of
-from stagewright.serving.schedulers.named import BatchLimits
+from stagewright.serving.schedulers.named import BatchLimits, refuse_chunks_below_a_block
 from stagewright.serving.schedulers.priority import VllmByPriority
 from stagewright.serving.schedulers.vllm import Vllm
 
@@ -39,6 +39,10 @@ class Service:
     scheduler: Scheduler
     watch: Callable[[Scheduler], Scheduler] | None = None
     """What stands between an engine and its scheduler; called for each engine, in order."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a scheduler whose chunks are smaller than a block of the cache."""
+        refuse_chunks_below_a_block(self.scheduler, self.instance.cache.block_size)
 
     @property
     def gpus(self) -> int:

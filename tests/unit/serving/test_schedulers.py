@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.schedulers import named
+from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
+from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
+from stagewright.serving.service import Service
 
 LIMITS = named.BatchLimits(2048, 256, 8192)
 
@@ -39,6 +43,19 @@ def test_a_setting_of_another_scheduler_is_refused() -> None:
                   EngineSection(scheduler="static", enable_chunked_prefill=True)):  # fmt: skip
         with pytest.raises(UserError, match="is a setting of --scheduler"):
             named.refuse_others(asked)
+
+
+def test_chunks_below_a_block_are_refused() -> None:
+    """Of 32 tokens a chunk of 16 has no whole block, and no prompt would ever begin."""
+    cut = TensorRtLlm(max_num_batched_tokens=16, enable_chunked_prefill=True)
+    for scheduler in (SGLang(chunked_prefill_size=16), cut):
+        named.refuse_chunks_below_a_block(scheduler, 16)
+        with pytest.raises(UserError, match="is 16, wanted at least --kv-block-size, 32"):
+            named.refuse_chunks_below_a_block(scheduler, 32)
+    named.refuse_chunks_below_a_block(TensorRtLlm(max_num_batched_tokens=16), 32)
+    instance: Any = SimpleNamespace(cache=SimpleNamespace(block_size=16))
+    with pytest.raises(UserError, match="--chunked-prefill-size is 8, wanted at least"):
+        Service(instance, EngineSection(), LIMITS, SGLang(chunked_prefill_size=8))
 
 
 def test_a_module_that_is_only_named_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,10 @@ class Agenda:
         self._heap: list[tuple[float, int, int, int, Act]] = []
         self._noted = count()
 
+    def __bool__(self) -> bool:
+        """Whether anything is to happen."""
+        return bool(self._heap)
+
     def note(self, at: float, kind: int, number: int, act: Act) -> None:
         """Something is to happen."""
         heappush(self._heap, (at, kind, number, next(self._noted), act))

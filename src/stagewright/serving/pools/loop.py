@@ -223,9 +223,9 @@ class _Play:
         if pool.fits is not None:
             numbers = [nth for nth in numbers if pool.fits(request, nth)]
         if self.operated is not None:
-            numbers = self.operated.serving(numbers)
+            able, numbers = numbers, self.operated.serving(numbers)
             if not numbers:
-                self.operated.hold(at, request, again)
+                self.operated.hold(at, request, again, able)
                 return None
         if self.retrieval is not None and pool is self.pools.front:
             numbers = self.retrieval.near(request, numbers)

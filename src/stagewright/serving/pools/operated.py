@@ -92,9 +92,13 @@ class Operated:
         """Of some engines those that take requests."""
         return [nth for nth in numbers if nth in self._serving]
 
-    def hold(self, at: float, request: int, again: Act) -> None:
-        """No instance serves: a request waits to do so `again`, or is refused if none will."""
-        if self._starting or self._of.start_up_time is not None:
+    def hold(self, at: float, request: int, again: Act, able: Sequence[int]) -> None:
+        """Of the engines `able` to serve a request none does: it waits, or is refused if none will.
+
+        An engine that autoscaling may start will: `again` is called when one serves.
+        """
+        idle = self._of.scaling is not None and not set(able).isdisjoint(self._idle)
+        if self._starting or idle or self._of.start_up_time is not None:
             self._held.append((request, again))
         else:
             self._play.refuse(at, request, NONE_SERVES)
@@ -227,7 +231,12 @@ class Operated:
                 self._leaving.add(nth)
                 if _empty(engines[-1]):
                     self._down(at, nth)
-        self._play.agenda.note(at + scaling.interval, OTHER, 0, self._adjust)
+        if not self._play.agenda:  # no instance will serve those that are held
+            held, self._held = self._held, []
+            for request, _ in held:
+                self._play.refuse(at, request, NONE_SERVES)
+        if self._play.agenda:  # else nothing changes any more
+            self._play.agenda.note(at + scaling.interval, OTHER, 0, self._adjust)
 
 
 def _empty(engine: Engine) -> bool:

@@ -29,7 +29,8 @@ class Scaling:
     The rule of Dynamo's load-based planner (docs.nvidia.com/dynamo/archive/0.3.1/architecture/
     planner.html): at every adjustment the mean use of the KV cache of the instances is compared
     with two thresholds (0.9 and 0.5 there), and one instance is started or leaves; while one
-    starts nothing is adjusted. Who leaves gets no new requests and serves those that it has.
+    starts nothing is adjusted. Where failures leave fewer than `least`, one is started whatever the
+    load. Who leaves gets no new requests and serves those that it has.
     """
 
     least: int
@@ -40,6 +41,8 @@ class Scaling:
 
     def change(self, engines: Sequence[Engine], instances: int) -> int:
         """1, -1 or 0 instances more, where these engines of so many instances serve."""
+        if instances < self.least:
+            return 1
         used = sum(1 - e.blocks.free / e.blocks.size for e in engines) / max(1, len(engines))
         if used > self.up and instances < self.most:
             return 1

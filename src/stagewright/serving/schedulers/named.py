@@ -79,6 +79,21 @@ def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
         raise UserError(f"--scheduler {asked.scheduler}: cannot be made: {error}") from None
 
 
+def refuse_chunks_below_a_block(scheduler: Scheduler, block_size: int) -> None:
+    """Raise a UserError where chunks of prompts, cut to whole blocks, would have no token."""
+    if isinstance(scheduler, SGLang):
+        setting, tokens = "--chunked-prefill-size", scheduler.chunked_prefill_size
+    elif isinstance(scheduler, TensorRtLlm) and scheduler.enable_chunked_prefill:
+        setting, tokens = "--max-num-batched-tokens", scheduler.max_num_batched_tokens
+    else:
+        return
+    if tokens < block_size:
+        raise UserError(
+            f"{setting} is {tokens}, wanted at least --kv-block-size, {block_size}: this scheduler "
+            "cuts chunks of prompts to whole blocks; raise the first or lower the second"
+        )
+
+
 def refuse_others(asked: EngineSection) -> None:
     """Raise a UserError for a setting of another scheduler, which would say nothing."""
     own = _settings(_class_of(asked.scheduler))
