@@ -76,6 +76,17 @@ def test_a_step_of_pools_has_the_caches_that_are_on_their_way(tmp_path):
         done.step(1.0, instance=4)
 
 
+def test_a_cache_of_windows_only_is_on_its_way():
+    done = sw.serve(
+        "mistral-7b-v0.1", "h100-sxm", layers=1, rate=20, isl=4992, osl=2, num_requests=3,
+        prefill_instances=1, instances=1,
+    )  # fmt: skip
+    way = done.outcome.handover
+    sends, receives = sent(done.step((way.begins[2] + way.arrives[2]) / 2))
+    assert sends == receives
+    assert sum(sends.values()) == way.bytes[2]
+
+
 def test_steps_of_mixed_instances_and_of_priorities():
     pools = [{"instances": 1, "tp": 2}, {"instances": 2, "tp": 1, "dp": 2}]
     done = sw.serve("llama3.1-8b", "h100-sxm", **LOAD, rate=60, pools=pools)

@@ -12,14 +12,20 @@ from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.instances import instance
-from stagewright.serving.metrics import Slo
-from stagewright.serving.requests import Workload
+from stagewright.serving.metrics import RequestLimits, Slo
+from stagewright.serving.requests import RequestClass, Workload, in_classes
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.search.bounds import LoadTotals, layout_bounds
 from stagewright.serving.search.plays import play
 from stagewright.serving.service import Service
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
+
+CLASSES = (
+    RequestClass(name="chat", ttft=0.005),
+    RequestClass(name="batch", ttft=9, tpot=9),
+    RequestClass(name="as all"),
+)
 
 pytestmark = pytest.mark.numerics
 MODEL = model_of("llama3.1-8b").with_overrides(num_layers=2)
@@ -51,7 +57,9 @@ def test_the_fewest_instances_are_not_below_the_bound(service: Service):
         work, share = drawn(draw), draw.choice((0.5, 0.9, 1.0))
         slo = Slo(ttft=draw.choice((0.008, 0.02, 0.5)), tpot=draw.choice((2e-4, 1e-3, 4e-3)))
         load = LoadTotals.of(work, share)
-        bounds = layout_bounds(service, load, slo)
+        if seed % 2:
+            work = in_classes(work, CLASSES, seed)
+        bounds = layout_bounds(service, load, RequestLimits.of(work, slo).loosest)
         for count in (1, 2, 5):
             several = replace(service, engines=replace(service.engines, instances=count))
             whole = several.serve(work, slo).summary
@@ -69,6 +77,16 @@ def test_the_fewest_instances_are_not_below_the_bound(service: Service):
             bounded += bool(bounds.why) or bounds.least > count
     assert stopped
     assert bounded
+
+
+def test_limits_of_classes_hold_in_place_of_those_of_all(tmp_path):
+    path = tmp_path / "classes.yaml"
+    path.write_text("- {name: chat, ttft: 300}\n")
+    found = sw.search_serving(
+        "llama3.1-8b", "h100-sxm", classes=str(path), ttft=1e-6, tpot=20, rate=20, isl=512,
+        osl=8, num_requests=10, layers=1, tp=1, pp=1, gpus=2, pairs=1,
+    )  # fmt: skip
+    assert {found.ranking.choices[nth].prompts for nth in found.ranking.best} == {None, 0}
 
 
 COMMON = ("--serve", "--hardware", "h100-sxm", "--layers", "4", "--isl", "900", "--osl", "40")

@@ -309,9 +309,10 @@ def _load(of: ServingQuestion) -> str:
     """What is served, and under which limits."""
     work, slo = of.workloads[0], of.target.slo
     limits = {"TTFT": slo.ttft, "TPOT": slo.tpot, "E2E": slo.e2e}
+    own = ", or limits of their classes" if any(each.limited for each in work.classes) else ""
     kept = ", ".join(f"{name} <= {s * 1e3:g} ms" for name, s in limits.items() if s is not None)
     name = work.name
     if len(of.workloads) > 1:
         users = ", ".join(f"{each.concurrency}" for each in of.workloads)
         name = f"closed loops of {users} users"
-    return f"{name}, {len(work):,} requests; {of.target.share:.0%} of them keep {kept}"
+    return f"{name}, {len(work):,} requests; {of.target.share:.0%} of them keep {kept}{own}"

@@ -27,7 +27,7 @@ from stagewright.serving.pools.groups import InstanceGroups
 from stagewright.serving.requests import Workload
 from stagewright.serving.service import Service
 from stagewright.serving.steps.step_times import batch_run
-from stagewright.serving.transfers import KvTransfer, TransferEnd, cache_messages
+from stagewright.serving.transfers import TransferEnd, cache_messages
 
 
 class Captured(NamedTuple):
@@ -174,7 +174,7 @@ def step_at(
     sent = _under_way(done, at, engine)
     if sent is None:
         return compile(mine.run, model)
-    source, target, bytes_ = sent
+    source, target, tokens = sent
     ends = [
         TransferEnd(
             found.service.instance.run,
@@ -186,24 +186,19 @@ def step_at(
         )
         for found in (_of_engine(of, number),)
     ]
-    hardware = [
-        _of_engine(of, number).service.instance.machine.hardware for number in (source, target)
-    ]
-    way = KvTransfer.between(ends[0].run, ends[1].run, model, (hardware[0], hardware[1]))
-    sends = cache_messages(ends[0], ends[1], way.tokens(bytes_))
-    return beside(ends[0].step, ends[1].step, sends)
+    return beside(ends[0].step, ends[1].step, cache_messages(ends[0], ends[1], tokens))
 
 
-def _under_way(done: Outcome, at: float, engine: int) -> tuple[int, int, float] | None:
-    """The engine that sends, that which receives, and bytes, where `engine` is one of the two."""
+def _under_way(done: Outcome, at: float, engine: int) -> tuple[int, int, int] | None:
+    """The engine that sends, that which receives, and tokens, where `engine` is one of the two."""
     between = done.handover
     if between is None:
         return None
     columns = zip(
-        between.begins, between.arrives, between.engine, done.records.engine, between.bytes,
+        between.begins, between.arrives, between.engine, done.records.engine, between.tokens,
         strict=True,
     )  # fmt: skip
-    for begins, arrives, source, target, bytes_ in columns:
+    for begins, arrives, source, target, tokens in columns:
         if begins <= at < arrives and engine in (source, target):
-            return source, target, bytes_
+            return source, target, tokens
     return None

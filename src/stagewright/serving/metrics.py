@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.serving.cluster import Outcome
 from stagewright.serving.engines.observed import Gaps, gaps_quantiles
+from stagewright.serving.requests import Records, Workload
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -41,9 +42,38 @@ class Slo:
     e2e: float | None = None
 
 
+class RequestLimits(NamedTuple):
+    """What each request must keep, in seconds, a place for each; infinite: whatever comes."""
+
+    ttft: Float
+    tpot: Float
+    e2e: Float
+
+    @classmethod
+    def of(cls, work: Workload, slo: Slo) -> Self:
+        """Limits of each request's class, or else those of all."""
+
+        def column(name: str) -> Float:
+            common = getattr(slo, name)
+            own = [getattr(each, name) for each in work.classes]
+            limits = [common if limit is None else limit for limit in own or [None]]
+            by_class = np.array([np.inf if limit is None else limit for limit in limits], float)
+            if work.class_of is None:
+                return np.broadcast_to(by_class[:1], len(work))
+            return by_class[np.array(work.class_of, dtype=np.int64)]
+
+        return cls(column("ttft"), column("tpot"), column("e2e"))
+
+    @property
+    def loosest(self) -> Slo:
+        """The limits that no request may exceed."""
+        most = {name: float(getattr(self, name).max(initial=0)) for name in self._fields}
+        return Slo(**{name: limit for name, limit in most.items() if limit < np.inf})
+
+
 @dataclass(frozen=True, eq=False)
 class RequestTimes:
-    """Columns of the requests that are done, in seconds."""
+    """Columns of some requests, in seconds."""
 
     number: np.ndarray[Any, np.dtype[np.int64]]
     """Places in the workload."""
@@ -72,17 +102,39 @@ class RequestTimes:
         tpot[more < 1] = np.nan
         return cls(number, scheduled - arrival, first - arrival, tpot, finish - arrival)
 
+    @classmethod
+    def at_least(cls, work: Workload, records: Records, at: float) -> RequestTimes:
+        """Of all requests, what is known `at` so many seconds; nan of those that have not come."""
+        arrival, first, scheduled, finish = (
+            np.frombuffer(c)
+            for c in (records.arrival, records.first, records.scheduled, records.finish)
+        )
+        more = np.frombuffer(work.output, np.int32) - 1
+        until = np.where(np.isnan(finish), at, finish)
+        tpot = np.where(more > 0, (until - first) / np.maximum(more, 1), np.nan)
+        queue, ttft = (np.where(np.isnan(c), at, c) - arrival for c in (scheduled, first))
+        return cls(np.arange(len(work)), queue, ttft, tpot, until - arrival)
+
     def places(self, requests: int) -> np.ndarray[Any, np.dtype[np.int64]] | slice:
         """Where these requests stand in a column of so many: a slice, without a copy, if all do."""
         return self.number if len(self.number) < requests else slice(None)
 
-    def good(self, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which requests keep all limits (goodput of DistServe, arXiv 2401.09670)."""
-        good = np.ones(len(self.number), bool)
-        for values, limit in ((self.ttft, slo.ttft), (self.tpot, slo.tpot), (self.e2e, slo.e2e)):
-            if limit is not None:
-                good &= ~(values > limit)
-        return good
+    def missed(self, limits: RequestLimits) -> MissedLimits:
+        """Which of these requests miss limits (goodput of DistServe, arXiv 2401.09670)."""
+        at = self.places(len(limits.ttft))
+        late, slow = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
+        return MissedLimits(late, slow, late | slow | (self.e2e > limits.e2e[at]))
+
+
+class MissedLimits(NamedTuple):
+    """Which requests miss limits, a place for each."""
+
+    late: np.ndarray[Any, np.dtype[np.bool_]]
+    """The limit of the first token."""
+    slow: np.ndarray[Any, np.dtype[np.bool_]]
+    """That of further tokens."""
+    lost: np.ndarray[Any, np.dtype[np.bool_]]
+    """Any limit."""
 
 
 def gaps_spread(gaps: Sequence[Gaps]) -> Spread:
@@ -262,15 +314,7 @@ def _by_class(
 
 def kept(served: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Which requests that are done keep the limits of their class, or else those of all."""
-    work, good = served.workload, times.good(slo)
-    if work.class_of is None:
-        return good
-    places = np.array(work.class_of)[times.number]
-    for nth, each in enumerate(work.classes):
-        limits = {name: getattr(each, name) for name in ("ttft", "tpot", "e2e")}
-        own = {name: limit for name, limit in limits.items() if limit is not None}
-        good = np.where(places == nth, times.good(replace(slo, **own)), good)
-    return good
+    return ~times.missed(RequestLimits.of(served.workload, slo)).lost
 
 
 def _spread(values: Float) -> Spread:

@@ -313,6 +313,8 @@ class Handover:
     arrives: array[float]
     """When all of it was there."""
     bytes: array[float]
+    tokens: array[int]
+    """Whose cache was sent."""
 
     @classmethod
     def of(cls, requests: int) -> Handover:
@@ -320,5 +322,10 @@ class Handover:
         nan = array("d", [float("nan")])
         zeros = array("d", bytes(8 * requests))
         return cls(
-            array("i", [-1]) * requests, nan * requests, nan * requests, nan * requests, zeros
+            array("i", [-1]) * requests,
+            nan * requests,
+            nan * requests,
+            nan * requests,
+            zeros,
+            array("i", bytes(4 * requests)),
         )

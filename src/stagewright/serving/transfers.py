@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import in_replica, messages
 from stagewright.lower.inference.joined import Message
@@ -29,11 +30,25 @@ _ALONE = {"dp": 1, "ep": 1, "etp": None, "dcp": None, "batch_size": None}
 """A replica by itself."""
 
 
+def not_sent(model: ModelConfig) -> str:
+    """Why the cache of a model is not sent from an instance to another; empty: it can be.
+
+    >>> from stagewright.model.catalog import resolve
+    >>> not_sent(resolve("mamba2-2.7b")), not_sent(resolve("llama3.1-8b"))
+    ('layers of mamba2-2.7b keep states', '')
+    """
+    if model.state_space:
+        return f"layers of {model.name} keep states"
+    if model.o_groups:
+        return f"{model.name} keeps compressed keys and states of unfinished ones"
+    return ""
+
+
 class _Pair(NamedTuple):
     """Bytes from one prefill rank to one decode rank."""
 
     fixed: float
-    """Of windows and states, whatever the length."""
+    """Of windows, whatever the length."""
     per_token: float
 
 
@@ -42,7 +57,7 @@ class KvTransfer:
     """A request's cache on its way; a rank's link is shared by all its messages."""
 
     fixed: float
-    """Bytes of all ranks whatever the length: windows and states."""
+    """Bytes of all ranks whatever the length: windows."""
     per_token: float
     """Bytes of a token on all ranks."""
     links: tuple[_Pair, ...]
@@ -62,8 +77,15 @@ class KvTransfer:
     ) -> Self:
         """From an instance that computes prompts to one that decodes, on nodes of their own.
 
-        Runs are not resolved. Raises UserError where they cannot be had.
+        Runs are not resolved. Raises UserError where they cannot be had, and for models whose
+        caches are not keys and values of single tokens.
         """
+        why = not_sent(model)
+        if why:
+            raise UserError(
+                f"instances for prompts only send keys and values, but {why}; compute prompts "
+                "where they decode (without --prefill-instances or `serves`)"
+            )
         first, second = (run.model_copy(update=_ALONE) for run in (prefill, decode))
         short, long = (_pairs(first, second, model, tokens) for tokens in _TOKENS)
         pairs = {key: _line(short[key], long[key]) for key in short}
@@ -88,10 +110,6 @@ class KvTransfer:
     def bytes(self, tokens: int) -> int:
         """Bytes of a request with so many tokens in its cache, on all ranks."""
         return round(self.fixed + self.per_token * tokens)
-
-    def tokens(self, bytes_: float) -> int:
-        """Tokens of a request of which so many bytes are sent."""
-        return max(1, round((bytes_ - self.fixed) / self.per_token))
 
     def seconds(self, tokens: int) -> float:
         """Seconds of the request's cache alone on its links."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.settings import Run
 from stagewright.serving.transfers import KvTransfer
@@ -32,3 +33,9 @@ def test_windows_are_sent_whatever_the_length():
     found = transfer("gpt-oss-120b", {"tp": 1}, {"tp": 2})
     assert found.per_token == 2 * 18 * 8 * 64 * 2
     assert 0 < found.fixed <= 2 * 18 * 8 * 64 * 2 * 144
+
+
+@pytest.mark.parametrize("model", ["mamba2-2.7b", "nemotron-h-8b"])
+def test_states_are_not_sent(model):
+    with pytest.raises(UserError, match=f"layers of {model} keep states"):
+        transfer(model, {"tp": 1}, {"tp": 1})

@@ -372,6 +372,7 @@ class _Play:
         self.handover.begins[request] = begins
         self.handover.arrives[request] = begins + seconds
         self.handover.bytes[request] = bytes_
+        self.handover.tokens[request] = tokens
         self.sending[request] = attempt = next(self._attempts)
         arrived = partial(self._arrived, attempt=attempt)
         self.agenda.note(begins + seconds, OTHER, request, arrived)

@@ -15,7 +15,7 @@ from stagewright.explore.candidates import Candidates
 from stagewright.explore.space.enumeration import Removed
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.instances import Instance, instance
-from stagewright.serving.metrics import Slo
+from stagewright.serving.metrics import RequestLimits, Slo
 from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
 from stagewright.serving.search.bounds import (
@@ -27,6 +27,7 @@ from stagewright.serving.search.bounds import (
 from stagewright.serving.search.pairs import pairs_of, play_pair, tried_counts
 from stagewright.serving.search.plays import PlayedLoad, play
 from stagewright.serving.service import Service
+from stagewright.serving.transfers import not_sent
 
 FITS = "weights, activations and a request fit into the memory of a GPU"
 ENOUGH = "so few GPUs can serve the load"
@@ -100,6 +101,8 @@ class _LayoutSearch:
     target: ServingTarget
     engines: EngineSection
     load: LoadTotals
+    loosest: Slo
+    """Limits that no request may exceed, of whichever class: what bounds are of."""
     choices: list[ServingChoice] = field(default_factory=list[ServingChoice])
     refused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
@@ -132,7 +135,7 @@ class _LayoutSearch:
         """A layout that has step times."""
         service = self.service(row)
         if service is not None:
-            bounds = layout_bounds(service, self.load, self.target.slo)
+            bounds = layout_bounds(service, self.load, self.loosest)
             yield ReadyLayout(row, service, bounds)
 
     def able(self, of: ReadyLayout) -> bool:
@@ -178,7 +181,7 @@ class _LayoutSearch:
         the fewest GPUs that serve already.
         """
         target = self.target
-        for pair in pairs_of(ready, self.load, target.slo, target.most_gpus)[: target.pairs]:
+        for pair in pairs_of(ready, self.load, self.loosest, target.most_gpus)[: target.pairs]:
             first, last = (of.service.gpus for of in pair.layouts)
             known = [each.played.gpus for each in self.choices if each.played.meets]
             most = target.most_gpus
@@ -234,7 +237,9 @@ def search_serving(
     more users, played on one instance of each layout. Raises UserError where no layout can be had.
     """
     loads = [LoadTotals.of(work, target.share) for work in workloads]
-    of = _LayoutSearch(rows, target, engines, loads[0])
+    of = _LayoutSearch(
+        rows, target, engines, loads[0], RequestLimits.of(workloads[0], target.slo).loosest
+    )
     closed = workloads[0].concurrency is not None
     candidates, stopped = 0, False
     try:
@@ -255,7 +260,7 @@ def search_serving(
                 of.play_fewest(each, workloads[0])
             if told is not None:
                 told(len(rows) + nth + 1, len(rows) + len(able))
-        if not closed and target.pairs:
+        if not closed and target.pairs and not not_sent(rows.model):
             of.play_pairs(ready, workloads[0])
     except KeyboardInterrupt:
         stopped = True

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.serving.metrics import Slo
+from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
 from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
 from stagewright.serving.requests import Records, Workload
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
-from stagewright.serving.search.plays import PlayedLoad, SeenRequests, missed
+from stagewright.serving.search.plays import PlayedLoad, SeenRequests
 from stagewright.serving.service import Service
 
 BUSY = 0.8
@@ -155,7 +155,8 @@ def play_pair(
     )
 
     def hopeless(of: Workload, records: Records, at: float) -> bool:
-        return missed(of, records, at, slo).lost > load.misses
+        known = RequestTimes.at_least(of, records, at)
+        return int(known.missed(RequestLimits.of(of, slo)).lost.sum()) > load.misses
 
     outcome, accepted = groups.run(work, enough=hopeless)
     seen = SeenRequests.nothing()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.serving.cluster import Outcome
-from stagewright.serving.metrics import RequestTimes, Slo, Spread
-from stagewright.serving.requests import Accepted, Records, Workload
+from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo, Spread
+from stagewright.serving.requests import Accepted, Workload
 from stagewright.serving.search.bounds import LoadTotals
 from stagewright.serving.service import Service
 
@@ -47,33 +46,6 @@ class PlayedLoad:
         return self.output_rate / self.gpus
 
 
-class Missed(NamedTuple):
-    """Numbers of requests that miss limits, or surely will."""
-
-    late: int
-    """The limit of the first token."""
-    slow: int
-    """That of further tokens."""
-    lost: int
-    """Any limit."""
-
-
-def missed(work: Workload, records: Records, at: float, slo: Slo) -> Missed:
-    """Which requests miss limits, by what is known of them `at` so many seconds."""
-    arrival, first, finish = map(np.array, (records.arrival, records.first, records.finish))
-    more = np.maximum(np.array(work.output) - 1, 1)
-    until = np.where(np.isnan(finish), at, finish)
-    several = np.array(work.output) > 1
-    late = np.where(np.isnan(first), at, first) - arrival > _limit(slo.ttft)
-    slow = several & ((until - first) / more > _limit(slo.tpot))
-    lost = late | slow | (until - arrival > _limit(slo.e2e))
-    return Missed(int(late.sum()), int(slow.sum()), int(lost.sum()))
-
-
-def _limit(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds
-
-
 @dataclass(slots=True)
 class SeenRequests:
     """Times of requests on the instances that have been played so far."""
@@ -100,10 +72,11 @@ class SeenRequests:
             raise KeyboardInterrupt
         times = RequestTimes.of(outcome)
         work, finish = outcome.workload, np.array(outcome.records.finish)
-        self.good += int(times.good(slo).sum())
+        limits = RequestLimits.of(work, slo)
+        self.good += int((~times.missed(limits).lost).sum())
         at = float(np.nanmax(finish)) if len(times.number) else 0.0
-        of = missed(work, outcome.records, at, slo)
-        self.lost += of.lost + sum(accepted.rejected.values())
+        of = RequestTimes.at_least(work, outcome.records, at).missed(limits)
+        self.lost += int(of.lost.sum()) + sum(accepted.rejected.values())
         self.ttft.append(times.ttft)
         self.tpot.append(times.tpot[np.isfinite(times.tpot)])
         if len(times.number):
@@ -111,7 +84,7 @@ class SeenRequests:
             self.begin = min(self.begin, float(arrival.min()))
             self.end = max(self.end, float((arrival + times.e2e).max()))
             self.tokens += int(np.array(work.output)[times.number].sum())
-        return of.late >= of.slow
+        return bool(of.late.sum() >= of.slow.sum())
 
     def load(self, every: int, may: int, gpus: int) -> PlayedLoad:
         """What users saw, of so many requests, of which some may miss their limits; of one
@@ -180,4 +153,6 @@ def _dealt(of: Workload, nth: int, instances: int, replicas: int) -> Workload:
         None if of.chains is None else [of.chains[row] for row in rows],
         session=None if of.session is None else ints(of.session),
         rejected=of.rejected if nth == 0 else {},
+        classes=of.classes,
+        class_of=None if of.class_of is None else ints(of.class_of),
     )
