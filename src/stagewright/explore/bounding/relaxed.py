@@ -66,7 +66,7 @@ def _before_tp(rows: Candidates) -> tuple[Column, Column]:
     """dp and the order of candidates of which only the ranks of tp and cp communicate."""
     order = rows.column(ORDER)
     dp, codes = np.ones(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)
-    orders = [_USUAL]
+    orders, orders_apart = [_USUAL], [False]
     # What is reduced in each microbatch is relaxed away, wherever it lies.
     spread = ~rows.column("grad_reduce").is_one_of("microbatch")
     size = {axis: rows.numbers(axis) for axis in ("tp", "cp", "dp", "pp")}
@@ -80,12 +80,15 @@ def _before_tp(rows: Candidates) -> tuple[Column, Column]:
         ranks = np.where(split[0], before, np.where(split[1], before * between, 1))
         apart = split[0] & split[1] & (between > 1)
         usual = "-".join(("ep", "dp", axes[first], axes[last], "pp"))
-        for own, each, how in ((mine & ~apart, ranks, usual), (mine & apart, size["dp"], text)):
+        for own, each, how, far in (
+            (mine & ~apart, ranks, usual, False),
+            (mine & apart, size["dp"], str(text), True),
+        ):
             dp[own], codes[own] = each[own], len(orders)
-            orders.append(str(how))
-    orders_apart = np.array([False, *(nth % 2 == 1 for nth in range(len(orders) - 1))])
+            orders.append(how)
+            orders_apart.append(far)
     # A node further is as far as any node, and two ranks of dp do what any number of them does.
-    dp = np.where(orders_apart[codes], dp, np.minimum(dp, _ranks_of_a_position(rows)))
+    dp = np.where(np.array(orders_apart)[codes], dp, np.minimum(dp, _ranks_of_a_position(rows)))
     alike = dp == 1
     dp[alike & spread & (size["dp"] > 1)] = 2
     codes[alike] = 0

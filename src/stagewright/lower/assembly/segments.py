@@ -125,6 +125,18 @@ class UnnumberedRow(NamedTuple):
     """Numbers the messages of an action."""
 
 
+def relabelled(
+    rows: Sequence[UnnumberedRow], stage: int, blocks: Mapping[str, tuple[object, int, str]]
+) -> list[UnnumberedRow]:
+    """The rows in another stage, by whose labels here `blocks` are its blocks: layer and label."""
+    found: list[UnnumberedRow] = []
+    for t, label, layer, _, tag in rows:
+        if label:
+            _, layer, label = blocks[label]
+        found.append(UnnumberedRow(t, label, layer, stage, tag))
+    return found
+
+
 class SegmentBuilder:
     """Collects rows one by one: the few rows of blocks and stages, never those of microbatches."""
 
@@ -168,16 +180,13 @@ class SegmentBuilder:
         By their labels in this stage, `blocks` are the blocks of the other, with layer and label.
         All that rows depend on is within their stage.
         """
-        names: list[int] = []
-        layers: list[int] = []
-        number = self.tables.names
-        for t, label, layer, _, _ in self.rows:
-            if label:
-                _, layer, label = blocks[label]
-            names.append(number(f"{label}.{t.name}" if label else t.name))
-            layers.append(layer)
-        columns = {**segment.columns, "name": np.array(names), "layer": np.array(layers)}
-        columns["stage"] = np.full(len(names), stage)
+        rows = relabelled(self.rows, stage, blocks)
+        columns = {
+            **segment.columns,
+            "name": np.array([self._name(row) for row in rows]),
+            "layer": np.array([row.layer for row in rows]),
+            "stage": np.full(len(rows), stage),
+        }
         return replace(segment, columns=columns, dep_stage=np.full_like(segment.dep_stage, stage))
 
     def _name(self, row: UnnumberedRow) -> int:

@@ -14,7 +14,7 @@ from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.lower.assembly.lifetimes import Touch, Value, moves_gradients
 from stagewright.lower.assembly.lowered_block import Crossing, Placed, nearest_maker
-from stagewright.lower.assembly.segments import FORWARD, Segment, SegmentBuilder, UnnumberedRow
+from stagewright.lower.assembly.segments import FORWARD, Segment, SegmentBuilder, relabelled
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.program.columns import TaskKind
@@ -57,10 +57,7 @@ class ActionRows:
         All that the rows depend on is within their stage.
         """
         segment = SegmentBuilder(self.segment.tables)
-        for t, label, layer, _, tag in self.segment.rows:
-            if label:
-                _, layer, label = blocks[label]
-            segment.rows.append(UnnumberedRow(t, label, layer, stage, tag))
+        segment.rows = relabelled(self.segment.rows, stage, blocks)
         segment.deps = [(row, whose, stage, at) for row, whose, _, at in self.segment.deps]
         return replace(self, stage=stage, segment=segment)
 

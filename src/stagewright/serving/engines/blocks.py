@@ -80,7 +80,7 @@ class KvBlocks:
         if not self.caching:
             return NO_HIT
         if self._idle_blocks > self.free:
-            self._forget()
+            self.forget()
         resident = self._resident
         segments = blocks = idle = 0
         for key in keys:
@@ -183,7 +183,7 @@ class KvBlocks:
             blocks = end
             nth += 1
         if merge and copies:
-            self._forget()
+            self.forget()
             self.free += copies
             copies = 0
         held[:] = max(nth, segments), blocks, copies
@@ -221,7 +221,7 @@ class KvBlocks:
         segments, span, copies = held if held is not None else (0, 0, 0)
         own = blocks - span + copies - loose
         if loose:
-            self._forget()
+            self.forget()
             self.free += loose
         idle = self._idle
         freed = own
@@ -260,7 +260,7 @@ class KvBlocks:
 
     def lose(self, request: int, blocks: int) -> None:
         """Forget the last `blocks` of a request that may run again, as far as they are its own."""
-        self._forget()
+        self.forget()
         entry = self._resident.get(~request)
         if entry is None:
             return
@@ -270,12 +270,9 @@ class KvBlocks:
         if not entry[0]:
             del self._resident[~request], self._idle[~request]
 
-    def forget(self, spare: int) -> None:
-        """Forget what idle blocks hold, oldest first, until so many free ones hold nothing."""
-        self._forget(spare)
-
-    def _forget(self, spare: int = 0) -> None:
-        """Forget what the blocks held that have been handed out since, oldest first."""
+    def forget(self, spare: int = 0) -> None:
+        """Forget what blocks held that have been handed out since, oldest first, and more of what
+        idle blocks hold until so many free ones hold nothing."""
         most = max(0, self.free - spare)
         over = self._idle_blocks - most
         if over <= 0:
