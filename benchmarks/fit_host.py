@@ -59,7 +59,7 @@ FREE = (
     Probe(8, 187.7, 176.2, 177.0), Probe(16, 173.3, 124.4, 123.2), Probe(32, 187.8, 75.3, 74.8),
     Probe(64, 176.0, 44.4, 44.9),
 )  # fmt: skip
-"""314 jobs without checks of collectives: all but two have a node that sums at 450 GB/s and more."""
+"""314 jobs without checks: the first node of all but two sums at 450 GB/s or more."""
 CHECKED = (
     Probe(1, 426.8, 242.3, 242.7), Probe(2, 328.2, 162.8, 159.0), Probe(4, 160.1, 98.5, 96.0),
     Probe(8, 94.1, 52.6, 52.5), Probe(16, 50.5, 27.0, 26.8), Probe(32, 26.6, 13.2, 13.1),
