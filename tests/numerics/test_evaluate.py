@@ -140,3 +140,14 @@ def test_gradients_that_are_reduced_behind_all_actions():
     of = candidates(rows, model="llama2-7b", layers=16, dp=8, tp=2, zero=0, global_batch_size=32)
     found = gaps(replace(of, base=replace(of.base, execution=how)))
     assert np.abs(found).max() < 0.005
+
+
+def test_stages_of_one_layer_with_transfers_in_every_microbatch():
+    names = ("pp", "vpp", "zero", "cpu_offloading_num_layers", "first_stage_less_layers")
+    some = (2, 2, 3, None, 1), (4, 1, 2, None, 0), (2, 2, 1, 1, 0)
+    rows = [dict(zip(names, row, strict=True)) for row in some]
+    rows = [{"dp": 16 // row["pp"], "layers": 4 - bool(row["first_stage_less_layers"]), **row}
+            for row in rows]  # fmt: skip
+    for row in rows:
+        base = {"layers": row.pop("layers"), "seq_length": 2048, "global_batch_size": 64}
+        assert np.abs(gaps(candidates([row], model="llama3-8b", **base))).max() < 1e-3

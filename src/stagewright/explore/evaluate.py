@@ -183,14 +183,15 @@ class _Evaluation:
             for nth in np.unique(pipelines.of[mine]).tolist():
                 rows = mine[pipelines.of[mine] == nth]
                 plan = self._plan(own, int(rows[0]))
-                why = unlike(plan.run, plan.order, plan.parts, plan.layers)
+                why = unlike(plan.run, plan.order, plan.parts)
                 if why or plan.parts is None:
                     left.append(LeftOut(of.candidates[rows], why, True))
                     continue
                 for several in (False, True):
                     some = rows[(batch[rows] > 1) == several]
                     if len(some):
-                        kind = Kind.of(plan.run, plan.order, plan.parts, several=several)
+                        of_plan = plan.run, plan.order, plan.parts, plan.layers
+                        kind = Kind.of(*of_plan, several=several)
                         found = timing.figures(kind, plan.run)
                         table = self.tables.setdefault(
                             (found.responses.form, machine.tiers), _JoinedTemplates(machine)

@@ -28,7 +28,7 @@ from stagewright.explore.template_memory import (
     Spot,
     TemplateRank,
 )
-from stagewright.explore.templates import Kinds, StructureTemplate
+from stagewright.explore.templates import Kinds, StructureTemplate, at_most
 from stagewright.program.columns import CATEGORIES
 from stagewright.schedule.in_flight import STEP, InFlight, largest, states, states_of_ends
 from stagewright.schedule.schedules import make
@@ -46,15 +46,19 @@ class ByLayers:
     """At the template's layers: [categories, tuples]."""
     more: Float
     """By variant, for each layer beyond those: [variants, categories, tuples]."""
-    layers: int
+    layers: tuple[int, ...]
     """Of each variant in the template."""
+    few: Mapping[tuple[float, ...], Float]
+    """As the base, by other layers of each variant (`templates.Kind.few`)."""
 
     def at(self, tuples: Int, layers: Sequence[float]) -> Float:
         """Of some tuples, with so many layers of each variant: [categories, tuples]."""
-        found = self.base[:, tuples]
-        for more, count in zip(self.more, layers, strict=True):
-            if count != self.layers:
-                found += (count - self.layers) * more[:, tuples]
+        few = at_most(layers)
+        base, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
+        found = base[:, tuples]
+        for more, count, own in zip(self.more, layers, has, strict=True):
+            if count != own:
+                found += (count - own) * more[:, tuples]
         return found
 
 
@@ -180,7 +184,7 @@ class Peaks:
     def of(cls, template: StructureTemplate, tuples: int, allowance: int = 0) -> Peaks:
         """From the template of a structure of so many tuples."""
         sizes = Sizes(tuples)
-        assemblies = template.base, *template.more
+        assemblies = template.assemblies
         for assembly in assemblies:  # all sizes first: counts have one length
             for rank in assembly.ranks:
                 sizes.of(rank)
@@ -193,15 +197,7 @@ class Peaks:
             for of in ranks[0].stages:
                 kinds = tuple(template.kind_of.stage(s) for s in of)
                 if kinds not in stages:
-                    base, *more = (rank.held_at(of) for rank in ranks)
-                    stages[kinds] = {
-                        at: ByLayers(
-                            held,
-                            np.stack([one.get(at, held) - held for one in more]),
-                            template.layers,
-                        )
-                        for at, held in base.items()
-                    }
+                    stages[kinds] = _by_layers(template, [rank.held_at(of) for rank in ranks])
         return cls(stages, np.full(tuples, allowance))
 
     @classmethod
@@ -220,7 +216,11 @@ class Peaks:
                 at: ByLayers(
                     np.concatenate([stages[kind][at].base for stages in every], axis=1),
                     np.concatenate([stages[kind][at].more for stages in every], axis=2),
-                    every[0][kind][at].layers,
+                    (like := every[0][kind][at]).layers,
+                    {
+                        layers: np.concatenate([s[kind][at].few[layers] for s in every], axis=1)
+                        for layers in like.few
+                    },
                 )
                 for at in places
             }
@@ -264,8 +264,28 @@ class Peaks:
         return best
 
 
+def _by_layers(
+    template: StructureTemplate, held: Sequence[Mapping[tuple[str, Spot], Float]]
+) -> StageMemory:
+    """What a stage holds in each program of a template, as a function of its layers."""
+    base, others = held[0], held[1:]
+    more = others[: len(template.more)]
+    few = dict(zip(template.few, others[len(more) :], strict=True))
+    none = np.full_like(next(iter(base.values())), _NO_SUCH_MOMENT)
+    return {
+        at: ByLayers(
+            (own := base.get(at, none)),
+            np.stack([one.get(at, own) - own for one in more]),
+            template.layers,
+            {layers: alone.get(at, none) for layers, alone in few.items()},
+        )
+        for at in dict.fromkeys(at for one in (base, *few.values()) for at in one)
+    }
+
+
 def _with_all(stage: StageMemory, places: Iterable[tuple[str, Spot]]) -> StageMemory:
     """A stage's memory with places that only other structures' stages have."""
     like = next(iter(stage.values()))
-    none = ByLayers(np.full_like(like.base, _NO_SUCH_MOMENT), 0 * like.more, like.layers)
+    base = np.full_like(like.base, _NO_SUCH_MOMENT)
+    none = ByLayers(base, 0 * like.more, like.layers, dict.fromkeys(like.few, base))
     return {at: stage.get(at, none) for at in places}

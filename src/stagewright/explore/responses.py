@@ -1,13 +1,14 @@
 """The actions of every stage of a structure's pipelines, as its template's actions and differences.
 
 A response of a stage with n layers of a variant is that of the template's stage and n - 2 times
-what one layer more has added to it.
+what one layer more has added to it. Where that does not hold for few layers, stages with fewer have
+responses of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -25,7 +26,7 @@ from stagewright.explore.actions import (
     StepKind,
     cuts,
 )
-from stagewright.explore.templates import StructureTemplate
+from stagewright.explore.templates import StructureTemplate, at_most
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.run.sections.execution import Execution
 
@@ -49,15 +50,20 @@ class LinearResponse:
     base: Float
     more: Float
     """[variants, rows, tuples]: what one layer more adds."""
-    layers: int
-    """Layers of each variant that the base has."""
+    layers: tuple[int, ...]
+    """Of each variant that the base has."""
+    few: Mapping[tuple[float, ...], Float] = field(default_factory=dict[tuple[float, ...], Float])
+    """As the base, by other layers of each variant (`templates.Kind.few`)."""
 
     def at(self, tuples: Int, layers: Float) -> Float:
         """[rows, candidates]: of some tuples, with so many layers of each variant."""
-        found = self.base[:, tuples]
-        for each, count in zip(self.more, layers.tolist(), strict=True):
-            if count != self.layers:
-                found += each[:, tuples] * (count - self.layers)
+        counts: list[float] = layers.tolist()
+        few = at_most(counts)
+        base, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
+        found = base[:, tuples]
+        for each, count, own in zip(self.more, counts, has, strict=True):
+            if count != own:
+                found += each[:, tuples] * (count - own)
         return found
 
 
@@ -97,7 +103,7 @@ class Responses:
             for kind, (sections, meetings) in sorted(self.tails.items())
         ]
         some = next(iter(self.actions.values()))
-        return frozenset(self.actions), tuple(tails), len(some.more), some.layers
+        return frozenset(self.actions), tuple(tails), some.layers, tuple(some.few)
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self]) -> Self:
@@ -174,14 +180,17 @@ def _concat(
     others = len(parts[0].base) - len(places[0])  # rows before those of axes
     rows, tuples = others + axes, sum(part.base.shape[1] for part in parts)
     base, more = np.zeros((rows, tuples)), np.zeros((len(parts[0].more), rows, tuples))
+    few = {layers: np.zeros((rows, tuples)) for layers in parts[0].few}
     begin = 0
     for part, own in zip(parts, places, strict=True):
         end = begin + part.base.shape[1]
         place = [*range(others), *(others + axis for axis in own)]
         base[place, begin:end] = part.base
         more[:, place, begin:end] = part.more
+        for layers, alone in part.few.items():
+            few[layers][place, begin:end] = alone
         begin = end
-    return LinearResponse(base, more, parts[0].layers)
+    return LinearResponse(base, more, parts[0].layers, few)
 
 
 def responses(
@@ -193,7 +202,7 @@ def responses(
     """
     every = [
         _played(of, assembly, seconds, how, usual=usual)
-        for assembly, seconds in zip((of.base, *of.more), timed, strict=True)
+        for assembly, seconds in zip(of.assemblies, timed, strict=True)
     ]
     names = dict.fromkeys(
         axis
@@ -202,16 +211,21 @@ def responses(
         for axis in played.waits
     )
     axes = tuple(names)
-    base, *more = every
+    base, others = every[0], every[1:]
+    more, alone = others[: len(of.more)], dict(zip(of.few, others[len(of.more) :], strict=True))
     actions = {
-        key: _linear(each, [other[0][key] for other in more], axes, of.layers)
+        key: replace(
+            _linear(each, [other[0][key] for other in more], axes, of.layers),
+            few={layers: _rows(played[key], axes) for layers, (played, _) in alone.items()},
+        )
         for key, each in base[0].items()
     }
     chunks = of.stages * (2 if of.kind_of.traits.doubled else 1) // of.run.pp
+    held = tuple(count * chunks for count in of.layers)
     tails = {
         kind: RankTail(
             [
-                _linear(section, [o[1][kind][0][n] for o in more], axes, of.layers * chunks, chunks)
+                _linear(section, [other[1][kind][0][n] for other in more], axes, held, chunks)
                 for n, section in enumerate(sections)
             ],
             meetings,
@@ -225,7 +239,7 @@ def _linear(
     base: ActionColumns,
     more: Sequence[ActionColumns],
     axes: Sequence[str],
-    layers: int,
+    layers: tuple[int, ...],
     added: int = 1,
 ) -> LinearResponse:
     """`added` layers more are in each of `more`."""

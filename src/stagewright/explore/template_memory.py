@@ -117,14 +117,15 @@ class TemplateRank:
         self.begin = [int(b) for b in rows.begin]
         later = *self.begin, rows.end
         self.ends = [next(b for b in later[i:] if b > begin) for i, begin in enumerate(self.begin)]
-        self.variants: dict[int, list[Int]] = {}
-        """By stage the layers of each variant."""
+        self.variants: dict[int, dict[int, Int]] = {}
+        """By stage and number of a variant its layers."""
         for number, stage in rows.stages.items():
             layers: dict[int, list[int]] = {}
             for placed in stage.blocks:
                 if placed.layer >= 0:
-                    layers.setdefault(id(placed.block), []).append(placed.layer)
-            self.variants[number] = [np.array(of) for of in layers.values()]
+                    variant = template.number_of(placed.block)
+                    layers.setdefault(variant, []).append(placed.layer)
+            self.variants[number] = {variant: np.array(of) for variant, of in layers.items()}
 
     def _numbers(self, stage: int, kind: str) -> list[int]:
         """The actions of a kind of a stage."""
@@ -255,7 +256,7 @@ class TemplateRank:
         row = np.arange(len(held))
         spots: dict[Spot, Bool] = {}
         for of, stage in enumerate(stages):
-            for nth, layers in enumerate(self.variants[stage]):
+            for nth, layers in self.variants[stage].items():
                 spots["first", nth, of] = layer == layers.min()
                 spots["last", nth, of] = layer == layers.max()
         if len(inside):

@@ -62,9 +62,9 @@ class Parts:
         found = [[sum(v == one for v, _ in stage) for stage in stages] for one in self.layers]
         return np.array(found, dtype=np.int64)
 
-    def stages(self, count: int, more: BlockVariant | None) -> list[list[PlacedVariant]]:
-        """The stages of a template, with one layer more of a variant on each."""
-        each = [v for v in self.layers for _ in range(_LAYERS + (v == more))]
+    def stages(self, count: int, layers: Sequence[int]) -> list[list[PlacedVariant]]:
+        """The stages of a template, with so many layers of each variant on each."""
+        each = [v for v, n in zip(self.layers, layers, strict=True) for _ in range(n)]
         found = [[(v, s * len(each) + n) for n, v in enumerate(each)] for s in range(count)]
         return [[*self.before, *found[0]], *found[1:]]
 
@@ -80,11 +80,22 @@ class StructureTemplate:
     base: Assembly
     more: tuple[Assembly, ...]
     """By variant of layers."""
+    layers: tuple[int, ...]
+    """Of each variant on each stage of the base."""
+    few: Mapping[tuple[int, ...], Assembly]
+    """With fewer layers of some variant on each stage, by the layers of each (`Kind.few`)."""
+
+    blocks: tuple[LoweredBlock, ...]
+    """By variant of layers."""
+
+    def number_of(self, block: LoweredBlock) -> int:
+        """The number of the variant that a block of a layer has."""
+        return next(nth for nth, own in enumerate(self.blocks) if own is block)
 
     @property
-    def layers(self) -> int:
-        """Layers of each variant on each stage of the base."""
-        return _LAYERS
+    def assemblies(self) -> tuple[Assembly, ...]:
+        """All programs: the base, those with one layer more, those with fewer."""
+        return self.base, *self.more, *self.few.values()
 
     @property
     def kind_of(self) -> Kinds:
@@ -121,11 +132,8 @@ class Kinds(NamedTuple):
         return LAST if rank == self.pp - 1 and not self.traits.doubled else MIDDLE
 
 
-def unlike(run: Run, order: Order, parts: Parts | None, layers: Int) -> str:
-    """Why a template does not stand for the pipeline of a resolved run; empty: it does.
-
-    `layers` are those of each variant on each stage.
-    """
+def unlike(run: Run, order: Order, parts: Parts | None) -> str:
+    """Why a template does not stand for the pipeline of a resolved run; empty: it does."""
     if parts is None:
         return "blocks between layers"
     of = traits_of(order)
@@ -141,8 +149,6 @@ def unlike(run: Run, order: Order, parts: Parts | None, layers: Int) -> str:
         return "ddp_bucket_cap_mb: buckets across layers"
     if len({variant.training for variant in parts.layers}) > 1:
         return "layers that train differently"
-    if run.zero > 1 and int(layers.sum(axis=0).min()) < _LAYERS:  # communicates with microbatches
-        return f"zero={run.zero} with fewer than two layers on a stage"
     return ""
 
 
@@ -155,6 +161,10 @@ class Kind(NamedTuple):
     several: bool
     """Whether there are several microbatches."""
     parts: Parts
+    layers: tuple[int, ...]
+    """Of each variant on each stage of the base."""
+    few: tuple[tuple[int, ...], ...]
+    """Likewise, of programs for stages with fewer layers of some variant than the base."""
 
     @property
     def chunks(self) -> int:
@@ -174,8 +184,11 @@ class Kind(NamedTuple):
         return max(4, least + (1 if least == self.ranks else 2))
 
     @classmethod
-    def of(cls, run: Run, order: Order, parts: Parts, *, several: bool) -> Self:
-        """The kind of template for a resolved run with this order, or one of fewer microbatches."""
+    def of(cls, run: Run, order: Order, parts: Parts, layers: Int, *, several: bool) -> Self:
+        """The kind of template for a resolved run with this order, or one of fewer microbatches.
+
+        `layers` are those of each variant on each stage.
+        """
         of = traits_of(order)
         # With fewer ranks, some kinds of actions would only occur once, or not at all.
         schedule, most = "1f1b", 3
@@ -187,7 +200,34 @@ class Kind(NamedTuple):
             schedule, most = "dualpipe", 6
         two = of.doubled and run.pp == 2  # both ranks hold all stages
         ranks = run.pp if run.pp == 1 or two else most
-        return cls(schedule, ranks, several, parts)
+        return cls(schedule, ranks, several, parts, *_layers_of_programs(run, layers))
+
+    @classmethod
+    def plain(cls, run: Run, parts: Parts, layers: Int) -> Self:
+        """The kind of template for a resolved run, as if it had many microbatches in 1F1B."""
+        ranks = 1 if run.pp == 1 else 3
+        return cls("1f1b", ranks, True, parts, *_layers_of_programs(run, layers))
+
+
+def _layers_of_programs(
+    run: Run, layers: Int
+) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """The layers of a stage of the base, by variant; and those of other programs.
+
+    Transfers with every microbatch run beside the layers behind: fewer of these are not a part of
+    what more of them take.
+    """
+    usual = (_LAYERS,) * len(layers)
+    if run.zero < 2 and not run.cpu_offloading_num_layers:
+        return usual, ()
+    every = {tuple(of) for of in np.minimum(layers.T, _LAYERS).tolist()}
+    base = tuple(map(max, zip(*every, strict=True)))
+    return base, tuple(sorted(every - {base}))
+
+
+def at_most(layers: Sequence[float]) -> tuple[float, ...]:
+    """As many layers of each variant as programs of few layers have of them (`Kind.few`)."""
+    return tuple(min(count, _LAYERS) for count in layers)
 
 
 def template(
@@ -205,12 +245,15 @@ def template(
     order = make(of.schedule, of.ranks, of.microbatches, of.chunks)
     mesh, _ = parallelization(run, step.model, mirrored=mirrored(order))
 
-    def assembly(more: BlockVariant | None) -> Assembly:
-        placed = of.parts.stages(stages, more)
+    def assembly(layers: Sequence[int]) -> Assembly:
+        placed = of.parts.stages(stages, layers)
         placed[-1] += of.parts.after
         habits = Habits.of(run, order)
         small = replace(step, run=run, order=order, mesh=mesh, stages=placed, habits=habits)
         return small.assemble(blocks)
 
-    every = tuple(map(assembly, of.parts.layers))
-    return StructureTemplate(run, order, stages, assembly(None), every)
+    variants = range(len(of.layers))
+    more = [assembly([n + (v == one) for v, n in enumerate(of.layers)]) for one in variants]
+    few = {layers: assembly(layers) for layers in of.few}
+    own = tuple(blocks[variant] for variant in of.parts.layers)
+    return StructureTemplate(run, order, stages, assembly(of.layers), (*more,), of.layers, few, own)

@@ -103,7 +103,7 @@ class MachineTiming:
 
     def _of_kind(self, of: Kind, run: Run) -> TemplateFigures:
         made, peaks = self.templates.template(of, run)
-        hosts = [self._hosts(made, each, run) for each in (made.base, *made.more)]
+        hosts = [self._hosts(made, each, run) for each in made.assemblies]
         key = of, *(_content(each) for each in hosts)
         if key not in self._figures:
             timed = [
@@ -126,7 +126,7 @@ class MachineTiming:
         """What the rows of each program of a template take, by class: seconds, and those at TDP in
         which a GPU draws as much, [rows, tuples]."""
         if kind not in self._times:
-            self._times[kind] = [self._timed(each) for each in (of.base, *of.more)]
+            self._times[kind] = [self._timed(each) for each in of.assemblies]
         return self._times[kind]
 
     def _timed(self, assembly: Assembly) -> list[tuple[Float, Float]]:

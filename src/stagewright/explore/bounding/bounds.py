@@ -191,7 +191,7 @@ class _Relaxation:
         for row in alike.first.tolist():
             try:
                 plan = stage_plan(of.run(row).model_copy(update=one), of.model)
-                usable = not unlike(plan.run, plan.order, plan.parts, plan.layers)
+                usable = not unlike(plan.run, plan.order, plan.parts)
                 self.plans.append(plan if usable else None)
             except UserError:
                 self.plans.append(None)
@@ -220,8 +220,8 @@ class _Relaxation:
                 if plan is None or plan.parts is None:
                     continue
                 timing = self._timing(int(some[0]), templates, timings, placed)
-                shape = Kind("1f1b", 1 if plan.run.pp == 1 else 3, True, plan.parts)
-                figures = timing.figures(shape, plan.run)
+                kind_of = Kind.plain(plan.run, plan.parts, plan.layers)
+                figures = timing.figures(kind_of, plan.run)
                 table = tables.setdefault(figures.responses.form, _SharedFigures.none())
                 table.add(figures, shape_of(plan), tuples[of_kind], some)
         return tables
