@@ -42,6 +42,7 @@ SYSTEMS = {
     "gb200-nvl72": "gb200",
     "b300": "b300_sxm",
     "gb300-nvl72": "gb300",
+    "rtx-pro-6000": "rtx_pro_6000_server",  # collectives alone
 }
 DTYPES = {"bf16": ("bfloat16", 2), "fp8": ("fp8", 1), "fp4": ("nvfp4", 0.5625)}
 Rows = list[dict[str, str]]
@@ -289,6 +290,8 @@ def collectives(folder: Path, hardware: Hardware, system: str) -> None:
     # The largest messages of the tables are too small to show the asymptotes (bandwidth_fraction,
     # in_network_fraction): these are from nccl-tests.
     names = ["medium_fraction", "low_latency_fraction", "latency_us", "hop_us", "medium_us"]
+    if hardware.scale_up.bandwidth_gb_s < 100:  # PCIe, whose asymptote 0.5 GB shows
+        names.append("bandwidth_fraction")
     names += ["bulk_us", *(["in_network_us"] if hardware.scale_up.in_network_reduction else [])]
     start = {n: float(getattr(hardware.scale_up, n)) for n in names}
     train = [k for k, out in zip(keys, test, strict=True) if not out]

@@ -22,10 +22,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from fit_kernels import block, column, fit, held_out, sample, told
 
+from stagewright.evidence.kernels import ExpertMLP, experts_seconds
+from stagewright.time.constants import ExpertFit
 from stagewright.time.hardware import Hardware, resolve
-from stagewright.time.inference_fits import CachedAttentionFit, InferenceFit
+from stagewright.time.inference_fits import CachedAttentionFit, InferenceFit, MixedAttentionFit
 from stagewright.time.roofline import (
     CachedAttentionWork,
+    DecodingBesidePrompts,
     cached_attention_seconds,
     gemm_seconds,
 )
@@ -141,8 +144,7 @@ def _key(row: Mapping[str, Any]) -> tuple[int, ...]:
 def attention(checkout: Path, on: Hardware, card: str) -> None:
     """Attention over a cache: of requests that get tokens, and of chunks of prompts.
 
-    One kernel computes both where a step has both; steps are predicted as two kernels, whose sum
-    is compared with these rows, which fit nothing.
+    One kernel computes both where a step has both; rows of both fit what tokens add to prompts.
     """
     table = attentions(checkout, card)
 
@@ -165,7 +167,6 @@ def attention(checkout: Path, on: Hardware, card: str) -> None:
 
     tokens = [r for r in table if not r["prefill_chunk"]]
     prompts = [r for r in table if not r["n_decode"] and r["prefill_chunk"] >= 128]
-    both = [r for r in table if r["n_decode"] and r["prefill_chunk"] >= 128]
     keep = [r for rows in (tokens, prompts) for r in rows if not held_out(*_key(r))]
     most = {"memory_fraction": (0.0, 0.98), "sharpness": (1.0, 16.0), "fraction": (0.0, 1.0)}
     start = {"fraction": 0.8, "softmax_ps": 50.0, **START}
@@ -173,9 +174,76 @@ def attention(checkout: Path, on: Hardware, card: str) -> None:
     of_prompts = ("fraction", "softmax_ps")
     block("attention", {name: found[name] for name in of_prompts}, 0)
     block("cached_attention", {n: x for n, x in found.items() if n not in of_prompts}, 2)
-    for name, rows in (("tokens", tokens), ("prompts", prompts), ("both", both)):
+    for name, rows in (("tokens", tokens), ("prompts", prompts)):
         test = [r for r in rows if held_out(*_key(r))]
         told(f"attention, {name}", predict(found, test), column(test, "us") / 1e6)
+    both = [r for r in table if r["n_decode"] and r["prefill_chunk"]]
+    alone = [{**r, "n_decode": 0, "kv_decode": 0} for r in both]
+    mixed(on, both, predict(found, alone))
+
+
+def mixed(on: Hardware, rows: Rows, prompts: np.ndarray) -> None:
+    """What requests that get tokens add to `prompts`, the seconds of the prompts of rows."""
+    assert on.inference is not None
+    cached = on.inference
+    for row, seconds in zip(rows, prompts.tolist(), strict=True):
+        row["prompts"] = seconds
+
+    def predict(constants: Mapping[str, float], some: Rows) -> np.ndarray:
+        fit = cached.model_copy(update={"mixed_attention": MixedAttentionFit(**constants)})
+        changed, found = on.model_copy(update={"inference": fit}), []
+        for r in some:
+            adds = DecodingBesidePrompts.of(changed, r["heads"], r["heads"] / r["kv"], 2 * r["d"])
+            assert adds is not None
+            keys = r["n_decode"] * (r["kv_decode"] + 1)
+            found.append(r["prompts"] + adds(r["n_decode"], keys, r["prefill_chunk"]))
+        return np.array(found)
+
+    keep = sample([r for r in rows if not held_out(*_key(r))], 2500)
+    start = {"fraction": 1.0, "tile_us": 2.0, "empty_us": 0.3, "cache_mb": 70.0}
+    found = fit(start, predict, keep, column(keep, "us") / 1e6, {"fraction": (0, 3)})
+    block("mixed_attention", found, 6)
+    test = [r for r in rows if held_out(*_key(r))]
+    told("attention, both", predict(found, test), column(test, "us") / 1e6)
+    usual = [r for r in test if r["prefill_chunk"] >= 128 and r["n_decode"] >= 16
+             and r["kv_decode"] <= 2048]  # fmt: skip
+    told("attention, chunks beside 16 and more", predict(found, usual), column(usual, "us") / 1e6)
+
+
+def experts(checkout: Path, on: Hardware, card: str) -> None:
+    """Experts on one rank, by tokens and by how many experts these go to, and what is around."""
+    rows = [
+        {**{name: float(x) for name, x in row.items()}, "shape": shape}
+        for shape, folder in tables(checkout, card)
+        for row in read(folder / "moe.csv")
+    ]
+    if not rows:
+        return
+
+    def predict(constants: Mapping[str, float], some: Rows) -> np.ndarray:
+        own = {name: constants[name] for name in ("routing_us", "routing_ns", "copy_fraction")}
+        rest = {name: x for name, x in constants.items() if name not in own}
+        grouped = on.gemm["bf16"].model_copy(update=rest)
+        changed = on.model_copy(update={"experts": ExpertFit(**own, gemm={"bf16": grouped})})
+        m, f, top_k = (np.array([float(getattr(r["shape"], x)) for r in some])
+                       for x in ("m", "f", "top_k"))  # fmt: skip
+        busy, one = column(some, "activated_experts"), np.ones(len(some))
+        mlp = ExpertMLP(column(some, "tokens"), m, f, top_k, busy, one, one)
+        return experts_seconds(mlp, dtype="bf16", on=changed)
+
+    def key(row: Mapping[str, Any]) -> tuple[int, int]:
+        return int(row["tokens"]), int(row["activated_experts"])
+
+    keep = [r for r in rows if not held_out(*key(r))]
+    start = {"routing_us": 10.0, "routing_ns": 0.1, "copy_fraction": 0.7, "launch_us": 3.0,
+             "tile_us": 1.0, "memory_fraction": 0.9, "quantization": 0.5, "fraction": 0.8,
+             "sharpness": 4.0}  # fmt: skip
+    most = dict.fromkeys(("copy_fraction", "memory_fraction", "quantization", "fraction"), (0, 1))
+    most["sharpness"] = (1, 16)
+    found = fit(start, predict, keep, column(keep, "time_us") / 1e6, most)
+    block("experts, and gemm of these", found, 0)
+    test = [r for r in rows if held_out(*key(r))]
+    told("experts", predict(found, test), column(test, "time_us") / 1e6)
 
 
 def _seconds(
@@ -209,7 +277,7 @@ def streams(checkout: Path, on: Hardware, card: str) -> None:
     print(f"memory_bandwidth_fraction: {share:.3f}\nkernel_launch_us: {shortest:.1f}")
 
 
-PARTS = {"gemm": gemm, "attention": attention, "streams": streams}
+PARTS = {"gemm": gemm, "attention": attention, "experts": experts, "streams": streams}
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.lengths import Group
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.steps.step_times import batch_run, step_times
@@ -48,25 +49,27 @@ def batch(draw, new=1):
     [
         {"model": "llama3.1-8b", "layers": 6},
         {"model": "llama3.1-70b", "layers": 5, "tp": 8, "num_speculative_tokens": 2},
+        {"model": "llama3.1-8b", "layers": 4, "hardware": "rtx-pro-6000", "engine": "vllm"},
         pytest.param({"model": "gpt-oss-120b", "layers": 6}, marks=pytest.mark.slow),
         pytest.param(
             {"model": "deepseek-v3", "layers": 5, "dp": 8, "ep": 8, "hardware": "h200"},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["dense", "drafts", "windows", "latent"],
+    ids=["dense", "drafts", "one-kernel", "windows", "latent"],
 )
 def test_random_batches_take_as_long_as_simulated(settings):
     settings = dict(settings)
     hardware = settings.pop("hardware", "h100-sxm")
+    how = Execution(serving_engine=settings.pop("engine", None))
     run = Run(mode="decode", **settings)
     model = compile(batch_run(run, [Group(run.dp, 100, 1 + run.num_speculative_tokens)])).model
     machine = Machine.of(resolve(hardware), gpus=run.tp * run.dp)
-    times = step_times(run, model, machine, most_tokens=4096, most_requests=128)
+    times = step_times(run, model, machine, how, most_tokens=4096, most_requests=128)
 
     def simulated(groups):
         every = [Group(g.count * run.dp, g.context_length, g.new_tokens) for g in groups]
-        return simulate(compile(batch_run(run, every), model), machine).seconds
+        return simulate(compile(batch_run(run, every), model), machine, how).seconds
 
     draw = random.Random(5)
     for _ in range(6):

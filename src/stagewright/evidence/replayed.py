@@ -25,6 +25,7 @@ from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.service import Service
 from stagewright.serving.workloads import traces
+from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
 
@@ -40,6 +41,8 @@ class ReplayedServer(NamedTuple):
     reason: str
     requests: str
     """The file of its requests in `data/measured`."""
+    links: Mapping[str, float] = {}
+    """`bandwidth_gb_s` and `latency_us` of each step between its GPUs; none: the hardware's."""
 
 
 def replayed_servers() -> list[ReplayedServer]:
@@ -55,6 +58,7 @@ def replayed_servers() -> list[ReplayedServer]:
             run["measured"],
             run["reason"],
             run.get("requests", "sharegpt-300.csv"),
+            run.get("links", {}),
         )
         for run in of["runs"]
     ]
@@ -93,7 +97,7 @@ def replay(of: ReplayedServer) -> RequestTimes:
     """Times of all requests."""
     run = Run.model_validate({"mode": "decode", **of.settings})
     engines = EngineSection(**of.options)
-    hardware = hardware_of(of.hardware)
+    hardware = _with_links(hardware_of(of.hardware), of.links)
     limits = batch_limits(engines, hardware)
     made = instance(
         run, model_of(run.model), Machine.of(hardware, gpus=run.world_size),
@@ -103,6 +107,17 @@ def replay(of: ReplayedServer) -> RequestTimes:
     )  # fmt: skip
     service = Service(made, engines, limits, scheduler_of(engines, limits))
     return RequestTimes.of(service.serve(_requests(of.requests), Slo()).outcome)
+
+
+def _with_links(hardware: Hardware, links: Mapping[str, float]) -> Hardware:
+    """Hardware whose GPUs are joined by such links, whatever the size of messages."""
+    if not links:
+        return hardware
+    none = dict.fromkeys(("latency_us", "medium_us", "bulk_us"), 0.0)
+    whole = dict.fromkeys(("bandwidth_fraction", "medium_fraction", "low_latency_fraction"), 1.0)
+    own = {"bandwidth_gb_s": links["bandwidth_gb_s"], "hop_us": links["latency_us"]}
+    scale_up = hardware.scale_up.model_copy(update={**none, **whole, **own})
+    return hardware.model_copy(update={"scale_up": scale_up})
 
 
 def _requests(name: str) -> Workload:

@@ -45,6 +45,22 @@ class CachedAttentionFit(FigureBlock):
     sharpness: float = Field(ge=1)
 
 
+class MixedAttentionFit(FigureBlock):
+    """Constants of FlashAttention 2 where prompts are beside requests that decode.
+
+    See `roofline.DecodingBesidePrompts`.
+    """
+
+    fraction: float = Field(gt=0, le=3)
+    """Speed of tiles, over that of attention over a cache."""
+    tile_us: float = Field(ge=0)
+    """Time of a request's tile of one head, beyond its keys."""
+    empty_us: float = Field(ge=0)
+    """Time of a tile without queries, of which requests have as many as the longest prompt."""
+    cache_mb: float = Field(gt=0)
+    """Keys and values of one head of all requests that the second-level cache holds."""
+
+
 class DirectAllReduce(FigureBlock):
     """An all_reduce by one kernel that reads the memory of its peers, as engines have for decode.
 
@@ -67,6 +83,8 @@ class EngineFit(FigureBlock):
     """By precision, or `BLOCKS`."""
     cached_attention: Mapping[str, CachedAttentionFit] = Field(default_factory=dict)
     """By the precision in which the cache is kept."""
+    mixed_attention: MixedAttentionFit | None = None
+    """None: attention is the same kernel whether prompts are beside requests that decode or not."""
 
 
 class InferenceFit(FigureBlock):
@@ -82,6 +100,8 @@ class InferenceFit(FigureBlock):
     """Time of the kernels that sort tokens by expert; None: training's (`ExpertFit`)."""
     engines: Mapping[str, EngineFit] = Field(default_factory=dict)
     """By engine, in the words of `Execution.serving_engine`."""
+    mixed_attention: MixedAttentionFit | None = None
+    """That of the engine which these constants are of (`EngineFit`)."""
 
     def of_engine(self, engine: str | None, cache: str) -> InferenceFit:
         """These constants with those of an engine, whose cache is kept in the precision `cache`."""
@@ -90,4 +110,8 @@ class InferenceFit(FigureBlock):
             return self
         attention = own.cached_attention.get(cache, self.cached_attention)
         products = {**self.gemm, **own.gemm}
-        return self.model_copy(update={"cached_attention": attention, "gemm": products})
+        # FlashAttention 2 reads no cache in fp8: engines have another kernel then.
+        mixed = own.mixed_attention if cache == "bf16" else None
+        return self.model_copy(
+            update={"cached_attention": attention, "gemm": products, "mixed_attention": mixed}
+        )

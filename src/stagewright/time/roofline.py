@@ -17,7 +17,7 @@ True
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -194,6 +194,57 @@ def cached_attention_seconds(work: CachedAttentionWork, *, dtype: str, on: Hardw
     tiles = work.queries / rows / on.compute_units
     both = _overlapped(computed, moved, fit.sharpness)
     return (fit.launch_us + tiles * fit.tile_us) * 1e-6 + both
+
+
+class DecodingBesidePrompts(NamedTuple):
+    """What attention of decoding requests adds to that of prompts, in one kernel of both.
+
+    FlashAttention 2 has one call for all requests of a step (vLLM's `FLASH_ATTN` on GPUs of compute
+    capability 8 and 12). Heads share the tile of a key-value head, and units the keys of a request,
+    only where all requests have one query (`seqlenq_ngroups_swapped` of
+    csrc/flash_attn/flash_api.cpp in github.com/vllm-project/flash-attention). Beside a prompt each
+    head has tiles of `ROWS` rows of its own, which pass through all keys of their request; heads
+    that share keys read them again where the second-level cache no longer has them; and each
+    request has as many tiles as the longest prompt, of which all but one are empty.
+    """
+
+    per_key: float
+    """Seconds of a head's tile for each key."""
+    per_tile: float
+    per_empty_tile: float
+    tiles: float
+    """Of one request, over the compute units: one for each head."""
+    moved: float
+    """Seconds of reading a key and a value of all key-value heads."""
+    again: float
+    """Readings of a key in all but the first, where the cache has none of them."""
+    held: float
+    """Keys that the cache holds."""
+
+    @classmethod
+    def of(cls, on: Hardware, heads: float, sharing: float, width: float) -> Self | None:
+        """For so many heads, of which `sharing` have the same keys, and the `width` of key and
+        value; None where the engine has no such kernel."""
+        fit = on.inference.mixed_attention if on.inference else None
+        if fit is None or on.inference is None:
+            return None
+        rate = _attention_peak(on, "bf16") * on.attention.fraction / on.compute_units
+        point = (2 * width / rate + on.attention.softmax_ps * 1e-12) / fit.fraction
+        memory = on.memory_bandwidth_gb_s * 1e9 * on.inference.cached_attention.memory_fraction
+        return cls(
+            ROWS * point, fit.tile_us * 1e-6, fit.empty_us * 1e-6, heads / on.compute_units,
+            2 * width * heads / sharing / memory, sharing - 1, fit.cache_mb * 1e6 / (2 * width),
+        )  # fmt: skip
+
+    def __call__(self, requests: float, keys: float, queries: float) -> float:
+        """Seconds for `requests` with so many `keys` in all, beside prompts of `queries` tokens."""
+        tiles = self.tiles * requests
+        whole = tiles * self.per_tile + self.tiles * keys * self.per_key
+        computed = max(whole, self.per_tile + keys / requests * self.per_key)
+        read = keys * self.moved * (1 + self.again * max(0.0, 1 - self.held / keys))
+        empty = tiles * max(-(-queries // ROWS) - 1, 0) * self.per_empty_tile
+        shorter, longer = sorted((computed, read))
+        return longer * (1 + (shorter / longer) ** 6) ** (1 / 6) + empty
 
 
 def bytes_per_second(on: Hardware) -> float:

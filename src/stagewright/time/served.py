@@ -35,6 +35,7 @@ from stagewright.program.shapes import ops_of
 from stagewright.run.settings import Run
 from stagewright.time.experts.beside import beside_routed
 from stagewright.time.hardware import Hardware
+from stagewright.time.mixed_steps import with_prompts_tiles
 from stagewright.time.network import Machine
 
 Ops = frozenset[str]
@@ -65,6 +66,8 @@ class InEngine(NamedTuple):
         if run.mode == "train":
             return alone
         blocks = in_blocks(run, self.model)
+        if traffic is None:  # of one step, whose requests are the run's
+            alone = with_prompts_tiles(run, self.model, tasks, alone, self.on)
         joined = without_joined_launches(tasks, alone, self.engine, self.on, blocks=blocks)
         return beside_routed(tasks, joined, self.on, traffic) if run.mode == "decode" else joined
 

@@ -16,6 +16,7 @@ from stagewright.time.inference_fits import BLOCKS, InferenceGemmFit
 from stagewright.time.network import Machine, for_inference, placements
 from stagewright.time.roofline import (
     CachedAttentionWork,
+    DecodingBesidePrompts,
     bytes_per_second,
     cached_attention_seconds,
 )
@@ -183,3 +184,30 @@ def test_unmeasured_hardware_launches_every_kernel() -> None:
     seconds = np.ones(len(program.classes[0].tasks))
     on = resolve("mi300x")
     assert without_joined_launches(program.classes[0].tasks, seconds, None, on) is seconds
+
+
+def beside_prompts(heads: int, sharing: int) -> DecodingBesidePrompts | None:
+    """How vLLM's kernel on an RTX PRO 6000 has requests of 128 values beside prompts."""
+    on = for_inference(resolve("rtx-pro-6000"), engine="vllm")
+    return DecodingBesidePrompts.of(on, heads, sharing, 256)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "requests", "context", "chunk", "us"),
+    [(4, 64, 1024, 256, 325 - 11), (4, 128, 1024, 1024, 825 - 61), (8, 128, 1024, 256, 672 - 11),
+     (4, 8, 1024, 16, 55 - 8), (4, 128, 128, 2048, 555 - 173)],
+)  # fmt: skip
+def test_requests_beside_prompts_take_tiles_of_prompts(
+    sharing: int, requests: int, context: int, chunk: int, us: float
+) -> None:
+    """Rows of casys-kaist/LLMServingSim's attention.csv (32 heads), less those of the prompt."""
+    beside = beside_prompts(32, sharing)
+    assert beside is not None
+    assert beside(requests, requests * (context + 1), chunk) * 1e6 == pytest.approx(us, rel=0.25)
+
+
+def test_only_an_engine_with_one_kernel_takes_tiles_of_prompts() -> None:
+    """FlashAttention 2 reads no cache in fp8, and SGLang has a kernel for each kind of request."""
+    card = resolve("rtx-pro-6000")
+    for on in (for_inference(card, engine="vllm", cache="fp8"), for_inference(card), H100):
+        assert DecodingBesidePrompts.of(on, 32, 4, 256) is None

@@ -33,7 +33,10 @@ from stagewright.time.collectives import messages_seconds
 from stagewright.time.columns.durations import Columns
 from stagewright.time.columns.meshes import AxisOrders, MeshColumns
 from stagewright.time.experts.beside import MOST_TOKENS
+from stagewright.time.experts.dispatch import Routed
+from stagewright.time.mixed_steps import beside_prompts, takes_prompts_tiles
 from stagewright.time.network import Machine, tier_of
+from stagewright.time.roofline import DecodingBesidePrompts
 from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.launches import host_work
@@ -256,7 +259,9 @@ class TimedBatches:
 
     def _rows(self, sums: BatchSums, made: Assembly) -> list[RankColumns]:
         program, run, machine = made.program, self.step.run, self.machine
-        columns = Columns(made.kernels, len(sums), machine.hardware)
+        engine = self.how.serving_engine
+        routed = Routed.in_engine(run, self.step.model, engine)
+        columns = Columns(made.kernels, len(sums), machine.hardware, routed=routed)
         axes = dict(self.step.mesh.axes)
         names = [*axes]
         meshes = MeshColumns(
@@ -267,7 +272,7 @@ class TimedBatches:
             orders=AxisOrders.same(names, len(sums)) if "pp" in axes else None,
         )
         hosts = host_work(program, run, self.how, machine.hardware)
-        in_engine = InEngine(run, self.step.model, self.how.serving_engine, machine.hardware)
+        in_engine = InEngine(run, self.step.model, engine, machine.hardware)
         found: list[RankColumns] = []
         for nth, rank in enumerate(made.ranks):
             tasks = rank.of.tasks
@@ -290,3 +295,14 @@ class TimedBatches:
             kernels = [blocks[variant].tasks[n] for n in places]
             found[:, mine] = Columns(kernels, len(mine), self.machine.hardware).computed
         return found
+
+    def beside_prompts(self, variant: BlockVariant, place: int) -> DecodingBesidePrompts | None:
+        """How a kernel of attention computes requests that decode beside prompts."""
+        model, on = self.step.model, self.machine.hardware
+        if not takes_prompts_tiles(model, on):
+            return None
+        few = BatchSums.of_equal_requests(self.step.run, model, *(np.array([n]) for n in (1, 1, 1)))
+        blocks = self.lowered([variant], few, Cases(1))
+        shape = blocks[variant].tasks[place].shape
+        sizes = {} if shape is None else shape.sizes()
+        return beside_prompts({x: float(np.asarray(n).ravel()[0]) for x, n in sizes.items()}, on)

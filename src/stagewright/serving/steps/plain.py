@@ -111,10 +111,9 @@ class PlainTable:
         ]
         one = self.ranks[0]
         self.head = one.head
-        self.ways = (
-            one.ways if len(self.ranks) == 1 and not any(r.kind for r in self.reaches) else []
-        )
-        """Those of the only rank, where all terms are of attention to everything."""
+        sums = not any(r.kind for r in self.reaches) and not any(map(_in_tiles, self.terms))
+        self.ways = one.ways if len(self.ranks) == 1 and sums else []
+        """Those of the only rank, where terms are of attention to everything, and of sums alone."""
         self.quick: Seconds | None = None
         """The seconds of the only rank where its only term is attention to everything: one call."""
         if self.ways and len(self.terms) == 1 and isinstance(self.terms[0], Attention):
@@ -122,10 +121,28 @@ class PlainTable:
 
     def values(self, sums: BatchTotals) -> list[float]:
         """Seconds of each term."""
+        prompts = sums.requests - sums.decoding
+        if sums.decoding and prompts and any(map(_in_tiles, self.terms)):
+            return self._in_prompts_tiles(sums, prompts)
         return [
             term(sums.tokens, sums.requests, *self._of_reach(reach, sums))
             for term, reach in zip(self.terms, self.reaches, strict=True)
         ]
+
+    def _in_prompts_tiles(self, sums: BatchTotals, prompts: float) -> list[float]:
+        """Seconds of each term where prompts and requests that decode are one kernel."""
+        new = sums.decoding * self.new
+        own = sums.decoding_keys * self.new - new * (self.new - 1) / 2
+        tokens = sums.tokens - new
+        pairs, keys = max(sums.pairs - own, 1.0), sums.keys - sums.decoding_keys
+        found: list[float] = []
+        for term in self.terms:
+            seconds = term(tokens, prompts, pairs, keys)
+            beside = term.beside if isinstance(term, Attention) else None
+            if beside is not None:
+                seconds += beside(sums.decoding, sums.decoding_keys, tokens / prompts)
+            found.append(seconds)
+        return found
 
     def _of_reach(self, reach: Reach, sums: BatchTotals) -> tuple[float, float]:
         if not reach.kind:
@@ -151,6 +168,10 @@ class PlainTable:
     def messages(self, tokens: int) -> float:
         """Seconds of the messages between all pipeline ranks, and of tokens back to the first."""
         return sum(entry(rank.message, tokens) for rank in self.ranks)
+
+
+def _in_tiles(term: Term) -> bool:
+    return isinstance(term, Attention) and term.beside is not None
 
 
 def longest(ways: list[PlainWay], tokens: int, values: list[float]) -> float:

@@ -373,9 +373,10 @@ class _Terms:
             return State.of(lambda tokens, requests: alone(tokens, requests, tokens, tokens), 65536)
         if names <= {"keys", "requests"}:
             return self._over_keys(at)
-        return Attention.of(
+        found = Attention.of(
             lambda tokens, pairs, keys: alone(tokens, np.ones_like(tokens), pairs, keys), partly
         )
+        return replace(found, beside=self.of.beside_prompts(at.block.variant, at.place))
 
     def _over_keys(self, at: TermRow) -> OverKeys:
         """Products are timed with the others of their block, of which some are one kernel."""

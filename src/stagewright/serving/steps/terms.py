@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from stagewright.arrays import Float, Int
+from stagewright.time.roofline import DecodingBesidePrompts
 
 PER_OCTAVE = 8
 """Points of a surface for a doubling of a ratio."""
@@ -52,6 +53,8 @@ class Attention:
     """log2 of seconds without the launch over places, by octaves of `PAIRS` and `TOKENS`."""
     partly: float
     """Places of a request's last block that hold nothing, in the mean."""
+    beside: DecodingBesidePrompts | None = None
+    """How requests that decode are computed in one kernel with prompts; None: as alone."""
 
     @classmethod
     def of(cls, seconds: Callable[[Int, Int, Int], Float], partly: float) -> Attention:

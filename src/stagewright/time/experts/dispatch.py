@@ -26,7 +26,7 @@ from stagewright.arrays import Float
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
-from stagewright.time.collectives import TierUse, detour, tiers_used
+from stagewright.time.collectives import TierUse, collectives_seconds, detour, tiers_used
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, MessageSize, Placement
 
@@ -61,6 +61,8 @@ class Routed(NamedTuple):
     """Ranks that decode send by low-latency kernels."""
     hidden: bool = False
     """Kernels of another microbatch run beside a dispatch, and share multiprocessors with it."""
+    gathered: bool = False
+    """Every rank gathers the tokens of all, and results are summed and scattered."""
 
     @classmethod
     def of(cls, run: Run, model: ModelConfig, *, hidden: bool = False) -> Routed:
@@ -81,6 +83,18 @@ class Routed(NamedTuple):
             low_latency=run.mode == "decode",
             hidden=hidden,
         )
+
+    @classmethod
+    def in_engine(cls, run: Run, model: ModelConfig, engine: str | None) -> Routed | None:
+        """How an engine sends tokens between ranks of attention data parallelism; None: a copy for
+        each expert.
+
+        vLLM gathers them (`all2all_backend` of vllm/config/parallel.py, whose default is
+        `allgather_reducescatter`).
+        """
+        if run.mode == "train" or engine != "vllm" or run.dp == 1 or run.ep == 1:
+            return None
+        return cls(model.num_experts, model.top_k, gathered=True)
 
 
 def destinations(routed: Routed, parts: int) -> float:
@@ -129,6 +143,8 @@ def dispatches_seconds(
     """Seconds of dispatches of different sizes, as `dispatch_seconds` has one of them."""
     if group.ranks < 2:
         return np.zeros_like(local_bytes)
+    if routed.gathered:
+        return collectives_seconds("all_gather", local_bytes / routed.top_k, group, machine)
     uses = tiers_used(group, machine)
     links = machine.tiers[0]
     if routed.low_latency:

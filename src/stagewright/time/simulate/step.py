@@ -375,7 +375,10 @@ def executed(
     in_engine = InEngine(run, compiled.model, engine, machine.hardware)
     hidden = how.overlap_moe_expert_parallel_comm
     flex = how.moe_flex_dispatcher
-    routed = Routed.of(run, compiled.model, hidden=hidden) if flex else None
+    if flex:
+        routed = Routed.of(run, compiled.model, hidden=hidden)
+    else:
+        routed = Routed.in_engine(run, compiled.model, engine)
 
     def simulated(program: Program) -> Timeline:
         overlap = how.tp_comm_overlap
