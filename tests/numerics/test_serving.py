@@ -396,6 +396,7 @@ def test_the_command(capfd, tmp_path):
 
 
 ONE = ("--rate", "1", "--isl", "1", "--osl", "1")
+DRAFTS = (*ONE, "--num-speculative-tokens", "2", "--acceptance-length", "2")
 
 
 @pytest.mark.parametrize(
@@ -416,6 +417,10 @@ ONE = ("--rate", "1", "--isl", "1", "--osl", "1")
         ((*ONE, "--num-speculative-tokens", "2"), "give --acceptance-length (1 to 3)"),
         ((*ONE, "--num-speculative-tokens", "2", "--acceptance-length", "4"), "wanted 1 to 3"),
         ((*ONE, "--acceptance-rate", "0.5"), "give --num-speculative-tokens"),
+        ((*ONE, "--speculative-method", "mtp"), "without --num-speculative-tokens"),
+        ((*DRAFTS, "--speculative-method", "eagle3"), "needs --speculative-model"),
+        ((*DRAFTS, "--speculative-model", "gpt2"), "has the same tokens"),
+        ((*DRAFTS, "--speculative-method", "mtp", "--pp", "2"), "use pp=1"),
     ],
 )
 def test_bad_options_are_one_line(capfd, words, says):

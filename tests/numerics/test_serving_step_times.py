@@ -1,6 +1,8 @@
 """Steps of random batches from the tables of serving, beside each of them simulated alone."""
 
+import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +11,11 @@ from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
+from stagewright.serving.drafters import drafter_of
 from stagewright.serving.hosts import HostTimes
+from stagewright.serving.instances import drafted_times, kv_capacity
 from stagewright.serving.steps.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -81,6 +86,66 @@ def test_random_batches_take_as_long_as_simulated(settings):
         keys = sum(g.context_length + g.new_tokens for g in decoding)
         found = times.step(*sums(groups), len(decoding), keys)
         assert found == pytest.approx(wanted, rel=0.01), groups
+
+
+def eagle3(path):
+    """The config.json of a head for Llama-3.1-8B, as EAGLE-3's authors publish it."""
+    values = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_hidden_layers": 1, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "vocab_size": 128256, "draft_vocab_size": 32000,
+    }  # fmt: skip
+    path.write_text(json.dumps(values))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "eagle3",
+        pytest.param("mtp", marks=pytest.mark.slow),
+        pytest.param("draft_model", marks=pytest.mark.slow),
+    ],
+)
+def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
+    run = Run(mode="decode", model="llama3.1-8b", layers=2, num_speculative_tokens=3)
+    model = model_of(run.model).with_overrides(num_layers=2)
+    names = {"eagle3": eagle3(tmp_path / "config.json"), "draft_model": "llama3.2-1b"}
+    asked = EngineSection(speculative_method=method, speculative_model=names.get(method))
+    drafter = drafter_of(asked, run, model)
+    machine = Machine.of(resolve("h100-sxm"), gpus=1)
+    alone = step_times(run, model, machine, most_tokens=768, most_requests=16)
+    blocks, fewer = (kv_capacity(run, model, int(8e9), 768, of) for of in (None, drafter))
+    if drafter.head:  # of one layer, beside the two of the model
+        assert fewer.bytes_per_token == blocks.bytes_per_token * 3 / 2
+        assert fewer.blocks < blocks.blocks * 2 / 3
+    times = drafted_times(alone, drafter, machine)
+    # A step of prompts has the logits of one token of each request, as the first pass has.
+    prompts = drafter.run.model_copy(update={"mode": "prefill", "num_speculative_tokens": 0})
+    later = prompts.model_copy(update={"mode": "decode"})
+
+    def simulated(of, groups, model, launched=None):
+        how = Execution(launch_mode=launched)
+        return simulate(compile(batch_run(of, groups), model), machine, how).seconds
+
+    for groups, decoding in (
+        ([Group(1, 700, 4), Group(1, 90, 4), Group(3, 2000, 4)], 5),
+        ([Group(1, 300, 4), Group(1, 512, 700)], 1),
+    ):
+        more = [replace(g, new_tokens=g.new_tokens + drafter.more) for g in groups]
+        graph = "cuda_graph" if decoding == 5 else None
+        wanted = simulated(prompts, more, drafter.model, graph)
+        ends = [Group(g.count, g.context_length + g.new_tokens - 1, 1) for g in more]
+        wanted += 2 * simulated(later, ends, drafter.own)
+        keys = sum(g.count * (g.context_length + g.new_tokens) for g in groups[: 1 + decoding // 2])
+        whole = sums(groups)
+        found = times.drafts(*whole, decoding, keys)
+        assert found == pytest.approx(wanted, rel=0.01), groups
+        assert times.step(*whole, decoding, keys) == found + alone.step(*whole, decoding, keys)
+        if decoding == whole[3]:
+            assert times.line(decoding, keys)[0] == pytest.approx(times.decode(decoding, keys))
+            assert times.decode_once(decoding, keys) == pytest.approx(times.decode(decoding, keys))
 
 
 def test_runs_of_decode_steps_are_sums_of_steps():

@@ -16,8 +16,9 @@ from stagewright.run.requests import ranks_of_text
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.serving import OF_ONE_STEP, EngineSection, PoolSection
 from stagewright.run.settings import Run
+from stagewright.serving.drafters import drafter_of
 from stagewright.serving.engines.engine import Scheduler
-from stagewright.serving.instances import instance
+from stagewright.serving.instances import instance, with_drafter
 from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, Phases
 from stagewright.serving.pools.stages import PromptStages
 from stagewright.serving.requests import Workload
@@ -148,9 +149,10 @@ class Planned:
             refuse_others(engines)
         scheduler = chosen or scheduler_of(replace(engines, async_scheduling=ahead), limits)
         router_of(engines.router)
-        share = engines.gpu_memory_utilization
+        share, drafts = engines.gpu_memory_utilization, _drafts(engines)
         for of in alike:
             same = of.instance.run == run and of.instance.machine == machine
+            same = same and _drafts(of.engines) == drafts
             if same and of.limits == limits and of.engines.gpu_memory_utilization == share:
                 return Service(of.instance, engines, limits, scheduler)
         model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
@@ -165,7 +167,13 @@ class Planned:
             most_requests=limits.requests,
             gpu_memory_utilization=share,
         )
+        drafter, how = drafter_of(engines, run, model), self.experiment.execution
+        made = with_drafter(made, drafter, how, gpu_memory_utilization=share)
         return Service(made, engines, limits, scheduler)
+
+
+def _drafts(engines: EngineSection) -> tuple[str | None, str | None]:
+    return engines.speculative_method, engines.speculative_model
 
 
 def fleet_of(

@@ -18,6 +18,7 @@ from stagewright.blocks.ends import (
     tied,
 )
 from stagewright.blocks.families.diffusion import conditioned_layer, denoiser, noisy_patches
+from stagewright.blocks.families.drafts import EMBEDDED, draft_input
 from stagewright.blocks.families.encoder_decoder import (
     decoder_layer,
     encoder_end,
@@ -58,6 +59,7 @@ BLOCKS: dict[str, Make] = {
     "decoder_layer": decoder_layer,
     "final_norm": final_norm,
     "mtp": mtp,
+    "draft_input": lambda config, recipe, _: draft_input(config, recipe),
     "head": lambda config, recipe, what: (
         chained(config, recipe, what) if what.module else head(config, recipe)
     ),
@@ -115,6 +117,8 @@ def chain(config: ModelConfig) -> list[PlacedBlock]:
             *([PlacedBlock("classifier")] if config.vision.classes else []),
         ]
     begin, end = [PlacedBlock("embedding")], [PlacedBlock("head")]
+    if config.draft_head != "none":
+        begin.append(PlacedBlock("draft_input"))
     if config.mtp_num_layers:
         kind = config.layer(config.num_layers - 1)
         if kind.mixer == "index_shared":  # these layers have an indexer of their own
@@ -181,6 +185,8 @@ def live_ins(config: ModelConfig, block: str, layer: Layer) -> tuple[str, ...]:
         return tuple(mtp_name(k + 1) for k in range(config.mtp_num_layers))
     if block == "loss":
         return GROUP_LSE, GROUP_PICKED
+    if config.draft_head.startswith("eagle3") and block == "layer":
+        return (EMBEDDED,)
     if layer.mixer == "index_shared":
         return (CHOSEN,)
     return (ORIGINAL,) if layer.block else ()

@@ -9,6 +9,7 @@ from stagewright.algebra.size import Size
 from stagewright.blocks.attention import attention
 from stagewright.blocks.builder import Block, Builder, renamed, stream
 from stagewright.blocks.experts import experts
+from stagewright.blocks.families.drafts import beside_embedded
 from stagewright.blocks.families.shared import with_shared
 from stagewright.blocks.families.streams import read as read_streams
 from stagewright.blocks.families.streams import stream_dims
@@ -98,6 +99,8 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
         read, weights = read_streams(b, y, norm, scope)
         read = with_shared(b, read, what.block) if what.block and part is mixer else read
         h = read if place in ("post", "output") else b.norm(read, f"{norm}_norm", scope=scope)
+        if part is mixer and config.draft_head.startswith("eagle3"):
+            h = beside_embedded(b, h)
         mixture = norm == "mlp" and what.mlp == "dense+experts"
         out = _beside(b, read, h) if mixture else part(b, h)
         out = identity(out, "branch", scope=scope)

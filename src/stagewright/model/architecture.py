@@ -15,6 +15,7 @@ from stagewright.model.layers import (
     INDEXED,
     RECURRENCES,
     SIDE_BY_SIDE,
+    DraftHead,
     Layer,
     Module,
     OwnSizes,
@@ -204,7 +205,6 @@ class Architecture:
     """Heads of the indexer's queries; its key has one."""
     index_head_dim: Annotated[_HeadWidth, Needs("indexer")] = 0
     """Width of the indexer's queries and keys."""
-
     mtp_num_layers: Annotated[
         int,
         Count(0, 16),
@@ -212,6 +212,8 @@ class Architecture:
         Excludes("shared blocks", "own sizes", "several streams"),
     ] = 0
     """Layers that predict one more token each (multi-token prediction, arXiv 2412.19437)."""
+    draft_head: Annotated[DraftHead, Needs("token prediction"), Excludes("own sizes")] = "none"
+    """The model drafts tokens for another one, whose hidden states it reads."""
     tied_embeddings: bool = False
     """The output projection uses the embedding's matrix."""
     lm_head_bias: bool = False

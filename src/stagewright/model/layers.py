@@ -22,6 +22,8 @@ Attention = Literal[
 Recurrence = Literal["mamba", "mamba2", "lightning", "gated_delta", "kimi_delta"]
 SideBySide = Literal["global+mamba2"]
 FeedForward = Literal["dense", "experts", "dense+experts", "none"]
+DraftHead = Literal["none", "mtp", "eagle", "eagle3", "eagle3_own"]
+"""Heads that draft tokens of another model (`blocks.families.drafts`)."""
 ROUTED = frozenset({"experts", "dense+experts"})
 """The kinds of MLPs with experts; one has a dense MLP beside them."""
 ATTENTIONS = frozenset(get_args(Attention))

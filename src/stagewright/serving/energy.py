@@ -127,7 +127,8 @@ def _draws(of: Instance, engines: Iterable[Engine], context: int) -> _Draws:
     """What GPUs draw in steps of the sizes that engines had."""
     most = max((float(e.gaps.steps()[:, 3].max(initial=1.0)) for e in engines), default=1.0)
     sizes = np.unique(np.rint(np.geomspace(1, max(most, 1.0), BATCHES)).astype(int))
-    decode = [_watts(of, Group(n * of.replicas, context, 1)) for n in sizes.tolist()]
+    new = 1 + of.run.num_speculative_tokens
+    decode = [_watts(of, Group(n * of.replicas, context, new)) for n in sizes.tolist()]
     prompt = _watts(of, Group(of.replicas, 0, min(2048, max(context, 16))))
     hardware = of.machine.hardware
     idle = idle_watts(hardware) + hardware.node_overhead_w

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from stagewright.run.requests import allowance_of, loads, read_bytes
 from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.serving.drafters import Drafter
 from stagewright.serving.steps.batches import BatchSums
+from stagewright.serving.steps.drafted import DraftedTimes
 from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
 from stagewright.time.network import Machine
 
@@ -49,8 +52,10 @@ class Instance:
     """Not resolved, as the user gave it: prompts and decode resolve differently."""
     model: ModelConfig
     machine: Machine
-    times: StepTimes
+    times: StepTimes | DraftedTimes
     cache: KvCapacity
+    drafter: Drafter | None = None
+    """Who drafts tokens, where that takes time."""
 
     @property
     def gpus(self) -> int:
@@ -89,16 +94,109 @@ def instance(
             f"serve: {model.name} has an encoder, too: its steps have no table of times; "
             "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
         )
-    memory = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
-    cache = kv_capacity(run, model, int(memory * gpu_memory_utilization), most_tokens)
+    memory = _memory(run, machine, gpu_memory_utilization)
+    cache = kv_capacity(run, model, memory, most_tokens)
     times = step_times(
         run, model, machine, how, most_tokens=most_tokens, most_requests=most_requests
     )
     return Instance(run, model, machine, times, cache)
 
 
-def kv_capacity(run: Run, model: ModelConfig, memory: int, most_tokens: int) -> KvCapacity:
-    """The blocks that fit in so many bytes of each GPU, beside a step of `most_tokens`."""
+def _memory(run: Run, machine: Machine, share: float) -> int:
+    whole = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
+    return int(whole * share)
+
+
+def with_drafter(
+    of: Instance,
+    drafter: Drafter | None,
+    how: Execution | None = None,
+    *,
+    gpu_memory_utilization: float = 0.9,
+) -> Instance:
+    """The engine with the passes that draft behind each step; None: nobody drafts.
+
+    `how` and `gpu_memory_utilization` as in `instance`.
+    """
+    if drafter is None:
+        return of
+    assert isinstance(of.times, StepTimes)
+    memory = _memory(of.run, of.machine, gpu_memory_utilization)
+    cache = kv_capacity(of.run, of.model, memory, of.times.most_tokens, drafter)
+    times = drafted_times(of.times, drafter, of.machine, how)
+    return replace(of, times=times, cache=cache, drafter=drafter)
+
+
+def drafted_times(
+    times: StepTimes, drafter: Drafter, machine: Machine, how: Execution | None = None
+) -> DraftedTimes:
+    """The step times of a model with those of its drafter on the same machine."""
+    most = {"most_tokens": times.most_tokens, "most_requests": times.most_requests}
+    new = drafter.number + drafter.more
+    layout = drafter.run.model_copy(update={"num_speculative_tokens": new})
+    first = step_times(layout, drafter.model, machine, how, **most, logits=1)
+    alone = drafter.run.model_copy(update={"num_speculative_tokens": 0})
+    later = first if drafter.number == 1 else step_times(alone, drafter.own, machine, how, **most)
+    return DraftedTimes(times, first, later, drafter.number, drafter.more)
+
+
+def kv_capacity(
+    run: Run, model: ModelConfig, memory: int, most_tokens: int, drafter: Drafter | None = None
+) -> KvCapacity:
+    """The blocks that fit in so many bytes of each GPU, beside a step of `most_tokens`.
+
+    A block of a request's tokens is one of the model and one of what drafts for it (vLLM: one block
+    table, and a cache for the layers of both). A head uses the model's embedding and output
+    projection (`_maybe_share_embeddings` of vLLM's `llm_base_proposer.py`).
+    """
+    each = _held(run, model, most_tokens)
+    if drafter is not None:
+        shared = frozenset({"embedding", "head"} if drafter.head else ())
+        (drafts,) = _held(drafter.run, drafter.model, most_tokens, shared)
+        each = [held.beside(drafts) for held in each]
+    spare = max(allowance_of(run), ENGINE_BYTES)
+    blocks = [
+        (memory - of.parameters - of.activations - spare) // (of.block or of.request or 1)
+        for of in each
+    ]
+    if min(blocks) < 1:
+        raise UserError(
+            f"serve: {run.describe()}: weights and activations of {most_tokens} tokens leave no "
+            "room for a block of the cache; use more ranks (--tp), fewer tokens "
+            "(--max-num-batched-tokens), fewer bits or more memory (--gpu-memory-utilization)"
+        )
+    fixed = max(-(-of.request // of.block) if of.block else 1 for of in each)
+    token_bytes = sum(of.once for of in each)
+    return KvCapacity(run.kv_block_size, min(blocks), token_bytes, fixed)
+
+
+class RankBytes(NamedTuple):
+    """Bytes of a rank of a pipeline stage."""
+
+    parameters: int
+    activations: int
+    block: int
+    """Of a block of the cache."""
+    request: int
+    """Of a request, whatever its length."""
+    once: float
+    """Of a token in the cache, on all ranks of tp, without copies."""
+
+    def beside(self, other: RankBytes) -> RankBytes:
+        """Those of two models, whose steps follow each other."""
+        return RankBytes(
+            self.parameters + other.parameters,
+            max(self.activations, other.activations),
+            self.block + other.block,
+            self.request + other.request,
+            self.once + other.once,
+        )
+
+
+def _held(
+    run: Run, model: ModelConfig, most_tokens: int, shared: frozenset[str] = frozenset()
+) -> list[RankBytes]:
+    """What the ranks of each stage hold in a step of prompts, without `shared` blocks."""
     longest = most_tokens
     if model.position == "learned":
         longest = min(most_tokens, model.max_position_embeddings)
@@ -112,15 +210,17 @@ def kv_capacity(run: Run, model: ModelConfig, memory: int, most_tokens: int) -> 
     sums = BatchSums.of_equal_requests(prompts, model, count * one, 0 * one, longest * one)
     base = {name: int(column[0]) for name, column in sums.sizes(prompts, model).items()}
     kernels = {v: block.tasks for v, block in step.lower_blocks(base).items()}
-    memory_of = ServingMemory(step.stages, step.graphs, kernels, step.extent)
+    stages = [
+        [placed for placed in stage if placed[0].block not in shared] for stage in step.stages
+    ]
+    memory_of = ServingMemory(stages, step.graphs, kernels, step.extent)
     block = prompts.kv_block_size
+    ranks = prompts.tp / _copies(step, model)
 
     def held(rank: int, **changed: int) -> Mapping[str, int]:
         return memory_of.by_category(rank, [{**base, **changed}])
 
-    blocks: list[int] = []
-    token_bytes = 0.0
-    fixed = 0
+    found: list[RankBytes] = []
     local = [reach.kind for reach in model.reaches if reach.kind]
     for rank in range(prompts.pp):
         here = held(rank)
@@ -136,19 +236,13 @@ def kv_capacity(run: Run, model: ModelConfig, memory: int, most_tokens: int) -> 
         of_request -= held(rank, **nothing, requests=1)["kv_cache"]
         of_request += held(rank, **{**nothing, **seen})["kv_cache"]
         of_request -= held(rank, **nothing)["kv_cache"]
-        room = memory - here["parameters"] - here["activations"]
-        room -= max(allowance_of(run), ENGINE_BYTES)
-        blocks.append(room // (of_block or of_request or 1))
-        token_bytes += of_block / block
-        fixed = max(fixed, -(-of_request // of_block) if of_block else 1)
-    if min(blocks) < 1:
-        raise UserError(
-            f"serve: {run.describe()}: weights and activations of {most_tokens} tokens leave no "
-            "room for a block of the cache; use more ranks (--tp), fewer tokens "
-            "(--max-num-batched-tokens), fewer bits or more memory (--gpu-memory-utilization)"
-        )
-    shared = _copies(step, model)
-    return KvCapacity(block, min(blocks), token_bytes * prompts.tp / shared, fixed)
+        found.append(
+            RankBytes(
+                here["parameters"], here["activations"], of_block, of_request,
+                of_block / block * ranks,
+            )
+        )  # fmt: skip
+    return found
 
 
 def _kept(window: int, block: int) -> int:

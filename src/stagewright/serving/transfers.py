@@ -7,7 +7,7 @@ Decode ranks read from the prefill ranks that hold the keys and values of their 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -106,6 +106,20 @@ class KvTransfer:
             sum(pair.per_token for pair in pairs.values()),
             tuple(sorted(most)), machines, level,
         )  # fmt: skip
+
+    def beside(self, other: KvTransfer) -> KvTransfer:
+        """The caches of two models of the same request, sent as one between the same instances."""
+        links = {
+            _Pair(a.fixed + b.fixed, a.per_token + b.per_token)
+            for a in self.links
+            for b in other.links
+        }
+        return replace(
+            self,
+            fixed=self.fixed + other.fixed,
+            per_token=self.per_token + other.per_token,
+            links=tuple(sorted(links)),
+        )
 
     def bytes(self, tokens: int) -> int:
         """Bytes of a request with so many tokens in its cache, on all ranks."""

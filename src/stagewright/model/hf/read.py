@@ -15,6 +15,7 @@ limits of time steps), nor layers for multi-token prediction.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import NamedTuple, NoReturn, cast
@@ -77,6 +78,7 @@ def read(file: str, data: Json, as_family: str = "") -> Reading:
             like, fields = family.like, family.read(keys)
         except UserError as error:
             raise UserError(f"{error}; correct the key, or {WAYS_OUT}") from None
+        fields |= _draft_head(keys, names)
         unused = family.unused
         if family.remark:
             notes.append(f"{file}: {family.remark}")
@@ -85,6 +87,22 @@ def read(file: str, data: Json, as_family: str = "") -> Reading:
         keys.seen.update(parts)
         notes += _left_out(keys, "", parts)
     return Reading(like, fields, (*notes, *unread(keys, given, unused)))
+
+
+def _draft_head(c: Keys, names: list[str]) -> Fields:
+    """What a head that drafts for another model is besides: `LlamaForCausalLMEagle3`, for example.
+
+    Its logits may be of a smaller vocabulary (vllm-project/vllm
+    `vllm/model_executor/models/llama_eagle3.py`); the embedding is that of the other model.
+    """
+    kind = re.search(r"Eagle3?", names[0]) if names else None
+    if kind is None:
+        return {}
+    head = kind.group().lower()
+    fields: Fields = {"draft_head": head, "final_norm": head != "eagle"}
+    if c.get("draft_vocab_size") is not None:
+        fields["vocab_size"] = c.size("vocab_size", "draft_vocab_size")
+    return fields
 
 
 def _left_out(keys: Keys, part: str, others: list[str]) -> list[str]:

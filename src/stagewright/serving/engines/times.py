@@ -38,6 +38,37 @@ class BatchTimes(Protocol):
         ...
 
 
+class DecodeRuns:
+    """Runs of decode steps of the same requests, of whose times pieces are arithmetic series."""
+
+    def line(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """As `BatchTimes.line`."""
+        raise NotImplementedError
+
+    def decode_run(self, requests: int, keys: int, steps: int) -> float:
+        """Seconds of several decode steps of the same requests."""
+        total, left = 0.0, steps
+        while left > 0:
+            first, grows, alike = self.line(requests, keys)
+            count = min(left, alike)
+            total += series(first, grows, count)
+            keys += requests * count
+            left -= count
+        return total
+
+    def steps_within(self, requests: int, keys: int, seconds: float, most: int) -> int:
+        """The fewest decode steps that take at least so many seconds, or `most`."""
+        done, left = 0, seconds
+        while done < most and left > 0:
+            first, grows, alike = self.line(requests, keys)
+            count = min(most - done, alike)
+            whole = series(first, grows, count)
+            if whole >= left:
+                return done + terms_within(first, grows, left, count)
+            done, left, keys = done + count, left - whole, keys + requests * count
+        return done
+
+
 @dataclass(frozen=True, slots=True)
 class LinearTimes:
     """A step takes `base` seconds, and so many more for each token, request and cached key.

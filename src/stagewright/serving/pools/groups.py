@@ -237,7 +237,13 @@ def _transfers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[float
     def between(first: InstanceGroup, second: InstanceGroup) -> KvTransfer:
         one, two = first.service.instance, second.service.instance
         hardware = one.machine.hardware, two.machine.hardware
-        return KvTransfer.between(one.run, two.run, two.model, hardware)
+        found = KvTransfer.between(one.run, two.run, two.model, hardware)
+        drafts = one.drafter, two.drafter
+        if drafts[0] is None or drafts[1] is None:
+            return found
+        # vLLM's connectors send the caches of all layers, those of what drafts included.
+        layouts = drafts[0].run, drafts[1].run
+        return found.beside(KvTransfer.between(*layouts, drafts[1].model, hardware))
 
     @cache
     def of_groups(first: InstanceGroup, second: InstanceGroup, tokens: int) -> tuple[float, int]:

@@ -14,7 +14,8 @@ from stagewright.explore.answer.objectives import front
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.space.enumeration import Removed
 from stagewright.run.sections.serving import EngineSection
-from stagewright.serving.instances import Instance, instance
+from stagewright.serving.drafters import drafter_of
+from stagewright.serving.instances import Instance, instance, with_drafter
 from stagewright.serving.metrics import RequestLimits, Slo
 from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
@@ -122,6 +123,12 @@ class _LayoutSearch:
                 rows.execution(row),
                 most_tokens=limits.tokens,
                 most_requests=limits.requests,
+                gpu_memory_utilization=engines.gpu_memory_utilization,
+            )
+            made = with_drafter(
+                made,
+                drafter_of(engines, run, rows.model),
+                rows.execution(row),
                 gpu_memory_utilization=engines.gpu_memory_utilization,
             )
         except UserError as error:

@@ -52,11 +52,11 @@ Seconds = Callable[[int, int, int, int, int], float]
 """Of a step, by tokens, pairs, keys, requests and how many of these decode."""
 
 
-def with_attention(of: Attention, ways: list[PlainWay], head: list[float], drafts: int) -> Seconds:
+def with_attention(of: Attention, ways: list[PlainWay], head: list[float], logits: int) -> Seconds:
     """Seconds of the longest of some ways with attention, for as many tokens as the ways know.
 
     As `longest` and `Attention.__call__` have it, in a single function: the event loop calls it for
-    every step with prompts.
+    every step with prompts. `logits`: of a request that decodes.
     """
     by_count: dict[float, list[float]] = {}
     for seconds, counts in ways:
@@ -64,7 +64,7 @@ def with_attention(of: Attention, ways: list[PlainWay], head: list[float], draft
         by_count[counts[0]] = seconds if known is None else [*map(max, known, seconds)]
     (count, seconds), *others = by_count.items()
     table, least, partly = of.table, of.least, of.partly
-    rows, columns, known = ROWS - 1, COLUMNS - 1, len(head)
+    rows, columns, known, more = ROWS - 1, COLUMNS - 1, len(head), logits - 1
     first_row, first_column = PAIRS[0] * PER_OCTAVE, TOKENS[0] * PER_OCTAVE
 
     def step_seconds(tokens: int, pairs: int, keys: int, requests: int, decoding: int) -> float:
@@ -87,8 +87,8 @@ def with_attention(of: Attention, ways: list[PlainWay], head: list[float], draft
             way = other[tokens] + other_count * value
             if way > most:
                 most = way
-        logits = requests + decoding * drafts
-        return most + (head[logits] if logits < known else entry(head, logits))
+        sampled = requests + decoding * more
+        return most + (head[sampled] if sampled < known else entry(head, sampled))
 
     return step_seconds
 
@@ -96,11 +96,15 @@ def with_attention(of: Attention, ways: list[PlainWay], head: list[float], draft
 class PlainTable:
     """The table of a step as plain numbers."""
 
-    def __init__(self, of: StepTable, drafts: int) -> None:
-        """Each decoding request has one token and so many `drafts` in a step."""
+    def __init__(self, of: StepTable, drafts: int, logits: int | None = None) -> None:
+        """Each decoding request has one token and so many `drafts` in a step.
+
+        `logits` of such a request are computed; None: those of all its tokens.
+        """
         self.terms: list[Term] = [term for term, _ in of.terms]
         self.reaches: list[Reach] = [reach for _, reach in of.terms]
         self.new = 1 + drafts
+        self.logits = self.new if logits is None else logits
         self.ranks = [
             PlainRank(
                 [PlainWay(way.seconds.tolist(), way.counts) for way in rank.ways],
@@ -117,7 +121,7 @@ class PlainTable:
         self.quick: Seconds | None = None
         """The seconds of the only rank where its only term is attention to everything: one call."""
         if self.ways and len(self.terms) == 1 and isinstance(self.terms[0], Attention):
-            self.quick = with_attention(self.terms[0], self.ways, self.head, drafts)
+            self.quick = with_attention(self.terms[0], self.ways, self.head, self.logits)
 
     def values(self, sums: BatchTotals) -> list[float]:
         """Seconds of each term."""

@@ -19,7 +19,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.engines.times import series, terms_within
+from stagewright.serving.engines.times import DecodeRuns
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.steps.batches import BatchSums, TimedBatches
 from stagewright.serving.steps.means import mean_sums
@@ -57,7 +57,7 @@ def batch_run(run: Run, groups: Sequence[Group]) -> Run:
 
 
 @dataclass(eq=False)
-class StepTimes:
+class StepTimes(DecodeRuns):
     """Seconds of the steps of one replica; with a pipeline, of all its batches together."""
 
     most_tokens: int
@@ -119,29 +119,6 @@ class StepTimes:
         steps = -int((keys - edges[n]) // requests) if n < len(edges) else 1 << 60
         return at_none[n] + slope * keys, slope * requests, steps
 
-    def decode_run(self, requests: int, keys: int, steps: int) -> float:
-        """Seconds of several decode steps of the same requests."""
-        total, left = 0.0, steps
-        while left > 0:
-            first, grows, alike = self.line(requests, keys)
-            count = min(left, alike)
-            total += series(first, grows, count)
-            keys += requests * count
-            left -= count
-        return total
-
-    def steps_within(self, requests: int, keys: int, seconds: float, most: int) -> int:
-        """The fewest decode steps that take at least so many seconds, or `most`."""
-        done, left = 0, seconds
-        while done < most and left > 0:
-            first, grows, alike = self.line(requests, keys)
-            count = min(most - done, alike)
-            whole = series(first, grows, count)
-            if whole >= left:
-                return done + terms_within(first, grows, left, count)
-            done, left, keys = done + count, left - whole, keys + requests * count
-        return done
-
     def step(
         self,
         tokens: int,
@@ -182,7 +159,7 @@ class StepTimes:
         steps = self._beside if decoding else self._prompts if keys > tokens else self._fresh
         if steps is None:
             return self._one_after_the_other(tokens, pairs, keys, requests, decoding, decoding_keys)
-        logits = requests + decoding * (steps.new - 1)
+        logits = requests + decoding * (steps.logits - 1)
         if steps.ways:
             values = [term(tokens, requests, pairs, keys) for term in steps.terms]
             found = longest(steps.ways, tokens, values) + entry(steps.head, logits)
@@ -229,8 +206,9 @@ class StepTimes:
             max(sums.pairs - part.pairs * (batches - 1), 1.0),
             sums.keys - sums.decoding_keys * rest, part.decoding, part.decoding_keys,
         )  # fmt: skip
-        few = steps.ranks_seconds(part, max(1, round(new / batches)))
-        much = steps.ranks_seconds(full, max(1, prompts + round(new / batches)))
+        rows = round(sums.decoding * steps.logits / batches)
+        few = steps.ranks_seconds(part, max(1, rows))
+        much = steps.ranks_seconds(full, max(1, prompts + rows))
         through = sum(much) + steps.messages(int(full.tokens))
         return max(through, *(a + (batches - 1) * b for a, b in zip(much, few, strict=True)))
 
@@ -281,8 +259,8 @@ class StepTimes:
 
         def base(rank: PlainRank, way: PlainWay, many: int) -> float:
             launches = sum(n * x for n, x in zip(way.counts, least, strict=True))
-            tokens = many * steps.new
-            return entry(way.seconds, tokens) + entry(rank.head, tokens) + launches
+            head = entry(rank.head, many * steps.logits)
+            return entry(way.seconds, many * steps.new) + head + launches
 
         found = [
             (sum(n * base(rank, way, many) for many, n in sizes if n),
@@ -308,12 +286,14 @@ def step_times(
     *,
     most_tokens: int = 8192,
     most_requests: int = 1024,
+    logits: int | None = None,
 ) -> StepTimes:
     """The step times of a layout on a machine of as many GPUs.
 
     `run` is not resolved: what it leaves open is as in steps of decode or of prompts. Numbers
-    beyond `most_tokens` in a step and `most_requests` go on as at the end of the tables. Raises
-    UserError where the run cannot be had, or its steps have no table.
+    beyond `most_tokens` in a step and `most_requests` go on as at the end of the tables. So many
+    `logits` of a request that decodes are computed; None: those of its next token and its drafts.
+    Raises UserError where the run cannot be had, or its steps have no table.
     """
     how = how or Execution()
     run = run.model_copy(update={"max_model_len": None})  # lengths of tables are not of requests
@@ -326,7 +306,7 @@ def step_times(
         of = batch_run(run, [Group(many, g.context_length, g.new_tokens) for g in groups])
         timed = TimedBatches.of(of.resolved(model), model, machine, how)
         made = table(timed, tokens, most_requests * (1 + drafts), known)
-        return PlainTable(made, drafts), made
+        return PlainTable(made, drafts, logits if drafts else None), made
 
     drafts, latent = run.num_speculative_tokens, bool(model.kv_lora_rank)
     half = min(1024, (model.max_position_embeddings - new) // 2)  # of learned positions

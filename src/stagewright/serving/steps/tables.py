@@ -169,8 +169,12 @@ def _blocks_of(rank: RankColumns, kept: Sequence[KeptBlock]) -> Int:
     message = (rank.tasks.kind == TaskKind.SEND) | (rank.tasks.kind == TaskKind.RECV)
     layer = rank.tasks.layer.astype(np.int64)
     own = np.flatnonzero(~message)
+    # Blocks that are no layers may be neighbours: the names of their rows begin with their labels.
+    labels = [text.split(".", 1)[0] for text in rank.tasks.names]
+    first = np.array([labels.index(label) for label in labels])[rank.tasks.name]
+    which = np.where(layer < 0, -1 - first, layer)
     number = np.zeros(len(layer), dtype=np.int64)
-    number[own] = np.cumsum(np.diff(layer[own], prepend=layer[own[0]]) != 0)
+    number[own] = np.cumsum(np.diff(which[own], prepend=which[own[0]]) != 0)
     assert number.max() + 1 == len(kept), "blocks and rows differ"
     return np.where(message, -1, number)
 

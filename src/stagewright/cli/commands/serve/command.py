@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.api.served import Serving
+    from stagewright.serving.service import Service
     from stagewright.texttable import Table
 
 
@@ -124,6 +125,7 @@ def _notes(of: Serving) -> list[str]:
     if found.shortened:
         most = of.service.max_model_len
         notes.append(f"{plural(found.shortened, 'output', 'outputs')} cut at max_model_len {most}")
+    notes += _about_drafts(of.service)
     if of.outcome.stopped:
         notes.append(
             f"stopped: {found.unfinished} requests were not done; the numbers are of the others, "
@@ -134,6 +136,16 @@ def _notes(of: Serving) -> list[str]:
             f"{found.unfinished} requests were never done: the scheduler left them waiting"
         )
     return notes
+
+
+def _about_drafts(of: Service) -> list[str]:
+    """What is assumed of those who draft."""
+    model, drafter = of.instance.model, of.instance.drafter
+    if of.engines.speculative_method == "mtp":
+        return [f"drafts come from a layer like the last one of {model.name}, used for each draft"]
+    if of.drafts is None or drafter is not None or of.engines.speculative_method == "ngram":
+        return []
+    return ["drafts take no time; --speculative-method says who drafts"]
 
 
 def report(of: Serving, compared: Table | None, out: Console) -> None:

@@ -84,6 +84,16 @@ class EngineSection:
     )
     """vLLM does so since 0.14, but with pipelines (release notes of v0.14.0); so do SGLang
     (`disable_overlap_schedule`) and TensorRT-LLM (`disable_overlap_scheduler`) by default."""
+    speculative_method: Literal["ngram", "mtp", "eagle", "eagle3", "draft_model"] | None = setting(
+        None,
+        "Speculative decoding: who drafts, as in vLLM's speculative-config.",
+        unset="drafts take no time",
+    )
+    speculative_model: Text | None = setting(
+        None,
+        "Speculative decoding: the model or head that drafts, by name or config.json.",
+        metavar="MODEL",
+    )
     acceptance_length: Positive | None = setting(
         None, "Speculative decoding: tokens that a step gives a request, in the mean."
     )
