@@ -197,7 +197,8 @@ class Peaks:
             for of in ranks[0].stages:
                 kinds = tuple(template.kind_of.stage(s) for s in of)
                 if kinds not in stages:
-                    stages[kinds] = _by_layers(template, [rank.held_at(of) for rank in ranks])
+                    held = [rank.held_at(of) for rank in ranks]
+                    stages[kinds] = _by_layers(template, kinds, held)
         return cls(stages, np.full(tuples, allowance))
 
     @classmethod
@@ -265,12 +266,18 @@ class Peaks:
 
 
 def _by_layers(
-    template: StructureTemplate, held: Sequence[Mapping[tuple[str, Spot], Float]]
+    template: StructureTemplate,
+    kinds: tuple[int, ...],
+    held: Sequence[Mapping[tuple[str, Spot], Float]],
 ) -> StageMemory:
-    """What a stage holds in each program of a template, as a function of its layers."""
+    """What stages hold in each program of a template, as a function of their layers."""
     base, others = held[0], held[1:]
     more = others[: len(template.more)]
-    few = dict(zip(template.few, others[len(more) :], strict=True))
+    few = {
+        layers: alone
+        for layers, alone in zip(template.few, others[len(more) :], strict=True)
+        if template.stands_for(layers, kinds)
+    }
     none = np.full_like(next(iter(base.values())), _NO_SUCH_MOMENT)
     return {
         at: ByLayers(

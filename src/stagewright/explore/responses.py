@@ -216,7 +216,11 @@ def responses(
     actions = {
         key: replace(
             _linear(each, [other[0][key] for other in more], axes, of.layers),
-            few={layers: _rows(played[key], axes) for layers, (played, _) in alone.items()},
+            few={
+                layers: _rows(played[key], axes)
+                for layers, (played, _) in alone.items()
+                if of.stands_for(layers, (stage for stage, _ in key[0]))
+            },
         )
         for key, each in base[0].items()
     }

@@ -8,7 +8,7 @@ three ranks, or one where the model is not split, and a schedule of the same sha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -62,10 +62,19 @@ class Parts:
         found = [[sum(v == one for v, _ in stage) for stage in stages] for one in self.layers]
         return np.array(found, dtype=np.int64)
 
-    def stages(self, count: int, layers: Sequence[int]) -> list[list[PlacedVariant]]:
-        """The stages of a template, with so many layers of each variant on each."""
-        each = [v for v, n in zip(self.layers, layers, strict=True) for _ in range(n)]
-        found = [[(v, s * len(each) + n) for n, v in enumerate(each)] for s in range(count)]
+    def stages(
+        self, count: int, layers: Sequence[int], least: Sequence[int]
+    ) -> list[list[PlacedVariant]]:
+        """The stages of a template, with so many layers of each variant on each.
+
+        A stage between others is never empty: without layers it has the `least`.
+        """
+        found: list[list[PlacedVariant]] = []
+        for stage in range(count):
+            own = layers if any(layers) or stage in (0, count - 1) else least
+            each = [v for v, n in zip(self.layers, own, strict=True) for _ in range(n)]
+            begin = sum(map(len, found))
+            found.append([(v, begin + n) for n, v in enumerate(each)])
         return [[*self.before, *found[0]], *found[1:]]
 
 
@@ -83,7 +92,8 @@ class StructureTemplate:
     layers: tuple[int, ...]
     """Of each variant on each stage of the base."""
     few: Mapping[tuple[int, ...], Assembly]
-    """With fewer layers of some variant on each stage, by the layers of each (`Kind.few`)."""
+    """With fewer layers of some variant on each stage, by the layers of each (`Kind.few`). Those
+    without layers say nothing of stages between others."""
 
     blocks: tuple[LoweredBlock, ...]
     """By variant of layers."""
@@ -91,6 +101,10 @@ class StructureTemplate:
     def number_of(self, block: LoweredBlock) -> int:
         """The number of the variant that a block of a layer has."""
         return next(nth for nth, own in enumerate(self.blocks) if own is block)
+
+    def stands_for(self, few: tuple[int, ...], kinds: Iterable[int]) -> bool:
+        """Whether stages of these kinds are those of the program of `few`."""
+        return any(few) or all(kind in (FIRST, LAST) for kind in kinds)
 
     @property
     def assemblies(self) -> tuple[Assembly, ...]:
@@ -246,7 +260,7 @@ def template(
     mesh, _ = parallelization(run, step.model, mirrored=mirrored(order))
 
     def assembly(layers: Sequence[int]) -> Assembly:
-        placed = of.parts.stages(stages, layers)
+        placed = of.parts.stages(stages, layers, of.layers)
         placed[-1] += of.parts.after
         habits = Habits.of(run, order)
         small = replace(step, run=run, order=order, mesh=mesh, stages=placed, habits=habits)
