@@ -6,7 +6,7 @@ import pytest
 from effort import times
 from stagewright.explore.answer import promising
 from stagewright.explore.answer.search import Wanted, search
-from stagewright.explore.bounding.bounds import bounds
+from stagewright.explore.bounding.bounds import bounds, rough_bounds
 from stagewright.explore.evaluate import evaluate
 from stagewright.explore.lots import in_lots
 from stagewright.explore.space.defaults import default_axes
@@ -51,12 +51,14 @@ def test_no_candidate_takes_less_than_its_bounds(model, axes, settings):
     rows = space(model, axes=axes, **settings)
     draw = np.random.default_rng(0).permutation(len(rows))
     rows = rows.take(np.sort(draw[: times(2)]))
-    figures, least = evaluate(rows).figures, bounds(rows)
+    figures, least, rough = evaluate(rows).figures, bounds(rows), rough_bounds(rows)
     seen = ~np.isnan(figures.seconds)
     assert seen.any()
     assert (least.seconds <= figures.seconds)[seen].all()
     assert (least.bytes <= figures.peak)[seen].all()
     assert np.median((least.seconds / figures.seconds)[seen]) > 0.5
+    assert (rough.seconds <= least.seconds).all()
+    assert (rough.bytes <= least.bytes).all()
 
 
 @pytest.mark.numerics

@@ -2,20 +2,22 @@
 
 Seconds and bytes that candidates take at least (`explore.bounding`) cost little. The candidates
 with the lowest bounds are evaluated first; then those whose bounds are not above the best so far.
-What is left cannot be among the best in columns, and the answer is the one of evaluating all.
+Rough bounds are refined where they are not above it, before anything is evaluated for them. What
+is left cannot be among the best in columns, and the answer is the one of evaluating all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
-from stagewright.explore.answer.bounds import lower_bounds
-from stagewright.explore.bounding.bounds import bounds
+from stagewright.explore.bounding.bounds import CandidateBounds, bounds, rough_bounds
+from stagewright.explore.bounding.relaxed import kinds_of_relaxed
+from stagewright.explore.bounding.roofline import lower_bounds
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import unknown
@@ -34,6 +36,8 @@ FEW = 256
 _AHEAD, _FURTHER = 1.02, 1.08
 """The best in columns are usually within so much of the lowest bounds; and how much further to look
 while too few of those that were promising fit."""
+_NEAR = 1.2
+"""How much further bounds are refined while it is not known what is among the best."""
 
 
 class Bounded(NamedTuple):
@@ -64,21 +68,16 @@ def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bo
     """
     if len(rows) <= FEW or rows.base.run.mode != "train":
         return Promising(np.arange(len(rows)), evaluate(rows), None)
-    tokens = step_tokens(rows)
-    least = bounds(rows)
-    seconds = np.maximum(least.seconds, lower_bounds(rows))
-    fits = any_memory | (least.bytes <= MARGIN * least.device_memory)
+    least = _LeastTimes.of(rows, any_memory=any_memory)
     known = _EvaluatedSoFar(rows, evaluate)
-    per_token = seconds / tokens
-    for limit in _limits(known, per_token, tokens, fits, best, any_memory=any_memory):
-        known.add(np.flatnonzero(fits & ~known.done & (per_token <= limit)))
+    _evaluate_best(least, known, best)
     if known.stopped:
         known.leave(np.flatnonzero(~known.done))
     kept = np.flatnonzero(known.done)
-    reasons = (SLOWER, fits), (TOO_LARGE, ~fits)
-    rest = [Bounded(why, per_token[~known.done & of]) for why, of in reasons]
+    reasons = (SLOWER, least.fits), (TOO_LARGE, ~least.fits)
+    rest = [Bounded(why, least.per_token[~known.done & of]) for why, of in reasons]
     bounded = [of for of in rest if len(of.per_token)]
-    return Promising(kept, known.evaluated(), seconds[kept], bounded)
+    return Promising(kept, known.evaluated(), least.seconds[kept], bounded)
 
 
 def step_tokens(rows: Candidates) -> Float:
@@ -89,35 +88,70 @@ def step_tokens(rows: Candidates) -> Float:
     return (rows.numbers("global_batch_size") * np.maximum(lengths, 1)).astype(np.float64)
 
 
-def _limits(
-    known: _EvaluatedSoFar,
-    per_token: Float,
-    tokens: Float,
-    fits: Bool,
-    best: int,
-    *,
-    any_memory: bool,
-) -> Iterator[float]:
-    """Bounds up to which candidates are evaluated, one after another, until the best are known."""
-    order = np.sort(per_token[fits])
-    if not len(order):
-        return
-    wanted = min(best, len(order) - 1)
-    limit, further = _AHEAD * float(order[wanted]), _FURTHER
-    while True:
-        yield limit
-        if known.stopped:
-            return
-        seen = known.times(any_memory=any_memory) / tokens[known.rows_done]
-        seen = np.sort(seen[~np.isnan(seen)])
-        worst = float(seen[best]) if len(seen) > best else np.inf
-        rest = per_token[fits & ~known.done]
-        rest = rest[rest <= worst]
-        if not len(rest):
-            return
-        # The best of few may be far from the best of all: a step further may show better ones.
-        limit = min(worst, max(further * limit, float(rest.min())))
-        further = further**2
+@dataclass(slots=True, eq=False)
+class _LeastTimes:
+    """The bounds of all candidates, as they are known so far: [candidates] each."""
+
+    rows: Candidates
+    tokens: Float
+    seconds: Float
+    per_token: Float
+    fits: Bool
+    """Whether the candidate may fit into memory, or need not."""
+    rough: Bool
+    any_memory: bool
+
+    @classmethod
+    def of(cls, rows: Candidates, *, any_memory: bool) -> Self:
+        """Those that cost least."""
+        least, tokens = rough_bounds(rows), step_tokens(rows)
+        seconds = np.maximum(least.seconds, lower_bounds(rows))
+        fits = any_memory | _may_fit(least)
+        return cls(rows, tokens, seconds, seconds / tokens, fits, least.rough, any_memory)
+
+    def lowest(self, best: int) -> float:
+        """The highest of so many of the lowest bounds per token, and of one more."""
+        every = self.per_token[self.fits]
+        place = min(best, len(every) - 1)
+        return float(np.partition(every, place)[place])
+
+    def refine(self, some: Bool, near: float) -> None:
+        """The bounds of some candidates alone, and of those up to `near` that share their graphs:
+        these cost little more, and may be asked for next."""
+        kind = kinds_of_relaxed(self.rows)
+        alike = np.isin(kind, np.unique(kind[some])) & (self.per_token <= near)
+        at = np.flatnonzero(some | (alike & self.fits & self.rough))
+        least = bounds(self.rows.take(at))
+        self.seconds[at] = np.maximum(least.seconds, self.seconds[at])
+        self.per_token[at] = self.seconds[at] / self.tokens[at]
+        self.fits[at] = self.any_memory | _may_fit(least)
+        self.rough[at] = False
+
+
+def _may_fit(least: CandidateBounds) -> Bool:
+    return least.bytes <= MARGIN * least.device_memory
+
+
+def _evaluate_best(least: _LeastTimes, known: _EvaluatedSoFar, best: int) -> None:
+    """Evaluate candidates, those with the lowest bounds first, until the best are known."""
+    ahead, further, worst = _AHEAD, _FURTHER, np.inf
+    while least.fits.any() and not known.stopped:
+        lowest = least.lowest(best)
+        limit = min(worst, ahead * lowest)
+        reached = least.fits & ~known.done & (least.per_token <= limit)
+        if (reached & least.rough).any():
+            least.refine(reached & least.rough, limit if np.isfinite(worst) else _NEAR * limit)
+        elif reached.any():
+            known.add(np.flatnonzero(reached))
+            worst = known.worst_of(best, least.tokens, any_memory=least.any_memory)
+        else:
+            rest = least.per_token[least.fits & ~known.done]
+            rest = rest[rest <= worst]
+            if not len(rest):
+                return
+            # The best of few may be far from the best of all: a step further may show better ones.
+            ahead = max(further * ahead, float(rest.min()) / lowest)
+            further = further**2
 
 
 @dataclass(slots=True, eq=False)
@@ -150,7 +184,15 @@ class _EvaluatedSoFar:
         every = [of.figures for _, of in self.parts]
         fits = [any_memory | (of.peak <= MARGIN * of.device_memory) for of in every]
         pairs = zip(every, fits, strict=True)
-        return np.concatenate([np.where(fit, of.seconds, np.nan) for of, fit in pairs])
+        return np.concatenate(
+            [np.zeros(0), *(np.where(fit, of.seconds, np.nan) for of, fit in pairs)]
+        )
+
+    def worst_of(self, best: int, tokens: Float, *, any_memory: bool) -> float:
+        """The time per token of the last of so many of the best; infinite while there are fewer."""
+        seen = self.times(any_memory=any_memory) / tokens[self.rows_done]
+        seen = np.sort(seen[~np.isnan(seen)])
+        return float(seen[best]) if len(seen) > best else np.inf
 
     def leave(self, at: Int) -> None:
         """Ctrl-C has left out the rest."""

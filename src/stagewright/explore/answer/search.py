@@ -18,7 +18,6 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.answer import objectives
-from stagewright.explore.answer.bounds import lower_bounds
 from stagewright.explore.answer.promising import (
     MARGIN,
     SLOWER,
@@ -28,6 +27,7 @@ from stagewright.explore.answer.promising import (
     promising,
     step_tokens,
 )
+from stagewright.explore.bounding.roofline import lower_bounds
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import Heard, exact, unknown

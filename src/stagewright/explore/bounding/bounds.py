@@ -20,6 +20,12 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.explore.actions import GPU, HOST, MESSAGE, Response
+from stagewright.explore.bounding.recomputed import (
+    Recomputed,
+    least_recomputed,
+    recomputes,
+    without_recomputation,
+)
 from stagewright.explore.bounding.relaxed import relaxed, without_extras
 from stagewright.explore.bounding.zero import Moved, ShardedStates
 from stagewright.explore.candidates import HARDWARE, Candidates, Distinct
@@ -48,6 +54,8 @@ _ELSEWHERE = ("sequence_parallel", "cp_comm_type", "dp_shard", "order", "zero")
 """Settings that do not decide which block is on which stage, once ZeRO is off."""
 _SPLIT = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """Categories of memory by the first ZeRO stage that splits them."""
+_RECOMPUTED = ("activations", "communication", "workspace")
+"""Categories of memory in which candidates that compute something again may hold less."""
 _ADDED = 3 * 2
 """The most bytes that adding a gradient moves, for each byte of its weight."""
 _ROUNDING = 1 - 1e-9
@@ -63,14 +71,28 @@ class CandidateBounds(NamedTuple):
     """Of the fullest rank; 0 where nothing is known."""
     device_memory: Int
     """Bytes that a rank may use."""
+    rough: Bool
+    """Whether the bounds of the candidate alone may be higher."""
 
 
 def bounds(candidates: Candidates) -> CandidateBounds:
     """The bounds of all candidates of a training step."""
+    return _found(candidates, rough=False)
+
+
+def rough_bounds(candidates: Candidates) -> CandidateBounds:
+    """As `bounds`, at less cost: candidates that compute something again share the bounds of those
+    that do not (`bounding.recomputed`); of their bytes only weights, gradients and optimizer states
+    count."""
+    return _found(candidates, rough=True)
+
+
+def _found(candidates: Candidates, *, rough: bool) -> CandidateBounds:
     zero = np.zeros(len(candidates))
-    found = CandidateBounds(zero, zero.copy(), _device_memory(candidates))
+    shared = recomputes(candidates) & rough
+    found = CandidateBounds(zero, zero.copy(), _device_memory(candidates), shared)
     if candidates.base.run.mode == "train" and len(candidates):
-        _Relaxation(candidates).bound(found)
+        _Relaxation(candidates, rough=rough).bound(found)
     return found
 
 
@@ -138,9 +160,14 @@ class _SharedFigures:
 class _Relaxation:
     """Candidates (rows), and those that they relax to."""
 
-    def __init__(self, candidates: Candidates) -> None:
+    def __init__(self, candidates: Candidates, *, rough: bool) -> None:
         self.on_host = candidates.column("optimizer_cpu_offload").is_one_of(True)
         self.rows = without_extras(candidates)
+        self.rough = recomputes(candidates) & rough
+        self.recomputed: Recomputed | None = None
+        if self.rough.any():
+            self.recomputed = least_recomputed(candidates)
+            self.rows = without_recomputation(self.rows)
         # Of millions of rows: four bytes for each.
         self.machines = machines_of(self.rows).astype(np.int32)
         self.microbatches = microbatches_of(self.rows).astype(np.int32)
@@ -165,9 +192,10 @@ class _Relaxation:
             figures = TemplateFigures.concatenated(shared.parts)
             for shape, members in shared.members.items():
                 every, of_rows = (np.concatenate(each) for each in zip(*members, strict=True))
-                numbers = self.microbatches, self.zero, self.states.of, self.on_host
-                read = every, *(number[of_rows] for number in numbers)
-                distinct = _distinct(read)
+                numbers = [self.microbatches, self.zero, self.states.of, self.on_host]
+                if self.recomputed is not None:
+                    numbers.append(self.recomputed.kind)
+                distinct = _distinct((every, *(number[of_rows] for number in numbers)))
                 tuples, rows = every[distinct.first], of_rows[distinct.first]
                 layers = np.array(shape.layers, dtype=np.int64)
                 weights = _weights(figures.peaks, layers, tuples)
@@ -285,15 +313,17 @@ class _Relaxation:
             return known[key]
 
         microbatches = self.microbatches[rows]
+        again = 0.0 if self.recomputed is None else self.recomputed.seconds[rows]
         if shape.schedule not in IN_TURN:
             every = [action(s, letter).busy for s in range(stages) for letter in "FB"]
             adding = self.alone[rows] * self._adding(rows, weights.sum(axis=0))
-            return microbatches * (sum(every) - adding) / pp
+            return microbatches * (sum(every) + again * layers.sum() - adding) / pp
         moved = self._moved(shape, rows, weights)
         best, filled, drained = (np.zeros(len(rows)) for _ in range(3))
         for rank in range(pp):
             own = range(rank, stages, pp)
             work = sum(action(s, letter).whole for s in own for letter in "FB")
+            work = work + again * layers[:, own].sum()
             work = work - self.alone[rows] * self._adding(rows, weights[own].sum(axis=0))
             hosts = sum(action(s, letter).launched for s in own for letter in "FB")
             first, last = action(rank, "F"), action(rank, "B")
@@ -330,7 +360,7 @@ class _Relaxation:
     def _held(self, shape: PipelineShape, tuples: Int, rows: Int) -> Distinct:
         """The candidates of one pipeline that differ in what they hold."""
         counts = np.minimum(self.microbatches[rows], 2 * shape.pp)
-        numbers = self.zero[rows], self.shards[rows], self.on_host[rows]
+        numbers = self.zero[rows], self.shards[rows], self.on_host[rows], self.rough[rows]
         return _distinct((tuples, counts, *numbers))
 
     def _bytes(self, shape: PipelineShape, peaks: Peaks, tuples: Int, rows: Int) -> Float:
@@ -342,6 +372,8 @@ class _Relaxation:
         scale[CATEGORIES.index("optimizer"), self.on_host[rows]] = 0.0
         scale[CATEGORIES.index("gathered_parameters"), self.zero[rows] > 0] = 0.0
         scale[CATEGORIES.index("gradients"), self.microbatches[rows] == 1] = 0.0
+        for name in _RECOMPUTED:
+            scale[CATEGORIES.index(name), self.rough[rows]] = 0.0
         if shape.schedule not in IN_TURN:
             return np.zeros(len(rows))
         own = shape.schedule, shape.pp, shape.vpp

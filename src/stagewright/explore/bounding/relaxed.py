@@ -15,7 +15,8 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
-from stagewright.explore.structures import ORDER
+from stagewright.explore.structures import ORDER, apart_from_graphs
+from stagewright.run.sections import SETTINGS
 
 _WITHOUT = {
     "overlap_param_gather": False,
@@ -37,6 +38,16 @@ def without_extras(rows: Candidates) -> Candidates:
     without = {name: Column.constant(off, len(rows)) for name, off in _WITHOUT.items()}
     overlaps = _mapped(rows.column("no_overlap"), lambda axes: frozenset(axes) - {"dp"})
     return replace(rows, columns={**rows.columns, **without, "no_overlap": overlaps})
+
+
+def kinds_of_relaxed(rows: Candidates) -> Int:
+    """Numbers of candidates: equal where the candidates that they relax to have the same graphs,
+    but for what the code that makes graphs asks of numbers beside whether a degree is 1."""
+    apart = {*apart_from_graphs(rows.model), *_WITHOUT, "zero", "dp_shard", "no_overlap"}
+    found = rows.distinct(*(n for n in rows.columns if n in SETTINGS and n not in apart)).of
+    for degree in ("tp", "cp", "ep", "etp"):
+        found = 2 * found + (rows.numbers(degree) > 1)
+    return found
 
 
 def relaxed(rows: Candidates) -> Candidates:
@@ -87,11 +98,9 @@ def _before_tp(rows: Candidates) -> tuple[Column, Column]:
             dp[own], codes[own] = each[own], len(orders)
             orders.append(how)
             orders_apart.append(far)
-    # A node further is as far as any node, and two ranks of dp do what any number of them does.
+    # A node further is as far as any node.
     dp = np.where(np.array(orders_apart)[codes], dp, np.minimum(dp, _ranks_of_a_position(rows)))
-    alike = dp == 1
-    dp[alike & spread & (size["dp"] > 1)] = 2
-    codes[alike] = 0
+    codes[dp == 1] = 0
     numbers = Column(codes.astype(code_type(len(orders))), tuple(orders))
     return _column(dp), _mapped(numbers, str)
 

@@ -9,6 +9,8 @@ alike. Communication, memory, launches, recomputation and padding only add to th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from stagewright.arrays import Float
@@ -39,11 +41,23 @@ def lower_bounds(candidates: Candidates) -> Float:
         rows = np.flatnonzero(alike.of == nth)
         run = candidates.run(first).resolved(candidates.model)
         of = sequence_flops(run, candidates.model)
-        hardware = candidates.hardware(first)
-        product = PRECISIONS[run.precision].product
-        rates = _rate(hardware, product), _attention_rate(hardware)
+        rates = best_rates(candidates.hardware(first), PRECISIONS[run.precision].product)
         bounds[rows] = _bounds(candidates.take(rows), of, rates)
     return bounds
+
+
+class Rates(NamedTuple):
+    """FLOP/s of one GPU that no kernel exceeds."""
+
+    products: float
+    """Of matrix products of a layer or of the output."""
+    attention: float
+    """Of attention kernels."""
+
+
+def best_rates(hardware: Hardware, product: str) -> Rates:
+    """The rates of the largest tiles; `product` is the data type of matrix products."""
+    return Rates(_rate(hardware, product), _attention_rate(hardware))
 
 
 def _rate(hardware: Hardware, dtype: str) -> float:
@@ -64,7 +78,7 @@ def _attention_rate(hardware: Hardware) -> float:
     return peak * max(fit.fraction * max(1.0, fit.bwd_ratio) for fit in fits)
 
 
-def _bounds(rows: Candidates, of: SequenceFlops, rates: tuple[float, float]) -> Float:
+def _bounds(rows: Candidates, of: SequenceFlops, rates: Rates) -> Float:
     """Of candidates with the same sequences and hardware."""
     products = (
         of.choices + of.products + (2 * of.products if of.gradients is None else of.gradients)
@@ -73,11 +87,11 @@ def _bounds(rows: Candidates, of: SequenceFlops, rates: tuple[float, float]) -> 
         pairs.causal * (1 if layer in of.without_gradient else 3)
         for layer, pairs in of.attention.items()
     )
-    seconds = products / rates[0] + attention / rates[1]  # of a sequence on one GPU
+    seconds = products / rates.products + attention / rates.attention  # of a sequence on one GPU
     mean = seconds * rows.numbers("global_batch_size") / rows.world_size
     model = rows.model
     head = 3 * 2 * (rows.run(0).resolved(model).seq_length or 0) * model.hidden_size
-    layers = (seconds - head * model.vocab_size / rates[0]) / model.depth
+    layers = (seconds - head * model.vocab_size / rates.products) / model.depth
     if not _layers_are_alike(model) or of.gradients is not None or layers < 0:
         return mean
     stages = rows.numbers("pp") * rows.numbers("vpp")
