@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from stagewright.program.columns import RankClass
 
+NEARLY_FULL = 0.9
+"""Share of a device's memory that tensors fill; context, workspaces and fragmentation add to it."""
+
 
 class Held(NamedTuple):
     """What the ranks of a class hold at their peak, in bytes by category.

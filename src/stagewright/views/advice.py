@@ -27,7 +27,7 @@ from stagewright.lower import weight_storage
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, side_by_side, spans
 from stagewright.program.columns import Program, RankClass
-from stagewright.program.fit import Fit
+from stagewright.program.fit import NEARLY_FULL, Fit
 from stagewright.run.settings import Run
 from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
@@ -47,8 +47,6 @@ LOW_MFU = 0.35
 """Llama 3 405B reached 38% to 43% on 8,192 and 16,384 H100 (arXiv 2407.21783, table 4)."""
 MUCH_UNEVEN = 0.1
 """Work of the busiest rank or stage beyond that of the mean, as a share of the mean."""
-NEARLY_FULL = 0.9
-"""Share of a device's memory that tensors fill; context, workspace and fragmentation add to it."""
 
 
 class Remark(NamedTuple):

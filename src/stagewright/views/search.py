@@ -10,6 +10,7 @@ import numpy as np
 from stagewright.explore.answer.search import Ranking
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.space.enumeration import Removed
+from stagewright.program.fit import NEARLY_FULL
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import describe_value, text_of
 from stagewright.texttable import Table
@@ -85,8 +86,25 @@ def limit(of: Ranking, row: int) -> str:
     kernels = 1 - sum(shares.values())
     name, share = max({"kernels and launches": kernels, **shares}.items(), key=lambda item: item[1])
     told = f"{name} {share:.0%}"
-    held = float(of.figures.peak[row]) / max(float(of.figures.device_memory[row]), 1.0)
-    return f"{told}, memory {held:.0%}" if held > 0.9 else told
+    held = _held(of, row)
+    return f"{told}, memory {held:.0%}" if held > NEARLY_FULL else told
+
+
+def _held(of: Ranking, row: int) -> float:
+    """The share of its memory that the fullest rank of a candidate holds at its peak."""
+    return float(of.figures.peak[row]) / max(float(of.figures.device_memory[row]), 1.0)
+
+
+def nearly_full(of: Ranking) -> list[str]:
+    """A sentence where the best leaves little memory to what is no tensor."""
+    row = int(of.best[0])
+    held = _held(of, row)
+    if held <= NEARLY_FULL or of.rows.run(row).memory_allowance is not None:
+        return []
+    return [
+        f"tensors of the best take {held:.0%} of the memory, where the context, libraries and "
+        "fragmentation need some as well; --memory-allowance 8GB leaves 8 GB for these"
+    ]
 
 
 def removed(found: Sequence[Removed]) -> Table:

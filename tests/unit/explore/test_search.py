@@ -16,6 +16,7 @@ from stagewright.explore.evaluate import Evaluated
 from stagewright.explore.exact import exact, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.space.asked import asked
+from stagewright.views.search import limit, nearly_full
 
 FIXED: dict[str, Any] = {
     "model": "gpt2", "layers": 2, "seq_length": 128, "pp": 1, "vpp": 1, "zero": 1,
@@ -140,6 +141,17 @@ def test_nothing_fits_or_runs(told: dict[int, tuple[float, int]]):
     with pytest.raises(UserError, match="--exact proves the least time"):
         search(rows, Wanted(("memory",), prove=True))
     assert told
+
+
+def test_a_best_that_leaves_little_memory_is_told(told: dict[int, tuple[float, int]]):
+    rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
+    assert not nearly_full(search(rows))  # 7 of 10
+    told[4] = 2.0, 10
+    (sentence,) = nearly_full(search(rows))
+    assert "take 100% of the memory" in sentence
+    assert limit(search(rows), int(search(rows).best[0])).endswith("memory 100%")
+    left = candidates(micro_batch_size=[1, 2, 4, 8], tp=1, memory_allowance="1GB")
+    assert not nearly_full(search(left))  # whoever says what the rest needs is not asked to
 
 
 def test_fronts_of_three_are_those_of_two_with_a_constant():

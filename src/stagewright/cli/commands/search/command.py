@@ -49,7 +49,7 @@ def search(
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
     from stagewright.api.searched import searched, wanted
-    from stagewright.views.search import left
+    from stagewright.views.search import left, nearly_full
 
     _check(out, settings)
     if settings.pop("serve"):
@@ -71,7 +71,7 @@ def search(
         found = request.space.candidates(sample)
         _tell_space(found)
         result = searched(request, how, executor=executor, progress=_heard(bar), found=found)
-    shared.show_notes(left(result.ranking))
+    shared.show_notes((*left(result.ranking), *nearly_full(result.ranking)))
     if as_json:
         shared.print_json(result.summary())
     else:
