@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
-from stagewright.explore.actions import GPU, HOST, MESSAGE, Response
+from stagewright.explore.bounding.least_action import LeastAction
 from stagewright.explore.bounding.recomputed import (
     Recomputed,
     least_recomputed,
@@ -77,17 +77,17 @@ class CandidateBounds(NamedTuple):
 
 def bounds(candidates: Candidates) -> CandidateBounds:
     """The bounds of all candidates of a training step."""
-    return _found(candidates, rough=False)
+    return _bounds_of(candidates, rough=False)
 
 
 def rough_bounds(candidates: Candidates) -> CandidateBounds:
     """As `bounds`, at less cost: candidates that compute something again share the bounds of those
     that do not (`bounding.recomputed`); of their bytes only weights, gradients and optimizer states
     count."""
-    return _found(candidates, rough=True)
+    return _bounds_of(candidates, rough=True)
 
 
-def _found(candidates: Candidates, *, rough: bool) -> CandidateBounds:
+def _bounds_of(candidates: Candidates, *, rough: bool) -> CandidateBounds:
     zero = np.zeros(len(candidates))
     shared = recomputes(candidates) & rough
     found = CandidateBounds(zero, zero.copy(), _device_memory(candidates), shared)
@@ -104,34 +104,6 @@ def _device_memory(candidates: Candidates) -> Int:
         asked = candidates.run(row).device_memory
         found.append(candidates.hardware(row).memory if asked is None else read_bytes(asked))
     return np.array(found, dtype=np.int64)[alike.of]
-
-
-class _LeastAction(NamedTuple):
-    """At least what an action takes: seconds [combinations] each."""
-
-    busy: Float
-    """In which kernels run."""
-    whole: Float
-    """From the end of the kernels before it to the end of its own."""
-    after: Float
-    """From the message that it waits for to the end of its kernels."""
-    passed: Float
-    """From the message that it waits for to its own; of the first stage, to the end of kernels."""
-    sent: Float
-    """From the end of the kernels before it to its message."""
-    launched: Float
-    """In which the host launches it."""
-
-    @classmethod
-    def of(cls, of: Response, busy: Float) -> _LeastAction:
-        """What a response says."""
-        whole = np.maximum(busy, of.gpu[GPU])
-        after: Float = np.maximum(of.gpu[MESSAGE], 0.0)
-        sent: Float = np.maximum(of.sent[GPU], 0.0)
-        # The first stage waits for no message to begin, and makes none at the end.
-        behind: Float = np.where(after > 0, after, sent)
-        passed: Float = np.where(of.sent[MESSAGE] > 0, of.sent[MESSAGE], behind)
-        return cls(busy, whole, after, passed, sent, np.maximum(of.host[HOST], 0.0))
 
 
 @dataclass(slots=True, eq=False)
@@ -302,14 +274,14 @@ class _Relaxation:
     ) -> Float:
         """At least what a step takes: all actions of a rank, and what it waits for."""
         stages, pp = layers.shape[1], shape.pp
-        known: dict[tuple[object, ...], _LeastAction] = {}
+        known: dict[tuple[object, ...], LeastAction] = {}
 
-        def action(stage: int, letter: str) -> _LeastAction:
+        def action(stage: int, letter: str) -> LeastAction:
             kind = _kind(stage, stages)
             key = kind, letter, layers[:, stage].tobytes()
             if key not in known:
                 every = of.at(((kind, letter),), False, tuples, layers[:, [stage]])
-                known[key] = _LeastAction.of(response(of.moments(every)), of.sums(every)[0])
+                known[key] = LeastAction.of(response(of.moments(every)), of.sums(every)[0])
             return known[key]
 
         microbatches = self.microbatches[rows]

@@ -1,0 +1,38 @@
+"""At least what an action of a pipeline takes, whatever comes before it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Float
+from stagewright.explore.actions import GPU, HOST, MESSAGE, Response
+
+
+class LeastAction(NamedTuple):
+    """At least what an action takes: seconds [combinations] each."""
+
+    busy: Float
+    """In which kernels run."""
+    whole: Float
+    """From the end of the kernels before it to the end of its own."""
+    after: Float
+    """From the message that it waits for to the end of its kernels."""
+    passed: Float
+    """From the message that it waits for to its own; of the first stage, to the end of kernels."""
+    sent: Float
+    """From the end of the kernels before it to its message."""
+    launched: Float
+    """In which the host launches it."""
+
+    @classmethod
+    def of(cls, of: Response, busy: Float) -> LeastAction:
+        """What a response says."""
+        whole = np.maximum(busy, of.gpu[GPU])
+        after: Float = np.maximum(of.gpu[MESSAGE], 0.0)
+        sent: Float = np.maximum(of.sent[GPU], 0.0)
+        # The first stage waits for no message to begin, and makes none at the end.
+        behind: Float = np.where(after > 0, after, sent)
+        passed: Float = np.where(of.sent[MESSAGE] > 0, of.sent[MESSAGE], behind)
+        return cls(busy, whole, after, passed, sent, np.maximum(of.host[HOST], 0.0))
