@@ -17,9 +17,13 @@ class Server:
 
 
 class Apart:
-    """`rows` are (arrival, prompt, output); `seconds(tokens)` is a transfer alone on its links."""
+    """`rows` are (arrival, prompt, output); `seconds(tokens)` is a transfer alone on its links.
 
-    def __init__(self, rows, prefill, decode, seconds, delay):
+    `layers`: None, caches leave with the whole prompt; 0, with each chunk; else, by so many layers.
+    """
+
+    def __init__(self, rows, prefill, decode, seconds, delay, layers=None):
+        self.layers = layers
         self.rows, self.servers, self.count = rows, [*prefill, *decode], len(prefill)
         self.seconds, self.delay = seconds, delay
         n = len(rows)
@@ -51,33 +55,60 @@ class Apart:
         k = self.turns[0] % self.count
         self.turns[0] += 1
         self.home[i] = [k]
+        if self.layers is not None:
+            self.home[i].append(self.next_decoder())
         self.servers[k].queue.append((at, i))
         self.wake(k, at)
+
+    def next_decoder(self):
+        self.turns[1] += 1
+        return self.count + (self.turns[1] - 1) % (len(self.servers) - self.count)
 
     def go_on(self, at, i):
-        k = self.count + self.turns[1] % (len(self.servers) - self.count)
-        self.turns[1] += 1
-        self.home[i].append(k)
+        if self.layers is None:
+            self.home[i].append(self.next_decoder())
+        k = self.home[i][1]
         self.servers[k].queue.append((at, i))
         self.wake(k, at)
 
-    def arrived(self, at, i):
-        source, target = self.home[i]
+    def push(self, start, end, i, n):
+        """The cache of a chunk leaves at its end, or when the step's first layer is computed."""
+        ends = self.home[i]
+        leaves = start + (end - start) / self.layers if self.layers else end
+        begins = max(leaves, *(self.links[e] for e in ends))
+        self.arrives[i] = begins + self.seconds(n)
+        if self.layers:
+            self.arrives[i] = max(self.arrives[i], end + self.seconds(n) / self.layers)
+        for e in ends:
+            self.links[e] = self.arrives[i]
+
+    def left_source(self, at, i):
+        source = self.home[i][0]
         self.servers[source].free += 1
         if self.servers[source].queue:
             self.wake(source, at)
+
+    def arrived(self, at, i):
+        target = self.home[i][1]
+        if self.layers is None:
+            self.left_source(at, i)
         self.servers[target].loaded.append((at, i))
         self.wake(target, at)
 
     def ends(self, at, k):
         of = self.servers[k]
         of.seen = of.start if of.batch and of.rules.async_scheduling else at
+        if k < self.count and self.layers is not None:
+            for i, n in of.batch:
+                self.push(of.start, at, i, n)
         for i, n in of.batch:
             self.left[i] -= n
             if self.left[i]:
                 continue
             if k < self.count:
                 of.running.remove(i)
+                if self.layers is not None:
+                    self.events.append((max(at, self.arrives[i]), 1, i, "left_source"))
                 self.prefilled[i] = at
                 self.events.append((at + self.delay, 0, i, "go_on"))
                 continue
@@ -123,6 +154,9 @@ class Apart:
                 batch.append((i, n))
                 budget -= n
             else:
+                if self.layers is not None:
+                    self.events.append((max(at, self.arrives[i]), 1, i, "arrived"))
+                    continue
                 source = self.home[i][0]
                 begins = max(at, self.links[source], self.links[k])
                 self.links[source] = self.links[k] = begins + self.seconds(self.rows[i][1])
@@ -132,6 +166,8 @@ class Apart:
         if not batch:
             later = [t for t, _ in (*of.queue[:1], *of.loaded[:1]) if t > of.seen]
             of.end = max(at, min(later)) if later else math.inf
+            if of.end == at:  # who came while the last batch ran is seen now
+                self.ends(at, k)
             return
         past = {i: self.rows[i][1] - self.left[i] if k < self.count else
                 self.rows[i][1] - 1 + self.got[i] for i, _ in batch}  # fmt: skip

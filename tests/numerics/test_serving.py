@@ -418,6 +418,7 @@ DRAFTS = (*ONE, "--num-speculative-tokens", "2", "--acceptance-length", "2")
         ((*ONE, "--num-speculative-tokens", "2", "--acceptance-length", "4"), "wanted 1 to 3"),
         ((*ONE, "--acceptance-rate", "0.5"), "give --num-speculative-tokens"),
         ((*ONE, "--speculative-method", "mtp"), "without --num-speculative-tokens"),
+        ((*ONE, "--kv-transfer", "layer"), "--kv-transfer is of --prefill-instances"),
         ((*DRAFTS, "--speculative-method", "eagle3"), "needs --speculative-model"),
         ((*DRAFTS, "--speculative-model", "gpt2"), "has the same tokens"),
         ((*DRAFTS, "--speculative-method", "mtp", "--pp", "2"), "use pp=1"),

@@ -87,6 +87,35 @@ def test_a_cache_of_windows_only_is_on_its_way():
     assert sum(sends.values()) == way.bytes[2]
 
 
+@pytest.mark.parametrize("part", ["layer", "chunk"])
+def test_parts_of_caches_leave_while_prompts_are_computed(part):
+    done = sw.serve(
+        "llama3.1-8b", "h100-sxm", layers=2, tp=2, rate=20, isl=5000, osl=2, num_requests=2,
+        prefill_instances=1, instances=1, max_num_batched_tokens=2048, kv_transfer=part,
+    )  # fmt: skip
+    way = done.outcome.handover
+    assert [push.tokens for push in way.pushes if push.request == 1] == [2048, 2048, 904]
+    push = [push for push in way.pushes if push.request == 1][1]
+    step = done.step((push.begins + (push.ended if part == "layer" else push.arrives)) / 2)
+    assert sent(step)[0] == sent(step)[1]
+    for of in step.program.classes:
+        tasks = of.tasks
+        names = [tasks.names[n] for n in tasks.name]
+        sends = [n for n, name in enumerate(names) if name.endswith("cache.send")]
+        needs = [tasks.data[tasks.data_ptr[n] : tasks.data_ptr[n + 1]] for n in sends]
+        if part == "chunk":
+            assert sends == [*range(len(sends))]
+            assert not any(map(len, needs))
+            continue
+        for n, rows in zip(sends, needs, strict=True):
+            assert len(rows)
+            assert all(tasks.layer[row] == tasks.layer[n] for row in rows)
+            assert any(tasks.layer[row] == tasks.layer[n] + 1 for row in range(n, len(names))) or (
+                tasks.layer[n] == 1
+            )
+    assert sw.simulate(step, "h100-sxm").seconds > 0
+
+
 def test_steps_of_mixed_instances_and_of_priorities():
     pools = [{"instances": 1, "tp": 2}, {"instances": 2, "tp": 1, "dp": 2}]
     done = sw.serve("llama3.1-8b", "h100-sxm", **LOAD, rate=60, pools=pools)

@@ -19,7 +19,7 @@ from stagewright.serving.engines.times import LinearTimes
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.metrics import Slo, summarize
 from stagewright.serving.pools.engines import BringingEngine, Pulls
-from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.pools.loop import serve_in_pools
 from stagewright.serving.pools.operation import (
     FAILED,
     NONE_SERVES,
@@ -28,6 +28,7 @@ from stagewright.serving.pools.operation import (
     InstanceEvents,
     Scaling,
 )
+from stagewright.serving.pools.parts import EnginePool, Pools
 from stagewright.serving.requests import Records, Workload
 from stagewright.serving.routers import ROUTERS
 from stagewright.serving.schedulers.sglang import SGLang

@@ -17,8 +17,10 @@ from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.engines.times import LinearTimes
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.pools.engines import DecodeEngine, PromptEngine, Pulls
-from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.pools.loop import serve_in_pools
 from stagewright.serving.pools.operation import Failure, InstanceEvents, Scaling
+from stagewright.serving.pools.parts import EnginePool, Pools
+from stagewright.serving.pools.pushing import PushingEngine
 from stagewright.serving.requests import Handover, Records, Workload
 from stagewright.serving.routers import ROUTERS, RoundRobin
 from stagewright.serving.schedulers.sglang import SGLang
@@ -38,7 +40,7 @@ def drawn(draw: random.Random, most: int = 60) -> Workload:
     )
 
 
-def apart(work, made, host, transfer, prefills, operation=None):
+def apart(work, made, host, transfer, prefills, operation=None, layers=None):
     """Prompts on the first engines, decode on the others; `made` makes an engine of either kind."""
     records, handover = Records.of(len(work)), Handover.of(len(work))
     one = Workload(work.name, work.arrival, work.prompt, array("i", [1]) * len(work), work.chains)
@@ -50,6 +52,8 @@ def apart(work, made, host, transfer, prefills, operation=None):
         EnginePool(back, RoundRobin(), dict.fromkeys(back, host)),
         transfer,
         handover,
+        lambda *sent: (layers, transfer(*sent)[0] / layers),
+        "prompt" if layers is None else "layer" if layers else "chunk",
         operation=operation,
     )
     return serve_in_pools(work, records, pools)
@@ -70,7 +74,8 @@ class Counted:
 
 
 class Made:
-    def __init__(self, rules, caches, seconds, prefills, first_token=False):
+    def __init__(self, rules, caches, seconds, prefills, first_token=False, pushes=False):
+        self.prompts = PushingEngine if pushes else PromptEngine
         self.rules, self.caches, self.seconds = rules, caches, seconds
         self.prefills, self.first_token = prefills, first_token
 
@@ -82,7 +87,7 @@ class Made:
         pulls = Pulls(rules, rules.max_num_seqs, isinstance(rules, TensorRtLlm))
         parts = (work, records, self.caches[k], pulls, self.seconds[k])
         if k < self.prefills:
-            return PromptEngine(handover.prefilled, *parts)
+            return self.prompts(handover.prefilled, *parts)
         return DecodeEngine(*parts, with_first_token=self.first_token)
 
 
@@ -108,10 +113,13 @@ def equal_to_stepping(seed: int) -> None:
     host = HostTimes(per_request=draw.choice((0.0, 0.004)))
     rows = [*zip(work.arrival, work.prompt, work.output, strict=True)]
     servers = [Server(*each) for each in zip(places, rules, seconds, strict=True)]
-    oracle = Apart(rows, servers[:prefills], servers[prefills:], alone, host.per_request).run()
+    layers = draw.choice((None, 0, draw.randint(1, 9)))
+    pools = servers[:prefills], servers[prefills:]
+    oracle = Apart(rows, *pools, alone, host.per_request, layers).run()
     caches = [KvBlocks(n, 1000, caching=False) for n in places]
-    made = Made(rules, caches, seconds, prefills)
-    of = apart(work, made, host, lambda s, t, n: (alone(n), n), prefills)
+    made = Made(rules, caches, seconds, prefills, pushes=layers is not None)
+    of = apart(work, made, host, lambda s, t, n: (alone(n), n), prefills, layers=layers)
+    assert [*of.handover.tokens] == [*work.prompt]
     near = lambda column: pytest.approx(list(column), rel=1e-9)  # noqa: E731
     assert oracle.prefilled == near(of.handover.prefilled)
     assert oracle.arrives == near(of.handover.arrives)

@@ -16,7 +16,8 @@ from stagewright.serving.engines.times import LinearTimes
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.pools.agenda import ARRIVAL, Agenda
 from stagewright.serving.pools.engines import BringingEngine, Pulls
-from stagewright.serving.pools.loop import EnginePool, Pools, serve_in_pools
+from stagewright.serving.pools.loop import serve_in_pools
+from stagewright.serving.pools.parts import EnginePool, Pools
 from stagewright.serving.pools.stages import Passage, PromptStages
 from stagewright.serving.pools.stations import IvfPq, StageCost
 from stagewright.serving.pools.stores import StoreTier

@@ -72,6 +72,8 @@ def rows_of(
             raise UserError(f"--{flag} is of --prefill-instances N: give how many there are")
         if asked.prefill_router != PoolSection.prefill_router:
             raise UserError("--prefill-router is of --prefill-instances N: give how many there are")
+        if asked.kv_transfer != "prompt":
+            raise UserError("--kv-transfer is of --prefill-instances N: give how many there are")
         return []
     row: dict[str, Any] = {"serves": "prefill", "instances": asked.prefill_instances}
     if asked.prefill is not None:
@@ -177,12 +179,17 @@ def _drafts(engines: EngineSection) -> tuple[str | None, str | None]:
 
 
 def fleet_of(
-    plans: Iterable[Planned], given: Given, prefill_router: str, stages: PromptStages | None = None
+    plans: Iterable[Planned], given: Given, asked: PoolSection, stages: PromptStages | None = None
 ) -> InstanceGroups:
     """Groups of instances with their step times."""
-    router_of(prefill_router, "--prefill-router")
+    router_of(asked.prefill_router, "--prefill-router")
     groups: list[InstanceGroup] = []
     for plan in plans:
         service = plan.service(given, [group.service for group in groups])
         groups.append(InstanceGroup(service, plan.serves))
-    return InstanceGroups(tuple(groups), prefill_router, stages)
+    found = InstanceGroups(
+        tuple(groups), asked.prefill_router, stages, kv_transfer=asked.kv_transfer
+    )
+    if asked.kv_transfer != "prompt" and not found.disaggregated:
+        raise UserError("--kv-transfer is of --prefill-instances N: give how many there are")
+    return found

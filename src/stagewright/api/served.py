@@ -298,7 +298,7 @@ def served(
         service = base.service(given)
         found = service.serve(work, slo, heard)
         return Serving(found.outcome, found.summary, service, slo, work, cluster=cluster)
-    fleet = fleet_of(map(base.changed, rows), given, asked.pools.prefill_router, stages)
+    fleet = fleet_of(map(base.changed, rows), given, asked.pools, stages)
     fleet = operated(fleet, asked.operation)
     service = next(group.service for group in fleet.groups if group.serves != "prefill")
     found = fleet.serve(work, slo, heard)

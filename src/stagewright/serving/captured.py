@@ -174,7 +174,7 @@ def step_at(
     sent = _under_way(done, at, engine)
     if sent is None:
         return compile(mine.run, model)
-    source, target, tokens = sent
+    source, target, tokens, computed = sent
     ends = [
         TransferEnd(
             found.service.instance.run,
@@ -186,13 +186,30 @@ def step_at(
         )
         for found in (_of_engine(of, number),)
     ]
-    return beside(ends[0].step, ends[1].step, cache_messages(ends[0], ends[1], tokens))
+    found = cache_messages(ends[0], ends[1], tokens)
+    return beside(ends[0].step, ends[1].step, found, computed=computed)
 
 
-def _under_way(done: Outcome, at: float, engine: int) -> tuple[int, int, int] | None:
-    """The engine that sends, that which receives, and tokens, where `engine` is one of the two."""
+class _Sent(NamedTuple):
+    """A cache on its way, or a part of one."""
+
+    source: int
+    target: int
+    tokens: int
+    computed: bool
+    """Whether it was computed before the step."""
+
+
+def _under_way(done: Outcome, at: float, engine: int) -> _Sent | None:
+    """What is on its way at a moment, where `engine` is one of its ends."""
     between = done.handover
     if between is None:
+        return None
+    for push in between.pushes:
+        ends = between.engine[push.request], done.records.engine[push.request]
+        if push.begins <= at < push.arrives and engine in ends:
+            return _Sent(*ends, push.tokens, computed=at >= push.ended)
+    if between.pushes:
         return None
     columns = zip(
         between.begins, between.arrives, between.engine, done.records.engine, between.tokens,
@@ -200,5 +217,5 @@ def _under_way(done: Outcome, at: float, engine: int) -> tuple[int, int, int] | 
     )  # fmt: skip
     for begins, arrives, source, target, tokens in columns:
         if begins <= at < arrives and engine in (source, target):
-            return source, target, tokens
+            return _Sent(source, target, tokens, computed=True)
     return None

@@ -300,6 +300,19 @@ class UpTime(NamedTuple):
     ends: float
 
 
+class Push(NamedTuple):
+    """A part of a request's cache that left while its prompt was computed."""
+
+    request: int
+    tokens: int
+    began: float
+    """When the step began that computed it."""
+    ended: float
+    begins: float
+    """When it had the links."""
+    arrives: float
+
+
 @dataclass(frozen=True, eq=False)
 class Handover:
     """Columns of what lies between a request's prompt and its decode; nan where nothing does."""
@@ -315,6 +328,8 @@ class Handover:
     bytes: array[float]
     tokens: array[int]
     """Whose cache was sent."""
+    pushes: list[Push] = field(default_factory=list[Push])
+    """Parts of caches that left before their prompts were done, in the order of their steps."""
 
     @classmethod
     def of(cls, requests: int) -> Handover:

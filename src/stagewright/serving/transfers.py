@@ -125,10 +125,12 @@ class KvTransfer:
         """Bytes of a request with so many tokens in its cache, on all ranks."""
         return round(self.fixed + self.per_token * tokens)
 
-    def seconds(self, tokens: int) -> float:
-        """Seconds of the request's cache alone on its links."""
+    def seconds(self, tokens: int, parts: int = 1) -> float:
+        """Seconds of the request's cache alone on its links, or of one of its equal parts."""
         return max(
-            message_seconds(round(link.fixed + link.per_token * tokens), self.level, machine)
+            message_seconds(
+                round((link.fixed + link.per_token * tokens) / parts), self.level, machine
+            )
             for link in self.links
             for machine in self.machines
         )

@@ -47,16 +47,20 @@ def compile_disaggregated(run: Run, model: ModelConfig, table: Mapping[str, str]
     return replace(sides[1], blocks=blocks, program=program)
 
 
-def beside(prefill: CompiledRun, decode: CompiledRun, sent: Sequence[Message]) -> CompiledRun:
+def beside(
+    prefill: CompiledRun, decode: CompiledRun, sent: Sequence[Message], *, computed: bool = True
+) -> CompiledRun:
     """Steps of two instances at one moment, and caches that one sends the other meanwhile.
 
-    The caches are of prompts that were computed in steps before, and of requests that decode in
-    steps to come: neither step waits for them. Ranks that communicate within the step of prompts
-    send caches behind that step's last collective. Otherwise the run is that of the decode step.
+    The caches are of requests that decode in steps to come: the decode step does not wait for them.
+    They are of prompts that were `computed` in steps before, and wait for nothing; or the step of
+    prompts computes them, and each layer's leave when it is done. Otherwise the run is that of the
+    decode step.
     """
     sides = prefill, decode
     dtype = str(decode.run.kv_cache_dtype)
-    program = joined([side.program for side in sides], sent, dtype, waits=False)
+    waiting = "nobody" if computed else "sender"
+    program = joined([side.program for side in sides], sent, dtype, waiting=waiting)
     blocks = {f"{name} {k}": g for name, s in zip(SIDES, sides, strict=True)
               for k, g in s.blocks.items()}  # fmt: skip
     return replace(decode, blocks=blocks, program=program)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -71,14 +71,20 @@ class Message(NamedTuple):
     size: int  # bytes
 
 
-def joined(
-    programs: Sequence[Program], across: Sequence[Message], dtype: str, *, waits: bool = True
-) -> Joined:
-    """One program of the ranks of both, with the messages from the first to the second.
+Waiting = Literal["both", "sender", "nobody"]
+"""A message is of what the first program computes and waits for that, and the second one waits for
+the message; or it is for steps to come, and the second one does not wait; or it is also of what was
+computed before, and waits for nothing."""
 
-    A message is of what the first program computes and waits for that, and the second waits for
-    the message; without `waits` messages are of what was computed before, for steps to come.
-    """
+
+def joined(
+    programs: Sequence[Program],
+    across: Sequence[Message],
+    dtype: str,
+    *,
+    waiting: Waiting = "both",
+) -> Joined:
+    """One program of the ranks of both, with the messages from the first to the second."""
     starts = (0, programs[0].mesh.world_size)
     world = starts[1] + programs[1].mesh.world_size
     group_index: list[Int] = []
@@ -124,7 +130,7 @@ def joined(
                 alike.setdefault(rows, []).append(r + start)
             add = _with_sends if way == 1 else _with_receives
             for rows, ranks in alike.items():
-                more = add(tasks, rows, dtype, waits) if rows else tasks
+                more = add(tasks, rows, dtype, waiting) if rows else tasks
                 classes.append(replace(c, ranks=np.array(ranks, np.int64), tasks=more))
     return Joined(
         _side_by_side([p.mesh for p in programs]),
@@ -164,32 +170,45 @@ def _shifted(tasks: Tasks, communicators: int, peers: int) -> Tasks:
     return replace(tasks, slot=slot)
 
 
-def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str, waits: bool) -> Tasks:
-    """Append the sends in one chain behind the step's collectives: all ranks have one order.
+def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str, waiting: Waiting) -> Tasks:
+    """Insert the sends in one chain: all ranks have one order.
 
-    With `waits` each send waits for the kernels that write its layer's cache, too.
+    Where the other step waits for them they come behind this step's collectives, each when the
+    kernels that write its layer's cache have run; where it does not, behind the rows of their
+    layers, or first of all if they wait for nothing.
     """
     n = len(tasks)
+    layers = [layer for layer, _, _ in rows]
+    at = {
+        "both": lambda: [n] * len(rows),
+        "sender": lambda: [1 + int(np.flatnonzero(tasks.layer == x)[-1]) for x in layers],
+        "nobody": lambda: [0] * len(rows),
+    }[waiting]()
+    at = np.maximum.accumulate(np.array(at))
+    new = at + np.arange(len(rows))
+    old = np.arange(n) + np.searchsorted(at, np.arange(n), side="right")
     data = [
-        (n + i, at)
-        for i, (layer, _, _) in enumerate(rows)
-        for at in (_rows_of(tasks, "cache", layer) if waits else ())
+        (int(new[i]), int(old[row]))
+        for i, layer in enumerate(layers)
+        for row in (_rows_of(tasks, "cache", layer) if waiting != "nobody" else ())
     ]
-    moves = np.flatnonzero((tasks.kind == TaskKind.COLLECTIVE) | (tasks.kind == TaskKind.SEND))
-    chain = [*moves[-1:].tolist(), *range(n, n + len(rows))]
-    order = list(zip(range(n + len(rows) - len(chain) + 1, n + len(rows)), chain, strict=False))
-    return _more(tasks, TaskKind.SEND, rows, dtype, n, data, order)
+    chain = new.tolist()
+    if waiting == "both":
+        moves = np.flatnonzero((tasks.kind == TaskKind.COLLECTIVE) | (tasks.kind == TaskKind.SEND))
+        chain = [*old[moves[-1:]].tolist(), *chain]
+    order = [*zip(chain[1:], chain, strict=False)]
+    return _more(tasks, TaskKind.SEND, rows, dtype, at, data, order)
 
 
-def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str, waits: bool) -> Tasks:
-    """Prepend the receives, which wait for nothing; with `waits` a layer's attention waits for
-    those of its layer."""
+def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str, waiting: Waiting) -> Tasks:
+    """Prepend the receives, which wait for nothing; a layer's attention waits for those of its
+    layer, where the step waits for messages at all."""
     data = [
         (len(rows) + at, i)
         for i, (layer, _, _) in enumerate(rows)
-        for at in (_rows_of(tasks, "cached_attention", layer) if waits else ())
+        for at in (_rows_of(tasks, "cached_attention", layer) if waiting == "both" else ())
     ]
-    return _more(tasks, TaskKind.RECV, rows, dtype, 0, data, [])
+    return _more(tasks, TaskKind.RECV, rows, dtype, np.zeros(len(rows), np.int64), data, [])
 
 
 def _rows_of(tasks: Tasks, op: str, layer: int) -> list[int]:
@@ -199,10 +218,10 @@ def _rows_of(tasks: Tasks, op: str, layer: int) -> list[int]:
 
 
 def _more(
-    tasks: Tasks, kind: TaskKind, rows: Sequence[Row], dtype: str, at: int,
+    tasks: Tasks, kind: TaskKind, rows: Sequence[Row], dtype: str, at: Int,
     data: Iterable[tuple[int, int]], order: Iterable[tuple[int, int]],
 ) -> Tasks:  # fmt: skip
-    """Insert messages at row `at`; `data` and `order` are pairs of row numbers after that.
+    """Insert messages before rows `at`; `data` and `order` are pairs of row numbers after that.
 
     A message's tag is its layer, since two ranks exchange one message per layer.
     """
@@ -227,10 +246,10 @@ def _more(
         for name, values in new.items()
         for column in [getattr(tasks, name)]
     }
-    shift = len(rows) if at == 0 else 0
+    old = np.arange(len(tasks)) + np.searchsorted(at, np.arange(len(tasks)), side="right")
     total = len(tasks) + len(rows)
-    data_ptr, data_rows = _linked(tasks.data_ptr, tasks.data, shift, total, data)
-    order_ptr, order_rows = _linked(tasks.order_ptr, tasks.order, shift, total, order)
+    data_ptr, data_rows = _linked(tasks.data_ptr, tasks.data, old, total, data)
+    order_ptr, order_rows = _linked(tasks.order_ptr, tasks.order, old, total, order)
     return replace(
         tasks, **columns, names=names, ops=ops,
         data_ptr=data_ptr, data=data_rows, order_ptr=order_ptr, order=order_rows,
@@ -238,12 +257,12 @@ def _more(
 
 
 def _linked(
-    ptr: Int, needed: Any, shift: int, total: int, more: Iterable[tuple[int, int]]
+    ptr: Int, needed: Any, to: Int, total: int, more: Iterable[tuple[int, int]]
 ) -> tuple[Int, Any]:
-    """Dependencies as CSR after rows moved by `shift`, with further dependencies."""
+    """Dependencies as CSR after each row moved `to` another one, with further dependencies."""
     pairs = np.array(list(more), np.int64).reshape(-1, 2)
-    row = np.concatenate([np.repeat(np.arange(len(ptr) - 1), np.diff(ptr)) + shift, pairs[:, 0]])
-    on = np.concatenate([needed + shift, pairs[:, 1]])
+    row = np.concatenate([to[np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))], pairs[:, 0]])
+    on = np.concatenate([to[needed], pairs[:, 1]])
     turn = np.argsort(row, kind="stable")
     counts = np.bincount(row, minlength=total)
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64), on[turn].astype(np.int32)

@@ -13,13 +13,16 @@ from functools import cache
 from typing import Literal, NamedTuple
 
 from stagewright.errors import UserError
+from stagewright.run.sections.serving.pools import KvPush
 from stagewright.serving.cluster import Heard, Outcome, in_blocks
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.metrics import Slo, summarize
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine, Pulls
-from stagewright.serving.pools.loop import EnginePool, Enough, Pools, serve_in_pools
+from stagewright.serving.pools.loop import Enough, serve_in_pools
 from stagewright.serving.pools.operation import InstanceEvents
+from stagewright.serving.pools.parts import EnginePool, Pools
+from stagewright.serving.pools.pushing import PushingEngine
 from stagewright.serving.pools.stages import PromptStages
 from stagewright.serving.requests import (
     Accepted,
@@ -72,6 +75,8 @@ class InstanceGroups:
     """What requests pass before their prompts."""
     operation: InstanceEvents | None = None
     """What happens to instances meanwhile."""
+    kv_transfer: KvPush = "prompt"
+    """What of a cache leaves a prefill instance when it is computed."""
 
     def __post_init__(self) -> None:
         """Check the purposes."""
@@ -96,6 +101,11 @@ class InstanceGroups:
             raise UserError(
                 "failures and autoscaling are of instances without attention data parallelism or "
                 "stores; leave out --fail-at and --max-instances, or these"
+            )
+        if changes and self.kv_transfer != "prompt":
+            raise UserError(
+                f"--kv-transfer {self.kv_transfer} with failures or autoscaling is not modelled; "
+                "leave out --fail-at and --max-instances, or use --kv-transfer prompt"
             )
         scales = self.operation is not None and self.operation.scaling
         if scales and len(self._scaled) > 1:
@@ -163,6 +173,8 @@ class InstanceGroups:
                 _pool(places, "prefill", of, router),
                 _transfers(places),
                 handover,
+                _layers(places),
+                self.kv_transfer,
             )
         else:
             pools = Pools(engines, _pool(places, "decode", of, router))
@@ -193,7 +205,8 @@ class InstanceGroups:
             pulls = Pulls(own, service.limits.requests, to_their_ends)
             match group.serves:
                 case "prefill":
-                    engine = PromptEngine(handover.prefilled, *args, pulls, *rest)
+                    kind = PromptEngine if self.kv_transfer == "prompt" else PushingEngine
+                    engine = kind(handover.prefilled, *args, pulls, *rest)
                 case "decode":
                     sent = not isinstance(scheduler, Vllm)
                     engine = DecodeEngine(*args, pulls, *rest, with_first_token=sent)
@@ -230,20 +243,21 @@ def _pool(places: list[_Numbered], without: Phases, of: Workload, router: str) -
     return EnginePool(numbers, router_of(router), hosts, None if alike else fits)
 
 
+def _between(first: InstanceGroup, second: InstanceGroup) -> KvTransfer:
+    one, two = first.service.instance, second.service.instance
+    hardware = one.machine.hardware, two.machine.hardware
+    found = KvTransfer.between(one.run, two.run, two.model, hardware)
+    drafts = one.drafter, two.drafter
+    if drafts[0] is None or drafts[1] is None:
+        return found
+    # vLLM's connectors send the caches of all layers, those of what drafts included.
+    layouts = drafts[0].run, drafts[1].run
+    return found.beside(KvTransfer.between(*layouts, drafts[1].model, hardware))
+
+
 def _transfers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[float, int]]:
     """Seconds alone on the links, and bytes, from one engine to another of so many tokens."""
-
-    @cache
-    def between(first: InstanceGroup, second: InstanceGroup) -> KvTransfer:
-        one, two = first.service.instance, second.service.instance
-        hardware = one.machine.hardware, two.machine.hardware
-        found = KvTransfer.between(one.run, two.run, two.model, hardware)
-        drafts = one.drafter, two.drafter
-        if drafts[0] is None or drafts[1] is None:
-            return found
-        # vLLM's connectors send the caches of all layers, those of what drafts included.
-        layouts = drafts[0].run, drafts[1].run
-        return found.beside(KvTransfer.between(*layouts, drafts[1].model, hardware))
+    between = cache(_between)
 
     @cache
     def of_groups(first: InstanceGroup, second: InstanceGroup, tokens: int) -> tuple[float, int]:
@@ -254,3 +268,16 @@ def _transfers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[float
         return of_groups(places[source].group, places[target].group, tokens)
 
     return transfer
+
+
+def _layers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[int, float]]:
+    """Layers of a stage of the first engine, and seconds of one layer's cache of so many tokens."""
+    between = cache(_between)
+
+    def layer(source: int, target: int, tokens: int) -> tuple[int, float]:
+        first = places[source].group
+        made = first.service.instance
+        many = max(1, made.model.num_layers // made.run.pp)
+        return many, between(first, places[target].group).seconds(tokens, parts=many)
+
+    return layer

@@ -24,3 +24,8 @@ class Links:
         begins = max(now, self._free[source], self._free[target])
         self._free[source] = self._free[target] = begins + seconds
         return begins
+
+    def hold(self, source: int, target: int, until: float) -> None:
+        """Both links are busy up to a moment at least."""
+        self._free[source] = max(self._free[source], until)
+        self._free[target] = max(self._free[target], until)

@@ -5,70 +5,21 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping
+from functools import partial
 from heapq import heappop
 from itertools import count
 
 from stagewright.serving.cluster import Heard, Outcome, ToCome
-from stagewright.serving.engines.engine import Engine
-from stagewright.serving.hosts import HostTimes
 from stagewright.serving.pools.agenda import ARRIVAL, BATCH_END, OTHER, Act, Agenda
 from stagewright.serving.pools.engines import BringingEngine, DecodeEngine, PromptEngine
 from stagewright.serving.pools.links import Links
 from stagewright.serving.pools.operated import Operated
-from stagewright.serving.pools.operation import QUEUE_FULL, InstanceEvents
-from stagewright.serving.pools.stages import Passage, PromptStages, Retrieval
-from stagewright.serving.requests import Handover, Records, Workload
-from stagewright.serving.routers import Router
-
-
-@dataclass(frozen=True, eq=False)
-class EnginePool:
-    """Engines among which a router chooses."""
-
-    numbers: Sequence[int]
-    """Of all engines, those of the pool."""
-    router: Router
-    hosts: Mapping[int, HostTimes]
-    """By engine: what lies between a user, or the pool before, and its queue."""
-    fits: Callable[[int, int], bool] | None = None
-    """Whether an engine can serve a request at all; None: each one can."""
-
-    @cached_property
-    def host(self) -> HostTimes:
-        """What lies between a user and the router: the quickest host."""
-        return min(self.hosts.values(), key=lambda host: host.before_prefill(1))
-
-    @cached_property
-    def _hosts_alike(self) -> bool:
-        return len(set(self.hosts.values())) == 1
-
-    def behind(self, nth: int, prompt: int) -> float:
-        """Seconds between the router and the queue of an engine."""
-        if self._hosts_alike:
-            return 0.0
-        return max(0.0, self.hosts[nth].before_prefill(prompt) - self.host.before_prefill(prompt))
-
-
-@dataclass(frozen=True, eq=False)
-class Pools:
-    """All engines, and who does what."""
-
-    engines: Sequence[Engine]
-    front: EnginePool
-    """Where requests arrive."""
-    decode: EnginePool | None = None
-    """Where requests go on, if `front` computes prompts only."""
-    transfer: Callable[[int, int, int], tuple[float, int]] | None = None
-    """Seconds alone on the links, and bytes, from an engine to another of so many tokens."""
-    handover: Handover | None = None
-    stages: PromptStages | None = None
-    """What requests pass before their prompts."""
-    operation: InstanceEvents | None = None
-    """What happens to instances meanwhile."""
-
+from stagewright.serving.pools.operation import QUEUE_FULL
+from stagewright.serving.pools.parts import EnginePool, Pools
+from stagewright.serving.pools.pushing import Pushes, PushingEngine
+from stagewright.serving.pools.stages import Passage, Retrieval
+from stagewright.serving.requests import Records, Workload
 
 Enough = Callable[[Workload, Records, float], bool]
 """Is asked, of what has become of requests up to a moment, whether that is enough."""
@@ -130,6 +81,7 @@ class _Play:
         self.handover, self.engines = pools.handover, pools.engines
         self.agenda = Agenda()
         self.links = Links(len(pools.engines))
+        self.pushes = None if pools.pushes == "prompt" else Pushes(pools, self.links)
         self.passage: Passage | None = None
         self.retrieval: Retrieval | None = None
         if pools.stages is not None:
@@ -190,6 +142,8 @@ class _Play:
         self.records.engine[request] = nth
         if self.handover is not None:
             self.handover.engine[request] = nth
+        if self.pushes is not None and self.pools.decode is not None:
+            self.pushes.to[request] = self._route(at, self.pools.decode, request, self.route_in)
         later = self.pools.front.behind(nth, self.workload.prompt[request])
         if later:
             self.agenda.note(at + later, ARRIVAL, request, self._enter)
@@ -253,6 +207,8 @@ class _Play:
         if self.operated is not None:
             self.operated.ended(at, nth)
         for engine in unit.engines:
+            if self.pushes is not None and isinstance(engine, PushingEngine):
+                self.pushes.push(engine)
             if engine.completed:
                 completed = [*engine.completed]
                 engine.completed.clear()
@@ -328,6 +284,8 @@ class _Play:
         `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
         """
         assert self.pools.decode is not None
+        if self.pushes is not None:
+            self.agenda.note(self.pushes.arrival(at, request), OTHER, request, self._was_pushed)
         seconds = self.pools.decode.host.before_prefill(self.workload.prompt[request])
         self.agenda.note(at + seconds, ARRIVAL, request, self.go_on)
 
@@ -335,7 +293,10 @@ class _Play:
         """A request reaches the router of the instances that decode."""
         pool = self.pools.decode
         assert pool is not None
-        nth = self._route(at, pool, request, self.go_on)
+        if self.pushes is not None:
+            nth = self.pushes.to[request]
+        else:
+            nth = self._route(at, pool, request, self.go_on)
         if nth is None:
             return
         self.records.engine[request] = nth
@@ -367,6 +328,10 @@ class _Play:
         assert self.handover is not None
         assert self.pools.transfer is not None
         source = self.handover.engine[request]
+        if self.pushes is not None:
+            there = self.pushes.arrival(at, request)
+            self.agenda.note(there, OTHER, request, self._is_loaded)
+            return
         seconds, bytes_ = self.pools.transfer(source, target, tokens)
         begins = self.links.send(source, target, at, seconds)
         self.handover.begins[request] = begins
@@ -388,12 +353,22 @@ class _Play:
         if self.sending.get(request) != attempt:
             return
         del self.sending[request]
+        self._was_pushed(at, request)
+        self._is_loaded(at, request)
+
+    def _was_pushed(self, at: float, request: int) -> None:
+        """The instance that computed a prompt needs its blocks no more."""
         assert self.handover is not None
-        source, target = self.handover.engine[request], self.records.engine[request]
-        sender, receiver = self.engines[source], self.engines[target]
+        source = self.handover.engine[request]
+        sender = self.engines[source]
         assert isinstance(sender, PromptEngine)
-        assert isinstance(receiver, DecodeEngine)
         sender.let_go(request, at)
-        receiver.loaded(request, at)
         self.note(source)
+
+    def _is_loaded(self, at: float, request: int) -> None:
+        """The cache of a request is in blocks of the engine that decodes it."""
+        target = self.records.engine[request]
+        receiver = self.engines[target]
+        assert isinstance(receiver, DecodeEngine)
+        receiver.loaded(request, at)
         self.note(target)

@@ -85,8 +85,7 @@ class StepTable:
 
     def exact_terms(self, sums: BatchSums) -> list[Float]:
         """Seconds of each term, computed anew for these batches."""
-        pairs = zip(self.exact, self.terms, strict=True)
-        return [self._exact(rows, term, sums) for rows, term in pairs]
+        return [self._exact(*of, sums) for of in zip(self.exact, self.terms, strict=True)]
 
     def _exact(self, rows: TermRow, term: tuple[Term, Reach], sums: BatchSums) -> Float:
         if isinstance(term[0], OverKeys):
@@ -170,8 +169,8 @@ def _blocks_of(rank: RankColumns, kept: Sequence[KeptBlock]) -> Int:
     layer = rank.tasks.layer.astype(np.int64)
     own = np.flatnonzero(~message)
     # Blocks that are no layers may be neighbours: the names of their rows begin with their labels.
-    labels = [text.split(".", 1)[0] for text in rank.tasks.names]
-    first = np.array([labels.index(label) for label in labels])[rank.tasks.name]
+    labels = [text.split(".")[0] for text in rank.tasks.names]
+    first = np.array([*map(labels.index, labels)])[rank.tasks.name]
     which = np.where(layer < 0, -1 - first, layer)
     number = np.zeros(len(layer), dtype=np.int64)
     number[own] = np.cumsum(np.diff(which[own], prepend=which[own[0]]) != 0)

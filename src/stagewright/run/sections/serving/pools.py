@@ -1,8 +1,12 @@
 """Instances of several kinds: those that compute prompts beside those that decode, and others."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stagewright.run.sections.declare import Count, Text, setting
+
+KvPush = Literal["prompt", "chunk", "layer"]
+"""What of a prompt's cache leaves a prefill instance as soon as it is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +30,10 @@ class PoolSection:
     )
     prefill_router: Text = setting(
         "round_robin", "Which of these a request goes to; --router chooses who decodes."
+    )
+    kv_transfer: KvPush = setting(
+        "prompt",
+        "Prefill instances' caches are sent when the prompt, a chunk or a layer is computed.",
     )
     stages: Text | None = setting(
         None,
