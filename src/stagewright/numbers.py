@@ -99,3 +99,12 @@ def plural(number: int, singular: str, many: str) -> str:
     ('1 rank', '2048 ranks')
     """
     return f"{number} {singular if number == 1 else many}"
+
+
+def many(number: int, singular: str, several: str) -> str:
+    """As `plural`, with commas between thousands.
+
+    >>> many(1, "candidate", "candidates"), many(2048, "candidate", "candidates")
+    ('1 candidate', '2,048 candidates')
+    """
+    return f"{number:,} {singular if number == 1 else several}"

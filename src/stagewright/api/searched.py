@@ -200,6 +200,7 @@ def search(
     alone = isinstance(hardware, str | Hardware)
     several = ([hardware] if hardware else []) if alone else [*hardware]
     sample, space = settings.pop("sample", None), settings.pop("space", None)
+    check_count("sample", sample)
     how = wanted(settings)
     of = asked(
         {"model": os.fspath(model), **settings},
@@ -212,15 +213,25 @@ def search(
     return searched(of, how, sample, executor)
 
 
+def check_count(option: str, count: object) -> None:
+    """Raise a UserError for a number of candidates that is none."""
+    if count is None:
+        return
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise UserError(f"--{option}: got {count!r}, wanted a whole number, 1 or more")
+
+
 def wanted(settings: dict[str, Any]) -> Wanted:
     """What is asked of a search, taken out of the settings."""
     objective: str | Sequence[str] = settings.pop("objective", "time")
     names = [objective] if isinstance(objective, str) else [*objective]
-    top: int | None = settings.pop("top", None)
+    counts: dict[str, int | None] = {name: settings.pop(name, None) for name in ("top", "most")}
+    for name, count in counts.items():
+        check_count(name, count)
     return Wanted(
         known(names),
-        TOP if top is None else top,
-        settings.pop("most", None),
+        TOP if counts["top"] is None else counts["top"],
+        counts["most"],
         settings.pop("exact", False),
         settings.pop("allow_oom", False),
         settings.pop("bounded", True),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.explore.answer.run_file import write_run_file
+from stagewright.explore.answer.run_file import run_file, write_run_file
 from stagewright.explore.space.asked import SearchRequest
 from stagewright.explore.space.enumeration import DIVIDES, DP_ASKED, Found, Removed
 from stagewright.explore.space.listed import values_of
@@ -96,6 +96,10 @@ class ServingSearch:
     def instances(self, place: int = 1) -> int:
         """How many instances one of the best has."""
         return self.ranking.choices[self._number(place)].played.instances
+
+    def run_file(self, place: int = 1) -> str:
+        """The layout of one of the best as a run file in YAML."""
+        return run_file(self.ranking.rows, self.ranking.choices[self._number(place)].layout)
 
     def _number(self, place: int) -> int:
         count = len(self.ranking.best)

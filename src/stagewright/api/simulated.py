@@ -17,7 +17,7 @@ from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.other_names import setting_of, translate
 from stagewright.texttable import Table
-from stagewright.time.expense.ownership import load as load_costs
+from stagewright.time.expense.ownership import costs_of
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.measured import Counts, load, with_collectives
@@ -76,10 +76,7 @@ def simulate(
     (`stagewright.time.measured`).
     """
     cluster, how, settings = _sections(hardware, execution, settings)
-    if cluster.costs is not None:
-        if cluster.price is not None:
-            raise UserError("price and costs both say what a GPU-hour costs; give one of the two")
-        load_costs(cluster.costs)
+    costs_of(cluster.price, cluster.costs)
     of = hardware.hardware if isinstance(hardware, Machine) else _known(hardware)
     if isinstance(what, CompiledRun):
         if settings:

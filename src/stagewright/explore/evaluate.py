@@ -37,6 +37,7 @@ from stagewright.lower.variants import place_blocks, tie_tables
 from stagewright.model.config import ModelConfig
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
+from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
@@ -173,7 +174,7 @@ class _Evaluation:
             mine = np.flatnonzero(machines == group)
             hardware, how = own.hardware(int(mine[0])), own.execution(int(mine[0]))
             self._cost(own, mine, of, hardware)
-            why = _unknown(how)
+            why = _unknown(how, own.cluster(int(mine[0])))
             if why:
                 left.append(LeftOut(of.candidates[mine], why, True))
                 continue
@@ -324,8 +325,10 @@ def _lots(
         yield Pipeline(schedule, pp, vpp, group, played, before), _PlacedLot(lot, every.at[mine])
 
 
-def _unknown(how: Execution) -> str:
+def _unknown(how: Execution, cluster: ClusterSection) -> str:
     """Why a way to execute is not computed in columns; empty: it is."""
+    if cluster.stragglers:
+        return "stragglers"
     if how.overlap_moe_expert_parallel_comm:
         return "overlap_moe_expert_parallel_comm"
     if how.overlap_slowdown:

@@ -113,6 +113,15 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 
+def check_name(name: str) -> None:
+    """Raise a UserError unless there is a schedule of this name, or the name is a file's."""
+    if name not in SCHEDULES and not name.endswith(".csv"):
+        raise UserError(
+            f"unknown schedule {name!r}; wanted {', '.join(SCHEDULES)} or a path ending in .csv"
+            + did_you_mean(name.lower(), SCHEDULES)
+        )
+
+
 def check(
     name: str,
     pp: int,
@@ -136,13 +145,9 @@ def check(
             f"microbatch_group_size_per_vp_stage={group} is about schedule interleaved, got "
             f"schedule {name}; drop it"
         )
+    check_name(name)
     if name.endswith(".csv"):
         return
-    if name not in SCHEDULES:
-        raise UserError(
-            f"unknown schedule {name!r}; wanted {', '.join(SCHEDULES)} or a path ending in .csv"
-            + did_you_mean(name.lower(), SCHEDULES)
-        )
     schedule = SCHEDULES[name]
     if schedule.chunks not in (None, vpp):
         others = either(known for known, s in SCHEDULES.items() if s.chunks in (None, vpp))

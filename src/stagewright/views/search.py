@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from stagewright.explore.answer.objectives import UNKNOWN
 from stagewright.explore.answer.search import Ranking
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.space.enumeration import Removed
+from stagewright.numbers import many
 from stagewright.program.fit import NEARLY_FULL
-from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.declare import describe_value, text_of
 from stagewright.texttable import Table
 
@@ -54,12 +56,15 @@ def words(rows: Candidates, row: int) -> str:
     """The settings of a candidate that others have otherwise, without those that are defaults."""
     said: list[str] = []
     run = rows.run(row)
+    given = run.given()
     for name, column in rows.columns.items():
         if len(column.values) == 1:
             continue
         value = column.at(row)
         if name == HARDWARE:
             said.append(value.name)
+        elif isinstance(value, str) and name in SETTINGS and name not in given:
+            continue  # a word that other settings imply, such as 1f1b without virtual stages
         elif value != EXPERIMENT[name].default_of(run.framework):
             said.append(_word(name, value))
     return " ".join(said) or "defaults"
@@ -153,7 +158,7 @@ def every(of: Ranking) -> Table:
         "best": _places(of),
     }
     if of.bounds.any():
-        columns["lower_bound"] = of.bounds.tolist()
+        columns["lower_bound"] = numbers(of.bounds, known=np.isfinite(of.bounds))
     return Table("Candidates", columns)
 
 
@@ -178,10 +183,17 @@ def left(of: Ranking) -> list[str]:
         if each.possible:
             counts[each.reason] = counts.get(each.reason, 0) + len(each.candidates)
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    told = [f"{count:,} candidates cannot be evaluated in columns: {why}" for why, count in ordered]
-    bounded = [f"{len(each.per_token):,} candidates bounded out: they {each.reason}"
+    told = [f"{_candidates(count)} cannot be evaluated in columns: {why}" for why, count in ordered]
+    bounded = [f"{_candidates(len(each.per_token))} bounded out: they {each.reason}"
                for each in of.bounded]  # fmt: skip
-    return bounded + told
+    without = {name: int(of.without(name).sum()) for name in of.how.objectives}
+    aside = [f"{_candidates(count)} left aside, of which {name} is not known: {UNKNOWN[name]}"
+             for name, count in without.items() if count]  # fmt: skip
+    return bounded + told + aside
+
+
+def _candidates(count: int) -> str:
+    return many(count, "candidate", "candidates")
 
 
 def _off(share: float) -> str:
@@ -207,12 +219,18 @@ def certainty(of: Ranking) -> str:
         span = low if low == high else f"{low} to {high}"
         told.append(f"simulated times are {span} off those in columns")
     if unseen:
-        told.append(f"{unseen:,} candidates were neither evaluated nor simulated")
+        were = many(unseen, "candidate was", "candidates were")
+        told.append(f"{were} neither evaluated nor simulated")
     if of.how.objectives[0] in ("time", "mfu"):
-        could = f"{left:,} candidates beyond those simulated could still be faster"
+        could = f"{_candidates(left)} beyond those simulated could still be faster"
         told.append(could if left else "no candidate beyond those simulated can be faster")
         if left and unseen:
             told[-1] += " by their lower bounds; --exact or a larger --most simulates more"
         elif left:
             told[-1] += ", if columns were as much too slow; --exact or a larger --top tells"
+    if of.front_left:
+        told.append(
+            f"{_candidates(of.front_left)} of the front in columns not simulated; a larger --top "
+            "simulates more"
+        )
     return "; ".join(told) or "all candidates have been simulated"

@@ -1,5 +1,7 @@
 """What a search answers: the best as simulated, how sure, and run files that say the same."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,13 +12,17 @@ from stagewright.errors import UserError
 from stagewright.explore import exact as simulated
 from stagewright.explore import lots
 from stagewright.explore.answer.objectives import front
+from stagewright.explore.answer.run_file import run_file, write_run_file
 from stagewright.explore.answer.search import Wanted, search
-from stagewright.explore.candidates import Candidates
-from stagewright.explore.evaluate import Evaluated
+from stagewright.explore.candidates import HARDWARE, Candidates, Column
+from stagewright.explore.evaluate import Evaluated, evaluate
 from stagewright.explore.exact import exact, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.space.asked import asked
-from stagewright.views.search import limit, nearly_full
+from stagewright.explore.space.systems import with_figure
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.time.hardware import resolve
+from stagewright.views.search import left, limit, nearly_full, words
 
 FIXED: dict[str, Any] = {
     "model": "gpt2", "layers": 2, "seq_length": 128, "pp": 1, "vpp": 1, "zero": 1,
@@ -159,6 +165,55 @@ def test_fronts_of_three_are_those_of_two_with_a_constant():
     values = draw.integers(0, 12, (60, 2)).astype(float)
     wide = np.concatenate([values, np.zeros((60, 1))], axis=1)
     assert (front(values) == front(wide)).all()
+
+
+def test_what_limits_the_answer_is_said():
+    rows = candidates(micro_batch_size=[4, 8], tp=1)
+    fast = made([1.0, 2.0], [5, 5])
+    columns = replace(fast, usd=np.array([np.nan, 3.0]))
+    found = search(rows, Wanted(("cost",)), evaluate=lambda of: Evaluated(columns, []))
+    assert found.without("cost").tolist()[0]
+    assert "1 candidate left aside, of which cost is not known" in left(found)[-1]
+    with pytest.raises(UserError, match="--objective mfu: only training"):
+        search(asked({"model": "gpt2", "mode": "decode", "tp": 1, "pp": 1}, hardware=["h100-sxm"],
+                     gpus=1).space.candidates().rows, Wanted(("mfu",)))  # fmt: skip
+
+
+def test_words_leave_out_what_other_settings_imply():
+    rows = candidates(pp=[1, 2], schedule=["1f1b", "gpipe"])
+    said = {words(rows, row) for row in range(len(rows)) if rows.run(row).tp == 1}
+    assert said == {"dp=4", "pp=2 dp=2", "pp=2 dp=2 schedule=gpipe"}
+
+
+def test_run_files_name_hardware_by_name_only_where_the_name_says_all(tmp_path: Path):
+    varied = with_figure(resolve("h100-sxm"), "memory_gb", 96).model_copy(
+        update={"name": "h100-sxm"}
+    )
+    rows = candidates(tp=1)
+    for hardware, said in ((resolve("h100-sxm"), "h100-sxm"), (varied, "h100-sxm.yaml")):
+        column = Column(np.zeros(1, dtype=np.uint8), (hardware,))
+        of = replace(rows, columns={**rows.columns, HARDWARE: column})
+        assert f"hardware: {said}\n" in run_file(of, 0)
+        files = write_run_file(of, 0, tmp_path / "best.yaml")
+        assert len(files) == (1 if hardware is not varied else 2)
+    assert resolve(files[1]).memory_gb == 96
+
+
+@pytest.mark.numerics
+def test_costs_and_stragglers_count(tmp_path: Path):
+    costs = tmp_path / "costs.yaml"
+    costs.write_text("gpu_usd: 30000\nyears: 4\nusd_per_kwh: 0.08\n")
+    given: dict[str, Any] = {**FIXED, "costs": str(costs), "straggler": {1: 1.5}, "tp": 1}
+    of = asked(given, hardware=["h100-sxm"], gpus=4).space.candidates().rows
+    found = search(of, Wanted(("cost",)), evaluate=evaluate)
+    assert [each.reason for each in found.left] == ["stragglers"]
+    step = sw.simulate(
+        of.run(0), ClusterSection(hardware="h100-sxm", costs=str(costs), stragglers={1: 1.5})
+    )
+    expected = step.expense().usd_per_million_tokens
+    assert expected is not None
+    assert found.figures.seconds[0] == step.seconds
+    assert found.figures.usd[0] == pytest.approx(expected * step.tokens / 1e6)
 
 
 @pytest.mark.numerics

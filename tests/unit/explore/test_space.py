@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.explore.space.defaults import default_axes, policies
+from stagewright.explore.space.asked import asked
+from stagewright.explore.space.defaults import default_axes, default_batch, policies
 from stagewright.explore.space.families import axes_of, words
 from stagewright.explore.space.listed import values_of
 from stagewright.explore.space.space import Space
@@ -157,6 +158,53 @@ def test_figures_that_no_hardware_has():
         varied(H100, {"memory_gb": "-1"})
     with pytest.raises(UserError, match="wanted a whole number"):
         varied(H100, {"scale_up.gpus": "8.5"})
+    with pytest.raises(UserError, match=r"got none, wanted numbers; .* say 80"):
+        varied(H100, {"memory.gb": "none,96"})
+    with pytest.raises(UserError, match="memory_gb is given twice"):
+        varied(H100, {"memory.gb": "80", "memory_gb": "96"})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"vary": {"tp": "1,2"}, "tp": 4}, "--tp is given twice, once as --vary tp"),
+        ({"vary": {"hardware": "h100-sxm,h200"}}, "--hardware is given twice"),
+        ({"vary": {"gpus": "4,8"}}, "GPUs are no setting; give --gpus 4,8"),
+        ({"gpus": 10**23}, "--gpus: got 100000000000000000000000, wanted 1 to 4,194,304"),
+        ({"schedule": "1f1b,1f1c"}, "unknown schedule '1f1c'"),
+        ({"durations": "measured.csv"}, "a search computes all durations"),
+        ({"price": 2.0, "costs": "costs.yaml"}, "price and costs both say"),
+    ],
+)
+def test_nothing_that_is_asked_for_is_passed_over(given: dict[str, Any], said: str):
+    own: dict[str, Any] = {"gpus": 8, **given}
+    vary, gpus = own.pop("vary", {}), own.pop("gpus")
+    with pytest.raises(UserError, match=said):
+        asked({"model": "gpt2", **own}, hardware=[H100], gpus=gpus, vary=vary)
+
+
+def test_hardware_that_is_named_twice_is_tried_once():
+    of = asked({"model": "gpt2", "tp": 1}, hardware=["h100-sxm", "h200", "h100-sxm"], gpus=8)
+    assert [fleet.hardware.name for fleet in of.space.fleets] == ["h100-sxm", "h200"]
+
+
+def test_none_in_a_list_is_what_follows_where_nothing_is_given():
+    of = asked(
+        {"model": "gpt2", "schedule": "none,gpipe", "no_overlap": "none/dp", "dp_shard": "none"},
+        hardware=[H100], gpus=8,
+    )  # fmt: skip
+    axes = of.space.axes
+    assert axes["schedule"] == (None, "gpipe")
+    assert axes["no_overlap"] == (frozenset(), frozenset({"dp"}))
+    assert of.space.base.run.dp_shard is None
+
+
+def test_dp_of_any_number_of_gpus_divides_the_batch_by_default():
+    gpt2 = model_of("gpt2")
+    for gpus in (1, 7, 12, 96, 1000, 12_288):
+        batch = default_batch(Run(model="gpt2"), gpt2, [gpus])
+        assert all(batch % (gpus // pp) == 0 for pp in (1, 2, 4) if gpus % pp == 0)
+    assert default_batch(Run(model="gpt2"), gpt2, [64, 96, 160]) % 15 == 0
 
 
 def test_orders_that_number_ranks_alike_are_tried_once():

@@ -62,6 +62,16 @@ OBJECTIVES: Mapping[str, Objective] = {
 }
 
 
+UNKNOWN: Mapping[str, str] = {
+    "time": "no time is known",
+    "memory": "no memory is known",
+    "cost": "their hardware has no price; give --price or --costs",
+    "energy": "their hardware has no figures of power",
+    "mfu": "only training has an MFU; use --objective time",
+}
+"""Why the objective of a candidate that has been evaluated is not known."""
+
+
 def known(names: Sequence[str]) -> tuple[str, ...]:
     """The names of objectives, each once; UserError for another one."""
     for name in names:

@@ -17,7 +17,7 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int
 from stagewright.explore.bounding.bounds import CandidateBounds, bounds, rough_bounds
 from stagewright.explore.bounding.relaxed import kinds_of_relaxed
-from stagewright.explore.bounding.roofline import lower_bounds
+from stagewright.explore.bounding.roofline import least_factor, lower_bounds
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import unknown
@@ -78,6 +78,15 @@ def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bo
     rest = [Bounded(why, least.per_token[~known.done & of]) for why, of in reasons]
     bounded = [of for of in rest if len(of.per_token)]
     return Promising(kept, known.evaluated(), least.seconds[kept], bounded)
+
+
+def least_seconds(rows: Candidates, *, any_memory: bool) -> tuple[Float, Bool]:
+    """Seconds that each candidate takes at least, and whether it may fit into memory."""
+    if rows.base.run.mode != "train":
+        return np.zeros(len(rows)), np.ones(len(rows), dtype=bool)
+    least = bounds(rows)
+    seconds = np.maximum(least.seconds * least_factor(rows), lower_bounds(rows))
+    return seconds, any_memory | _may_fit(least)
 
 
 def step_tokens(rows: Candidates) -> Float:

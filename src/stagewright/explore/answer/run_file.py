@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,34 @@ import yaml
 from stagewright.explore.candidates import Candidates
 from stagewright.files import write_text
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
+from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.hardware import names as known_hardware
+
+
+def is_packaged(hardware: Hardware) -> bool:
+    """Whether a name says all of the hardware: no figure differs from that of the package."""
+    if hardware.name not in known_hardware():
+        return False
+    own = resolve(hardware.name)
+    return own is hardware or _figures(own) == _figures(hardware)
+
+
+def _figures(hardware: Hardware) -> dict[str, Any]:
+    return hardware.model_dump(mode="json", exclude_none=True, exclude={"sources"})
+
+
+def hardware_file_name(hardware: Hardware) -> str:
+    """The file that run files name for hardware that has no name of the package.
+
+    >>> hardware_file_name(resolve("h100-sxm").model_copy(update={"name": "h100-sxm memory_gb=96"}))
+    'h100-sxm-memory_gb-96.yaml'
+    """
+    return re.sub(r"[^\w.]+", "-", hardware.name) + ".yaml"
+
+
+def hardware_file(hardware: Hardware) -> str:
+    """Hardware as a file in YAML."""
+    return yaml.safe_dump(_figures(hardware), sort_keys=False)
 
 
 def given(candidates: Candidates, row: int) -> dict[str, Any]:
@@ -34,7 +62,8 @@ def given(candidates: Candidates, row: int) -> dict[str, Any]:
 def run_file(candidates: Candidates, row: int, hardware: str | None = None) -> str:
     """A run file in YAML that `simulate`, `report` and `generate` take with --config.
 
-    `hardware` replaces the hardware's name, such as by the path of a file.
+    `hardware` is the path of a file that the run file names in place of the hardware; without it
+    a run file names `hardware_file_name`, where no name of the package stands for the hardware.
 
     >>> from stagewright.explore import candidates as of
     >>> from stagewright.run.experiment import Experiment
@@ -48,7 +77,9 @@ def run_file(candidates: Candidates, row: int, hardware: str | None = None) -> s
     hardware: h100-sxm
     no_overlap: [tp]
     """
-    values = given(candidates, row)
+    values, of = given(candidates, row), candidates.hardware(row)
+    if hardware is None and not is_packaged(of):
+        hardware = hardware_file_name(of)
     if hardware is not None:
         values["hardware"] = hardware
     first = [name for name in values if name == "model" or EXPERIMENT[name].section in RUN_SECTIONS]
@@ -76,10 +107,9 @@ def write_run_file(candidates: Candidates, row: int, path: str | Path) -> list[s
     place, hardware = Path(path), candidates.hardware(row)
     written = [str(place)]
     name = None
-    if hardware.name not in known_hardware():
+    if not is_packaged(hardware):
         beside = place.with_name(f"{place.stem}.hardware.yaml")
-        values = hardware.model_dump(mode="json", exclude_none=True, exclude={"sources"})
-        write_text(beside, yaml.safe_dump(values, sort_keys=False))
+        write_text(beside, hardware_file(hardware))
         written.append(str(beside))
         name = str(beside)
     write_text(place, run_file(candidates, row, name))

@@ -18,12 +18,14 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.answer import objectives
+from stagewright.explore.answer.costs import with_costs
 from stagewright.explore.answer.promising import (
     MARGIN,
     SLOWER,
     Bounded,
     Evaluate,
     Promising,
+    least_seconds,
     promising,
     step_tokens,
 )
@@ -78,7 +80,8 @@ class Ranking:
     refused: Mapping[int, str]
     """What was said of candidates whose run could not be compiled or simulated."""
     bounds: Float
-    """Lower bounds of seconds, where they were asked for; else 0."""
+    """Lower bounds of seconds, where they were asked for, else 0; infinite of candidates that do
+    not fit into memory by their lower bounds."""
     how: Wanted
     stopped: bool
     """Whether Ctrl-C has left out the rest."""
@@ -125,14 +128,14 @@ class Ranking:
         if not len(self.best) or self.how.objectives[0] not in ("time", "mfu"):
             return 0
         tokens = np.maximum(self.figures.tokens, 1)
-        least = self.bounds.copy()
         seen = ~np.isnan(self.columns.seconds)
         gaps = self.gaps
         slack = float(gaps.min()) if len(gaps) else 1.0
+        least = self.bounds * min(slack, 1.0)
         least[seen] = np.maximum(least[seen], self.columns.seconds[seen] * min(slack, 1.0))
         winner = int(self.best[0])
         per_token = self.figures.seconds[winner] / tokens[winner]
-        left = ~self.figures.exact & ~self._too_large()
+        left = ~self.figures.exact & ~self._too_large() & ~self.without(*self.how.objectives)
         left[[*self.refused]] = False
         of_rows = np.where(self.figures.tokens > 0, tokens, tokens[winner])
         open_ = int((left & (least / of_rows < per_token)).sum())
@@ -141,6 +144,19 @@ class Ranking:
             if each.reason == SLOWER:
                 open_ += int((each.per_token * min(slack, 1.0) < seconds).sum())
         return open_
+
+    def without(self, *names: str) -> Bool:
+        """Which candidates have been evaluated, but have no figure for one of the objectives."""
+        values = objectives.values(self.figures, names)
+        return ~np.isnan(self.figures.seconds) & ~np.isfinite(values).all(axis=1)
+
+    @property
+    def front_left(self) -> int:
+        """How many candidates on the front of several objectives are known in columns alone."""
+        if len(self.how.objectives) < 2:
+            return 0
+        usable = self.figures.fits | self.how.any_memory
+        return int((~self.figures.exact[_best(self.figures, usable, self.how.objectives)]).sum())
 
     @property
     def proven(self) -> bool:
@@ -181,8 +197,9 @@ class _SearchState:
         heard: Heard | None,
     ) -> Self:
         """The promising of some candidates, of which the best have been simulated."""
-        columns = found.evaluated.figures
-        state = cls(rows.take(found.candidates), columns, how, executor, heard)
+        rows = rows.take(found.candidates)
+        columns = with_costs(rows, found.evaluated.figures)
+        state = cls(rows, columns, how, executor, heard)
         for each in found.evaluated.left:
             if not each.possible:
                 state.refused |= dict.fromkeys(each.candidates.tolist(), each.reason)
@@ -204,7 +221,7 @@ class _SearchState:
         found = exact(self.rows.take(rows), self.executor, heard)
         at = rows[found.rows]
         self.done[at] = True
-        self.parts.append((at, found.figures))
+        self.parts.append((at, with_costs(self.rows.take(at), found.figures)))
         self.refused |= {int(rows[nth]): why for nth, why in found.refused.items()}
         self.stopped = found.stopped
 
@@ -260,6 +277,8 @@ def search(
     how = how or Wanted()
     if how.prove and how.objectives != ("time",):
         raise UserError("--exact proves the least time; use --objective time alone")
+    if "mfu" in how.objectives and rows.base.run.mode != "train":
+        raise UserError(f"--objective mfu: {objectives.UNKNOWN['mfu']}")
     found = _evaluated(rows, how, evaluate)
     state = _SearchState.of(rows, found, how, executor, heard)
     if found.bounded and evaluate is not None and not len(state.ranked()) and not state.stopped:
@@ -272,7 +291,11 @@ def search(
     if found.bounds is not None:
         bounds = found.bounds
     elif how.prove or len(blind):
-        bounds = lower_bounds(rows)
+        some = np.arange(len(rows)) if how.prove else blind
+        seconds, may_fit = least_seconds(rows.take(some), any_memory=how.any_memory)
+        if how.prove:  # bounds in columns may be as far above the simulated time as columns are
+            seconds = lower_bounds(rows)
+        bounds[some] = np.where(may_fit, seconds, np.inf)
     stopped = [each.candidates for each in left if each.reason == STOPPED]
     if not stopped:
         _simulate_blind(state, blind, bounds)
@@ -292,7 +315,8 @@ def _evaluated(rows: Candidates, how: Wanted, evaluate: Evaluate | None) -> Prom
     every = np.arange(len(rows))
     if evaluate is None:
         return Promising(every, Evaluated(unknown(len(rows)), [LeftOut(every, "", True)]), None)
-    if how.prove or how.objectives != ("time",) or not how.bounded:
+    few_in_columns = bool(rows.base.cluster.stragglers)
+    if how.prove or how.objectives != ("time",) or not how.bounded or few_in_columns:
         return Promising(every, evaluate(rows), None)
     # One more than are simulated: those as good as it in columns are listed (`listed`).
     return promising(rows, evaluate, how.top + 1, any_memory=how.any_memory)
@@ -323,18 +347,17 @@ def _simulate_blind(state: _SearchState, blind: Int, bounds: Float) -> None:
         winner = int(best[0])
         least = float(state.figures().seconds[winner]) / tokens[winner]
         order = order[per_token[order] < least]
+    order = order[np.isfinite(per_token[order])]
     usual = TOP if len(blind) < len(state.rows) else MOST
     state.simulate(order[: usual if state.how.most is None else state.how.most])
 
 
 def _prove(state: _SearchState, bounds: Float) -> None:
     """Simulate all candidates whose lower bounds are below the best, the lowest first."""
-    if state.rows.base.cluster.durations is not None:
-        raise UserError("--exact needs durations by formula; drop --durations")
     tokens = step_tokens(state.rows)
     per_token = bounds / tokens
     order = np.argsort(per_token, kind="stable")
-    order = order[~state.done[order]]
+    order = order[~state.done[order] & np.isfinite(per_token[order])]
     step = max(state.how.top, 1)
     for begin in range(0, len(order), step):
         best = state.ranked()
@@ -355,8 +378,12 @@ def _why_none(of: Ranking) -> str:
         return f"none of the {len(of.rows):,} candidates runs: {next(iter(of.refused.values()))}"
     seen = np.flatnonzero(~np.isnan(figures.seconds) & ~figures.fits)
     if not len(seen):
-        names = ", ".join(of.how.objectives)
-        return f"nothing is known of the {len(of.rows):,} candidates for {names}"
+        unknown = [name for name in of.how.objectives if of.without(name).any()]
+        names = unknown or of.how.objectives
+        return (
+            f"--objective {names[0]}: not known of any of the {len(of.rows):,} candidates: "
+            f"{objectives.UNKNOWN[names[0]]}"
+        )
     least = int(seen[np.argmin((figures.peak - figures.device_memory)[seen])])
     peak, room = figures.peak[least] / 1e9, figures.device_memory[least] / 1e9
     return (

@@ -43,7 +43,12 @@ def lower_bounds(candidates: Candidates) -> Float:
         of = sequence_flops(run, candidates.model)
         rates = best_rates(candidates.hardware(first), PRECISIONS[run.precision].product)
         bounds[rows] = _bounds(candidates.take(rows), of, rates)
-    return bounds
+    return bounds * least_factor(candidates)
+
+
+def least_factor(candidates: Candidates) -> float:
+    """How much faster the fastest rank is than its GPU: a straggler with a factor below 1."""
+    return min([1.0, *(candidates.base.cluster.stragglers or {}).values()])
 
 
 class Rates(NamedTuple):

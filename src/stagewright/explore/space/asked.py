@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,8 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, is_manifest, read_settings, recorded_model
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.other_names import setting_of
+from stagewright.run.training_rules import MOST_RANKS
+from stagewright.time.expense.ownership import costs_of
 from stagewright.time.hardware import Hardware, resolve
 
 
@@ -55,16 +57,18 @@ def asked(
     axes: dict[str, tuple[Any, ...]] = {}
     file_values = _without_lists(values, axes) if not is_manifest(values) else values
     given = _without_lists({k: v for k, v in settings.items() if v is not None}, axes)
-    figures: dict[str, Any] = {}
-    for name, value in (vary or {}).items():
-        setting = setting_of(name.replace("-", "_"))
-        if setting in EXPERIMENT:
-            axes[setting] = values_of(EXPERIMENT[setting].kind, value, f"--vary {name}")
-        else:
-            figures[name] = value
+    once = {setting_of(name) for name, value in settings.items() if value is not None}
+    lists, figures = _of_vary(vary or {}, once | ({"hardware"} if hardware else set()))
+    axes |= lists
     named = axes.pop("hardware", ())
     nodes = axes.pop("nodes", ())
     base = Experiment.of(file_values, given, path)
+    costs_of(base.cluster.price, base.cluster.costs)
+    if base.cluster.durations is not None:
+        raise UserError(
+            "a search computes all durations; leave durations out, and give the file "
+            "to `simulate` with the run that was found"
+        )
     named = tuple(hardware) or named or ((base.cluster.hardware,) if base.cluster.hardware else ())
     if not named:
         raise UserError("a search needs hardware; name some with --hardware, such as h100-sxm")
@@ -73,8 +77,8 @@ def asked(
     known = {*map(setting_of, [*file_values, *given]), *axes}
     systems = [
         each
-        for of in named
-        for each in varied(of if isinstance(of, Hardware) else resolve(str(of)), figures)
+        for of in _each_once(of if isinstance(of, Hardware) else resolve(str(of)) for of in named)
+        for each in varied(of, figures)
     ]
     fleets = _fleets(systems, gpus, nodes, known)
     if "dp" in known and "dp" not in axes:
@@ -82,6 +86,35 @@ def asked(
     of_model = model or resolve_model(base.run.model, base.run.as_family or "")
     names = {name for name in known if name}
     return _completed(base, of_model, fleets, axes, names, words(families))
+
+
+def _of_vary(
+    vary: Mapping[str, Any], given: Collection[str | None]
+) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
+    """Lists of settings and of figures of hardware, by name; UserError for what is given twice."""
+    axes: dict[str, tuple[Any, ...]] = {}
+    figures: dict[str, Any] = {}
+    for name, value in vary.items():
+        setting = setting_of(name.replace("-", "_"))
+        if name == "gpus":
+            raise UserError(f"--vary gpus: GPUs are no setting; give --gpus {value}")
+        if setting not in EXPERIMENT:
+            figures[name] = value
+            continue
+        if setting in given or setting in axes:
+            flag = EXPERIMENT[setting].flag
+            raise UserError(f"{flag} is given twice, once as --vary {name}; give one list of both")
+        axes[setting] = values_of(EXPERIMENT[setting].kind, value, f"--vary {name}")
+    return axes, figures
+
+
+def _each_once(systems: Iterable[Hardware]) -> list[Hardware]:
+    """Hardware without what is named twice."""
+    known: list[Hardware] = []
+    for each in systems:
+        if each not in known:
+            known.append(each)
+    return known
 
 
 def _without_lists(values: Mapping[str, Any], axes: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -96,7 +129,9 @@ def _without_lists(values: Mapping[str, Any], axes: dict[str, tuple[Any, ...]]) 
         if is_listed(kind, value):
             axes[setting] = values_of(kind, value, name)
             continue
-        of_text = isinstance(value, str) and kind in (int, float, tuple, frozenset)
+        of_text = isinstance(value, str) and (
+            kind in (int, float, tuple, frozenset) or (kind is str and value.lower() == "none")
+        )
         rest[name] = values_of(kind, value, name)[0] if of_text else value
         axes.pop(setting, None)
     return rest
@@ -109,9 +144,10 @@ def _fleets(
     counts = () if gpus is None else values_of(int, gpus, "--gpus")
     if counts and nodes:
         raise UserError("--gpus and --nodes both say how many GPUs there are; give one of them")
+    option = "--gpus" if counts else "--nodes"
     for count in (*counts, *nodes):
-        if not isinstance(count, int) or count < 1:
-            raise UserError(f"{'--gpus' if counts else '--nodes'}: got {count}, wanted 1 or more")
+        if not isinstance(count, int) or not 1 <= count <= MOST_RANKS:
+            raise UserError(f"{option}: got {count}, wanted 1 to {MOST_RANKS:,}")
     if not counts and not nodes and "dp" not in known:
         raise UserError("a search needs the number of GPUs; give --gpus N, or --nodes N")
     fleets: list[Fleet] = []
@@ -134,7 +170,7 @@ def _completed(
     of = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
     if run.mode == "train" and "global_batch_size" not in known:
         length = axes.get("seq_length", (run.seq_length,))[0]
-        gpus = max((fleet.gpus or 1 for fleet in fleets), default=1)
+        gpus = [fleet.gpus or 1 for fleet in fleets]
         batch = default_batch(run.model_copy(update={"seq_length": length}), of, gpus)
         tokens = batch * (run.resolved(of).seq_length or 0)
         axes["global_batch_size"] = (batch,)

@@ -24,6 +24,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.run.rule import ALL, EACH, RunCheck
 from stagewright.run.rules import AS_GIVEN, checks
 from stagewright.run.settings import Run
+from stagewright.schedule.schedules import check_name
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
@@ -94,7 +95,9 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
 
 
 def check_value(run: Run, model: ModelConfig) -> None:
-    """Raise a UserError for a run with a setting that the run's mode has not."""
+    """Raise a UserError for a run with a setting that its mode has not, or an unknown schedule."""
+    if run.schedule is not None:
+        check_name(run.schedule)
     for check in checks(run.mode, model):
         if check.reads == EACH:
             check.check(run.unresolved(), model)

@@ -7,6 +7,7 @@ added by `families`; all else is what the run says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,17 +40,24 @@ SCHEDULES = {
 """Schedules that frameworks have; any other is searched where it is named."""
 
 
-def default_batch(run: Run, model: ModelConfig, gpus: int) -> int:
-    """Sequences of a step where none are given: `LEAST_TOKENS`, more on many GPUs; a power of two.
+def default_batch(run: Run, model: ModelConfig, gpus: Iterable[int]) -> int:
+    """Sequences of a step where none are given: `LEAST_TOKENS`, more on many GPUs.
+
+    A power of two, times the odd factor of each number of GPUs: dp divides these, and has to divide
+    the batch. Where several numbers of GPUs would make that more than four times as much, the odd
+    factor of the largest alone.
 
     >>> from stagewright.model.catalog import resolve
     >>> run, model = Run(model="llama3.1-405b"), resolve("llama3.1-405b")
-    >>> default_batch(run, model, 64), default_batch(run, model, 16384)
-    (512, 2048)
+    >>> [default_batch(run, model, [gpus]) for gpus in (64, 16384, 192, 7)]
+    [512, 2048, 768, 896]
     """
+    counts = sorted({*gpus})
     length = run.resolved(model).seq_length or 1
-    wanted = max(LEAST_TOKENS, TOKENS_PER_GPU * gpus) / length
-    batch = 1
+    wanted = max(LEAST_TOKENS, TOKENS_PER_GPU * counts[-1]) / length
+    odd = [count // (count & -count) for count in counts]
+    common = math.lcm(*odd)
+    batch = common if common <= 4 * wanted else odd[-1]
     while batch < wanted:
         batch *= 2
     return batch

@@ -85,6 +85,9 @@ def _of_text(kind: Kind, text: str, name: str) -> Iterator[Any]:
     """The values of one text."""
     if kind in (tuple, frozenset):
         for each in text.split("/"):
+            if each.strip().lower() == "none":
+                yield None if kind is tuple else ()
+                continue
             words = tuple(word.strip() for word in each.split(",") if word.strip())
             numbers = all(word.isdecimal() and word.isascii() for word in words)
             yield tuple(map(int, words)) if words and numbers else words

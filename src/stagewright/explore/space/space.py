@@ -48,7 +48,7 @@ FEW = 250
 
 WORKLOAD = ("model", "as_family", "layers", "vocab", "mtp_num_layers", "mode", "framework")
 """Settings that say what is done, which all candidates have in common."""
-_ELSEWHERE = ("hardware", "nodes", "price", "stragglers", "durations")
+_ELSEWHERE = ("hardware", "nodes", "price", "costs", "stragglers", "durations")
 """Settings of the machine that are no columns."""
 
 

@@ -86,10 +86,18 @@ def varied(hardware: Hardware, figures: Mapping[str, object]) -> list[Hardware]:
 
     `figures`: lists or ranges (`listed`) by name. Each system is named after its figures.
     """
-    lists = {
-        path_of(name, hardware): values_of(float, values, f"--vary {name}")
-        for name, values in figures.items()
-    }
+    lists: dict[str, tuple[float, ...]] = {}
+    for name, values in figures.items():
+        path = path_of(name, hardware)
+        if path in lists:
+            raise UserError(f"--vary {name}: {path} is given twice; give one list of both")
+        found = values_of(float, values, f"--vary {name}")
+        lists[path] = tuple(value for value in found if value is not None)
+        if len(lists[path]) < len(found):
+            raise UserError(
+                f"--vary {name}: got none, wanted numbers; for the value that {hardware.name} has "
+                f"say {figures_of(hardware)[path]:g}"
+            )
     count = 1
     for values in lists.values():
         count *= len(values)
@@ -118,7 +126,7 @@ def _with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
         if is_count and value % 1:
             raise UserError(f"--vary {path}: got {value:g}, wanted a whole number")
         block[last] = int(value) if is_count else value
-    said = ", ".join(f"{path}={value:g}" for path, value in figures.items())
+    said = ", ".join(f"{path}={value:.12g}" for path, value in figures.items())
     values["name"] = f"{hardware.name} {said}"
     try:
         return Hardware.model_validate(values)

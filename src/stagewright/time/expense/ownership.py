@@ -8,14 +8,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import Field, ValidationError
 
+from stagewright.arrays import Float
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import from_yaml, read_text
 from stagewright.time.constants import FigureBlock
 
 HOURS_PER_YEAR = 8766.0
+
+Watts = TypeVar("Watts", float, Float)
 
 
 class Ownership(FigureBlock):
@@ -37,12 +41,21 @@ class Ownership(FigureBlock):
     pue: float = Field(ge=1, default=1)
     """Power of the whole building over that of its computers."""
 
-    def usd_per_gpu_hour(self, watts: float) -> float:
-        """Cost of an hour of paid work of a GPU that draws `watts` in it."""
+    def usd_per_gpu_hour(self, watts: Watts) -> Watts:
+        """Cost of an hour of paid work of a GPU that draws `watts` in it; of several, an array."""
         capital = self.gpu_usd + self.network_usd + self.building_usd_per_kw * watts / 1000
         hours = self.years * HOURS_PER_YEAR * self.utilization
         power = watts / 1000 * self.pue * self.usd_per_kwh
         return capital * (1 + self.upkeep * self.years) / hours + power
+
+
+def costs_of(price: float | None, path: str | None) -> Ownership | None:
+    """The costs of a cluster that names a file of such; UserError where it has a price, too."""
+    if path is None:
+        return None
+    if price is not None:
+        raise UserError("price and costs both say what a GPU-hour costs; give one of the two")
+    return load(path)
 
 
 def load(path: str | Path) -> Ownership:

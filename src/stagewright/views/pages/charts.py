@@ -16,6 +16,19 @@ from stagewright.views.stages import stage_kind
 from stagewright.views.summary import Summary
 
 
+def front_caption(points: str, beaten_in: str, leads_to: str) -> str:
+    """The caption of a chart of a search's front: what a point is, and what makes it a large one.
+
+    >>> front_caption("candidate", "both time and memory", "run")
+    'A point for each candidate; those on the front, which no other beats in both time and memory, \
+are large. A click leads to the run.'
+    """
+    return (
+        f"A point for each {points}; those on the front, which no other beats in {beaten_in}, are "
+        f"large. A click leads to the {leads_to}."
+    )
+
+
 class Chart(NamedTuple):
     """A chart as a template takes it."""
 

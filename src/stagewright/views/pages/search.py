@@ -8,17 +8,22 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.explore.answer.objectives import front
-from stagewright.explore.answer.run_file import run_file
+from stagewright.explore.answer.run_file import (
+    hardware_file,
+    hardware_file_name,
+    is_packaged,
+    run_file,
+)
 from stagewright.explore.answer.search import Ranking
 from stagewright.explore.answer.sensitivity import sensitivities
 from stagewright.explore.candidates import HARDWARE
 from stagewright.explore.space.enumeration import Found
-from stagewright.numbers import duration, plural, quantity
+from stagewright.numbers import duration, many, quantity
 from stagewright.run.sections.declare import text_of
 from stagewright.texttable import Table
 from stagewright.version import __version__
 from stagewright.views import search as tables
-from stagewright.views.pages.charts import Chart, chart
+from stagewright.views.pages.charts import Chart, chart, front_caption
 from stagewright.views.pages.templates import render
 from stagewright.views.pictures.chart import BYTES, SECONDS
 from stagewright.views.pictures.points import Coordinate, Point, parallel, scatter
@@ -44,15 +49,14 @@ def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
     slopes = sensitivities(ranking.rows, best)
     table = Table(
         "Percent by which the best step gets longer where a figure grows by 1%",
-        {"figure": [*slopes], "change": [slope / 100 for slope in slopes.values()]},
-        {"change": "error"},
+        {"figure": [*slopes], "percent": [f"{slope:+.3f}" for slope in slopes.values()]},
+        {"percent": ""},
     )
     at = ranking.figures.seconds[best]
     machine = ranking.rows.machine(best)
     return render(
         "search.html",
-        title=f"{ranking.rows.model.name}: the best of "
-        f"{plural(found.of, 'candidate', 'candidates')}",
+        title=f"{ranking.rows.model.name}: the best of {many(found.of, 'candidate', 'candidates')}",
         run=f"{ranking.rows.run(best).describe()} on {machine}: {duration(float(at))} per step",
         certainty=tables.certainty(ranking),
         notes=notes,
@@ -63,6 +67,7 @@ def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
         coordinates=_coordinates(ranking, rows),
         sensitivity=table,
         shown=[_shown(ranking, row) for row in rows.tolist()],
+        systems=_systems(ranking, rows),
         version=__version__,
         data={},
     )
@@ -88,6 +93,16 @@ def _shown(of: Ranking, row: int) -> _Shown:
     return _Shown(f"run-{row}", _words(of, row), run_file(of.rows, row))
 
 
+def _systems(of: Ranking, rows: Int) -> dict[str, str]:
+    """The files of hardware that run files name, by name."""
+    systems = {id(each): each for each in (of.rows.hardware(row) for row in rows.tolist())}
+    return {
+        hardware_file_name(each): hardware_file(each)
+        for each in systems.values()
+        if not is_packaged(each)
+    }
+
+
 def _front_chart(of: Ranking, rows: Int) -> Chart:
     figures = of.figures
     values: Float = np.stack([figures.seconds[rows], figures.peak[rows].astype(float)], axis=1)
@@ -99,10 +114,11 @@ def _front_chart(of: Ranking, rows: Int) -> Chart:
         )
     ]
     limits = sorted({int(size) for size in figures.device_memory[rows].tolist() if size})[:4]
-    caption = (
-        "A point for each candidate; those on the front, which no other beats in both time and "
-        "memory, are large. The dashed line is the memory of a device. A click leads to the run."
-    )
+    caption = front_caption("candidate", "both time and memory", "run")
+    if limits:
+        caption += (
+            f" The dashed {'line is' if len(limits) == 1 else 'lines are'} the memory of a device."
+        )
     return chart(
         lambda name, width: scatter(
             points, "Step time and memory", ("memory of the fullest rank", BYTES),

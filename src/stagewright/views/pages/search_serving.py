@@ -11,7 +11,7 @@ from stagewright.serving.search.answer import ServingRanking
 from stagewright.version import __version__
 from stagewright.views import search as tables
 from stagewright.views import search_serving
-from stagewright.views.pages.charts import Chart, chart
+from stagewright.views.pages.charts import Chart, chart, front_caption
 from stagewright.views.pages.templates import render
 from stagewright.views.pictures.chart import Measure
 from stagewright.views.pictures.points import Point, scatter
@@ -61,10 +61,7 @@ def _front_chart(of: ServingRanking) -> Chart:
         for nth, each in enumerate(of.choices)
         if each.played.meets and each.played.user_rate == each.played.user_rate
     ]
-    caption = (
-        "A point for each choice that keeps the limits; those on the front, which no other beats "
-        "in both, are large. A click leads to the layout."
-    )
+    caption = front_caption("choice that keeps the limits", "both", "layout")
     return chart(
         lambda name, width: scatter(
             points, "Output tokens per second", ("tokens/s per user", _RATE),

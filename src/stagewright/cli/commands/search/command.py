@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagewright.cli import shared
+from stagewright.cli.commands.search.ending import RUN_FILES, end
 from stagewright.cli.commands.search.options import search_options
 from stagewright.cli.commands.search.served import search_serving, without_serving
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import JSON, search_settings
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
-from stagewright.numbers import duration
+from stagewright.numbers import duration, many
 from stagewright.printable import printable
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def search(
         return search_serving(model, config, out, pairs, as_json=as_json, settings=settings)
     settings = without_serving(settings)
     # A file of all candidates has the figures of all.
-    settings["bounded"] = all(path.endswith((".yaml", ".yml")) for path in out)
+    settings["bounded"] = all(path.lower().endswith(RUN_FILES) for path in out)
     how, place, sample = wanted(settings), settings.pop("place"), settings.pop("sample")
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
     tool = settings["as_family"] if settings["as_family"] in _TOOLS else None
@@ -72,28 +73,18 @@ def search(
         _tell_space(found)
         result = searched(request, how, executor=executor, progress=_heard(bar), found=found)
     shared.show_notes((*left(result.ranking), *nearly_full(result.ranking)))
-    if as_json:
-        shared.print_json(result.summary())
-    else:
-        _report(result, time.perf_counter() - begin)
-    for path in out:
-        written = result.write(path, place or 1)
-        click.echo(f"stagewright: wrote {', '.join(written)}", err=True)
-    if tool:
-        shared.say("\n".join(result.flags(tool, place or 1)))
-    elif place is not None and not any(path.endswith((".yaml", ".yml")) for path in out):
-        shared.say(result.run_file(place).rstrip("\n"))
-    return shared.INTERRUPTED if result.ranking.stopped else 0
+    seconds = time.perf_counter() - begin
+    flags = result.flags(tool, place or 1) if tool else None
+    return end(result, lambda: _report(result, seconds), out, place, as_json=as_json, flags=flags)
 
 
 def _check(out: tuple[str, ...], settings: dict[str, Any]) -> None:
     """Refuse before any work numbers below 1, and files that could not be written after it."""
-    from stagewright.api.searched import check_ending
+    from stagewright.api.searched import check_count, check_ending
     from stagewright.files import check_output_file
 
     for name, option in {"top": "top", "most": "most", "sample": "sample", "place": "run"}.items():
-        if settings[name] is not None and settings[name] < 1:
-            raise UserError(f"--{option}: got {settings[name]}, wanted 1 or more")
+        check_count(option, settings[name])
     force = settings.pop("force")
     for path in out:
         check_ending(path)
@@ -121,6 +112,8 @@ def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:
         name, equals, values = text.partition("=")
         if not equals or not name.strip():
             raise UserError(f"--vary: got {text!r}, wanted NAME=LIST such as memory.gb=80:288:8")
+        if name.strip() in pairs:
+            raise UserError(f"--vary {name.strip()}: is given twice; give one list of both")
         pairs[name.strip()] = values.strip()
     return pairs
 
@@ -132,6 +125,8 @@ def _executor(
     from stagewright.executors import Processes, cores, ray_cluster
 
     if engine == "ray":
+        if workers is not None:
+            raise UserError("--workers is of --engine processes; a Ray cluster has its own number")
         return ray_cluster(address)
     if address is not None:
         raise UserError("--address is of a Ray cluster; add --engine ray, or leave --address out")
@@ -157,7 +152,8 @@ def _heard(bar: ProgressBar) -> Heard:
 def _tell_space(found: Found) -> None:
     """Say on stderr how large the space is, and what has been removed from it."""
     sample = f", of which {len(found.rows):,} are drawn" if found.sampled else ""
-    lines = [f"{found.combinations:,} combinations: {found.of:,} can be run{sample}"]
+    combinations = many(found.combinations, "combination", "combinations")
+    lines = [f"{combinations}: {found.of:,} can be run{sample}"]
     lines += [f"{each.count:,} removed: {each.why} ({each.example})" for each in found.removed]
     for line in lines:
         click.echo(f"stagewright: {printable(line)}", err=True)

@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from stagewright.cli import shared
+from stagewright.cli.commands.search.ending import end
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
@@ -64,16 +65,9 @@ def search_serving(
     begin = time.perf_counter()
     with shown("steps of the search") as bar:
         result = searched_serving(question, bar)
-    if as_json:
-        shared.print_json(result.summary())
-    else:
-        _report(result, time.perf_counter() - begin)
-    for path in out:
-        written = result.write(path, place or 1)
-        click.echo(f"stagewright: wrote {', '.join(written)}", err=True)
-    if result.ranking.stopped:
-        return shared.INTERRUPTED
-    return 0 if result.ranking.best else shared.DOES_NOT_FIT
+    seconds = time.perf_counter() - begin
+    code = end(result, lambda: _report(result, seconds), out, place, as_json=as_json)
+    return code if code or result.ranking.best else shared.DOES_NOT_FIT
 
 
 def _refuse_others(settings: dict[str, Any]) -> None:

@@ -1,0 +1,26 @@
+"""What steps cost who owns the machine: the price of a GPU-hour follows from a file of costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.explore.candidates import Candidates
+from stagewright.explore.figures import Figures
+from stagewright.explore.space.enumeration import beside
+from stagewright.time.expense.ownership import costs_of
+
+
+def with_costs(rows: Candidates, figures: Figures) -> Figures:
+    """Figures of candidates whose USD are those of the file of costs, where there is one.
+
+    The energy of a step over its time is the power that a part of the costs is for.
+    """
+    cluster = rows.base.cluster
+    costs = costs_of(cluster.price, cluster.costs)
+    if costs is None:
+        return figures
+    gpus = rows.world_size + beside(rows.base.run)
+    hourly = costs.usd_per_gpu_hour(figures.joules / (figures.seconds * gpus))
+    return replace(figures, usd=np.asarray(hourly * gpus * figures.seconds / 3600))
