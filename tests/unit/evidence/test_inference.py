@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from stagewright.evidence import inference
 from stagewright.evidence.inference import ServedRow
 from stagewright.lower.compile import compile
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -36,9 +38,10 @@ ROW = ServedRow(
 )
 
 
-def seconds(**more: object) -> float:
+def seconds(engine: Any = None, **more: object) -> float:
     run = Run(**{**SETTINGS, **more})
-    return simulate(compile(run), Machine.of(resolve("h100-sxm"), gpus=1)).seconds
+    how = Execution(serving_engine=engine)
+    return simulate(compile(run), Machine.of(resolve("h100-sxm"), gpus=1), how).seconds
 
 
 def test_one_user_is_alone() -> None:
@@ -72,8 +75,10 @@ def test_users_in_step_wait_for_half_of_the_prompts() -> None:
     """Equally long requests, prompts in steps of their own: all users send prompts at once. 32 of
     them fit into a step of 8,192 tokens, and the time of seven others is halved."""
     found = inference.loaded(dataclasses.replace(ROW, concurrency=8.0, engine="sglang"))
-    decode = seconds(mode="decode", batch_size=8, context_length=288)
-    prompts = seconds(mode="prefill", batch_size=32, prompt_length=256, context_length=0) / 32
+    decode = seconds("sglang", mode="decode", batch_size=8, context_length=288)
+    prompts = (
+        seconds("sglang", mode="prefill", batch_size=32, prompt_length=256, context_length=0) / 32
+    )
     assert found.tpot == pytest.approx(decode + 7 * prompts / 64 / 2)
     row = dataclasses.replace(ROW, engine="sglang")
     assert found.ttft == pytest.approx(prompts * 9 / 2 + inference.host_seconds(row))

@@ -117,6 +117,24 @@ def test_frameworks_have_a_launch_mode(settings: dict[str, Any], hardware: str, 
     assert launch_mode(run, Execution(launch_mode="eager"), resolve(hardware)) == "eager"
 
 
+@pytest.mark.parametrize(("engine", "mode"), [("vllm", "compile"), ("sglang", "eager"),
+                                              ("trtllm", "eager")])  # fmt: skip
+def test_engines_that_compile_no_steps_with_prompts_call_each_kernel(
+    engine: Any, mode: str
+) -> None:
+    how = Execution(serving_engine=engine)
+    chunk = [{"context_length": 512, "new_tokens": 64}, {"context_length": 512, "new_tokens": 1}]
+    alone = {"mode": "prefill", "prompt_length": 64, "batch_size": 1, "context_length": 0}
+    for settings in (alone, {"mode": "decode", "requests": chunk}):
+        compiled = sw.compile(model="llama3-8b", layers=2, **settings)
+        assert launch_mode(compiled.run, how, H100) == mode
+    tasks, work = launched(Execution(launch_mode="eager"), model="llama3-8b", layers=2, **alone)
+    kernels = (tasks.kind == TaskKind.COMPUTE) & (work.seconds > 0)
+    assert np.allclose(work.seconds[kernels], LAUNCH_COSTS["serving"].call * 1e-6)
+    run = sw.Run(model="llama3-8b", mode="decode")
+    assert launch_mode(run, how, H100) == "cuda_graph"
+
+
 def test_small_kernels_wait_for_the_host() -> None:
     compiled = sw.compile("gpt2", layers=2, seq_length=64)
     steps = {

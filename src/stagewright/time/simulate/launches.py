@@ -66,6 +66,10 @@ LAUNCH_COSTS: Mapping[str, LaunchCost] = {
     # 13.5 us (github.com/NVIDIA/TransformerEngine, issue 2053): modules, autograd's functions, and
     # collectives take more. A captured part of a layer is called like an operator.
     "eager": LaunchCost(call=60.0, kernel=25.0, graph=60.0),
+    # Steps with prompts of SGLang and TensorRT-LLM, without autograd. Fitted to medians of first
+    # tokens of 17 of InferenceX' closed loops of DeepSeek-R1: 20% off, 24% where the steps were
+    # compiled; 3 that are held out: 22% and 27%.
+    "serving": LaunchCost(call=35.0, kernel=17.0, graph=35.0),
     # PyTorch's operators one by one, where no framework fuses them (`fuse` is off). Fitted to the
     # rows of nanotron on one to four nodes of H100 whose collectives were not checked: 5.9% off,
     # 6.6% on those held out (benchmarks/fit_host.py).
@@ -77,7 +81,8 @@ LAUNCH_COSTS: Mapping[str, LaunchCost] = {
     # graphs", CUDA 12.6).
     "cuda_graph": LaunchCost(call=0.0, kernel=0.0, graph=2.5),
 }
-"""By launch mode; `operators`: eager, where PyTorch's operators are called one by one."""
+"""By launch mode; `operators`: eager, where PyTorch's operators are called one by one; `serving`:
+eager, in steps of inference."""
 
 TENSOR_LAUNCH = 1.3
 """Microseconds of each further launch in a loop in C++: `cuLaunchKernel` on a host with an x86 CPU
@@ -134,7 +139,8 @@ def launch_mode(run: Run, how: Execution, hardware: Hardware) -> str:
     """How the framework of a run launches kernels, where `how` does not say so.
 
     Megatron-LM runs eagerly, torchtitan compiles its blocks; servers capture steps of decode as
-    CUDA graphs and compile those of prefill (vLLM). A step of a TPU is one program.
+    CUDA graphs. vLLM compiles steps with prompts; SGLang and TensorRT-LLM run them eagerly
+    (`enable_torch_compile` and `torch_compile_config` are off). A step of a TPU is one program.
     """
     if how.launch_mode is not None:
         return how.launch_mode
@@ -144,7 +150,9 @@ def launch_mode(run: Run, how: Execution, hardware: Hardware) -> str:
         return {"megatron": "eager", "torchtitan": "compile"}[run.framework]
     # Graphs are captured for steps that decode alone: vLLM's whole ones (`FULL_AND_PIECEWISE`), and
     # those of SGLang and TensorRT-LLM. A chunk of a prompt beside the tokens is launched.
-    return "cuda_graph" if run.mode == "decode" and not _computes_prompts(run) else "compile"
+    if run.mode == "decode" and not _computes_prompts(run):
+        return "cuda_graph"
+    return "eager" if how.serving_engine in ("sglang", "trtllm") else "compile"
 
 
 def _computes_prompts(run: Run) -> bool:
@@ -233,7 +241,8 @@ def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardw
         captured = _captured(tasks, how.cuda_graph_modules)
         mode = "eager" if how.cuda_graph_modules else mode
         waits &= ~captured
-    cost = LAUNCH_COSTS["operators" if mode == "eager" and not run.fuse else mode]
+    eager = "operators" if not run.fuse else "eager" if run.mode == "train" else "serving"
+    cost = LAUNCH_COSTS[eager if mode == "eager" else mode]
     kernels = _kernels(tasks, run)
     if mode == "compile":
         kernels[_follows_fusable(tasks)] = 0
