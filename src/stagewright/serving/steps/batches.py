@@ -122,7 +122,7 @@ class BatchSums:
         return found
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
         """The batches of all parts, behind each other."""
         first = parts[0]
         return cls(
@@ -244,8 +244,8 @@ class TimedBatches:
 
     def rows_of(self, several: Sequence[BatchSums]) -> list[list[RankColumns]]:
         """What the rows of each pipeline rank take, of several sets of batches at once."""
-        every = self.rows(BatchSums.joined(several))
-        ends = np.cumsum([0, *(len(sums) for sums in several)]).tolist()
+        every = self.rows(BatchSums.concatenated(several))
+        ends: list[int] = np.cumsum([0, *(len(sums) for sums in several)]).tolist()
         return [[rank.take(np.arange(*of)) for rank in every] for of in pairwise(ends)]
 
     def rows(self, sums: BatchSums) -> list[RankColumns]:
