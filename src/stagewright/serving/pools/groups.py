@@ -286,6 +286,8 @@ def _layers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[int, flo
         first = places[source].group
         made = first.service.instance
         many = max(1, made.model.num_layers // made.run.pp)
-        return many, between(first.service, places[target].group.service).seconds(tokens, parts=many)
+        return many, between(first.service, places[target].group.service).seconds(
+            tokens, parts=many
+        )
 
     return layer
