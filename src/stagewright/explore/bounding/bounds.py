@@ -41,11 +41,10 @@ from stagewright.explore.responses import Responses, response
 from stagewright.explore.structures import NUMBERS, PIPELINE, microbatches_of, structures
 from stagewright.explore.template_memory import HELD, NOWHERE
 from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Kind, unlike
-from stagewright.explore.timing import MachineTiming, TemplateFigures, Templates
+from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
 from stagewright.program.columns import CATEGORIES
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import SETTINGS
-from stagewright.time.columns.meshes import Placed
 
 IN_TURN = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 """Schedules that hand stages to ranks in turn, and in which a rank waits for a whole forward and a
@@ -202,7 +201,7 @@ class _Relaxation:
         plan_of = self._pipelines()
         users = self._rows_by_relaxed(plan_of)
         tables: dict[object, _SharedFigures] = {}
-        placed: dict[object, Placed] = {}
+        known: dict[object, KnownOnMachine] = {}
         if not users:
             return tables
         first = np.array([int(rows[0]) for rows in users])
@@ -219,7 +218,7 @@ class _Relaxation:
                 plan = self.plans[int(plan_of[some[0]])]
                 if plan is None or plan.parts is None:
                     continue
-                timing = self._timing(int(some[0]), templates, timings, placed)
+                timing = self._timing(int(some[0]), templates, timings, known)
                 kind_of = Kind.plain(plan.run, plan.parts, plan.layers)
                 figures = timing.figures(kind_of, plan.run)
                 table = tables.setdefault(figures.responses.form, _SharedFigures.none())
@@ -251,13 +250,14 @@ class _Relaxation:
         row: int,
         templates: Templates,
         known: dict[int, MachineTiming],
-        placed: dict[object, Placed],
+        on: dict[object, KnownOnMachine],
     ) -> MachineTiming:
         """The times of templates on a row's machine."""
         group = int(self.machines[row])
         if group not in known:
             machine = self.rows.machine(row)
-            near, how = placed.setdefault(machine.tiers, {}), self.rows.execution(row)
+            near = on.setdefault(KnownOnMachine.key(machine), KnownOnMachine.none())
+            how = self.rows.execution(row)
             known[group] = MachineTiming(templates, machine, how, near, usual=True)
         return known[group]
 

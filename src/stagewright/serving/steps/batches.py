@@ -293,7 +293,7 @@ class TimedBatches:
         found: list[RankColumns] = []
         for nth, rank in enumerate(made.ranks):
             tasks = rank.of.tasks
-            seconds = columns.of_rows(tasks, rank.kernel, meshes)
+            seconds = columns.of_rows(tasks, rank.kernel, meshes).of_rows
             seconds = in_engine.seconds(tasks, seconds, columns.numbers[1][rank.kernel])
             message = np.zeros(len(sums))
             for row in np.flatnonzero(tasks.kind == TaskKind.SEND).tolist():
