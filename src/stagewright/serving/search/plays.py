@@ -57,8 +57,6 @@ class SeenRequests:
     tokens: int = 0
     begin: float = float("inf")
     end: float = 0.0
-    cut: bool = False
-    """Whether the rest need not be known."""
 
     @classmethod
     def nothing(cls) -> Self:
@@ -91,7 +89,7 @@ class SeenRequests:
     def load(self, every: int, may: int, gpus: int) -> PlayedLoad:
         """What users saw, of so many requests, of which some may miss their limits; of one
         instance."""
-        stopped = self.cut or self.good + self.lost < every
+        stopped = self.good + self.lost < every
         tpot = Spread.of(np.concatenate(self.tpot))
         seconds = max(self.end - self.begin, 1e-12)
         return PlayedLoad(
