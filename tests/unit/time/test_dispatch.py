@@ -162,8 +162,8 @@ def test_dispatches_beside_kernels_keep_multiprocessors() -> None:
     assert not (beside - alone)[tasks.microbatch < 0].any()
 
 
-def test_vllm_gathers_tokens_between_ranks_of_attention() -> None:
-    """Its default `allgather_reducescatter`: a token travels once to each other rank."""
+def test_engines_gather_tokens_between_ranks_of_attention() -> None:
+    """vLLM's default `allgather_reducescatter`: a token travels once to each other rank."""
     run = Run(model="qwen3-30b-a3b", mode="decode", batch_size=64, context_length=512, dp=2, ep=2)
     compiled = compile(run)
     routed = Routed.in_engine(compiled.run, compiled.model, "vllm")
@@ -173,7 +173,7 @@ def test_vllm_gathers_tokens_between_ranks_of_attention() -> None:
     copies = 32 * 8 * 2048 * 2
     found = dispatch_seconds(copies, group, machine, routed)
     assert found == collective_seconds("all_gather", copies // 8, group, machine)[0]
-    for engine, dp in (("sglang", 2), ("vllm", 1)):
+    for engine, dp in ((None, 2), ("vllm", 1)):
         of = compiled.run.model_copy(update={"dp": dp})
         assert Routed.in_engine(of, compiled.model, engine) is None
     gathered = simulate(compiled, machine, Execution(serving_engine="vllm")).seconds

@@ -155,6 +155,13 @@ class Engine(PlainSteps):
         """Steps under way, the length of the first and by how much each one grows."""
         return self._steps, self._first, self._grows
 
+    @property
+    def planned_tokens(self) -> int:
+        """New tokens of a step under way."""
+        if not self._steps:
+            return 0
+        return self._decoders * self.new_tokens + sum(more for _, more in self._decision.chunks)
+
     def decide(self) -> None:
         """Decide on the next batch, and how long it would take alone."""
         self._begin()

@@ -1,7 +1,8 @@
 """Replicas that share experts: their steps begin together, and the slowest says when they end.
 
 Ranks of attention data parallelism exchange tokens in every layer with experts, so that none is a
-step ahead of the others; one with nothing to do takes part with an empty batch. vLLM: all engines
+step ahead of the others; one with nothing to do takes part with an empty batch, and experts get the
+tokens of all. vLLM: all engines
 step while any of them has requests (vllm-project/vllm@00024d31 `vllm/v1/engine/core.py`,
 `DPEngineCoreProc.run_busy_loop`, `execute_dummy_batch`); SGLang: `scheduler_dp_attn_mixin.py`,
 `prepare_mlp_sync_batch`; TensorRT-LLM: `enable_attention_dp`.
@@ -61,7 +62,7 @@ class Lockstep:
         """Let each engine decide, and the slowest say how long all take."""
         for engine in self.engines:
             engine.decide()
-        plans = [engine.planned for engine in self.engines if engine.planned[0]]
+        plans = self._plans()
         if not plans:
             self.end = min(engine.end for engine in self.engines)
             for engine in self.engines:
@@ -78,6 +79,19 @@ class Lockstep:
                 if gap < series(first, grows, steps):
                     steps = engine.steps_until(gap, first, grows, steps)
         self._go(steps, first, grows)
+
+    def _plans(self) -> list[tuple[int, float, float]]:
+        """What engines with a batch would do, with experts that get the tokens of all."""
+        plans = [engine.planned for engine in self.engines if engine.planned[0]]
+        tokens = [engine.planned_tokens for engine in self.engines if engine.planned[0]]
+        beside = getattr(self.engines[0].times, "beside_replicas", None)
+        mean = sum(tokens) / len(self.engines)
+        if beside is None:
+            return plans
+        return [
+            (steps, beside(first, own, mean), grows)
+            for (steps, first, grows), own in zip(plans, tokens, strict=True)
+        ]
 
     def _go(self, steps: int, first: float, grows: float) -> None:
         self.end = self.now + series(first, grows, steps)

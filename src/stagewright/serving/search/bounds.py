@@ -93,19 +93,30 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     room = max(1, service.blocks * block // (shortest + 1))
     most = max(1, min(service.limits.requests, room))
     requests = np.arange(1, most + 1)
-    decode = np.array([times.decode_once(n, n * (shortest + 1)) for n in requests.tolist()])
+    replicas = service.instance.replicas
+
+    def least(seconds: float, tokens: int) -> float:
+        """Of a step beside which other replicas that share its experts have nothing to do."""
+        return times.beside_replicas(seconds, tokens, tokens / replicas)
+
+    new = 1 + service.instance.run.num_speculative_tokens
+    decode = np.array(
+        [least(times.decode_once(n, n * (shortest + 1)), n * new) for n in requests.tolist()]
+    )
     per_token = float((decode / requests).min())
     chunks = np.unique(np.geomspace(1, service.limits.tokens, _CHUNKS).astype(int)).tolist()
     # A step of so many tokens takes no less than one of fewer; of short prompts keys are fewest.
     prompts = [
-        times.step(few, few, few, max(1, few // shortest)) / many for few, many in pairwise(chunks)
+        least(times.step(few, few, few, max(1, few // shortest)), few) / many
+        for few, many in pairwise(chunks)
     ]
     per_prompt_token = 0.0 if load.shared else min(prompts)
     longest = int(np.sort(load.prompt)[max(0, len(load.prompt) - 1 - max(load.misses, 0))])
     least_ttft = 0.0
     if not load.shared and longest <= service.limits.tokens:
         pairs = longest * (longest + 1) // 2
-        least_ttft = times.step(longest, pairs, longest, 1) + service.host.before_prefill(longest)
+        least_ttft = least(times.step(longest, pairs, longest, 1), longest)
+        least_ttft += service.host.before_prefill(longest)
     found = LayoutBounds(float(decode.min()), per_token, per_prompt_token, least_ttft, 0, "", 0)
     why = _never(found, load, slo)
     if why:
@@ -115,9 +126,9 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
         load.fewest(load.prompt) * per_prompt_token,
     )
     room_in_time = load.span + _slack(load, slo)
-    least = max(1, math.ceil(busy / room_in_time / service.instance.replicas - 1e-9))
+    fewest = max(1, math.ceil(busy / room_in_time / service.instance.replicas - 1e-9))
     guess = _guess(service, load, slo, requests, mean_prompt)
-    return replace(found, least=least, guess=max(least, guess))
+    return replace(found, least=fewest, guess=max(fewest, guess))
 
 
 def _never(of: LayoutBounds, load: LoadTotals, slo: Slo) -> str:

@@ -71,6 +71,8 @@ class BatchSums:
     """Pairs of a query and a key that it sees."""
     keys: Mapping[Reach, Int]
     """Keys that any query sees."""
+    routed: Int | None = None
+    """Tokens of all replicas, which go to shared experts; None: all have as many."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -116,7 +118,7 @@ class BatchSums:
             }  # fmt: skip
             found |= {SIZES[name] + reach.kind: columns[name] for name in COLUMNS}
         if model.num_experts:
-            found["routed"] = self.tokens * run.dp
+            found["routed"] = self.tokens * run.dp if self.routed is None else self.routed
         return found
 
     def take(self, chosen: Int | Bool) -> Self:
@@ -126,6 +128,7 @@ class BatchSums:
             requests=self.requests[chosen], tokens=self.tokens[chosen], logits=self.logits[chosen],
             pairs={reach: column[chosen] for reach, column in self.pairs.items()},
             keys={reach: column[chosen] for reach, column in self.keys.items()},
+            routed=None if self.routed is None else self.routed[chosen],
         )  # fmt: skip
 
 
@@ -201,6 +204,11 @@ class TimedBatches:
         hardware = machine.hardware.with_rates_of_bf16(missing)
         return replace(found, machine=replace(machine, hardware=hardware))
 
+    @property
+    def routed(self) -> Routed | None:
+        """How the engine sends tokens to experts; None: a copy for each expert."""
+        return Routed.in_engine(self.step.run, self.step.model, self.how.serving_engine)
+
     def numbers(self, sums: BatchSums, cases: Cases) -> Mapping[str, Any]:
         """The sizes of batches as numbers that vary."""
         sizes = sums.sizes(self.step.run, self.step.model)
@@ -260,8 +268,7 @@ class TimedBatches:
     def _rows(self, sums: BatchSums, made: Assembly) -> list[RankColumns]:
         program, run, machine = made.program, self.step.run, self.machine
         engine = self.how.serving_engine
-        routed = Routed.in_engine(run, self.step.model, engine)
-        columns = Columns(made.kernels, len(sums), machine.hardware, routed=routed)
+        columns = Columns(made.kernels, len(sums), machine.hardware, routed=self.routed)
         axes = dict(self.step.mesh.axes)
         names = [*axes]
         meshes = MeshColumns(

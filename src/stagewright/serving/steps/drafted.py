@@ -84,6 +84,10 @@ class DraftedTimes(DecodeRuns):
         found = self.model.step(tokens, pairs, keys, requests, decoding, decoding_keys)
         return found + self.drafts(tokens, pairs, keys, requests, decoding, decoding_keys)
 
+    def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
+        """As `StepTimes.beside_replicas`: drafts count as if all replicas had as many tokens."""
+        return self.model.beside_replicas(seconds, tokens, mean)
+
     def drafts(
         self,
         tokens: int,

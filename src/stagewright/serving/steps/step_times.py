@@ -32,6 +32,7 @@ from stagewright.serving.steps.plain import (
     entry,
     longest,
 )
+from stagewright.serving.steps.shared_experts import shared_seconds
 from stagewright.serving.steps.tables import KnownTerms, StepTable, table
 from stagewright.time.network import Machine
 
@@ -79,6 +80,8 @@ class StepTimes(DecodeRuns):
     form differs, and layers with a state, which have no steps of both."""
     host: HostTimes | None = None
     """What the engine's host adds to each step."""
+    _shared: list[float] | None = None
+    """By tokens: as `shared_experts.shared_seconds`."""
     _without_host: StepTimes | None = None
     _pieces: dict[int, Pieces] = field(default_factory=dict[int, Pieces])
     _hosted: dict[HostTimes, StepTimes] = field(default_factory=dict[HostTimes, "StepTimes"])
@@ -151,6 +154,17 @@ class StepTimes(DecodeRuns):
             return found
         launched = host.per_step + host.per_request_step * requests
         return max(found, launched) if host.beside else found + launched
+
+    def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
+        """Seconds of a step with so many tokens whose replicas have `mean` of them in the mean.
+
+        `seconds`: of the step where all have as many.
+        """
+        if self._shared is None:
+            return seconds
+        shared, last = self._shared, len(self._shared) - 1
+        own, of_all = shared[min(tokens, last)], shared[min(round(mean), last)]
+        return max(seconds - own + of_all, 0.1 * seconds)
 
     def _on_gpu(
         self, tokens: int, pairs: int, keys: int, requests: int, decoding: int, decoding_keys: int
@@ -316,13 +330,15 @@ def step_times(
     beside = None
     if model.state_space is None:  # as `run.serving_rules` has it
         beside, _ = steps([decoding, chunk], drafts, most_tokens)
-    prompts, _ = steps([chunk], 0, most_tokens)
+    prompts, of_prompts = steps([chunk], 0, most_tokens)
     fresh = steps([Group(1, 0, min(512, context))], 0, most_tokens)[0] if latent else prompts
     knots, values = _decode_terms(of_decode, new)
     apart = latent or beside is None
+    shared = shared_seconds(of_prompts.batches, most_tokens)
     return StepTimes(
-        most_tokens, most_requests, decode, beside, prompts, fresh, knots, values, apart
-    )
+        most_tokens, most_requests, decode, beside, prompts, fresh, knots, values, apart,
+        _shared=None if shared is None else shared.tolist(),
+    )  # fmt: skip
 
 
 MOST_KEYS = 1 << 21

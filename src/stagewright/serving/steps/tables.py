@@ -163,7 +163,7 @@ def _depends(
 # ---- the chain of a rank -------------------------------------------------------------------------
 
 
-def _blocks_of(rank: RankColumns, kept: Sequence[KeptBlock]) -> Int:
+def blocks_of(rank: RankColumns, kept: Sequence[KeptBlock]) -> Int:
     """By row, which of the kept blocks it belongs to; messages belong to the block before them."""
     message = (rank.tasks.kind == TaskKind.SEND) | (rank.tasks.kind == TaskKind.RECV)
     layer = rank.tasks.layer.astype(np.int64)
@@ -178,16 +178,15 @@ def _blocks_of(rank: RankColumns, kept: Sequence[KeptBlock]) -> Int:
     return np.where(message, -1, number)
 
 
-def _chain(of: Int, kept: Sequence[KeptBlock]) -> Chain:
+def chain_of(of: Int, kept: Sequence[KeptBlock]) -> Chain:
+    """The rows of a rank as they run, given the block of each."""
     rows: list[Int] = []
     copies: list[Float] = []
     cut: list[Bool] = []
     for nth, block in enumerate(kept):
         mine = np.flatnonzero(of == nth)
-        parts = (
-            [(1, True)] if block.copies == 1 else [(1, True), (block.copies - 2, False), (1, True)]
-        )
-        for many, may in parts:
+        parts = [(1, True), (block.copies - 2, False), (1, True)]
+        for many, may in parts if block.copies > 1 else parts[:1]:
             rows.append(mine)
             copies.append(np.full(len(mine), float(many)))
             cut.append(np.full(len(mine), may))
@@ -228,8 +227,8 @@ def table(
     ranks: list[RankTable] = []
     chains: list[tuple[Chain, Float, Float, Int]] = []
     for nth, rank in enumerate(by_tokens):
-        block = _blocks_of(rank, of.kept[nth])
-        chain = _chain(block, of.kept[nth])
+        block = blocks_of(rank, of.kept[nth])
+        chain = chain_of(block, of.kept[nth])
         numbers = np.full(len(block), -1)
         for row in np.flatnonzero(~np.array(linear[nth]) & ~np.array(heads[nth]) & (block >= 0)):
             first = int(np.flatnonzero(block == block[row])[0])
@@ -393,7 +392,7 @@ class _Terms:
         for rank, kept in zip(self.of.rows(sums), self.of.kept, strict=True):
             if at.block not in kept:
                 continue
-            block = _blocks_of(rank, kept)
+            block = blocks_of(rank, kept)
             row = int(np.flatnonzero(block == kept.index(at.block))[0]) + at.place
             seconds = rank.seconds[row]
             return OverKeys(float(seconds.min()), keys.astype(float).tolist(), seconds.tolist())

@@ -89,10 +89,11 @@ class Routed(NamedTuple):
         """How an engine sends tokens between ranks of attention data parallelism; None: a copy for
         each expert.
 
-        vLLM gathers them (`all2all_backend` of vllm/config/parallel.py, whose default is
-        `allgather_reducescatter`).
+        By default engines gather them: vLLM's `all2all_backend` is `allgather_reducescatter`
+        (vllm/config/parallel.py), SGLang's `moe_a2a_backend` is `none`, and TensorRT-LLM has
+        all-to-alls of its own across a rack of GB200 alone (`AlltoallMethodType.NotEnabled`).
         """
-        if run.mode == "train" or engine != "vllm" or run.dp == 1 or run.ep == 1:
+        if run.mode == "train" or engine is None or run.dp == 1 or run.ep == 1:
             return None
         return cls(model.num_experts, model.top_k, gathered=True)
 
