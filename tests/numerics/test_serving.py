@@ -395,6 +395,16 @@ def test_the_command(capfd, tmp_path):
     assert "1 request rejected" in err
 
 
+def test_a_paused_request_that_never_runs_again_is_told(capfd):
+    words = ("--scheduler", "tensorrt-llm", "--capacity-scheduler-policy", "max_utilization")
+    words += ("--num-gpu-blocks", "24", "--max-num-batched-tokens", "128")
+    words += ("--no-enable-prefix-caching", "--rate", "100", "--num-requests", "3")
+    assert code(*words, "--isl", "100", "--osl", "200") == 0
+    assert "again only with --enable-chunked-prefill" in capfd.readouterr().err
+    assert code(*words, "--isl", "100", "--osl", "200", "--enable-chunked-prefill") == 0
+    assert "never done" not in capfd.readouterr().err
+
+
 ONE = ("--rate", "1", "--isl", "1", "--osl", "1")
 DRAFTS = (*ONE, "--num-speculative-tokens", "2", "--acceptance-length", "2")
 

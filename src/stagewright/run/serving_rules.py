@@ -203,8 +203,9 @@ def check(run: Run, model: ModelConfig) -> None:
     if model.modules:
         names = ", ".join(m.name for m in model.modules)
         raise UserError(
-            f"modules ({names}) are there in training only: they have no cache of keys and values; "
-            "use mode=train, or a preset or config.json of the model"
+            f"modules ({names}) are there in training only: they compute all tokens of a sequence, "
+            "and nothing says what they keep of them in a cache; use mode=train, or a preset or "
+            "config.json of the model"
         )
     if run.mla is not None and not model.kv_lora_rank:
         raise UserError(

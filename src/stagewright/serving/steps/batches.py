@@ -52,8 +52,12 @@ def refuse_unknown(run: Run, model: ModelConfig, how: Execution) -> None:
         "kv_cache=contiguous": run.kv_cache != "paged",
         "source_length (an encoder)": run.source_length is not None,
         "moe_flex_dispatcher": how.moe_flex_dispatcher,
-        "compressed keys": any(reach.compress > 1 for reach in model.reaches),
     }
+    if any(reach.compress > 1 for reach in model.reaches):
+        raise UserError(
+            f"serve: {model.name} attends to keys of several tokens, whose steps have no table of "
+            "times; `stagewright simulate --mode prefill` and `--mode decode` time single steps"
+        )
     for what, there in asked.items():
         if there:
             raise UserError(f"serve: steps with {what} have no table of times; leave it out")

@@ -132,8 +132,16 @@ def _notes(of: Serving) -> list[str]:
             "and engines may have come to different moments"
         )
     elif found.unfinished:
+        scheduler = of.service.scheduler
+        pauses = getattr(scheduler, "capacity_scheduler_policy", "") == "max_utilization"
+        whole = not getattr(scheduler, "enable_chunked_prefill", True)
+        why = (
+            "; TensorRT-LLM computes a paused request of more than "
+            f"{of.service.limits.tokens:,} tokens again only with --enable-chunked-prefill"
+        )
         notes.append(
             f"{found.unfinished} requests were never done: the scheduler left them waiting"
+            + why * (pauses and whole)
         )
     return notes
 
