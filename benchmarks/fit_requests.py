@@ -7,7 +7,7 @@ Rows of first tokens are those of at most four users that the package carries
 (`data/measured/inference.csv`). A request takes a constant and a time per 1,024 tokens of its
 prompt, besides the steps that `evidence.inference` predicts. The host of a step is fitted to times
 per output token of dense models, as a constant and a time per request that run beside the GPU's
-step: the longer of both counts. Those of TensorRT-LLM are carried (`STEP_HOST_MS`): 5% median error
+step: the longer of both counts. TensorRT-LLM's are carried (`serving.hosts`): 5% median error
 on the rows that fit and 13% on those held out, 9% and 13% without. Of the configurations, 70% fit
 and 30% are held out, by a hash. The sum of the logarithms of the errors is least on a grid, so that
 single runs that are far off do not count.
@@ -27,7 +27,7 @@ from fit_kernels import held_out
 
 from stagewright.errors import UserError
 from stagewright.evidence import closed_loops, inference
-from stagewright.evidence.inference import HOST_MS, ServedRow, StepHost
+from stagewright.evidence.inference import HOST_MS, SCHEDULERS, ServedRow
 from stagewright.model.catalog import resolve
 from stagewright.serving import hosts, service
 
@@ -100,8 +100,9 @@ def steps() -> None:
         test = np.array([held_out(*key(row)) for row in mine])
 
         def found(constants: tuple[float, ...], mine: list[ServedRow] = mine) -> np.ndarray:
-            step, request = (x / 1e3 for x in constants)
-            inference.STEP_HOST_MS = {mine[0].engine: StepHost(step, request, beside=True)}
+            step, request = (x / 1e6 for x in constants)
+            host = hosts.HostTimes(per_step=step, per_request_step=request, beside=True)
+            inference.HOSTS = {SCHEDULERS[mine[0].engine]: host}
             return np.array([inference.loaded(row).tpot * 1e3 / row.measured - 1 for row in mine])
 
         every = {c: found(c) for c in itertools.product(*STEP_GRID)}
@@ -119,7 +120,7 @@ def queue() -> None:
     loops = [of for of in closed_loops.closed_loops() if not of.row.reason]
     carried = dict(hosts.HOSTS)
     for engine in ("trtllm", "sglang"):
-        name = closed_loops.SCHEDULERS[engine]
+        name = SCHEDULERS[engine]
         mine = [of for of in loops if of.row.engine == engine]
         mine = [of for of in mine if any("ttft" in row.quantity for row in of.measured)]
         mine = [of for of in mine if _fits(of)]

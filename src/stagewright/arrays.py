@@ -73,3 +73,24 @@ def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
         return first, of
     _, first, of = np.unique(np.stack(bits), axis=1, return_index=True, return_inverse=True)
     return first, of.ravel()
+
+
+def distinct_columns(table: Float) -> tuple[Int, Int]:
+    """Of a table [rows, columns], the first of each set of equal columns, and each column's set.
+
+    Sets have an order that only their columns decide, not where these stand.
+
+    >>> first, of = distinct_columns(np.array([[3.0, 1.0, 3.0], [0.5, 2.0, 0.5]]))
+    >>> sorted(first.tolist()), bool(of[0] == of[2] != of[1])
+    ([0, 1], True)
+    """
+    bits = np.ascontiguousarray(table, dtype=np.float64).view(np.uint64)
+    bits = bits ^ (bits >> np.uint64(32))  # whole numbers have their bits at one end
+    with np.errstate(over="ignore"):
+        odd = np.cumprod(np.full(len(bits), _ODD)) if len(bits) else np.zeros(0, dtype=np.uint64)
+        mixed = (bits * odd[:, None]).sum(axis=0, dtype=np.uint64)
+    _, first, of = np.unique(mixed, return_index=True, return_inverse=True)
+    if np.array_equal(table[:, first][:, of], table):
+        return first, of
+    _, first, of = np.unique(table, axis=1, return_index=True, return_inverse=True)
+    return first, of.ravel()

@@ -8,11 +8,19 @@ from dataclasses import replace
 import pytest
 
 import stagewright as sw
+from stagewright.api.searched_serving import asked_serving, searched_serving
 from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.instances import instance
 from stagewright.serving.metrics import RequestLimits, Slo
+from stagewright.serving.pools.apart import (
+    PromptsDone,
+    Unusual,
+    decode_after,
+    refuse_unusual,
+)
+from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, transfer_between
 from stagewright.serving.requests import RequestClass, Workload, in_classes
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.search.bounds import LoadTotals, layout_bounds
@@ -87,6 +95,63 @@ def test_limits_of_classes_hold_in_place_of_those_of_all(tmp_path):
         osl=8, num_requests=10, layers=1, tp=1, pp=1, gpus=2, pairs=1,
     )  # fmt: skip
     assert {found.ranking.choices[nth].prompts for nth in found.ranking.best} == {None, 0}
+
+
+def test_prompts_apart_are_what_pools_do(service: Service):
+    """Prompts first and decode behind them: the same times, or `Unusual`; also in lockstep."""
+    hardware, asked = hardware_of("h100-sxm"), EngineSection(max_num_seqs=40)
+    model = model_of("qwen3-30b-a3b").with_overrides(num_layers=2)
+    run = sw.Run(model="qwen3-30b-a3b", mode="decode", layers=2, dp=2, ep=2, etp=1)
+    limits = batch_limits(asked, hardware)
+    made = instance(run, model, Machine.of(hardware, gpus=2), most_requests=40)
+    split = Service(made, asked, limits, scheduler_of(asked, limits))
+    unusual = 0
+    for seed in range(10):
+        draw = random.Random(seed)
+        work, kind = drawn(draw), draw.choice((service, split))
+        first, last = (
+            replace(kind, engines=replace(kind.engines, instances=draw.randint(1, 3)))
+            for _ in range(2)
+        )
+        groups = InstanceGroups((InstanceGroup(first, "prefill"), InstanceGroup(last, "decode")))
+        seconds = transfer_between(first, last).seconds
+        try:
+            refuse_unusual(work, (first, last))
+            prompts = PromptsDone.of(first, work)
+            found = decode_after(prompts, last, work, seconds, lambda *_: False)
+        except Unusual:
+            unusual += 1
+            continue
+        whole, _ = groups.run(work)
+        assert whole.handover is not None
+        assert prompts.records.finish == whole.handover.prefilled
+        assert found.arrives == whole.handover.arrives
+        for name in ("arrival", "reached", "scheduled", "first", "finish"):
+            assert getattr(found.records, name) == getattr(whole.records, name), (seed, name)
+    assert 0 < unusual < 6
+
+
+def test_the_answer_is_that_of_playing_everything(service: Service):
+    load = {"rate": 700, "isl": 700, "osl": 30, "num_requests": 90, "layers": 2}
+    question = asked_serving(
+        {"model": "llama3.1-8b", "ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 5, **load},
+        hardware=["h100-sxm"],
+    )
+    (work,), slo = question.workloads, question.target.slo
+    found = searched_serving(question).ranking
+    alone = replace(service, engines=EngineSection())
+    several = [replace(alone, engines=EngineSection(instances=count)) for count in range(1, 6)]
+    served = [each.serve(work, slo).summary.good >= 0.9 for each in several]
+    best = [found.choices[nth] for nth in found.best]
+    assert [of.played.gpus for of in best if of.prompts is None] == [served.index(True) + 1]
+    pairs = [of.played for of in found.choices if of.prompts is not None]
+    assert len(pairs) > 1
+    for of in pairs:
+        counts = (of.prefill_instances, "prefill"), (of.instances, "decode")
+        groups = (InstanceGroup(several[count - 1], serves) for count, serves in counts)
+        whole = InstanceGroups(tuple(groups)).serve(work, slo).summary
+        assert (whole.good >= 0.9) == of.meets
+        assert of.stopped or whole.ttft == of.ttft
 
 
 COMMON = ("--serve", "--hardware", "h100-sxm", "--layers", "4", "--isl", "900", "--osl", "40")

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.evidence.inference import ServedRow, model_of_row, rows, rows_of
+from stagewright.evidence.inference import SCHEDULERS, ServedRow, model_of_row, rows, rows_of
 from stagewright.evidence.measurements import NotCompared
 from stagewright.evidence.predictions import Prediction
 from stagewright.evidence.servers import client_of
@@ -36,8 +36,6 @@ QUANTITIES = {
 }
 MOST_TOKENS = 8192
 """Of a step, at least, so that servers which differ in nothing else have one table of times."""
-SCHEDULERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
-"""By engine."""
 HARDWARE = ("h100-sxm", "h200")
 """Of the rows of AIConfigurator that are played."""
 

@@ -15,7 +15,7 @@ take to get them. Where all requests are equally long and prompts run in steps o
 stay in step: all send their prompts at once, and while these run nobody gets a token. The first
 prompt's request waits for all others, the last one's for none: half of them on average, and half
 of their time counts until the first token. Of times per output token only TensorRT-LLM's host is
-fitted (`STEP_HOST_MS`), and what hosts take until the first token (`HOST_MS`).
+fitted (`serving.hosts.HOSTS`), and what hosts take until the first token (`HOST_MS`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import held_at_peak
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.serving.hosts import HOSTS, HostTimes
 from stagewright.time.expense.power import idle_watts
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -59,30 +60,9 @@ KEPT_SHARE, KEPT_BYTES = 0.1, 2e9
 allowance for activations and graphs."""
 
 
-class StepHost(NamedTuple):
-    """Milliseconds of an engine's host for a step."""
-
-    step: float
-    request: float
-    """For each request in the step."""
-    beside: bool
-    """While the GPU runs the step before, so that the longer of both counts; or after it."""
-
-    def seconds(self, step: float, requests: float) -> float:
-        """Seconds from a step to the next one, which takes the GPU `step`."""
-        host = (self.step + self.request * requests) * 1e-3
-        return max(step, host) if self.beside else step + host
-
-
-STEP_HOST_MS: Mapping[str, StepHost] = {
-    "vllm": StepHost(0.126, 0.004, beside=False),
-    "trtllm": StepHost(1.5, 0.1, beside=True),
-}
-"""What hosts of engines take for a step of decode. vLLM: 126 us for a step and 4 for a request, of
-Inference-Sim's fit to vLLM 0.15 on H100 (github.com/inference-sim/inference-sim,
-docs/guide/latency-models.md). TensorRT-LLM, whose scheduler prepares a step while the GPU runs the
-one before: fitted to 70% of the rows of dense models by `benchmarks/fit_requests.py`. SGLang's is
-not known."""
+SCHEDULERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
+"""By engine, as `serving` names them; what the host of each takes for a step is in
+`serving.hosts.HOSTS`."""
 HOST_MS: Mapping[str, tuple[float, float]] = {
     "vllm": (35.0, 12.0),
     "trtllm": (25.0, 6.0),
@@ -92,7 +72,8 @@ HOST_MS: Mapping[str, tuple[float, float]] = {
 tokens of its prompt. HTTP, the tokenizer, queues between processes, and launches of prompts'
 kernels outside of graphs; `benchmarks/fit_requests.py` fits them to 70% of the rows of first
 tokens. Here no requests are played, so that these times hold what an engine's rules make a request
-wait for, too; `stagewright.serving.hosts.HOSTS`, for requests that are played, does not."""
+wait for, too. `serving.hosts.HOSTS` has what remains where requests are played: another quantity,
+fitted by `benchmarks/fit_requests.py queue`."""
 ROUNDS = 3
 """Times that the number of requests that get tokens is computed from the time they take."""
 
@@ -267,8 +248,8 @@ def _steady(
     row: ServedRow, requests: float, chunks: int, decode: _TimedStep, both: _TimedStep
 ) -> Loaded:
     """The figures of `requests` on a rank of dp, which see prompts of other users only."""
-    host = STEP_HOST_MS.get(row.engine)
-    waited = host.seconds(decode.seconds, requests) if host else decode.seconds
+    host = HOSTS.get(SCHEDULERS.get(row.engine, ""), HostTimes())
+    waited = host.after(decode.seconds, requests)
     users = math.inf if row.concurrency is None else row.concurrency / row.settings.get("dp", 1)
     share = requests * max(0.0, 1 - 1 / users) * chunks / row.osl
     prompts = chunks * (both.seconds - decode.seconds)

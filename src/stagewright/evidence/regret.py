@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 from stagewright.evidence.groups import held_back, held_out
 from stagewright.evidence.measurements import Measurement
 from stagewright.evidence.predictions import LOW, RATES, SWEEP, Prediction
-from stagewright.run.sections import RUN_SECTIONS
+from stagewright.model.config import ModelConfig
+from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
+from stagewright.run.settings import Run
 from stagewright.texttable import Table
 
 FEWEST = 3
@@ -87,11 +89,26 @@ _Pair = tuple[Measurement, Prediction]
 
 def job(m: Measurement) -> str:
     """What a row trains, and on which GPUs and hosts: equal for the layouts of one job."""
-    trained = [(name, getattr(m.run, name)) for name in sorted(TRAINED)]
     machine = (m.hardware, m.network_gb_s, m.run.world_size)
-    same = (m.source, m.quantity, m.model, machine, trained)
+    same = (m.source, m.quantity, _stated(m.model), machine, _trained(m.run))
     hosts = (m.execution.collective_checks, m.execution.p2p_metadata_s)
     return repr((*same, hosts) if any(hosts) else same)
+
+
+def _trained(run: Run) -> list[tuple[str, object]]:
+    """What is trained, without defaults: a setting that is new to the package changes no job."""
+    known = {
+        name: EXPERIMENT[name].default_of(run.framework) for name in TRAINED if name in EXPERIMENT
+    }
+    values = ((name, getattr(run, name)) for name in sorted(TRAINED))
+    return [(name, value) for name, value in values if value != known.get(name)]
+
+
+def _stated(model: ModelConfig) -> list[tuple[str, object]]:
+    """The fields of a model that are no defaults, in the order of their names; not its address."""
+    values = ((f.name, getattr(model, f.name), f.default) for f in fields(model))
+    values = (value for value in values if value[0] != "source")
+    return sorted((name, value) for name, value, default in values if value != default)
 
 
 def rows_of_jobs(rows: Iterable[Measurement], *, every: int = 1) -> list[Measurement]:

@@ -11,25 +11,14 @@ which a schedule of any number of microbatches and stages puts together (`explor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Float, Int
-from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
-from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
-from stagewright.run.sections.execution import Execution
-from stagewright.time.simulate.issue import (
-    Issue,
-    axis_of,
-    degree,
-    issue,
-    reductions,
-    with_needs,
-)
+from stagewright.arrays import Float, Int
+from stagewright.time.columns.row_kinds import digest
 
 GPU, ASIDE, HOST, MESSAGE, GRADIENT = range(5)
 INPUTS = 4
@@ -75,147 +64,127 @@ class ActionColumns:
     """Seconds that its kernels wait, by axis of communication or `LAUNCHES`: [configurations]."""
 
 
-class RowTimes(NamedTuple):
-    """What the rows of a rank class take, in the order of the program."""
+MAIN, DATA, SENDS, RECEIVES, BACKWARD, WAITS = (1 << n for n in range(6))
+"""What a place is: a kernel of the model's stream; communication along dp, once per step, or to the
+host, which runs on beside later actions; a message to another rank of the pipeline, and from one;
+part of a backward; what the host waits for the end of."""
+BEFORE, BESIDE = -1, -2
+"""What a place of an action waits for before its action: kernels, or what runs on beside."""
 
+
+StepKind: TypeAlias = "tuple[tuple[int, str], ...]"
+"""Stage and kind of an action (`schedule.actions`), or of a forward and a backward that overlap."""
+
+
+class ActionPlaces(NamedTuple):
+    """The rows of an action but for what they take."""
+
+    pointer: Int
+    needs: Int
+    """The places of the action that place n waits for: `needs[pointer[n] : pointer[n + 1]]`, or
+    what was before the action (`BEFORE`, `BESIDE`)."""
+    flags: Int
+    """By place: `MAIN` and others."""
+    stream: Int
+    axis: Int
+    """By place, a number of `axes`."""
+    kind: Int
+    """By place, a number of `TimedAction.seconds`."""
+    axes: tuple[str, ...]
+    handed_on: tuple[tuple[int, str], ...]
+    """Places whose end the next kernel waits for, and their axes."""
+    pair: bool
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What is equal for equal rows."""
+        arrays = (*((of.shape[0], of.astype(np.int64).tobytes()) for of in self[:6]),)
+        return *arrays, self.axes, self.handed_on, self.pair
+
+
+class TimedAction(NamedTuple):
+    """An action of a stage, or two that overlap."""
+
+    places: ActionPlaces
     seconds: Float
-    """[rows, configurations]."""
+    """Of each kind of rows: [kinds, configurations]."""
     drawn: Float
-    """Seconds at TDP in which a GPU draws as much: [rows, configurations]."""
-    host: tuple[Float, Bool] | None
-    """Seconds of launches [rows, 1 or configurations], and whether the host waits."""
+    """Seconds at TDP in which a GPU draws as much as in all rows: [configurations]."""
+    launch: Float
+    """Seconds of the host by place [places, 1 or configurations]; of none: they take no time."""
 
+    def take(self, configurations: Int) -> Self:
+        """The action of some configurations."""
+        launch = self.launch
+        if launch.shape[1] > 1:
+            launch = launch[:, configurations]
+        seconds = np.ascontiguousarray(self.seconds[:, configurations])
+        return self._replace(seconds=seconds, drawn=self.drawn[configurations], launch=launch)
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ClassRows:
-    """The rows of a rank class in issue order, with durations in columns."""
+    @property
+    def content(self) -> bytes:
+        """What is equal for equal actions."""
+        numbers = self.seconds, self.drawn, np.ascontiguousarray(self.launch)
+        return digest(self.places.content, *(of.shape for of in numbers), *numbers)
 
-    tasks: Tasks
-    issue: Issue
-    kind: NDArray[np.uint8]
-    seconds: Sequence[Float]
-    """By place: [configurations] or one number."""
-    drawn: Float
-    """By place: seconds at TDP in which a GPU draws as much, [places, configurations]."""
-    launch: Sequence[Float]
-    """Seconds of the host by place, likewise; empty: launches take no time."""
-    waits: Bool
-    """By place: the host waits for its end."""
-    axis: Sequence[str]
-    """By place: the axis of communication, "" for kernels."""
-    data: Bool
-    """By place: communication along dp, once per step, or to the host, which runs on beside later
-    actions."""
-    frees: Int
-    """By place: `REDUCES` or `STORES` where kernels behind the next transfer of this kind wait for
-    the end, since it frees memory; else 0."""
-    sends: Bool
-    """By place: messages to another rank of the pipeline."""
-    receives: Bool
-    """By place: messages from another rank of the pipeline."""
-    backward: Bool
-    """By place: part of a backward."""
-    count: int
-    """Configurations."""
-
-    @classmethod
-    def of(
-        cls,
-        program: Program,
-        nth: int,
-        times: RowTimes,
-        how: Execution,
-    ) -> Self:
-        """Class number `nth`, whose rows take these times."""
-        tasks = program.classes[nth].tasks
-        order = issue(program, tasks, how)
-        order = with_needs(order, *_own_messages(program, tasks, order))
-        rows = order.rows
-        kind = tasks.kind[rows]
-        axis = np.full(len(rows), "", dtype=object)
-        data = (kind == TaskKind.COMPUTE) & (order.stream != 0)
-        for (of, slot, collective), along in axis_of(program, tasks).items():
-            mine = (kind == of) & (tasks.slot[rows] == slot)
-            mine &= tasks.collective[rows] == collective
-            axis[mine] = str(along)
-            if of == TaskKind.COLLECTIVE:
-                data |= mine & ((tasks.microbatch[rows] < 0) | (degree(program, along) == "dp"))
-        frees = np.where(kind == TaskKind.STORE, STORES, reductions(program, tasks)[rows] * REDUCES)
-        data |= kind == TaskKind.STORE
-        # Messages of the pipeline are on their way between actions (`explore.pipeline`), and take
-        # the time of their send.
-        pipeline = [n for n, peer in enumerate(program.peers) if peer.axis == "pp"]
-        of_pipeline = np.isin(tasks.slot[rows], pipeline)
-        sends = (kind == TaskKind.SEND) & of_pipeline
-        message = sends | (kind == TaskKind.RECV)
-        seconds = np.where(message[:, None], 0.0, times.seconds[rows])
-        host = times.host
-        launch: list[Float] = [] if host is None else [*host[0][rows]]
-        waits = np.zeros(len(rows), dtype=bool) if host is None else host[1][rows]
-        return cls(
-            tasks, order, kind, [*seconds], times.drawn[rows], launch, waits, [*axis], data,
-            frees, sends, of_pipeline & (kind == TaskKind.RECV),
-            tasks.phase[rows] != PHASES.index("forward"), seconds.shape[1],
-        )  # fmt: skip
-
-    def play(self, begin: int, end: int, *, pair: bool = False) -> ActionColumns:
-        """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""
-        order = self.issue
-        pointer: list[int] = order.pointer.tolist()
-        needs: list[int] = order.needs[: pointer[end]].tolist()
-        main: list[bool] = (order.stream == 0).tolist()
-        data: list[bool] = self.data.tolist()
-        streams: list[int] = order.stream.tolist()
+    def play(self) -> ActionColumns:
+        """Its response, and where its time goes."""
+        lists: list[list[int]] = [of.tolist() for of in self.places[:6]]
+        pointer, needs, flags, streams, axis, kind = lists
+        pair, axes = self.places.pair, self.places.axes
+        configurations = len(self.drawn)
+        seconds: list[Float] = [*self.seconds]
+        launch: list[Float] = [*self.launch]
         count = INPUTS + pair
-        inputs = np.full((count, count, self.count), NEVER)
+        inputs = np.full((count, count, configurations), NEVER)
         inputs[range(count), range(count)] = 0.0
         ends: list[Float] = []
         kernel, aside, thread = inputs[:MESSAGE]
         chains: dict[int, Float] = {}
-        never = np.full((count, self.count), NEVER)
+        never = np.full((count, configurations), NEVER)
         sent, last = [never, never], never
-        busy = np.zeros(self.count)
+        busy = np.zeros(configurations)
         waits: dict[str, Float] = {}
-        recent = self._recent(begin)
-        for place in range(begin, end):
+        for place, flag in enumerate(flags):
             mine = needs[pointer[place] : pointer[place + 1]]
-            start = np.full((count, self.count), NEVER)
-            way = int(pair and self.backward[place])
-            for need in mine or [-1]:
-                before = inputs[ASIDE if need in recent else GPU]
-                np.maximum(start, ends[need - begin] if need >= begin else before, out=start)
-            if data[place] and streams[place] not in chains:
+            took = seconds[kind[place]]
+            way = int(pair and bool(flag & BACKWARD))
+            start = inputs[GPU].copy() if not mine else np.full_like(never, NEVER)
+            for need in mine:
+                before = inputs[ASIDE if need == BESIDE else GPU] if need < 0 else ends[need]
+                np.maximum(start, before, out=start)
+            if flag & DATA and streams[place] not in chains:
                 # Issue orders leave this out where kernels between imply it, here or there.
                 np.maximum(start, inputs[ASIDE], out=start)
-            if self.receives[place]:
+            if flag & RECEIVES:
                 np.maximum(start, inputs[MESSAGE + way], out=start)
-            if self.launch:
-                thread = thread + self.launch[place]
+            if launch:
+                thread = thread + launch[place]
                 np.maximum(start, thread, out=start)
-            done = start + self.seconds[place]
+            done = start + took
             ends.append(done)
-            if main[place]:
+            if flag & MAIN:
                 left = start[GPU] - kernel[GPU]
                 for need in mine:
-                    if need >= begin and not main[need]:
-                        part = np.where(ends[need - begin][GPU] >= start[GPU], left, 0.0)
-                        waits[self.axis[need]] = waits.get(self.axis[need], 0.0) + part
+                    if need >= 0 and not flags[need] & MAIN:
+                        part = np.where(ends[need][GPU] >= start[GPU], left, 0.0)
+                        of = axes[axis[need]]
+                        waits[of] = waits.get(of, 0.0) + part
                         left = left - part
                 waits[LAUNCHES] = waits.get(LAUNCHES, 0.0) + left
-                busy, kernel = busy + self.seconds[place], done
-            if self.waits[place]:
+                busy, kernel = busy + took, done
+            if flag & WAITS:
                 thread = np.maximum(thread, done)
-            if data[place]:
+            if flag & DATA:
                 aside = np.maximum(aside, done)
                 stream = streams[place]
                 before = chains.get(stream)
-                chains[stream] = done if before is None else before + self.seconds[place]
-            if self.sends[place]:
+                chains[stream] = done if before is None else before + took
+            if flag & SENDS:
                 sent[way] = np.maximum(sent[way], done)
             last = np.maximum(last, done)
-        for need in self._handed_on(end):
-            until = np.maximum(kernel, ends[need - begin] if need >= begin else inputs[ASIDE])
-            of = self.axis[need]
+        for need, of in self.places.handed_on:
+            until = np.maximum(kernel, ends[need] if need >= 0 else inputs[ASIDE])
             waits[of] = waits.get(of, 0.0) + until[GPU] - kernel[GPU]
             kernel = until
         chain = never
@@ -223,138 +192,4 @@ class ClassRows:
             chain = np.maximum(chain, found)
         gradient = sent[1] if pair else None
         found = Response(kernel, aside, thread, sent[0], last, chain, gradient)
-        return ActionColumns(found, busy, self.drawn[begin:end].sum(axis=0), waits)
-
-    def _recent(self, begin: int) -> set[int]:
-        """Places before `begin` for which `ASIDE` stands: communication that runs on beside later
-        actions, but what has been waited for, since another transfer of its kind was issued."""
-        found = set(np.flatnonzero(self.data[:begin] & (self.frees[:begin] == 0)).tolist())
-        kernels = np.append(-1, np.flatnonzero(self.issue.stream[:begin] == 0))
-        for kind in (REDUCES, STORES):
-            places = np.flatnonzero(self.frees[:begin] == kind)
-            if len(places):  # the last lot, which no kernel cuts
-                kernel = kernels[np.searchsorted(kernels, places[-1]) - 1]
-                found |= set(places[places > kernel].tolist())
-        return found
-
-    def _handed_on(self, end: int) -> list[int]:
-        """Transfers before the place `end` that free memory and that the next kernel from there on
-        waits for (`time.simulate.issue`)."""
-        order = self.issue
-        later = np.flatnonzero(order.stream[end:] == 0)
-        if not len(later):
-            return []
-        place = end + int(later[0])
-        needs: list[int] = order.needs[order.pointer[place] : order.pointer[place + 1]].tolist()
-        return [need for need in needs if need < end and self.frees[need]]
-
-
-def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:
-    """The receives of messages between ranks of the class, and the send of each: places.
-
-    Ranks along another axis than the pipeline's do the same: what one receives is what it sends.
-    """
-    slot, kind, tag = (column[order.rows] for column in (tasks.slot, tasks.kind, tasks.tag))
-    receives: list[Int] = [np.zeros(0, dtype=np.int64)]
-    sends: list[Int] = [np.zeros(0, dtype=np.int64)]
-    for axis in {peer.axis for peer in program.peers} - {"pp"}:
-        slots = [n for n, peer in enumerate(program.peers) if peer.axis == axis]
-        ends = [
-            np.flatnonzero(np.isin(slot, slots) & (kind == of))
-            for of in (TaskKind.RECV, TaskKind.SEND)
-        ]
-        received, sent = (mine[np.argsort(tag[mine], kind="stable")] for mine in ends)
-        receives.append(received)
-        sends.append(sent)
-    return np.concatenate(receives), np.concatenate(sends)
-
-
-# ---- which places are which action ---------------------------------------------------------------
-
-
-StepKind: TypeAlias = "tuple[tuple[int, str], ...]"
-"""Stage and kind of an action (`schedule.actions`), or of a forward and a backward that overlap."""
-
-
-class StepPlaces(NamedTuple):
-    """The places of an action, or of two that overlap."""
-
-    kind: StepKind
-    complete: bool
-    """Whether it does what happens once per step."""
-    begin: int
-    end: int
-
-
-class StageMeeting(NamedTuple):
-    """A collective with other ranks of the pipeline, after all actions."""
-
-    slot: int
-    aside: bool
-    """Whether it waits for communication that happens once per step."""
-    seconds: Float
-
-
-class Cuts(NamedTuple):
-    """The actions of a rank in issue order, and the sections of what comes after all of them."""
-
-    steps: list[StepPlaces]
-    sections: list[tuple[int, int]]
-    meetings: list[StageMeeting]
-    """One behind each section but the last."""
-
-
-def cuts(program: Program, rows: ClassRows, rank: RankRows) -> Cuts:
-    """Cut the places of a rank class into actions and what comes after these.
-
-    Actions whose places are mixed, as the schedule or `time.simulate.ep_overlap` has them, are one.
-    """
-    tasks, at = rows.tasks, rows.issue.rows
-    slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
-    meets = (rows.kind == TaskKind.COLLECTIVE) & np.isin(tasks.slot[at], slots)
-    meets &= at >= rank.end  # two ranks that hold the same reduce gradients before
-    met = np.flatnonzero(meets)
-    inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))
-    last = int(inside[-1]) + 1
-    # Parameters that were updated may be gathered in front of the first forward.
-    step = last + np.flatnonzero(tasks.phase[at[last:]] == PHASES.index("optimizer"))
-    late = last + np.flatnonzero(at[last:] < at[inside].max())  # issued behind all actions
-    tail = min([*step[:1].tolist(), *met[:1].tolist(), *late[:1].tolist(), len(at)])
-    borders = [tail, *(met + 1).tolist()]
-    ends = [*met.tolist(), len(at)]
-    meetings: list[StageMeeting] = []
-    for place in met.tolist():
-        before = rows.issue.needs[rows.issue.pointer[place] : rows.issue.pointer[place + 1]]
-        waits = bool(rows.data[before].any())
-        meetings.append(StageMeeting(int(tasks.slot[at[place]]), waits, rows.seconds[place]))
-    return Cuts(_steps(tasks, at, rank, tail), [*zip(borders, ends, strict=True)], meetings)
-
-
-def _steps(tasks: Tasks, at: Int, rank: RankRows, tail: int) -> list[StepPlaces]:
-    """The steps of a rank whose rows are issued as `at`, up to a place behind all of them."""
-    place = np.empty_like(at)
-    place[at] = np.arange(len(at))
-    complete = {action for (_, half), action in rank.once.items() if half != 1}
-    spans: list[tuple[int, int, int]] = []
-    for nth, action in enumerate(rank.actions):
-        rows: Int = rank.begin[nth] + rank.forms[int(rank.form_of[nth])].offset
-        mine = place[rows[tasks.microbatch[rows] >= 0]]
-        if action.kind != UNSHARD and len(mine):
-            spans.append((int(mine.min()), int(mine.max()), nth))
-    mixed: list[list[int]] = []
-    begin: list[int] = []
-    reached = -1
-    for first, last, nth in sorted(spans):
-        overlaps = mixed and rank.begin[nth] == rank.begin[mixed[-1][-1]]
-        if first > reached and not overlaps:
-            mixed.append([])
-            begin.append(first)
-        mixed[-1].append(nth)
-        reached = max(reached, last)
-    begin[:1] = [0]
-    found: list[StepPlaces] = []
-    for numbers, first, end in zip(mixed, begin, [*begin[1:], tail], strict=True):
-        actions = sorted((rank.actions[n] for n in numbers), key=lambda a: a.kind != "F")
-        kind = tuple((a.stage, a.kind) for a in actions)
-        found.append(StepPlaces(kind, not complete.isdisjoint(numbers), first, end))
-    return found
+        return ActionColumns(found, busy, self.drawn, waits)

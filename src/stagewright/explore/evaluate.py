@@ -8,7 +8,7 @@ What cannot be computed so is left out and said (`Evaluated.left`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from stagewright.explore.structures import (
     structures,
 )
 from stagewright.explore.templates import Kind, Parts, unlike
-from stagewright.explore.timing import MachineTiming, TemplateFigures, Templates
+from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
 from stagewright.lower.frozen import mark_trained
 from stagewright.lower.recipe import recipe_of
 from stagewright.lower.variants import place_blocks, tie_tables
@@ -42,7 +42,6 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.in_flight import enough
-from stagewright.time.columns.meshes import Placed
 from stagewright.time.expense.power import watts_per_gpu
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
@@ -148,7 +147,7 @@ class _Evaluation:
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
     plans: dict[object, StagePlan] = field(default_factory=dict[object, StagePlan])
     known: dict[object, float] = field(default_factory=dict[object, float])
-    placed: dict[object, Placed] = field(default_factory=dict[object, Placed])
+    on: dict[Hashable, KnownOnMachine] = field(default_factory=dict[Hashable, KnownOnMachine])
     memory: dict[str, Int] = field(default_factory=dict[str, Int])
 
     def __post_init__(self) -> None:
@@ -179,8 +178,11 @@ class _Evaluation:
                 left.append(LeftOut(of.candidates[mine], why, True))
                 continue
             machine = own.machine(int(mine[0]))
-            placed = self.placed.setdefault(machine.tiers, {})
-            timing = MachineTiming(templates, machine, how, placed, self._routed(own, mine, how))
+            key = KnownOnMachine.key(machine)
+            if key not in self.on:
+                self.on[key] = KnownOnMachine.none()
+            routed = self._routed(own, mine, how)
+            timing = MachineTiming(templates, machine, how, self.on[key], routed)
             for nth in np.unique(pipelines.of[mine]).tolist():
                 rows = mine[pipelines.of[mine] == nth]
                 plan = self._plan(own, int(rows[0]))
@@ -195,7 +197,7 @@ class _Evaluation:
                         kind = Kind.of(*of_plan, several=several)
                         found = timing.figures(kind, plan.run)
                         table = self.tables.setdefault(
-                            (found.responses.form, machine.tiers), _JoinedTemplates(machine)
+                            (found.responses.form, key), _JoinedTemplates(machine)
                         )
                         mine_at = _PlayedAlike(of.index[some], batch[some], of.candidates[some])
                         table.add(found, shape_of(plan), mine_at)

@@ -8,24 +8,21 @@ responses of their own.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, distinct_columns
 from stagewright.explore.actions import (
     INPUTS,
     NEVER,
     ActionColumns,
-    ClassRows,
-    Cuts,
     Response,
-    RowTimes,
-    StageMeeting,
     StepKind,
-    cuts,
+    TimedAction,
 )
+from stagewright.explore.class_rows import ClassRows, Cuts, RowTimes, StageMeeting, cuts
 from stagewright.explore.templates import StructureTemplate, at_most
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.run.sections.execution import Execution
@@ -41,30 +38,43 @@ Timed = Sequence[RowTimes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LinearResponse:
-    """An action's response as a function of the layers of its stage: [rows, tuples].
+class LinearRows:
+    """An action's response as a function of the layers of its stage: [rows, cases].
 
     Rows are the fields of `Response` by input, and sums over its kernels (`SUMS`).
     """
 
     base: Float
     more: Float
-    """[variants, rows, tuples]: what one layer more adds."""
+    """[variants, rows, cases]: what one layer more adds."""
     layers: tuple[int, ...]
     """Of each variant that the base has."""
     few: Mapping[tuple[float, ...], Float] = field(default_factory=dict[tuple[float, ...], Float])
     """As the base, by other layers of each variant (`templates.Kind.few`)."""
 
-    def at(self, tuples: Int, layers: Float) -> Float:
-        """[rows, candidates]: of some tuples, with so many layers of each variant."""
+    def at(self, layers: Float) -> Float:
+        """[rows, cases]: with so many layers of each variant."""
         counts: list[float] = layers.tolist()
         few = at_most(counts)
-        base, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
-        found = base[:, tuples]
+        found, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
         for each, count, own in zip(self.more, counts, has, strict=True):
             if count != own:
-                found += each[:, tuples] * (count - own)
+                found = found + each * (count - own)
         return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearResponse:
+    """The response of an action: many tuples have the same."""
+
+    cases: LinearRows
+    """Shared by structures whose actions are equal."""
+    of: Int
+    """Which case each tuple has: [tuples]."""
+
+    def at(self, tuples: Int, layers: Float) -> Float:
+        """[rows, candidates]: of some tuples, with so many layers of each variant."""
+        return self.cases.at(layers)[:, self.of[tuples]]
 
 
 def response(rows: Float) -> Response:
@@ -102,7 +112,7 @@ class Responses:
             (kind, len(sections), tuple((m.slot, m.aside) for m in meetings))
             for kind, (sections, meetings) in sorted(self.tails.items())
         ]
-        some = next(iter(self.actions.values()))
+        some = next(iter(self.actions.values())).cases
         return frozenset(self.actions), tuple(tails), some.layers, tuple(some.few)
 
     @classmethod
@@ -145,14 +155,12 @@ class Responses:
 
         `layers` are those of each variant on the stage of each action: [variants, actions].
         """
-        of = self._of(kind, complete)
+        of = self.of(kind, complete)
         found = of.at(tuples, layers.mean(axis=1))
         if len(kind) > 1 and (layers[:, 0] != layers[:, 1]).any():
             # Templates of pairs have equal stages: a layer more here and less there is what the
             # actions alone have of it.
-            forward, backward = (
-                self._layers(stage, letter)[:, :, tuples] for stage, letter in kind
-            )
+            forward, backward = (self._layers(stage, letter, tuples) for stage, letter in kind)
             apart = (layers[:, 0] - layers[:, 1]) / 2
             alone = np.tensordot(apart, forward - backward, axes=1)
             moments, sums = self.moments(found), self.sums(found)
@@ -160,96 +168,164 @@ class Responses:
             sums += alone[1:]
         return found
 
-    def _of(self, kind: StepKind, complete: bool) -> LinearResponse:
+    def of(self, kind: StepKind, complete: bool) -> LinearResponse:
+        """The response of a step by the kinds of its stages."""
         found = self.actions.get((kind, complete))
         return self.actions[kind, False] if found is None else found
 
-    def _layers(self, stage: int, letter: str) -> Float:
+    def _layers(self, stage: int, letter: str, tuples: Int) -> Float:
         """What one layer more of each variant adds to an action: the seconds until its last kernel
         ends, and its sums: [variants, rows, tuples]."""
         whole = ((stage, letter),) in {kind for kind, _ in self.actions}
-        parts = [self._of(((stage, x),), False) for x in (letter if whole else "IW")]
+        parts = [self.of(((stage, x),), False) for x in (letter if whole else "IW")]
         rows = [0, *range(-SUMS - len(self.axes), 0)]
-        return np.sum([of.more[:, rows] for of in parts], axis=0)
+        return np.sum([of.cases.more[:, rows][:, :, of.of[tuples]] for of in parts], axis=0)
 
 
 def _concat(
     parts: Sequence[LinearResponse], places: Sequence[Sequence[int]], axes: int
 ) -> LinearResponse:
     """Responses behind each other; `places` are the axes of each among all axes."""
-    others = len(parts[0].base) - len(places[0])  # rows before those of axes
-    rows, tuples = others + axes, sum(part.base.shape[1] for part in parts)
-    base, more = np.zeros((rows, tuples)), np.zeros((len(parts[0].more), rows, tuples))
-    few = {layers: np.zeros((rows, tuples)) for layers in parts[0].few}
-    begin = 0
+    begin: dict[int, int] = {}
+    distinct: list[tuple[LinearRows, Sequence[int]]] = []
+    count = 0
     for part, own in zip(parts, places, strict=True):
-        end = begin + part.base.shape[1]
+        if id(part.cases) not in begin:
+            begin[id(part.cases)] = count
+            distinct.append((part.cases, own))
+            count += part.cases.base.shape[1]
+    of = np.concatenate([part.of + begin[id(part.cases)] for part in parts])
+    some = distinct[0][0]
+    others = len(some.base) - len(distinct[0][1])  # rows before those of axes
+    rows = others + axes
+    base, more = np.zeros((rows, count)), np.zeros((len(some.more), rows, count))
+    few = {layers: np.zeros((rows, count)) for layers in some.few}
+    for cases, own in distinct:
+        mine = slice(begin[id(cases)], begin[id(cases)] + cases.base.shape[1])
         place = [*range(others), *(others + axis for axis in own)]
-        base[place, begin:end] = part.base
-        more[:, place, begin:end] = part.more
-        for layers, alone in part.few.items():
-            few[layers][place, begin:end] = alone
-        begin = end
-    return LinearResponse(base, more, parts[0].layers, few)
+        base[place, mine] = cases.base
+        more[:, place, mine] = cases.more
+        for layers, alone in cases.few.items():
+            few[layers][place, mine] = alone
+    return LinearResponse(LinearRows(base, more, some.layers, few), of)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Played:
+    """The actions that were played, by what they are: those of many structures are equal."""
+
+    columns: dict[bytes, ActionColumns]
+    rows: dict[Hashable, LinearRows]
+
+    @classmethod
+    def none(cls) -> Self:
+        """None was played yet."""
+        return cls({}, {})
 
 
 def responses(
-    of: StructureTemplate, timed: Sequence[Timed], how: Execution, *, usual: bool = False
+    of: StructureTemplate,
+    timed: Sequence[Timed],
+    how: Execution,
+    played: Played,
+    *,
+    usual: bool = False,
 ) -> Responses:
     """The responses of a template; `timed` by program, the base first.
 
     `usual`: those of actions that do nothing that happens once per step, and of nothing else.
     """
     every = [
-        _played(of, assembly, seconds, how, usual=usual)
+        _actions(of, assembly, seconds, how, usual=usual)
         for assembly, seconds in zip(of.assemblies, timed, strict=True)
     ]
-    names = dict.fromkeys(
-        axis
-        for actions, tails in every
-        for played in [*actions.values(), *(p for sections, _ in tails.values() for p in sections)]
-        for axis in played.waits
-    )
-    axes = tuple(names)
-    base, others = every[0], every[1:]
-    more, alone = others[: len(of.more)], dict(zip(of.few, others[len(of.more) :], strict=True))
+    base, more = every[0], every[1 : 1 + len(of.more)]
+    alone = dict(zip(of.few, every[1 + len(of.more) :], strict=True))
     actions = {
-        key: replace(
-            _linear(each, [other[0][key] for other in more], axes, of.layers),
-            few={
-                layers: _rows(played[key], axes)
-                for layers, (played, _) in alone.items()
+        key: _Varied.of(
+            [each, *(other.actions[key] for other in more)],
+            {
+                layers: other.actions[key]
+                for layers, other in alone.items()
                 if of.stands_for(layers, (stage for stage, _ in key[0]))
             },
+            played,
         )
-        for key, each in base[0].items()
+        for key, each in base.actions.items()
     }
+    tails = {
+        kind: [
+            _Varied.of([section, *(other.tails[kind][0][n] for other in more)], {}, played)
+            for n, section in enumerate(sections)
+        ]
+        for kind, (sections, _) in base.tails.items()
+    }
+    varied = [*actions.values(), *(of for sections in tails.values() for of in sections)]
+    most = max(len(of.columns) for of in varied)
+    axes = tuple(
+        dict.fromkeys(
+            axis for n in range(most) for of in varied for each in of.columns[n : n + 1]
+            for axis in each.waits
+        )
+    )  # fmt: skip
     chunks = of.stages * (2 if of.kind_of.traits.doubled else 1) // of.run.pp
     held = tuple(count * chunks for count in of.layers)
-    tails = {
-        kind: RankTail(
-            [
-                _linear(section, [other[1][kind][0][n] for other in more], axes, held, chunks)
-                for n, section in enumerate(sections)
-            ],
-            meetings,
-        )
-        for kind, (sections, meetings) in base[1].items()
-    }
-    return Responses(actions, tails, axes)
+    return Responses(
+        {key: each.linear(axes, of.layers, 1, played) for key, each in actions.items()},
+        {
+            kind: RankTail(
+                [each.linear(axes, held, chunks, played) for each in sections],
+                base.tails[kind][1],
+            )
+            for kind, sections in tails.items()
+        },
+        axes,
+    )
 
 
-def _linear(
-    base: ActionColumns,
-    more: Sequence[ActionColumns],
-    axes: Sequence[str],
-    layers: tuple[int, ...],
-    added: int = 1,
-) -> LinearResponse:
-    """`added` layers more are in each of `more`."""
-    rows = _rows(base, axes)
-    differ = [np.where(rows > NEVER / 2, _rows(one, axes) - rows, 0.0) / added for one in more]
-    return LinearResponse(rows, np.stack(differ), layers)
+class _Varied(NamedTuple):
+    """An action of the base, with one layer more of each variant, and with few layers."""
+
+    columns: Sequence[ActionColumns]
+    """Of the distinct cases among all tuples."""
+    content: tuple[bytes, ...]
+    few: tuple[tuple[int, ...], ...]
+    """The layers of those with few."""
+    cases: Int
+    """Which case each tuple has."""
+
+    @classmethod
+    def of(
+        cls,
+        actions: Sequence[TimedAction],
+        few: Mapping[tuple[int, ...], TimedAction],
+        played: Played,
+    ) -> Self:
+        """Play what has not been played yet."""
+        every = [*actions, *few.values()]
+        numbers = [*(of.seconds for of in every), *(of.drawn[None] for of in every)]
+        numbers += [of.launch for of in every if of.launch.shape[1] > 1]
+        first, cases = distinct_columns(np.concatenate(numbers))
+        distinct = [action.take(first) for action in every]
+        content = tuple(action.content for action in distinct)
+        for key, action in zip(content, distinct, strict=True):
+            if key not in played.columns:
+                played.columns[key] = action.play()
+        return cls([played.columns[key] for key in content], content, (*few,), cases)
+
+    def linear(
+        self, axes: tuple[str, ...], layers: tuple[int, ...], added: int, played: Played
+    ) -> LinearResponse:
+        """The response; `added` layers more are in each program with more than the base."""
+        key = self.content, self.few, axes, layers, added
+        if key not in played.rows:
+            rows, *others = (_rows(one, axes) for one in self.columns)
+            more = others[: len(layers)]
+            differ = [np.where(rows > NEVER / 2, one - rows, 0.0) / added for one in more]
+            few: dict[tuple[float, ...], Float] = {}
+            few |= zip(self.few, others[len(layers) :], strict=True)
+            played.rows[key] = LinearRows(rows, np.stack(differ), layers, few)
+        return LinearResponse(played.rows[key], self.cases)
 
 
 def _rows(played: ActionColumns, axes: Sequence[str]) -> Float:
@@ -259,19 +335,21 @@ def _rows(played: ActionColumns, axes: Sequence[str]) -> Float:
     return np.concatenate([*moments, np.stack([played.busy, played.drawn, *waits])])
 
 
-_Actions = dict[tuple[StepKind, bool], ActionColumns]
-_Tails = dict[int, tuple[list[ActionColumns], list[StageMeeting]]]
+class _TemplateActions(NamedTuple):
+    """The actions of a program of a template, one of each kind, and what follows them."""
+
+    actions: dict[tuple[StepKind, bool], TimedAction]
+    tails: dict[int, tuple[list[TimedAction], list[StageMeeting]]]
 
 
-def _played(
+def _actions(
     of: StructureTemplate, assembly: Assembly, timed: Timed, how: Execution, *, usual: bool
-) -> tuple[_Actions, _Tails]:
-    """The actions of a program of the template, one of each kind, and what follows them."""
-    actions: _Actions = {}
-    tails: _Tails = {}
+) -> _TemplateActions:
+    actions: dict[tuple[StepKind, bool], TimedAction] = {}
+    tails: dict[int, tuple[list[TimedAction], list[StageMeeting]]] = {}
     slots: dict[int, int] = {}  # numbered as they are met, so that structures compare
     for rank, times in enumerate(timed):
-        rows = ClassRows.of(assembly.program, rank, times, how)
+        rows = ClassRows.of_class(assembly.program, rank, times, how)
         found = cuts(assembly.program, rows, assembly.ranks[rank].rows)
         chosen = _chosen(of, found)
         for (kind, complete), (begin, end) in sorted(chosen.items(), key=lambda item: item[0][1]):
@@ -281,14 +359,14 @@ def _played(
             if complete and other and end - begin == other[1] - other[0]:  # nothing happens once
                 actions[kind, complete] = actions[kind, False]
             else:
-                actions[kind, complete] = rows.play(begin, end, pair=len(kind) > 1)
+                actions[kind, complete] = rows.action(begin, end, pair=len(kind) > 1)
         if usual:
             continue
         place = of.kind_of.rank(rank)
         meetings = [m._replace(slot=slots.setdefault(m.slot, len(slots))) for m in found.meetings]
         if place not in tails:
-            tails[place] = [rows.play(begin, end) for begin, end in found.sections], meetings
-    return actions, tails
+            tails[place] = [rows.action(begin, end) for begin, end in found.sections], meetings
+    return _TemplateActions(actions, tails)
 
 
 def _chosen(of: StructureTemplate, found: Cuts) -> dict[tuple[StepKind, bool], tuple[int, int]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.explore.actions import RowTimes
+from stagewright.explore.class_rows import RowTimes
 from stagewright.explore.memory import Peaks
-from stagewright.explore.responses import Responses, Timed, responses
+from stagewright.explore.responses import Played, Responses, Timed, responses
 from stagewright.explore.structures import Structure
 from stagewright.explore.templates import Kind, StructureTemplate, template
 from stagewright.lower.assembly.assemble import Assembly
@@ -17,8 +19,10 @@ from stagewright.program.columns import TaskKind
 from stagewright.run.requests import allowance_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.time.columns.durations import Columns, Known
+from stagewright.time.columns.chunks import in_chunks
+from stagewright.time.columns.durations import Columns
 from stagewright.time.columns.meshes import MeshColumns, Placed
+from stagewright.time.columns.row_kinds import Known, RowKinds
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.network import Machine
 from stagewright.time.simulate.launches import ASYNCHRONOUS, HostWork, host_work
@@ -50,6 +54,26 @@ class TemplateFigures(NamedTuple):
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KnownOnMachine:
+    """What structures have in common on one machine."""
+
+    placed: Placed
+    """Where groups lie."""
+    durations: Known
+    played: Played
+
+    @classmethod
+    def none(cls) -> Self:
+        """Nothing is known."""
+        return cls({}, Known.none(), Played.none())
+
+    @staticmethod
+    def key(machine: Machine) -> Hashable:
+        """What machines must have in common for this to be known of all."""
+        return machine.gpus, machine.tiers, machine.algorithm, repr(machine.hardware)
+
+
 class Templates:
     """The templates of a structure, and what holds for them on every machine."""
 
@@ -57,6 +81,9 @@ class Templates:
         """No template is made before it is asked for."""
         self.of = of
         self._known: dict[Kind, tuple[StructureTemplate, Peaks]] = {}
+        self._durations: dict[int, Known] = {}
+        self.times: dict[Hashable, list[list[tuple[RowKinds, Float]]]] = {}
+        """What the rows of each program take, by class, as machines have asked for them."""
 
     def template(self, of: Kind, run: Run) -> tuple[StructureTemplate, Peaks]:
         """The template of one kind of pipeline, and its memory."""
@@ -65,6 +92,10 @@ class Templates:
             made = template(self.of.step, of, blocks)
             self._known[of] = made, Peaks.of(made, len(self.of), allowance_of(run))
         return self._known[of]
+
+    def durations(self, on: KnownOnMachine) -> Known:
+        """What is known of the structure's durations on a machine."""
+        return self._durations.setdefault(id(on), on.durations.of_structure())
 
 
 class MachineTiming:
@@ -75,24 +106,23 @@ class MachineTiming:
         templates: Templates,
         machine: Machine,
         how: Execution,
-        placed: Placed,
+        on: KnownOnMachine,
         routed: Routed | None = None,
         *,
         usual: bool = False,
     ) -> None:
-        """`placed`: where groups lie on the machine, as far as structures have asked; `routed`: how
-        a flexible dispatcher sends tokens.
+        """`on`: what other structures, and other ways to execute, have found on the machine;
+        `routed`: how a flexible dispatcher sends tokens.
 
         `usual`: responses are those of actions that do nothing that happens once per step, and
         there is no energy.
         """
-        self.templates, self.machine, self.how, self.placed = templates, machine, how, placed
+        self.templates, self.machine, self.how, self.on = templates, machine, how, on
         self.routed, self.usual = routed, usual
         self.of = templates.of
-        self.durations = Known.none()
+        self.durations = templates.durations(on)
         self._known: dict[tuple[Kind, bool, bool], TemplateFigures] = {}
         self._figures: dict[tuple[object, ...], TemplateFigures] = {}
-        self._times: dict[Kind, list[list[tuple[Float, Float]]]] = {}
 
     def figures(self, of: Kind, run: Run) -> TemplateFigures:
         """Those of a resolved run's pipeline, and of all of its kind."""
@@ -110,7 +140,7 @@ class MachineTiming:
                 _timed(seconds, work)
                 for seconds, work in zip(self._rows(of, made), hosts, strict=True)
             ]
-            found = responses(made, timed, self.how, usual=self.usual)
+            found = responses(made, timed, self.how, self.on.played, usual=self.usual)
             stride = self.of.stride
             beyond = self.of.ranks_of_stage // stride
             message = self._message(made.base)
@@ -122,31 +152,32 @@ class MachineTiming:
         small = of.run.model_copy(update={"vpp": run.vpp, "schedule": run.schedule})
         return host_work(assembly.program, small, self.how, self.machine.hardware)
 
-    def _rows(self, kind: Kind, of: StructureTemplate) -> list[list[tuple[Float, Float]]]:
+    def _rows(self, kind: Kind, of: StructureTemplate) -> list[list[tuple[RowKinds, Float]]]:
         """What the rows of each program of a template take, by class: seconds, and those at TDP in
-        which a GPU draws as much, [rows, tuples]."""
-        if kind not in self._times:
-            self._times[kind] = [self._timed(each) for each in of.assemblies]
-        return self._times[kind]
+        which a GPU draws as much, [kinds, tuples]."""
+        key = kind, id(self.on), self.how.tp_comm_overlap, self.routed, self.usual
+        known = self.templates.times
+        if key not in known:
+            known[key] = [self._timed(each) for each in of.assemblies]
+        return known[key]
 
-    def _timed(self, assembly: Assembly) -> list[tuple[Float, Float]]:
+    def _timed(self, assembly: Assembly) -> list[tuple[RowKinds, Float]]:
         columns = Columns(
             assembly.kernels, len(self.of), self.machine.hardware, self.durations, self.routed
         )
         # All configurations here have as many ranks as the machine.
         pp = np.maximum(self.machine.gpus // self.of.ranks_of_stage, 1)
         meshes = MeshColumns(
-            assembly.program, self.of.mesh, pp, self.machine, self.placed, self.of.orders
-        )
-        found: list[tuple[Float, Float]] = []
+            assembly.program, self.of.mesh, pp, self.machine, self.on.placed,
+            self.durations.groups, self.of.orders,
+        )  # fmt: skip
+        found: list[tuple[RowKinds, Float]] = []
         for rank in assembly.ranks:
-            seconds = columns.of_rows(rank.of.tasks, rank.kernel, meshes)
+            rows = columns.of_rows(rank.of.tasks, rank.kernel, meshes)
             if self.how.tp_comm_overlap:
-                seconds = columns.overlapped(rank.of.tasks, rank.kernel, seconds, meshes)
-            drawn = np.zeros_like(seconds)
-            if not self.usual:
-                drawn = columns.energy(rank.of.tasks, rank.kernel, seconds)
-            found.append((seconds, drawn))
+                rows = in_chunks(columns, rank.of.tasks, rows, meshes)
+            drawn = np.zeros_like(rows.seconds) if self.usual else columns.energy(rows)
+            found.append((rows, drawn))
         return found
 
     def _message(self, assembly: Assembly) -> Float:
@@ -169,13 +200,13 @@ def _content(hosts: list[HostWork] | None) -> object:
     return tuple((each.seconds.tobytes(), each.waits.tobytes()) for each in hosts)
 
 
-def _timed(rows: list[tuple[Float, Float]], hosts: list[HostWork] | None) -> Timed:
+def _timed(rows: list[tuple[RowKinds, Float]], hosts: list[HostWork] | None) -> Timed:
     """The times of the rows of a program with those of its hosts, by class."""
     found: list[RowTimes] = []
-    for nth, (seconds, drawn) in enumerate(rows):
+    for nth, (kinds, drawn) in enumerate(rows):
         host = None
         if hosts is not None:
             launch = hosts[nth].seconds
             host = launch.reshape(len(launch), -1), hosts[nth].waits
-        found.append(RowTimes(seconds, drawn, host))
+        found.append(RowTimes(kinds.seconds, drawn, kinds.of, host))
     return found

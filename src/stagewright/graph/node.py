@@ -68,7 +68,10 @@ class Node:
 
     def get(self, attr: str, default: Hashable = None) -> Hashable:
         """The attribute's value, or `default`."""
-        return next((value for key, value in self.attrs if key == attr), default)
+        for key, value in self.attrs:
+            if key == attr:
+                return value
+        return default
 
     def __repr__(self) -> str:
         return f"{self.name or self.op}: {self.layout.show(tuple(map(str, self.shape)))}"

@@ -193,14 +193,7 @@ def lower_block(
     habits: Habit = MEGATRON_LM,
 ) -> LoweredBlock:
     """The kernels, messages and memory of a sharded block on one rank, for these sizes."""
-    rules = KernelRules(
-        fuse=run.fuse,
-        bucket=habits.bucket(run.bucket),
-        key_grads=run.cp_grad_comm_type,
-        adds_casts=run.zero == 3 and not reduces_each_microbatch(run),
-        copies_slices=run.operators == "eager",
-    )
-    tasks, made_by = kernels(graph, extent, mesh, rules)
+    tasks, made_by = kernels(graph, extent, mesh, kernel_rules(run, habits))
     _check_numbers(tasks, run)
     allocation = habits.allocation(PERMANENT_BUFFERS)
     size = _bytes_of_values(graph, mesh, extent, habits)
@@ -235,6 +228,17 @@ def lower_block(
         offloaded,
         allocation,
         variant.root,
+    )
+
+
+def kernel_rules(run: Run, habits: Habit = MEGATRON_LM) -> KernelRules:
+    """Which operations of a run's blocks become one kernel."""
+    return KernelRules(
+        fuse=run.fuse,
+        bucket=habits.bucket(run.bucket),
+        key_grads=run.cp_grad_comm_type,
+        adds_casts=run.zero == 3 and not reduces_each_microbatch(run),
+        copies_slices=run.operators == "eager",
     )
 
 

@@ -25,9 +25,14 @@ class HostTimes:
         """Seconds from a request's arrival to its place in the engine's queue."""
         return self.per_request + self.per_prompt_token * prompt_tokens
 
-    def step(self, requests: int) -> float:
+    def step(self, requests: float) -> float:
         """Seconds of a step with so many requests."""
         return self.per_step + self.per_request_step * requests
+
+    def after(self, step: float, requests: float) -> float:
+        """Seconds from the begin of a step, which takes the GPU `step`, to that of the next one."""
+        host = self.step(requests)
+        return max(step, host) if self.beside else step + host
 
 
 HOSTS: Mapping[str, HostTimes] = {

@@ -222,10 +222,15 @@ def _held(
 
     found: list[RankBytes] = []
     local = [reach.kind for reach in model.reaches if reach.kind]
+    # Layers whose queries choose keys keep all tokens, too.
+    kept = ["", *(reach.kind for reach in model.reaches if reach.top)]
     for rank in range(prompts.pp):
         here = held(rank)
-        few = held(rank, L=block, I=1)["kv_cache"]
-        of_block = held(rank, L=2 * block, I=2)["kv_cache"] - few
+        one_block, two = (
+            {f"{name}{kind}": n * many for kind in kept for name, many in (("L", block), ("I", 1))}
+            for n in (1, 2)
+        )
+        of_block = held(rank, **two)["kv_cache"] - held(rank, **one_block)["kv_cache"]
         nothing = dict.fromkeys(("L", *(f"L{kind}" for kind in local)), 0)
         seen = {
             f"L{reach.kind}": _kept(reach.window or reach.chunk, block)

@@ -9,7 +9,8 @@ and the gradient of the weights.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -154,17 +155,27 @@ def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     return without_sums(tasks, joint, result, on)
 
 
-def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
-    """Durations less those of additions that fused products make needless.
+class NeedlessSums(NamedTuple):
+    """Rows that would add up parts of a sum which is one product."""
 
-    `seconds` and the bytes of results are [rows], or [rows, configurations].
-    """
-    # A row that reads several parts of one sum would add them up.
-    result = seconds.copy()
+    rows: Int
+    part: Int
+    """One of the parts that each reads: a row."""
+    fewer: Int
+    """How many reads fewer there are."""
+    none: Bool
+    """Whether the row has nothing else to do."""
+
+    def each(self) -> Iterator[tuple[int, int, int, bool]]:
+        """One row after the other."""
+        lists: list[list[Any]] = [column.tolist() for column in self]
+        return zip(*lists, strict=True)
+
+
+def needless_sums(tasks: Tasks, joint: Joint | FusedGemms) -> NeedlessSums:
+    """The rows that read several parts of one sum, each once."""
     whole = np.full(len(tasks), -1)
     whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
-    size = np.zeros_like(result)
-    size[joint.rows] = joint.result
     owner, needed = tasks.reads
     inputs = np.diff(tasks.data_ptr)
     reads = whole[needed] >= 0
@@ -172,12 +183,20 @@ def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) 
     first, of = distinct_rows([owner, whole[needed]])
     count = np.bincount(of, minlength=len(first))
     order = np.lexsort((whole[needed[first]], owner[first]))
+    order = order[np.diff(owner[first[order]], append=-1) != 0]
     first, count = first[order], count[order]
-    columns = (slice(None),) + (None,) * (result.ndim - 1)
-    owner, fewer = owner[first], (count - 1)[columns] * size[needed[first]]
-    left = result[owner] - fewer / bytes_per_second(on)
-    none = (count > 1) & (count == inputs[owner])
-    result[owner] = np.where(none[columns], 0.0, left)
+    rows = owner[first]
+    return NeedlessSums(rows, needed[first], count - 1, (count > 1) & (count == inputs[rows]))
+
+
+def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
+    """Durations [rows] less those of additions that fused products make needless."""
+    result = seconds.copy()
+    size = np.zeros_like(result)
+    size[joint.rows] = joint.result
+    sums = needless_sums(tasks, joint)
+    left = result[sums.rows] - sums.fewer * size[sums.part] / bytes_per_second(on)
+    result[sums.rows] = np.where(sums.none, 0.0, left)
     return result
 
 

@@ -70,6 +70,14 @@ def test_jobs_differ_in_what_is_trained() -> None:
     assert len(regret.regrets(predicted([*one, *other], (5, 3, 2, 8, 6) * 2))) == 2
 
 
+def test_what_is_new_to_the_package_changes_no_job() -> None:
+    """Jobs are held back by a hash of what differs from defaults, and nothing else."""
+    (key,) = {regret.job(m) for m in rows()}
+    assert "('ffn_hidden_size', 14336)" in key
+    assert "('layers', 2)" in key
+    assert not any(name in key for name in ("draft_head", "lora_rank", "https"))
+
+
 def test_repeated_measurements_of_a_layout_count_once() -> None:
     again = published.read(
         f"{HEADER}\nmine,again,h100-sxm,step_s,4,,llama3-8b,2,2,4,1,16,1024", "rows.csv"
@@ -81,9 +89,9 @@ def test_repeated_measurements_of_a_layout_count_once() -> None:
 
 def test_held_out_layouts_alone() -> None:
     """Choices among layouts that no constant may be fitted to, of jobs that have three."""
-    found = [m for batch in range(16, 480, 16) for m in rows(batch=batch)]
-    jobs = regret.regrets(predicted(found, (5, 3, 2, 8, 6) * 29), only_held_out=True)
-    assert 0 < len(jobs) < 29
+    found = [m for batch in range(16, 1040, 16) for m in rows(batch=batch)]
+    jobs = regret.regrets(predicted(found, (5, 3, 2, 8, 6) * 64), only_held_out=True)
+    assert 0 < len(jobs) < 64
     assert sum(r.layouts for r in jobs) < sum(map(held_out, found))
     assert {r.held_back for r in jobs} == {True, False}
 

@@ -25,6 +25,12 @@ def test_ranks_that_copy_keys_send_them_once():
     assert latent.bytes_per_token == 61 * 576 * 2
 
 
+def test_layers_that_choose_keys_keep_all_of_them():
+    # Latents, and of the indexer's keys 128 bytes and a scale
+    found = capacity(140e9, model="deepseek-v3.2", tp=8, ep=8)
+    assert found.bytes_per_token == 61 * (576 * 2 + 128 + 4)
+
+
 def test_windows_are_blocks_of_a_request():
     found = capacity(80e9, model="gpt-oss-120b")
     assert found.bytes_per_token == 2 * 18 * 8 * 64 * 2

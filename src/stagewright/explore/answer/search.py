@@ -35,6 +35,7 @@ from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import Heard, exact, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.lots import STOPPED
+from stagewright.garbage import seldom_collected
 
 TOP = 20
 MOST = 200
@@ -260,6 +261,7 @@ def _best(figures: Figures, usable: Bool, names: Sequence[str]) -> Int:
     return rows[np.lexsort((rows, *values[rows].T[::-1]))]
 
 
+@seldom_collected()
 def search(
     rows: Candidates,
     how: Wanted | None = None,

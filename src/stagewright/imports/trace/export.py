@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import io
 import logging
 import re
@@ -57,19 +56,6 @@ def quiet() -> Generator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextlib.contextmanager
-def uncollected() -> Generator[None]:
-    """Let cyclic garbage lie: modules and graphs are millions of objects that all live on, and to
-    look through these for garbage is a quarter of the time that PyTorch takes to record."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def exported(pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> Any:

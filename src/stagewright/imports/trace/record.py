@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.garbage import uncollected
 from stagewright.imports.trace.autograd import kept_of
 from stagewright.imports.trace.export import (
     check_examples,
@@ -29,7 +30,6 @@ from stagewright.imports.trace.export import (
     hint,
     quiet,
     reason,
-    uncollected,
 )
 from stagewright.imports.trace.functional import functional
 from stagewright.imports.trace.masks import Mask, kind_of_mask

@@ -11,7 +11,7 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.files import read_text
-from stagewright.imports.trace.export import uncollected
+from stagewright.garbage import uncollected
 from stagewright.imports.trace.record import record, torch
 from stagewright.imports.trace.recording import Recording
 

@@ -21,6 +21,14 @@ BACKWARD_PARTS = (
 )
 
 
+class ValueOwner(NamedTuple):
+    """The value whose bytes a node's are."""
+
+    node: Node
+    permanent: bool
+    """Whether the bytes are allocated all the time."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LoweredBlock:
     """A block as tasks, with the graph they came from."""
@@ -46,12 +54,21 @@ class LoweredBlock:
     root: bool = False
     """Weights are gathered and reduced together with those of other such blocks of the stage."""
     by_part: Mapping[TaskPart, Sequence[Kernel]] = field(init=False)
+    _owners: dict[Node, ValueOwner] = field(init=False, default_factory=dict[Node, ValueOwner])
 
     def __post_init__(self) -> None:
         by_part: dict[TaskPart, list[Kernel]] = {}
         for t in self.tasks:
             by_part.setdefault(t.part, []).append(t)
         object.__setattr__(self, "by_part", by_part)
+
+    def owner(self, n: Node) -> ValueOwner:
+        """Whose bytes a node of the graph has; every layer of a model asks for the same."""
+        found = self._owners.get(n)
+        if found is None:
+            node = self.allocation.owner(n)
+            found = self._owners[n] = ValueOwner(node, self.allocation.permanent(node))
+        return found
 
     @property
     def tied(self) -> frozenset[str]:

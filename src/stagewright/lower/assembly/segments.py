@@ -51,6 +51,21 @@ class Numbers(Generic[_Named]):
         return self.table.setdefault(thing, len(self.table))
 
 
+class _KernelColumns(NamedTuple):
+    """The columns of a row that its task decides, whatever its block and stage."""
+
+    op: int
+    phase: int
+    flops: int
+    traffic: int
+    collective: int
+    dtype: int
+    comm_bytes: int
+    slot: int
+    shape: int
+    kernel: int
+
+
 @dataclass(slots=True, eq=False)
 class Tables:
     """What the columns of a program point into, numbered as rows are made."""
@@ -67,6 +82,25 @@ class Tables:
     peers: Numbers[Peer] = field(default_factory=Numbers[Peer])
     kernels: Numbers[Kernel] = field(default_factory=Numbers[Kernel])
     """Of which rows are copies; columns of numbers have those of the first configuration."""
+    _columns: dict[Kernel, _KernelColumns] = field(default_factory=dict[Kernel, "_KernelColumns"])
+
+    def columns_of(self, t: Kernel) -> _KernelColumns:
+        """The columns of a row that its task decides."""
+        found = self._columns.get(t)
+        if found is None:
+            found = self._columns[t] = _KernelColumns(
+                op=self.ops(t.op),
+                phase=PHASES.index(t.phase),
+                flops=first_of(t.flops),
+                traffic=first_of(t.traffic),
+                collective=COLLECTIVES.index(t.op) if t.kind == TaskKind.COLLECTIVE else -1,
+                dtype=DTYPES.index(t.dtype) if t.dtype else 0,
+                comm_bytes=first_of(t.comm_bytes),
+                slot=self.slot(t),
+                shape=self.shapes(t.shape) if t.shape else -1,
+                kernel=self.kernels(t),
+            )
+        return found
 
     def slot(self, t: Kernel) -> int:
         """The number of the group or peer that a task communicates with, or of the group on whose
@@ -195,12 +229,9 @@ class SegmentBuilder:
 
     def _numbered(self, row: UnnumberedRow) -> tuple[int, ...]:
         """The columns of a row."""
-        t, tables = row.kernel, self.tables
-        collective = COLLECTIVES.index(t.op) if t.kind == TaskKind.COLLECTIVE else -1
+        t, own = row.kernel, self.tables.columns_of(row.kernel)
         return (
-            t.kind, self._name(row), tables.ops(t.op), PHASES.index(t.phase), row.stage,
-            row.layer, -1, first_of(t.flops), first_of(t.traffic), collective,
-            DTYPES.index(t.dtype) if t.dtype else 0, first_of(t.comm_bytes),
-            tables.slot(t), row.tag, tables.shapes(t.shape) if t.shape else -1,
-            tables.kernels(t),
+            t.kind, self._name(row), own.op, own.phase, row.stage, row.layer, -1, own.flops,
+            own.traffic, own.collective, own.dtype, own.comm_bytes, own.slot, row.tag, own.shape,
+            own.kernel,
         )  # fmt: skip

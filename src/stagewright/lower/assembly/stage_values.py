@@ -134,13 +134,14 @@ class StageValues:
         """Record what a task of block `i` makes and reads; `at` is its row."""
         placed, of_node = self.blocks[i], self._of_node[i]
         block, layer, _ = placed
-        for new in block.uses[t].new:
+        use = block.uses[t]
+        for new in use.new:
             if new.nodes[0] not in of_node:
                 name = placed.name(new.name)
                 v = Value(name, layer, t.phase, new.category, new.size, new.whole, new.lasts)
                 self.values.append(v)
                 of_node.update(dict.fromkeys(new.nodes, v))
-        scratch = block.uses[t].scratch
+        scratch = use.scratch
         if scratch is not None:
             self._transient(placed.name(f"{t.name}.temporary"), layer, t, "workspace", scratch, at)
         if t.kind == TaskKind.LOAD and t.part is not TaskPart.UPDATE:
@@ -148,7 +149,7 @@ class StageValues:
             self._reloaded[i] = self._transient(name, layer, t, "activations", t.comm_bytes, at)
         on_host = block.offloaded if t.phase in ("recompute", "backward") else frozenset[Node]()
         touched = dict.fromkeys(
-            self._reloaded[i] if n in on_host else self.value(i, n) for n in block.uses[t].seen
+            self._reloaded[i] if n in on_host else self.value(i, n) for n in use.seen
         )
         of_gradients = moves_gradients(t)
         for v in touched:
@@ -184,10 +185,10 @@ class StageValues:
 
     def value(self, i: int, n: Node) -> Value | None:
         """The value that a node of block `i` is stored in; None: permanent, or from nowhere."""
-        allocation = self.blocks[i].block.allocation
-        n = allocation.owner(n)
-        if n in self._of_node[i] or allocation.permanent(n):
-            return self._of_node[i].get(n)
+        n, permanent = self.blocks[i].block.owner(n)
+        found = self._of_node[i].get(n)
+        if found is not None or permanent:
+            return found
         c = interface(n)
         if c is not None:
             handed = self._handed_to(i, c)

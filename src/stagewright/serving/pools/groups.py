@@ -145,18 +145,9 @@ class InstanceGroups:
         """What becomes of a workload, up to its end or until somebody has `enough` of it."""
         if self.stages is not None and self.stages.added_tokens:
             workload = with_documents(workload, self.stages.added_tokens)
+        accepted = self.accepted(workload)
         last = [g.service for g in self.groups if g.serves != "prefill"]
         first = [g.service for g in self.groups if g.serves != "decode"]
-        most = max(service.max_model_len for service in last)
-        room = max(service.room for service in last)
-        accepted = accept(
-            workload,
-            most,
-            room,
-            max(service.most_prompt for service in first),
-            max(service.room for service in first),
-        )
-        check_accepted(accepted, most, room)
         of = in_blocks(accepted.workload, last[0].instance.cache.block_size)
         records, handover = Records.of(len(of)), Handover.of(len(of))
         places = [
@@ -186,6 +177,22 @@ class InstanceGroups:
             operation = replace(operation, instances=len(engines))  # all serve
         pools = replace(pools, operation=operation)
         return serve_in_pools(of, records, pools, heard, enough), accepted
+
+    def accepted(self, workload: Workload) -> Accepted:
+        """The requests that some instances can serve; raises UserError where none is left."""
+        last = [g.service for g in self.groups if g.serves != "prefill"]
+        first = [g.service for g in self.groups if g.serves != "decode"]
+        most = max(service.max_model_len for service in last)
+        room = max(service.room for service in last)
+        accepted = accept(
+            workload,
+            most,
+            room,
+            max(service.most_prompt for service in first),
+            max(service.room for service in first),
+        )
+        check_accepted(accepted, most, room)
+        return accepted
 
     def _engines(
         self, group: InstanceGroup, of: Workload, records: Records, handover: Handover
@@ -243,8 +250,9 @@ def _pool(places: list[_Numbered], without: Phases, of: Workload, router: str) -
     return EnginePool(numbers, router_of(router), hosts, None if alike else fits)
 
 
-def _between(first: InstanceGroup, second: InstanceGroup) -> KvTransfer:
-    one, two = first.service.instance, second.service.instance
+def transfer_between(first: Service, second: Service) -> KvTransfer:
+    """The cache of a request on its way from an instance of one service to one of another."""
+    one, two = first.instance, second.instance
     hardware = one.machine.hardware, two.machine.hardware
     found = KvTransfer.between(one.run, two.run, two.model, hardware)
     drafts = one.drafter, two.drafter
@@ -257,11 +265,11 @@ def _between(first: InstanceGroup, second: InstanceGroup) -> KvTransfer:
 
 def _transfers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[float, int]]:
     """Seconds alone on the links, and bytes, from one engine to another of so many tokens."""
-    between = cache(_between)
+    between = cache(transfer_between)
 
     @cache
     def of_groups(first: InstanceGroup, second: InstanceGroup, tokens: int) -> tuple[float, int]:
-        way = between(first, second)
+        way = between(first.service, second.service)
         return way.seconds(tokens), way.bytes(tokens)
 
     def transfer(source: int, target: int, tokens: int) -> tuple[float, int]:
@@ -272,12 +280,14 @@ def _transfers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[float
 
 def _layers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[int, float]]:
     """Layers of a stage of the first engine, and seconds of one layer's cache of so many tokens."""
-    between = cache(_between)
+    between = cache(transfer_between)
 
     def layer(source: int, target: int, tokens: int) -> tuple[int, float]:
         first = places[source].group
         made = first.service.instance
         many = max(1, made.model.num_layers // made.run.pp)
-        return many, between(first, places[target].group).seconds(tokens, parts=many)
+        return many, between(first.service, places[target].group.service).seconds(
+            tokens, parts=many
+        )
 
     return layer

@@ -25,7 +25,7 @@ from stagewright.serving.search.bounds import (
     ReadyLayout,
     layout_bounds,
 )
-from stagewright.serving.search.pairs import pairs_of, play_pair, tried_counts
+from stagewright.serving.search.pairs import PairPlays, pairs_of, tried_counts
 from stagewright.serving.search.plays import PlayedLoad, play
 from stagewright.serving.service import Service
 from stagewright.serving.transfers import not_sent
@@ -187,7 +187,7 @@ class _LayoutSearch:
         Unless the least cost is asked for, a pair is left when it has an instance of each more than
         the fewest GPUs that serve already.
         """
-        target = self.target
+        target, plays = self.target, PairPlays(work, self.load, self.target.slo)
         for pair in pairs_of(ready, self.load, self.loosest, target.most_gpus)[: target.pairs]:
             first, last = (of.service.gpus for of in pair.layouts)
             known = [each.played.gpus for each in self.choices if each.played.meets]
@@ -195,7 +195,7 @@ class _LayoutSearch:
             if known and not target.by_cost:
                 most = min(most, min(known) + first + last)
             for each in tried_counts(pair, most):
-                found, each.meets, each.late = play_pair(pair, each, work, self.load, target.slo)
+                found = plays.play(pair, each)
                 usd = self._price(pair.prompts.row) * each.prompts * first
                 usd += self._price(pair.decode.row) * each.decode * last
                 self.choices.append(ServingChoice(pair.decode.row, found, usd, pair.prompts.row))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.serving.cluster import Outcome
 from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
-from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
-from stagewright.serving.requests import Records, Workload
+from stagewright.serving.pools.apart import PromptsDone, Unusual, decode_after, refuse_unusual
+from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, transfer_between
+from stagewright.serving.requests import Accepted, Records, Workload
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
 from stagewright.serving.search.plays import PlayedLoad, SeenRequests
@@ -136,32 +139,66 @@ def tried_counts(of: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
             left.remove(side)
 
 
-def play_pair(
-    of: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
-) -> tuple[PlayedLoad, bool, bool]:
-    """What users see, whether enough requests keep the limits, and whether prompts are short.
+@dataclass(slots=True)
+class PairPlays:
+    """Plays of pairs on one workload; what plays have in common is played once."""
 
-    No longer than it takes to see that too many requests miss their limits.
-    """
-    purposes = ("prefill", "decode")
-    many = (counts.prompts, counts.decode)
-    groups = InstanceGroups(
-        tuple(
-            InstanceGroup(
-                replace(each.service, engines=replace(each.service.engines, instances=count)), name
-            )
-            for each, count, name in zip(of.layouts, many, purposes, strict=True)
-        )
+    work: Workload
+    load: LoadTotals
+    slo: Slo
+    _prompts: dict[tuple[int, int], PromptsDone] = field(
+        default_factory=dict[tuple[int, int], PromptsDone]
     )
+    """By layout and number of instances."""
+    _seconds: dict[tuple[int, int], Callable[[int], float]] = field(
+        default_factory=dict[tuple[int, int], "Callable[[int], float]"]
+    )
+    """Of a cache of so many tokens on its way, by layouts."""
+    _unusual: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
+    """Layouts whose engines have preempted, or whose prompts have waited for blocks."""
 
-    def hopeless(of: Workload, records: Records, at: float) -> bool:
+    def play(self, of: LayoutPair, counts: CountTry) -> PlayedLoad:
+        """What users see, and whether enough requests keep the limits; noted in `counts`, too.
+
+        No longer than it takes to see that too many requests miss their limits.
+        """
+        many = (counts.prompts, counts.decode)
+        first, last = (
+            replace(each.service, engines=replace(each.service.engines, instances=count))
+            for each, count in zip(of.layouts, many, strict=True)
+        )
+        groups = InstanceGroups((InstanceGroup(first, "prefill"), InstanceGroup(last, "decode")))
+        seen = SeenRequests.nothing()
+        pair = of.prompts.row, of.decode.row
+        try:
+            if pair in self._unusual:
+                raise Unusual
+            outcome, accepted, seen.cut = self._apart(of, groups)
+        except Unusual:
+            self._unusual.add(pair)
+            outcome, accepted = groups.run(self.work, enough=self._hopeless)
+        counts.late = seen.add(outcome, accepted, self.slo)
+        lost = sum(self.work.rejected.values())
+        found = seen.load(len(self.work) + lost, self.load.misses + lost, groups.gpus)
+        counts.meets = found.meets
+        return replace(found, instances=counts.decode, prefill_instances=counts.prompts)
+
+    def _hopeless(self, of: Workload, records: Records, at: float) -> bool:
         known = RequestTimes.at_least(of, records, at)
-        return int(known.missed(RequestLimits.of(of, slo)).lost.sum()) > load.misses
+        return int(known.missed(RequestLimits.of(of, self.slo)).lost.sum()) > self.load.misses
 
-    outcome, accepted = groups.run(work, enough=hopeless)
-    seen = SeenRequests.nothing()
-    late = seen.add(outcome, accepted, slo)
-    lost = sum(work.rejected.values())
-    found = seen.load(len(work) + lost, load.misses + lost, groups.gpus)
-    found = replace(found, instances=counts.decode, prefill_instances=counts.prompts)
-    return found, found.meets, late
+    def _apart(self, of: LayoutPair, groups: InstanceGroups) -> tuple[Outcome, Accepted, bool]:
+        """The outcome of prompts first and decode behind them; raises `Unusual`."""
+        first, last = (group.service for group in groups.groups)
+        refuse_unusual(self.work, (first, last))
+        accepted = groups.accepted(self.work)
+        work = accepted.workload
+        key = of.prompts.row, first.engines.instances
+        known = self._prompts if len(work) == len(self.work) else {}
+        if key not in known:
+            known[key] = PromptsDone.of(first, work)
+        way = of.prompts.row, of.decode.row
+        if way not in self._seconds:
+            self._seconds[way] = cache(transfer_between(first, last).seconds)
+        found = decode_after(known[key], last, work, self._seconds[way], self._hopeless)
+        return Outcome(work, found.records, ()), accepted, found.cut

@@ -57,6 +57,8 @@ class SeenRequests:
     tokens: int = 0
     begin: float = float("inf")
     end: float = 0.0
+    cut: bool = False
+    """Whether the rest need not be known."""
 
     @classmethod
     def nothing(cls) -> Self:
@@ -89,7 +91,7 @@ class SeenRequests:
     def load(self, every: int, may: int, gpus: int) -> PlayedLoad:
         """What users saw, of so many requests, of which some may miss their limits; of one
         instance."""
-        stopped = self.good + self.lost < every
+        stopped = self.cut or self.good + self.lost < every
         tpot = Spread.of(np.concatenate(self.tpot))
         seconds = max(self.end - self.begin, 1e-12)
         return PlayedLoad(

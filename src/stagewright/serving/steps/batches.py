@@ -7,8 +7,9 @@ kernels timed by the functions that time a single step (`time.columns`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -17,8 +18,9 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.lower.assembly.assemble import Assembly, assemble
 from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
-from stagewright.lower.blocks import lower_block
+from stagewright.lower.blocks import kernel_rules, lower_block
 from stagewright.lower.inference.serving import ServingStep
+from stagewright.lower.kernels.lowering import kernel_that_makes
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Reach
@@ -125,6 +127,18 @@ class BatchSums:
             found["routed"] = self.tokens * run.dp if self.routed is None else self.routed
         return found
 
+    @classmethod
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
+        """The batches of all parts, behind each other."""
+        first = parts[0]
+        return cls(
+            np.concatenate([part.requests for part in parts]),
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logits for part in parts]),
+            {reach: np.concatenate([part.pairs[reach] for part in parts]) for reach in first.pairs},
+            {reach: np.concatenate([part.keys[reach] for part in parts]) for reach in first.keys},
+        )
+
     def take(self, chosen: Int | Bool) -> Self:
         """Some of the batches."""
         return replace(
@@ -179,6 +193,11 @@ class RankColumns(NamedTuple):
     message: Float
     """Seconds of the message to the next rank: [batches]."""
 
+    def take(self, chosen: Int | Bool) -> RankColumns:
+        """Those of some of the batches."""
+        seconds = np.ascontiguousarray(self.seconds[:, chosen])
+        return self._replace(seconds=seconds, message=self.message[chosen])
+
 
 @dataclass(frozen=True, eq=False)
 class TimedBatches:
@@ -187,6 +206,8 @@ class TimedBatches:
     step: ServingStep
     machine: Machine
     how: Execution
+    one: Mapping[BlockVariant, LoweredBlock]
+    """The kernels of each block with a single request."""
     kept: Sequence[Sequence[KeptBlock]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -199,9 +220,9 @@ class TimedBatches:
         check(run, model)
         step = ServingStep.of(run, model, {}, loads(run, model).sizes)
         machine = served_machine(run, model, machine, how.serving_engine)
-        found = cls(step, machine, how)
         few = BatchSums.of_equal_requests(run, model, *(np.array([n]) for n in (1, 1, 1)))
-        _, blocks = next(found.lowered_groups([*step.graphs], few))
+        blocks = step.lower_blocks({k: int(n[0]) for k, n in few.sizes(run, model).items()})
+        found = cls(step, machine, how, blocks)
         missing = missing_rates(found.assembly(blocks).program, machine.hardware)
         if not missing:
             return found
@@ -218,29 +239,11 @@ class TimedBatches:
         sizes = sums.sizes(self.step.run, self.step.model)
         return {name: cases.varying(column) for name, column in sizes.items()}
 
-    def lowered(
-        self, variants: Sequence[BlockVariant], sums: BatchSums, cases: Cases
-    ) -> dict[BlockVariant, LoweredBlock]:
-        """The kernels of some blocks, with numbers of all batches."""
+    def lowered(self, sums: BatchSums, cases: Cases) -> dict[BlockVariant, LoweredBlock]:
+        """The kernels of all blocks, with numbers of all batches."""
         step = self.step
         extent = step.extent(self.numbers(sums, cases))
-        return {v: lower_block(step.graphs[v], step.run, step.mesh, extent, v) for v in variants}
-
-    def lowered_groups(
-        self, variants: Sequence[BlockVariant], sums: BatchSums
-    ) -> Iterator[tuple[Int, dict[BlockVariant, LoweredBlock]]]:
-        """The blocks of batches whose kernels are the same but for their numbers.
-
-        Kernels differ where few tokens go to some of a rank's experts only, for example.
-        """
-        rest = np.arange(len(sums))
-        while len(rest):
-            cases = Cases(len(rest))
-            blocks = self.lowered(variants, sums.take(rest), cases)
-            mine, rest = rest[cases.alike], rest[~cases.alike]
-            if len(rest):
-                blocks = self.lowered(variants, sums.take(mine), Cases(len(mine)))
-            yield mine, blocks
+        return {v: lower_block(of, step.run, step.mesh, extent, v) for v, of in step.graphs.items()}
 
     def assembly(self, blocks: Mapping[BlockVariant, LoweredBlock]) -> Assembly:
         """The program of the kept blocks."""
@@ -251,15 +254,29 @@ class TimedBatches:
         run = self.step.run
         return assemble(placed, forward_only(run.pp, 1), self.step.mesh, streams=run.streams)
 
+    def rows_of(self, several: Sequence[BatchSums]) -> list[list[RankColumns]]:
+        """What the rows of each pipeline rank take, of several sets of batches at once."""
+        every = self.rows(BatchSums.concatenated(several))
+        ends: list[int] = np.cumsum([0, *(len(sums) for sums in several)]).tolist()
+        return [[rank.take(np.arange(*of)) for rank in every] for of in pairwise(ends)]
+
     def rows(self, sums: BatchSums) -> list[RankColumns]:
         """What the rows of each pipeline rank take."""
         parts: list[list[RankColumns]] = []
         places: list[Int] = []
-        few = sums.tokens <= MOST_TOKENS
-        for chosen in (np.flatnonzero(few), np.flatnonzero(~few)):
-            for mine, blocks in self.lowered_groups([*self.step.graphs], sums.take(chosen)):
-                places.append(chosen[mine])
-                parts.append(self._rows(sums.take(places[-1]), self.assembly(blocks)))
+        few = np.ones(len(sums), dtype=bool)
+        if self.step.model.num_experts:  # shared ones run beside others where tokens are few
+            few = sums.tokens <= MOST_TOKENS
+        for chosen in filter(len, (np.flatnonzero(few), np.flatnonzero(~few))):
+            rest = chosen
+            while len(rest):
+                # Kernels differ where few tokens go to some of a rank's experts only, for example.
+                of, cases = sums.take(rest), Cases(len(rest))
+                rows = self._rows(of, self.assembly(self.lowered(of, cases)))
+                alike = cases.alike
+                places.append(rest[alike])
+                parts.append([rank.take(alike) for rank in rows])
+                rest = rest[~alike]
         order = np.argsort(np.concatenate(places))
         return [
             of_rank[0]._replace(
@@ -287,7 +304,7 @@ class TimedBatches:
         found: list[RankColumns] = []
         for nth, rank in enumerate(made.ranks):
             tasks = rank.of.tasks
-            seconds = columns.of_rows(tasks, rank.kernel, meshes)
+            seconds = columns.of_rows(tasks, rank.kernel, meshes).of_rows
             seconds = in_engine.seconds(tasks, seconds, columns.numbers[1][rank.kernel])
             message = np.zeros(len(sums))
             for row in np.flatnonzero(tasks.kind == TaskKind.SEND).tolist():
@@ -299,12 +316,18 @@ class TimedBatches:
             found.append(RankColumns(tasks, rank.kernel, seconds, host, message))
         return found
 
-    def alone(self, variant: BlockVariant, places: Sequence[int], sums: BatchSums) -> Float:
-        """Seconds of some kernels of a block, each alone: [kernels, batches]."""
-        found = np.empty((len(places), len(sums)))
-        for mine, blocks in self.lowered_groups([variant], sums):
-            kernels = [blocks[variant].tasks[n] for n in places]
-            found[:, mine] = Columns(kernels, len(mine), self.machine.hardware).computed
+    def alone(self, variant: BlockVariant, place: int, sums: BatchSums) -> Float:
+        """Seconds of a kernel of a block, alone: [batches]."""
+        step, made = self.step, self.one[variant].tasks[place].made[0]
+        rules, found = kernel_rules(step.run), np.empty(len(sums))
+        rest = np.arange(len(sums))
+        while len(rest):
+            cases = Cases(len(rest))
+            extent = step.extent(self.numbers(sums.take(rest), cases))
+            kernel = kernel_that_makes(made, step.graphs[variant], extent, step.mesh, rules)
+            seconds = Columns([kernel], len(rest), self.machine.hardware).computed[0]
+            found[rest[cases.alike]] = seconds[cases.alike]
+            rest = rest[~cases.alike]
         return found
 
     def beside_prompts(self, variant: BlockVariant, place: int) -> DecodingBesidePrompts | None:
@@ -312,8 +335,6 @@ class TimedBatches:
         model, on = self.step.model, self.machine.hardware
         if not takes_prompts_tiles(model, on):
             return None
-        few = BatchSums.of_equal_requests(self.step.run, model, *(np.array([n]) for n in (1, 1, 1)))
-        blocks = self.lowered([variant], few, Cases(1))
-        shape = blocks[variant].tasks[place].shape
+        shape = self.one[variant].tasks[place].shape
         sizes = {} if shape is None else shape.sizes()
         return beside_prompts({x: float(np.asarray(n).ravel()[0]) for x, n in sizes.items()}, on)

@@ -91,7 +91,7 @@ class StepTable:
         if isinstance(term[0], OverKeys):
             keys = sums.keys[term[1]].astype(np.float64)
             return np.interp(keys, term[0].keys, term[0].seconds)
-        return self.batches.alone(rows.block.variant, [rows.place], sums)[0]
+        return self.batches.alone(rows.block.variant, rows.place, sums)
 
 
 class TermRow(NamedTuple):
@@ -208,21 +208,19 @@ def table(
     """The table of a step; `known` are terms of other steps on the same machine."""
     run, model = of.step.run, of.step.model
     probes, which = _probes(of)
-    probed = of.rows(probes)
+    grid = _grid(most_tokens)
+    none, ones = np.zeros_like(grid), np.ones_like(grid)
+    logits = _grid(most_logits)
+    of_logits = BatchSums(
+        np.ones_like(logits), logits, logits,
+        dict.fromkeys(model.reaches, logits), dict.fromkeys(model.reaches, logits),
+    )  # fmt: skip
+    of_tokens = BatchSums.of_equal_requests(run, model, ones, none, grid)
+    by_tokens, by_logits, probed = of.rows_of([of_tokens, of_logits, probes])
     depends = [_depends(rank, which) for rank in probed]
     linear = [[_of_tokens(d) for d in rank] for rank in depends]
     heads = [[("logits", None) in d for d in rank] for rank in depends]
     terms = _Terms(of, known or KnownTerms())
-    grid = _grid(most_tokens)
-    none, ones = np.zeros_like(grid), np.ones_like(grid)
-    by_tokens = of.rows(BatchSums.of_equal_requests(run, model, ones, none, grid))
-    logits = _grid(most_logits)
-    by_logits = of.rows(
-        BatchSums(
-            np.ones_like(logits), logits, logits,
-            dict.fromkeys(model.reaches, logits), dict.fromkeys(model.reaches, logits),
-        )
-    )  # fmt: skip
     every = np.arange(most_tokens + 1)
     ranks: list[RankTable] = []
     chains: list[tuple[Chain, Float, Float, Int]] = []
@@ -369,7 +367,7 @@ class _Terms:
                 requests, tokens, np.ones_like(tokens),
                 dict.fromkeys(reaches, pairs), dict.fromkeys(reaches, keys),
             )  # fmt: skip
-            return self.of.alone(at.block.variant, [at.place], sums)[0]
+            return self.of.alone(at.block.variant, at.place, sums)
 
         if names <= {"tokens", "requests"}:
             return State.of(lambda tokens, requests: alone(tokens, requests, tokens, tokens), 65536)

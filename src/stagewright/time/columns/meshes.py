@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from hashlib import blake2b
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -50,6 +51,8 @@ class AxisOrders(NamedTuple):
 PlacedKey: TypeAlias = tuple[Communicator, tuple[tuple[str, int], ...]]
 Placed: TypeAlias = dict[PlacedKey, "list[Placement]"]
 """Where groups lie, by communicator, and mesh axes with their sizes."""
+Groups: TypeAlias = "dict[tuple[Communicator, Hashable], list[Alike]]"
+"""Where groups of all configurations lie, by communicator and what else decides (`MeshColumns`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +68,8 @@ class MeshColumns:
     machine: Machine
     known: Placed = field(default_factory=dict[PlacedKey, "list[Placement]"])
     """Placements on the machine that other structures have asked for."""
+    groups: Groups = field(default_factory=dict[tuple[Communicator, Hashable], "list[Alike]"])
+    """Where groups of these configurations lie on the machine, as programs have asked."""
     orders: AxisOrders | None = None
     """None: all configurations have the axes as they stand in `sizes`, and the pipeline's last."""
 
@@ -84,19 +89,33 @@ class MeshColumns:
             found = found * (self.pipeline if axis == "pp" else self.sizes[axis])
         return found
 
+    @cached_property
+    def content(self) -> bytes:
+        """What is equal for meshes in which groups lie alike on one machine."""
+        distinct, of = self._distinct
+        names = None if self.orders is None else self.orders.names
+        found = blake2b(repr((names, [*self.sizes], self.program.mesh.mirror)).encode())
+        found.update(distinct.tobytes() + of.tobytes())
+        return found.digest()
+
     def groups_of(self, who: Communicator) -> list[Alike]:
         """Where the groups of a communicator lie, for the ranks of the first stage."""
+        key = who, self.program.mesh.mirror
+        if key not in self.groups:
+            self.groups[key] = self._groups_of(who)
+        return self.groups[key]
+
+    def _groups_of(self, who: Communicator) -> list[Alike]:
         distinct, of = self._distinct
-        by_place: dict[tuple[Placement, ...], list[int]] = {}
+        by_place: dict[tuple[Placement, ...], int] = {}
+        place = np.full(distinct.shape[1], -1)
         for nth, (*sizes, order) in enumerate(distinct.T.tolist()):
             if math.prod(sizes) > self.machine.gpus:
                 continue  # of a structure's tuples, those of shorter pipelines only
             places = self._placements(who, sizes, order)
-            by_place.setdefault(tuple(places), []).append(nth)
-        return [
-            Alike(np.flatnonzero(np.isin(of, meshes)), [*places])
-            for places, meshes in by_place.items()
-        ]
+            place[nth] = by_place.setdefault(tuple(places), len(by_place))
+        lies = place[of]
+        return [Alike(np.flatnonzero(lies == n), [*places]) for places, n in by_place.items()]
 
     def _placements(self, who: Communicator, sizes: Sequence[int], order: int) -> list[Placement]:
         every = dict(zip([*self.sizes, "pp"], sizes, strict=True))

@@ -1,0 +1,280 @@
+"""The rows of a rank of a template in issue order, and which of them are which action."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.explore.actions import (
+    BACKWARD,
+    BEFORE,
+    BESIDE,
+    DATA,
+    MAIN,
+    RECEIVES,
+    REDUCES,
+    SENDS,
+    STORES,
+    WAITS,
+    ActionPlaces,
+    StepKind,
+    TimedAction,
+)
+from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
+from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
+from stagewright.run.sections.execution import Execution
+from stagewright.time.simulate.issue import (
+    Issue,
+    axis_of,
+    degree,
+    issue,
+    reductions,
+    with_needs,
+)
+
+
+class RowTimes(NamedTuple):
+    """What the rows of a rank class take, in the order of the program; rows of a kind take as
+    long."""
+
+    seconds: Float
+    """[kinds, configurations]."""
+    drawn: Float
+    """Seconds at TDP in which a GPU draws as much: [kinds, configurations]."""
+    of: Int
+    """The kind of each row."""
+    host: tuple[Float, Bool] | None
+    """Seconds of launches [rows, 1 or configurations], and whether the host waits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassRows:
+    """The rows of a rank class in issue order, with durations in columns."""
+
+    tasks: Tasks
+    issue: Issue
+    kind: NDArray[np.uint8]
+    times: RowTimes
+    of: Int
+    """By place the kind of `times`; -1: takes no time."""
+    flags: Int
+    """By place: `MAIN` and others."""
+    axis: Int
+    """By place: the axis of communication, as a number of `axes`; that of "" for kernels."""
+    axes: tuple[str, ...]
+    data: Bool
+    """By place: `DATA`."""
+    frees: Int
+    """By place: `REDUCES` or `STORES` where kernels behind the next transfer of this kind wait for
+    the end, since it frees memory; else 0."""
+
+    @classmethod
+    def of_class(
+        cls,
+        program: Program,
+        nth: int,
+        times: RowTimes,
+        how: Execution,
+    ) -> Self:
+        """Class number `nth`, whose rows take these times."""
+        tasks = program.classes[nth].tasks
+        order = issue(program, tasks, how)
+        order = with_needs(order, *_own_messages(program, tasks, order))
+        rows = order.rows
+        kind = tasks.kind[rows]
+        axes = [""]
+        axis = np.zeros(len(rows), dtype=np.int64)
+        main = order.stream == 0
+        data = (kind == TaskKind.COMPUTE) & ~main
+        for (of, slot, collective), along in axis_of(program, tasks).items():
+            mine = (kind == of) & (tasks.slot[rows] == slot)
+            mine &= tasks.collective[rows] == collective
+            if str(along) not in axes:
+                axes.append(str(along))
+            axis[mine] = axes.index(str(along))
+            if of == TaskKind.COLLECTIVE:
+                data |= mine & ((tasks.microbatch[rows] < 0) | (degree(program, along) == "dp"))
+        frees = np.where(kind == TaskKind.STORE, STORES, reductions(program, tasks)[rows] * REDUCES)
+        data |= kind == TaskKind.STORE
+        # Messages of the pipeline are on their way between actions (`explore.pipeline`), and take
+        # the time of their send.
+        pipeline = [n for n, peer in enumerate(program.peers) if peer.axis == "pp"]
+        of_pipeline = np.isin(tasks.slot[rows], pipeline)
+        sends = (kind == TaskKind.SEND) & of_pipeline
+        message = sends | (kind == TaskKind.RECV)
+        backward = tasks.phase[rows] != PHASES.index("forward")
+        flags = (
+            MAIN * main + DATA * data + SENDS * sends
+            + RECEIVES * (of_pipeline & (kind == TaskKind.RECV)) + BACKWARD * backward
+        )  # fmt: skip
+        if times.host is not None:
+            flags = flags + WAITS * times.host[1][rows]
+        of_place = np.where(message, -1, times.of[rows])
+        return cls(
+            tasks, order, kind, times, of_place, flags, axis, tuple(axes), data, frees
+        )  # fmt: skip
+
+    def seconds(self, place: int) -> Float:
+        """What a place takes: [configurations]."""
+        kind = int(self.of[place])
+        return self.times.seconds[kind] if kind >= 0 else 0 * self.times.seconds[0]
+
+    def action(self, begin: int, end: int, *, pair: bool = False) -> TimedAction:
+        """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""
+        order = self.issue
+        pointer = order.pointer[begin : end + 1]
+        needs = order.needs[pointer[0] : pointer[-1]]
+        before = needs < begin
+        recent = self._recent(begin)[needs[before]]
+        needs = needs - begin
+        needs[before] = np.where(recent, BESIDE, BEFORE)
+        handed = tuple(
+            (need - begin if need >= begin else BESIDE, self.axes[int(self.axis[need])])
+            for need in self._handed_on(end)
+        )
+        used, of = np.unique(self.of[begin:end], return_inverse=True)
+        table = self.times.seconds[used]
+        table[used < 0] = 0.0
+        counts = np.bincount(of.ravel(), minlength=len(used)) * (used >= 0)
+        drawn = counts @ self.times.drawn[used]
+        launch = np.zeros((0, 1))
+        if self.times.host is not None:
+            launch = self.times.host[0][order.rows[begin:end]]
+        streams = order.stream[begin:end]
+        what = ActionPlaces(
+            pointer - pointer[0], needs, self.flags[begin:end], streams,
+            self.axis[begin:end], of.ravel(), self.axes, handed, pair,
+        )  # fmt: skip
+        return TimedAction(what, table, drawn, launch)
+
+    def _recent(self, begin: int) -> Bool:
+        """Of the places before `begin`, for which `ASIDE` stands: communication that runs on beside
+        later actions, but what has been waited for, since another transfer of its kind was
+        issued."""
+        found = self.data[:begin] & (self.frees[:begin] == 0)
+        for kind in (REDUCES, STORES):
+            places = np.flatnonzero(self.frees[:begin] == kind)
+            if len(places):  # the last lot, which no kernel cuts
+                kernels = np.flatnonzero(self.issue.stream[: places[-1]] == 0)
+                last = int(kernels[-1]) if len(kernels) else -1
+                found[places[places > last]] = True
+        return found
+
+    def _handed_on(self, end: int) -> list[int]:
+        """Transfers before the place `end` that free memory and that the next kernel from there on
+        waits for (`time.simulate.issue`)."""
+        order = self.issue
+        later = np.flatnonzero(order.stream[end:] == 0)
+        if not len(later):
+            return []
+        place = end + int(later[0])
+        needs: list[int] = order.needs[order.pointer[place] : order.pointer[place + 1]].tolist()
+        return [need for need in needs if need < end and self.frees[need]]
+
+
+def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:
+    """The receives of messages between ranks of the class, and the send of each: places.
+
+    Ranks along another axis than the pipeline's do the same: what one receives is what it sends.
+    """
+    slot, kind, tag = (column[order.rows] for column in (tasks.slot, tasks.kind, tasks.tag))
+    receives: list[Int] = [np.zeros(0, dtype=np.int64)]
+    sends: list[Int] = [np.zeros(0, dtype=np.int64)]
+    for axis in {peer.axis for peer in program.peers} - {"pp"}:
+        slots = [n for n, peer in enumerate(program.peers) if peer.axis == axis]
+        ends = [
+            np.flatnonzero(np.isin(slot, slots) & (kind == of))
+            for of in (TaskKind.RECV, TaskKind.SEND)
+        ]
+        received, sent = (mine[np.argsort(tag[mine], kind="stable")] for mine in ends)
+        receives.append(received)
+        sends.append(sent)
+    return np.concatenate(receives), np.concatenate(sends)
+
+
+class StepPlaces(NamedTuple):
+    """The places of an action, or of two that overlap."""
+
+    kind: StepKind
+    complete: bool
+    """Whether it does what happens once per step."""
+    begin: int
+    end: int
+
+
+class StageMeeting(NamedTuple):
+    """A collective with other ranks of the pipeline, after all actions."""
+
+    slot: int
+    aside: bool
+    """Whether it waits for communication that happens once per step."""
+    seconds: Float
+
+
+class Cuts(NamedTuple):
+    """The actions of a rank in issue order, and the sections of what comes after all of them."""
+
+    steps: list[StepPlaces]
+    sections: list[tuple[int, int]]
+    meetings: list[StageMeeting]
+    """One behind each section but the last."""
+
+
+def cuts(program: Program, rows: ClassRows, rank: RankRows) -> Cuts:
+    """Cut the places of a rank class into actions and what comes after these.
+
+    Actions whose places are mixed, as the schedule or `time.simulate.ep_overlap` has them, are one.
+    """
+    tasks, at = rows.tasks, rows.issue.rows
+    slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
+    meets = (rows.kind == TaskKind.COLLECTIVE) & np.isin(tasks.slot[at], slots)
+    meets &= at >= rank.end  # two ranks that hold the same reduce gradients before
+    met = np.flatnonzero(meets)
+    inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))
+    last = int(inside[-1]) + 1
+    # Parameters that were updated may be gathered in front of the first forward.
+    step = last + np.flatnonzero(tasks.phase[at[last:]] == PHASES.index("optimizer"))
+    late = last + np.flatnonzero(at[last:] < at[inside].max())  # issued behind all actions
+    tail = min([*step[:1].tolist(), *met[:1].tolist(), *late[:1].tolist(), len(at)])
+    borders = [tail, *(met + 1).tolist()]
+    ends = [*met.tolist(), len(at)]
+    meetings: list[StageMeeting] = []
+    for place in met.tolist():
+        before = rows.issue.needs[rows.issue.pointer[place] : rows.issue.pointer[place + 1]]
+        waits = bool(rows.data[before].any())
+        meetings.append(StageMeeting(int(tasks.slot[at[place]]), waits, rows.seconds(place)))
+    return Cuts(_steps(tasks, at, rank, tail), [*zip(borders, ends, strict=True)], meetings)
+
+
+def _steps(tasks: Tasks, at: Int, rank: RankRows, tail: int) -> list[StepPlaces]:
+    """The steps of a rank whose rows are issued as `at`, up to a place behind all of them."""
+    place = np.empty_like(at)
+    place[at] = np.arange(len(at))
+    complete = {action for (_, half), action in rank.once.items() if half != 1}
+    spans: list[tuple[int, int, int]] = []
+    for nth, action in enumerate(rank.actions):
+        rows: Int = rank.begin[nth] + rank.forms[int(rank.form_of[nth])].offset
+        mine = place[rows[tasks.microbatch[rows] >= 0]]
+        if action.kind != UNSHARD and len(mine):
+            spans.append((int(mine.min()), int(mine.max()), nth))
+    mixed: list[list[int]] = []
+    begin: list[int] = []
+    reached = -1
+    for first, last, nth in sorted(spans):
+        overlaps = mixed and rank.begin[nth] == rank.begin[mixed[-1][-1]]
+        if first > reached and not overlaps:
+            mixed.append([])
+            begin.append(first)
+        mixed[-1].append(nth)
+        reached = max(reached, last)
+    begin[:1] = [0]
+    found: list[StepPlaces] = []
+    for numbers, first, end in zip(mixed, begin, [*begin[1:], tail], strict=True):
+        actions = sorted((rank.actions[n] for n in numbers), key=lambda a: a.kind != "F")
+        kind = tuple((a.stage, a.kind) for a in actions)
+        found.append(StepPlaces(kind, not complete.isdisjoint(numbers), first, end))
+    return found
