@@ -48,12 +48,14 @@ PIPELINE_SPLIT = (
     ),
 )
 
+AXES_ONCE = Refuse(
+    lambda run, model: sorted(run.order.split("-")) != sorted(AXES),
+    "order is {run.order!r}, wanted each of {axes} once, such as tp-cp-ep-dp-pp",
+    lambda run, model: {"axes": ", ".join(AXES)},
+)
+
 RANKS = (
-    Refuse(
-        lambda run, model: sorted(run.order.split("-")) != sorted(AXES),
-        "order is {run.order!r}, wanted each of {axes} once, such as tp-cp-ep-dp-pp",
-        lambda run, model: {"axes": ", ".join(AXES)},
-    ),
+    AXES_ONCE,
     Refuse(
         lambda run, model: run.world_size > MOST_RANKS,
         "tp={run.tp} x cp={run.cp} x dp={run.dp} x pp={run.pp} makes {run.world_size} ranks, "

@@ -10,6 +10,7 @@ import numpy as np
 from stagewright.explore.answer.objectives import UNKNOWN
 from stagewright.explore.answer.search import Ranking
 from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.explore.lots import STOPPED
 from stagewright.explore.space.enumeration import Removed
 from stagewright.numbers import many
 from stagewright.program.fit import NEARLY_FULL
@@ -183,7 +184,12 @@ def left(of: Ranking) -> list[str]:
         if each.possible:
             counts[each.reason] = counts.get(each.reason, 0) + len(each.candidates)
     ordered = sorted(counts.items(), key=lambda item: -item[1])
-    told = [f"{_candidates(count)} cannot be evaluated in columns: {why}" for why, count in ordered]
+    told = [
+        f"{_candidates(count)} {STOPPED}"
+        if why == STOPPED
+        else f"{_candidates(count)} cannot be evaluated in columns: {why}"
+        for why, count in ordered
+    ]
     bounded = [f"{_candidates(len(each.per_token))} bounded out: they {each.reason}"
                for each in of.bounded]  # fmt: skip
     without = {name: int(of.without(name).sum()) for name in of.how.objectives}

@@ -138,6 +138,7 @@ def test_ctrl_c_keeps_the_lots_that_were_evaluated(monkeypatch: pytest.MonkeyPat
     result = search(rows, Wanted(top=1), evaluate=lambda of: found)
     assert result.stopped
     assert result.simulated == 1
+    assert left(result) == ["2 candidates left out by Ctrl-C"]
 
 
 def test_nothing_fits_or_runs(told: dict[int, tuple[float, int]]):

@@ -172,6 +172,8 @@ def test_figures_that_no_hardware_has():
         ({"vary": {"gpus": "4,8"}}, "GPUs are no setting; give --gpus 4,8"),
         ({"gpus": 10**23}, "--gpus: got 100000000000000000000000, wanted 1 to 4,194,304"),
         ({"schedule": "1f1b,1f1c"}, "unknown schedule '1f1c'"),
+        ({"order": "foo"}, "order is 'foo', wanted each of"),
+        ({"vary": {"order": "tp-cp-ep-dp-pp,dp"}}, "order is 'dp', wanted each of"),
         ({"durations": "measured.csv"}, "a search computes all durations"),
         ({"price": 2.0, "costs": "costs.yaml"}, "price and costs both say"),
     ],

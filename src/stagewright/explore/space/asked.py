@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from stagewright.errors import UserError
+from stagewright.explore.space.constraints import check_value
 from stagewright.explore.space.defaults import default_axes, default_batch, policies, without_idle
 from stagewright.explore.space.families import axes_of, words
 from stagewright.explore.space.listed import is_listed, values_of
@@ -168,6 +169,7 @@ def _completed(
     """The space with what is tried by default, and with a batch."""
     run, notes = base.run, list[str]()
     of = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
+    check_value(run, of)
     if run.mode == "train" and "global_batch_size" not in known:
         length = axes.get("seq_length", (run.seq_length,))[0]
         gpus = [fleet.gpus or 1 for fleet in fleets]

@@ -24,6 +24,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.run.rule import ALL, EACH, RunCheck
 from stagewright.run.rules import AS_GIVEN, checks
 from stagewright.run.settings import Run
+from stagewright.run.training_rules import AXES_ONCE
 from stagewright.schedule.schedules import check_name
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.roofline import peak_flops
@@ -95,9 +96,13 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
 
 
 def check_value(run: Run, model: ModelConfig) -> None:
-    """Raise a UserError for a run with a setting that its mode has not, or an unknown schedule."""
+    """Raise a UserError for a run with a setting that its mode has not, or a value that none has.
+
+    That is an unknown schedule, or an order that is none of the axes.
+    """
     if run.schedule is not None:
         check_name(run.schedule)
+    AXES_ONCE.check(run, model)
     for check in checks(run.mode, model):
         if check.reads == EACH:
             check.check(run.unresolved(), model)
