@@ -66,7 +66,7 @@ def space(model: str, hardware: str, gpus: int, settings: dict[str, object]) -> 
     """The default space of a model on a machine."""
     run = Run(model=model).model_copy(update=settings)
     of = model_of(model)
-    batch = run.global_batch_size or default_batch(run, of, gpus)
+    batch = run.global_batch_size or default_batch(run, of, [gpus])
     run = run.model_copy(update={"global_batch_size": batch})
     fleets = [Fleet(resolve(hardware), gpus)]
     base = Experiment(run, ClusterSection(), Execution())

@@ -30,7 +30,7 @@ _KINDS = 8
 """Most kinds of candidates in a lot: they share what pipelines have in common."""
 _LOTS = 4
 """Lots that there are at least, so that several processes are busy, unless kinds are fewer."""
-_FEW = 256
+FEW = 256
 """So many candidates are too little work for several processes: lots are as large as may be."""
 
 
@@ -92,7 +92,7 @@ def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:
     apart = {*apart_from_graphs(candidates.model)} - {"global_batch_size"}
     names = [name for name in candidates.columns if name in SETTINGS and name not in apart]
     alike = candidates.distinct(*names)
-    kinds = _KINDS if len(candidates) <= _FEW else min(_KINDS, max(1, len(alike) // _LOTS))
+    kinds = _KINDS if len(candidates) <= FEW else min(_KINDS, max(1, len(alike) // _LOTS))
     lot = alike.of // kinds
     order = np.argsort(lot, kind="stable")
     ends = np.cumsum(np.bincount(lot))[:-1]

@@ -132,6 +132,9 @@ def test_ctrl_c_keeps_the_lots_that_were_evaluated(monkeypatch: pytest.MonkeyPat
         return Evaluated(made([1.0] * len(of), [5] * len(of)), [])
 
     monkeypatch.setattr(lots, "evaluate", evaluated)
+    assert len(lots.in_lots(rows).left) == 0  # few candidates are one lot
+    seen.clear()
+    monkeypatch.setattr(lots, "FEW", 0)
     found = lots.in_lots(rows)
     assert np.isnan(found.figures.seconds).sum() == 2
     assert [(each.reason, len(each.candidates)) for each in found.left] == [(lots.STOPPED, 2)]

@@ -60,41 +60,49 @@ _DECIDES = (
 """Settings that decide what is moved, and between which ranks."""
 
 
+class _Kind(NamedTuple):
+    """Candidates whose ranks move alike."""
+
+    shares: _Shares
+    machine: Machine
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedStates:
     """What ranks of candidates move of weights and gradients."""
 
-    kinds: Sequence[tuple[_Shares, Machine]]
+    kinds: Sequence[_Kind]
     of: Int
     """Which of the kinds each candidate has: [candidates]."""
 
     @classmethod
     def of_candidates(cls, rows: Candidates) -> Self:
         """Those of all candidates."""
-        key = rows.distinct(*_DECIDES).of * 2 + (rows.microbatches > 1)
-        _, first, of = np.unique(key, return_index=True, return_inverse=True)
-        systems = rows.distinct(HARDWARE, "topology", "algorithm").of
-        known: dict[tuple[_Shares, int, int], int] = {}
-        found: list[tuple[_Shares, Machine]] = []
-        numbers: list[int] = []
-        places: list[int] = first.tolist()
-        for row in places:
-            machine = rows.machine(row)
-            moves = _shares_of(rows.run(row).resolved(rows.model), rows.model, machine)
-            alike_there = moves, int(systems[row]), machine.gpus
-            if alike_there not in known:
-                known[alike_there] = len(found)
-                for waits in (False, True):
-                    for late in (False, True):
-                        once = moves.summed * waits, moves.renewed * late
-                        each = moves._replace(summed=once[0], renewed=once[1])
-                        found.append((each, machine))
-            numbers.append(known[alike_there])
         overlaps = rows.column("no_overlap")
-        beside = overlaps.is_one_of(*(axes for axes in overlaps.values if "dp" in axes))
-        late = ~rows.column("overlap_param_gather").is_one_of(True)
-        kinds = np.array(numbers, dtype=np.int64)[of.ravel()] + 2 * beside + late
-        return cls(found, kinds)
+        waits = overlaps.is_one_of(*(axes for axes in overlaps.values if "dp" in axes))
+        gathers = ~rows.column("overlap_param_gather").is_one_of(True)
+        systems = rows.distinct(HARDWARE, "topology", "algorithm").of
+        key = rows.distinct(*_DECIDES).of
+        for flag in (rows.microbatches > 1, waits, gathers):
+            key = 2 * key + flag
+        _, first, of = np.unique(key, return_index=True, return_inverse=True)
+        numbers: dict[object, int] = {}
+        found: list[_Kind] = []
+        kinds: list[int] = []
+        some: list[int] = first.tolist()
+        for row in some:
+            machine = rows.machine(row)
+            shares = _shares_of(rows.run(row).resolved(rows.model), rows.model, machine)
+            # What runs beside kernels takes no time of its own.
+            shares = shares._replace(
+                summed=shares.summed * waits[row], renewed=shares.renewed * gathers[row]
+            )
+            alike = shares, int(systems[row]), machine.gpus
+            if alike not in numbers:
+                numbers[alike] = len(found)
+                found.append(_Kind(shares, machine))
+            kinds.append(numbers[alike])
+        return cls(found, np.array(kinds, dtype=np.int64)[of.ravel()])
 
     def moved(self, kinds: Int, most: Float, least: Float) -> Moved:
         """Seconds of candidates of these kinds whose ranks hold so many bytes of weights before
@@ -103,12 +111,12 @@ class ShardedStates:
         present: list[int] = np.unique(kinds).tolist()
         for nth in present:
             mine = np.flatnonzero(kinds == nth)
-            moves, machine = self.kinds[nth]
-            if not moves.places:
+            of = self.kinds[nth]
+            if not of.shares.places:
                 continue
-            found.inside[mine] = _longest(_inside, moves, most[mine], machine)
-            found.summed[mine] = _longest(_summed, moves, least[mine], machine)
-            found.renewed[mine] = _longest(_renewed, moves, least[mine], machine)
+            found.inside[mine] = _longest(_inside, of, most[mine])
+            found.summed[mine] = _longest(_summed, of, least[mine])
+            found.renewed[mine] = _longest(_renewed, of, least[mine])
         return found
 
 
@@ -137,13 +145,11 @@ def _shares_of(run: Run, model: ModelConfig, machine: Machine) -> _Shares:
 
 
 def _longest(
-    of: Callable[[_Shares, Float, Placement, Machine], Float],
-    moves: _Shares,
-    size: Float,
-    machine: Machine,
+    seconds: Callable[[_Shares, Float, Placement, Machine], Float], of: _Kind, size: Float
 ) -> Float:
     """Seconds of the slowest group of ranks."""
-    return np.max([of(moves, size, place, machine) for place in moves.places], axis=0)
+    places = of.shares.places
+    return np.max([seconds(of.shares, size, place, of.machine) for place in places], axis=0)
 
 
 def _inside(of: _Shares, size: Float, place: Placement, machine: Machine) -> Float:

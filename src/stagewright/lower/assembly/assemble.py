@@ -244,10 +244,7 @@ def _write_dependencies(
     place = pointer[begin[:, None] + offset[segment.dep_row[kept]]] + nth[kept]
     whose, stage = segment.dep_whose[kept], segment.dep_stage[kept]
     at = segment.dep_at[kept]
-    half = ((whose == BACKWARD) | (whose == LAST)).astype(np.int64)
-    for s, owner in rank.stages.items():
-        of_stage = (stage == s) & (half > 0)
-        half[of_stage] += owner.backward.weight[at[of_stage]]
+    half = rank.places(whose, stage, at).half
     once = (whose == FIRST) | (whose == LAST)
     value = np.empty((len(begin), len(at)), dtype=np.int64)
     value[:, whose == STEP] = rank.end + at[whose == STEP]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.lifetimes import Value
 from stagewright.lower.assembly.rank_rows import HALVES, UNSHARD, RankRows
-from stagewright.lower.assembly.segments import FIRST, FORWARD, NEXT, STEP
+from stagewright.lower.assembly.segments import NEXT, STEP
 from stagewright.program.columns import CATEGORIES, Values
 from stagewright.varying import first_of
 
@@ -77,12 +77,13 @@ def _with_their_rows(
     """The instances without values whose needed row an action lacks; an `UNSHARD` may have it."""
     value, microbatch, first, last = body
     there = np.ones(len(value), dtype=bool)
-    for v, number in numbers.items():
-        if v.needs is None or rank.is_once(v.needs):
-            continue
-        at = np.flatnonzero(value == number)
-        actions = rank.by_microbatch[v.needs[1], rank.half(v.needs)][microbatch[at]]
-        place = np.array([v.needs[2]])
+    needs = [(number, *v.needs) for v, number in numbers.items() if v.needs is not None]
+    number, whose, stage, places = np.array(needs, dtype=np.int64).reshape(-1, 4).T
+    half, once = rank.places(whose, stage, places)
+    for nth in np.flatnonzero(~once).tolist():
+        at = np.flatnonzero(value == number[nth])
+        actions = rank.by_microbatch[int(stage[nth]), int(half[nth])][microbatch[at]]
+        place = places[[nth]]
         ahead = rank.gathered_ahead(actions, place)[:, 0]
         there[at] = np.maximum(ahead, rank.rows(actions, place, absent=-1)[:, 0]) >= 0
         last[at] = np.where(ahead < 0, last[at], first[at])  # weights are copied out at once
@@ -149,17 +150,8 @@ class _Touches(NamedTuple):
             itertools.chain.from_iterable(v.touches for v in values)
         ))  # fmt: skip
         whose, stage, place = np.array(flat, dtype=np.int64).reshape(-1, 3).T
-        after = whose == STEP
-        half, once = np.zeros_like(place), after.copy()
-        for s in np.unique(stage[~after]).tolist():
-            forward, backward = rank.stages[s].forward, rank.stages[s].backward
-            mine = ~after & (stage == s)
-            ahead, behind = mine & (whose == FORWARD), mine & (whose != FORWARD)
-            once[ahead] = forward.once[place[ahead]]
-            once[behind] = backward.once[place[behind]]
-            behind &= whose != FIRST
-            half[behind] = 1 + backward.weight[place[behind]]
-        return cls(begin, place, np.where(after, -1, stage), half, once, whose == NEXT)
+        half, once = rank.places(whose, stage, place)
+        return cls(begin, place, np.where(whose == STEP, -1, stage), half, once, whose == NEXT)
 
     def made(self) -> tuple[Int, Int, Bool]:
         """Stage, half, and once or not of each touch, and of none behind them all."""

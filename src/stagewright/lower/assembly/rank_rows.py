@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.habit import UnitWeights
-from stagewright.lower.assembly.lifetimes import Touch
-from stagewright.lower.assembly.segments import BACKWARD, FORWARD, LAST, NEXT, STEP, Segment
+from stagewright.lower.assembly.segments import FIRST, FORWARD, STEP, Segment
 from stagewright.lower.assembly.stages import Stage
 from stagewright.schedule.actions import Action, ScheduleStep, parts
 
@@ -41,6 +41,15 @@ class Form:
         result = np.full(len(self.segment), -1, dtype=np.int64)
         result[self.keep] = self.offset
         return result
+
+
+class ActionPlaces(NamedTuple):
+    """Where places are in the actions of their stages; those after all actions are in none."""
+
+    half: Int
+    """Which half of the actions, as an index of `HALVES`."""
+    once: Bool
+    """Whether the row is there once per step."""
 
 
 class RankRows:
@@ -150,19 +159,18 @@ class RankRows:
                     found[a.stage, half][a.microbatch] = i
         return found
 
-    def half(self, touch: Touch) -> int:
-        """Which half of its stage's actions a touch is in, as an index of `HALVES`."""
-        whose, stage, place = touch
-        backward = whose in (BACKWARD, LAST, NEXT)
-        return 1 + int(self.stages[stage].backward.weight[place]) if backward else 0
-
-    def is_once(self, touch: Touch) -> bool:
-        """Whether the row of a touch is there once per step."""
-        whose, stage, place = touch
-        if whose == STEP:
-            return True
-        owner = self.stages[stage]
-        return bool((owner.forward if whose == FORWARD else owner.backward).once[place])
+    def places(self, whose: Int, stage: Int, place: Int) -> ActionPlaces:
+        """In which part of a stage's actions places are that touches or dependencies name."""
+        forward = (whose == FORWARD) | (whose == FIRST)
+        once = whose == STEP
+        half = (~forward & ~once).astype(np.int64)
+        for number, owner in self.stages.items():
+            mine = stage == number
+            ahead, behind = mine & forward, mine & (half > 0)
+            once[ahead] = owner.forward.once[place[ahead]]
+            once[behind] = owner.backward.once[place[behind]]
+            half[behind] += owner.backward.weight[place[behind]]
+        return ActionPlaces(half, once)
 
     def rows(self, actions: Int, places: Int, absent: int | None = None) -> Int:
         """The row numbers of some places in some actions; `absent` where an action lacks one."""
