@@ -30,7 +30,14 @@ from stagewright.explore.template_memory import (
 )
 from stagewright.explore.templates import Kinds, StructureTemplate, at_most
 from stagewright.program.columns import CATEGORIES
-from stagewright.schedule.in_flight import STEP, InFlight, largest, states, states_of_ends
+from stagewright.schedule.in_flight import (
+    STEP,
+    InFlight,
+    forwards_of_first,
+    largest,
+    states,
+    states_of_ends,
+)
 from stagewright.schedule.schedules import make
 from stagewright.schedule.traits import PLAIN
 
@@ -100,6 +107,15 @@ def occupancy_of_ends(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occu
     """
     _, pp, vpp, *_ = shape
     return _occupancy(states_of_ends(*shape), Kinds(PLAIN, pp, pp * vpp), layers)
+
+
+@lru_cache(maxsize=1024)
+def occupancy_of_forwards(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy:
+    """As `occupancy`, with no less than is held: the forwards of the first rank, and all actions
+    done. What a microbatch keeps between the halves of its backward does not count."""
+    _, pp, *_ = shape
+    found = forwards_of_first(*shape)
+    return _occupancy([found], Kinds(PLAIN, pp, len(layers)), layers)
 
 
 def _occupancy(

@@ -56,6 +56,26 @@ def states_of_ends(
     return tuple(_of_rank(order[rank]) for rank in sorted({0, pp - 1}))
 
 
+def forwards_of_first(
+    schedule: str, pp: int, vpp: int, microbatches: int, group: int | None
+) -> tuple[InFlight, ...]:
+    """As `states`, of the forwards of the first rank only, and of what comes after all actions;
+    nothing is said of the halves of backwards, nor of backwards that run beside."""
+    order = make(schedule, pp, microbatches, vpp, group=group)
+    found: dict[tuple[tuple[int, str], ...], set[tuple[int, ...]]] = {}
+    stages: list[int] = []
+    for at, others in _of_rank(order[0]):
+        stages = [stage for stage, _, _ in others]
+        forward = tuple((s, moment) for s, moment in at if moment in (FIRST_FORWARD, FORWARD))
+        if forward or not at:
+            found.setdefault(forward, set()).add(tuple(count for _, count, _ in others))
+    return tuple(
+        InFlight(at, tuple((s, count, 0) for s, count in zip(stages, counts, strict=True)))
+        for at, some in found.items()
+        for counts in largest(some)
+    )
+
+
 def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | None) -> int:
     """Microbatches after which a schedule that alternates has no more of them in flight."""
     of = SCHEDULES.get(schedule)

@@ -27,6 +27,15 @@ from stagewright.explore.bounding.recomputed import (
     without_recomputation,
 )
 from stagewright.explore.bounding.relaxed import relaxed, without_extras
+from stagewright.explore.bounding.stages import (
+    IN_TURN,
+    OVERLAPPING,
+    TWICE,
+    held_by,
+    kind_of,
+    least_occupancy,
+    played,
+)
 from stagewright.explore.bounding.zero import Moved, ShardedStates
 from stagewright.explore.candidates import HARDWARE, Candidates, Distinct
 from stagewright.explore.evaluate import (
@@ -36,19 +45,17 @@ from stagewright.explore.evaluate import (
     shape_of,
     stage_plan,
 )
-from stagewright.explore.memory import Peaks, occupancy_of_ends
+from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Responses, response
 from stagewright.explore.structures import NUMBERS, PIPELINE, microbatches_of, structures
 from stagewright.explore.template_memory import HELD, NOWHERE
-from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY, Kind, unlike
+from stagewright.explore.templates import MIDDLE, ONLY, Kind, unlike
 from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
 from stagewright.program.columns import CATEGORIES
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import SETTINGS
+from stagewright.time.experts.dispatch import Routed
 
-IN_TURN = ("1f1b", "gpipe", "interleaved", "looped-bfs")
-"""Schedules that hand stages to ranks in turn, and in which a rank waits for a whole forward and a
-whole backward of the stages before its first one."""
 _ELSEWHERE = ("sequence_parallel", "cp_comm_type", "dp_shard", "order", "zero")
 """Settings that do not decide which block is on which stage, once ZeRO is off."""
 _SPLIT = {"optimizer": 1, "gradients": 2, "parameters": 3}
@@ -133,6 +140,8 @@ class _Relaxation:
 
     def __init__(self, candidates: Candidates, *, rough: bool) -> None:
         self.on_host = candidates.column("optimizer_cpu_offload").is_one_of(True)
+        # Forwards hide communication of backwards, and the other way round.
+        self.mixed = candidates.column("overlap_moe_expert_parallel_comm").is_one_of(True)
         self.rows = without_extras(candidates)
         self.rough = recomputes(candidates) & rough
         self.recomputed: Recomputed | None = None
@@ -163,7 +172,7 @@ class _Relaxation:
             figures = TemplateFigures.concatenated(shared.parts)
             for shape, members in shared.members.items():
                 every, of_rows = (np.concatenate(each) for each in zip(*members, strict=True))
-                numbers = [self.microbatches, self.zero, self.states.of, self.on_host]
+                numbers = [self.microbatches, self.zero, self.states.of, self.on_host, self.mixed]
                 if self.recomputed is not None:
                     numbers.append(self.recomputed.kind)
                 distinct = _distinct((every, *(number[of_rows] for number in numbers)))
@@ -232,18 +241,10 @@ class _Relaxation:
         part = np.array([-1 if of is None else parts.setdefault(of, len(parts)) for of in every])
         names = (n for n in self.relaxed.columns if n not in (*PIPELINE, "global_batch_size"))
         kind = self.relaxed.distinct(*names).of
-        rows = np.flatnonzero((part[plan_of] >= 0) & self._usual())
+        rows = np.flatnonzero(part[plan_of] >= 0)
         split = self.rows.numbers("pp") > 1
         read = [of[rows] for of in (kind, self.machines, part[plan_of], split)]
         return _by(_distinct(read).of, rows) if len(rows) else []
-
-    def _usual(self) -> Bool:
-        """Rows whose experts' communication is the dispatcher's usual one and beside no kernels:
-        other rows have no bounds."""
-        found = np.ones(len(self.rows), dtype=bool)
-        for name in ("moe_flex_dispatcher", "overlap_moe_expert_parallel_comm"):
-            found &= self.rows.column(name).is_one_of(False, None)
-        return found
 
     def _timing(
         self,
@@ -258,7 +259,9 @@ class _Relaxation:
             machine = self.rows.machine(row)
             near = on.setdefault(KnownOnMachine.key(machine), KnownOnMachine.none())
             how = self.rows.execution(row)
-            known[group] = MachineTiming(templates, machine, how, near, usual=True)
+            run, model = templates.of.run, self.rows.model
+            routed = Routed.of(run, model) if how.moe_flex_dispatcher else None
+            known[group] = MachineTiming(templates, machine, how, near, routed, usual=True)
         return known[group]
 
     # ---- seconds ---------------------------------------------------------------------------------
@@ -277,7 +280,7 @@ class _Relaxation:
         known: dict[tuple[object, ...], LeastAction] = {}
 
         def action(stage: int, letter: str) -> LeastAction:
-            kind = _kind(stage, stages)
+            kind = kind_of(stage, stages)
             key = kind, letter, layers[:, stage].tobytes()
             if key not in known:
                 every = of.at(((kind, letter),), False, tuples, layers[:, [stage]])
@@ -286,36 +289,45 @@ class _Relaxation:
 
         microbatches = self.microbatches[rows]
         again = 0.0 if self.recomputed is None else self.recomputed.seconds[rows]
-        if shape.schedule not in IN_TURN:
-            every = [action(s, letter).busy for s in range(stages) for letter in "FB"]
-            adding = self.alone[rows] * self._adding(rows, weights.sum(axis=0))
-            return microbatches * (sum(every) + again * layers.sum() - adding) / pp
-        moved = self._moved(shape, rows, weights)
+        held = held_by(shape, stages)
+        moved = self._moved(held, rows, weights)
+        beside = self._beside_others(shape, rows)
         best, filled, drained = (np.zeros(len(rows)) for _ in range(3))
+        filling: list[Float] = []
         for rank in range(pp):
-            own = range(rank, stages, pp)
-            work = sum(action(s, letter).whole for s in own for letter in "FB")
+            filling.append(filled)
+            own, share = held[rank], 1 if len(held[rank]) <= stages // pp else 2
+            every = [action(s, letter) for s in own for letter in "FB"]
+            work = sum(np.where(beside, of.busy, of.whole) for of in every)
             work = work + again * layers[:, own].sum()
             work = work - self.alone[rows] * self._adding(rows, weights[own].sum(axis=0))
             hosts = sum(action(s, letter).launched for s in own for letter in "FB")
-            first, last = action(rank, "F"), action(rank, "B")
-            late = np.minimum(first.after - first.whole, 0.0) if rank else 0.0
+            first, last = action(min(own), "F"), action(rank, "B")
+            late = np.minimum(first.after - first.whole, 0.0) if min(own) else 0.0
             sent = np.minimum(last.sent - last.whole, 0.0) if rank else 0.0
-            own_end = filled + late + microbatches * work
+            own_end = filling[min(own)] + late + microbatches * work / share
             best = np.maximum(best, own_end + moved.summed)
-            best = np.maximum(best, own_end + sent + drained)
-            best = np.maximum(best, (microbatches - 1) * hosts)
+            best = np.maximum(best, (microbatches - 1) * hosts / share)
+            if shape.schedule in IN_TURN:
+                best = np.maximum(best, own_end + sent + drained)
             adding = self.alone[rows] * self._adding(rows, weights[rank])
-            filled = filled + first.passed
-            drained = drained + np.maximum(last.passed - adding, 0.0)
+            filled = filled + action(rank, "F").passed
+            drained = drained + np.where(beside, 0.0, np.maximum(last.passed - adding, 0.0))
         return np.maximum(best + moved.renewed, microbatches * moved.inside)
 
-    def _moved(self, shape: PipelineShape, rows: Int, weights: Float) -> Moved:
-        """What ranks move along dp, at least; `weights` are bytes by stage.
+    def _beside_others(self, shape: PipelineShape, rows: Int) -> Bool:
+        """Rows whose actions' communication may be hidden by kernels of other actions.
+
+        The halves of a backward wait as long as the whole one, or longer: each has fewer kernels.
+        """
+        return self.mixed[rows] | (shape.schedule in OVERLAPPING)
+
+    def _moved(self, held: Sequence[Sequence[int]], rows: Int, weights: Float) -> Moved:
+        """What ranks move along dp, at least; `weights` are bytes by stage, `held` its ranks.
 
         The rank with fewest weights moves least once in a step.
         """
-        ranks = [weights[rank :: shape.pp].sum(axis=0) for rank in range(shape.pp)]
+        ranks = [weights[own].sum(axis=0) for own in held]
         return self.states.moved(self.states.of[rows], np.max(ranks, axis=0), np.min(ranks, axis=0))
 
     def _adding(self, rows: Int, weights: Float) -> Float:
@@ -331,9 +343,9 @@ class _Relaxation:
 
     def _held(self, shape: PipelineShape, tuples: Int, rows: Int) -> Distinct:
         """The candidates of one pipeline that differ in what they hold."""
-        counts = np.minimum(self.microbatches[rows], 2 * shape.pp)
-        numbers = self.zero[rows], self.shards[rows], self.on_host[rows], self.rough[rows]
-        return _distinct((tuples, counts, *numbers))
+        counts = played(shape, self.microbatches[rows])
+        numbers = self.zero, self.shards, self.mixed, self.on_host, self.rough
+        return _distinct((tuples, counts, *(of[rows] for of in numbers)))
 
     def _bytes(self, shape: PipelineShape, peaks: Peaks, tuples: Int, rows: Int) -> Float:
         """At least what the fullest rank holds."""
@@ -346,20 +358,19 @@ class _Relaxation:
         scale[CATEGORIES.index("gradients"), self.microbatches[rows] == 1] = 0.0
         for name in _RECOMPUTED:
             scale[CATEGORIES.index(name), self.rough[rows]] = 0.0
-        if shape.schedule not in IN_TURN:
+        if shape.schedule == TWICE:
             return np.zeros(len(rows))
-        own = shape.schedule, shape.pp, shape.vpp
-        counts = np.minimum(self.microbatches[rows], 2 * shape.pp)
+        counts = played(shape, self.microbatches[rows])
         by_stage = tuple(zip(*shape.layers, strict=True))
         held = np.zeros(len(rows))
         for count in np.unique(counts).tolist():
             mine = counts == count
             try:
-                found = occupancy_of_ends((*own, count, shape.group), by_stage)
+                found = least_occupancy(shape, count, by_stage)
             except UserError:  # a run that is refused
                 continue
             held[mine] = peaks.least(found, tuples[mine], scale[:, mine])
-        return held
+        return np.where(self.mixed[rows], 0.0, held)  # what is in flight differs
 
 
 def _weights(peaks: Peaks, layers: Int, tuples: Int) -> Float:
@@ -383,9 +394,3 @@ def _by(number: Int, rows: Int) -> list[Int]:
     order = np.argsort(number, kind="stable")
     edges = np.flatnonzero(np.diff(number[order])) + 1
     return np.split(rows[order], edges)
-
-
-def _kind(stage: int, stages: int) -> int:
-    if stages == 1:
-        return ONLY
-    return FIRST if stage == 0 else LAST if stage == stages - 1 else MIDDLE

@@ -21,6 +21,7 @@ from stagewright.run.sections import SETTINGS
 _WITHOUT = {
     "overlap_param_gather": False,
     "optimizer_cpu_offload": False,
+    "overlap_moe_expert_parallel_comm": False,
     "pipeline_caches": False,
     "ddp_bucket_cap_mb": 0,
 }
