@@ -15,6 +15,7 @@ from effort import times
 from stagewright.cli.main import main
 from stagewright.serving.cluster import in_blocks, serve
 from stagewright.serving.engines.blocks import KvBlocks
+from stagewright.serving.engines.decisions import BlockRules
 from stagewright.serving.engines.drafts import Drafts
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.times import LinearTimes
@@ -264,6 +265,7 @@ class OneStep:
     def __init__(self, of):
         self.of = of
         self.async_scheduling = getattr(of, "async_scheduling", False)
+        self.block_rules = getattr(of, "block_rules", BlockRules())
 
     def schedule(self, engine):
         return self.of.schedule(engine)._replace(repeats=1)

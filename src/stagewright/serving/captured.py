@@ -21,6 +21,7 @@ from stagewright.lower.inference.disaggregated import beside
 from stagewright.run.lengths import Group, merge_groups
 from stagewright.run.settings import Run
 from stagewright.serving.cluster import Outcome
+from stagewright.serving.engines.decisions import BlockRules
 from stagewright.serving.engines.engine import Decision, Engine, Scheduler
 from stagewright.serving.metrics import Slo
 from stagewright.serving.pools.groups import InstanceGroups
@@ -55,6 +56,11 @@ class _Watched:
     def async_scheduling(self) -> bool:
         """As the scheduler that is watched."""
         return bool(getattr(self.of, "async_scheduling", False))
+
+    @property
+    def block_rules(self) -> BlockRules:
+        """As the scheduler that is watched."""
+        return getattr(self.of, "block_rules", BlockRules())
 
     def schedule(self, engine: Engine) -> Decision:
         """The scheduler's own decision, for which it is asked each time the batch changes."""

@@ -83,9 +83,11 @@ class KvAware:
         best, least = 0, float("inf")
         for nth, engine in enumerate(engines):
             blocks = engine.blocks
-            queue = sum(-(-workload.prompt[i] // size) for i in (*engine.waiting, *engine.inbox))
-            lacking = wanted - (blocks.find(keys, ends, limit).blocks if keys else 0)
-            cost = self.overlap_weight * lacking + blocks.size - blocks.free + queue
+            lacking = wanted - (blocks.cached_blocks(keys, ends, limit) if keys else 0)
+            cost = self.overlap_weight * lacking + blocks.size - blocks.free
+            if engine.waiting or engine.inbox:
+                of = workload.prompt
+                cost += sum(-(-of[i] // size) for i in (*engine.waiting, *engine.inbox))
             if cost < least:
                 best, least = nth, cost
         return best

@@ -102,6 +102,27 @@ class KvBlocks:
             blocks = end
         return Hit(segments, blocks, idle) if segments else NO_HIT
 
+    def cached_blocks(self, keys: Sequence[int], ends: Sequence[int], most: int) -> int:
+        """The blocks that `find` would hit."""
+        resident = self._resident
+        if not self.caching or keys[0] not in resident:
+            return 0
+        if self._idle_blocks > self.free:
+            self.forget()
+        blocks = 0
+        for key, end in zip(keys, ends, strict=True):
+            entry = resident.get(key)
+            if entry is None:
+                break
+            here = entry[0]
+            if blocks + here > most:
+                return most
+            blocks += here
+            if blocks < end:
+                break
+            blocks = end
+        return blocks
+
     def resume(self, request: int, most: int) -> int:
         """Blocks of a preempted request's own that are still there; they are its own again.
 

@@ -30,6 +30,17 @@ ONLY_DECODES = Decision(stands=True)
 FULL = Decision(open=False)
 
 
+class BlockRules(NamedTuple):
+    """How a scheduler takes and names blocks of prompts; by default as vLLM."""
+
+    takes_whole_prompts: bool = False
+    """Whether a request that is admitted takes the blocks of its whole prompt at once."""
+    names_late: bool = False
+    """Whether others find blocks of a prompt when these are computed, not when taken."""
+    merges_copies: bool = False
+    """Whether of blocks that two have computed in the same step one copy is kept."""
+
+
 class PlainRules(NamedTuple):
     """All of a scheduler's rules, where blocks suffice: who runs goes on, then who waits begins.
 

@@ -14,7 +14,7 @@ from heapq import heappop
 from typing import ClassVar, Protocol
 
 from stagewright.serving.engines.blocks import KvBlocks
-from stagewright.serving.engines.decisions import FOREVER, Decision, PlainRules
+from stagewright.serving.engines.decisions import FOREVER, BlockRules, Decision, PlainRules
 from stagewright.serving.engines.plain import PlainSteps
 from stagewright.serving.engines.times import BatchTimes, series, terms_within
 from stagewright.serving.requests import Records, Workload
@@ -28,7 +28,8 @@ class Scheduler(Protocol):
 
         A batch of nothing says that nothing can run until something arrives. A scheduler with a
         field `async_scheduling` that is true decides on a step when the one before begins: it sees
-        only what has arrived by then. One with a field `plain` that is not None (`PlainRules`) is
+        only what has arrived by then. A field `block_rules` (`BlockRules`) says how blocks of
+        prompts are taken and named. One with a field `plain` that is not None (`PlainRules`) is
         not asked while blocks suffice.
         """
         ...
@@ -79,6 +80,8 @@ class Engine(PlainSteps):
         self.scheduler = scheduler
         self._next_sample, self._sample_every = sample_every, sample_every
         self._ahead = bool(getattr(scheduler, "async_scheduling", False))
+        rules: BlockRules = getattr(scheduler, "block_rules", BlockRules())
+        self.takes_whole_prompts, self.names_late, self.merges_copies = rules
         plain: PlainRules | None = getattr(scheduler, "plain", None)
         self._rules = plain if self._carries_on else None
 

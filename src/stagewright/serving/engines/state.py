@@ -38,7 +38,7 @@ class EngineState:
     What schedulers read: `waiting`, `running` (in order of admission), `left` (tokens that each
     request with an unfinished prompt must still compute), `decoding` (how many requests are past
     that), `blocks` (how many are free), `tokens`, `done`, `need`. What they do: `reserve`, `admit`,
-    `grow`, `preempt`. What they set: `takes_whole_prompts`, `names_late`, `merges_copies`.
+    `grow`, `preempt`.
     """
 
     __slots__ = (

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from stagewright.serving.engines.blocks import Hit, KvBlocks
-from stagewright.serving.engines.decisions import PlainRules
+from stagewright.serving.engines.decisions import BlockRules, PlainRules
 from stagewright.serving.engines.engine import Decision, Engine, Scheduler
 from stagewright.serving.engines.state import CachedPart
 from stagewright.serving.engines.times import series
@@ -288,6 +288,11 @@ class Pulls:
     def async_scheduling(self) -> bool:
         """As the scheduler of the engine."""
         return bool(getattr(self.of, "async_scheduling", False))
+
+    @property
+    def block_rules(self) -> BlockRules:
+        """As the scheduler of the engine."""
+        return getattr(self.of, "block_rules", BlockRules())
 
     @property
     def plain(self) -> PlainRules | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from stagewright.serving.engines.decisions import BlockRules
 from stagewright.serving.engines.engine import Decision, Engine
 
 CLIP = 4096
@@ -75,6 +76,11 @@ class SGLang:
     _known: int = field(default=0, init=False)  # waiting requests that have been received
     _prompts: bool = field(default=False, init=False)  # whether the last batch was of prompts
 
+    @property
+    def block_rules(self) -> BlockRules:
+        """Blocks are in the radix tree when they are computed, and copies of others' are freed."""
+        return BlockRules(names_late=True, merges_copies=True)
+
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
         if self.scheduler_recv_interval == 1:
@@ -94,7 +100,6 @@ class SGLang:
 
     def _schedule(self, engine: Engine) -> Decision:
         """The next batch of the requests that have been received."""
-        engine.names_late = engine.merges_copies = True
         if self._anew or len(engine.running) < self._count or not engine.decoding:
             self._full = self._anew = False
         chunks: list[tuple[int, int]] = []

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
+from stagewright.serving.engines.decisions import BlockRules
 from stagewright.serving.engines.engine import FOREVER, Decision, Engine
 from stagewright.serving.engines.state import CachedPart
 
@@ -50,9 +51,13 @@ class TensorRtLlm:
     capacity_scheduler_policy: str = "guaranteed_no_evict"
     async_scheduling: bool = False
 
+    @property
+    def block_rules(self) -> BlockRules:
+        """Blocks of a prompt are taken with its first chunk, and found when all is computed."""
+        return BlockRules(takes_whole_prompts=True, names_late=True)
+
     def schedule(self, engine: Engine) -> Decision:
         """The next batch."""
-        engine.takes_whole_prompts = engine.names_late = True
         waiting = engine.waiting
         if not waiting and not engine.left and engine.reserve():
             return Decision(open=len(engine.running) < self.max_num_seqs)
