@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -208,9 +208,17 @@ def search(
         gpus=gpus,
         vary=vary,
         model=config,
-        families=space or "",
+        families=_words(space),
     )
     return searched(of, how, sample, executor)
+
+
+def _words(space: object) -> str:
+    """Families of settings as one text: of a text, or of a list of words."""
+    words = cast("list[object]", [*space]) if isinstance(space, list | tuple) else [space or ""]
+    if not all(isinstance(word, str) for word in words):
+        raise UserError(f"space is {space!r}, wanted words such as 'hsdp,offload'")
+    return ",".join(map(str, words))
 
 
 def check_count(option: str, count: object) -> None:

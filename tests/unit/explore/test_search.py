@@ -183,6 +183,20 @@ def test_what_limits_the_answer_is_said():
                      gpus=1).space.candidates().rows, Wanted(("mfu",)))  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"top": 0}, "--top: got 0, wanted a whole number, 1 or more"),
+        ({"sample": 1.5}, "--sample: got 1.5"),
+        ({"space": 3}, "space is 3, wanted words"),
+        ({"space": ["hsdp", "ofload"]}, "--space ofload.*did you mean 'offload'"),
+    ],
+)
+def test_what_python_is_asked_is_checked_like_options(given: dict[str, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        sw.search("gpt2", "h100-sxm", gpus=1, **given)
+
+
 def test_words_leave_out_what_other_settings_imply():
     rows = candidates(pp=[1, 2], schedule=["1f1b", "gpipe"])
     said = {words(rows, row) for row in range(len(rows)) if rows.run(row).tp == 1}
