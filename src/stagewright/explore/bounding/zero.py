@@ -60,7 +60,7 @@ _DECIDES = (
 """Settings that decide what is moved, and between which ranks."""
 
 
-class _Kind(NamedTuple):
+class _MovedAlike(NamedTuple):
     """Candidates whose ranks move alike."""
 
     shares: _Shares
@@ -71,7 +71,7 @@ class _Kind(NamedTuple):
 class ShardedStates:
     """What ranks of candidates move of weights and gradients."""
 
-    kinds: Sequence[_Kind]
+    kinds: Sequence[_MovedAlike]
     of: Int
     """Which of the kinds each candidate has: [candidates]."""
 
@@ -87,7 +87,7 @@ class ShardedStates:
             key = 2 * key + flag
         _, first, of = np.unique(key, return_index=True, return_inverse=True)
         numbers: dict[object, int] = {}
-        found: list[_Kind] = []
+        found: list[_MovedAlike] = []
         kinds: list[int] = []
         some: list[int] = first.tolist()
         for row in some:
@@ -100,7 +100,7 @@ class ShardedStates:
             alike = shares, int(systems[row]), machine.gpus
             if alike not in numbers:
                 numbers[alike] = len(found)
-                found.append(_Kind(shares, machine))
+                found.append(_MovedAlike(shares, machine))
             kinds.append(numbers[alike])
         return cls(found, np.array(kinds, dtype=np.int64)[of.ravel()])
 
@@ -145,7 +145,7 @@ def _shares_of(run: Run, model: ModelConfig, machine: Machine) -> _Shares:
 
 
 def _longest(
-    seconds: Callable[[_Shares, Float, Placement, Machine], Float], of: _Kind, size: Float
+    seconds: Callable[[_Shares, Float, Placement, Machine], Float], of: _MovedAlike, size: Float
 ) -> Float:
     """Seconds of the slowest group of ranks."""
     places = of.shares.places

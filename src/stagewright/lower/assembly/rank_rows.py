@@ -43,7 +43,7 @@ class Form:
         return result
 
 
-class ActionPlaces(NamedTuple):
+class PlacesInHalves(NamedTuple):
     """Where places are in the actions of their stages; those after all actions are in none."""
 
     half: Int
@@ -159,7 +159,7 @@ class RankRows:
                     found[a.stage, half][a.microbatch] = i
         return found
 
-    def places(self, whose: Int, stage: Int, place: Int) -> ActionPlaces:
+    def places(self, whose: Int, stage: Int, place: Int) -> PlacesInHalves:
         """In which part of a stage's actions places are that touches or dependencies name."""
         forward = (whose == FORWARD) | (whose == FIRST)
         once = whose == STEP
@@ -170,7 +170,7 @@ class RankRows:
             once[ahead] = owner.forward.once[place[ahead]]
             once[behind] = owner.backward.once[place[behind]]
             half[behind] += owner.backward.weight[place[behind]]
-        return ActionPlaces(half, once)
+        return PlacesInHalves(half, once)
 
     def rows(self, actions: Int, places: Int, absent: int | None = None) -> Int:
         """The row numbers of some places in some actions; `absent` where an action lacks one."""
