@@ -24,8 +24,7 @@ def shared_seconds(of: TimedBatches, most_tokens: int) -> Float | None:
     run, model = of.step.run, of.step.model
     if run.dp == 1 or run.ep == 1 or run.pp > 1 or not model.num_experts:
         return None
-    many = np.rint(np.exp2(np.arange(0, np.log2(most_tokens) + 0.25, 0.25)))
-    grid: Int = np.unique(many.astype(np.int64))
+    grid = _grid(most_tokens)
     ones, none = np.ones_like(grid), np.zeros_like(grid)
     alone = BatchSums.of_equal_requests(run, model, ones, none, ones)
     seconds = _of_all(of, replace(alone, routed=grid * run.dp))
@@ -33,7 +32,14 @@ def shared_seconds(of: TimedBatches, most_tokens: int) -> Float | None:
         seconds = seconds + _of_all(
             of, BatchSums.of_equal_requests(run, model, ones, none, grid), exchanges=True
         )
-    return np.interp(np.arange(most_tokens + 1), grid, seconds - seconds[0])
+    every = np.arange(most_tokens + 1, dtype=np.float64)
+    return np.interp(every, grid.astype(np.float64), seconds - seconds[:1])
+
+
+def _grid(most: int) -> Int:
+    """Tokens at which experts are timed: four for each doubling."""
+    octaves = np.arange(0, np.log2(most) + 0.25, 0.25)
+    return np.unique(np.rint(np.exp2(octaves)).astype(np.int64))
 
 
 def _of_all(of: TimedBatches, sums: BatchSums, *, exchanges: bool = False) -> Float:
