@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from stagewright.serving.engines.decisions import PlainRules
@@ -73,7 +73,7 @@ class InStep:
         for each in replicas:
             if each.chunks:
                 each.plan = (1, (end + each.plan[1]) - end, 0.0)
-        plans = [each.plan for each in replicas if each.plan[0]]
+        plans = self._plans()
         if not plans:
             self.end = end if any(each.inbox for each in replicas) else math.inf
             return
@@ -86,6 +86,19 @@ class InStep:
             steps = 1
         self._go(steps, first, grows)
 
+    def _plans(self) -> list[tuple[int, float, float]]:
+        """Of replicas with a batch, with experts that get the tokens of all."""
+        active = [each for each in self.replicas if each.plan[0]]
+        beside = self.replicas[0].beside
+        if beside is None:
+            return [each.plan for each in active]
+        tokens = [each.decoders + len(each.chunks) for each in active]
+        mean = sum(tokens) / len(self.replicas)
+        return [
+            (each.plan[0], beside(each.plan[1], own, mean), each.plan[2])
+            for each, own in zip(active, tokens, strict=True)
+        ]
+
     def _go(self, steps: int, first: float, grows: float) -> None:
         self.end = self.now + series(first, grows, steps)
         for each in self.replicas:
@@ -97,9 +110,20 @@ class PlainDecoder:
     """An engine that decodes, as `DecodeEngine` with `Pulls` of vLLM's plain rules."""
 
     __slots__ = (
-        *("ahead", "chunks", "completed", "context", "decoders", "free", "growth", "heap", "inbox"),
-        *("line", "loading", "of", "open", "per_request", "plan", "ready", "records", "rules"),
-        *("size", "stands", "step", "step_seconds", "waiting", "wanted"),
+        *(
+            "ahead",
+            "beside",
+            "chunks",
+            "completed",
+            "context",
+            "decoders",
+            "free",
+            "growth",
+            "heap",
+            "inbox",
+        ),
+        *("line", "loading", "of", "open", "per_request", "plan", "ready", "records"),
+        *("rules", "size", "stands", "step", "step_seconds", "waiting", "wanted"),
     )
 
     def __init__(self, service: Service, of: Workload, records: Records) -> None:
@@ -112,6 +136,10 @@ class PlainDecoder:
         self.ahead = bool(getattr(scheduler, "async_scheduling", False))
         self.rules, self.of, self.records = rules, of, records
         self.line, self.step_seconds = times.line, times.step
+        self.beside: Callable[[float, int, float], float] | None = getattr(
+            times, "beside_replicas", None
+        )
+        """Seconds of a step with experts that get the tokens of all replicas (`Lockstep`)."""
         self.size, self.per_request = cache.block_size, cache.blocks_per_request
         self.free: int = service.blocks
         self.growth = [0] * self.size

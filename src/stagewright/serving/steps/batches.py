@@ -131,12 +131,15 @@ class BatchSums:
     def concatenated(cls, parts: Sequence[Self]) -> Self:
         """The batches of all parts, behind each other."""
         first = parts[0]
+        routed = [part.routed for part in parts if part.routed is not None]
+        assert len(routed) in (0, len(parts)), "tokens of all replicas are known of some batches"
         return cls(
             np.concatenate([part.requests for part in parts]),
             np.concatenate([part.tokens for part in parts]),
             np.concatenate([part.logits for part in parts]),
             {reach: np.concatenate([part.pairs[reach] for part in parts]) for reach in first.pairs},
             {reach: np.concatenate([part.keys[reach] for part in parts]) for reach in first.keys},
+            np.concatenate(routed) if routed else None,
         )
 
     def take(self, chosen: Int | Bool) -> Self:
