@@ -50,22 +50,22 @@ class ByLayers:
     """Bytes that grow with the layers of each variant on a stage."""
 
     base: Float
-    """At the template's layers: [categories, tuples]."""
+    """At the template's layers: [categories, cases]."""
     more: Float
-    """By variant, for each layer beyond those: [variants, categories, tuples]."""
+    """By variant, for each layer beyond those: [variants, categories, cases]."""
     layers: tuple[int, ...]
     """Of each variant in the template."""
     few: Mapping[tuple[float, ...], Float]
     """As the base, by other layers of each variant (`templates.Kind.few`)."""
 
-    def at(self, tuples: Int, layers: Sequence[float]) -> Float:
-        """Of some tuples, with so many layers of each variant: [categories, tuples]."""
+    def at(self, cases: Int, layers: Sequence[float]) -> Float:
+        """Of some cases, with so many layers of each variant: [categories, cases]."""
         few = at_most(layers)
         base, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
-        found = base[:, tuples]
+        found = base[:, cases]
         for more, count, own in zip(self.more, layers, has, strict=True):
             if count != own:
-                found += (count - own) * more[:, tuples]
+                found += (count - own) * more[:, cases]
         return found
 
 
@@ -185,14 +185,18 @@ _NO_SUCH_MOMENT = -1e18
 
 StageMemory = Mapping[tuple[str, Spot], ByLayers]
 """Stages of a kind in any number of layers: what they hold (see `Holding`), and at which place."""
+StagesMemory = Mapping[tuple[int, ...], StageMemory]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peaks:
     """What the fullest rank holds at its peak, in any pipeline of a structure's blocks."""
 
-    stages: Mapping[tuple[int, ...], StageMemory]
-    """By kind (`templates.FIRST`, ...), or the kinds of two whose actions overlap."""
+    stages: StagesMemory
+    """By kind (`templates.FIRST`, ...), or the kinds of two whose actions overlap. Many tuples have
+    the same bytes: they are one case."""
+    cases: Int
+    """Which case each tuple has: [tuples]."""
     allowance: Int
     """Bytes that are set aside: [tuples]."""
 
@@ -204,6 +208,7 @@ class Peaks:
         for assembly in assemblies:  # all sizes first: counts have one length
             for rank in assembly.ranks:
                 sizes.of(rank)
+        cases = sizes.joined()
         every = [
             [TemplateRank(rank, template, sizes) for rank in assembly.ranks]
             for assembly in assemblies
@@ -215,43 +220,31 @@ class Peaks:
                 if kinds not in stages:
                     held = [rank.held_at(of) for rank in ranks]
                     stages[kinds] = _by_layers(template, kinds, held)
-        return cls(stages, np.full(tuples, allowance))
+        return cls(stages, cases, np.full(tuples, allowance))
 
     @classmethod
-    def concatenated(cls, parts: Sequence[Peaks]) -> Peaks:
+    def concatenated(cls, every: Sequence[Peaks]) -> Peaks:
         """Those of several structures with as many variants: their tuples behind each other."""
-        kinds = {
-            kind: dict.fromkeys(at for part in parts for at in part.stages[kind])
-            for kind in parts[0].stages
-        }
-        every = [
-            {kind: _with_all(part.stages[kind], places) for kind, places in kinds.items()}
-            for part in parts
-        ]
-        stages = {
-            kind: {
-                at: ByLayers(
-                    np.concatenate([stages[kind][at].base for stages in every], axis=1),
-                    np.concatenate([stages[kind][at].more for stages in every], axis=2),
-                    (like := every[0][kind][at]).layers,
-                    {
-                        layers: np.concatenate([s[kind][at].few[layers] for s in every], axis=1)
-                        for layers in like.few
-                    },
-                )
-                for at in places
-            }
-            for kind, places in kinds.items()
-        }
-        return cls(stages, np.concatenate([part.allowance for part in parts]))
+        begin: dict[int, int] = {}
+        parts: list[StagesMemory] = []
+        count = 0
+        for of in every:
+            if id(of.stages) not in begin:
+                begin[id(of.stages)] = count
+                parts.append(of.stages)
+                count += next(iter(next(iter(of.stages.values())).values())).base.shape[1]
+        cases = np.concatenate([of.cases + begin[id(of.stages)] for of in every])
+        allowance = np.concatenate([of.allowance for of in every])
+        return cls(_concatenated(parts), cases, allowance)
 
     def at(self, found: Occupancy, tuples: Int) -> dict[str, Int]:
         """Bytes by category of configurations with these tuples, in a pipeline of these states."""
-        each = np.stack([self._holding(one, tuples) for one in found.holdings])
+        cases, of_row = np.unique(self.cases[tuples], return_inverse=True)
+        each = np.stack([self._holding(one, cases) for one in found.holdings])
         total = found.counts @ each.sum(axis=1)
         most = found.counts[total.argmax(axis=0)]
-        best = np.einsum("ch,hkc->kc", most, each)
-        by = {name: of.astype(np.int64) for name, of in zip(CATEGORIES, best, strict=True)}
+        best = np.einsum("ch,hkc->kc", most, each).astype(np.int64)
+        by = {name: of[of_row.ravel()] for name, of in zip(CATEGORIES, best, strict=True)}
         allowance = self.allowance[tuples]
         return by | ({"allowance": allowance} if allowance.any() else {})
 
@@ -260,25 +253,48 @@ class Peaks:
 
         `scale` is that part: [categories, configurations].
         """
-        each = np.stack([self._holding(one, tuples, scale) for one in found.holdings])
+        each = np.stack([self._holding(one, self.cases[tuples], scale) for one in found.holdings])
         total = found.counts @ (each * scale).sum(axis=1)
         return total.max(axis=0) + self.allowance[tuples]
 
-    def _holding(self, one: Holding, tuples: Int, scale: Float | None = None) -> Float:
-        """Bytes of what a stage holds, where it has most: [categories, tuples]."""
+    def _holding(self, one: Holding, cases: Int, scale: Float | None = None) -> Float:
+        """Bytes of what a stage holds, where it has most: [categories, cases]."""
         what, kinds, layers = one
         # Templates of pairs have equal stages.
         mean = layers[0] if len(layers) == 1 else [sum(of) / 2 for of in zip(*layers, strict=True)]
-        best = np.full((len(CATEGORIES), len(tuples)), _NO_SUCH_MOMENT)
-        most = np.full(len(tuples), _NO_SUCH_MOMENT)
+        best = np.full((len(CATEGORIES), len(cases)), _NO_SUCH_MOMENT)
+        most = np.full(len(cases), _NO_SUCH_MOMENT)
         for (when, (where, nth, action)), of in self.stages[kinds].items():
             if when != what or (where in ("first", "last") and not layers[action][nth]):
                 continue
-            held = of.at(tuples, mean)
+            held = of.at(cases, mean)
             total = (held if scale is None else held * scale).sum(axis=0)
             best = np.where(total > most, held, best)
             most = np.maximum(total, most)
         return best
+
+
+def _concatenated(parts: Sequence[StagesMemory]) -> StagesMemory:
+    """What stages of several structures hold: their cases behind each other."""
+    kinds = {kind: dict.fromkeys(at for part in parts for at in part[kind]) for kind in parts[0]}
+    every = [
+        {kind: _with_all(part[kind], places) for kind, places in kinds.items()} for part in parts
+    ]
+    return {
+        kind: {
+            at: ByLayers(
+                np.concatenate([stages[kind][at].base for stages in every], axis=1),
+                np.concatenate([stages[kind][at].more for stages in every], axis=2),
+                (like := every[0][kind][at]).layers,
+                {
+                    layers: np.concatenate([s[kind][at].few[layers] for s in every], axis=1)
+                    for layers in like.few
+                },
+            )
+            for at in places
+        }
+        for kind, places in kinds.items()
+    }
 
 
 def _by_layers(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, distinct_columns
 from stagewright.explore.templates import RETURN, StructureTemplate
 from stagewright.lower.assembly.assemble import AssembledRank
 from stagewright.program.columns import CATEGORIES
@@ -69,9 +69,15 @@ class Sizes:
         self.numbers: dict[tuple[int, bytes], int] = {}
         self.rows: list[Float] = []
         self.category: list[int] = []
+        self._of: dict[int, Int] = {}
 
     def of(self, rank: AssembledRank) -> Int:
         """The number of each value's size and category."""
+        if id(rank) not in self._of:
+            self._of[id(rank)] = self._numbers(rank)
+        return self._of[id(rank)]
+
+    def _numbers(self, rank: AssembledRank) -> Int:
         known: dict[tuple[int, int], int] = {}
         found: list[int] = []
         for v in rank.values:
@@ -90,6 +96,16 @@ class Sizes:
             self.rows.append(bytes_)
             self.category.append(category)
         return self.numbers[key]
+
+    def joined(self) -> Int:
+        """Let tuples whose sizes are all equal be one case; returns the case of each tuple.
+
+        Ranks that come later have no sizes.
+        """
+        first, of = distinct_columns(np.stack(self.rows))
+        self.rows = [row[first] for row in self.rows]
+        self.tuples = len(first)
+        return of
 
     def bytes(self, counts: Int) -> Float:
         """Bytes by category of counts [rows, sizes]: [rows, categories, tuples]."""

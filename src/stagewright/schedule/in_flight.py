@@ -81,7 +81,7 @@ def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | Non
     of = SCHEDULES.get(schedule)
     if of is None or of.forwards_first or group is not None:
         return microbatches
-    most = max(2 * (vpp + 1), of.fills + 2)
+    most = max(2 * (min(vpp, 2) + 1), of.fills + 2)  # rounds: more chunks fill up in no more
     return min(microbatches, most * pp + microbatches % (2 * pp if of.pairs_ranks else pp))
 
 

@@ -377,7 +377,8 @@ def _weights(peaks: Peaks, layers: Int, tuples: Int) -> Float:
     """Bytes of the weights of each stage's layers: [stages, tuples]."""
     at = next(k for k in peaks.stages if k in ((MIDDLE,), (ONLY,)))
     of = peaks.stages[at][HELD, NOWHERE]
-    return np.tensordot(layers.T, of.more[:, CATEGORIES.index("parameters")], axes=1)[:, tuples]
+    each = np.tensordot(layers.T, of.more[:, CATEGORIES.index("parameters")], axes=1)
+    return each[:, peaks.cases[tuples]]
 
 
 def _distinct(columns: Sequence[NDArray[np.integer[Any] | np.bool_]]) -> Distinct:
