@@ -24,7 +24,16 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.explore.actions import GRADIENT, NEVER, Response, StepKind
+from stagewright.explore.actions import (
+    ASIDE,
+    GPU,
+    GRADIENT,
+    HOST,
+    MESSAGE,
+    NEVER,
+    Response,
+    StepKind,
+)  # fmt: skip
 from stagewright.schedule.actions import (
     Action,
     Order,
@@ -37,8 +46,9 @@ from stagewright.schedule.actions import (
 )
 from stagewright.schedule.schedules import SCHEDULES, make
 
-Part: TypeAlias = "tuple[Float | None, ...]"
-"""By input of a `Response` the seconds from it, [configurations]; None: it has no effect."""
+Part: TypeAlias = "tuple[tuple[Float, tuple[int, ...]], ...]"
+"""Seconds [configurations], and the inputs of a `Response` that they are behind; inputs without an
+effect are left out."""
 
 
 class Effect(NamedTuple):
@@ -46,28 +56,47 @@ class Effect(NamedTuple):
 
     gpu: Part
     aside: Part
+    """Empty: it leaves what runs on beside as it is."""
     host: Part
+    """Empty: it leaves the host as it is."""
     sent: tuple[Part, ...]
     """By action of a step."""
 
 
 def plain(seconds: Float) -> Effect:
     """A step that takes so long, and whose launches take no time."""
-    ends = seconds, None, None, seconds, seconds
-    none = (None,) * len(ends)
-    return Effect(ends, none, none, (ends, ends))
+    ends = ((seconds, (GPU, MESSAGE, GRADIENT)),)
+    return Effect(ends, (), (), (ends, ends))
 
 
 def effect(of: Response) -> Effect:
     """The parts of a response that are not `NEVER`."""
-
-    def part(columns: Float) -> Part:
-        found = [column if (column > NEVER / 2).any() else None for column in columns]
-        return *found, *[None] * (GRADIENT + 1 - len(found))
-
+    gpu = _part(of.gpu)
     sent = [of.sent] if of.sent_gradient is None else [of.sent, of.sent_gradient]
+    parts = tuple(gpu if np.array_equal(each, of.gpu) else _part(each) for each in sent)
     late = np.maximum(of.aside, of.chain)
-    return Effect(part(of.gpu), part(late), part(of.host), tuple(map(part, sent)))
+    return Effect(gpu, _changed(_part(late), ASIDE), _changed(_part(of.host), HOST), parts)
+
+
+def _part(columns: Float) -> Part:
+    """The inputs that have an effect, those of equal seconds together."""
+    found: list[tuple[Float, tuple[int, ...]]] = []
+    for nth, column in enumerate(columns):
+        if not (column > NEVER / 2).any():
+            continue
+        for place, (seconds, inputs) in enumerate(found):
+            if np.array_equal(seconds, column):
+                found[place] = seconds, (*inputs, nth)
+                break
+        else:
+            found.append((column, (nth,)))
+    return tuple(found)
+
+
+def _changed(part: Part, own: int) -> Part:
+    """A part, empty where it is its own input and no later."""
+    same = len(part) == 1 and part[0][1] == (own,) and not part[0][0].any()
+    return () if same else part
 
 
 class RankEnd(NamedTuple):
@@ -217,7 +246,7 @@ def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pi
         late, launched = _latest(of.aside, inputs), _latest(of.host, inputs)
         for nth, number in enumerate(numbers):
             if number >= 0:
-                out = _latest(of.sent[nth], inputs)
+                out = end if of.sent[nth] is of.gpu else _latest(of.sent[nth], inputs)
                 assert out is not None, "what is sent has been made from something"
                 sent[number] = out
         gpu[rank] = gpu[rank] if end is None else end
@@ -226,11 +255,16 @@ def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pi
     return Pipelined([RankEnd(*of) for of in zip(gpu, aside, host, strict=True)])
 
 
-def _latest(part: Part, inputs: Part) -> Float | None:
+def _latest(part: Part, inputs: Sequence[Float | None]) -> Float | None:
     """The latest of the inputs that there are, each after its seconds."""
     found: Float | None = None
-    for seconds, at in zip(part, inputs, strict=True):
-        if seconds is not None and at is not None:
+    for seconds, of in part:
+        at: Float | None = None
+        for nth in of:
+            one = inputs[nth]
+            if one is not None:
+                at = one if at is None else np.maximum(at, one)
+        if at is not None:
             time = at + seconds
             found = time if found is None else np.maximum(found, time, out=found)
     return found

@@ -43,6 +43,7 @@ from stagewright.schedule.generators import (
     zb_h2,
     zbv,
 )
+from stagewright.schedule.in_flight import states, states_of_ends
 from stagewright.schedule.places import mirrored, places
 from stagewright.schedule.play import bubble, idle, play
 from stagewright.schedule.schedules import SCHEDULES, fewest, make
@@ -181,6 +182,13 @@ def test_in_flight(p: int, m: int) -> None:
 def test_in_flight_of_chunks_and_halves() -> None:
     assert in_flight(interleaved(2, 4, 2)) == [{0: 4, 2: 2}, {1: 3, 3: 1}]
     assert in_flight(order_of("0F0 0I0 0F1 0W0 0I1 0W1")) == [{0: 2}]
+
+
+def test_few_rounds_show_all_states_of_many_chunks() -> None:
+    for p, chunks in ((2, 3), (2, 8), (4, 4)):
+        few = states("interleaved", p, chunks, 100 * p, None)
+        most = states_of_ends("interleaved", p, chunks, 4 * (chunks + 1) * p, None)
+        assert (few[0], few[-1]) == most if few else False
 
 
 def test_memory_of_the_zero_bubble_family() -> None:
