@@ -208,7 +208,7 @@ class Peaks:
         for assembly in assemblies:  # all sizes first: counts have one length
             for rank in assembly.ranks:
                 sizes.of(rank)
-        cases = sizes.joined()
+        cases = sizes.join_tuples()
         every = [
             [TemplateRank(rank, template, sizes) for rank in assembly.ranks]
             for assembly in assemblies

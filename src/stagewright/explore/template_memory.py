@@ -97,7 +97,7 @@ class Sizes:
             self.category.append(category)
         return self.numbers[key]
 
-    def joined(self) -> Int:
+    def join_tuples(self) -> Int:
         """Let tuples whose sizes are all equal be one case; returns the case of each tuple.
 
         Ranks that come later have no sizes.
