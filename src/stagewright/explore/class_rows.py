@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
+from stagewright.errors import UserError
 from stagewright.explore.actions import (
     BACKWARD,
     BEFORE,
@@ -273,6 +274,8 @@ def _steps(tasks: Tasks, at: Int, rank: RankRows, tail: int) -> list[StepPlaces]
         reached = max(reached, last)
     begin[:1] = [0]
     found: list[StepPlaces] = []
+    if begin[-1] > tail:
+        raise UserError("the last action is issued among what follows all actions")
     for numbers, first, end in zip(mixed, begin, [*begin[1:], tail], strict=True):
         actions = sorted((rank.actions[n] for n in numbers), key=lambda a: a.kind != "F")
         kind = tuple((a.stage, a.kind) for a in actions)

@@ -49,6 +49,9 @@ from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.utilization import sequence_flops
 
+_LONGEST = 1e20
+"""Seconds that no step takes: what starts before every time (`actions.NEVER`) has got into them."""
+
 
 class LeftOut(NamedTuple):
     """Candidates whose figures are not known in columns."""
@@ -77,6 +80,10 @@ def evaluate(candidates: Candidates) -> Evaluated:
         except UserError as error:
             left.append(LeftOut(structure.candidates, str(error), True))
     work.run()
+    endless = np.flatnonzero(work.seconds > _LONGEST)
+    if len(endless):
+        work.seconds[endless] = work.joules[endless] = np.nan
+        left.append(LeftOut(endless, "an action that waits for none before it", True))
     return Evaluated(work.figures(), left)
 
 
@@ -195,7 +202,11 @@ class _Evaluation:
                     if len(some):
                         of_plan = plan.run, plan.order, plan.parts, plan.layers
                         kind = Kind.of(*of_plan, several=several)
-                        found = timing.figures(kind, plan.run)
+                        try:
+                            found = timing.figures(kind, plan.run)
+                        except UserError as error:
+                            left.append(LeftOut(of.candidates[some], str(error), True))
+                            continue
                         table = self.tables.setdefault(
                             (found.responses.form, key), _JoinedTemplates(machine)
                         )

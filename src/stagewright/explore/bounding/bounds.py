@@ -229,7 +229,10 @@ class _Relaxation:
                     continue
                 timing = self._timing(int(some[0]), templates, timings, known)
                 kind_of = Kind.plain(plan.run, plan.parts, plan.layers)
-                figures = timing.figures(kind_of, plan.run)
+                try:
+                    figures = timing.figures(kind_of, plan.run)
+                except UserError:  # columns leave these, too
+                    continue
                 table = tables.setdefault(figures.responses.form, _SharedFigures.none())
                 table.add(figures, shape_of(plan), tuples[of_kind], some)
         return tables
