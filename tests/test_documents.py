@@ -171,7 +171,8 @@ def test_commands_of_pages_are_understood(block: Block):
 ELSEWHERE = {
     "--rendezvous-protocol",  # ASTRA-sim's
     *("--overlap-grad-reduce", "--use-flash-attn"),  # Megatron-LM's
-    *("--data-parallel-size", "--enable-expert-parallel"),  # vLLM's
+    *("--data-parallel-size", "--enable-expert-parallel", "--speculative-config"),  # vLLM's
+    "--speculative-eagle-topk",  # SGLang's
     *("--bless", "--strict", "--help", "--version"),
     *("--peer", "--seconds", "--most", "--follow-tags", "--search"),  # of scripts
 }
