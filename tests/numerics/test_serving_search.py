@@ -187,6 +187,8 @@ def test_limits_that_nothing_keeps(capfd, tmp_path):
     assert code(*never, "--pp", "1", f"-o{tmp_path / 'page.html'}") == 3
     assert "nothing with up to 256 GPUs keeps the limits" in capfd.readouterr().out
     assert "a prompt alone takes longer" in (tmp_path / "page.html").read_text()
+    assert code(*never, "--pp", "1", "--run", "1", "--json") == 3
+    assert json.loads(capfd.readouterr().out)["removed"]
 
 
 @pytest.mark.parametrize(

@@ -90,8 +90,10 @@ class Routed(NamedTuple):
         each expert.
 
         By default engines gather them: vLLM's `all2all_backend` is `allgather_reducescatter`
-        (vllm/config/parallel.py), SGLang's `moe_a2a_backend` is `none`, and TensorRT-LLM has
-        all-to-alls of its own across a rack of GB200 alone (`AlltoallMethodType.NotEnabled`).
+        (vllm/config/parallel.py), and SGLang's `moe_a2a_backend` is `none`. TensorRT-LLM gathers
+        where it has no all-to-all (`AllGatherReduceScatter`, the last choice of its
+        communication_factory.py); newer versions first try all-to-alls over NVLink, which are not
+        modelled.
         """
         if run.mode == "train" or engine is None or run.dp == 1 or run.ep == 1:
             return None

@@ -139,8 +139,10 @@ def launch_mode(run: Run, how: Execution, hardware: Hardware) -> str:
     """How the framework of a run launches kernels, where `how` does not say so.
 
     Megatron-LM runs eagerly, torchtitan compiles its blocks; servers capture steps of decode as
-    CUDA graphs. vLLM compiles steps with prompts; SGLang and TensorRT-LLM run them eagerly
-    (`enable_torch_compile` and `torch_compile_config` are off). A step of a TPU is one program.
+    CUDA graphs. vLLM compiles steps with prompts; TensorRT-LLM (`torch_compile_config` is off) and
+    SGLang before 0.5.10 run them eagerly. SGLang 0.5.10 captures them in pieces
+    (`--disable-piecewise-cuda-graph` turns that off), which is not modelled. A step of a TPU is one
+    program.
     """
     if how.launch_mode is not None:
         return how.launch_mode

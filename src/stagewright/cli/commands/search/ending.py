@@ -28,13 +28,14 @@ def end(
     """Print the result as JSON or as a report, write its files; returns the exit code.
 
     `place` is the one of the best whose run is written, or printed where no run file is; `flags`
-    are printed in its place. In JSON both are fields.
+    are printed in its place. In JSON both are fields. Where nothing was found, only that is said.
     """
     printed: Mapping[str, Any] = {}
     if flags is not None:
         printed = {"flags": [*flags]}
-    elif place is not None and not any(path.lower().endswith(RUN_FILES) for path in out):
-        printed = {"run_file": result.run_file(place)}
+    elif place is not None and len(result.ranking.best):
+        if not any(path.lower().endswith(RUN_FILES) for path in out):
+            printed = {"run_file": result.run_file(place)}
     if as_json:
         shared.print_json({**result.summary(), **printed})
     else:
