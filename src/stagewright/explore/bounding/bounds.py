@@ -22,9 +22,9 @@ from stagewright.errors import UserError
 from stagewright.explore.bounding.least_action import LeastAction
 from stagewright.explore.bounding.recomputed import (
     Recomputed,
+    is_not_plain,
     least_recomputed,
-    recomputes,
-    without_recomputation,
+    plain,
 )
 from stagewright.explore.bounding.relaxed import relaxed, without_extras
 from stagewright.explore.bounding.stages import (
@@ -60,8 +60,8 @@ _ELSEWHERE = ("sequence_parallel", "cp_comm_type", "dp_shard", "order", "zero")
 """Settings that do not decide which block is on which stage, once ZeRO is off."""
 _SPLIT = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """Categories of memory by the first ZeRO stage that splits them."""
-_RECOMPUTED = ("activations", "communication", "workspace")
-"""Categories of memory in which candidates that compute something again may hold less."""
+_NOT_PLAIN = ("activations", "communication", "workspace")
+"""Categories of memory in which candidates that are not plain (`recomputed`) may hold less."""
 _ADDED = 3 * 2
 """The most bytes that adding a gradient moves, for each byte of its weight."""
 _ROUNDING = 1 - 1e-9
@@ -87,15 +87,15 @@ def bounds(candidates: Candidates) -> CandidateBounds:
 
 
 def rough_bounds(candidates: Candidates) -> CandidateBounds:
-    """As `bounds`, at less cost: candidates that compute something again share the bounds of those
-    that do not (`bounding.recomputed`); of their bytes only weights, gradients and optimizer states
-    count."""
+    """As `bounds`, at less cost: candidates that compute activations again, or keep some on the
+    host, share the bounds of those that do neither (`bounding.recomputed`); of their bytes only
+    weights, gradients and optimizer states count."""
     return _bounds_of(candidates, rough=True)
 
 
 def _bounds_of(candidates: Candidates, *, rough: bool) -> CandidateBounds:
     zero = np.zeros(len(candidates))
-    shared = recomputes(candidates) & rough
+    shared = is_not_plain(candidates) & rough
     found = CandidateBounds(zero, zero.copy(), _device_memory(candidates), shared)
     if candidates.base.run.mode == "train" and len(candidates):
         _Relaxation(candidates, rough=rough).bound(found)
@@ -143,11 +143,11 @@ class _Relaxation:
         # Forwards hide communication of backwards, and the other way round.
         self.mixed = candidates.column("overlap_moe_expert_parallel_comm").is_one_of(True)
         self.rows = without_extras(candidates)
-        self.rough = recomputes(candidates) & rough
+        self.rough = is_not_plain(candidates) & rough
         self.recomputed: Recomputed | None = None
         if self.rough.any():
             self.recomputed = least_recomputed(candidates)
-            self.rows = without_recomputation(self.rows)
+            self.rows = plain(self.rows)
         # Of millions of rows: four bytes for each.
         self.machines = machines_of(self.rows).astype(np.int32)
         self.microbatches = microbatches_of(self.rows).astype(np.int32)
@@ -359,7 +359,7 @@ class _Relaxation:
         scale[CATEGORIES.index("optimizer"), self.on_host[rows]] = 0.0
         scale[CATEGORIES.index("gathered_parameters"), self.zero[rows] > 0] = 0.0
         scale[CATEGORIES.index("gradients"), self.microbatches[rows] == 1] = 0.0
-        for name in _RECOMPUTED:
+        for name in _NOT_PLAIN:
             scale[CATEGORIES.index(name), self.rough[rows]] = 0.0
         if shape.schedule == TWICE:
             return np.zeros(len(rows))

@@ -1,9 +1,14 @@
-"""What recomputation adds at least to the time of candidates that have it.
+"""Plain candidates, which keep all activations on the GPU, and what recomputation adds to these.
 
-A candidate without recomputation computes everything else that the same candidate with it does. So
-its bound of seconds holds for both. To that of the other comes the time in which the products and
-the attention of layers run again, at the rate that no kernel exceeds; it follows from the graphs of
-blocks for one device.
+A candidate that computes something again, or moves activations to the host and back, computes and
+communicates all that its plain candidate does, and more. So the plain candidate's bound of seconds
+holds for both. The two settings are put aside together: what is computed again is not moved, so a
+candidate that moves activations and computes nothing again may well take longer than one that does
+both.
+
+To the bound of a candidate with recomputation comes the time in which the products and the
+attention of layers run again, at the rate that no kernel exceeds. This time follows from the graphs
+of blocks for one device.
 """
 
 from __future__ import annotations
@@ -29,6 +34,8 @@ from stagewright.run.sections.memory import MemorySection
 
 _RECOMPUTATION = tuple(of.name for of in fields(MemorySection) if of.name.startswith("recompute"))
 """Settings that say what is computed again."""
+_ON_HOST = "cpu_offloading_num_layers"
+"""The setting that says whose activations the host keeps."""
 _DECIDES = (
     "framework", "precision", "seq_length", "decoder_seq_length", "document_length", HARDWARE,
     *_RECOMPUTATION,
@@ -40,9 +47,15 @@ def recomputes(rows: Candidates) -> Bool:
     return ~rows.column("recompute").is_one_of("none")
 
 
-def without_recomputation(rows: Candidates) -> Candidates:
-    """Candidates that keep what others compute again."""
-    usual = {n: Column.constant(SETTINGS[n].default, len(rows)) for n in _RECOMPUTATION}
+def is_not_plain(rows: Candidates) -> Bool:
+    """Which candidates are not plain: these compute something again, or keep it on the host."""
+    return recomputes(rows) | ~rows.column(_ON_HOST).is_one_of(None)
+
+
+def plain(rows: Candidates) -> Candidates:
+    """The plain candidates: they keep on the GPU what others compute again or move to the host."""
+    names = (*_RECOMPUTATION, _ON_HOST)
+    usual = {n: Column.constant(SETTINGS[n].default, len(rows)) for n in names}
     return replace(rows, columns={**rows.columns, **usual})
 
 

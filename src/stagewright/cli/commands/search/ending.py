@@ -31,11 +31,11 @@ def end(
     are printed in its place. In JSON both are fields. Where nothing was found, only that is said.
     """
     printed: Mapping[str, Any] = {}
+    writes = any(path.lower().endswith(RUN_FILES) for path in out)
     if flags is not None:
         printed = {"flags": [*flags]}
-    elif place is not None and len(result.ranking.best):
-        if not any(path.lower().endswith(RUN_FILES) for path in out):
-            printed = {"run_file": result.run_file(place)}
+    elif place is not None and len(result.ranking.best) and not writes:
+        printed = {"run_file": result.run_file(place)}
     if as_json:
         shared.print_json({**result.summary(), **printed})
     else:
