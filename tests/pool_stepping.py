@@ -17,7 +17,8 @@ class Server:
 
 
 class Apart:
-    """`rows` are (arrival, prompt, output); `seconds(tokens)` is a transfer alone on its links.
+    """`rows` are (arrival, prompt, output); `seconds(tokens, last)` is a transfer alone on its
+    links; `last`: with what a request has whatever its length.
 
     `layers`: None, caches leave with the whole prompt; 0, with each chunk; else, by so many layers.
     """
@@ -76,9 +77,10 @@ class Apart:
         ends = self.home[i]
         leaves = start + (end - start) / self.layers if self.layers else end
         begins = max(leaves, *(self.links[e] for e in ends))
-        self.arrives[i] = begins + self.seconds(n)
+        seconds = self.seconds(n, n == self.left[i])
+        self.arrives[i] = begins + seconds
         if self.layers:
-            self.arrives[i] = max(self.arrives[i], end + self.seconds(n) / self.layers)
+            self.arrives[i] = max(self.arrives[i], end + seconds / self.layers)
         for e in ends:
             self.links[e] = self.arrives[i]
 
@@ -159,7 +161,7 @@ class Apart:
                     continue
                 source = self.home[i][0]
                 begins = max(at, self.links[source], self.links[k])
-                self.links[source] = self.links[k] = begins + self.seconds(self.rows[i][1])
+                self.links[source] = self.links[k] = begins + self.seconds(self.rows[i][1], True)
                 self.arrives[i] = self.links[k]
                 self.events.append((self.arrives[i], 1, i, "arrived"))
         of.batch, of.start = batch, at

@@ -8,6 +8,7 @@ from itertools import accumulate
 
 import pytest
 
+import stagewright as sw
 from effort import times
 from pool_stepping import Apart, Server
 from stagewright.serving.cluster import in_blocks, serve
@@ -107,8 +108,10 @@ def equal_to_stepping(seed: int) -> None:
         places.append(draw.randint(1, 20))
     slow = draw.choice((1e-5, 1e-3))
 
-    def alone(tokens):
-        return 1e-3 + slow * tokens
+    windows = draw.choice((0.0, 0.02))
+
+    def alone(tokens, last):
+        return 1e-3 + windows * last + slow * tokens
 
     host = HostTimes(per_request=draw.choice((0.0, 0.004)))
     rows = [*zip(work.arrival, work.prompt, work.output, strict=True)]
@@ -118,7 +121,7 @@ def equal_to_stepping(seed: int) -> None:
     oracle = Apart(rows, *pools, alone, host.per_request, layers).run()
     caches = [KvBlocks(n, 1000, caching=False) for n in places]
     made = Made(rules, caches, seconds, prefills, pushes=layers is not None)
-    of = apart(work, made, host, lambda s, t, n: (alone(n), n), prefills, layers=layers)
+    of = apart(work, made, host, lambda s, t, n, last: (alone(n, last), n), prefills, layers=layers)
     assert [*of.handover.tokens] == [*work.prompt]
     near = lambda column: pytest.approx(list(column), rel=1e-9)  # noqa: E731
     assert oracle.prefilled == near(of.handover.prefilled)
@@ -163,7 +166,7 @@ def fails_in_pools(seed: int) -> tuple[int, int]:
         [kinds] * many, caches, seconds, prefills, isinstance(kinds(), SGLang | TensorRtLlm)
     )
     slow = draw.choice((1e-5, 1e-3))
-    done = apart(work, made, HostTimes(), lambda s, t, n: (1e-3 + slow * n, n), prefills, of)
+    done = apart(work, made, HostTimes(), lambda s, t, n, last: (1e-3 + slow * n, n), prefills, of)
     ended = [k for k, at in enumerate(done.records.finish) if at == at]
     assert len(ended) + sum(done.refused.values()) == len(work), "requests end once"
     assert all(engine.blocks.free == engine.blocks.size for engine in done.engines)
@@ -227,7 +230,7 @@ def test_engines_of_pools_that_share_experts_step_together():
                 Lockstep(decode)
             return one
 
-        done = apart(work, Counted(engine, 4), HostTimes(), lambda s, t, n: (1e-3, n), 2)
+        done = apart(work, Counted(engine, 4), HostTimes(), lambda s, t, n, last: (1e-3, n), 2)
         assert all(math.isfinite(at) for at in done.records.finish)
         assert all(cache.free == cache.size for cache in caches)
         assert all(mine == others for mine, others in notes)
@@ -293,7 +296,7 @@ def test_every_request_ends_once_and_gives_back_its_blocks(name):
             caches = [KvBlocks(30, 16) for _ in range(4)]
             seconds = [LinearTimes(0.01, 1e-4, 1e-3, 1e-5)] * 4
             made = Made([SCHEDULERS[name]] * 4, caches, seconds, 2, name != "vllm")
-            of = apart(work, made, HostTimes(), lambda s, t, n: (1e-3 + 1e-5 * n, n), 2)
+            of = apart(work, made, HostTimes(), lambda s, t, n, last: (1e-3 + 1e-5 * n, n), 2)
             assert all(cache.free == cache.size for cache in caches)
             assert all(at == at for at in of.records.finish)
             tokens = sum(n * k for e in of.engines for _, _, n, k in e.gaps.series())
@@ -315,8 +318,32 @@ def test_two_transfers_share_a_link():
     work = Workload("two", array("d", (0, 0)), array("i", (100, 100)), array("i", (3, 3)))
     caches = [KvBlocks(100, 16) for _ in range(3)]
     made = Made([SCHEDULERS["sglang"]] * 3, caches, [LinearTimes(0.01)] * 3, 2, first_token=True)
-    of = apart(work, made, HostTimes(), lambda s, t, n: (0.5, n), 2)
+    of = apart(work, made, HostTimes(), lambda s, t, n, last: (0.5, n), 2)
     assert [*of.handover.prefilled] == pytest.approx([0.03, 0.03])  # chunks of 48
     assert [*of.handover.arrives] == pytest.approx([0.53, 1.03])
     assert [*of.records.first] == pytest.approx([0.53, 1.03])
     assert [*of.records.finish] == pytest.approx([0.55, 1.05])
+
+
+@pytest.mark.slow
+def test_windows_are_sent_once_whatever_leaves_a_prefill_instance():
+    """Layers with windows: as many bytes of chunks and of layers as of whole prompts."""
+    sent = {}
+    for how in ("prompt", "chunk", "layer"):
+        served = sw.serve(
+            model="gpt-oss-20b", layers=2, hardware="h100-sxm", rate=2, isl=3000, osl=4,
+            num_requests=3, prefill_instances=1, kv_transfer=how, max_num_batched_tokens=1024,
+        )  # fmt: skip
+        handover = served.outcome.handover
+        sent[how] = sum(handover.bytes)
+        assert len(handover.pushes) == (0 if how == "prompt" else 9)
+    assert sent["chunk"] == sent["layer"] == pytest.approx(sent["prompt"], abs=9)
+
+
+def test_prompts_that_are_done_are_not_remembered_by_who_sends_them():
+    work = drawn(random.Random(3))
+    caches = [KvBlocks(100, 16) for _ in range(2)]
+    made = Made([SCHEDULERS["vllm"]] * 2, caches, [LinearTimes(0.01)] * 2, 1, pushes=True)
+    of = apart(work, made, HostTimes(), lambda s, t, n, last: (1e-3, n), 1, layers=0)
+    assert len({push.request for push in of.handover.pushes}) == len(work)
+    assert not of.engines[0].sent

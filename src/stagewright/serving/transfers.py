@@ -121,15 +121,18 @@ class KvTransfer:
             links=tuple(sorted(links)),
         )
 
-    def bytes(self, tokens: int) -> int:
-        """Bytes of a request with so many tokens in its cache, on all ranks."""
-        return round(self.fixed + self.per_token * tokens)
+    def bytes(self, tokens: int, last: bool = True) -> int:
+        """Bytes of so many tokens of a request, on all ranks.
 
-    def seconds(self, tokens: int, parts: int = 1) -> float:
-        """Seconds of the request's cache alone on its links, or of one of its equal parts."""
+        `last`: windows go with the last tokens of a prompt, so that they are sent once.
+        """
+        return round(self.fixed * last + self.per_token * tokens)
+
+    def seconds(self, tokens: int, last: bool = True, *, parts: int = 1) -> float:
+        """Seconds of `bytes` of so many tokens alone on the links, or of one of equal parts."""
         return max(
             message_seconds(
-                round((link.fixed + link.per_token * tokens) / parts), self.level, machine
+                round((link.fixed * last + link.per_token * tokens) / parts), self.level, machine
             )
             for link in self.links
             for machine in self.machines

@@ -33,6 +33,9 @@ def test_windows_are_sent_whatever_the_length():
     found = transfer("gpt-oss-120b", {"tp": 1}, {"tp": 2})
     assert found.per_token == 2 * 18 * 8 * 64 * 2
     assert 0 < found.fixed <= 2 * 18 * 8 * 64 * 2 * 144
+    parts = found.bytes(1024, last=False) + found.bytes(976, last=True)
+    assert parts == pytest.approx(found.bytes(2000), abs=2)
+    assert found.seconds(1024, last=False) < found.seconds(1024)
 
 
 @pytest.mark.parametrize("model", ["mamba2-2.7b", "nemotron-h-8b"])

@@ -158,13 +158,14 @@ class InstanceGroups:
         router = last[0].engines.router
         engines = [place.engine for place in places]
         if self.disaggregated:
+            between = cache(transfer_between)
             pools = Pools(
                 engines,
                 _pool(places, "decode", of, self.prefill_router),
                 _pool(places, "prefill", of, router),
-                _transfers(places),
+                _transfers(places, between),
                 handover,
-                _layers(places),
+                _layers(places, between),
                 self.kv_transfer,
             )
         else:
@@ -263,31 +264,37 @@ def transfer_between(first: Service, second: Service) -> KvTransfer:
     return found.beside(KvTransfer.between(*layouts, drafts[1].model, hardware))
 
 
-def _transfers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[float, int]]:
-    """Seconds alone on the links, and bytes, from one engine to another of so many tokens."""
-    between = cache(transfer_between)
+_Between = Callable[[Service, Service], KvTransfer]
+
+
+def _transfers(
+    places: list[_Numbered], between: _Between
+) -> Callable[[int, int, int, bool], tuple[float, int]]:
+    """As `Pools.transfer`."""
 
     @cache
-    def of_groups(first: InstanceGroup, second: InstanceGroup, tokens: int) -> tuple[float, int]:
+    def of_groups(
+        first: InstanceGroup, second: InstanceGroup, tokens: int, last: bool
+    ) -> tuple[float, int]:
         way = between(first.service, second.service)
-        return way.seconds(tokens), way.bytes(tokens)
+        return way.seconds(tokens, last), way.bytes(tokens, last)
 
-    def transfer(source: int, target: int, tokens: int) -> tuple[float, int]:
-        return of_groups(places[source].group, places[target].group, tokens)
+    def transfer(source: int, target: int, tokens: int, last: bool) -> tuple[float, int]:
+        return of_groups(places[source].group, places[target].group, tokens, last)
 
     return transfer
 
 
-def _layers(places: list[_Numbered]) -> Callable[[int, int, int], tuple[int, float]]:
+def _layers(
+    places: list[_Numbered], between: _Between
+) -> Callable[[int, int, int, bool], tuple[int, float]]:
     """Layers of a stage of the first engine, and seconds of one layer's cache of so many tokens."""
-    between = cache(transfer_between)
 
-    def layer(source: int, target: int, tokens: int) -> tuple[int, float]:
+    def layer(source: int, target: int, tokens: int, last: bool) -> tuple[int, float]:
         first = places[source].group
         made = first.service.instance
         many = max(1, made.model.num_layers // made.run.pp)
-        return many, between(first.service, places[target].group.service).seconds(
-            tokens, parts=many
-        )
+        way = between(first.service, places[target].group.service)
+        return many, way.seconds(tokens, last, parts=many)
 
     return layer

@@ -332,7 +332,7 @@ class _Play:
             there = self.pushes.arrival(at, request)
             self.agenda.note(there, OTHER, request, self._is_loaded)
             return
-        seconds, bytes_ = self.pools.transfer(source, target, tokens)
+        seconds, bytes_ = self.pools.transfer(source, target, tokens, True)
         begins = self.links.send(source, target, at, seconds)
         self.handover.begins[request] = begins
         self.handover.arrives[request] = begins + seconds

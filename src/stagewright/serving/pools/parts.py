@@ -52,10 +52,11 @@ class Pools:
     """Where requests arrive."""
     decode: EnginePool | None = None
     """Where requests go on, if `front` computes prompts only."""
-    transfer: Callable[[int, int, int], tuple[float, int]] | None = None
-    """Seconds alone on the links, and bytes, from an engine to another of so many tokens."""
+    transfer: Callable[[int, int, int, bool], tuple[float, int]] | None = None
+    """Seconds alone on the links, and bytes, from an engine to another of so many tokens, and
+    whether these are the last of their prompt (`KvTransfer.bytes`)."""
     handover: Handover | None = None
-    layer: Callable[[int, int, int], tuple[int, float]] | None = None
+    layer: Callable[[int, int, int, bool], tuple[int, float]] | None = None
     """Of the same, where caches leave layer by layer: layers, and seconds of the last one alone."""
     pushes: KvPush = "prompt"
     """What a prefill instance sends when it is computed."""

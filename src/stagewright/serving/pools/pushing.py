@@ -1,5 +1,7 @@
 """Caches that leave a prefill instance while the prompt is computed, chunk by chunk or by layer.
 
+What a request has whatever its length (windows) leaves with its last chunk.
+
 * By chunk: SGLang sends the pages of a chunk when its step is done (sgl-project/sglang
   `python/sglang/srt/disaggregation/prefill.py`, `send_kv_chunk`).
 * By layer: a layer's keys and values of the step's tokens leave when the layer is computed
@@ -16,11 +18,24 @@ what comes in a buffer beside its blocks; the request goes to it when the prompt
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from stagewright.serving.pools.engines import PromptEngine
 from stagewright.serving.pools.links import Links
 from stagewright.serving.pools.parts import Pools
 from stagewright.serving.requests import Push
+
+
+class Part(NamedTuple):
+    """Tokens of a prompt that a step has computed."""
+
+    request: int
+    tokens: int
+    last: bool
+    """Whether the prompt is done: what does not grow with its length is sent then."""
+    began: float
+    """When the step began."""
+    ended: float
 
 
 class PushingEngine(PromptEngine):
@@ -31,9 +46,8 @@ class PushingEngine(PromptEngine):
     def __init__(self, *parts: object) -> None:
         """As `PromptEngine`."""
         super().__init__(*parts)  # pyright: ignore[reportArgumentType]
-        self.computed: list[tuple[int, int, float, float]] = []
-        """Requests, tokens that are in the cache and have not been sent, and when the step began
-        and ended; who sends them empties the list."""
+        self.computed: list[Part] = []
+        """What is in the cache and has not been sent; who sends it empties the list."""
         self.sent: dict[int, int] = {}
         """Tokens of each request whose prompt is not done that have been sent."""
 
@@ -41,8 +55,11 @@ class PushingEngine(PromptEngine):
         for request, _ in self._decision.chunks:
             done, sent = self.done(request), self.sent.get(request, 0)
             if done > sent:  # who was preempted computes again what has been sent
-                self.computed.append((request, done - sent, self.now, self.end))
+                last = done == self.prompt[request]
+                self.computed.append(Part(request, done - sent, last, self.now, self.end))
                 self.sent[request] = done
+                if last:
+                    del self.sent[request]
         super()._finish()
 
 
@@ -61,13 +78,13 @@ class Pushes:
     def push(self, engine: PushingEngine) -> None:
         """Send what an engine has computed in its last step."""
         of = self._handover
-        for request, tokens, began, ended in engine.computed:
+        for request, tokens, last_part, began, ended in engine.computed:
             source, target = of.engine[request], self.to[request]
             assert target is not None
-            seconds, size = self._transfer(source, target, tokens)
+            seconds, size = self._transfer(source, target, tokens, last_part)
             leaves, last = ended, 0.0
             if self._by_layer and self._layer is not None:
-                layers, last = self._layer(source, target, tokens)
+                layers, last = self._layer(source, target, tokens, last_part)
                 leaves = began + (ended - began) / layers
             begins = self._links.send(source, target, leaves, seconds)
             arrives = max(begins + seconds, ended + last)
