@@ -10,6 +10,8 @@ from stepping import Stepping
 
 
 class TensorRtStepping(Stepping):
+    batch_wait_iters_count = 0
+
     def schedule(self):
         self.waiting.sort(key=order)
         active = sorted(self.running, key=order)
@@ -108,6 +110,8 @@ class TensorRtStepping(Stepping):
             if r.decodes:
                 assert self.allocate(r, 1)
                 batch.append((r, 1))
+        if not self.waiting_requests([r for r in fitting if not r.decodes], len(batch)):
+            return batch
         budget = rules.max_num_batched_tokens - len(batch)
         for r in fitting:
             if r.decodes:
@@ -115,11 +119,9 @@ class TensorRtStepping(Stepping):
             started = r in self.running
             hits = [] if started else self.hits(r)
             compute = r.tokens - (r.computed if started else len(hits) * self.size)
-            chunk = compute
-            if compute > budget:
-                if not rules.enable_chunked_prefill:
-                    break
-                chunk = budget // self.size * self.size
+            chunk = self.chunk(compute, budget)
+            if chunk is None:
+                break
             if chunk == 0:
                 continue
             if not started:
@@ -134,6 +136,31 @@ class TensorRtStepping(Stepping):
             batch.append((r, chunk))
             budget -= chunk
         return batch
+
+    def chunk(self, compute, budget):
+        if compute <= budget:
+            return compute
+        return budget // self.size * self.size if self.rules.enable_chunked_prefill else None
+
+    def waiting_requests(self, pending, generation):
+        """py_executor.py: whether the context requests of this step run in it."""
+        rules, scheduled = self.rules, []
+        for r in pending:
+            reused = r.computed if r in self.running else len(self.hits(r)) * self.size
+            budget = rules.max_num_batched_tokens - generation - sum(scheduled)
+            chunk = self.chunk(r.tokens - reused, budget)
+            if chunk is None:
+                break
+            scheduled.append(chunk)
+        if not any(scheduled) or not generation:  # no dead waiting
+            return True
+        should_wait = (
+            self.batch_wait_iters_count < rules.batch_wait_timeout_iters
+            and generation + sum(scheduled)
+            < rules.batch_wait_max_tokens_ratio * rules.max_num_batched_tokens
+        )
+        self.batch_wait_iters_count = self.batch_wait_iters_count + 1 if should_wait else 0
+        return not should_wait
 
     def allocate(self, request, n):
         lacking = max(0, -(-(request.computed + n) // self.size) - len(request.blocks))

@@ -214,6 +214,8 @@ def drawn_tensorrt(draw: random.Random):
         enable_chunked_prefill=chunked,
         capacity_scheduler_policy=draw.choice(("guaranteed_no_evict", "max_utilization")),
         async_scheduling=draw.random() < 0.5,
+        batch_wait_timeout_iters=draw.choice((0, 1, 4, 20)),
+        batch_wait_max_tokens_ratio=draw.choice((0.0, 0.2, 0.5, 1.0)),
     )
 
 
@@ -294,6 +296,12 @@ SCHEDULERS = {
     "tensorrt-llm-overlap": lambda: TensorRtLlm(
         max_num_batched_tokens=300, max_num_seqs=7, async_scheduling=True
     ),
+    "tensorrt-llm-waits": lambda: TensorRtLlm(
+        max_num_batched_tokens=300,
+        max_num_seqs=7,
+        batch_wait_timeout_iters=9,
+        batch_wait_max_tokens_ratio=0.8,
+    ),
     "static": lambda: Static(max_num_seqs=5),
 }
 
@@ -316,7 +324,9 @@ def test_schedulers_are_asked_only_where_they_would_change_their_minds(name: str
         assert list(fast.finish) == pytest.approx(list(slow.finish), rel=1e-9)
         assert list(fast.preempted) == list(slow.preempted)
         preempted += sum(fast.preempted)
-    assert (preempted > 0) == (name not in ("tensorrt-llm", "tensorrt-llm-overlap", "static"))
+    assert (preempted > 0) == (
+        name not in ("static", *(k for k in SCHEDULERS if k.startswith("tensorrt-llm")))
+    )
 
 
 def test_drafts_that_are_right_shorten_decode():

@@ -31,6 +31,9 @@ class Fits:
     hardware: tuple[str, ...] = ()
     equal: bool | None = None
     """Whether all requests are equally long."""
+    tokens: tuple[int, ...] = ()
+    """Of a prompt and of an output, of the longest request."""
+    below_tp: float = float("inf")
     below_users: float = float("inf")
     before: str = "9"
     """A day; rows whose names end with none fit."""
@@ -44,6 +47,8 @@ class Fits:
             and (not self.models or str(row.settings["model"]) in self.models)
             and (not self.hardware or row.hardware in self.hardware)
             and self.equal in (None, row.shortest == 1)
+            and self.tokens in ((), (row.isl + row.cached, row.osl))
+            and int(row.settings.get("tp", 1)) < self.below_tp
             and (row.concurrency or 0) < self.below_users
             and (day is None or day.group() < self.before)
         )
@@ -101,7 +106,7 @@ def _entry(values: dict[str, Any]) -> MeasuredServer:
 
 def _fits(of: Mapping[str, Any]) -> Fits:
     values: dict[str, Any] = dict(of)
-    for name in ("models", "hardware"):
+    for name in ("models", "hardware", "tokens"):
         values[name] = tuple(of.get(name, ()))
     return Fits(**values)
 

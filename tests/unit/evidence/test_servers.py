@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
+from stagewright.evidence import closed_loops as loops_of
 from stagewright.evidence import servers
 from stagewright.evidence.closed_loops import SCHEDULERS, closed_loops
-from stagewright.evidence.inference import ServedRow
+from stagewright.evidence.inference import ServedRow, rows
 from stagewright.evidence.servers import REQUESTS_PER_USER, client_of
 from stagewright.run.sections.serving.engines import EngineSection
 
@@ -41,7 +44,22 @@ def test_entries_differ_by_users_and_by_day():
     assert [of["max_num_batched_tokens"] for of in days] == [100 + 32 + 64, 8192]
 
 
-def test_every_entry_is_cited_and_of_several_rows():
+def test_prompts_wait_where_the_script_says_so():
+    some = replace(ROW, engine="trtllm", settings={"model": "llama3.1-70b", "tp": 4}, shortest=0.8)
+    steps = [
+        client_of(row).options.get("batch_wait_timeout_iters")
+        for row in (
+            replace(some, osl=1024),
+            replace(some, osl=8192),
+            replace(some, osl=1024, settings={"model": "llama3.1-70b", "tp": 8}),
+        )
+    ]
+    assert steps == [20, None, None]
+
+
+def test_every_entry_is_cited_and_of_several_rows(monkeypatch: pytest.MonkeyPatch):
+    # Those that the package carries, on hardware that is not compared, too.
+    monkeypatch.setattr(loops_of, "HARDWARE", {row.hardware for row in rows()})
     loops = closed_loops()
     for entry in servers.entries():
         assert entry.cited

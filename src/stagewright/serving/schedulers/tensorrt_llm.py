@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from stagewright.serving.engines.decisions import BlockRules
@@ -12,14 +12,14 @@ from stagewright.serving.engines.engine import FOREVER, Decision, Engine
 from stagewright.serving.engines.state import CachedPart
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TensorRtLlm:
     """TensorRT-LLM with its PyTorch backend (NVIDIA/TensorRT-LLM@002f3cc3
     `tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py`, which says of which lines of
     `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp` (@02a10fed) and `microBatchScheduler.cpp`
     (@0a949d31) each class is the equal).
 
-    In each step it asks twice, of requests in the order of their arrival.
+    In each step it asks twice, of requests in the order of their arrival, and may then wait.
 
     1. Who has blocks? With GUARANTEED_NO_EVICT, its default, who runs and, in order, who waits
        while free blocks suffice for all tokens of all of them (`GuaranteedNoEvictPolicy`;
@@ -35,6 +35,11 @@ class TensorRtLlm:
        (its default) prompts run whole, and the first that does not fit ends this. With it each in
        turn gets what it lacks, or what is left, cut to whole blocks; who then gets nothing does not
        keep a shorter one behind it from running (`PyMicroBatchScheduler`, `_chunk_fcfs`).
+    3. Do prompts wait for others? While requests decode, all chunks of a step are held back, for at
+       most `batch_wait_timeout_iters` steps, as long as the step's tokens, with those of who
+       decodes, are fewer than `batch_wait_max_tokens_ratio` x `max_num_tokens`. Held prompts take
+       no blocks. With attention data parallelism nobody waits (NVIDIA/TensorRT-LLM@00043967
+       `tensorrt_llm/_torch/pyexecutor/py_executor.py`, `_schedule`, `_waiting_requests`).
 
     A prompt's blocks are all taken with its first chunk (`add_sequence`) and may be reused when the
     prompt is done (`store_context_blocks`); who would compute a block that another prompt is about
@@ -49,7 +54,10 @@ class TensorRtLlm:
     """Its `max_batch_size`."""
     enable_chunked_prefill: bool = False
     capacity_scheduler_policy: str = "guaranteed_no_evict"
+    batch_wait_timeout_iters: int = 0
+    batch_wait_max_tokens_ratio: float = 0.0
     async_scheduling: bool = False
+    _waited: int = field(default=0, init=False)  # steps for which prompts have been held back
 
     @property
     def block_rules(self) -> BlockRules:
@@ -67,6 +75,8 @@ class TensorRtLlm:
         paused = len(engine.running) < before
         reserved = engine.reserve()
         assert reserved
+        if self._holds(engine, fitting):
+            return Decision((), repeats=1)
         chunks = self._chunks(engine, fitting)
         if chunks:
             return Decision(chunks)
@@ -134,14 +144,28 @@ class TensorRtLlm:
             engine.waiting = deque(_in_order(engine, engine.waiting))
         return fitting
 
-    def _chunks(self, engine: Engine, fitting: Iterable[int]) -> list[tuple[int, int]]:
-        """Give the budget to prompts, in order."""
+    def _holds(self, engine: Engine, fitting: Iterable[int]) -> bool:
+        """Whether the prompts of this step are held back (`_waiting_requests`)."""
+        least = self.batch_wait_max_tokens_ratio * self.max_num_batched_tokens
+        if not (self.batch_wait_timeout_iters and least and engine.decoding):
+            return False
+        chunks = self._chunks(engine, fitting, take=False) if engine.unit is engine else ()
+        if not chunks:
+            return False
+        tokens = engine.decoding * engine.new_tokens + sum(more for _, more in chunks)
+        holds = self._waited < self.batch_wait_timeout_iters and tokens < least
+        self._waited = self._waited + 1 if holds else 0
+        return holds
+
+    def _chunks(
+        self, engine: Engine, fitting: Iterable[int], *, take: bool = True
+    ) -> list[tuple[int, int]]:
+        """Give the budget to prompts, in order; they take their blocks, or would."""
         size, left = engine.block_size, engine.left
         budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
         chunks: list[tuple[int, int]] = []
         for request in fitting:
             lacks = left.get(request)
-            begun = lacks is not None
             if lacks is None:
                 found = engine.look(request)
                 lacks = found.tokens - found.blocks * size
@@ -152,16 +176,22 @@ class TensorRtLlm:
                 more = budget // size * size
             if more <= 0:
                 continue
-            if begun:
-                engine.grow(request, more)
-            else:
-                engine.waiting.remove(request)
-                engine.waiting.appendleft(request)
-                admitted = engine.admit(more)
-                assert admitted == more
+            if take:
+                _take(engine, request, more)
             chunks.append((request, more))
             budget -= more
         return chunks
+
+
+def _take(engine: Engine, request: int, more: int) -> None:
+    """Let a prompt go on with so many tokens, or begin with them."""
+    if request in engine.left:
+        engine.grow(request, more)
+        return
+    engine.waiting.remove(request)
+    engine.waiting.appendleft(request)
+    admitted = engine.admit(more)
+    assert admitted == more
 
 
 def _in_order(engine: Engine, requests: Iterable[int]) -> list[int]:

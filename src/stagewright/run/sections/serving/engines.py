@@ -74,6 +74,14 @@ class EngineSection:
         "tensorrt-llm: blocks are kept to a request's end, or requests are paused for them.",
         rare=True,
     )
+    batch_wait_timeout_iters: Number = setting(
+        0, "tensorrt-llm: most steps for which prompts wait for others.", rare=True
+    )
+    batch_wait_max_tokens_ratio: Fraction = setting(
+        0.0,
+        "tensorrt-llm: prompts wait below this share of max-num-batched-tokens in a step.",
+        rare=True,
+    )
     scheduler_reserve_full_isl: Switch = setting(
         True, "Whether a request is admitted only if blocks suffice for its prompt.", rare=True
     )
