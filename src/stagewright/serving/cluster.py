@@ -7,6 +7,7 @@ import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from heapq import heapify, heappop, heappush
 from operator import add
 
@@ -88,7 +89,12 @@ def in_blocks(workload: Workload, block_size: int) -> Workload:
     if workload.chains is None:
         return workload
     whole_blocks = block_size.__rfloordiv__  # of so many tokens
-    chains: list[Chain] = [(keys, tuple(map(whole_blocks, ends))) for keys, ends in workload.chains]
+
+    @cache  # many chains are as long as others
+    def blocks(ends: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(map(whole_blocks, ends))
+
+    chains: list[Chain] = [(keys, blocks(ends)) for keys, ends in workload.chains]
     return replace(workload, chains=chains)
 
 

@@ -198,7 +198,8 @@ class KvBlocks:
                 if nth >= segments:
                     self._join(key, entry)
                 start = ends[nth - 1] if nth else 0
-                added = max(0, end - start - max(entry[0], blocks - start))
+                there = entry[0] if entry[0] > blocks - start else blocks - start
+                added = end - start - there if end - start > there else 0
                 copies += end - blocks - added
                 entry[0] += added
             blocks = end
@@ -300,13 +301,15 @@ class KvBlocks:
             return
         self._idle_blocks = most
         resident, idle = self._resident, self._idle
-        while over > 0:
-            key, _ = idle.popitem(last=False)
+        gone: list[int] = []
+        for key in idle:
             entry = resident[key]
             if entry[0] > over:
                 entry[0] -= over
-                idle[key] = None
-                idle.move_to_end(key, last=False)
-                return
+                break
             over -= entry[0]
-            del resident[key]
+            gone.append(key)
+            if not over:
+                break
+        for key in gone:
+            del resident[key], idle[key]

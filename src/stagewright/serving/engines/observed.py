@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Float
+
+pack_series = Struct("4d").pack
+"""The four numbers of a series as bytes, as `Gaps.add_packed` takes them."""
 
 
 class Gaps:
@@ -17,7 +21,10 @@ class Gaps:
     A series is four numbers: seconds of the first step and of the last, steps, requests.
     """
 
-    __slots__ = ("add", "add_late", "add_step", "late", "numbers", "single")
+    __slots__ = (
+        *("add", "add_late", "add_packed", "add_step", "add_step_packed"),
+        *("late", "numbers", "single"),
+    )
 
     def __init__(self) -> None:
         """Nothing yet."""
@@ -30,6 +37,8 @@ class Gaps:
         self.add, self.add_late = self.numbers.extend, self.late.extend
         self.add_step = self.single.extend
         """Each adds a series: `add((first, last, steps, requests))`."""
+        self.add_packed, self.add_step_packed = self.numbers.frombytes, self.single.frombytes
+        """The same for a series as bytes, in half the time: `add_packed(pack_series(...))`."""
 
     @property
     def parts(self) -> list[Float]:
@@ -124,8 +133,8 @@ def gaps_quantiles(parts: Sequence[Float], shares: Sequence[float]) -> list[floa
         high = int(np.searchsorted(surely, wanted)) - 1
         below, crossing = 0.0, list[Float]()
         for rows in parts:
-            bins = _bins(rows[:, :2]) - first
-            under, over = (bins < low).all(axis=1), (bins > high).all(axis=1)
+            one, other = (_bins(column) - first for column in (rows[:, 0], rows[:, 1]))
+            under, over = (one < low) & (other < low), (one > high) & (other > high)
             below += _keep_crossing(rows, under, over, crossing)
         least, most = smallest, largest
         while most - least > 1e-9 * most:

@@ -20,6 +20,7 @@ from stagewright.serving.engines.decisions import (
     Decision,
     PlainRules,
 )
+from stagewright.serving.engines.observed import pack_series
 from stagewright.serving.engines.state import EngineState
 from stagewright.serving.engines.times import BatchTimes, terms_within
 from stagewright.serving.requests import NO_CHAIN, Records, Workload
@@ -105,7 +106,8 @@ class PlainSteps(EngineState):
         heap, ends, growth, size = self._heap, self._ends, self._growth, self.block_size
         scheduled_at, first_at, finish_at = self._scheduled_at, self._first_at, self._finish_at
         blocks, per_request = self.blocks, self.blocks.per_request
-        note, line, step_seconds = self.gaps.add, self.times.line, self.times.step
+        note, line, step_seconds = self.gaps.add_packed, self.times.line, self.times.step
+        note_step, pack = self.gaps.add_step_packed, pack_series
         completed, ahead, sampled = self.completed, self._ahead, self._next_sample
         now, end, steps, n = self.now, self.end, self._steps, self._decoders
         first, grows, stands = self._first, self._grows, self._stands
@@ -128,19 +130,20 @@ class PlainSteps(EngineState):
                 seen = now
             else:
                 if chunks:
+                    seconds = now - start
                     if n:
-                        note((now - start, now - start, 1, n))
+                        note(pack(seconds, seconds, 1, n))
                         step += 1
                         context += n
                     else:
-                        self.gaps.add_step((now - start, now - start, 1, 0))
+                        note_step(pack(seconds, seconds, 1, 0))
                 else:
                     if steps == 1:
                         seconds = first if stands else now - start
-                        note((seconds, seconds, 1, n))
+                        note(pack(seconds, seconds, 1, n))
                     else:
                         more = steps - 1
-                        note((first, first + grows * more, steps, n))
+                        note(pack(first, first + grows * more, steps, n))
                         seen = start + more * (first + grows * (more - 1) * 0.5)
                         if more >= size:
                             blocks.free -= more // size * n
@@ -236,7 +239,7 @@ class PlainSteps(EngineState):
                     self._cached[request] = there * size
                     blocks.hold(request, keys, hit)
                 blocks.free -= held - (-done // size)
-                if keys:
+                if keys and (there < key_ends[-1] or segments < len(keys)):
                     blocks.extend(request, keys, key_ends, done // size)
                 waiting.popleft()
                 running[request] = None
