@@ -28,6 +28,8 @@ ORDERS = {
 }
 # Without recomputation, the host holds more, and kernels wait for what it sends.
 OFFLOADED = {"cpu_offloading_num_layers": [7], "recompute": ["full"], "tp": [1, 2], "cp": [1]}
+# FSDP never holds whole gradients of a step, and adds parts of them.
+SPLIT_GRADIENTS = {"zero": [2], "tp": [8], "cp": [2], "pp": [1], "micro_batch_size": [1]}
 
 
 def space(model, gpus=32, batch=128, axes=(), **settings):
@@ -46,6 +48,7 @@ def space(model, gpus=32, batch=128, axes=(), **settings):
     [
         ("llama3-8b", {"dp_shard": [None, 2], **ORDERS}, {"layers": 8}),
         ("mixtral-8x7b", {"tp": [1, 2], "recompute": ["none"], "cp": [1]}, {"layers": 4}),
+        ("llama3-8b", SPLIT_GRADIENTS, {"layers": 9, "gpus": 16, "framework": "torchtitan"}),
         ("llama3-8b", OFFLOADED, {"layers": 8, "gpus": 8, "batch": 32}),
         ("gpt2", {"schedule": ["zb-h1", "zbv", "gpipe"], "vpp": [1, 2], "cp": [1]}, {}),
         ("gpt2", {"schedule": ["zb-h2", "v-min", "dualpipe"], "vpp": [1, 2], "cp": [1]}, {}),

@@ -16,7 +16,7 @@ from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.answer.flags import flags
 from stagewright.explore.answer.objectives import known
-from stagewright.explore.answer.run_file import run_file, write_run_file
+from stagewright.explore.answer.run_file import printed_run_file, write_run_file
 from stagewright.explore.answer.search import TOP, Ranking, Wanted
 from stagewright.explore.answer.search import search as search_candidates
 from stagewright.explore.candidates import Candidates
@@ -83,7 +83,7 @@ class Search:
 
     def run_file(self, place: int = 1) -> str:
         """One of the best as a run file in YAML."""
-        return run_file(self.ranking.rows, self.row(place))
+        return printed_run_file(self.ranking.rows, self.row(place))
 
     def flags(self, tool: str, place: int = 1) -> list[str]:
         """One of the best as flags of `megatron` or `torchtitan`."""

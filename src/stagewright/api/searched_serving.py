@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.explore.answer.run_file import run_file, write_run_file
+from stagewright.explore.answer.run_file import printed_run_file, write_run_file
 from stagewright.explore.space.asked import SearchRequest
 from stagewright.explore.space.enumeration import DIVIDES, DP_ASKED, Found, Removed
 from stagewright.explore.space.listed import values_of
@@ -99,7 +99,7 @@ class ServingSearch:
 
     def run_file(self, place: int = 1) -> str:
         """The layout of one of the best as a run file in YAML."""
-        return run_file(self.ranking.rows, self.ranking.choices[self._number(place)].layout)
+        return printed_run_file(self.ranking.rows, self.ranking.choices[self._number(place)].layout)
 
     def _number(self, place: int) -> int:
         count = len(self.ranking.best)

@@ -12,7 +12,7 @@ from stagewright.errors import UserError
 from stagewright.explore import exact as simulated
 from stagewright.explore import lots
 from stagewright.explore.answer.objectives import front
-from stagewright.explore.answer.run_file import run_file, write_run_file
+from stagewright.explore.answer.run_file import printed_run_file, run_file, write_run_file
 from stagewright.explore.answer.search import Wanted, search
 from stagewright.explore.candidates import HARDWARE, Candidates, Column
 from stagewright.explore.evaluate import Evaluated, evaluate
@@ -212,6 +212,7 @@ def test_run_files_name_hardware_by_name_only_where_the_name_says_all(tmp_path: 
         column = Column(np.zeros(1, dtype=np.uint8), (hardware,))
         of = replace(rows, columns={**rows.columns, HARDWARE: column})
         assert f"hardware: {said}\n" in run_file(of, 0)
+        assert ("-o run.yaml writes" in printed_run_file(of, 0)) == (hardware is varied)
         files = write_run_file(of, 0, tmp_path / "best.yaml")
         assert len(files) == (1 if hardware is not varied else 2)
     assert resolve(files[1]).memory_gb == 96

@@ -81,7 +81,10 @@ def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bo
 
 
 def least_seconds(rows: Candidates, *, any_memory: bool) -> tuple[Float, Bool]:
-    """Seconds that each candidate takes at least, and whether it may fit into memory."""
+    """Seconds that each candidate takes at least in columns, and whether it may fit into memory.
+
+    A simulated step may take less, by as much as it differs from its time in columns.
+    """
     if rows.base.run.mode != "train":
         return np.zeros(len(rows)), np.ones(len(rows), dtype=bool)
     least = bounds(rows)
@@ -119,7 +122,10 @@ class _LeastTimes:
         return cls(rows, tokens, seconds, seconds / tokens, fits, least.rough, any_memory)
 
     def lowest(self, best: int) -> float:
-        """The highest of so many of the lowest bounds per token, and of one more."""
+        """The bound per token of the candidate with `best` candidates of lower bounds before it.
+
+        Of the last candidate, where fewer may fit.
+        """
         every = self.per_token[self.fits]
         place = min(best, len(every) - 1)
         return float(np.partition(every, place)[place])

@@ -87,6 +87,16 @@ def run_file(candidates: Candidates, row: int, hardware: str | None = None) -> s
     return "".join(_line(name, _plain(values[name])) for name in ordered)
 
 
+def printed_run_file(candidates: Candidates, row: int) -> str:
+    """As `run_file`, with a comment where the file of the hardware may not exist."""
+    hardware = candidates.hardware(row)
+    text = run_file(candidates, row)
+    if is_packaged(hardware):
+        return text
+    name = hardware_file_name(hardware)
+    return f"# {name} is not written here: -o run.yaml writes the hardware beside run.yaml\n{text}"
+
+
 def _line(name: str, value: Any) -> str:
     """A setting as a line of YAML; a list in brackets."""
     block = yaml.safe_dump({name: value}, default_flow_style=False, width=10**6)

@@ -36,6 +36,7 @@ from stagewright.explore.bounding.stages import (
     least_occupancy,
     played,
 )
+from stagewright.explore.bounding.weights import StageWeights
 from stagewright.explore.bounding.zero import Moved, ShardedStates
 from stagewright.explore.candidates import HARDWARE, Candidates, Distinct
 from stagewright.explore.evaluate import (
@@ -48,8 +49,7 @@ from stagewright.explore.evaluate import (
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Responses, response
 from stagewright.explore.structures import NUMBERS, PIPELINE, microbatches_of, structures
-from stagewright.explore.template_memory import HELD, NOWHERE
-from stagewright.explore.templates import MIDDLE, ONLY, Kind, unlike
+from stagewright.explore.templates import Kind, unlike
 from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
 from stagewright.program.columns import CATEGORIES
 from stagewright.run.requests import read_bytes
@@ -64,6 +64,9 @@ _NOT_PLAIN = ("activations", "communication", "workspace")
 """Categories of memory in which candidates that are not plain (`recomputed`) may hold less."""
 _ADDED = 3 * 2
 """The most bytes that adding a gradient moves, for each byte of its weight."""
+_ADDED_WHOLE = 34 / 2
+"""As `_ADDED`, of PyTorch without FSDP: a cast of 2 to 4 bytes, copies of 4 bytes into the bucket
+that is reduced and out of it, and the sum."""
 _ROUNDING = 1 - 1e-9
 """Sums of seconds in another order differ by less."""
 
@@ -154,8 +157,8 @@ class _Relaxation:
         self.shards = (self.rows.numbers("dp") * self.rows.numbers("cp")).astype(np.int32)
         self.zero = self.rows.numbers("zero").astype(np.int8)
         # FSDP reduces gradients before it adds them: a rank adds its part.
-        of_parts = (self.zero >= 2) & ~candidates.column("framework").is_one_of("megatron")
-        self.alone = (self.microbatches == 1) | of_parts
+        self.of_parts = (self.zero >= 2) & ~candidates.column("framework").is_one_of("megatron")
+        self.alone = (self.microbatches == 1) | self.of_parts
         self.bandwidth = np.zeros(len(self.rows), dtype=np.float32)
         for group in range(int(self.machines.max()) + 1):
             mine = np.flatnonzero(self.machines == group)
@@ -178,7 +181,7 @@ class _Relaxation:
                 distinct = _distinct((every, *(number[of_rows] for number in numbers)))
                 tuples, rows = every[distinct.first], of_rows[distinct.first]
                 layers = np.array(shape.layers, dtype=np.int64)
-                weights = _weights(figures.peaks, layers, tuples)
+                weights = StageWeights.of(figures.peaks, layers, tuples)
                 least = self._seconds(shape, layers, figures.responses, tuples, rows, weights)
                 found.seconds[of_rows] = _ROUNDING * least[distinct.of]
                 held = self._held(shape, every, of_rows)
@@ -276,7 +279,7 @@ class _Relaxation:
         of: Responses,
         tuples: Int,
         rows: Int,
-        weights: Float,
+        weights: StageWeights,
     ) -> Float:
         """At least what a step takes: all actions of a rank, and what it waits for."""
         stages, pp = layers.shape[1], shape.pp
@@ -293,7 +296,7 @@ class _Relaxation:
         microbatches = self.microbatches[rows]
         again = 0.0 if self.recomputed is None else self.recomputed.seconds[rows]
         held = held_by(shape, stages)
-        moved = self._moved(held, rows, weights)
+        moved = self._moved(held, rows, weights.of_layers)
         beside = self._beside_others(shape, rows)
         best, filled, drained = (np.zeros(len(rows)) for _ in range(3))
         filling: list[Float] = []
@@ -303,7 +306,7 @@ class _Relaxation:
             every = [action(s, letter) for s in own for letter in "FB"]
             work = sum(np.where(beside, of.busy, of.whole) for of in every)
             work = work + again * layers[:, own].sum()
-            work = work - self.alone[rows] * self._adding(rows, weights[own].sum(axis=0))
+            work = work - self.alone[rows] * self._adding(rows, weights.all[own].sum(axis=0))
             hosts = sum(action(s, letter).launched for s in own for letter in "FB")
             first, last = action(min(own), "F"), action(rank, "B")
             late = np.minimum(first.after - first.whole, 0.0) if min(own) else 0.0
@@ -313,7 +316,7 @@ class _Relaxation:
             best = np.maximum(best, (microbatches - 1) * hosts / share)
             if shape.schedule in IN_TURN:
                 best = np.maximum(best, own_end + sent + drained)
-            adding = self.alone[rows] * self._adding(rows, weights[rank])
+            adding = self.alone[rows] * self._adding(rows, weights.all[rank])
             filled = filled + action(rank, "F").passed
             drained = drained + np.where(beside, 0.0, np.maximum(last.passed - adding, 0.0))
         return np.maximum(best + moved.renewed, microbatches * moved.inside)
@@ -337,17 +340,18 @@ class _Relaxation:
         """Seconds that it takes at most to add the gradients of a microbatch to those before it.
 
         One microbatch has none before it, which its relaxed candidate has, and ranks that add parts
-        of them add less. Gradients and sums are of up to four bytes, and read and written once:
-        three times what `weights` have.
+        of them add less, and need no buckets. Gradients and sums are of up to four bytes, and read
+        and written once: three times what `weights` have.
         """
-        return _ADDED * weights / self.bandwidth[rows]
+        moved = np.where(self.of_parts[rows], _ADDED_WHOLE, _ADDED)
+        return moved * weights / self.bandwidth[rows]
 
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _held(self, shape: PipelineShape, tuples: Int, rows: Int) -> Distinct:
         """The candidates of one pipeline that differ in what they hold."""
         counts = played(shape, self.microbatches[rows])
-        numbers = self.zero, self.shards, self.mixed, self.on_host, self.rough
+        numbers = self.zero, self.shards, self.mixed, self.on_host, self.rough, self.of_parts
         return _distinct((tuples, counts, *(of[rows] for of in numbers)))
 
     def _bytes(self, shape: PipelineShape, peaks: Peaks, tuples: Int, rows: Int) -> Float:
@@ -358,7 +362,9 @@ class _Relaxation:
             scale[CATEGORIES.index(name), split] /= self.shards[rows][split]
         scale[CATEGORIES.index("optimizer"), self.on_host[rows]] = 0.0
         scale[CATEGORIES.index("gathered_parameters"), self.zero[rows] > 0] = 0.0
-        scale[CATEGORIES.index("gradients"), self.microbatches[rows] == 1] = 0.0
+        scale[CATEGORIES.index("gradients"), self.alone[rows]] = 0.0
+        # Without ZeRO, a step of PyTorch's optimizer needs room for whole gradients.
+        scale[CATEGORIES.index("workspace"), self.of_parts[rows]] = 0.0
         for name in _NOT_PLAIN:
             scale[CATEGORIES.index(name), self.rough[rows]] = 0.0
         if shape.schedule == TWICE:
@@ -374,14 +380,6 @@ class _Relaxation:
                 continue
             held[mine] = peaks.least(found, tuples[mine], scale[:, mine])
         return np.where(self.mixed[rows], 0.0, held)  # what is in flight differs
-
-
-def _weights(peaks: Peaks, layers: Int, tuples: Int) -> Float:
-    """Bytes of the weights of each stage's layers: [stages, tuples]."""
-    at = next(k for k in peaks.stages if k in ((MIDDLE,), (ONLY,)))
-    of = peaks.stages[at][HELD, NOWHERE]
-    each = np.tensordot(layers.T, of.more[:, CATEGORIES.index("parameters")], axes=1)
-    return each[:, peaks.cases[tuples]]
 
 
 def _distinct(columns: Sequence[NDArray[np.integer[Any] | np.bool_]]) -> Distinct:
