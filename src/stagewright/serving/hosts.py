@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from stagewright.serving.engines.plans import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,16 @@ class HostTimes:
         """Seconds from the begin of a step, which takes the GPU `step`, to that of the next one."""
         host = self.step(requests)
         return max(step, host) if self.beside else step + host
+
+    def run_after(self, plan: Plan, requests: int) -> Plan:
+        """As `after`, of steps that take the GPU as planned; as many of them as are a series."""
+        steps, first, grows = plan
+        begins, host = self.after(first, requests), self.step(requests)
+        if not self.beside or first >= host:
+            return steps, begins, grows
+        if grows > 0.0:  # up to the first step that takes the GPU longer
+            steps = min(steps, max(1, math.ceil((host - first) / grows)))
+        return steps, host, 0.0
 
 
 HOSTS: Mapping[str, HostTimes] = {

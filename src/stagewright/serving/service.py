@@ -131,7 +131,7 @@ class Service:
                 self.engines.enable_prefix_caching,
                 cache.blocks_per_request,
             ),
-            self.instance.times.with_host(self.host),
+            self.instance.times.of_replica(self.host),
             max(max(workload.arrival) / SAMPLES, 0.05),
             self.drafts,
         )

@@ -165,6 +165,11 @@ class Engine(PlainSteps):
             return 0
         return self._decoders * self.new_tokens + sum(more for _, more in self._decision.chunks)
 
+    @property
+    def planned_requests(self) -> int:
+        """Requests of a step under way."""
+        return self._decoders + len(self._decision.chunks) if self._steps else 0
+
     def decide(self) -> None:
         """Decide on the next batch, and how long it would take alone."""
         self._begin()

@@ -2,10 +2,9 @@
 
 Ranks of attention data parallelism exchange tokens in every layer with experts, so that none is a
 step ahead of the others; one with nothing to do takes part with an empty batch, and experts get the
-tokens of all. vLLM: all engines
-step while any of them has requests (vllm-project/vllm@00024d31 `vllm/v1/engine/core.py`,
-`DPEngineCoreProc.run_busy_loop`, `execute_dummy_batch`); SGLang: `scheduler_dp_attn_mixin.py`,
-`prepare_mlp_sync_batch`; TensorRT-LLM: `enable_attention_dp`.
+tokens of all. In vLLM all engines step while any of them has requests (vllm-project/vllm@00024d31
+`vllm/v1/engine/core.py`, `DPEngineCoreProc.run_busy_loop`, `execute_dummy_batch`). SGLang has
+`prepare_mlp_sync_batch` (`scheduler_dp_attn_mixin.py`), TensorRT-LLM `enable_attention_dp`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engines.plans import PlannedSteps, plan_of_all
 from stagewright.serving.engines.times import series
 
 
@@ -62,36 +62,24 @@ class Lockstep:
         """Let each engine decide, and the slowest say how long all take."""
         for engine in self.engines:
             engine.decide()
-        plans = self._plans()
-        if not plans:
+        active = [
+            PlannedSteps(engine.planned, engine.planned_tokens, engine.planned_requests)
+            for engine in self.engines
+            if engine.planned[0]
+        ]
+        if not active:
             self.end = min(engine.end for engine in self.engines)
             for engine in self.engines:
                 engine.end = self.end
             return
-        steps = min(plan[0] for plan in plans)
-        first, grows = max(plan[1:] for plan in plans)
-        for _, least, faster in plans:
-            if faster > grows:  # that engine is the slowest from some step on
-                steps = min(steps, int((first - least) / (faster - grows)) + 1)
+        of_all = getattr(self.engines[0].times, "of_all", None)
+        steps, first, grows = plan_of_all(active, of_all, len(self.engines))
         for engine in self.engines:
             if steps > 1 and engine.inbox and engine.interruptible:
                 gap = engine.next_arrival - self.now
                 if gap < series(first, grows, steps):
                     steps = engine.steps_until(gap, first, grows, steps)
         self._go(steps, first, grows)
-
-    def _plans(self) -> list[tuple[int, float, float]]:
-        """What engines with a batch would do, with experts that get the tokens of all."""
-        plans = [engine.planned for engine in self.engines if engine.planned[0]]
-        tokens = [engine.planned_tokens for engine in self.engines if engine.planned[0]]
-        beside = getattr(self.engines[0].times, "beside_replicas", None)
-        mean = sum(tokens) / len(self.engines)
-        if beside is None:
-            return plans
-        return [
-            (steps, beside(first, own, mean), grows)
-            for (steps, first, grows), own in zip(plans, tokens, strict=True)
-        ]
 
     def _go(self, steps: int, first: float, grows: float) -> None:
         self.end = self.now + series(first, grows, steps)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from stagewright.serving.engines.decisions import PlainRules
+from stagewright.serving.engines.plans import OfAll, PlannedSteps, plan_of_all
 from stagewright.serving.engines.times import BatchTimes, series, terms_within
 from stagewright.serving.requests import Records, Workload
 from stagewright.serving.service import Service
@@ -73,31 +74,19 @@ class InStep:
         for each in replicas:
             if each.chunks:
                 each.plan = (1, (end + each.plan[1]) - end, 0.0)
-        plans = self._plans()
-        if not plans:
+        active = [
+            PlannedSteps(each.plan, tokens, tokens)
+            for each in replicas
+            if each.plan[0]
+            for tokens in (each.decoders + len(each.chunks),)
+        ]
+        if not active:
             self.end = end if any(each.inbox for each in replicas) else math.inf
             return
-        steps = min(plan[0] for plan in plans)
-        first, grows = max(plan[1:] for plan in plans)
-        for _, least, faster in plans:
-            if faster > grows:  # that replica is the slowest from some step on
-                steps = min(steps, int((first - least) / (faster - grows)) + 1)
+        steps, first, grows = plan_of_all(active, replicas[0].of_all, len(replicas))
         if steps > 1 and any(each.inbox and (each.open or not each.plan[0]) for each in replicas):
             steps = 1
         self._go(steps, first, grows)
-
-    def _plans(self) -> list[tuple[int, float, float]]:
-        """Of replicas with a batch, with experts that get the tokens of all."""
-        active = [each for each in self.replicas if each.plan[0]]
-        beside = self.replicas[0].beside
-        if beside is None:
-            return [each.plan for each in active]
-        tokens = [each.decoders + len(each.chunks) for each in active]
-        mean = sum(tokens) / len(self.replicas)
-        return [
-            (each.plan[0], beside(each.plan[1], own, mean), each.plan[2])
-            for each, own in zip(active, tokens, strict=True)
-        ]
 
     def _go(self, steps: int, first: float, grows: float) -> None:
         self.end = self.now + series(first, grows, steps)
@@ -112,7 +101,6 @@ class PlainDecoder:
     __slots__ = (
         *(
             "ahead",
-            "beside",
             "chunks",
             "completed",
             "context",
@@ -122,24 +110,21 @@ class PlainDecoder:
             "heap",
             "inbox",
         ),
-        *("line", "loading", "of", "open", "per_request", "plan", "ready", "records"),
+        *("line", "loading", "of", "of_all", "open", "per_request", "plan", "ready", "records"),
         *("rules", "size", "stands", "step", "step_seconds", "waiting", "wanted"),
     )
 
     def __init__(self, service: Service, of: Workload, records: Records) -> None:
         """With nothing to do."""
         cache = service.instance.cache
-        times: BatchTimes = service.instance.times.with_host(service.host)
+        times: BatchTimes = service.instance.times.of_replica(service.host)
         scheduler = service.scheduler_for(of)
         rules: PlainRules | None = getattr(scheduler, "plain", None)
         assert rules is not None
         self.ahead = bool(getattr(scheduler, "async_scheduling", False))
         self.rules, self.of, self.records = rules, of, records
         self.line, self.step_seconds = times.line, times.step
-        self.beside: Callable[[float, int, float], float] | None = getattr(
-            times, "beside_replicas", None
-        )
-        """Seconds of a step with experts that get the tokens of all replicas (`Lockstep`)."""
+        self.of_all: OfAll | None = getattr(times, "of_all", None)
         self.size, self.per_request = cache.block_size, cache.blocks_per_request
         self.free: int = service.blocks
         self.growth = [0] * self.size

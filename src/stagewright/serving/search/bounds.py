@@ -14,6 +14,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Float, Int
+from stagewright.serving.engines.plans import PlannedSteps
 from stagewright.serving.metrics import Slo
 from stagewright.serving.requests import Workload
 from stagewright.serving.service import Service
@@ -87,7 +88,7 @@ class ReadyLayout(NamedTuple):
 
 def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     """The bounds of a layout, and a guess of how many instances the load needs."""
-    times = service.instance.times.with_host(service.host)
+    times = service.instance.times.of_replica(service.host)
     block = service.instance.cache.block_size
     shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
     room = max(1, service.blocks * block // (shortest + 1))
@@ -95,27 +96,28 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     requests = np.arange(1, most + 1)
     replicas = service.instance.replicas
 
-    def least(seconds: float, tokens: int) -> float:
+    def least(seconds: float, tokens: int, requests: int) -> float:
         """Of a step beside which other replicas that share its experts have nothing to do."""
-        return times.beside_replicas(seconds, tokens, tokens / replicas)
+        return times.of_all(PlannedSteps((1, seconds, 0.0), tokens, requests), tokens / replicas)[1]
 
     new = 1 + service.instance.run.num_speculative_tokens
     decode = np.array(
-        [least(times.decode_once(n, n * (shortest + 1)), n * new) for n in requests.tolist()]
+        [least(times.decode_once(n, n * (shortest + 1)), n * new, n) for n in requests.tolist()]
     )
     per_token = float((decode / requests).min())
     chunks = np.unique(np.geomspace(1, service.limits.tokens, _CHUNKS).astype(int)).tolist()
     # A step of so many tokens takes no less than one of fewer; of short prompts keys are fewest.
     prompts = [
-        least(times.step(few, few, few, max(1, few // shortest)), few) / many
+        least(times.step(few, few, few, some), few, some) / many
         for few, many in pairwise(chunks)
+        for some in (max(1, few // shortest),)
     ]
     per_prompt_token = 0.0 if load.shared else min(prompts)
     longest = int(np.sort(load.prompt)[max(0, len(load.prompt) - 1 - max(load.misses, 0))])
     least_ttft = 0.0
     if not load.shared and longest <= service.limits.tokens:
         pairs = longest * (longest + 1) // 2
-        least_ttft = least(times.step(longest, pairs, longest, 1), longest)
+        least_ttft = least(times.step(longest, pairs, longest, 1), longest, 1)
         least_ttft += service.host.before_prefill(longest)
     found = LayoutBounds(float(decode.min()), per_token, per_prompt_token, least_ttft, 0, "", 0)
     why = _never(found, load, slo)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from stagewright.serving.engines.plans import Plan, PlannedSteps
 from stagewright.serving.engines.times import DecodeRuns
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.steps.step_times import StepTimes
@@ -43,6 +44,10 @@ class DraftedTimes(DecodeRuns):
     def with_host(self, host: HostTimes) -> DraftedTimes:
         """These times with what an engine's host adds to each step."""
         return replace(self, model=self.model.with_host(host))
+
+    def of_replica(self, host: HostTimes) -> DraftedTimes:
+        """As `StepTimes.of_replica`."""
+        return replace(self, model=self.model.of_replica(host))
 
     def decode(self, requests: int, keys: int) -> float:
         """As `StepTimes.decode`."""
@@ -84,9 +89,9 @@ class DraftedTimes(DecodeRuns):
         found = self.model.step(tokens, pairs, keys, requests, decoding, decoding_keys)
         return found + self.drafts(tokens, pairs, keys, requests, decoding, decoding_keys)
 
-    def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
-        """As `StepTimes.beside_replicas`: drafts count as if all replicas had as many tokens."""
-        return self.model.beside_replicas(seconds, tokens, mean)
+    def of_all(self, of: PlannedSteps, mean: float) -> Plan:
+        """As `StepTimes.of_all`: drafts count as if all replicas had as many tokens."""
+        return self.model.of_all(of, mean)
 
     def drafts(
         self,

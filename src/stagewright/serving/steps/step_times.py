@@ -19,6 +19,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.serving.engines.plans import Plan, PlannedSteps
 from stagewright.serving.engines.times import DecodeRuns
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.steps.batches import BatchSums, TimedBatches
@@ -82,6 +83,8 @@ class StepTimes(DecodeRuns):
     """What the engine's host adds to each step."""
     _shared: list[float] | None = None
     """By tokens: as `shared_experts.shared_seconds`."""
+    _host_of_all: HostTimes | None = None
+    """The host of a replica that `of_all` adds."""
     _without_host: StepTimes | None = None
     _pieces: dict[int, Pieces] = field(default_factory=dict[int, Pieces])
     _hosted: dict[HostTimes, StepTimes] = field(default_factory=dict[HostTimes, "StepTimes"])
@@ -94,6 +97,16 @@ class StepTimes(DecodeRuns):
                 alone, host=host, _without_host=alone, _pieces={}, _hosted={}
             )
         return alone._hosted[host]
+
+    def of_replica(self, host: HostTimes) -> StepTimes:
+        """As `with_host`, for a replica whose steps `of_all` times together with the others'.
+
+        Where replicas share experts, a host that works beside the GPU counts only in `of_all`: how
+        long the GPU takes is not known before the tokens of all are.
+        """
+        if self._shared is None or not host.beside:
+            return self.with_host(host)
+        return replace(self._without_host or self, _host_of_all=host)
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of a step in which so many requests get a token, and their drafts.
@@ -158,13 +171,27 @@ class StepTimes(DecodeRuns):
     def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
         """Seconds of a step with so many tokens whose replicas have `mean` of them in the mean.
 
-        `seconds`: of the step where all have as many.
+        `seconds`: of the step where all have as many, without a host that works beside the GPU.
         """
         if self._shared is None:
             return seconds
         shared, last = self._shared, len(self._shared) - 1
         own, of_all = shared[min(tokens, last)], shared[min(round(mean), last)]
-        return max(seconds - own + of_all, 0.1 * seconds)
+        found = seconds - own + of_all
+        # The table of experts is of prompts: where other ways make decode shorter than their
+        # difference, the step is one of a single token, and never of no length.
+        return found if found > 0.0 else min(seconds, self.decode_once(1, self._decode.new))
+
+    def of_all(self, of: PlannedSteps, mean: float) -> Plan:
+        """The steps of a replica whose experts get the tokens of all, of times `of_replica`.
+
+        `mean`: tokens of a replica's step in the mean. Later than the experts counts a host that
+        prepares steps beside the GPU: steps that are shorter take as long as the host.
+        """
+        steps, first, grows = of.plan
+        first = self.beside_replicas(first, of.tokens, mean)
+        host, plan = self._host_of_all, (steps, first, grows)
+        return plan if host is None else host.run_after(plan, of.requests)
 
     def _on_gpu(
         self, tokens: int, pairs: int, keys: int, requests: int, decoding: int, decoding_keys: int

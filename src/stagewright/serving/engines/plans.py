@@ -1,0 +1,40 @@
+"""What replicas that step together do next, from what each of them would do alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+Plan = tuple[int, float, float]
+"""Steps, seconds of the first, and by how much each further one is longer."""
+
+
+class PlannedSteps(NamedTuple):
+    """What a replica with a batch would do alone."""
+
+    plan: Plan
+    tokens: int
+    """New tokens of a step."""
+    requests: int
+
+
+OfAll = Callable[[PlannedSteps, float], Plan]
+"""A replica's plan where all replicas have so many tokens in the mean (`StepTimes.of_all`)."""
+
+
+def plan_of_all(active: Sequence[PlannedSteps], of_all: OfAll | None, replicas: int) -> Plan:
+    """The steps of all replicas: those of the slowest, as long as that one stays the slowest.
+
+    `active` are the replicas with a batch, at least one, of so many `replicas`. Without `of_all`
+    the steps of a replica do not depend on the tokens of others.
+    """
+    plans = [each.plan for each in active]
+    if of_all is not None:
+        mean = sum(each.tokens for each in active) / replicas
+        plans = [of_all(each, mean) for each in active]
+    steps = min(plan[0] for plan in plans)
+    first, grows = max(plan[1:] for plan in plans)
+    for _, least, faster in plans:
+        if faster > grows:  # that replica is the slowest from some step on
+            steps = min(steps, int((first - least) / (faster - grows)) + 1)
+    return steps, first, grows
