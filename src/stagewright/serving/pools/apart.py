@@ -23,6 +23,7 @@ from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.decisions import FOREVER
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.pools.agenda import BATCH_END, OTHER
+from stagewright.serving.pools.links import Links
 from stagewright.serving.pools.loop import ASKED, Enough
 from stagewright.serving.pools.plain_decode import InStep, PlainDecoder, Unusual
 from stagewright.serving.requests import Records, Workload
@@ -146,8 +147,9 @@ class _Decode:
         units = [InStep(every[nth : nth + together], nth) for nth in firsts]
         self.units = [units[nth // together] for nth in range(count)]
         self.replicas = every
-        sources = max(records.engine, default=0) + 1
-        self.source_free, self.target_free = [0.0] * sources, [0.0] * count
+        # Instances of prompts first, as a request's `source` numbers them; then the replicas.
+        self.sources = max(records.engine, default=0) + 1
+        self.links = Links(self.sources + count)
         self.events: list[tuple[float, int, int]] = []
         self.done: int = 0
         self.now: float = 0.0
@@ -200,10 +202,9 @@ class _Decode:
             self.done += replica.completed
             replica.completed = 0
             for request in replica.wanted:
-                source = self.source[request]
-                begins = max(at, self.source_free[source], self.target_free[nth])
-                ends = begins + self.transfer(self.of.prompt[request])
-                self.source_free[source] = self.target_free[nth] = ends
+                seconds = self.transfer(self.of.prompt[request])
+                target = self.sources + nth
+                ends = self.links.send(self.source[request], target, at, seconds) + seconds
                 self.arrives[request] = ends
                 heappush(self.events, (ends, OTHER, request))
             replica.wanted.clear()
