@@ -116,6 +116,26 @@ def test_parts_of_caches_leave_while_prompts_are_computed(part):
     assert sw.simulate(step, "h100-sxm").seconds > 0
 
 
+@pytest.mark.parametrize(("model", "layers"), [("gemma3-27b", 6), ("mistral-7b-v0.1", 2)])
+def test_windows_are_on_their_way_with_the_last_part_of_a_prompt(model, layers):
+    done = sw.serve(
+        model, "h100-sxm", layers=layers, rate=20, isl=9008, osl=2, num_requests=1,
+        prefill_instances=1, instances=1, max_num_batched_tokens=4096, kv_transfer="chunk",
+    )  # fmt: skip
+    way = done.outcome.handover
+    seen = []
+    for push in way.pushes:
+        step = done.step((push.begins + push.arrives) / 2)
+        sends, receives = sent(step)
+        assert sends == receives
+        seen.append(sum(sends.values()))
+    assert [push.last for push in way.pushes] == [False, False, True]
+    assert seen[0] == seen[1]
+    assert sum(seen) == way.bytes[0]
+    growing = {"gemma3-27b": 4096 * 2 * 16 * 128 * 2, "mistral-7b-v0.1": 0}
+    assert seen[0] == growing[model]
+
+
 def test_steps_of_mixed_instances_and_of_priorities():
     pools = [{"instances": 1, "tp": 2}, {"instances": 2, "tp": 1, "dp": 2}]
     done = sw.serve("llama3.1-8b", "h100-sxm", **LOAD, rate=60, pools=pools)

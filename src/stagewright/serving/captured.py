@@ -180,7 +180,7 @@ def step_at(
     sent = _under_way(done, at, engine)
     if sent is None:
         return compile(mine.run, model)
-    source, target, tokens, computed = sent
+    source, target, tokens, upto, computed = sent
     ends = [
         TransferEnd(
             found.service.instance.run,
@@ -192,7 +192,7 @@ def step_at(
         )
         for found in (_of_engine(of, number),)
     ]
-    found = cache_messages(ends[0], ends[1], tokens)
+    found = cache_messages(ends[0], ends[1], tokens, upto)
     return beside(ends[0].step, ends[1].step, found, computed=computed)
 
 
@@ -202,6 +202,8 @@ class _Sent(NamedTuple):
     source: int
     target: int
     tokens: int
+    upto: int
+    """Tokens of the prompt, with whose last ones windows go; 0: these are not the last."""
     computed: bool
     """Whether it was computed before the step."""
 
@@ -214,7 +216,8 @@ def _under_way(done: Outcome, at: float, engine: int) -> _Sent | None:
     for push in between.pushes:
         ends = between.engine[push.request], done.records.engine[push.request]
         if push.begins <= at < push.arrives and engine in ends:
-            return _Sent(*ends, push.tokens, computed=at >= push.ended)
+            upto = between.tokens[push.request] if push.last else 0
+            return _Sent(*ends, push.tokens, upto, computed=at >= push.ended)
     if between.pushes:
         return None
     columns = zip(
@@ -223,5 +226,5 @@ def _under_way(done: Outcome, at: float, engine: int) -> _Sent | None:
     )  # fmt: skip
     for begins, arrives, source, target, tokens in columns:
         if begins <= at < arrives and engine in (source, target):
-            return _Sent(source, target, tokens, computed=True)
+            return _Sent(source, target, tokens, tokens, computed=True)
     return None

@@ -305,6 +305,8 @@ class Push(NamedTuple):
 
     request: int
     tokens: int
+    last: bool
+    """Whether it was the last part, with which windows go."""
     began: float
     """When the step began that computed it."""
     ended: float

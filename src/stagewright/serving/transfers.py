@@ -161,11 +161,23 @@ class TransferEnd(NamedTuple):
     replica: int
 
 
-def cache_messages(prefill: TransferEnd, decode: TransferEnd, tokens: int) -> list[Message]:
-    """What ranks that computed a request's prompt send those that decode it, by whole instances."""
+def cache_messages(
+    prefill: TransferEnd, decode: TransferEnd, tokens: int, upto: int
+) -> list[Message]:
+    """What ranks that computed a request's prompt send those that decode it, by whole instances.
+
+    Layers with windows send what they keep of `upto` tokens, the others so many `tokens`.
+    """
     model, ends = decode.step.model, (prefill, decode)
     first, second = (of.run.model_copy(update=_ALONE) for of in ends)
     sides, found = _messages(first, second, model, tokens)
+    if upto != tokens:
+        windows = _messages(first, second, model, upto)[1] if upto else []
+        reaches = [model.reach(model.layer(n).mixer) for n in range(model.num_layers)]
+        local = {n for n, reach in enumerate(reaches) if reach.window or reach.chunk}
+        found = [m for m in found if m.layer not in local]
+        found += [m for m in windows if m.layer in local]
+        found.sort(key=lambda message: message.layer)
     ranks = [
         in_replica(alone, of.step.run, model, of.replica)
         for alone, of in zip(sides, ends, strict=True)

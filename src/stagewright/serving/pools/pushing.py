@@ -92,7 +92,7 @@ class Pushes:
             if math.isnan(of.begins[request]):
                 of.begins[request] = begins
             of.arrives[request] = arrives
-            of.pushes.append(Push(request, tokens, began, ended, begins, arrives))
+            of.pushes.append(Push(request, tokens, last_part, began, ended, begins, arrives))
             of.bytes[request] += size
             of.tokens[request] += tokens
         engine.computed.clear()
