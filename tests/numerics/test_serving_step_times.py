@@ -14,6 +14,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
 from stagewright.serving.drafters import drafter_of
+from stagewright.serving.engines.plans import PlannedSteps
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.instances import drafted_times, kv_capacity
 from stagewright.serving.steps.step_times import batch_run, step_times
@@ -146,6 +147,37 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
         if decoding == whole[3]:
             assert times.line(decoding, keys)[0] == pytest.approx(times.decode(decoding, keys))
             assert times.decode_once(decoding, keys) == pytest.approx(times.decode(decoding, keys))
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_a_host_beside_the_gpu_works_beside_drafts_too(ep):
+    """Whether or not replicas share experts, the longer of host and all passes counts."""
+    run = Run(
+        mode="decode", model="qwen3-30b-a3b", layers=1, num_speculative_tokens=2, dp=ep, ep=ep
+    )
+    model = model_of(run.model).with_overrides(num_layers=1)
+    drafter = drafter_of(EngineSection(speculative_method="mtp"), run, model)
+    machine = Machine.of(resolve("h100-sxm"), gpus=ep)
+    alone = step_times(run, model, machine, most_tokens=512, most_requests=32)
+    gpu = drafted_times(alone, drafter, machine)
+    n, keys = 16, 16 * 900
+    mixed = (n * 3 + 200, n * 3 * 900 + 200 * 100, keys + 200, n + 1, n, keys)
+    decode, prompts = gpu.decode(n, keys), gpu.step(*mixed)
+    for wait in (0.0, 0.5 * decode, 0.99 * decode, 1.01 * decode, 1.01 * prompts):
+        host = HostTimes(per_step=wait, beside=True)
+        times = gpu.of_replica(host)
+        first, grows, steps = times.line(n, keys)
+        planned = times.of_all(PlannedSteps((steps, first, grows), 3 * n, n), 3 * n)
+        assert planned[1] == pytest.approx(max(decode, wait))
+        last = planned[1] + min(planned[0] - 1, 900) * planned[2]
+        more = gpu.decode(n, keys + n * min(planned[0] - 1, 900))
+        assert last == pytest.approx(max(more, wait))
+        step = PlannedSteps((1, times.step(*mixed), 0.0), mixed[0], n + 1)
+        assert times.of_all(step, mixed[0])[1] == pytest.approx(max(prompts, wait))
+        whole = gpu.with_host(host)
+        assert whole.decode(n, keys) == whole.step(3 * n, 9, keys, n, n, keys)
+        assert whole.decode(n, keys) == pytest.approx(max(decode, wait))
+        assert whole.decode_once(n, keys) == pytest.approx(max(decode, wait))
 
 
 def test_runs_of_decode_steps_are_sums_of_steps():

@@ -5,6 +5,11 @@ pass over all tokens of the step, prompts and wrong drafts included, samples one
 request; then each further draft is a pass with one token of each request. `draft_extend` and
 `draft_forward` of SGLang (python/sglang/srt/speculative/eagle_worker.py) and `MTPEagleWorker` of
 TensorRT-LLM (tensorrt_llm/_torch/speculative/mtp.py) run the same passes.
+
+What drafts reads the tokens that the step sampled on the GPU and does not wait for the host
+(`GPUModelRunner.sample_tokens` of vLLM, vllm/v1/worker/gpu_model_runner.py, calls
+`propose_draft_token_ids` before `_bookkeeping_sync`): so a host that works beside the GPU works
+beside both, the step and its drafts.
 """
 
 from __future__ import annotations
@@ -35,6 +40,8 @@ class DraftedTimes(DecodeRuns):
     more: int
     """Tokens of each request that the first pass has besides: a model of its own reads the token
     that the step sampled, too, a head reads it in place of the step's first one."""
+    host: HostTimes | None = None
+    """What the engine's host adds to each step; `model` knows of no host, or adds it in `of_all`."""
 
     @property
     def most_tokens(self) -> int:
@@ -43,24 +50,28 @@ class DraftedTimes(DecodeRuns):
 
     def with_host(self, host: HostTimes) -> DraftedTimes:
         """These times with what an engine's host adds to each step."""
-        return replace(self, model=self.model.with_host(host))
+        return replace(self, host=host)
 
     def of_replica(self, host: HostTimes) -> DraftedTimes:
         """As `StepTimes.of_replica`."""
-        return replace(self, model=self.model.of_replica(host))
+        model = self.model.of_replica(host)
+        in_each_step = model.host is not None
+        return self.with_host(host) if in_each_step else replace(self, model=model)
 
     def decode(self, requests: int, keys: int) -> float:
         """As `StepTimes.decode`."""
         upto = keys + self.more * requests
         again = (self.number - 1) * self.later.decode(requests, upto)
-        return self.model.decode(requests, keys) + self.first.decode(requests, upto) + again
+        found = self.model.decode(requests, keys) + self.first.decode(requests, upto) + again
+        return found if self.host is None else self.host.after(found, requests)
 
     def decode_once(self, requests: int, keys: int) -> float:
         """As `StepTimes.decode_once`."""
         upto = keys + self.more * requests
         again = (self.number - 1) * self.later.decode_once(requests, upto)
-        first = self.first.decode_once(requests, upto)
-        return self.model.decode_once(requests, keys) + first + again
+        found = self.model.decode_once(requests, keys) + self.first.decode_once(requests, upto)
+        found += again
+        return found if self.host is None else self.host.after(found, requests)
 
     def line(self, requests: int, keys: int) -> tuple[float, float, int]:
         """As `StepTimes.line`: lines add up, as far as all of them hold."""
@@ -70,11 +81,11 @@ class DraftedTimes(DecodeRuns):
             for of, at in ((self.model, keys), (self.first, upto), (self.later, upto))
         )
         again = self.number - 1
-        return (
-            a[0] + b[0] + again * c[0],
-            a[1] + b[1] + again * c[1],
-            min(a[2], b[2], c[2] if again else a[2]),
-        )
+        first, grows = a[0] + b[0] + again * c[0], a[1] + b[1] + again * c[1]
+        steps = min(a[2], b[2], c[2] if again else a[2])
+        if self.host is not None:
+            steps, first, grows = self.host.run_after((steps, first, grows), requests)
+        return first, grows, steps
 
     def step(
         self,
@@ -87,7 +98,8 @@ class DraftedTimes(DecodeRuns):
     ) -> float:
         """As `StepTimes.step`."""
         found = self.model.step(tokens, pairs, keys, requests, decoding, decoding_keys)
-        return found + self.drafts(tokens, pairs, keys, requests, decoding, decoding_keys)
+        found += self.drafts(tokens, pairs, keys, requests, decoding, decoding_keys)
+        return found if self.host is None else self.host.after(found, requests)
 
     def of_all(self, of: PlannedSteps, mean: float) -> Plan:
         """As `StepTimes.of_all`: drafts count as if all replicas had as many tokens."""
