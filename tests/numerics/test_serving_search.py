@@ -5,6 +5,7 @@ import random
 from array import array
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import stagewright as sw
@@ -13,7 +14,7 @@ from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.instances import instance
-from stagewright.serving.metrics import RequestLimits, Slo
+from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
 from stagewright.serving.pools.apart import (
     PromptsDone,
     Unusual,
@@ -85,6 +86,51 @@ def test_the_fewest_instances_are_not_below_the_bound(service: Service):
             bounded += bool(bounds.why) or bounds.least > count
     assert stopped
     assert bounded
+
+
+ENGINES = {
+    "long and short prompts": ("llama3.1-8b", {}, {}),
+    "blocks that are shared": ("llama3.1-8b", {}, {"num_gpu_blocks": 600}),
+    "drafts": ("llama3.1-8b", {"num_speculative_tokens": 3}, {"acceptance_length": 2.5}),
+    "lockstep": (
+        "qwen3-30b-a3b",
+        {"dp": 2, "ep": 2, "etp": 1},
+        {"scheduler": "tensorrt-llm", "async_scheduling": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_nothing_played_beats_its_bounds(name):
+    hardware, (model, layout, engine) = hardware_of("h100-sxm"), ENGINES[name]
+    asked = EngineSection(**engine)
+    limits, of = batch_limits(asked, hardware), model_of(model).with_overrides(num_layers=2)
+    run = sw.Run(model=model, mode="decode", layers=2, **layout)
+    machine = Machine.of(hardware, gpus=layout.get("dp", 1))
+    made = instance(run, of, machine, most_tokens=limits.tokens, most_requests=limits.requests)
+    service = Service(made, asked, limits, scheduler_of(asked, limits))
+    for seed in range(8):
+        draw = random.Random(seed)
+        work = drawn(draw)
+        if seed % 2:
+            work = replace(work, arrival=array("d", bytes(8 * len(work))))
+        if name == "blocks that are shared":
+            every = range(len(work))
+            chains = [
+                ((draw.randint(0, 3), 10 + n), (work.prompt[n] * 15 // 16, 8192)) for n in every
+            ]
+            work = replace(work, chains=chains)
+        load = LoadTotals.of(work, 1.0)
+        bounds = layout_bounds(service, load, Slo())
+        outcome, _ = service.run(work)
+        times = RequestTimes.of(outcome)
+        assert len(times.number) == len(work)
+        assert np.nanmin(times.tpot) > bounds.least_tpot * (1 - 1e-9)
+        longest = work.prompt.index(max(work.prompt))
+        assert times.ttft[longest] > bounds.least_ttft * (1 - 1e-9)
+        busy = max(outcome.records.finish) * made.replicas
+        assert busy > bounds.per_prompt_token * sum(work.prompt)
+        assert busy > bounds.per_token * (sum(work.output) - len(work))
 
 
 def test_limits_of_classes_hold_in_place_of_those_of_all(tmp_path):

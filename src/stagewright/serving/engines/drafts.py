@@ -74,6 +74,11 @@ class Drafts:
         """Tokens of a step, in the mean."""
         return 1 + sum(self.right)
 
+    @property
+    def most(self) -> int:
+        """Tokens of a step, at most."""
+        return 1 + sum(share > 0 for share in self.right)
+
     def made(self, request: int, got: int) -> int:
         """Tokens of a step of a request that has got so many."""
         return self._made[(request * 7919 + got * 10007) % DRAWS]

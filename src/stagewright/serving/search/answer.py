@@ -205,7 +205,7 @@ class _LayoutSearch:
         any number of these instances could have."""
         least = of.bounds.least * of.service.gpus
         usd = self._price(of.row) * least
-        fastest = 1 / of.bounds.shortest_step
+        fastest = 1 / of.bounds.least_tpot
         return any(
             each.played.meets
             and each.played.gpus <= least

@@ -1,7 +1,8 @@
 """What can be said of a layout without playing it: what it can never do, and a guess.
 
-Each bound is sound for any scheduler: a request's tokens are made in steps, no step is shorter than
-the shortest one, and an instance runs one step at a time.
+Each bound is sound for any scheduler: a request's tokens are made in steps, of which none gives it
+more than one token and its drafts, no step is shorter than the shortest one, and an instance runs
+one step at a time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from stagewright.serving.service import Service
 
 _CHUNKS = 100
 """Numbers of tokens in a step of prompts that bounds look at."""
+_FEW_KEYS = (16, 32, 64, 128, 256)
+"""Of a request that decodes: so few that its new tokens are many of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +53,11 @@ class LoadTotals:
             may - sum(workload.rejected.values()),
         )
 
+    @property
+    def decodes(self) -> bool:
+        """Whether a request that must keep its limits has more than one output token."""
+        return int((self.output > 1).sum()) > self.misses
+
     def fewest(self, tokens: Int) -> float:
         """The sum without the largest, which may miss."""
         kept = max(0, len(tokens) - max(self.misses, 0))
@@ -60,8 +68,8 @@ class LoadTotals:
 class LayoutBounds:
     """What is known of a layout before it is played."""
 
-    shortest_step: float
-    """Seconds of the shortest step of decode."""
+    least_tpot: float
+    """Seconds between the tokens of a request, at least."""
     per_token: float
     """Seconds of an engine for an output token, at least."""
     per_prompt_token: float
@@ -91,26 +99,38 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     times = service.instance.times.of_replica(service.host)
     block = service.instance.cache.block_size
     shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
-    room = max(1, service.blocks * block // (shortest + 1))
+    # Requests that share blocks may be as many as a step may have.
+    room = service.limits.requests if load.shared else service.blocks * block // (shortest + 1)
     most = max(1, min(service.limits.requests, room))
     requests = np.arange(1, most + 1)
-    replicas = service.instance.replicas
+    replicas, drafts = service.instance.replicas, service.drafts
+    made = 1 if drafts is None else drafts.most
 
     def least(seconds: float, tokens: int, requests: int) -> float:
         """Of a step beside which other replicas that share its experts have nothing to do."""
         return times.of_all(PlannedSteps((1, seconds, 0.0), tokens, requests), tokens / replicas)[1]
 
     new = 1 + service.instance.run.num_speculative_tokens
+    # Of several queries some see no more than each other, beside which more keys take no longer.
+    keys = [shortest + new, *(few for few in _FEW_KEYS if shortest + new < few and new > 1)]
     decode = np.array(
-        [least(times.decode_once(n, n * (shortest + 1)), n * new, n) for n in requests.tolist()]
+        [
+            min(least(times.decode_once(n, n * each), n * new, n) for each in keys)
+            for n in requests.tolist()
+        ]
     )
-    per_token = float((decode / requests).min())
+    per_token = float((decode / requests).min()) / made
     chunks = np.unique(np.geomspace(1, service.limits.tokens, _CHUNKS).astype(int)).tolist()
-    # A step of so many tokens takes no less than one of fewer; of short prompts keys are fewest.
+    # A step of so many tokens takes no less than one of fewer. Short prompts have fewer pairs in
+    # more tiles of attention, so that those of any length may take least; of long ones are fewest.
+    top = int(load.prompt.max())
+    lengths = [*(1 << n for n in range(top.bit_length())), top]
     prompts = [
-        least(times.step(few, few, few, some), few, some) / many
+        least(times.step(few, few * (length + 1) // 2, few, some), few, some) / many
         for few, many in pairwise(chunks)
-        for some in (max(1, few // shortest),)
+        for some in (-(-few // top),)
+        for length in lengths
+        if length <= few
     ]
     per_prompt_token = 0.0 if load.shared else min(prompts)
     longest = int(np.sort(load.prompt)[max(0, len(load.prompt) - 1 - max(load.misses, 0))])
@@ -119,7 +139,8 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
         pairs = longest * (longest + 1) // 2
         least_ttft = least(times.step(longest, pairs, longest, 1), longest, 1)
         least_ttft += service.host.before_prefill(longest)
-    found = LayoutBounds(float(decode.min()), per_token, per_prompt_token, least_ttft, 0, "", 0)
+    least_tpot = float(decode.min()) / made
+    found = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
     why = _never(found, load, slo)
     if why:
         return replace(found, why=why)
@@ -135,8 +156,7 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
 
 def _never(of: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
     """Why no number of instances keeps the limits; empty: some may."""
-    several = int((load.output > 1).sum())
-    if slo.tpot is not None and of.shortest_step > slo.tpot and several > load.misses:
+    if slo.tpot is not None and of.least_tpot > slo.tpot and load.decodes:
         return "a step of decode alone takes longer than --tpot"
     if slo.ttft is not None and of.least_ttft > slo.ttft:
         return "a prompt alone takes longer than --ttft"
@@ -155,23 +175,34 @@ def _slack(load: LoadTotals, slo: Slo) -> float:
 def _guess(service: Service, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
     """Instances of a steady state in which each request sees as many prompts as there are others.
 
-    While a request gets its output, n requests get theirs and n prompts are computed beside them.
+    While a request gets its output, n requests get theirs and n prompts are computed beside them;
+    those of all replicas, where these wait for each other.
     """
     times = service.instance.times.with_host(service.host)
     output = float(load.output.mean())
+    drafts, together = service.drafts, service.instance.replicas
+    length = 1.0 if drafts is None else drafts.length
     context = int(prompt + output / 2)
     some = np.unique(np.geomspace(1, len(requests), 40).astype(int))
     some = some[some * context <= service.blocks * service.instance.cache.block_size]
     if not len(some):
         some = np.array([1])
     tokens = min(service.limits.tokens, max(1, int(prompt)))
-    chunk = times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1) * prompt / tokens
-    steps: Float = np.array([times.decode(n, n * context) for n in some.tolist()])
+    chunk = prompt_seconds(service, tokens) * prompt / tokens
+    steps: Float = np.array([times.decode(n, n * context) for n in some.tolist()]) / length
     alone = times.decode(1, context)
-    tpot = steps + some / output * max(chunk - alone, 0.0)
+    beside = some * (together if service.instance.barrier else 1)
+    tpot = steps + beside / output * max(chunk - alone, 0.0)
     rate = some / (output * tpot)
     if slo.tpot is not None and (tpot <= slo.tpot).any():
         rate = rate[tpot <= slo.tpot]
     wanted = len(load.prompt) / load.span if load.span else math.inf
     per_instance = float(rate.max()) * service.instance.replicas
     return 1 if wanted == math.inf else max(1, math.ceil(wanted / per_instance))
+
+
+def prompt_seconds(service: Service, tokens: int) -> float:
+    """Of a step with so many tokens of one prompt, beside which other replicas' are few."""
+    times = service.instance.times.of_replica(service.host)
+    alone = (1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
+    return times.of_all(PlannedSteps(alone, tokens, 1), tokens / service.instance.replicas)[1]

@@ -50,7 +50,10 @@ class LayoutPair(NamedTuple):
 def pairs_of(
     ready: Sequence[ReadyLayout], load: LoadTotals, slo: Slo, most_gpus: int
 ) -> list[LayoutPair]:
-    """Pairs that may keep the limits, those whose guess has the fewest GPUs first."""
+    """Pairs that may keep the limits, those whose guess has the fewest GPUs first.
+
+    A guess is no bound: where it has more than the most GPUs, as many of it are played.
+    """
     rate = len(load.prompt) / load.span if load.span else math.inf
     if not 0 < rate < math.inf:
         return []
@@ -63,12 +66,24 @@ def pairs_of(
     last = [
         (of, count)
         for of in ready
-        if slo.tpot is None or of.bounds.shortest_step <= slo.tpot
+        if slo.tpot is None or of.bounds.least_tpot <= slo.tpot or not load.decodes
         if not isinstance(of.service.scheduler, Static)
         for count in [_for_decode(of.service, load, rate, slo)]
     ]
     pairs = [LayoutPair(one, two, (p, d)) for (one, p), (two, d) in product(first, last)]
-    return sorted((p for p in pairs if p.gpus <= most_gpus), key=lambda pair: pair.gpus)
+    pairs.sort(key=lambda pair: pair.gpus)
+    return [fitting for pair in pairs for fitting in _within(pair, most_gpus)]
+
+
+def _within(pair: LayoutPair, most_gpus: int) -> Iterator[LayoutPair]:
+    """The pair with no more instances than there are GPUs; nothing if one of each is too much."""
+    first, last = (each.service.gpus for each in pair.layouts)
+    if first + last > most_gpus:
+        return
+    share = min(1.0, most_gpus / pair.gpus)
+    prompts = max(1, min(int(pair.counts[0] * share), (most_gpus - last) // first))
+    decode = max(1, min(int(pair.counts[1] * share), (most_gpus - prompts * first) // last))
+    yield pair if share == 1.0 else pair._replace(counts=(prompts, decode))
 
 
 def _for_prompts(of: Service, load: LoadTotals, rate: float) -> int:
@@ -76,6 +91,7 @@ def _for_prompts(of: Service, load: LoadTotals, rate: float) -> int:
     times = of.instance.times.with_host(of.host)
     prompt = float(load.prompt.mean())
     tokens = min(of.limits.tokens, max(1, int(prompt)))
+    # Of all replicas, which all compute prompts.
     seconds = times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1) * prompt / tokens
     return max(1, math.ceil(rate * seconds / BUSY / of.instance.replicas))
 
@@ -88,7 +104,9 @@ def _for_decode(of: Service, load: LoadTotals, rate: float, slo: Slo) -> int:
     room = max(1, of.blocks * of.instance.cache.block_size // context)
     most = max(1, min(of.limits.requests, room))
     some = np.unique(np.geomspace(1, most, 40).astype(int))
-    steps = np.array([times.decode(n, n * context) for n in some.tolist()])
+    length = 1.0 if of.drafts is None else of.drafts.length
+    # Of all replicas, which have as many requests.
+    steps = np.array([times.decode(n, n * context) for n in some.tolist()]) / length
     rates = some / (output * steps)
     if slo.tpot is not None and (steps <= slo.tpot).any():
         rates = rates[steps <= slo.tpot]

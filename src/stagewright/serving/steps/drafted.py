@@ -41,7 +41,7 @@ class DraftedTimes(DecodeRuns):
     """Tokens of each request that the first pass has besides: a model of its own reads the token
     that the step sampled, too, a head reads it in place of the step's first one."""
     host: HostTimes | None = None
-    """What the engine's host adds to each step; `model` knows of no host, or adds it in `of_all`."""
+    """What the engine's host adds to each step, which `model` then does not add."""
 
     @property
     def most_tokens(self) -> int:
