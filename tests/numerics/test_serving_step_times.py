@@ -17,7 +17,8 @@ from stagewright.serving.drafters import drafter_of
 from stagewright.serving.engines.plans import PlannedSteps
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.instances import drafted_times, kv_capacity
-from stagewright.serving.steps.step_times import batch_run, step_times
+from stagewright.serving.steps.layouts import StepTables, step_times
+from stagewright.serving.steps.step_times import batch_run
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
@@ -210,6 +211,32 @@ def test_an_engines_host_runs_behind_a_step_or_beside_it():
             n, keys = batch[3], batch[2]
             wanted = max(alone.decode(n, keys), wait) if beside else alone.decode(n, keys) + wait
             assert hosted.decode(n, keys) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_layouts_made_together_have_the_times_that_each_has_alone():
+    model = model_of("qwen3-30b-a3b").with_overrides(num_layers=3)
+    tables = StepTables(model, 300, 40)
+    some = (9, 81, 900, 9), (256, 256 * 257 // 2, 256, 3), (40, 9000, 3000, 9, 8, 2900)
+    for degrees in ({}, {"dp": 2, "ep": 2, "etp": 1}, {"tp": 2, "etp": 2}, {"pp": 2}):
+        run = Run(model="qwen3-30b-a3b", layers=3, mode="decode", **degrees)
+        gpus = run.tp * run.dp * run.pp
+        for engine in (None, "trtllm"):
+            how = Execution(serving_engine=engine)
+            machine = Machine.of(resolve("h100-sxm"), gpus=gpus)
+            together = tables.times(run, machine, how)
+            alone = step_times(run, model, machine, how, most_tokens=300, most_requests=40)
+            assert [*map(dumped, steps_of(together))] == [*map(dumped, steps_of(alone))]
+            assert [together.step(*of) for of in some] == [alone.step(*of) for of in some]
+            assert together.line(30, 90_000) == alone.line(30, 90_000)
+
+
+def steps_of(times):
+    return times._decode, times._beside, times._prompts
+
+
+def dumped(steps):
+    """All numbers of a table."""
+    return steps.ranks, [[getattr(term, name) for name in term.__slots__] for term in steps.terms]
 
 
 def test_steps_without_a_table_are_refused():

@@ -20,7 +20,8 @@ from stagewright.run.settings import Run
 from stagewright.serving.drafters import Drafter
 from stagewright.serving.steps.batches import BatchSums
 from stagewright.serving.steps.drafted import DraftedTimes
-from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
+from stagewright.serving.steps.layouts import StepTables, step_times
+from stagewright.serving.steps.step_times import StepTimes, batch_run
 from stagewright.time.network import Machine
 
 ENGINE_BYTES = 1_000_000_000
@@ -83,23 +84,35 @@ def instance(
     most_requests: int = 1024,
     gpu_memory_utilization: float = 0.9,
 ) -> Instance:
-    """An engine with the layout of a run, which is not resolved, on a machine of as many GPUs.
+    """An engine; as `Instances.of`, which makes those of several layouts."""
+    steps = StepTables(model, most_tokens, most_requests)
+    return Instances(steps, gpu_memory_utilization).of(run, machine, how)
 
-    `most_tokens` and `most_requests` of a step, and the share of memory that the engine takes, are
-    vLLM's `max_num_batched_tokens`, `max_num_seqs` and `gpu_memory_utilization`. Raises UserError
-    where the run cannot be had, its steps have no table, or no request fits beside the weights.
-    """
-    if model.encoder_num_layers:
-        raise UserError(
-            f"serve: {model.name} has an encoder, too: its steps have no table of times; "
-            "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
-        )
-    memory = _memory(run, machine, gpu_memory_utilization)
-    cache = kv_capacity(run, model, memory, most_tokens)
-    times = step_times(
-        run, model, machine, how, most_tokens=most_tokens, most_requests=most_requests
-    )
-    return Instance(run, model, machine, times, cache)
+
+class Instances(NamedTuple):
+    """Makes engines of one model."""
+
+    steps: StepTables
+    """`most_tokens` and `most_requests` of a step are vLLM's `max_num_batched_tokens` and
+    `max_num_seqs`."""
+    gpu_memory_utilization: float = 0.9
+    """The share of memory that an engine takes, as vLLM names it."""
+
+    def of(self, run: Run, machine: Machine, how: Execution | None = None) -> Instance:
+        """An engine with the layout of a run, which is not resolved, on a machine of as many GPUs.
+
+        Raises UserError where the run cannot be had, its steps have no table, or no request fits
+        beside the weights.
+        """
+        model = self.steps.model
+        if model.encoder_num_layers:
+            raise UserError(
+                f"serve: {model.name} has an encoder, too: its steps have no table of times; "
+                "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
+            )
+        memory = _memory(run, machine, self.gpu_memory_utilization)
+        cache = kv_capacity(run, model, memory, self.steps.most_tokens)
+        return Instance(run, model, machine, self.steps.times(run, machine, how), cache)
 
 
 def _memory(run: Run, machine: Machine, share: float) -> int:

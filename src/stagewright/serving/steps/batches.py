@@ -7,8 +7,9 @@ kernels timed by the functions that time a single step (`time.columns`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -20,6 +21,7 @@ from stagewright.lower.assembly.assemble import Assembly, assemble
 from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.blocks import kernel_rules, lower_block
 from stagewright.lower.inference.serving import ServingStep
+from stagewright.lower.kernels.extent import Extent
 from stagewright.lower.kernels.lowering import kernel_that_makes
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
@@ -31,9 +33,11 @@ from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import forward_only
+from stagewright.serving.steps.known import KnownSteps, LoweredBatches
 from stagewright.time.collectives import messages_seconds
 from stagewright.time.columns.durations import Columns
 from stagewright.time.columns.meshes import AxisOrders, MeshColumns
+from stagewright.time.columns.row_kinds import Known, digest
 from stagewright.time.experts.beside import MOST_TOKENS
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.mixed_steps import beside_prompts, takes_prompts_tiles
@@ -209,46 +213,79 @@ class TimedBatches:
     step: ServingStep
     machine: Machine
     how: Execution
-    one: Mapping[BlockVariant, LoweredBlock]
-    """The kernels of each block with a single request."""
+    known: KnownSteps = field(default_factory=KnownSteps.none)
+    """Of other steps of this layout."""
     kept: Sequence[Sequence[KeptBlock]] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kept", [kept_blocks(stage) for stage in self.step.stages])
 
     @classmethod
-    def of(cls, run: Run, model: ModelConfig, machine: Machine, how: Execution) -> Self:
+    def of(
+        cls, run: Run, model: ModelConfig, machine: Machine, how: Execution, known: KnownSteps
+    ) -> Self:
         """The step of a resolved run; `machine` as it is without constants of inference."""
         refuse_unknown(run, model, how)
         check(run, model)
         step = ServingStep.of(run, model, {}, loads(run, model).sizes)
         machine = served_machine(run, model, machine, how.serving_engine)
-        few = BatchSums.of_equal_requests(run, model, *(np.array([n]) for n in (1, 1, 1)))
-        blocks = step.lower_blocks({k: int(n[0]) for k, n in few.sizes(run, model).items()})
-        found = cls(step, machine, how, blocks)
-        missing = missing_rates(found.assembly(blocks).program, machine.hardware)
+        found = cls(step, machine, how, known)
+        missing = missing_rates(found.one.program.program, machine.hardware)
         if not missing:
             return found
         hardware = machine.hardware.with_rates_of_bf16(missing)
         return replace(found, machine=replace(machine, hardware=hardware))
+
+    @cached_property
+    def one(self) -> LoweredBatches:
+        """The step with a single request."""
+        one = (np.array([n]) for n in (1, 1, 1))
+        return self.lowered(BatchSums.of_equal_requests(self.step.run, self.step.model, *one))
+
+    @cached_property
+    def durations(self) -> Known:
+        """What is known of kernels on the machine."""
+        return self.known.durations_on(self.machine.hardware)
 
     @property
     def routed(self) -> Routed | None:
         """How the engine sends tokens to experts; None: a copy for each expert."""
         return Routed.in_engine(self.step.run, self.step.model, self.how.serving_engine)
 
-    def numbers(self, sums: BatchSums, cases: Cases) -> Mapping[str, Any]:
-        """The sizes of batches as numbers that vary."""
+    def _extent(self, sums: BatchSums, cases: Cases) -> Extent:
+        """How large dims are, with numbers of all batches."""
         sizes = sums.sizes(self.step.run, self.step.model)
-        return {name: cases.varying(column) for name, column in sizes.items()}
+        numbers: dict[str, Any] = {name: cases.varying(column) for name, column in sizes.items()}
+        return self.step.extent(numbers)
 
-    def lowered(self, sums: BatchSums, cases: Cases) -> dict[BlockVariant, LoweredBlock]:
-        """The kernels of all blocks, with numbers of all batches."""
+    def lowered(self, sums: BatchSums) -> LoweredBatches:
+        """The step with numbers of all batches."""
+        step, known = self.step, self.known.lowered
+        sizes = sums.sizes(step.run, step.model)
+        key = self._lowered_by, digest([*sizes], *sizes.values())
+        if key not in known:
+            cases = Cases(len(sums))
+            extent = self._extent(sums, cases)
+            blocks = {
+                variant: lower_block(graph, step.run, step.mesh, extent, variant)
+                for variant, graph in step.graphs.items()
+            }
+            known[key] = LoweredBatches(blocks, self._assembly(blocks), cases)
+        return known[key]
+
+    @cached_property
+    def _lowered_by(self) -> Hashable:
+        """What kernels and programs of batches follow from, beside the batches and the model.
+
+        The requests of the run and what it computes of them are in its graphs and in batches.
+        """
         step = self.step
-        extent = step.extent(self.numbers(sums, cases))
-        return {v: lower_block(of, step.run, step.mesh, extent, v) for v, of in step.graphs.items()}
+        run = step.run.model_copy(update={"mode": "decode", "requests": None})
+        graphs = tuple((variant, graph.nodes) for variant, graph in step.graphs.items())
+        sizes, kept = tuple(step.sizes.items()), tuple(map(tuple, self.kept))
+        return run, step.plan, step.mesh, sizes, graphs, kept
 
-    def assembly(self, blocks: Mapping[BlockVariant, LoweredBlock]) -> Assembly:
+    def _assembly(self, blocks: Mapping[BlockVariant, LoweredBlock]) -> Assembly:
         """The program of the kept blocks."""
         placed = [
             [Placed(blocks[b.variant], b.layer, b.variant.name_at(b.layer)) for b in stage]
@@ -274,9 +311,10 @@ class TimedBatches:
             rest = chosen
             while len(rest):
                 # Kernels differ where few tokens go to some of a rank's experts only, for example.
-                of, cases = sums.take(rest), Cases(len(rest))
-                rows = self._rows(of, self.assembly(self.lowered(of, cases)))
-                alike = cases.alike
+                of = sums.take(rest)
+                lowered = self.lowered(of)
+                rows = self._rows(of, lowered.program)
+                alike = lowered.cases.alike
                 places.append(rest[alike])
                 parts.append([rank.take(alike) for rank in rows])
                 rest = rest[~alike]
@@ -292,7 +330,9 @@ class TimedBatches:
     def _rows(self, sums: BatchSums, made: Assembly) -> list[RankColumns]:
         program, run, machine = made.program, self.step.run, self.machine
         engine = self.how.serving_engine
-        columns = Columns(made.kernels, len(sums), machine.hardware, routed=self.routed)
+        columns = Columns(
+            made.kernels, len(sums), machine.hardware, self.durations, routed=self.routed
+        )
         axes = dict(self.step.mesh.axes)
         names = [*axes]
         meshes = MeshColumns(
@@ -321,14 +361,15 @@ class TimedBatches:
 
     def alone(self, variant: BlockVariant, place: int, sums: BatchSums) -> Float:
         """Seconds of a kernel of a block, alone: [batches]."""
-        step, made = self.step, self.one[variant].tasks[place].made[0]
+        step, made = self.step, self.one.blocks[variant].tasks[place].made[0]
         rules, found = kernel_rules(step.run), np.empty(len(sums))
         rest = np.arange(len(sums))
         while len(rest):
             cases = Cases(len(rest))
-            extent = step.extent(self.numbers(sums.take(rest), cases))
+            extent = self._extent(sums.take(rest), cases)
             kernel = kernel_that_makes(made, step.graphs[variant], extent, step.mesh, rules)
-            seconds = Columns([kernel], len(rest), self.machine.hardware).computed[0]
+            columns = Columns([kernel], len(rest), self.machine.hardware, self.durations)
+            seconds = columns.computed[0]
             found[rest[cases.alike]] = seconds[cases.alike]
             rest = rest[~cases.alike]
         return found
@@ -338,6 +379,6 @@ class TimedBatches:
         model, on = self.step.model, self.machine.hardware
         if not takes_prompts_tiles(model, on):
             return None
-        shape = self.one[variant].tasks[place].shape
+        shape = self.one.blocks[variant].tasks[place].shape
         sizes = {} if shape is None else shape.sizes()
         return beside_prompts({x: float(np.asarray(n).ravel()[0]) for x, n in sizes.items()}, on)

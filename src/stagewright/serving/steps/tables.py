@@ -202,26 +202,31 @@ def _grid(most: int) -> Int:
     return np.unique(np.concatenate([np.arange(1, FEW + 1), tiles, tiles + 1]))
 
 
-def table(
-    of: TimedBatches, most_tokens: int, most_logits: int, known: KnownTerms | None = None
-) -> StepTable:
-    """The table of a step; `known` are terms of other steps on the same machine."""
+class TableSize(NamedTuple):
+    """How far a table goes."""
+
+    tokens: int
+    logits: int
+
+
+def table(of: TimedBatches, most: TableSize, timed: TableSize) -> StepTable:
+    """The table of a step; as many batches are timed as for other steps of the layout, or more."""
     run, model = of.step.run, of.step.model
     probes, which = _probes(of)
-    grid = _grid(most_tokens)
+    grid, logits = (_grid(number) for number in timed)
     none, ones = np.zeros_like(grid), np.ones_like(grid)
-    logits = _grid(most_logits)
-    of_logits = BatchSums(
-        np.ones_like(logits), logits, logits,
-        dict.fromkeys(model.reaches, logits), dict.fromkeys(model.reaches, logits),
-    )  # fmt: skip
+    each = dict.fromkeys(model.reaches, logits)
+    of_logits = BatchSums(np.ones_like(logits), logits, logits, each, each)
     of_tokens = BatchSums.of_equal_requests(run, model, ones, none, grid)
     by_tokens, by_logits, probed = of.rows_of([of_tokens, of_logits, probes])
+    grid, logits = (_grid(number) for number in most)  # the first ones of those that are timed
+    by_tokens = [rank.take(np.arange(len(grid))) for rank in by_tokens]
+    by_logits = [rank.take(np.arange(len(logits))) for rank in by_logits]
     depends = [_depends(rank, which) for rank in probed]
     linear = [[_of_tokens(d) for d in rank] for rank in depends]
     heads = [[("logits", None) in d for d in rank] for rank in depends]
-    terms = _Terms(of, known or KnownTerms())
-    every = np.arange(most_tokens + 1)
+    terms = _Terms(of)
+    every = np.arange(most.tokens + 1)
     ranks: list[RankTable] = []
     chains: list[tuple[Chain, Float, Float, Int]] = []
     for nth, rank in enumerate(by_tokens):
@@ -240,7 +245,7 @@ def table(
         ranks.append(
             RankTable(
                 (),
-                np.interp(np.arange(most_logits + 1), logits, chain.copies @ of_head[chain.row]),
+                np.interp(np.arange(most.logits + 1), logits, chain.copies @ of_head[chain.row]),
                 np.interp(every, grid, rank.message),
             )
         )
@@ -316,15 +321,12 @@ def _longest(by_counts: Mapping[tuple[float, ...], Float], least: Float) -> list
     return [keys[n] for n in sorted(chosen)]
 
 
-class KnownTerms(dict[object, Term]):
-    """Terms by what they take with all probes: steps of decode and of prompts share most."""
-
-
 class _Terms:
     """The terms of a step, each found once."""
 
-    def __init__(self, of: TimedBatches, shared: KnownTerms) -> None:
-        self.of, self.shared = of, shared
+    def __init__(self, of: TimedBatches) -> None:
+        self.of = of
+        self.shared = of.known.terms_on(of.machine.hardware, of.step.run.kv_block_size)
         self.found: list[tuple[Term, Reach]] = []
         self.rows: list[TermRow] = []
         self.known: dict[object, int] = {}

@@ -91,10 +91,12 @@ class MeshColumns:
 
     @cached_property
     def content(self) -> bytes:
-        """What is equal for meshes in which groups lie alike on one machine."""
+        """What is equal for meshes in which groups lie alike, on machines with one network."""
         distinct, of = self._distinct
         names = None if self.orders is None else self.orders.names
-        found = blake2b(repr((names, [*self.sizes], self.program.mesh.mirror)).encode())
+        on = self.machine
+        network = on.tiers, on.algorithm, on.direct_all_reduce
+        found = blake2b(repr((names, [*self.sizes], self.program.mesh.mirror, network)).encode())
         found.update(distinct.tobytes() + of.tobytes())
         return found.digest()
 
