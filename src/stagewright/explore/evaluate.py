@@ -20,7 +20,9 @@ from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates, distinct
 from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks, occupancy
-from stagewright.explore.pipeline import order_of, rounds
+from stagewright.explore.pipeline import rounds
+from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
+from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.explore.steps import Lot, NeighbourMessages, Pipeline, StepColumns, steps
 from stagewright.explore.structures import (
     NUMBERS,
@@ -29,18 +31,13 @@ from stagewright.explore.structures import (
     microbatches_of,
     structures,
 )
-from stagewright.explore.templates import Kind, Parts, unlike
+from stagewright.explore.templates import Kind, unlike
 from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
-from stagewright.lower.frozen import mark_trained
-from stagewright.lower.recipe import recipe_of
-from stagewright.lower.variants import place_blocks, tie_tables
-from stagewright.model.config import ModelConfig
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.schedule.actions import Order
 from stagewright.schedule.in_flight import enough
 from stagewright.time.expense.power import watts_per_gpu
 from stagewright.time.experts.dispatch import Routed
@@ -71,9 +68,9 @@ class Evaluated(NamedTuple):
 
 def evaluate(candidates: Candidates) -> Evaluated:
     """The figures of candidates, in their order."""
-    grouped = structures(candidates)
-    left = [LeftOut(*refused) for refused in grouped.refused]
     work = _Evaluation(candidates)
+    grouped = structures(candidates, work.shared)
+    left = [LeftOut(*refused) for refused in grouped.refused]
     for structure in grouped.found:
         try:
             left += work.add(structure)
@@ -103,17 +100,6 @@ class _PlayedAlike(NamedTuple):
     """Their numbers among all candidates."""
 
 
-class PipelineShape(NamedTuple):
-    """A pipeline, whatever its microbatches."""
-
-    schedule: str
-    pp: int
-    vpp: int
-    group: int | None
-    layers: tuple[tuple[int, ...], ...]
-    """Of each variant, by stage."""
-
-
 class _JoinedTemplates:
     """The figures of several structures' templates behind each other, and who uses them."""
 
@@ -134,22 +120,12 @@ class _JoinedTemplates:
         self.batches.setdefault(shape, []).append(moved)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StagePlan:
-    """The blocks of a pipeline: which stage holds what."""
-
-    run: Run
-    order: Order
-    """With few microbatches."""
-    parts: Parts | None
-    layers: Int
-
-
 @dataclass(eq=False)
 class _Evaluation:
     """Lots of candidates by the pipeline that they are played in, and what has been found."""
 
     candidates: Candidates
+    shared: BySettingsRead = field(default_factory=BySettingsRead)
     tables: dict[object, _JoinedTemplates] = field(default_factory=dict[object, _JoinedTemplates])
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
     plans: dict[object, StagePlan] = field(default_factory=dict[object, StagePlan])
@@ -211,7 +187,7 @@ class _Evaluation:
                             (found.responses.form, key), _JoinedTemplates(machine)
                         )
                         mine_at = _PlayedAlike(of.index[some], batch[some], of.candidates[some])
-                        table.add(found, shape_of(plan), mine_at)
+                        table.add(found, plan.shape, mine_at)
         return left
 
     def _routed(self, own: Candidates, mine: Int, how: Execution) -> Routed | None:
@@ -255,7 +231,7 @@ class _Evaluation:
         rest = {n: v for n, v in values.items() if n not in (*NUMBERS, "global_batch_size")}
         key = *sorted(kind.items()), *sorted((n, repr(v)) for n, v in rest.items())
         if key not in self.plans:
-            self.plans[key] = stage_plan(own.run(row), self.candidates.model)
+            self.plans[key] = stage_plan(own.run(row), self.candidates.model, self.shared)
         return self.plans[key]
 
     # ---- steps -----------------------------------------------------------------------------------
@@ -312,12 +288,6 @@ class _Evaluation:
         )
 
 
-def shape_of(plan: StagePlan) -> PipelineShape:
-    """The shape of a plan's pipeline."""
-    run, layers = plan.run, tuple(tuple(of) for of in plan.layers.tolist())
-    return PipelineShape(str(run.schedule), run.pp, run.vpp, run.microbatch_group, layers)
-
-
 def _lots(
     shape: PipelineShape, machine: Machine, figures: TemplateFigures, every: _PlayedAlike
 ) -> Iterator[tuple[Pipeline, _PlacedLot]]:
@@ -367,14 +337,3 @@ def _global_batch(own: Candidates) -> Int:
         return given
     size = own.numbers("micro_batch_size") * own.numbers("dp")
     return np.where(given == ABSENT, size * microbatches_of(own), given)
-
-
-def stage_plan(run: Run, model: ModelConfig) -> StagePlan:
-    """Which stage holds what, of a run that is not resolved, with as few microbatches as it may."""
-    run = run.model_copy(update={"global_batch_size": None}).resolved(model)
-    order = order_of(str(run.schedule), run.pp, run.microbatches, run.vpp, run.microbatch_group)
-    placed = tie_tables(place_blocks(run, model), order, model)
-    stages = mark_trained(placed, run, model, recipe_of(run, model))
-    parts = Parts.of(stages)
-    none = np.zeros((0, 0), dtype=np.int64)
-    return StagePlan(run, order, parts, none if parts is None else parts.counts(stages))

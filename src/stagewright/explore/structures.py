@@ -18,11 +18,12 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates
-from stagewright.explore.pipeline import order_of
+from stagewright.explore.shared.plans import pipeline_blocks
+from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.graph.node import Graph, Node
 from stagewright.lower.assembly.lowered_block import LoweredBlock
 from stagewright.lower.kernels.kernel import Kernel
-from stagewright.lower.training import STAGES, TrainingStep, stages_of
+from stagewright.lower.training import STAGES, TrainingStep
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
@@ -164,8 +165,12 @@ def supported(run: Run, model: ModelConfig) -> str:
     return ""
 
 
-def structures(candidates: Candidates) -> Structures:
-    """Candidates grouped by structure, each structure with its blocks in columns."""
+def structures(candidates: Candidates, shared: BySettingsRead | None = None) -> Structures:
+    """Candidates grouped by structure, each structure with its blocks in columns.
+
+    `shared`: what was made of other runs of the same model.
+    """
+    shared = shared or BySettingsRead()
     found: list[Structure] = []
     refused: list[Refused] = []
     for members in _alike_but_for_numbers(candidates):
@@ -173,14 +178,14 @@ def structures(candidates: Candidates) -> Structures:
         if why:
             refused.append(Refused(members, why, possible=True))
             continue
-        there, variants = _variants(candidates, members, refused)
+        there, variants = _variants(candidates, members, refused, shared)
         if len(there):
             _SameButNumbers(candidates, there, variants).add_to(found, refused)
     return Structures(found, refused)
 
 
 def _variants(
-    candidates: Candidates, members: Int, refused: list[Refused]
+    candidates: Candidates, members: Int, refused: list[Refused], shared: BySettingsRead
 ) -> tuple[Int, list[BlockVariant]]:
     """The distinct blocks of all pipelines of some candidates, without those that cannot be."""
     own = candidates.take(members)
@@ -191,15 +196,12 @@ def _variants(
     for nth, first in enumerate(pipelines.first):
         try:
             run = _with_few_microbatches(own.run(int(first)), own.model, several=several)
-            order = order_of(
-                str(run.schedule), run.pp, run.microbatches, run.vpp, run.microbatch_group
-            )
-            stages = stages_of(run, own.model, order)
+            _, blocks = pipeline_blocks(run, own.model, shared)
         except UserError as error:
             there &= pipelines.of != nth
             refused.append(Refused(members[pipelines.of == nth], str(error), possible=False))
             continue
-        variants |= dict.fromkeys(variant for stage in stages for variant, _ in stage)
+        variants |= dict.fromkeys(blocks.variants)
     return members[there], [*variants]
 
 

@@ -20,7 +20,7 @@ from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.frozen import count, mark_trained
+from stagewright.lower.frozen import count, mark_trained, trains_all
 from stagewright.lower.habits import Habits
 from stagewright.lower.kernels.extent import Extent, OwnRows, extent_of
 from stagewright.lower.parameters import parameters
@@ -147,7 +147,7 @@ def order_of(run: Run) -> Order:
 def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVariant]]:
     """The blocks of each stage of a resolved run, with what of each block trains."""
     tied = tie_tables(place_blocks(run, model), order, model)
-    return mark_trained(tied, run, model, recipe_of(run, model))
+    return tied if trains_all(run) else mark_trained(tied, run, model, recipe_of(run, model))
 
 
 def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:

@@ -39,15 +39,11 @@ from stagewright.explore.bounding.stages import (
 from stagewright.explore.bounding.weights import StageWeights
 from stagewright.explore.bounding.zero import Moved, ShardedStates
 from stagewright.explore.candidates import HARDWARE, Candidates, Distinct
-from stagewright.explore.evaluate import (
-    PipelineShape,
-    StagePlan,
-    machines_of,
-    shape_of,
-    stage_plan,
-)
+from stagewright.explore.evaluate import machines_of
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Responses, response
+from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
+from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.explore.structures import NUMBERS, PIPELINE, microbatches_of, structures
 from stagewright.explore.templates import Kind, unlike
 from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
@@ -167,6 +163,7 @@ class _Relaxation:
             self.bandwidth[mine] = 1e9 * reached
         self.states = ShardedStates.of_candidates(candidates)
         self.relaxed = relaxed(self.rows)
+        self.shared = BySettingsRead()
         self.plans: list[StagePlan | None] = []
 
     def bound(self, found: CandidateBounds) -> None:
@@ -201,7 +198,7 @@ class _Relaxation:
         one = {} if of.model.num_experts else {"dp": 1}
         for row in alike.first.tolist():
             try:
-                plan = stage_plan(of.run(row).model_copy(update=one), of.model)
+                plan = stage_plan(of.run(row).model_copy(update=one), of.model, self.shared)
                 usable = not unlike(plan.run, plan.order, plan.parts)
                 self.plans.append(plan if usable else None)
             except UserError:
@@ -217,7 +214,7 @@ class _Relaxation:
         if not users:
             return tables
         first = np.array([int(rows[0]) for rows in users])
-        for structure in structures(self.relaxed.take(first)).found:
+        for structure in structures(self.relaxed.take(first), self.shared).found:
             templates = Templates(structure)
             timings: dict[int, MachineTiming] = {}
             members: list[int] = structure.candidates.tolist()
@@ -237,7 +234,7 @@ class _Relaxation:
                 except UserError:  # columns leave these, too
                     continue
                 table = tables.setdefault(figures.responses.form, _SharedFigures.none())
-                table.add(figures, shape_of(plan), tuples[of_kind], some)
+                table.add(figures, plan.shape, tuples[of_kind], some)
         return tables
 
     def _rows_by_relaxed(self, plan_of: Int) -> list[Int]:

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.explore.evaluate import PipelineShape
 from stagewright.explore.memory import Occupancy, occupancy_of_ends, occupancy_of_forwards
 from stagewright.explore.pipeline import order_of
+from stagewright.explore.shared.plans import PipelineShape
 from stagewright.explore.templates import FIRST, LAST, MIDDLE, ONLY
 from stagewright.schedule.in_flight import enough
 from stagewright.schedule.places import places
