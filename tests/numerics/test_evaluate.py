@@ -151,3 +151,11 @@ def test_stages_of_one_layer_with_transfers_in_every_microbatch():
     for row in rows:
         base = {"layers": row.pop("layers"), "seq_length": 2048, "global_batch_size": 64}
         assert np.abs(gaps(candidates([row], model="llama3-8b", **base))).max() < 1e-3
+
+
+def test_sums_that_a_product_makes_hold_nothing():
+    of = candidates([{"tp": 4}], model="llama3-8b", layers=4, vocab=1024, seq_length=1024, pp=2,
+                    micro_batch_size=8, global_batch_size=16, sequence_parallel=True,
+                    schedule="zb-h1")  # fmt: skip
+    alone = simulate(compile(of.run(0), of.model), of.machine(0), of.execution(0))
+    assert evaluate(of).figures.peak.tolist() == [alone.fit.peak]

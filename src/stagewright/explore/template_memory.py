@@ -28,10 +28,12 @@ from stagewright.schedule.in_flight import (
     STEP,
     WEIGHT_HALF,
 )
+from stagewright.time.cost import needless
 
 Spot = tuple[str, int, int]
 """Where in a step: in the first or in the last layer of a variant (`first`, `last`, its number, and
-which of two actions that overlap), or before, between or after all layers."""
+which of two actions that overlap), or before, between or after all layers. Rows that take no time
+hold nothing: what is freed behind them is gone when what they make is there."""
 NOWHERE: Spot = ("", 0, 0)
 """The place of what is held at no place of an action."""
 KEPT, HALVED, HELD, UPDATED = "kept", "halved", "held", "updated"
@@ -128,6 +130,7 @@ class TemplateRank:
         self.rank, self.sizes = rank, sizes
         self.kinds = template.kind_of
         self.live = _Live(rank, sizes.of(rank), len(sizes.rows))
+        self.runs = ~needless(rank.of.tasks)
         rows = rank.rows
         self.actions = rows.actions
         self.begin = [int(b) for b in rows.begin]
@@ -282,9 +285,10 @@ class TemplateRank:
         else:
             spots["before", 0, 0] = mine & (layer < 0)
         total = held.sum(axis=1)
+        runs = self.runs[begin : begin + len(held)]
         found: dict[tuple[str, Spot], Float] = {}
         for spot, there in spots.items():
-            rows = np.flatnonzero(there)
+            rows = np.flatnonzero(there & runs)
             if len(rows):
                 most = rows[total[rows].argmax(axis=0)]
                 found[moment, spot] = held[most, :, np.arange(held.shape[2])].T

@@ -33,7 +33,12 @@ from stagewright.time.experts.kernels import (
     trains,
     weighed_within,
 )
-from stagewright.time.fused_products import with_fused_products, within_products
+from stagewright.time.fused_products import (
+    joint_rows,
+    needless_sums,
+    with_fused_products,
+    within_products,
+)
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, Placement, placements, tier_of
 from stagewright.time.roofline import (
@@ -173,6 +178,16 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
     if tasks.duration is not None:  # a measured duration replaces the computed one
         seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
     return seconds
+
+
+def needless(tasks: Tasks) -> Bool:
+    """Which kernels take no time on any machine: other kernels do their work."""
+    found = weighed_within(tasks)
+    if trains(tasks):
+        found |= within_products(tasks)
+    sums = needless_sums(tasks, joint_rows(tasks))
+    found[sums.rows[sums.none]] = True
+    return found
 
 
 def _unique(
