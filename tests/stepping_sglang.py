@@ -60,10 +60,12 @@ class SGLangStepping(Stepping):
         self.first = min(0.7 * rules.schedule_conservativeness, 1.0)
         self.ratio = self.first
         self.filled = {}  # tokens of each request's last prefill
+        self.counter, self.mode = 0, None  # SchedulerRecvSkipper
 
     def carry_out(self, batch, begin, end, seen):
         held = self.pool.size - len(self.pool.queue)
-        self.steps.append((begin, end, len(self.waiting), len(self.running), held, seen))
+        waiting = len(self.waiting) + sum(r.arrival <= seen for r in self.todo)
+        self.steps.append((begin, end, waiting, len(self.running), held, seen))
         self.now = end
         for request, n in batch:
             request.computed += n
@@ -88,7 +90,20 @@ class SGLangStepping(Stepping):
         """Tokens that are free or can be evicted."""
         return len(self.pool.queue) * self.size
 
-    def schedule(self):  # get_next_batch_to_run
+    def come(self, seen):
+        """`recv_requests`: what has come is received where the counter reaches the interval."""
+        self.counter += 1 if self.mode == "decode" else 1000
+        idle = not self.running and not self.waiting  # the loop goes round until it receives
+        if idle or self.counter >= self.rules.scheduler_recv_interval:
+            self.counter = 0
+            super().come(seen)
+
+    def schedule(self):
+        batch = self.get_next_batch_to_run()
+        self.mode = "extend" if any(not r.decodes for r, _ in batch) else "decode"
+        return batch
+
+    def get_next_batch_to_run(self):
         self.merge()
         if not self.batch:
             self.full = False

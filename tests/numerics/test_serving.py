@@ -203,6 +203,7 @@ def drawn_sglang(draw: random.Random):
         enable_mixed_chunk=draw.random() < 0.4,
         ignore_eos=draw.random() < 0.3,
         async_scheduling=draw.random() < 0.5,
+        scheduler_recv_interval=draw.choice((1, 1, 2, 5, 30)),
     )
 
 

@@ -87,14 +87,15 @@ class SGLang:
             return self._schedule(engine)
         every, since = self.scheduler_recv_interval, engine.step - self._received
         late: list[int] = []
-        if self._prompts or not engine.decoding or since % every == 0:
+        idle = not engine.running and not self._known
+        if self._prompts or idle or since % every == 0:
             self._received, since = engine.step, 0
         else:
             late = [engine.waiting.pop() for _ in range(len(engine.waiting) - self._known)]
         found = self._schedule(engine)
         self._known, self._prompts = len(engine.waiting), bool(found.chunks)
         engine.waiting.extend(reversed(late))
-        if since % every:
+        if since % every or not found.open:  # asked again where requests are received next
             return found._replace(repeats=min(found.repeats, every - since % every), open=False)
         return found
 
