@@ -23,7 +23,7 @@ from stagewright.explore.memory import Peaks, occupancy
 from stagewright.explore.pipeline import rounds
 from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.settings_read import BySettingsRead
-from stagewright.explore.steps import Lot, NeighbourMessages, Pipeline, StepColumns, steps
+from stagewright.explore.steps import Lot, Pipeline, StepColumns, steps
 from stagewright.explore.structures import (
     NUMBERS,
     PIPELINE,
@@ -39,6 +39,7 @@ from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.in_flight import enough
+from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.expense.power import watts_per_gpu
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
@@ -241,9 +242,10 @@ class _Evaluation:
         lots: dict[Pipeline, list[_PlacedLot]] = {}
         for table in self.tables.values():
             figures = TemplateFigures.concatenated(table.parts)
+            timed_as = figures.responses.classes
             for shape, batches in table.batches.items():
                 every = _PlayedAlike(*map(np.concatenate, zip(*batches, strict=True)))
-                for pipeline, lot in _lots(shape, table.machine, figures, every):
+                for pipeline, lot in _lots(shape, table.machine, figures, timed_as, every):
                     lots.setdefault(pipeline, []).append(lot)
                 self._remember(shape, figures.peaks, every)
         for pipeline, some in lots.items():
@@ -289,7 +291,11 @@ class _Evaluation:
 
 
 def _lots(
-    shape: PipelineShape, machine: Machine, figures: TemplateFigures, every: _PlayedAlike
+    shape: PipelineShape,
+    machine: Machine,
+    figures: TemplateFigures,
+    timed_as: Int,
+    every: _PlayedAlike,
 ) -> Iterator[tuple[Pipeline, _PlacedLot]]:
     """Candidates of one pipeline by the microbatches that are played of them."""
     schedule, pp, vpp, group, by_variant = shape
@@ -298,13 +304,13 @@ def _lots(
     more = np.array([plan.more for plan in plans])
     layers = np.array(by_variant, dtype=np.int64)
     for played, before in sorted({(plan.played, plan.before) for plan in plans}):
-        alike = np.array([(plan.played, plan.before) == (played, before) for plan in plans])
-        mine = np.flatnonzero(alike[of_row])
+        these = np.array([(plan.played, plan.before) == (played, before) for plan in plans])
+        mine = np.flatnonzero(these[of_row])
         tuples = every.tuples[mine]
         own = figures.message[tuples], figures.stride[tuples], figures.beyond[tuples]
         messages = NeighbourMessages(*own, pp, machine)
         microbatches, rest = every.microbatches[mine], more[of_row[mine]]
-        lot = Lot(figures.responses, tuples, layers, microbatches, rest, messages)
+        lot = Lot(figures.responses, tuples, timed_as[tuples], layers, microbatches, rest, messages)
         yield Pipeline(schedule, pp, vpp, group, played, before), _PlacedLot(lot, every.at[mine])
 
 

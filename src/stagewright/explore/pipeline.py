@@ -192,6 +192,12 @@ def _steps(order: Order) -> tuple[_OrderedStep, ...]:
     return tuple(found)
 
 
+def ways(order: Order) -> frozenset[tuple[int, int]]:
+    """The pairs of ranks between which messages are waited for: from one, by the other."""
+    every = (message for step in _steps(order) for message in step.messages)
+    return frozenset((each.source, each.target) for each in every if each is not None)
+
+
 def once_per_step(steps: Iterable[ScheduleStep]) -> set[Action]:
     """The actions of a rank that do what happens once per step: the first forward of each stage and
     its last backward."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, distinct_columns
+from stagewright.arrays import Float, Int, distinct_columns, distinct_rows
 from stagewright.explore.actions import (
     INPUTS,
     NEVER,
@@ -52,15 +52,21 @@ class LinearRows:
     few: Mapping[tuple[float, ...], Float] = field(default_factory=dict[tuple[float, ...], Float])
     """As the base, by other layers of each variant (`templates.Kind.few`)."""
 
-    def at(self, layers: Float) -> Float:
-        """[rows, cases]: with so many layers of each variant."""
+    def at(self, cases: Int, layers: Float, rows: slice) -> Float:
+        """[rows, cases]: some rows of some cases, with so many layers of each variant."""
         counts: list[float] = layers.tolist()
         few = at_most(counts)
-        found, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
-        for each, count, own in zip(self.more, counts, has, strict=True):
+        base, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
+        found = base[rows].take(cases, axis=1)
+        for more, count, own in zip(self.more, counts, has, strict=True):
             if count != own:
-                found = found + each * (count - own)
+                found += more[rows].take(cases, axis=1) * (count - own)
         return found
+
+    def classes(self, rows: slice) -> Int:
+        """Numbers of cases, equal where these rows are, whatever the layers: [cases]."""
+        every = [self.base, *self.more, *self.few.values()]
+        return distinct_columns(np.concatenate([each[rows] for each in every]))[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +78,9 @@ class LinearResponse:
     of: Int
     """Which case each tuple has: [tuples]."""
 
-    def at(self, tuples: Int, layers: Float) -> Float:
+    def at(self, tuples: Int, layers: Float, rows: slice) -> Float:
         """[rows, candidates]: of some tuples, with so many layers of each variant."""
-        return self.cases.at(layers)[:, self.of[tuples]]
+        return self.cases.at(self.of[tuples], layers, rows)
 
 
 def response(rows: Float) -> Response:
@@ -142,30 +148,37 @@ class Responses:
         }
         return cls(actions, tails, axes)
 
-    def moments(self, rows: Float) -> Float:
+    @property
+    def moments(self) -> slice:
         """The rows that are those of a response (`response`)."""
-        return rows[: len(rows) - SUMS - len(self.axes)]
+        return slice(0, -SUMS - len(self.axes))
 
-    def sums(self, rows: Float) -> Float:
+    @property
+    def sums(self) -> slice:
         """The other rows (`SUMS`)."""
-        return rows[len(rows) - SUMS - len(self.axes) :]
+        return slice(-SUMS - len(self.axes), None)
 
-    def at(self, kind: StepKind, complete: bool, tuples: Int, layers: Int) -> Float:
-        """The rows of a step by the kinds of its stages: [rows, candidates].
+    @property
+    def classes(self) -> Int:
+        """Numbers of tuples, equal where the moments of all actions are: [tuples]."""
+        every = self.actions.values()
+        return distinct_rows([of.cases.classes(self.moments)[of.of] for of in every])[1]
+
+    def at(self, kind: StepKind, complete: bool, tuples: Int, layers: Int, rows: slice) -> Float:
+        """Rows of a step by the kinds of its stages, `moments` or `sums`: [rows, candidates].
 
         `layers` are those of each variant on the stage of each action: [variants, actions].
         """
-        of = self.of(kind, complete)
-        found = of.at(tuples, layers.mean(axis=1))
+        found = self.of(kind, complete).at(tuples, layers.mean(axis=1), rows)
         if len(kind) > 1 and (layers[:, 0] != layers[:, 1]).any():
             # Templates of pairs have equal stages: a layer more here and less there is what the
-            # actions alone have of it.
-            forward, backward = (self._layers(stage, letter, tuples) for stage, letter in kind)
+            # actions alone have of it: until the last kernel ends, and of each sum.
+            own = slice(0, 1) if rows == self.moments else rows
+            forward, backward = (self._layers(stage, letter, tuples, own) for stage, letter in kind)
             apart = (layers[:, 0] - layers[:, 1]) / 2
-            alone = np.tensordot(apart, forward - backward, axes=1)
-            moments, sums = self.moments(found), self.sums(found)
-            moments += np.where(moments > NEVER / 2, alone[0], 0.0)
-            sums += alone[1:]
+            found += np.where(
+                found > NEVER / 2, np.tensordot(apart, forward - backward, axes=1), 0.0
+            )
         return found
 
     def of(self, kind: StepKind, complete: bool) -> LinearResponse:
@@ -173,12 +186,10 @@ class Responses:
         found = self.actions.get((kind, complete))
         return self.actions[kind, False] if found is None else found
 
-    def _layers(self, stage: int, letter: str, tuples: Int) -> Float:
-        """What one layer more of each variant adds to an action: the seconds until its last kernel
-        ends, and its sums: [variants, rows, tuples]."""
+    def _layers(self, stage: int, letter: str, tuples: Int, rows: slice) -> Float:
+        """What a layer more of each variant adds to rows of an action: [variants, rows, tuples]."""
         whole = ((stage, letter),) in {kind for kind, _ in self.actions}
         parts = [self.of(((stage, x),), False) for x in (letter if whole else "IW")]
-        rows = [0, *range(-SUMS - len(self.axes), 0)]
         return np.sum([of.cases.more[:, rows][:, :, of.of[tuples]] for of in parts], axis=0)
 
 

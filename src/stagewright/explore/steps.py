@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Float, Int, distinct_rows
 from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES, StepKind
 from stagewright.explore.pipeline import (
     Effect,
@@ -20,14 +20,14 @@ from stagewright.explore.pipeline import (
     play,
     slowest_loop,
     step_counts,
+    ways,
 )
-from stagewright.explore.responses import SUMS, RankTail, Responses, response
+from stagewright.explore.responses import SUMS, Responses, response
 from stagewright.explore.templates import Kinds
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import places
-from stagewright.time.collectives import messages_seconds
+from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.expense.power import RUNNING_FRACTION
-from stagewright.time.network import Machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,11 @@ class Pipeline:
         """The kinds of its stages and ranks."""
         return Kinds.of(self.order(self.played))
 
+    @property
+    def ways(self) -> frozenset[tuple[int, int]]:
+        """The pairs of ranks between which messages are waited for."""
+        return ways(self.order(self.played))
+
     def counts(self) -> tuple[StepCounts, ...]:
         """Steps of each kind by rank, of the microbatches that are played."""
         return step_counts(self.order(self.played))
@@ -63,45 +68,6 @@ class Pipeline:
         return [{of: n - before.get(of, 0) for of, n in now.items()} for now, before in pairs]
 
 
-class NeighbourMessages(NamedTuple):
-    """Messages between neighbouring ranks of pipelines."""
-
-    size: Float
-    """Bytes: [configurations]."""
-    stride: Int
-    """Distance between the ranks of two neighbouring stages: [configurations]."""
-    beyond: Int
-    """Ranks of a stage along axes slower than the pipeline's: [configurations]."""
-    pp: int
-    machine: Machine
-
-    def seconds(self, a: int, b: int) -> Float:
-        """Seconds of a message from rank `a` of the pipeline to rank `b`: [configurations]."""
-        found = messages_seconds(self.size, 0, self.machine)
-        if a == b:
-            return 0 * found
-        block = 1
-        for level, tier in enumerate(self.machine.tiers[:-1], 1):
-            block *= tier.size
-            crosses = self._crosses(min(a, b), max(a, b), block)
-            found = np.where(crosses, messages_seconds(self.size, level, self.machine), found)
-        return found
-
-    def _crosses(self, low: int, high: int, block: int) -> Bool:
-        """Whether some of the ranks of two stages are in different blocks: [configurations]."""
-        stride, whole = self.stride, self.pp * self.stride
-        if high > low + 1:
-            return (whole > block) | ((self.beyond > 1) & (block % whole != 0))
-        found = np.zeros(len(stride), dtype=bool)
-        # Where pipelines fill whole blocks, all lie as the first ones do.
-        alike = np.where(whole % block == 0, 1, np.minimum(self.beyond, block))
-        for nth in range(int(alike.max(initial=1))):
-            at = low * stride + nth * whole
-            border = (at // block + 1) * block
-            found |= (border < at + 2 * stride) & (nth < alike)
-        return found
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Lot:
     """Configurations of one structure on one machine that are played together."""
@@ -109,12 +75,29 @@ class Lot:
     responses: Responses
     tuples: Int
     """Which numbers of the structure each has: [configurations]."""
+    timed_as: Int
+    """Equal where the actions take the same time (`Responses.classes`): [configurations]."""
     layers: Int
     """Of each variant on each stage: [variants, stages]."""
     microbatches: Int
     more: Float
     """Rounds that are added to those that are played: [configurations]."""
     messages: NeighbourMessages
+
+    def distinct(self, ways: Collection[tuple[int, int]]) -> _DistinctLot:
+        """The configurations whose actions and messages on these ways take other times."""
+        first, of = distinct_rows([self.timed_as, self.messages.classes(ways)])
+        own = self.tuples[first], self.timed_as[first], self.layers
+        numbers = self.microbatches[first], self.more[first]
+        return _DistinctLot(Lot(self.responses, *own, *numbers, self.messages.take(first)), of)
+
+
+class _DistinctLot(NamedTuple):
+    """Configurations whose actions take other times, and those of a lot that each stands for."""
+
+    lot: Lot
+    of: Int
+    """Which of these each configuration is played as: [configurations]."""
 
 
 class StepColumns(NamedTuple):
@@ -161,13 +144,35 @@ def _continued(played: _PlayedLots, nth: int, now: _Ends, before: _Ends) -> Floa
     return np.maximum(now.whole + lot.more * np.maximum(period, 0.0), launched)
 
 
+class _RankGroup(NamedTuple):
+    """Ranks that do the same after all actions."""
+
+    kind: int
+    held: Float
+    """Layers of each variant that each of them has."""
+    ranks: list[int]
+
+
+class _CountedStep(NamedTuple):
+    """How often a step occurs on all ranks."""
+
+    step: StepKind
+    complete: bool
+    played: int
+    added: int
+    """By each round that is added."""
+
+
 class _PlayedLots:
-    """Configurations in lots, played together."""
+    """Configurations in lots, played together: those that are played alike, once."""
 
     def __init__(self, of: Pipeline, lots: Sequence[Lot]) -> None:
         self.of, self.lots = of, lots
         self.kinds = of.kinds
-        self.edges = np.cumsum([0, *(len(lot.tuples) for lot in lots)])
+        distinct = [lot.distinct(of.ways) for lot in lots]
+        self.few = [each.lot for each in distinct]
+        self.each = [each.of for each in distinct]
+        self.edges = np.cumsum([0, *(len(lot.tuples) for lot in self.few)])
         self._rows: list[dict[tuple[object, ...], Float]] = [{} for _ in lots]
         self._effects: dict[tuple[object, ...], Effect] = {}
 
@@ -177,21 +182,22 @@ class _PlayedLots:
         """What the actions of a stage are the same for, in one lot."""
         return self.kinds.stage(stage), tuple(self.lots[nth].layers[:, stage].tolist())
 
-    def _step(self, nth: int, step: StepKind, complete: bool) -> Float:
-        """The rows of a step (`responses.LinearResponse`) for a lot: [rows, configurations]."""
-        lot = self.lots[nth]
-        key = *((self._key(nth, stage), letter) for stage, letter in step), complete
-        if key not in self._rows[nth]:
-            kind = tuple((self.kinds.stage(stage), letter) for stage, letter in step)
-            layers = lot.layers[:, [stage for stage, _ in step]]
-            self._rows[nth][key] = lot.responses.at(kind, complete, lot.tuples, layers)
-        return self._rows[nth][key]
+    def _step(self, lot: Lot, step: StepKind, complete: bool, rows: slice) -> Float:
+        """Rows of a step (`responses.LinearResponse`) for a lot: [rows, configurations]."""
+        kind = tuple((self.kinds.stage(stage), letter) for stage, letter in step)
+        layers = lot.layers[:, [stage for stage, _ in step]]
+        return lot.responses.at(kind, complete, lot.tuples, layers, rows)
 
     def _moments(self, nth: int, step: StepKind, complete: bool) -> Float:
-        return self.lots[nth].responses.moments(self._step(nth, step, complete))
+        """The rows of a step's response: [rows, distinct configurations of a lot]."""
+        key = *((self._key(nth, stage), letter) for stage, letter in step), complete
+        if key not in self._rows[nth]:
+            lot = self.few[nth]
+            self._rows[nth][key] = self._step(lot, step, complete, lot.responses.moments)
+        return self._rows[nth][key]
 
     def _given(self, step: StepKind, complete: bool) -> Effect:
-        lots = range(len(self.lots))
+        lots = range(len(self.few))
         of = tuple((tuple(self._key(nth, stage) for nth in lots), letter) for stage, letter in step)
         key = of, complete
         if key not in self._effects:
@@ -200,23 +206,36 @@ class _PlayedLots:
         return self._effects[key]
 
     def _message(self, a: int, b: int) -> Float:
-        return np.concatenate([lot.messages.seconds(a, b) for lot in self.lots])
+        return np.concatenate([lot.messages.seconds(a, b) for lot in self.few])
 
     def ends(self, microbatches: int) -> list[_Ends]:
         """The ends of steps of so many microbatches, by lot."""
         found = play(self.of.order(microbatches), self._given, self._message)
         result: list[_Ends] = []
-        for nth in range(len(self.lots)):
+        for nth in range(len(self.few)):
             mine = slice(int(self.edges[nth]), int(self.edges[nth + 1]))
             ends = [RankEnd(*(column[mine] for column in rank)) for rank in found.ranks]
-            actions = _latest([of.gpu for of in ends])
+            actions = _latest([of.gpu for of in ends])[self.each[nth]]
             result.append(_Ends(self._end(nth, ends), actions))
         return result
+
+    def _times(self, nth: int) -> list[_CountedStep]:
+        """How often the distinct steps of a lot occur."""
+        found: dict[tuple[object, ...], _CountedStep] = {}
+        for counts, added in zip(self.of.counts(), self.of.added(), strict=True):
+            for (step, complete), count in counts.items():
+                key = *((self._key(nth, stage), letter) for stage, letter in step), complete
+                before = found.get(key, _CountedStep(step, complete, 0, 0))
+                more = added.get((step, complete), 0)
+                found[key] = before._replace(
+                    played=before.played + count, added=before.added + more
+                )
+        return [*found.values()]
 
     def pace(self, nth: int) -> tuple[Float, Float]:
         """Seconds that a microbatch adds to many, at least: those of the busiest rank; and those of
         its host, or of its communication along dp."""
-        pp, lot = self.of.pp, self.lots[nth]
+        pp, lot = self.of.pp, self.few[nth]
         zero = np.zeros(len(lot.tuples))
         both: list[Float] = []
         beside: list[Float] = []
@@ -229,10 +248,11 @@ class _PlayedLots:
             both.append(sum((n * of.gpu[GPU] for n, of in every), zero))
             beside.append(sum((n * np.maximum(of.host[HOST], 0) for n, of in every), zero))
             beside.append(sum((n * np.maximum(of.aside[ASIDE], 0) for n, of in every), zero))
-        if self.of.schedule != "1f1b":
-            return _latest(both), _latest(beside)
-        there = [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
-        return slowest_loop(both, there), _latest(beside)
+        pace, host = _latest(both), _latest(beside)
+        if self.of.schedule == "1f1b":
+            there = [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
+            pace = slowest_loop(both, there)
+        return pace[self.each[nth]], host[self.each[nth]]
 
     # ---- after all actions -----------------------------------------------------------------------
 
@@ -242,67 +262,78 @@ class _PlayedLots:
         found = places(self.of.order(self.of.played))
         return [[p.stage for p in found if p.rank == rank] for rank in range(self.of.pp)]
 
-    def _tail(self, nth: int, rank: int) -> RankTail:
-        return self.lots[nth].responses.tails[self.kinds.rank(rank)]
+    def _groups(self, nth: int) -> list[_RankGroup]:
+        """The ranks of a lot's pipelines."""
+        found: dict[tuple[int, bytes], _RankGroup] = {}
+        for rank in range(self.of.pp):
+            held = self.lots[nth].layers[:, self._held[rank]].sum(axis=1).astype(np.float64)
+            kind = self.kinds.rank(rank)
+            group = found.setdefault((kind, held.tobytes()), _RankGroup(kind, held, []))
+            group.ranks.append(rank)
+        return [*found.values()]
 
-    def _sections(self, nth: int, rank: int) -> list[Float]:
-        """The rows of what a rank does after all actions, by section."""
+    def _section(self, nth: int, of: _RankGroup, number: int, rows: slice) -> Float:
+        """Rows of a section of what ranks do after all actions: [rows, configurations]."""
         lot = self.lots[nth]
-        held = lot.layers[:, self._held[rank]].sum(axis=1)
-        kind = self.kinds.rank(rank)
-        found: list[Float] = []
-        for n, section in enumerate(self._tail(nth, rank).sections):
-            key = kind, tuple(held.tolist()), n
-            if key not in self._rows[nth]:
-                self._rows[nth][key] = section.at(lot.tuples, held)
-            found.append(self._rows[nth][key])
-        return found
+        section = lot.responses.tails[of.kind].sections[number]
+        return section.at(lot.tuples, of.held, rows)
 
-    def _end(self, nth: int, state: list[RankEnd]) -> Float:
-        """The end of the last task of all ranks, given when they are done with all actions."""
-        lot, ranks = self.lots[nth], range(self.of.pp)
-        sections = [self._sections(nth, rank) for rank in ranks]
-        meetings = [self._tail(nth, rank).meetings for rank in ranks]
+    def _end(self, nth: int, ends: list[RankEnd]) -> Float:
+        """The end of the last task of all ranks, given when they are done with all actions.
+
+        Of ranks that do the same the latest of each moment decides.
+        """
+        lot, each, groups = self.lots[nth], self.each[nth], self._groups(nth)
+        moments = lot.responses.moments
+        meetings = [lot.responses.tails[of.kind].meetings for of in groups]
+        state = [
+            RankEnd(*(_latest(every)[each] for every in zip(*of, strict=True)))
+            for of in ([ends[rank] for rank in group.ranks] for group in groups)
+        ]
         last = [np.maximum(of.gpu, of.aside) for of in state]
-        reached = [0] * self.of.pp
-        for rank in ranks:
-            section = lot.responses.moments(sections[rank][0])
-            state[rank], last[rank] = _after(state[rank], section, last[rank])
+        reached = [0] * len(groups)
+        for own, group in enumerate(groups):
+            section = self._section(nth, group, 0, moments)
+            state[own], last[own] = _after(state[own], section, last[own])
         for meeting in max(meetings, key=len):
             met = [
-                rank for rank in ranks
-                if reached[rank] < len(meetings[rank])
-                and meetings[rank][reached[rank]].slot == meeting.slot
+                own for own in range(len(groups))
+                if reached[own] < len(meetings[own])
+                and meetings[own][reached[own]].slot == meeting.slot
             ]  # fmt: skip
             ready = [
-                np.maximum(state[rank].gpu, state[rank].aside) if meeting.aside else state[rank].gpu
-                for rank in met
+                np.maximum(state[own].gpu, state[own].aside) if meeting.aside else state[own].gpu
+                for own in met
             ]
             took = meeting.seconds
             at = _latest(ready) + (took[lot.tuples] if len(took) > 1 else took)
-            for rank in met:
-                reached[rank] += 1
-                after = state[rank]._replace(gpu=at)
-                section = lot.responses.moments(sections[rank][reached[rank]])
-                state[rank], last[rank] = _after(after, section, last[rank])
+            for own in met:
+                reached[own] += 1
+                after = state[own]._replace(gpu=at)
+                section = self._section(nth, groups[own], reached[own], moments)
+                state[own], last[own] = _after(after, section, last[own])
         return _latest(last)
 
     # ---- where the time goes ---------------------------------------------------------------------
 
     def parts(self, nth: int, seconds: Float, tail: Float) -> StepColumns:
         """The parts of steps that take so long, `tail` after all actions: of the mean rank."""
-        lot, axes = self.lots[nth], self.lots[nth].responses.axes
+        lot, axes, rows = (
+            self.lots[nth],
+            self.lots[nth].responses.axes,
+            self.lots[nth].responses.sums,
+        )
         sums = np.zeros((SUMS + len(axes), len(lot.tuples)))
         behind, host = np.zeros_like(sums), np.zeros(len(lot.tuples))
-        for rank, (counts, added) in enumerate(zip(self.of.counts(), self.of.added(), strict=True)):
-            for step, count in counts.items():
-                times = count + lot.more * added.get(step, 0)
-                sums += times * lot.responses.sums(self._step(nth, *step))
-                launched = response(self._moments(nth, *step)).host[HOST]
-                host += times * np.maximum(launched, 0.0) / self.of.pp
-            for section in self._sections(nth, rank):
-                behind += lot.responses.sums(section)
-        sums, behind = sums / self.of.pp, behind / self.of.pp
+        for step, complete, played, added in self._times(nth):
+            times = played + lot.more * added
+            sums += times * self._step(lot, step, complete, rows)
+            launched = response(self._moments(nth, step, complete)).host[HOST]
+            host += times * np.maximum(launched, 0.0)[self.each[nth]]
+        for group in self._groups(nth):
+            for number in range(len(lot.responses.tails[group.kind].sections)):
+                behind += len(group.ranks) * self._section(nth, group, number, rows)
+        sums, behind, host = sums / self.of.pp, behind / self.of.pp, host / self.of.pp
         busy, drawn, *_ = sums + behind
         waits = dict(zip(axes, (sums + behind)[SUMS:], strict=True))
         rest = np.maximum(seconds - busy - sum(waits.values(), 0 * busy), 0.0)

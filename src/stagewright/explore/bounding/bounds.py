@@ -286,8 +286,11 @@ class _Relaxation:
             kind = kind_of(stage, stages)
             key = kind, letter, layers[:, stage].tobytes()
             if key not in known:
-                every = of.at(((kind, letter),), False, tuples, layers[:, [stage]])
-                known[key] = LeastAction.of(response(of.moments(every)), of.sums(every)[0])
+                moments, sums = (
+                    of.at(((kind, letter),), False, tuples, layers[:, [stage]], part)
+                    for part in (of.moments, of.sums)
+                )
+                known[key] = LeastAction.of(response(moments), sums[0])
             return known[key]
 
         microbatches = self.microbatches[rows]
