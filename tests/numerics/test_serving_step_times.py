@@ -57,13 +57,20 @@ def batch(draw, new=1):
         {"model": "llama3.1-8b", "layers": 6},
         {"model": "llama3.1-70b", "layers": 5, "tp": 8, "num_speculative_tokens": 2},
         {"model": "llama3.1-8b", "layers": 4, "hardware": "rtx-pro-6000", "engine": "vllm"},
+        {
+            "model": "llama3.1-8b",
+            "layers": 4,
+            "hardware": "rtx-pro-6000",
+            "engine": "vllm",
+            "num_speculative_tokens": 3,
+        },
         pytest.param({"model": "gpt-oss-120b", "layers": 6}, marks=pytest.mark.slow),
         pytest.param(
             {"model": "deepseek-v3", "layers": 5, "dp": 8, "ep": 8, "hardware": "h200"},
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["dense", "drafts", "one-kernel", "windows", "latent"],
+    ids=["dense", "drafts", "one-kernel", "one-kernel-drafts", "windows", "latent"],
 )
 def test_random_batches_take_as_long_as_simulated(settings):
     settings = dict(settings)

@@ -1,4 +1,8 @@
-"""Attention of steps that have prompts beside requests that decode, where both are one kernel."""
+"""Attention of steps that have prompts beside requests that decode, where both are one kernel.
+
+Requests that decode with drafts have several queries each, so that they are computed as beside
+prompts in steps without any, too.
+"""
 
 from __future__ import annotations
 
@@ -57,16 +61,23 @@ def with_prompts_tiles(
     """Durations of a served step's tasks, where one kernel has prompts and requests that decode."""
     if run.mode != "decode" or not takes_prompts_tiles(model, on):
         return seconds
-    batches = _batches(run)
-    if not any(of.requests and of.prompts for of in batches.values()):
+    new = 1 + run.num_speculative_tokens
+    every = _batches(run)
+    batches = {at: of for at, of in every.items() if of.requests and (of.prompts or new > 1)}
+    if not batches:
         return seconds
+    assert on.inference is not None
+    launch = on.inference.cached_attention.launch_us * 1e-6
     kernels = [n for n, s in enumerate(tasks.shapes) if timing_of(s.kernel) in _CACHED]
     found = seconds.copy()
     for row in np.flatnonzero(np.isin(tasks.shape, kernels)).tolist():
         shape = tasks.shapes[int(tasks.shape[row])]
         sizes = shape.sizes()
         of, beside = batches.get((sizes["q"], sizes["k"])), beside_prompts(sizes, on)
-        if of is None or beside is None or not of.requests or not of.prompts:
+        if of is None or beside is None:
+            continue
+        if not of.prompts:
+            found[row] = launch + beside(of.requests, of.keys, new)
             continue
         heads, width = math.prod(served_heads(sizes)), sizes["d"] + sizes.get("v", sizes["d"])
         moved = of.tokens * heads + of.keys * heads / sizes.get("r", sizes.get("a", 1.0))

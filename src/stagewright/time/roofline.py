@@ -202,10 +202,11 @@ class DecodingBesidePrompts(NamedTuple):
     FlashAttention 2 has one call for all requests of a step (vLLM's `FLASH_ATTN` on GPUs of compute
     capability 8 and 12). Heads share the tile of a key-value head, and units the keys of a request,
     only where all requests have one query (`seqlenq_ngroups_swapped` of
-    csrc/flash_attn/flash_api.cpp in github.com/vllm-project/flash-attention). Beside a prompt each
-    head has tiles of `ROWS` rows of its own, which pass through all keys of their request; heads
-    that share keys read them again where the second-level cache no longer has them; and each
-    request has as many tiles as the longest prompt, of which all but one are empty.
+    csrc/flash_attn/flash_api.cpp in github.com/vllm-project/flash-attention, where `max_seqlen_q`
+    is 1). Beside a prompt, and where requests have drafts, each head has tiles of `ROWS` rows of
+    its own, which pass through all keys of their request; heads that share keys read them again
+    where the second-level cache no longer has them; and each request has as many tiles as the
+    longest prompt, of which all but one are empty.
     """
 
     per_key: float
@@ -237,7 +238,7 @@ class DecodingBesidePrompts(NamedTuple):
         )  # fmt: skip
 
     def __call__(self, requests: float, keys: float, queries: float) -> float:
-        """Seconds for `requests` with so many `keys` in all, beside prompts of `queries` tokens."""
+        """Seconds for `requests` with so many `keys` in all, where the longest has `queries`."""
         tiles = self.tiles * requests
         whole = tiles * self.per_tile + self.tiles * keys * self.per_key
         computed = max(whole, self.per_tile + keys / requests * self.per_key)

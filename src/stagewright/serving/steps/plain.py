@@ -126,7 +126,7 @@ class PlainTable:
     def values(self, sums: BatchTotals) -> list[float]:
         """Seconds of each term."""
         prompts = sums.requests - sums.decoding
-        if sums.decoding and prompts and any(map(_in_tiles, self.terms)):
+        if sums.decoding and (prompts or self.new > 1) and any(map(_in_tiles, self.terms)):
             return self._in_prompts_tiles(sums, prompts)
         return [
             term(sums.tokens, sums.requests, *self._of_reach(reach, sums))
@@ -134,17 +134,21 @@ class PlainTable:
         ]
 
     def _in_prompts_tiles(self, sums: BatchTotals, prompts: float) -> list[float]:
-        """Seconds of each term where prompts and requests that decode are one kernel."""
+        """Seconds of each term where prompts and requests that decode are one kernel.
+
+        Without prompts the requests that decode have drafts.
+        """
         new = sums.decoding * self.new
         own = sums.decoding_keys * self.new - new * (self.new - 1) / 2
         tokens = sums.tokens - new
         pairs, keys = max(sums.pairs - own, 1.0), sums.keys - sums.decoding_keys
         found: list[float] = []
         for term in self.terms:
-            seconds = term(tokens, prompts, pairs, keys)
+            seconds = term(tokens, prompts, pairs, keys) if prompts else term.least
             beside = term.beside if isinstance(term, Attention) else None
             if beside is not None:
-                seconds += beside(sums.decoding, sums.decoding_keys, tokens / prompts)
+                queries = tokens / prompts if prompts else self.new
+                seconds += beside(sums.decoding, sums.decoding_keys, queries)
             found.append(seconds)
         return found
 

@@ -110,7 +110,7 @@ class StepTimes(DecodeRuns):
         knots, each = self._knots, keys / requests
         k = min(max(bisect_right(knots, each) - 1, 0), len(knots) - 2)
         share = (each - knots[k]) / (knots[k + 1] - knots[k])
-        terms = [of[k] + share * (of[k + 1] - of[k]) for of in self._terms]
+        terms = [of[k] + share * (of[k + 1] - of[k]) for of in self._terms_of(requests)]
         ways = self._with_host(requests, self._ways(requests))
         return max(base + sum(map(mul, counts, terms)) for base, counts in ways)
 
@@ -262,10 +262,22 @@ class StepTimes(DecodeRuns):
         knots = self._knots
         values: list[list[float]] = []
         for base, counts in self._with_host(requests, self._ways(requests)):
-            terms = [*zip(counts, self._terms, strict=True)]
+            terms = [*zip(counts, self._terms_of(requests), strict=True)]
             values.append([base + sum(n * of[k] for n, of in terms) for k in range(len(knots))])
         self._pieces[requests] = longest_pieces(knots, values, requests)
         return self._pieces[requests]
+
+    def _terms_of(self, requests: int) -> list[list[float]]:
+        """`_terms` of one of so many requests, where it depends on how many there are."""
+        new = self._decode.new
+        besides = [getattr(term, "beside", None) for term in self._decode.terms]
+        if new == 1 or not any(besides):
+            return self._terms
+        many = requests / min(len(self._decode.ranks), requests)
+        return [
+            [beside(many, many * keys, new) / many for keys in self._knots] if beside else values
+            for beside, values in zip(besides, self._terms, strict=True)
+        ]
 
     def _with_host(
         self, requests: int, ways: list[tuple[float, list[float]]]
