@@ -3,7 +3,9 @@
 Rows are those of `data/measured/inference.csv` that have a number of users, and of `serving.csv`
 beside it. Each is a closed loop: ten requests for each user (or as many as the client's source
 says, `evidence.servers`), all of whom begin at once, lengths uniform between the shortest and the
-longest, and no shared prefixes. Of hosts, `serving.hosts` says what was fitted.
+longest, and no shared prefixes. Of hosts, `serving.hosts` says what was fitted. Where the first
+step of a server took longer, the first request of each user waited for that: a share of the mean
+that is 1 over its requests.
 """
 
 from __future__ import annotations
@@ -89,12 +91,14 @@ def _by_server(of: ClosedLoop) -> str:
 
 def predictions(of: ClosedLoop) -> list[Prediction]:
     """What the users of a load would see."""
-    summary = played(of.row)
+    summary, client = played(of.row), client_of(of.row)
+    late = client.first_step / client.requests_per_user
+    slower = summary.seconds / (summary.seconds + client.first_step)
     values = {
         "tpot_ms": summary.tpot.mean * 1e3,
-        "ttft_ms": summary.ttft.mean * 1e3,
+        "ttft_ms": (summary.ttft.mean + late) * 1e3,
         "ttft_p50_ms": summary.ttft.p50 * 1e3,
-        "output_tokens_s_gpu": summary.output_rate / summary.gpus,
+        "output_tokens_s_gpu": summary.output_rate * slower / summary.gpus,
     }
     found: list[Prediction] = []
     for row in of.measured:

@@ -62,6 +62,8 @@ class Client(NamedTuple):
     """Of the run, beside the row's."""
     options: Mapping[str, Any]
     """Of the engine."""
+    first_step: float = 0.0
+    """Seconds that the server takes longer for its first step, since no requests came before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class MeasuredServer:
     """Its least value."""
     prefill_tokens: int | None = None
     """`max_prefill_tokens` beyond a prompt."""
+    first_step: float = 0.0
+    """As of `Client`."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -88,7 +92,7 @@ class MeasuredServer:
             options["max_num_batched_tokens"] = max(self.least, tokens)
         if self.prefill_tokens is not None:
             options["max_prefill_tokens"] = row.isl + self.prefill_tokens
-        return Client(self.requests_per_user, self.settings, options)
+        return Client(self.requests_per_user, self.settings, options, self.first_step)
 
 
 @cache

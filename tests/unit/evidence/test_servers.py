@@ -44,6 +44,15 @@ def test_entries_differ_by_users_and_by_day():
     assert [of["max_num_batched_tokens"] for of in days] == [100 + 32 + 64, 8192]
 
 
+def test_the_first_step_takes_longer_where_no_request_came_before():
+    some = replace(ROW, engine="trtllm", settings={"model": "deepseek-r1"}, shortest=0.8)
+    served = [
+        replace(some, hardware=hardware, row=f"x4{day}")
+        for hardware, day in (("h200", ""), ("h200", ", 2026-05-18"), ("b200", ", 2025-12-15"))
+    ]
+    assert [client_of(row).first_step for row in served] == [1.6, 0.0, 0.0]
+
+
 def test_prompts_wait_where_the_script_says_so():
     some = replace(ROW, engine="trtllm", settings={"model": "llama3.1-70b", "tp": 4}, shortest=0.8)
     steps = [
