@@ -159,3 +159,17 @@ def test_sums_that_a_product_makes_hold_nothing():
                     schedule="zb-h1")  # fmt: skip
     alone = simulate(compile(of.run(0), of.model), of.machine(0), of.execution(0))
     assert evaluate(of).figures.peak.tolist() == [alone.fit.peak]
+
+
+def test_offloaded_layers_come_first_on_every_stage():
+    of = candidates([{"pp": 4}], "a100-sxm-80gb", model="deepseek-v2-lite", layers=8, tp=4, etp=4,
+                    dp=1, seq_length=2048, micro_batch_size=2, global_batch_size=16,
+                    cpu_offloading_num_layers=1)  # fmt: skip
+    assert np.abs(gaps(of)).max() < 0.005
+
+
+def test_stages_without_layers():
+    rows = [{"pp": 4, "dp": 4, "first_stage_less_layers": 1, "last_stage_less_layers": 1}]
+    found = gaps(candidates(rows, model="llama3-8b", layers=2, seq_length=2048, zero=1,
+                            global_batch_size=16))  # fmt: skip
+    assert np.abs(found).max() < 0.005

@@ -52,7 +52,14 @@ class Parts:
         every = [placed for stage in stages for placed in stage]
         layers = [n for n, (_, index) in enumerate(every) if index >= 0]
         inside = every[layers[0] : layers[-1] + 1]
-        variants = tuple(dict.fromkeys(variant for variant, _ in inside))
+        # In the order that stages have them: first the layers of a stage that it offloads or
+        # recomputes, whichever they are.
+        place: dict[BlockVariant, int] = {}
+        for stage in stages:
+            own = [variant for variant, index in stage if index >= 0]
+            for variant in dict.fromkeys(own):
+                place[variant] = min(place.get(variant, len(every)), own.index(variant))
+        variants = tuple(sorted(place, key=lambda variant: place[variant]))
         if any(index < 0 for _, index in inside) or any(v.begins or v.ends for v in variants):
             return None
         return cls(tuple(every[: layers[0]]), variants, tuple(every[layers[-1] + 1 :]))
@@ -229,12 +236,12 @@ def _layers_of_programs(
     """The layers of a stage of the base, by variant; and those of other programs.
 
     Transfers with every microbatch run beside the layers behind: fewer of these are not a part of
-    what more of them take.
+    what more of them take. Nor is a stage without layers, beside which nothing is reduced.
     """
     usual = (_LAYERS,) * len(layers)
-    if run.zero < 2 and not run.cpu_offloading_num_layers:
-        return usual, ()
     every = {tuple(of) for of in np.minimum(layers.T, _LAYERS).tolist()}
+    if run.zero < 2 and not run.cpu_offloading_num_layers:
+        return usual, tuple(of for of in every if not any(of))
     base = tuple(map(max, zip(*every, strict=True)))
     return base, tuple(sorted(every - {base}))
 
