@@ -7,9 +7,7 @@ import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from heapq import heapify, heappop, heappush
-from operator import add
 
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.lockstep import Lockstep
@@ -90,11 +88,9 @@ def in_blocks(workload: Workload, block_size: int) -> Workload:
         return workload
     whole_blocks = block_size.__rfloordiv__  # of so many tokens
 
-    @cache  # many chains are as long as others
-    def blocks(ends: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(map(whole_blocks, ends))
-
-    chains: list[Chain] = [(keys, blocks(ends)) for keys, ends in workload.chains]
+    lengths = {ends for _, ends in workload.chains}  # many chains are as long as others
+    blocks = {ends: tuple(map(whole_blocks, ends)) for ends in lengths}
+    chains: list[Chain] = [(keys, blocks[ends]) for keys, ends in workload.chains]
     return replace(workload, chains=chains)
 
 
@@ -108,8 +104,7 @@ def _apart(
 ) -> None:
     reached = records.reached
     records.arrival[:] = workload.arrival
-    delays = map(host.before_prefill, workload.prompt)
-    reached[:] = array("d", map(add, workload.arrival, delays))
+    reached[:] = host.reached(workload.arrival, workload.prompt)
     order: Sequence[int] = range(len(workload))
     if host.per_prompt_token:
         order = sorted(order, key=reached.__getitem__)

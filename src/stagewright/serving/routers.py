@@ -27,7 +27,9 @@ class RoundRobin:
 
     def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
         """The next one."""
-        at, self._next = self._next % len(engines), (self._next + 1) % len(engines)
+        count = len(engines)
+        at = self._next % count
+        self._next = (at + 1) % count
         return at
 
 

@@ -10,7 +10,7 @@ asked for, it leaves the step to these methods.
 from __future__ import annotations
 
 import math
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from stagewright.serving.engines.blocks import NO_HIT, KvBlocks
 from stagewright.serving.engines.decisions import (
@@ -22,7 +22,7 @@ from stagewright.serving.engines.decisions import (
 )
 from stagewright.serving.engines.observed import pack_series
 from stagewright.serving.engines.state import EngineState
-from stagewright.serving.engines.times import BatchTimes, terms_within
+from stagewright.serving.engines.times import BatchTimes, chunk_steps, terms_within
 from stagewright.serving.requests import NO_CHAIN, Records, Workload
 
 
@@ -30,8 +30,8 @@ class PlainSteps(EngineState):
     """An engine's state, and the batch that is under way."""
 
     __slots__ = (
-        *("_ahead", "_decision", "_decoders", "_first", "_grows", "_next_sample", "_sample_every"),
-        *("_seen", "_stands", "_steps", "end", "times"),
+        *("_ahead", "_chunk_steps", "_decision", "_decoders", "_first", "_grows", "_next_sample"),
+        *("_sample_every", "_seen", "_stands", "_steps", "end", "times"),
     )
 
     def __init__(
@@ -40,6 +40,7 @@ class PlainSteps(EngineState):
         """Nothing is under way."""
         super().__init__(workload, records, blocks)
         self.times = times
+        self._chunk_steps = chunk_steps(times)
         self.end: float = math.inf
         """When the batch that is under way ends, or something arrives."""
         self._decision = Decision()
@@ -106,10 +107,13 @@ class PlainSteps(EngineState):
         heap, ends, growth, size = self._heap, self._ends, self._growth, self.block_size
         scheduled_at, first_at, finish_at = self._scheduled_at, self._first_at, self._finish_at
         blocks, per_request = self.blocks, self.blocks.per_request
-        note, line, step_seconds = self.gaps.add_packed, self.times.line, self.times.step
-        note_step, pack = self.gaps.add_step_packed, pack_series
+        cached, line, note, pack = self._cached, self.times.line, self.gaps.add_packed, pack_series
+        (with_decode, prompts_only), add_alone = self._chunk_steps, self.gaps.add_alone
+        alone: list[float] = []  # seconds of steps of prompts only
         completed, ahead, sampled = self.completed, self._ahead, self._next_sample
-        now, end, steps, n = self.now, self.end, self._steps, self._decoders
+        noticed = min(sampled, until)  # the first end at which anything else is to be done
+        now, end, steps = self.now, self.end, self._steps
+        n: int = len(ends)
         first, grows, stands = self._first, self._grows, self._stands
         step, context, token_time = self.step, self.context, self._token_time
         chunks: list[tuple[int, int]] = [*self._decision.chunks] if steps else []
@@ -118,83 +122,91 @@ class PlainSteps(EngineState):
             if tokens:
                 begun, lacks = request, tokens
         left.clear()
+        if len(heap) > n:  # entries that hold no longer
+            heap[:] = [(last, request) for request, last in ends.items()]
+            heapify(heap)
+        last: int = heap[0][0] if heap else FOREVER  # the step with which the first ends
         next_arrival = arrival[inbox[0]] if inbox else math.inf
-        open_ = self._decision.open
         forgotten = 0  # blocks whose contents nobody will ask for
+        more = done = 0
+        tokens = pairs = places = 0  # of a step with prompts
         decided = True
         while True:
             # ---- what is under way ends ----------------------------------------------------------
-            start = seen = now
-            now = end
-            if not steps:
-                seen = now
-            else:
-                if chunks:
+            start = now
+            now = seen = end
+            if steps:
+                if not chunks:
+                    if steps == 1:
+                        if ahead:
+                            seen = start
+                        seconds = first if stands else now - start
+                        note(pack(seconds, seconds, 1, n))
+                    else:
+                        later = steps - 1
+                        if ahead:
+                            seen = start + later * (first + grows * (later - 1) * 0.5)
+                        note(pack(first, first + grows * later, steps, n))
+                        at = (step + 1) % size
+                        upto = at + later % size
+                        taken = later // size * n + sum(growth[at:upto])
+                        if upto > size:
+                            taken += sum(growth[: upto - size])
+                        blocks.free -= taken
+                    step += steps
+                    context += n * steps
+                else:
+                    if ahead:
+                        seen = start
                     seconds = now - start
                     if n:
                         note(pack(seconds, seconds, 1, n))
                         step += 1
                         context += n
                     else:
-                        note_step(pack(seconds, seconds, 1, 0))
-                else:
-                    if steps == 1:
-                        seconds = first if stands else now - start
-                        note(pack(seconds, seconds, 1, n))
-                    else:
-                        more = steps - 1
-                        note(pack(first, first + grows * more, steps, n))
-                        seen = start + more * (first + grows * (more - 1) * 0.5)
-                        if more >= size:
-                            blocks.free -= more // size * n
-                        at = (step + 1) % size
-                        upto = at + more % size
-                        blocks.free -= sum(growth[at:upto])
-                        if upto > size:
-                            blocks.free -= sum(growth[: upto - size])
-                    step += steps
-                    context += n * steps
+                        alone.append(seconds)
                 token_time = now
-                if not ahead:
-                    seen = now
-                while heap and heap[0][0] <= step:
-                    last, request = heappop(heap)
-                    if ends.get(request) != last:
-                        continue  # the entry holds no longer
+                while last <= step:
+                    request = heappop(heap)[1]
+                    last = heap[0][0] if heap else FOREVER
+                    n -= 1
                     del ends[request], running[request]
-                    done = prompt[request] + output[request] - 1
-                    context -= done
-                    growth[(step - done) % size] -= 1
+                    whole = prompt[request] + output[request] - 1
+                    context -= whole
+                    growth[(step - whole) % size] -= 1
                     if chains is None:
-                        blocks.free += per_request - (-done // size)
-                        forgotten -= -done // size
+                        blocks.free += per_request - (-whole // size)
+                        forgotten -= -whole // size
                     else:
                         keys, key_ends = chains[request]
                         if keys and key_ends[-1] > prompt[request] // size:
-                            blocks.extend(request, keys, key_ends, done // size)
-                        blocks.release(request, keys, key_ends, -(-done // size), again=False)
+                            blocks.extend(request, keys, key_ends, whole // size)
+                        blocks.release(request, keys, key_ends, -(-whole // size), again=False)
                     finish_at[request] = now
                     completed.append(request)
-                for request, _ in chunks:
-                    if request == begun:
-                        continue
-                    first_at[request] = now
-                    tokens, more = prompt[request], output[request] - 1
-                    if more:
-                        last = ends[request] = step + more
-                        heappush(heap, (last, request))
-                        context += tokens
-                        growth[(step - tokens) % size] += 1
-                    else:
-                        self.now = now
-                        self._complete(request, tokens)
+                if chunks:
+                    for request, _ in chunks:
+                        if request == begun:
+                            continue
+                        first_at[request] = now
+                        whole, later = prompt[request], output[request] - 1
+                        if later:
+                            n += 1
+                            ends[request] = at = step + later
+                            heappush(heap, (at, request))
+                            if at < last:
+                                last = at
+                            context += whole
+                            growth[(step - whole) % size] += 1
+                        else:
+                            self.now = now
+                            self._complete(request, whole)
+                    chunks = []
             # ---- the next is decided -------------------------------------------------------------
             while next_arrival <= seen:
                 waiting.append(inbox.popleft())
                 next_arrival = arrival[inbox[0]] if inbox else math.inf
-            chunks = []
-            n = len(ends)
-            room, need, more, done = budget - n, growth[step % size], 0, 0
+            need, room = growth[step % size], budget - n
             if begun >= 0:
                 more = lacks if lacks < room else room
                 done = prompt[begun] - lacks
@@ -202,62 +214,63 @@ class PlainSteps(EngineState):
             if room < 0 or need > blocks.free:
                 decided = False
                 break
-            blocks.free -= need
-            tokens, own = n, n + context
-            pairs = places = own
-            if more:
-                done += more
-                lacks -= more
-                room -= more
-                chunks.append((begun, more))
-                if chains is not None:
-                    keys, key_ends = chains[begun]
-                    if keys and (done - more) // size < key_ends[-1]:
-                        blocks.extend(begun, keys, key_ends, done // size)
-                tokens += more
-                pairs += more * done - more * (more - 1) // 2
-                places += done
-                if not lacks:
-                    begun = -1
-            while waiting and room > 0 and len(running) < seats:
-                request = waiting[0]
-                whole = prompt[request]
-                keys, key_ends = NO_CHAIN if chains is None else chains[request]
-                hit = blocks.find(keys, key_ends, (whole - 1) // size) if keys else NO_HIT
-                segments, there, idle = hit
-                more = whole - there * size
-                if more > room:
-                    if not chunked:
+            if need:
+                blocks.free -= need
+            own = n + context
+            if begun >= 0 or waiting:
+                tokens, pairs, places = n, own, own
+                if begun >= 0 and more:
+                    done += more
+                    lacks -= more
+                    room -= more
+                    chunks.append((begun, more))
+                    if chains is not None:
+                        keys, key_ends = chains[begun]
+                        if keys and (done - more) // size < key_ends[-1]:
+                            blocks.extend(begun, keys, key_ends, done // size)
+                    tokens += more
+                    pairs += more * done - more * (more - 1) // 2
+                    places += done
+                    if not lacks:
+                        begun = -1
+                while waiting and room > 0 and len(running) < seats:
+                    request = waiting[0]
+                    whole = prompt[request]
+                    keys, key_ends = NO_CHAIN if chains is None else chains[request]
+                    hit = blocks.look(keys, key_ends, (whole - 1) // size) if keys else NO_HIT
+                    segments, there, idle = hit
+                    more = whole - there * size
+                    if more > room:
+                        if not chunked:
+                            break
+                        more = room
+                    done = there * size + more
+                    held = per_request - there
+                    if held - (-(whole if whole_prompts else done) // size) + idle > blocks.free:
                         break
-                    more = room
-                done = there * size + more
-                held = per_request - there
-                if held - (-(whole if whole_prompts else done) // size) + idle > blocks.free:
-                    break
-                scheduled_at[request] = now
-                if segments:
-                    self._cached[request] = there * size
-                    blocks.hold(request, keys, hit)
-                blocks.free -= held - (-done // size)
-                if keys and (there < key_ends[-1] or segments < len(keys)):
-                    blocks.extend(request, keys, key_ends, done // size)
-                waiting.popleft()
-                running[request] = None
-                chunks.append((request, more))
-                room -= more
-                tokens += more
-                pairs += more * done - more * (more - 1) // 2
-                places += done
-                if done < whole:
-                    begun, lacks = request, whole - done
+                    scheduled_at[request] = now
+                    if segments:
+                        cached[request] = there * size
+                        blocks.hold(request, keys, hit)
+                    blocks.free -= held - (-done // size)
+                    if keys and (there < key_ends[-1] or segments < len(keys)):
+                        blocks.extend(request, keys, key_ends, done // size)
+                    waiting.popleft()
+                    running[request] = None
+                    chunks.append((request, more))
+                    room -= more
+                    tokens += more
+                    pairs += more * done - more * (more - 1) // 2
+                    places += done
+                    if done < whole:
+                        begun, lacks = request, whole - done
             # ---- how long it takes ---------------------------------------------------------------
             if chunks:
                 steps = 1
-                end = now + step_seconds(tokens, pairs, places, n + len(chunks), n, own)
+                seconds = with_decode if n else prompts_only
+                end = now + seconds(tokens, pairs, places, n + len(chunks), n, own)
             elif n:
-                while ends.get(heap[0][1]) != heap[0][0]:
-                    heappop(heap)
-                steps = heap[0][0] - step
+                steps = last - step
                 if n * (steps // size + 1) > blocks.free:
                     self.step = step
                     steps = self._steps_in_memory(steps)
@@ -265,33 +278,39 @@ class PlainSteps(EngineState):
                 if alike < steps:
                     steps = alike
                 seconds = steps * (first + grows * (steps - 1) * 0.5)
-                open_ = not waiting and len(running) < seats
-                stands = open_ and begun < 0
-                if steps > 1 and open_ and next_arrival - now < seconds:
-                    gap, most = next_arrival - now, steps
-                    steps = 1
+                gap = next_arrival - now
+                if gap < seconds and steps > 1 and not waiting and len(running) < seats:
+                    most, steps = steps, 1
                     if gap > 0.0:
                         steps = terms_within(first, grows, gap, most)
                         if ahead and steps < most:
                             steps += 1
                     seconds = steps * (first + grows * (steps - 1) * 0.5)
+                if steps == 1:
+                    stands = begun < 0 and not waiting and len(running) < seats
                 end = now + seconds
             else:
                 steps = 0
                 end = now if now > next_arrival else next_arrival
-            if end > until:
-                break
-            if end >= sampled:
-                self.now, self.end, self._steps, self._decoders = now, end, steps, n
-                self._first, self._grows, self.step = first, grows, step
-                self._sample()
-                sampled = self._next_sample
+            if end >= noticed:
+                if end > until:
+                    break
+                if end >= sampled:
+                    self.now, self.end, self._steps, self._decoders = now, end, steps, n
+                    self._first, self._grows, self.step = first, grows, step
+                    self._sample()
+                    sampled = self._next_sample
+                    noticed = min(sampled, until)
+                    add_alone(alone)
+                    alone.clear()
         # ---- what comes next is not of this function -----------------------------------------
         self.now, self.end, self._steps, self._decoders = now, end, steps, n
         self._first, self._grows, self._seen = first, grows, seen
         self.step, self.context, self._token_time = step, context, token_time
         if forgotten:
             blocks.leave(forgotten)
+        if alone:
+            add_alone(alone)
         for request, _ in chunks:
             left[request] = 0
         if begun >= 0:
@@ -299,6 +318,7 @@ class PlainSteps(EngineState):
         if chunks:
             self._decision, self._stands = Decision(chunks, True, FOREVER, False), False
         else:
+            open_ = not waiting and len(running) < seats
             self._decision = ONLY_DECODES if open_ else FULL
-            self._stands = decided and stands
+            self._stands = decided and open_ and begun < 0
         return decided

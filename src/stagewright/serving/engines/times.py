@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
+
+StepSeconds = Callable[[int, int, int, int, int, int], float]
+"""`BatchTimes.step`."""
 
 
 class BatchTimes(Protocol):
@@ -36,6 +40,14 @@ class BatchTimes(Protocol):
         `decoding_keys` are those of `keys` that belong to these.
         """
         ...
+
+
+def chunk_steps(times: BatchTimes) -> tuple[StepSeconds, StepSeconds]:
+    """`times.step` where prompts are computed, beside requests that decode and alone.
+
+    As functions that these times may have for that (`StepTimes.chunk_steps`), or as it is.
+    """
+    return getattr(times, "chunk_steps", (times.step, times.step))
 
 
 class DecodeRuns:

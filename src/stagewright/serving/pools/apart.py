@@ -127,10 +127,10 @@ class _Decode:
     def __init__(
         self, prompts: PromptsDone, service: Service, of: Workload, transfer: Seconds
     ) -> None:
-        records, before = prompts.records, service.host.before_prefill
+        records = prompts.records
         self.of, self.transfer = of, transfer
         self.source = records.engine
-        self.comes = array("d", map(float.__add__, records.finish, map(before, of.prompt)))
+        self.comes = service.host.reached(records.finish, of.prompt)
         self.order = sorted(range(len(of)), key=self.comes.__getitem__)
         nan = array("d", [math.nan]) * len(of)
         self.arrives = nan[:]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import log2
+from math import floor, log2
 from operator import mul
 from typing import NamedTuple
 
 from stagewright.model.layers import Reach
+from stagewright.serving.engines.times import StepSeconds
+from stagewright.serving.hosts import HostTimes
 from stagewright.serving.steps.means import mean_sums
 from stagewright.serving.steps.tables import StepTable
 from stagewright.serving.steps.terms import (
@@ -48,39 +49,52 @@ class BatchTotals(NamedTuple):
     decoding_keys: float
 
 
-Seconds = Callable[[int, int, int, int, int], float]
-"""Of a step, by tokens, pairs, keys, requests and how many of these decode."""
+def in_one_call(
+    steps: PlainTable | None, host: HostTimes | None, otherwise: StepSeconds
+) -> StepSeconds:
+    """Seconds of a step with prompts and what the engine's host adds.
 
-
-def with_attention(of: Attention, ways: list[PlainWay], head: list[float], logits: int) -> Seconds:
-    """Seconds of the longest of some ways with attention, for as many tokens as the ways know.
-
-    As `longest` and `Attention.__call__` have it, in a single function: the event loop calls it for
-    every step with prompts. `logits`: of a request that decodes.
+    Where the only term of the only rank is attention to everything, all that `longest`,
+    `Attention.__call__` and the host do is a single function: the event loop calls it for every
+    step with prompts. Anything else, and steps of more tokens than tables have, are asked for
+    `otherwise`.
     """
+    host = host or HostTimes()
+    if steps is None or not steps.ways or len(steps.terms) > 1:
+        return otherwise
+    (of,) = steps.terms
+    if not isinstance(of, Attention):
+        return otherwise
     by_count: dict[float, list[float]] = {}
-    for seconds, counts in ways:
+    for seconds, counts in steps.ways:
         known = by_count.get(counts[0])
         by_count[counts[0]] = seconds if known is None else [*map(max, known, seconds)]
     (count, seconds), *others = by_count.items()
-    table, least, partly = of.table, of.least, of.partly
-    rows, columns, known, more = ROWS - 1, COLUMNS - 1, len(head), logits - 1
+    least, partly, table = of.least, of.partly, [*zip(of.table, of.table[1:], strict=False)]
+    head, more = steps.head, steps.logits - 1
+    per_step, per_request, behind = host.per_step, host.per_request_step, not host.beside
+    rows, columns, sampled_most, most_tokens = ROWS - 1, COLUMNS - 1, len(head), len(seconds)
     first_row, first_column = PAIRS[0] * PER_OCTAVE, TOKENS[0] * PER_OCTAVE
 
-    def step_seconds(tokens: int, pairs: int, keys: int, requests: int, decoding: int) -> float:
+    def step_seconds(
+        tokens: int, pairs: int, keys: int, requests: int, decoding: int, decoding_keys: int
+    ) -> float:
+        if tokens >= most_tokens:
+            return otherwise(tokens, pairs, keys, requests, decoding, decoding_keys)
         places = keys + requests * partly
         x = log2(pairs / places) * PER_OCTAVE - first_row
         y = log2(tokens / places) * PER_OCTAVE - first_column
-        i, j = int(x), int(y)
-        if not 0 <= i <= rows:
+        i, j = floor(x), floor(y)
+        if i < 0 or i > rows:
             i = 0 if i < 0 else rows
-        if not 0 <= j <= columns:
+        if j < 0 or j > columns:
             j = 0 if j < 0 else columns
-        row, after = table[i], table[i + 1]
+        row, after = table[i]
         y -= j
         low, high = row[j], after[j]
-        low += y * (row[j + 1] - low)
-        high += y * (after[j + 1] - high)
+        j += 1
+        low += y * (row[j] - low)
+        high += y * (after[j] - high)
         value = least + places * 2.0 ** (low + (x - i) * (high - low))
         most = seconds[tokens] + count * value
         for other_count, other in others:
@@ -88,7 +102,9 @@ def with_attention(of: Attention, ways: list[PlainWay], head: list[float], logit
             if way > most:
                 most = way
         sampled = requests + decoding * more
-        return most + (head[sampled] if sampled < known else entry(head, sampled))
+        most += head[sampled] if sampled < sampled_most else entry(head, sampled)
+        launched = per_step + per_request * requests
+        return most + launched if behind else max(most, launched)
 
     return step_seconds
 
@@ -118,10 +134,6 @@ class PlainTable:
         sums = not any(r.kind for r in self.reaches) and not any(map(_in_tiles, self.terms))
         self.ways = one.ways if len(self.ranks) == 1 and sums else []
         """Those of the only rank, where terms are of attention to everything, and of sums alone."""
-        self.quick: Seconds | None = None
-        """The seconds of the only rank where its only term is attention to everything: one call."""
-        if self.ways and len(self.terms) == 1 and isinstance(self.terms[0], Attention):
-            self.quick = with_attention(self.terms[0], self.ways, self.head, self.logits)
 
     def values(self, sums: BatchTotals) -> list[float]:
         """Seconds of each term."""

@@ -11,12 +11,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import mul
 
 from stagewright.run.lengths import Group
 from stagewright.run.settings import Run
 from stagewright.serving.engines.plans import Plan, PlannedSteps
-from stagewright.serving.engines.times import DecodeRuns
+from stagewright.serving.engines.times import DecodeRuns, StepSeconds
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.steps.pieces import Pieces, longest_pieces
 from stagewright.serving.steps.plain import (
@@ -25,6 +26,7 @@ from stagewright.serving.steps.plain import (
     PlainTable,
     PlainWay,
     entry,
+    in_one_call,
     longest,
 )
 
@@ -140,21 +142,22 @@ class StepTimes(DecodeRuns):
         """
         if decoding == requests:
             return self.decode(decoding, decoding_keys or keys)
-        steps = self._beside if decoding else self._prompts if keys > tokens else self._fresh
-        if steps is not None and steps.quick is not None and tokens <= self.most_tokens:
-            found = steps.quick(tokens, pairs, keys, requests, decoding)
-            if decoding and self._apart:
-                apart = self._one_after_the_other(
-                    tokens, pairs, keys, requests, decoding, decoding_keys
-                )
-                found = min(found, apart)
-        else:
-            found = self._on_gpu(tokens, pairs, keys, requests, decoding, decoding_keys)
-        host = self.host
-        if host is None:
-            return found
-        launched = host.per_step + host.per_request_step * requests
-        return max(found, launched) if host.beside else found + launched
+        seconds = self.chunk_steps[0 if decoding else 1]
+        return seconds(tokens, pairs, keys, requests, decoding, decoding_keys)
+
+    @cached_property
+    def chunk_steps(self) -> tuple[StepSeconds, StepSeconds]:
+        """`step` where prompts are computed, beside requests that decode and alone."""
+        tables = (None, None) if self._apart else (self._beside, self._prompts)
+        beside, alone = (in_one_call(of, self.host, self._with_prompts) for of in tables)
+        return beside, alone
+
+    def _with_prompts(
+        self, tokens: int, pairs: int, keys: int, requests: int, decoding: int, decoding_keys: int
+    ) -> float:
+        """Seconds of a step with prompts."""
+        found = self._on_gpu(tokens, pairs, keys, requests, decoding, decoding_keys)
+        return found if self.host is None else self.host.after(found, requests)
 
     def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
         """Seconds of a step with so many tokens whose replicas have `mean` of them in the mean.
