@@ -24,6 +24,7 @@ from stagewright.serving.pools.apart import (
 from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, transfer_between
 from stagewright.serving.requests import RequestClass, Workload, in_classes
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.serving.search import answer
 from stagewright.serving.search.bounds import LoadTotals, layout_bounds
 from stagewright.serving.search.plays import play
 from stagewright.serving.service import Service
@@ -235,6 +236,26 @@ def test_limits_that_nothing_keeps(capfd, tmp_path):
     assert "a prompt alone takes longer" in (tmp_path / "page.html").read_text()
     assert code(*never, "--pp", "1", "--run", "1", "--json") == 3
     assert json.loads(capfd.readouterr().out)["removed"]
+
+
+def test_what_was_played_until_somebody_stops_it(capfd, tmp_path, monkeypatch):
+    plays, real = [], answer.play
+
+    def stopping(*of):
+        if plays:
+            raise KeyboardInterrupt
+        plays.append(real(*of))
+        return plays[-1]
+
+    monkeypatch.setattr(answer, "play", stopping)
+    page = tmp_path / "page.html"
+    words = ("--rate", "150", "--tp", "1,2", "--pp", "1", "--ttft", "60", "--tpot", "3")
+    assert code(*words, "--num-requests", "50", f"-o{page}") == 130
+    out, err = capfd.readouterr()
+    assert "stopped: the best of what was played until then" in out
+    assert "1 were played" in out
+    assert "page.html, as far as the search had come" in err
+    assert "stopped: the best of what was played until then" in page.read_text()
 
 
 @pytest.mark.parametrize(

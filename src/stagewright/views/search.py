@@ -19,6 +19,7 @@ from stagewright.run.sections.declare import describe_value, text_of
 from stagewright.texttable import Table
 
 LISTS = {of.name for of in EXPERIMENT.values() if of.kind in (tuple, frozenset)}
+UNTIL_STOPPED = "the best of what was simulated until then"
 _LEAST = 0.005
 """Shares below this are not named."""
 

@@ -9,6 +9,8 @@ from stagewright.serving.search.answer import ServingChoice, ServingRanking
 from stagewright.texttable import Table
 from stagewright.views.search import words
 
+UNTIL_STOPPED = "the best of what was played until then"
+
 
 def table_of_choices(of: ServingRanking, numbers: Sequence[int], title: str) -> Table:
     """Some of the choices that were played, in order."""

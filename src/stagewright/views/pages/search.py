@@ -59,7 +59,7 @@ def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
         title=f"{ranking.rows.model.name}: the best of {many(found.of, 'candidate', 'candidates')}",
         run=f"{ranking.rows.run(best).describe()} on {machine}: {duration(float(at))} per step",
         certainty=tables.certainty(ranking),
-        notes=notes,
+        notes=(*notes, f"stopped: {tables.UNTIL_STOPPED}") if ranking.stopped else notes,
         best=tables.best(ranking),
         removed=tables.removed(found.removed),
         combinations=found.combinations,

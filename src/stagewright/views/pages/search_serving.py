@@ -27,6 +27,7 @@ def serving_search_page(
         title=f"{of.rows.model.name}: the best of {plural(len(of.rows), 'layout', 'layouts')}",
         run=describe,
         load=load,
+        stopped=f"stopped: {search_serving.UNTIL_STOPPED}" if of.stopped else "",
         best=search_serving.best_choices(of),
         front=_front_chart(of),
         front_table=search_serving.front_choices(of),

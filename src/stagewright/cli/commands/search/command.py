@@ -162,12 +162,13 @@ def _tell_space(found: Found) -> None:
 def _report(result: Search, seconds: float) -> None:
     """Print the best, and how sure that is."""
     from stagewright.texttable import print_table
+    from stagewright.views.search import UNTIL_STOPPED
 
     ranking = result.ranking
     out = shared.console()
     out.print(f"best: {result.describe()}")
     if ranking.stopped:
-        out.print("stopped: the best of what was simulated until then")
+        out.print(f"stopped: {UNTIL_STOPPED}")
     print_table(result.best(), out)
     bounded = f", {ranking.bounded_out:,} bounded out" if ranking.bounded_out else ""
     out.print(

@@ -42,7 +42,8 @@ def end(
         report()
     for path in out:
         written = result.write(path, place or 1)
-        click.echo(f"stagewright: wrote {', '.join(written)}", err=True)
+        upto = ", as far as the search had come" if result.ranking.stopped else ""
+        click.echo(f"stagewright: wrote {', '.join(written)}{upto}", err=True)
     if not as_json:
         for text in printed.values():
             shared.say(text.rstrip("\n") if isinstance(text, str) else "\n".join(text))

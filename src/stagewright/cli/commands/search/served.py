@@ -88,12 +88,13 @@ def _refuse_others(settings: dict[str, Any]) -> None:
 def _report(result: ServingSearch, seconds: float) -> None:
     """Print the best, the front and what was removed."""
     from stagewright.texttable import print_table
+    from stagewright.views.search_serving import UNTIL_STOPPED
 
     of, out = result.ranking, shared.console()
     out.print(result.load)
     out.print(f"best: {result.describe()}")
     if of.stopped and of.best:
-        out.print("stopped: the best of what was played until then")
+        out.print(f"stopped: {UNTIL_STOPPED}")
     if of.best:
         print_table(result.best(), out)
         print_table(result.front(), out)
