@@ -396,7 +396,9 @@ def test_the_command(capfd, tmp_path):
     text = printed(capfd, *words, "--instances", "2", "--ttft", "1000")
     assert "40 requests in" in text
     assert "goodput" in text
-    found = json.loads(printed(capfd, *words, "--json", "--out", str(tmp_path / "a.csv")))
+    files = [f"--out={tmp_path / name}" for name in ("a.csv", "b.json")]
+    found = json.loads(printed(capfd, *words, "--json", *files))
+    assert len(json.loads((tmp_path / "b.json").read_text())["rows"]) == 40
     assert found["requests"] == 40
     assert found["ttft"]["p99"] >= found["ttft"]["p50"] > 0
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 41

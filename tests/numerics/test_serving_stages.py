@@ -3,10 +3,11 @@
 import math
 import random
 from array import array
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 
+import stagewright as sw
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import PoolSection
@@ -173,3 +174,17 @@ def test_bad_rows_are_one_line(row, says):
         stages_of(PoolSection(), [row], 0)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_stage_of_years_takes_no_longer_to_compute(tmp_path):
+    path = tmp_path / "stages.yaml"
+    path.write_text("- {stage: embed, seconds: 1e8}\n")
+    done = sw.serve(
+        "llama3.1-8b", "h100-sxm", layers=1, rate=20, isl=32, osl=4, num_requests=3,
+        stages=str(path),
+    )  # fmt: skip
+    seconds = done.outcome.engines[0].samples.seconds
+    assert seconds[-1] > 2.9e8
+    assert 1 << 15 <= len(seconds) < 1 << 16
+    apart = [b - a for a, b in pairwise([0.0, *seconds])]
+    assert apart == pytest.approx([apart[0]] * len(apart))

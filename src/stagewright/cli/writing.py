@@ -34,13 +34,16 @@ def _note_force(context: click.Context, parameter: click.Parameter, value: bool)
     context.meta[_FORCED] = value
 
 
-def _check_file(context: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Refuse before any work what could not be written after it."""
-    if path is not None and not context.resilient_parsing:
+def _check_file(
+    context: click.Context, parameter: click.Parameter, given: str | tuple[str, ...] | None
+) -> str | tuple[str, ...] | None:
+    """Refuse before any work what could not be written after it: a file, or several."""
+    if given is not None and not context.resilient_parsing:
         from stagewright.files import check_output_file
 
-        check_output_file(path, force=bool(context.meta.get(_FORCED)))
-    return path
+        for path in (given,) if isinstance(given, str) else given:
+            check_output_file(path, force=bool(context.meta.get(_FORCED)))
+    return given
 
 
 def output_file(*names: str, forces: bool = True, **more: Any) -> Callable[[_Command], _Command]:

@@ -83,7 +83,14 @@ class EngineSamples(NamedTuple):
         """Nothing yet."""
         return cls(array("d"), array("i"), array("i"), array("i"))
 
+    def halved(self) -> EngineSamples:
+        """Every other moment: the second, the fourth and so on."""
+        seconds, waiting, running, blocks = self
+        return EngineSamples(seconds[1::2], waiting[1::2], running[1::2], blocks[1::2])
 
+
+MOST_SAMPLES = 1 << 16
+"""Moments at which the state of an engine is noted; in longer runs they lie farther apart."""
 MANY = 50_000
 """Rows of an array of series that are looked at together: more would need memory."""
 FEW = 10_000

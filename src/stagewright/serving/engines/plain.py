@@ -20,7 +20,7 @@ from stagewright.serving.engines.decisions import (
     Decision,
     PlainRules,
 )
-from stagewright.serving.engines.observed import pack_series
+from stagewright.serving.engines.observed import MOST_SAMPLES, pack_series
 from stagewright.serving.engines.state import EngineState
 from stagewright.serving.engines.times import BatchTimes, chunk_steps, terms_within
 from stagewright.serving.requests import NO_CHAIN, Records, Workload
@@ -93,6 +93,9 @@ class PlainSteps(EngineState):
             noted.waiting.append(len(self.waiting) + arrived)
             noted.running.append(len(self.running))
             noted.blocks.append(used + (self._taken(steps - 1, self._decoders) if steps > 1 else 0))
+            if len(noted.seconds) >= MOST_SAMPLES:
+                noted = self.samples = noted.halved()
+                self._next_sample, self._sample_every = noted.seconds[-1], 2 * self._sample_every
             self._next_sample += self._sample_every
 
     def _carry_on(self, rules: PlainRules, until: float) -> bool:

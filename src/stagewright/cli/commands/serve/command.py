@@ -33,7 +33,9 @@ MOST_ROWS = 64
 @output_file(
     "-o",
     "--out",
-    help="Write the requests (.csv), numbers and requests (.json), or a page (.html).",
+    multiple=True,
+    help="Write the requests (.csv), numbers and requests (.json), or a page (.html); may be "
+    "repeated.",
 )
 @output_file("--perfetto", forces=False, help="Write the run for ui.perfetto.dev.")
 @click.option(
@@ -51,7 +53,7 @@ MOST_ROWS = 64
 def serve(
     model: str | None,
     config: str | None,
-    out: str | None,
+    out: tuple[str, ...],
     perfetto: str | None,
     compare: str | None,
     step_trace: tuple[str, str] | None,
@@ -69,8 +71,8 @@ def serve(
     from stagewright.run.sections.serving import SERVING
     from stagewright.time.hardware import resolve
 
-    if out is not None:
-        check_ending(out)
+    for path in out:
+        check_ending(path)
     moment = None if step_trace is None else _moment(step_trace[0])
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
@@ -92,11 +94,11 @@ def serve(
     else:
         report(result, table, shared.console())
     if result.outcome.stopped:
-        asked_for = (out, perfetto, None if step_trace is None else step_trace[1])
+        asked_for = (*out, perfetto, None if step_trace is None else step_trace[1])
         shared.show_notes([f"stopped: {path} was not written" for path in asked_for if path])
         return shared.INTERRUPTED
-    if out is not None:
-        result.write(out)
+    for path in out:
+        result.write(path)
     if perfetto is not None:
         result.perfetto(perfetto)
     if step_trace is not None and moment is not None:
@@ -119,6 +121,7 @@ def _moment(text: str) -> tuple[float, int]:
 def _notes(of: Serving) -> list[str]:
     """What was left out, cut short or assumed."""
     found = of.summary
+    left = plural(found.unfinished, "request was", "requests were")
     notes = [
         f"{plural(n, 'request', 'requests')} rejected: {why}" for why, n in found.rejected.items()
     ]
@@ -128,8 +131,8 @@ def _notes(of: Serving) -> list[str]:
     notes += _about_drafts(of.service)
     if of.outcome.stopped:
         notes.append(
-            f"stopped: {found.unfinished} requests were not done; the numbers are of the others, "
-            "and engines may have come to different moments"
+            f"stopped: {left} not done; the numbers are of the others, and engines may have come "
+            "to different moments"
         )
     elif found.unfinished:
         scheduler = of.service.scheduler
@@ -140,8 +143,7 @@ def _notes(of: Serving) -> list[str]:
             f"{of.service.limits.tokens:,} tokens again only with --enable-chunked-prefill"
         )
         notes.append(
-            f"{found.unfinished} requests were never done: the scheduler left them waiting"
-            + why * (pauses and whole)
+            f"{left} never done: the scheduler left them waiting" + why * (pauses and whole)
         )
     return notes
 
