@@ -80,6 +80,10 @@ class Holding(NamedTuple):
     """Of each variant, by stage."""
 
 
+_HeldAt = tuple[str, tuple[int, ...]]
+"""What is held (`Holding.what`), and by which stages."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Occupancy:
     """What ranks of a pipeline hold, in each state in which one may hold most."""
@@ -123,12 +127,15 @@ def _occupancy(
 ) -> Occupancy:
     of = _Stages(kinds, layers)
     number: dict[Holding, int] = {}
+    of_stages: dict[_HeldAt, int] = {}
     rows: dict[frozenset[tuple[int, int]], None] = {}
     for state, stages in of.distinct(found):
         for row in of.held(state, stages):
             numbered = Counter[int]()
-            for holding, count in row:
-                numbered[number.setdefault(holding, len(number))] += count
+            for held, count in row:
+                if held not in of_stages:
+                    of_stages[held] = number.setdefault(of.holding(held), len(number))
+                numbered[of_stages[held]] += count
             rows.setdefault(frozenset(numbered.items()))
     counts = np.zeros((len(rows), len(number)))
     for nth, row in enumerate(rows):
@@ -160,22 +167,23 @@ class _Stages(NamedTuple):
             for others in largest(some):
                 yield some[others]
 
-    def held(self, state: InFlight, stages: Sequence[int]) -> Iterable[list[tuple[Holding, int]]]:
+    def held(self, state: InFlight, stages: Sequence[int]) -> Iterable[list[tuple[_HeldAt, int]]]:
         """What a rank holds in a state, and how often; after all actions, for each stage by
         itself."""
         if not state.at:
             for s in stages:
-                others = [(self._holding(UPDATED, o), 1) for o in stages if o != s]
-                yield [*others, (self._holding(STEP, s), 1)]
+                yield [*(((UPDATED, (o,)), 1) for o in stages if o != s), ((STEP, (s,)), 1)]
             return
-        current = [s for s, _ in state.at]
-        kept = [(self._holding(KEPT, s), count) for s, count, _ in state.others if count]
-        halved = [(self._holding(HALVED, s), count) for s, _, count in state.others if count]
-        held = [(self._holding(HELD, s), 1) for s in stages if s not in current]
+        current = tuple(s for s, _ in state.at)
+        kept = [((KEPT, (s,)), count) for s, count, _ in state.others if count]
+        halved = [((HALVED, (s,)), count) for s, _, count in state.others if count]
+        held = [((HELD, (s,)), 1) for s in stages if s not in current]
         moment = PAIR if len(current) > 1 else state.at[0][1]
-        yield [*kept, *halved, *held, (self._holding(moment, *current), 1)]
+        yield [*kept, *halved, *held, ((moment, current), 1)]
 
-    def _holding(self, what: str, *stages: int) -> Holding:
+    def holding(self, held: _HeldAt) -> Holding:
+        """What it is, whichever stages have it."""
+        what, stages = held
         kinds = tuple(self.kinds.stage(s) for s in stages)
         return Holding(what, kinds, tuple(self.layers[s] for s in stages))
 

@@ -152,10 +152,12 @@ def _steps(order: Order) -> tuple[_OrderedStep, ...]:
     every = [a for steps in order for a in flat(steps)]
     if len({*every}) < len(every):
         raise ValueError("several ranks do the same action")
+    needed = {a: needs(a, stages, halves) for a in every}
     away: dict[Action, Action] = {}
-    for a in every:
-        for need in needs(a, stages, halves):
-            if rank_of[need.stage, need.microbatch] != rank_of[a.stage, a.microbatch]:
+    for a, some in needed.items():
+        home = rank_of[a.stage, a.microbatch]
+        for need in some:
+            if rank_of[need.stage, need.microbatch] != home:
                 away[a] = need
     wanted = {*away.values()}
     number: dict[Action, int] = {}
@@ -168,8 +170,7 @@ def _steps(order: Order) -> tuple[_OrderedStep, ...]:
         row = order[rank]
         while reached[rank] < len(row):
             actions = parts(row[reached[rank]])
-            needed = [need for a in actions for need in needs(a, stages, halves)]
-            missing = [need for need in needed if need not in number]
+            missing = [need for a in actions for need in needed[a] if need not in number]
             if missing:
                 waiting.setdefault(missing[0], []).append(rank)
                 break

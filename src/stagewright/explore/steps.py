@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -46,26 +46,34 @@ class Pipeline:
         """What each rank does with so many microbatches."""
         return order_of(self.schedule, self.pp, microbatches, self.vpp, self.group)
 
-    @property
-    def kinds(self) -> Kinds:
-        """The kinds of its stages and ranks."""
-        return Kinds.of(self.order(self.played))
 
-    @property
-    def ways(self) -> frozenset[tuple[int, int]]:
-        """The pairs of ranks between which messages are waited for."""
-        return ways(self.order(self.played))
+class _OrderFacts(NamedTuple):
+    """What follows from a pipeline's order of actions."""
 
-    def counts(self) -> tuple[StepCounts, ...]:
-        """Steps of each kind by rank, of the microbatches that are played."""
-        return step_counts(self.order(self.played))
+    kinds: Kinds
+    """Of its stages and ranks."""
+    ways: frozenset[tuple[int, int]]
+    """The pairs of ranks between which messages are waited for."""
+    counts: tuple[StepCounts, ...]
+    """Steps of each kind by rank, of the microbatches that are played."""
+    added: list[StepCounts]
+    """Steps that a round of microbatches adds; none where all are played."""
+    held: list[list[int]]
+    """The stages of each rank."""
 
-    def added(self) -> list[StepCounts]:
-        """Steps that a round of microbatches adds; none where all are played."""
-        if not self.before:
-            return [{} for _ in range(self.pp)]
-        pairs = zip(self.counts(), step_counts(self.order(self.before)), strict=True)
-        return [{of: n - before.get(of, 0) for of, n in now.items()} for now, before in pairs]
+
+@lru_cache(maxsize=256)
+def _facts(of: Pipeline) -> _OrderFacts:
+    order = of.order(of.played)
+    counts = step_counts(order)
+    added: list[StepCounts] = [{} for _ in counts]
+    if of.before:
+        pairs = zip(counts, step_counts(of.order(of.before)), strict=True)
+        added = [{k: n - before.get(k, 0) for k, n in now.items()} for now, before in pairs]
+    held: list[list[int]] = [[] for _ in counts]
+    for place in places(order):
+        held[place.rank].append(place.stage)
+    return _OrderFacts(Kinds.of(order), ways(order), counts, added, held)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,8 +176,9 @@ class _PlayedLots:
 
     def __init__(self, of: Pipeline, lots: Sequence[Lot]) -> None:
         self.of, self.lots = of, lots
-        self.kinds = of.kinds
-        distinct = [lot.distinct(of.ways) for lot in lots]
+        self.facts = _facts(of)
+        self.kinds = self.facts.kinds
+        distinct = [lot.distinct(self.facts.ways) for lot in lots]
         self.few = [each.lot for each in distinct]
         self.each = [each.of for each in distinct]
         self.edges = np.cumsum([0, *(len(lot.tuples) for lot in self.few)])
@@ -222,7 +231,7 @@ class _PlayedLots:
     def _times(self, nth: int) -> list[_CountedStep]:
         """How often the distinct steps of a lot occur."""
         found: dict[tuple[object, ...], _CountedStep] = {}
-        for counts, added in zip(self.of.counts(), self.of.added(), strict=True):
+        for counts, added in zip(self.facts.counts, self.facts.added, strict=True):
             for (step, complete), count in counts.items():
                 key = *((self._key(nth, stage), letter) for stage, letter in step), complete
                 before = found.get(key, _CountedStep(step, complete, 0, 0))
@@ -239,7 +248,7 @@ class _PlayedLots:
         zero = np.zeros(len(lot.tuples))
         both: list[Float] = []
         beside: list[Float] = []
-        for counts in self.of.added():
+        for counts in self.facts.added:
             every = [
                 (count / (self.of.played - self.of.before), response(self._moments(nth, *of)))
                 for of, count in counts.items()
@@ -256,17 +265,11 @@ class _PlayedLots:
 
     # ---- after all actions -----------------------------------------------------------------------
 
-    @cached_property
-    def _held(self) -> list[list[int]]:
-        """The stages of each rank."""
-        found = places(self.of.order(self.of.played))
-        return [[p.stage for p in found if p.rank == rank] for rank in range(self.of.pp)]
-
     def _groups(self, nth: int) -> list[_RankGroup]:
         """The ranks of a lot's pipelines."""
         found: dict[tuple[int, bytes], _RankGroup] = {}
         for rank in range(self.of.pp):
-            held = self.lots[nth].layers[:, self._held[rank]].sum(axis=1).astype(np.float64)
+            held = self.lots[nth].layers[:, self.facts.held[rank]].sum(axis=1).astype(np.float64)
             kind = self.kinds.rank(rank)
             group = found.setdefault((kind, held.tobytes()), _RankGroup(kind, held, []))
             group.ranks.append(rank)

@@ -88,28 +88,30 @@ def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | Non
 def _of_rank(steps: Sequence[ScheduleStep]) -> tuple[InFlight, ...]:
     actions = flat(steps)
     stages = sorted({a.stage for a in actions})
-    first = {a.stage: a for a in reversed(actions) if a.kind == "F"}
-    last = {a.stage: a for a in actions if a.kind in "BW"}
+    count, place = len(stages), {stage: nth for nth, stage in enumerate(stages)}
+    first = {a.stage: a.microbatch for a in reversed(actions) if a.kind == "F"}
+    last = {a.stage: (a.kind, a.microbatch) for a in actions if a.kind in "BW"}
     moments = {"B": (BACKWARD, LAST_BACKWARD), "W": (WEIGHT_HALF, LAST_WEIGHT_HALF)}
-    flight, halved = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    held = [0] * 2 * count  # by stage in flight, then between the halves of its backward
     found: dict[tuple[tuple[int, str], ...], set[tuple[int, ...]]] = {}
     for step in steps:
         at: list[tuple[int, str]] = []
-        for a in parts(step):
-            if a.kind == "F":
-                at.append((a.stage, FIRST_FORWARD if first[a.stage] == a else FORWARD))
-            elif a.kind == "I":
-                flight[a.stage] -= 1
-                at.append((a.stage, INPUT_HALF))
+        begun: list[int] = []
+        for stage, kind, microbatch in parts(step):
+            if kind == "F":
+                begun.append(place[stage])
+                at.append((stage, FIRST_FORWARD if first[stage] == microbatch else FORWARD))
+            elif kind == "I":
+                held[place[stage]] -= 1
+                begun.append(count + place[stage])
+                at.append((stage, INPUT_HALF))
             else:
-                (flight if a.kind == "B" else halved)[a.stage] -= 1
-                at.append((a.stage, moments[a.kind][last[a.stage] == a]))
-        found.setdefault(tuple(at), set()).add((*flight.values(), *halved.values()))
-        for a in parts(step):
-            flight[a.stage] += a.kind == "F"
-            halved[a.stage] += a.kind == "I"
-    found[()] = {(0,) * 2 * len(stages)}
-    count = len(stages)
+                held[place[stage] + (0 if kind == "B" else count)] -= 1
+                at.append((stage, moments[kind][last[stage] == (kind, microbatch)]))
+        found.setdefault(tuple(at), set()).add(tuple(held))
+        for nth in begun:
+            held[nth] += 1
+    found[()] = {(0,) * 2 * count}
     return tuple(
         InFlight(at, tuple(zip(stages, others[:count], others[count:], strict=True)))
         for at, some in found.items()
