@@ -22,7 +22,7 @@ from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks, occupancy
 from stagewright.explore.pipeline import rounds
 from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
-from stagewright.explore.shared.settings_read import BySettingsRead
+from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.steps import Lot, Pipeline, StepColumns, steps
 from stagewright.explore.structures import (
     NUMBERS,
@@ -126,7 +126,7 @@ class _Evaluation:
     """Lots of candidates by the pipeline that they are played in, and what has been found."""
 
     candidates: Candidates
-    shared: BySettingsRead = field(default_factory=BySettingsRead)
+    shared: Shared = field(default_factory=Shared)
     tables: dict[object, _JoinedTemplates] = field(default_factory=dict[object, _JoinedTemplates])
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
     plans: dict[object, StagePlan] = field(default_factory=dict[object, StagePlan])
@@ -232,7 +232,9 @@ class _Evaluation:
         rest = {n: v for n, v in values.items() if n not in (*NUMBERS, "global_batch_size")}
         key = *sorted(kind.items()), *sorted((n, repr(v)) for n, v in rest.items())
         if key not in self.plans:
-            self.plans[key] = stage_plan(own.run(row), self.candidates.model, self.shared)
+            self.plans[key] = stage_plan(
+                own.run(row), self.candidates.model, self.shared.by_settings
+            )
         return self.plans[key]
 
     # ---- steps -----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ written down: it is whatever these functions ask of the numbers on their way (`v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -20,18 +20,19 @@ from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates
 from stagewright.explore.shared.plans import pipeline_blocks
 from stagewright.explore.shared.settings_read import BySettingsRead
+from stagewright.explore.shared.tuples import Shared, Tuples
 from stagewright.graph.node import Graph, Node
 from stagewright.lower.assembly.lowered_block import LoweredBlock
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.training import STAGES, TrainingStep
-from stagewright.lower.variants import BlockVariant
+from stagewright.lower.variants import BlockVariant, graph_of
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time.columns.meshes import AxisOrders
-from stagewright.varying import Cases, Number
+from stagewright.varying import Number
 
 _Made = TypeVar("_Made")
 
@@ -165,12 +166,12 @@ def supported(run: Run, model: ModelConfig) -> str:
     return ""
 
 
-def structures(candidates: Candidates, shared: BySettingsRead | None = None) -> Structures:
+def structures(candidates: Candidates, shared: Shared | None = None) -> Structures:
     """Candidates grouped by structure, each structure with its blocks in columns.
 
     `shared`: what was made of other runs of the same model.
     """
-    shared = shared or BySettingsRead()
+    shared = shared or Shared()
     found: list[Structure] = []
     refused: list[Refused] = []
     for members in _alike_but_for_numbers(candidates):
@@ -178,9 +179,9 @@ def structures(candidates: Candidates, shared: BySettingsRead | None = None) -> 
         if why:
             refused.append(Refused(members, why, possible=True))
             continue
-        there, variants = _variants(candidates, members, refused, shared)
+        there, variants = _variants(candidates, members, refused, shared.by_settings)
         if len(there):
-            _SameButNumbers(candidates, there, variants).add_to(found, refused)
+            _SameButNumbers(candidates, there, variants, shared).add_to(found, refused)
     return Structures(found, refused)
 
 
@@ -262,9 +263,10 @@ class _SameButNumbers:
     """Candidates that differ in numbers and in their pipelines only."""
 
     def __init__(
-        self, candidates: Candidates, members: Int, variants: Sequence[BlockVariant]
+        self, candidates: Candidates, members: Int, variants: Sequence[BlockVariant], shared: Shared
     ) -> None:
         self.candidates, self.members, self.variants = candidates, members, variants
+        self.shared = shared
         self.own = candidates.take(members)
         names = [n for n in NUMBERS if n in candidates.columns] or ["tp"]
         tuples = self.own.distinct(*names, ORDER)
@@ -275,13 +277,6 @@ class _SameButNumbers:
         self.orders, self.order = order.values, order.codes[tuples.first].astype(np.int64)
         self.several = _has_several(self.own)
 
-    def _step(self, run: Run, numbers: Mapping[str, Number]) -> TrainingStep:
-        """A step with numbers in the place of the run's own, and few microbatches."""
-        model, run = self.candidates.model, run.model_copy(update={**numbers})
-        # The run's own batch has other microbatches with these numbers.
-        late = _with_few_microbatches(run, model, several=self.several)
-        return TrainingStep.of(late, model, {})
-
     def add_to(self, found: list[Structure], refused: list[Refused]) -> None:
         """Find the structures of the group."""
         for rows, _ in self._split(np.arange(self.count), self._of_all, refused):
@@ -289,35 +284,66 @@ class _SameButNumbers:
                 lower = partial(self._structure, graphs=graphs)
                 for alike, structure in self._split(sharded, lower, refused):
                     if len(alike) < len(structure):  # without the numbers of those that went off
-                        structure = self._structure(Cases(len(alike)), alike, graphs)
+                        structure = self._structure(self._tuples(alike), alike, graphs)
                     found.append(structure)
 
-    def _of_all(self, cases: Cases, rows: Int) -> TrainingStep:
-        """The step of some tuples, in the first pipeline."""
-        given = {n: cases.varying(v[rows]) for n, v in self.numbers.items() if v[0] != ABSENT}
-        return self._step(self.own.run(0), given)
+    def _tuples(self, rows: Int) -> Tuples:
+        """The numbers of some tuples, but for those that follow from others."""
+        given = {n: v[rows] for n, v in self.numbers.items() if v[0] != ABSENT}
+        return self.shared.tuples(given, len(rows))
 
-    def _graphs(self, cases: Cases, rows: Int) -> dict[BlockVariant, Graph]:
+    def _with_few_microbatches(self, run: Run) -> Run:
+        """A run with numbers of tuples: its own batch has other microbatches with these."""
+        return _with_few_microbatches(run, self.candidates.model, several=self.several)
+
+    def _of_all(self, tuples: Tuples, rows: Int) -> TrainingStep:
+        """The step of some tuples, in the first pipeline."""
+        run = self.own.run(0).model_copy(update={**tuples.numbers})
+        return TrainingStep.of(self._with_few_microbatches(run), self.candidates.model, {})
+
+    def _graphs(self, tuples: Tuples, rows: Int) -> dict[BlockVariant, Graph]:
         """The graph of each block."""
-        step = self._of_all(cases, rows)
-        return {variant: step.shard(variant) for variant in self.variants}
+        self._of_all(tuples, rows)  # asks whether there is such a step
+
+        def sharded(variant: BlockVariant, run: Run) -> Graph:
+            run = self._with_few_microbatches(run)
+            return TrainingStep.of_blocks(run, self.candidates.model, {}).shard(variant)
+
+        return {
+            variant: self._made(("graph", graph_of(variant)), tuples, partial(sharded, variant))
+            for variant in self.variants
+        }
+
+    def _lowered(self, variant: BlockVariant, graph: Graph, tuples: Tuples) -> LoweredBlock:
+        """A block with the numbers of tuples."""
+
+        def lowered(run: Run) -> LoweredBlock:
+            run = self._with_few_microbatches(run)
+            step = TrainingStep.of_blocks(run, self.candidates.model, {})
+            extent = step.extent(step.routing.even() if step.routing else None)
+            return step.lower_block(variant, graph, extent)
+
+        what = "block", variant, graph.nodes, (*graph.outputs.items(),)
+        return self._made(what, tuples, lowered)
+
+    def _made(self, what: Hashable, tuples: Tuples, make: Callable[[Run], _Made]) -> _Made:
+        """What is made of runs with the numbers of tuples, once for all groups."""
+        return self.shared.made((what, self.several), self.own.run(0), tuples, make)
 
     def _structure(
-        self, cases: Cases, rows: Int, graphs: Mapping[BlockVariant, Graph]
+        self, tuples: Tuples, rows: Int, graphs: Mapping[BlockVariant, Graph]
     ) -> Structure:
         """The blocks of some tuples in columns."""
-        step = self._of_all(cases, rows)
-        routing = step.routing
-        extent = step.extent(routing.even() if routing else None)
-        lowered = {v: step.lower_block(v, graph, extent) for v, graph in graphs.items()}
+        step = self._of_all(tuples, rows)
+        lowered = {v: self._lowered(v, graph, tuples) for v, graph in graphs.items()}
         number = np.full(self.count, -1)
         number[rows] = np.arange(len(rows))
         index = number[self.index]
         mine = np.flatnonzero(index >= 0)
-        tuples = {n: v[rows] for n, v in self.numbers.items()}
+        numbers = {n: v[rows] for n, v in self.numbers.items()}
         blocks = {v: ColumnBlock(block) for v, block in lowered.items()}
         orders = self._axis_orders(step, rows)
-        return Structure(step, self.members[mine], index[mine], tuples, blocks, orders)
+        return Structure(step, self.members[mine], index[mine], numbers, blocks, orders)
 
     def _axis_orders(self, step: TrainingStep, rows: Int) -> AxisOrders:
         """In which order some tuples have the axes of the step's mesh."""
@@ -329,13 +355,14 @@ class _SameButNumbers:
         return AxisOrders(tuple(names), of.ravel().astype(np.int64))
 
     def _split(
-        self, rows: Int, make: Callable[[Cases, Int], _Made], refused: list[Refused]
+        self, rows: Int, make: Callable[[Tuples, Int], _Made], refused: list[Refused]
     ) -> Iterator[tuple[Int, _Made]]:
         """What is made of tuples that go the same way, for each such set of tuples."""
         while len(rows):
-            cases = Cases(len(rows))
+            tuples = self._tuples(rows)
+            cases = tuples.cases
             try:
-                made = make(cases, rows)
+                made = make(tuples, rows)
                 alike, rows = rows[cases.alike], rows[~cases.alike]
                 yield alike, made
             except UserError as error:

@@ -75,9 +75,9 @@ class EagerOperators(Habit):
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
         """By `operators`; `denom` of torch.optim.AdamW is a square root, and what divides by it."""
-        adam = run.optimizer == "adamw"
-        again = run.recompute == "full"
-        return cls(2 if adam else 0, again) if run.operators == "eager" else None
+        if run.operators != "eager":
+            return None
+        return cls(2 if run.optimizer == "adamw" else 0, run.recompute == "full")
 
     def allocation(self, allocation: Allocation) -> Allocation:
         """Updates have temporaries, and DTensor clones the part of a tensor that is a rank's."""

@@ -64,15 +64,19 @@ class TrainingStep:
     @classmethod
     def of(cls, run: Run, model: ModelConfig, table: Mapping[str, str]) -> Self:
         """The step of a run that has been checked; `table` as in `lower.compile`."""
+        step = cls.of_blocks(run, model, table)
+        check_table(step.plan, run, model, step.sizes)
+        return replace(step, stages=stages_of(run, model, step.order))
+
+    @classmethod
+    def of_blocks(cls, run: Run, model: ModelConfig, table: Mapping[str, str]) -> Self:
+        """The step without stages: it shards and lowers blocks."""
         order = order_of(run)
         mesh, plan = parallelization(run, model, mirrored=mirrored(order))
         plan = replace(plan, table=table_of(run, model, table))
         sizes = sizes_of(run, model, replicas=1 + mirrored(order))
-        recipe = recipe_of(run, model)
-        check_table(plan, run, model, sizes)
-        stages = stages_of(run, model, order)
-        habits = Habits.of(run, order)
-        return cls(run, model, order, mesh, plan, sizes, recipe, stages, habits)
+        recipe, habits = recipe_of(run, model), Habits.of(run, order)
+        return cls(run, model, order, mesh, plan, sizes, recipe, (), habits)
 
     @property
     def variants(self) -> Sequence[BlockVariant]:

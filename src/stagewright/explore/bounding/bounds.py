@@ -43,7 +43,7 @@ from stagewright.explore.evaluate import machines_of
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Responses, response
 from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
-from stagewright.explore.shared.settings_read import BySettingsRead
+from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.structures import NUMBERS, PIPELINE, microbatches_of, structures
 from stagewright.explore.templates import Kind, unlike
 from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
@@ -163,7 +163,7 @@ class _Relaxation:
             self.bandwidth[mine] = 1e9 * reached
         self.states = ShardedStates.of_candidates(candidates)
         self.relaxed = relaxed(self.rows)
-        self.shared = BySettingsRead()
+        self.shared = Shared()
         self.plans: list[StagePlan | None] = []
 
     def bound(self, found: CandidateBounds) -> None:
@@ -198,7 +198,9 @@ class _Relaxation:
         one = {} if of.model.num_experts else {"dp": 1}
         for row in alike.first.tolist():
             try:
-                plan = stage_plan(of.run(row).model_copy(update=one), of.model, self.shared)
+                plan = stage_plan(
+                    of.run(row).model_copy(update=one), of.model, self.shared.by_settings
+                )
                 usable = not unlike(plan.run, plan.order, plan.parts)
                 self.plans.append(plan if usable else None)
             except UserError:

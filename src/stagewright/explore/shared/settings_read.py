@@ -19,8 +19,10 @@ from typing import Any, TypeVar, cast
 
 from stagewright.errors import UserError
 from stagewright.run.settings import Run
+from stagewright.varying import Varying
 
 _Made = TypeVar("_Made")
+_SETTINGS = frozenset(Run.model_fields)
 
 
 class BySettingsRead:
@@ -29,6 +31,8 @@ class BySettingsRead:
     def __init__(self) -> None:
         """Nothing was made yet."""
         self._made: dict[Hashable, dict[tuple[str, ...], dict[Hashable, Any]]] = {}
+        self._runs: list[Run] = []
+        """Of which something was made: no other number has the identity of one of theirs."""
 
     def of(self, what: Hashable, run: Run, make: Callable[[Run], _Made]) -> _Made:
         """What `make` makes of a run, or has made of one that agrees in all that was read of it.
@@ -41,6 +45,7 @@ class BySettingsRead:
             key = _values(run, names)
             if key in known:
                 return _given(known[key])
+        self._runs.append(run)
         read = _RunRead(run, set())
         try:
             found: Any = make(cast("Run", read))
@@ -58,7 +63,7 @@ class _RunRead:
         self.run, self.names = run, names
 
     def __getattr__(self, name: str) -> Any:
-        if name in Run.model_fields:
+        if name in _SETTINGS:
             self.names.add(name)
             return getattr(self.run, name)
         of: Any = getattr(Run, name)  # reads settings in its turn
@@ -70,7 +75,9 @@ class _RunRead:
 
 
 def _values(run: Run, names: tuple[str, ...]) -> Hashable:
-    return (*(getattr(run, name) for name in names),)
+    """What is equal for runs with equal settings; numbers of many configurations, for the same."""
+    values = (getattr(run, name) for name in names)
+    return (*((Varying, id(of)) if isinstance(of, Varying) else of for of in values),)
 
 
 def _given(made: Any) -> Any:

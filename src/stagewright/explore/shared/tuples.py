@@ -1,0 +1,72 @@
+"""Tuples of numbers that several groups of candidates have, and what is made of runs with them.
+
+A group's candidates differ in numbers; groups differ in other settings, and often have the same
+tuples. What a graph or a block follows from in these settings, it has read
+(`settings_read.BySettingsRead`); which tuples it holds for, its questions have asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from stagewright.arrays import Bool, Int
+from stagewright.errors import UserError
+from stagewright.explore.shared.settings_read import BySettingsRead
+from stagewright.run.settings import Run
+from stagewright.varying import Cases, Number
+
+_Made = TypeVar("_Made")
+
+
+class Tuples(NamedTuple):
+    """Tuples of numbers, in columns."""
+
+    cases: Cases
+    numbers: Mapping[str, Number]
+    """By setting."""
+
+
+class Shared:
+    """What candidates of one model have in common."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.by_settings = BySettingsRead()
+        self._tuples: dict[Hashable, Tuples] = {}
+
+    def tuples(self, columns: Mapping[str, Int], count: int) -> Tuples:
+        """So many tuples, of which none has been asked yet: the same for equal columns."""
+        key = count, *((name, column.tobytes()) for name, column in columns.items())
+        if key not in self._tuples:
+            cases = Cases(count)
+            numbers = {name: cases.varying(column) for name, column in columns.items()}
+            self._tuples[key] = Tuples(cases, numbers)
+        found = self._tuples[key]
+        found.cases.alike = np.ones(found.cases.count, dtype=bool)
+        return found
+
+    def made(self, what: Hashable, run: Run, tuples: Tuples, make: Callable[[Run], _Made]) -> _Made:
+        """What `make` makes of a run with the numbers of tuples, as `BySettingsRead.of` has it.
+
+        Tuples that answer its questions otherwise than the first are no longer alike.
+        """
+        cases = tuples.cases
+
+        def answered(run: Run) -> tuple[_Made | UserError | TypeError, Bool]:
+            before, cases.alike = cases.alike, np.ones(cases.count, dtype=bool)
+            try:
+                return make(run), cases.alike
+            except (UserError, TypeError) as error:
+                return error, cases.alike
+            finally:
+                cases.alike = before
+
+        with_numbers = run.model_copy(update={**tuples.numbers})
+        found, alike = self.by_settings.of((what, cases), with_numbers, answered)
+        cases.alike = cases.alike & alike
+        if isinstance(found, (UserError, TypeError)):
+            raise found
+        return found
