@@ -96,10 +96,11 @@ class ActionPlaces(NamedTuple):
     pair: bool
 
     @property
-    def content(self) -> tuple[object, ...]:
+    def content(self) -> bytes:
         """What is equal for equal rows."""
-        arrays = (*((of.shape[0], of.astype(np.int64).tobytes()) for of in self[:6]),)
-        return *arrays, self.axes, self.handed_on, self.pair
+        arrays = [of.astype(np.int64) for of in self[:6]]
+        sizes = [len(of) for of in arrays]
+        return digest(sizes, *arrays, self.axes, self.handed_on, self.pair)
 
 
 class TimedAction(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -52,16 +52,24 @@ class RowTimes(NamedTuple):
     """Seconds of launches [rows, 1 or configurations], and whether the host waits."""
 
 
+class _Places(NamedTuple):
+    """Places as one action, but for what they take and what the host waits for."""
+
+    pointer: Int
+    needs: Int
+    streams: Int
+    handed_on: tuple[tuple[int, str], ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class ClassRows:
-    """The rows of a rank class in issue order, with durations in columns."""
+class ClassPlaces:
+    """The rows of a rank class in issue order, whatever they take."""
 
     tasks: Tasks
     issue: Issue
     kind: NDArray[np.uint8]
-    times: RowTimes
-    of: Int
-    """By place the kind of `times`; -1: takes no time."""
+    message: Bool
+    """By place: it takes no time here."""
     flags: Int
     """By place: `MAIN` and others."""
     axis: Int
@@ -72,16 +80,11 @@ class ClassRows:
     frees: Int
     """By place: `REDUCES` or `STORES` where kernels behind the next transfer of this kind wait for
     the end, since it frees memory; else 0."""
+    _known: dict[tuple[int, int], _Places] = field(default_factory=dict[tuple[int, int], _Places])
 
     @classmethod
-    def of_class(
-        cls,
-        program: Program,
-        nth: int,
-        times: RowTimes,
-        how: Execution,
-    ) -> Self:
-        """Class number `nth`, whose rows take these times."""
+    def of_class(cls, program: Program, nth: int, how: Execution) -> Self:
+        """Class number `nth`."""
         tasks = program.classes[nth].tasks
         order = issue(program, tasks, how)
         order = with_needs(order, *_own_messages(program, tasks, order))
@@ -112,20 +115,15 @@ class ClassRows:
             MAIN * main + DATA * data + SENDS * sends
             + RECEIVES * (of_pipeline & (kind == TaskKind.RECV)) + BACKWARD * backward
         )  # fmt: skip
-        if times.host is not None:
-            flags = flags + WAITS * times.host[1][rows]
-        of_place = np.where(message, -1, times.of[rows])
-        return cls(
-            tasks, order, kind, times, of_place, flags, axis, tuple(axes), data, frees
-        )  # fmt: skip
+        return cls(tasks, order, kind, message, flags, axis, tuple(axes), data, frees)
 
-    def seconds(self, place: int) -> Float:
-        """What a place takes: [configurations]."""
-        kind = int(self.of[place])
-        return self.times.seconds[kind] if kind >= 0 else 0 * self.times.seconds[0]
+    def part(self, begin: int, end: int) -> _Places:
+        """The places from `begin` to `end`."""
+        if (begin, end) not in self._known:
+            self._known[begin, end] = self._part(begin, end)
+        return self._known[begin, end]
 
-    def action(self, begin: int, end: int, *, pair: bool = False) -> TimedAction:
-        """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""
+    def _part(self, begin: int, end: int) -> _Places:
         order = self.issue
         pointer = order.pointer[begin : end + 1]
         needs = order.needs[pointer[0] : pointer[-1]]
@@ -137,20 +135,7 @@ class ClassRows:
             (need - begin if need >= begin else BESIDE, self.axes[int(self.axis[need])])
             for need in self._handed_on(end)
         )
-        used, of = np.unique(self.of[begin:end], return_inverse=True)
-        table = self.times.seconds[used]
-        table[used < 0] = 0.0
-        counts = np.bincount(of.ravel(), minlength=len(used)) * (used >= 0)
-        drawn = counts @ self.times.drawn[used]
-        launch = np.zeros((0, 1))
-        if self.times.host is not None:
-            launch = self.times.host[0][order.rows[begin:end]]
-        streams = order.stream[begin:end]
-        what = ActionPlaces(
-            pointer - pointer[0], needs, self.flags[begin:end], streams,
-            self.axis[begin:end], of.ravel(), self.axes, handed, pair,
-        )  # fmt: skip
-        return TimedAction(what, table, drawn, launch)
+        return _Places(pointer - pointer[0], needs, order.stream[begin:end], handed)
 
     def _recent(self, begin: int) -> Bool:
         """Of the places before `begin`, for which `ASIDE` stands: communication that runs on beside
@@ -175,6 +160,43 @@ class ClassRows:
         place = end + int(later[0])
         needs: list[int] = order.needs[order.pointer[place] : order.pointer[place + 1]].tolist()
         return [need for need in needs if need < end and self.frees[need]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassRows:
+    """The rows of a rank class in issue order, with durations in columns."""
+
+    places: ClassPlaces
+    times: RowTimes
+
+    def _kinds(self, begin: int, end: int) -> Int:
+        """The kind of `times` of some places; -1: it takes no time."""
+        rows = self.places.issue.rows[begin:end]
+        return np.where(self.places.message[begin:end], -1, self.times.of[rows])
+
+    def seconds(self, place: int) -> Float:
+        """What a place takes: [configurations]."""
+        kind = int(self._kinds(place, place + 1)[0])
+        return self.times.seconds[kind] if kind >= 0 else 0 * self.times.seconds[0]
+
+    def action(self, begin: int, end: int, *, pair: bool = False) -> TimedAction:
+        """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""
+        places, host = self.places, self.times.host
+        pointer, needs, streams, handed_on = places.part(begin, end)
+        used, of = np.unique(self._kinds(begin, end), return_inverse=True)
+        table = self.times.seconds[used]
+        table[used < 0] = 0.0
+        counts = np.bincount(of.ravel(), minlength=len(used)) * (used >= 0)
+        drawn = counts @ self.times.drawn[used]
+        launch, flags = np.zeros((0, 1)), places.flags[begin:end]
+        if host is not None:
+            rows = places.issue.rows[begin:end]
+            launch, flags = host[0][rows], flags + WAITS * host[1][rows]
+        what = ActionPlaces(
+            pointer, needs, flags, streams, places.axis[begin:end], of.ravel(), places.axes,
+            handed_on, pair,
+        )  # fmt: skip
+        return TimedAction(what, table, drawn, launch)
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:
@@ -230,9 +252,10 @@ def cuts(program: Program, rows: ClassRows, rank: RankRows) -> Cuts:
 
     Actions whose places are mixed, as the schedule or `time.simulate.ep_overlap` has them, are one.
     """
-    tasks, at = rows.tasks, rows.issue.rows
+    places = rows.places
+    tasks, order, at = places.tasks, places.issue, places.issue.rows
     slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
-    meets = (rows.kind == TaskKind.COLLECTIVE) & np.isin(tasks.slot[at], slots)
+    meets = (places.kind == TaskKind.COLLECTIVE) & np.isin(tasks.slot[at], slots)
     meets &= at >= rank.end  # two ranks that hold the same reduce gradients before
     met = np.flatnonzero(meets)
     inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))
@@ -245,8 +268,8 @@ def cuts(program: Program, rows: ClassRows, rank: RankRows) -> Cuts:
     ends = [*met.tolist(), len(at)]
     meetings: list[StageMeeting] = []
     for place in met.tolist():
-        before = rows.issue.needs[rows.issue.pointer[place] : rows.issue.pointer[place + 1]]
-        waits = bool(rows.data[before].any())
+        before = order.needs[order.pointer[place] : order.pointer[place + 1]]
+        waits = bool(places.data[before].any())
         meetings.append(StageMeeting(int(tasks.slot[at[place]]), waits, rows.seconds(place)))
     return Cuts(_steps(tasks, at, rank, tail), [*zip(borders, ends, strict=True)], meetings)
 

@@ -22,10 +22,16 @@ from stagewright.explore.actions import (
     StepKind,
     TimedAction,
 )
-from stagewright.explore.class_rows import ClassRows, Cuts, RowTimes, StageMeeting, cuts
+from stagewright.explore.class_rows import (
+    ClassPlaces,
+    ClassRows,
+    Cuts,
+    RowTimes,
+    StageMeeting,
+    cuts,
+)
 from stagewright.explore.templates import StructureTemplate, at_most
 from stagewright.lower.assembly.assemble import Assembly
-from stagewright.run.sections.execution import Execution
 
 FIELDS = len(Response._fields) - 1
 
@@ -236,19 +242,19 @@ class Played:
 
 def responses(
     of: StructureTemplate,
+    places: Sequence[Sequence[ClassPlaces]],
     timed: Sequence[Timed],
-    how: Execution,
     played: Played,
     *,
     usual: bool = False,
 ) -> Responses:
-    """The responses of a template; `timed` by program, the base first.
+    """The responses of a template; `places` and `timed` by program, the base first.
 
     `usual`: those of actions that do nothing that happens once per step, and of nothing else.
     """
     every = [
-        _actions(of, assembly, seconds, how, usual=usual)
-        for assembly, seconds in zip(of.assemblies, timed, strict=True)
+        _actions(of, assembly, issued, seconds, usual=usual)
+        for assembly, issued, seconds in zip(of.assemblies, places, timed, strict=True)
     ]
     base, more = every[0], every[1 : 1 + len(of.more)]
     alone = dict(zip(of.few, every[1 + len(of.more) :], strict=True))
@@ -354,13 +360,18 @@ class _TemplateActions(NamedTuple):
 
 
 def _actions(
-    of: StructureTemplate, assembly: Assembly, timed: Timed, how: Execution, *, usual: bool
+    of: StructureTemplate,
+    assembly: Assembly,
+    places: Sequence[ClassPlaces],
+    timed: Timed,
+    *,
+    usual: bool,
 ) -> _TemplateActions:
     actions: dict[tuple[StepKind, bool], TimedAction] = {}
     tails: dict[int, tuple[list[TimedAction], list[StageMeeting]]] = {}
     slots: dict[int, int] = {}  # numbered as they are met, so that structures compare
     for rank, times in enumerate(timed):
-        rows = ClassRows.of_class(assembly.program, rank, times, how)
+        rows = ClassRows(places[rank], times)
         found = cuts(assembly.program, rows, assembly.ranks[rank].rows)
         chosen = _chosen(of, found)
         for (kind, complete), (begin, end) in sorted(chosen.items(), key=lambda item: item[0][1]):

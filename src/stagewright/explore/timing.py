@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.explore.class_rows import RowTimes
+from stagewright.explore.class_rows import ClassPlaces, RowTimes
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Played, Responses, Timed, responses
 from stagewright.explore.structures import Structure
@@ -17,13 +17,14 @@ from stagewright.explore.templates import Kind, StructureTemplate, template
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.program.columns import TaskKind
 from stagewright.run.requests import allowance_of
-from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.execution import ISSUED_BY, LAUNCHED_BY, Execution
 from stagewright.run.settings import Run
 from stagewright.time.columns.chunks import in_chunks
 from stagewright.time.columns.durations import Columns
 from stagewright.time.columns.meshes import MeshColumns, Placed
 from stagewright.time.columns.row_kinds import Known, RowKinds
 from stagewright.time.experts.dispatch import Routed
+from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 from stagewright.time.simulate.launches import ASYNCHRONOUS, HostWork, host_work
 
@@ -84,6 +85,8 @@ class Templates:
         self._durations: dict[int, Known] = {}
         self.times: dict[Hashable, list[list[tuple[RowKinds, Float]]]] = {}
         """What the rows of each program take, by class, as machines have asked for them."""
+        self._places: dict[Hashable, list[list[ClassPlaces]]] = {}
+        self._hosts: dict[Hashable, list[list[HostWork] | None]] = {}
 
     def template(self, of: Kind, run: Run) -> tuple[StructureTemplate, Peaks]:
         """The template of one kind of pipeline, and its memory."""
@@ -92,6 +95,30 @@ class Templates:
             made = template(self.of.step, of, blocks)
             self._known[of] = made, Peaks.of(made, len(self.of), allowance_of(run))
         return self._known[of]
+
+    def places(self, of: Kind, how: Execution) -> list[list[ClassPlaces]]:
+        """The rows of each program of a template that was made, by class, as they are issued."""
+        how = how.only(*ISSUED_BY)
+        if (of, how) not in self._places:
+            self._places[of, how] = [
+                [ClassPlaces.of_class(each.program, n, how) for n in range(len(each.ranks))]
+                for each in self._known[of][0].assemblies
+            ]
+        return self._places[of, how]
+
+    def hosts(
+        self, of: Kind, run: Run, how: Execution, hardware: Hardware
+    ) -> list[list[HostWork] | None]:
+        """What the hosts do in each program of a template that was made; they wait for messages or
+        not as the schedule of the run has it."""
+        how = how.only(*LAUNCHED_BY)
+        key = of, run.vpp > 1, run.schedule in ASYNCHRONOUS, how, id(hardware)
+        if key not in self._hosts:
+            made, _ = self._known[of]
+            small = made.run.model_copy(update={"vpp": run.vpp, "schedule": run.schedule})
+            programs = [each.program for each in made.assemblies]
+            self._hosts[key] = [host_work(each, small, how, hardware) for each in programs]
+        return self._hosts[key]
 
     def durations(self, on: KnownOnMachine) -> Known:
         """What is known of the structure's durations on a machine."""
@@ -133,24 +160,20 @@ class MachineTiming:
 
     def _of_kind(self, of: Kind, run: Run) -> TemplateFigures:
         made, peaks = self.templates.template(of, run)
-        hosts = [self._hosts(made, each, run) for each in made.assemblies]
+        hosts = self.templates.hosts(of, run, self.how, self.machine.hardware)
         key = of, *(_content(each) for each in hosts)
         if key not in self._figures:
             timed = [
                 _timed(seconds, work)
                 for seconds, work in zip(self._rows(of, made), hosts, strict=True)
             ]
-            found = responses(made, timed, self.how, self.on.played, usual=self.usual)
+            places = self.templates.places(of, self.how)
+            found = responses(made, places, timed, self.on.played, usual=self.usual)
             stride = self.of.stride
             beyond = self.of.ranks_of_stage // stride
             message = self._message(made.base)
             self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond)
         return self._figures[key]
-
-    def _hosts(self, of: StructureTemplate, assembly: Assembly, run: Run) -> list[HostWork] | None:
-        """What the hosts do; they wait for messages or not as the schedule of the run has it."""
-        small = of.run.model_copy(update={"vpp": run.vpp, "schedule": run.schedule})
-        return host_work(assembly.program, small, self.how, self.machine.hardware)
 
     def _rows(self, kind: Kind, of: StructureTemplate) -> list[list[tuple[RowKinds, Float]]]:
         """What the rows of each program of a template take, by class: seconds, and those at TDP in

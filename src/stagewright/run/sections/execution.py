@@ -1,7 +1,7 @@
 """How a framework runs a step: what it overlaps, and what that costs."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.run.sections.declare import (
@@ -23,6 +23,16 @@ MOST_METADATA_S = 10.0
 
 GRAPH_MODULES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe")
 """Modules of a layer that may be captured as CUDA graphs, in Megatron-LM's words."""
+
+ISSUED_BY = (
+    "streams", "no_overlap", "prefetch", "overlap_param_gather", "overlap_moe_expert_parallel_comm"
+)  # fmt: skip
+"""The settings of an execution that its issue orders follow from (`time.simulate.issue`)."""
+
+LAUNCHED_BY = (
+    "launch_mode", "serving_engine", "cuda_graph_modules", "collective_checks", "p2p_metadata_s"
+)  # fmt: skip
+"""The settings of an execution that launches follow from (`time.simulate.launches`)."""
 
 _NOT_SHARDED = idle_axes("dp", "cp")
 
@@ -127,6 +137,10 @@ class Execution:
         "Kernels take 1 + X times as long while a collective runs beside them.",
         metavar="X",
     )
+
+    def only(self, *names: str) -> Self:
+        """The execution with these settings, and the defaults of all others."""
+        return type(self)(**{name: getattr(self, name) for name in names})
 
     def __post_init__(self) -> None:
         for axis in sorted(self.no_overlap - set(AXES)):
