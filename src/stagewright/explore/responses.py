@@ -8,7 +8,7 @@ responses of their own.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -30,7 +30,8 @@ from stagewright.explore.class_rows import (
     StageMeeting,
     cuts,
 )
-from stagewright.explore.templates import StructureTemplate, at_most
+from stagewright.explore.shared.played import LinearRows, Played
+from stagewright.explore.templates import StructureTemplate
 from stagewright.lower.assembly.assemble import Assembly
 
 FIELDS = len(Response._fields) - 1
@@ -41,38 +42,6 @@ seconds at TDP in which a GPU draws as much; then come the seconds that they wai
 
 Timed = Sequence[RowTimes]
 """What the rows of a program take, by class."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearRows:
-    """An action's response as a function of the layers of its stage: [rows, cases].
-
-    Rows are the fields of `Response` by input, and sums over its kernels (`SUMS`).
-    """
-
-    base: Float
-    more: Float
-    """[variants, rows, cases]: what one layer more adds."""
-    layers: tuple[int, ...]
-    """Of each variant that the base has."""
-    few: Mapping[tuple[float, ...], Float] = field(default_factory=dict[tuple[float, ...], Float])
-    """As the base, by other layers of each variant (`templates.Kind.few`)."""
-
-    def at(self, cases: Int, layers: Float, rows: slice) -> Float:
-        """[rows, cases]: some rows of some cases, with so many layers of each variant."""
-        counts: list[float] = layers.tolist()
-        few = at_most(counts)
-        base, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
-        found = base[rows].take(cases, axis=1)
-        for more, count, own in zip(self.more, counts, has, strict=True):
-            if count != own:
-                found += more[rows].take(cases, axis=1) * (count - own)
-        return found
-
-    def classes(self, rows: slice) -> Int:
-        """Numbers of cases, equal where these rows are, whatever the layers: [cases]."""
-        every = [self.base, *self.more, *self.few.values()]
-        return distinct_columns(np.concatenate([each[rows] for each in every]))[1]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,19 +196,6 @@ def _concat(
     return LinearResponse(LinearRows(base, more, some.layers, few), of)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Played:
-    """The actions that were played, by what they are: those of many structures are equal."""
-
-    columns: dict[bytes, ActionColumns]
-    rows: dict[Hashable, LinearRows]
-
-    @classmethod
-    def none(cls) -> Self:
-        """None was played yet."""
-        return cls({}, {})
-
-
 def responses(
     of: StructureTemplate,
     places: Sequence[Sequence[ClassPlaces]],
@@ -252,6 +208,7 @@ def responses(
 
     `usual`: those of actions that do nothing that happens once per step, and of nothing else.
     """
+    played = played.of_template()
     every = [
         _actions(of, assembly, issued, seconds, usual=usual)
         for assembly, issued, seconds in zip(of.assemblies, places, timed, strict=True)
@@ -278,11 +235,11 @@ def responses(
         for kind, (sections, _) in base.tails.items()
     }
     varied = [*actions.values(), *(of for sections in tails.values() for of in sections)]
-    most = max(len(of.columns) for of in varied)
+    most = max(len(of.waits) for of in varied)
     axes = tuple(
         dict.fromkeys(
-            axis for n in range(most) for of in varied for each in of.columns[n : n + 1]
-            for axis in each.waits
+            axis for n in range(most) for of in varied for each in of.waits[n : n + 1]
+            for axis in each
         )
     )  # fmt: skip
     chunks = of.stages * (2 if of.kind_of.traits.doubled else 1) // of.run.pp
@@ -303,9 +260,10 @@ def responses(
 class _Varied(NamedTuple):
     """An action of the base, with one layer more of each variant, and with few layers."""
 
-    columns: Sequence[ActionColumns]
+    actions: Sequence[TimedAction]
     """Of the distinct cases among all tuples."""
     content: tuple[bytes, ...]
+    waits: Sequence[tuple[str, ...]]
     few: tuple[tuple[int, ...], ...]
     """The layers of those with few."""
     cases: Int
@@ -318,17 +276,15 @@ class _Varied(NamedTuple):
         few: Mapping[tuple[int, ...], TimedAction],
         played: Played,
     ) -> Self:
-        """Play what has not been played yet."""
+        """Join tuples for which all programs take as long."""
         every = [*actions, *few.values()]
         numbers = [*(of.seconds for of in every), *(of.drawn[None] for of in every)]
         numbers += [of.launch for of in every if of.launch.shape[1] > 1]
         first, cases = distinct_columns(np.concatenate(numbers))
         distinct = [action.take(first) for action in every]
         content = tuple(action.content for action in distinct)
-        for key, action in zip(content, distinct, strict=True):
-            if key not in played.columns:
-                played.columns[key] = action.play()
-        return cls([played.columns[key] for key in content], content, (*few,), cases)
+        waits = [*map(played.waits_of, content, distinct)]
+        return cls(distinct, content, waits, (*few,), cases)
 
     def linear(
         self, axes: tuple[str, ...], layers: tuple[int, ...], added: int, played: Played
@@ -336,7 +292,8 @@ class _Varied(NamedTuple):
         """The response; `added` layers more are in each program with more than the base."""
         key = self.content, self.few, axes, layers, added
         if key not in played.rows:
-            rows, *others = (_rows(one, axes) for one in self.columns)
+            columns = map(played.play, self.content, self.actions)
+            rows, *others = (_rows(one, axes) for one in columns)
             more = others[: len(layers)]
             differ = [np.where(rows > NEVER / 2, one - rows, 0.0) / added for one in more]
             few: dict[tuple[float, ...], Float] = {}
