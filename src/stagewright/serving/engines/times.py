@@ -43,7 +43,7 @@ class BatchTimes(Protocol):
 
 
 def chunk_steps(times: BatchTimes) -> tuple[StepSeconds, StepSeconds]:
-    """`times.step` where prompts are computed, beside requests that decode and alone.
+    """`BatchTimes.step` where prompts are computed, beside requests that decode and alone.
 
     As functions that these times may have for that (`StepTimes.chunk_steps`), or as it is.
     """
