@@ -291,3 +291,32 @@ def test_pairs_of_layouts_are_what_pools_do():
         whole = sw.serve("llama3.1-8b", "h100-sxm", ttft=60, tpot=3, **counts, **load)
         assert whole.summary.good == pytest.approx(each.played.good)
         assert whole.summary.gpus == each.played.gpus
+
+
+def test_requests_that_never_fit_are_counted(capfd, tmp_path):
+    trace = tmp_path / "trace.csv"
+    rows = ["0,100,10", "1,100,10", "2,300000,10", "3,100,10", "4,0,10"]
+    trace.write_text("\n".join(["arrival,prompt,output", *rows]))
+    words = [
+        "search",
+        "llama3.1-8b",
+        "--serve",
+        "--hardware",
+        "h100-sxm",
+        "--layers",
+        "2",
+        "--json",
+    ]
+    words += ["--requests", str(trace), "--ttft", "9000", "--tpot", "900", "--tp", "1", "--pp", "1"]
+    for share, ended in (("0.9", 3), ("0.6", 0)):
+        with pytest.raises(SystemExit) as end:
+            main([*words, "--attainment", share])
+        out, err = capfd.readouterr()
+        assert end.value.code == ended
+        assert "1 request rejected: no prompt tokens, or no output tokens; counted as" in err
+        found = json.loads(out)
+        if ended:
+            (why,) = found["removed"]
+            assert "an instance can never serve 1 request" in str(why)
+        else:
+            assert found["best"][0]["keep limits"] == 0.6

@@ -270,6 +270,11 @@ def asked_serving(
     else:
         workloads = [workload_of(asked)]
     request = layouts(values, path, hardware=hardware, most_gpus=most, vary=vary, config=config)
+    lost = [
+        f"{plural(count, 'request', 'requests')} rejected: {why}; counted as missing the limits"
+        for why, count in workloads[0].rejected.items()
+    ]
+    request = replace(request, notes=(*request.notes, *lost))
     target = ServingTarget(
         slo=slo, share=share, most_gpus=most, pairs=pairs, by_cost=objective == "cost"
     )

@@ -15,6 +15,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Float, Int
+from stagewright.numbers import plural
 from stagewright.serving.engines.plans import PlannedSteps
 from stagewright.serving.metrics import Slo
 from stagewright.serving.requests import Workload
@@ -141,7 +142,7 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
         least_ttft += service.host.before_prefill(longest)
     least_tpot = float(decode.min()) / made
     found = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
-    why = _never(found, load, slo)
+    why = _too_long(service, load) or _never(found, load, slo)
     if why:
         return replace(found, why=why)
     busy = max(
@@ -152,6 +153,17 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     fewest = max(1, math.ceil(busy / room_in_time / service.instance.replicas - 1e-9))
     guess = _guess(service, load, slo, requests, mean_prompt)
     return replace(found, least=fewest, guess=max(fewest, guess))
+
+
+def _too_long(service: Service, load: LoadTotals) -> str:
+    """As `_never`, where instances can never serve more requests than may miss their limits."""
+    room = service.max_model_len - load.prompt
+    most = np.minimum(load.prompt + np.minimum(load.output, room) - 1, service.max_model_len)
+    fits = (room > 0) & (load.prompt <= service.most_prompt) & (most <= service.room)
+    lost = int((~fits).sum())
+    if lost <= load.misses:
+        return ""
+    return f"an instance can never serve {plural(lost, 'request', 'requests')}, so long are they"
 
 
 def _never(of: LayoutBounds, load: LoadTotals, slo: Slo) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from stagewright.arrays import Float
 from stagewright.serving.cluster import Outcome
 from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo, Spread
-from stagewright.serving.requests import Accepted, Workload
+from stagewright.serving.requests import Accepted, Workload, accept
 from stagewright.serving.search.bounds import LoadTotals
 from stagewright.serving.service import Service
 
@@ -115,7 +115,9 @@ def play(service: Service, workload: Workload, load: LoadTotals, slo: Slo) -> Pl
     """
     seen = SeenRequests.nothing()
     lost = sum(workload.rejected.values())
-    for alone, part in _parts(service, workload):
+    accepted = accept(workload, service.max_model_len, service.room, service.most_prompt)
+    dealt = replace(accepted.workload, rejected=dict(accepted.rejected))
+    for alone, part in _parts(service, dealt):
         seen.add(*alone.run(part), slo)
         if seen.lost > load.misses + lost:
             break
