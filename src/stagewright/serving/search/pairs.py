@@ -172,8 +172,9 @@ class PairPlays:
         default_factory=dict[tuple[int, int], "Callable[[int], float]"]
     )
     """Of a cache of so many tokens on its way, by layouts."""
-    _unusual: set[tuple[int, int]] = field(default_factory=set[tuple[int, int]])
-    """Layouts whose engines have preempted, or whose prompts have waited for blocks."""
+    _unusual: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
+    """By layouts, the most instances for decode with which engines have preempted, or prompts have
+    waited for blocks."""
 
     def play(self, of: LayoutPair, counts: CountTry) -> PlayedLoad:
         """What users see, and whether enough requests keep the limits; noted in `counts`, too.
@@ -188,12 +189,17 @@ class PairPlays:
         groups = InstanceGroups((InstanceGroup(first, "prefill"), InstanceGroup(last, "decode")))
         seen = SeenRequests.nothing()
         pair = of.prompts.row, of.decode.row
+        unusual = self._unusual.get(pair, 0)
         try:
-            if pair in self._unusual:
+            if counts.decode <= unusual:
                 raise Unusual
             outcome, accepted, seen.cut = self._apart(of, groups)
+            if seen.cut and unusual:
+                # What is known of a play that was cut is told as of the pair's other plays.
+                seen.cut = False
+                raise Unusual
         except Unusual:
-            self._unusual.add(pair)
+            self._unusual[pair] = max(unusual, counts.decode)
             outcome, accepted = groups.run(self.work, enough=self._hopeless)
         counts.late = seen.add(outcome, accepted, self.slo)
         lost = sum(self.work.rejected.values())
