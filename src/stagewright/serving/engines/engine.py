@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 from stagewright.serving.engines.blocks import KvBlocks
 from stagewright.serving.engines.decisions import FOREVER, BlockRules, Decision, PlainRules
 from stagewright.serving.engines.plain import PlainSteps
+from stagewright.serving.engines.plans import Plan, PlannedSteps
 from stagewright.serving.engines.times import BatchTimes, series, terms_within
 from stagewright.serving.requests import Records, Workload
 
@@ -159,16 +160,17 @@ class Engine(PlainSteps):
         return self._steps, self._first, self._grows
 
     @property
-    def planned_tokens(self) -> int:
-        """New tokens of a step under way."""
+    def planned_steps(self) -> PlannedSteps | None:
+        """The batch that is under way; None: nothing is."""
         if not self._steps:
-            return 0
-        return self._decoders * self.new_tokens + sum(more for _, more in self._decision.chunks)
-
-    @property
-    def planned_requests(self) -> int:
-        """Requests of a step under way."""
-        return self._decoders + len(self._decision.chunks) if self._steps else 0
+            return None
+        tokens = requests = self._decoders
+        if self.drafts is not None:
+            tokens *= self.new_tokens
+        for _, more in self._decision.chunks:
+            tokens += more
+            requests += 1
+        return PlannedSteps((self._steps, self._first, self._grows), tokens, requests)
 
     def decide(self) -> None:
         """Decide on the next batch, and how long it would take alone."""
@@ -178,10 +180,10 @@ class Engine(PlainSteps):
         elif self._decision.chunks or self._decision.skipped:
             self._first, self._grows = self.end - self.now, 0.0
 
-    def keep_pace(self, steps: int, first: float, grows: float, end: float) -> None:
+    def keep_pace(self, plan: Plan, end: float) -> None:
         """Take as many steps as others, and as long; with nothing to do, wait for them."""
         if self._steps:
-            self._steps, self._first, self._grows = steps, first, grows
+            self._steps, self._first, self._grows = plan
         self.end = end
 
     def carry_out(self, end: float, seen: float) -> None:

@@ -98,6 +98,48 @@ class PlainSteps(EngineState):
                 self._next_sample, self._sample_every = noted.seconds[-1], 2 * self._sample_every
             self._next_sample += self._sample_every
 
+    def goes_on(self, end: float, seen: float) -> bool | None:
+        """End a run of steps that only decode and begin the next one, in step with others.
+
+        As `Engine.carry_out` and `Engine.decide`. None, and nothing is done, where more may happen
+        with its end; False where the run has ended and the next step is to be decided.
+        """
+        steps, n, begin = self._steps, self._decoders, self.now
+        if not steps or not self._stands or self._fresh or begin != self._token_time:
+            return None
+        if end >= self._next_sample:
+            return None
+        blocks, heap, growth, size = self.blocks, self._heap, self._growth, self.block_size
+        if steps == 1:
+            seconds = end - begin
+            self.gaps.add_packed(pack_series(seconds, seconds, 1, n))
+        else:
+            first, grows = self._first, self._grows
+            self.gaps.add_packed(pack_series(first, first + grows * (steps - 1), steps, n))
+            blocks.free -= self._taken(steps - 1, n)
+        self.step = step = self.step + steps
+        self.context += n * steps
+        self.end = self.now = self._token_time = end
+        self._seen = seen
+        inbox, ends = self.inbox, self._ends
+        if heap[0][0] <= step:
+            self._end_those_due()
+            n = len(ends)
+        need = growth[step % size]
+        if not n or need > blocks.free or self.waiting:
+            return False
+        if inbox and self.arrival[inbox[0]] <= seen:
+            return False
+        blocks.free -= need
+        while ends.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        steps = heap[0][0] - step
+        if n * (steps // size + 1) > blocks.free:
+            steps = self._steps_in_memory(steps)
+        self._first, self._grows, alike = self.times.line(n, self.context + n)
+        self._decoders, self._steps = n, alike if alike < steps else steps
+        return True
+
     def _carry_on(self, rules: PlainRules, until: float) -> bool:
         """Carry out steps up to the first that ends later.
 

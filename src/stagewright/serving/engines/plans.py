@@ -18,8 +18,8 @@ class PlannedSteps(NamedTuple):
     requests: int
 
 
-OfAll = Callable[[PlannedSteps, float], Plan]
-"""A replica's plan where all replicas have so many tokens in the mean (`StepTimes.of_all`)."""
+OfAll = Callable[[Sequence[PlannedSteps], float], Sequence[Plan]]
+"""Replicas' plans where all replicas have so many tokens in the mean (`StepTimes.plans_of_all`)."""
 
 
 def plan_of_all(active: Sequence[PlannedSteps], of_all: OfAll | None, replicas: int) -> Plan:
@@ -31,10 +31,14 @@ def plan_of_all(active: Sequence[PlannedSteps], of_all: OfAll | None, replicas: 
     plans = [each.plan for each in active]
     if of_all is not None:
         mean = sum(each.tokens for each in active) / replicas
-        plans = [of_all(each, mean) for each in active]
-    steps = min(plan[0] for plan in plans)
-    first, grows = max(plan[1:] for plan in plans)
-    for _, least, faster in plans:
+        plans = of_all(active, mean)
+    steps, first, grows = plans[0]
+    for some, seconds, more in plans:
+        if some < steps:
+            steps = some
+        if seconds > first or (seconds == first and more > grows):
+            first, grows = seconds, more
+    for _, least, faster in plans if steps > 1 else ():
         if faster > grows:  # that replica is the slowest from some step on
             steps = min(steps, int((first - least) / (faster - grows)) + 1)
     return steps, first, grows

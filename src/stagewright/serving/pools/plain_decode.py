@@ -124,7 +124,7 @@ class PlainDecoder:
         self.ahead = bool(getattr(scheduler, "async_scheduling", False))
         self.rules, self.of, self.records = rules, of, records
         self.line, self.step_seconds = times.line, times.step
-        self.of_all: OfAll | None = getattr(times, "of_all", None)
+        self.of_all: OfAll | None = getattr(times, "plans_of_all", None)
         self.size, self.per_request = cache.block_size, cache.blocks_per_request
         self.free: int = service.blocks
         self.growth = [0] * self.size

@@ -14,6 +14,7 @@ beside both, the step and its drafts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from stagewright.serving.engines.plans import Plan, PlannedSteps
@@ -104,6 +105,10 @@ class DraftedTimes(DecodeRuns):
     def of_all(self, of: PlannedSteps, mean: float) -> Plan:
         """As `StepTimes.of_all`: drafts count as if all replicas had as many tokens."""
         return self.model.of_all(of, mean)
+
+    def plans_of_all(self, active: Sequence[PlannedSteps], mean: float) -> list[Plan]:
+        """As `StepTimes.plans_of_all`."""
+        return self.model.plans_of_all(active, mean)
 
     def drafts(
         self,

@@ -174,15 +174,30 @@ class StepTimes(DecodeRuns):
         return found if found > 0.0 else min(seconds, self.decode_once(1, self._decode.new))
 
     def of_all(self, of: PlannedSteps, mean: float) -> Plan:
-        """The steps of a replica whose experts get the tokens of all, of times `of_replica`.
+        """As `plans_of_all`, of a single replica."""
+        return self.plans_of_all((of,), mean)[0]
+
+    def plans_of_all(self, active: Sequence[PlannedSteps], mean: float) -> list[Plan]:
+        """The steps of replicas whose experts get the tokens of all, of times `of_replica`.
 
         `mean`: tokens of a replica's step in the mean. Later than the experts counts a host that
         prepares steps beside the GPU: steps that are shorter take as long as the host.
         """
-        steps, first, grows = of.plan
-        first = self.beside_replicas(first, of.tokens, mean)
-        host, plan = self._host_of_all, (steps, first, grows)
-        return plan if host is None else host.run_after(plan, of.requests)
+        if self._shared is None:
+            plans = [plan for plan, _, _ in active]
+        else:
+            shared, last = self._shared, len(self._shared) - 1
+            of_all = shared[min(round(mean), last)]
+            plans: list[Plan] = []
+            for (steps, first, grows), tokens, _ in active:
+                found = first - shared[tokens if tokens < last else last] + of_all
+                if found <= 0.0:
+                    found = self.beside_replicas(first, tokens, mean)
+                plans.append((steps, found, grows))
+        host = self._host_of_all
+        if host is None:
+            return plans
+        return [host.run_after(plan, of.requests) for plan, of in zip(plans, active, strict=True)]
 
     def _on_gpu(
         self, tokens: int, pairs: int, keys: int, requests: int, decoding: int, decoding_keys: int
