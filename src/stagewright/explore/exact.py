@@ -119,9 +119,7 @@ def figures_of(step: SimulatedStep, price: float | None = None) -> Figures:
 
 def unknown(count: int) -> Figures:
     """Figures of candidates that nobody has evaluated: NaN, and 0 where there is no NaN."""
-    nan, zero = np.full(count, np.nan), np.zeros(count, dtype=np.int64)
-    columns: dict[str, Any] = dict.fromkeys(("seconds", "bubble", "mfu", "joules", "usd"), nan)
-    return Figures(
-        **columns, memory={}, device_memory=zero, exposed={}, tokens=zero,
-        exact=np.zeros(count, dtype=bool),
-    )  # fmt: skip
+    names = "seconds", "bubble", "mfu", "joules", "usd"
+    columns: dict[str, Any] = {name: np.full(count, np.nan) for name in names}
+    columns |= {name: np.zeros(count, dtype=np.int64) for name in ("device_memory", "tokens")}
+    return Figures(**columns, memory={}, exposed={}, exact=np.zeros(count, dtype=bool))

@@ -6,14 +6,18 @@
 ...     np.array([8, 8]), 0.4 * two, 700 * two, 3 * two, two > 1)
 >>> found.peak.tolist(), found.fits.tolist(), found.tokens_per_second.tolist()
 ([10, 30], [True, False], [4.0, 8.0])
->>> Figures.concatenated([found.take([1]), found]).seconds.tolist()
+>>> both = Figures.concatenated([found.take([1]), found])
+>>> both.seconds.tolist()
 [1.0, 2.0, 1.0]
+>>> both.put(np.array([2, 0]), found)
+>>> both.seconds.tolist(), both.memory["parameters"].tolist()
+([1.0, 2.0, 2.0], [30, 10, 10])
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import numpy as np
@@ -83,6 +87,29 @@ class Figures:
         }
         taken |= {name: {k: v[at] for k, v in columns[name].items()} for name in _BY_NAME}
         return type(self)(**taken)
+
+    def put(self, rows: Int, part: Figures) -> None:
+        """Write the figures of some candidates, given in the order of `rows`.
+
+        A category or an axis that no figures written before have is 0 for all other candidates.
+        """
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(part, field.name)
+            if field.name not in _BY_NAME:
+                mine[rows] = theirs
+                continue
+            for name, column in theirs.items():
+                if name not in mine:
+                    mine[name] = np.zeros(len(self), dtype=column.dtype)
+                mine[name][rows] = column
+
+    def ordered_as(self, parts: Sequence[Figures]) -> Self:
+        """These figures with categories and axes in the order in which `parts` have them."""
+        ordered: dict[str, Any] = {}
+        for by in _BY_NAME:
+            names = dict.fromkeys(name for part in parts for name in getattr(part, by))
+            ordered[by] = {name: getattr(self, by)[name] for name in names}
+        return replace(self, **ordered)
 
     @classmethod
     def concatenated(cls, parts: Sequence[Figures]) -> Self:

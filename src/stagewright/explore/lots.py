@@ -18,7 +18,6 @@ from stagewright.executors import Executor, InTurn
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
 from stagewright.explore.exact import Heard, unknown
-from stagewright.explore.figures import Figures
 from stagewright.explore.structures import apart_from_graphs
 from stagewright.run.sections import SETTINGS
 
@@ -45,6 +44,11 @@ class _Done(NamedTuple):
     at: Int
     evaluated: Evaluated
 
+    def without_figures(self) -> _Done:
+        """What was left of the lot, with the names of its figures alone."""
+        none = self.evaluated.figures.take(self.at[:0])
+        return self._replace(evaluated=self.evaluated._replace(figures=none))
+
 
 def in_lots(
     candidates: Candidates, executor: Executor | None = None, heard: Heard | None = None
@@ -58,11 +62,13 @@ def in_lots(
         every = np.arange(len(candidates))
         return Evaluated(unknown(len(candidates)), [LeftOut(every, "inference", True)])
     done: list[_Done] = []
+    figures = unknown(len(candidates))
     count = 0
 
     def keep(lot: _Done) -> None:
         nonlocal count
-        done.append(lot)
+        figures.put(lot.at, lot.evaluated.figures)
+        done.append(lot.without_figures())
         count += len(lot.at)
         if heard is not None:
             heard(count, len(candidates), lot.evaluated.figures)
@@ -76,15 +82,12 @@ def in_lots(
         evaluated = {int(lot.at[0]) for lot in done}
         done += [_not_evaluated(lot, STOPPED) for lot in lots if int(lot.at[0]) not in evaluated]
     done.sort(key=lambda lot: int(lot.at[0]))
-    place = np.empty(len(candidates), dtype=np.int64)
-    place[np.concatenate([lot.at for lot in done])] = np.arange(len(candidates))
-    figures = Figures.concatenated([lot.evaluated.figures for lot in done]).take(place)
     left = [
         each._replace(candidates=lot.at[each.candidates])
         for lot in done
         for each in lot.evaluated.left
     ]
-    return Evaluated(figures, left)
+    return Evaluated(figures.ordered_as([lot.evaluated.figures for lot in done]), left)
 
 
 def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:
