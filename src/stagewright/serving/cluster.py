@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
+from stagewright.garbage import uncollected
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.hosts import HostTimes
@@ -64,7 +65,8 @@ def serve(
     `host` is what lies between a user and an engine's queue.
     """
     records = Records.of(len(workload))
-    made = [engine(workload, records) for _ in range(count)]
+    with uncollected():  # nothing of what engines are made of is garbage
+        made = [engine(workload, records) for _ in range(count)]
     if together > 1:
         for first in range(0, count, together):
             Lockstep(made[first : first + together])
@@ -138,15 +140,22 @@ def _as_they_come(
     total, done = len(arrivals.workload), 0
     told = max(1, total // TOLD)
     units = [*dict.fromkeys(engine.unit for engine in engines)]
+    place = {unit: nth for nth, unit in enumerate(units)}
+    ends: list[tuple[float, int]] = []  # of units that have something to do; some hold no longer
     while arrivals.heap:
         at = arrivals.heap[0][0]
         before = math.nextafter(at, -math.inf)
-        for unit in units:
+        while ends and ends[0][0] < at:
+            unit = units[heappop(ends)[1]]
             if unit.end < at:
                 unit.advance(before)
+                if unit.end < math.inf:
+                    heappush(ends, (unit.end, place[unit]))
         dealt = _deal(at, arrivals, records, engines, router)
         for unit in dict.fromkeys(engines[nth].unit for nth in dealt):
             unit.advance(at)
+            if unit.end < math.inf:
+                heappush(ends, (unit.end, place[unit]))
         if heard is not None and len(arrivals.heap) % told == 0:
             done += _taken_out(engines)
             heard(done, total)
