@@ -38,8 +38,9 @@ NOBODYS = -(1 << 40)
 class KvBlocks:
     """Blocks of one cache, in numbers; the blocks themselves are alike.
 
-    A segment of a chain counts as held until the last request that holds any block of it lets go;
-    vLLM and others free blocks one by one, which differs where requests hold parts of a segment.
+    A segment of a chain counts as held until the last request lets go that holds a block of it, or
+    a copy of one. vLLM and others free blocks one by one, which differs where requests hold parts
+    of a segment, or copies of blocks that others have let go.
 
     >>> cache = KvBlocks(100)
     >>> cache.take(7); cache.extend(0, (5, 6), (4, 8), 7)

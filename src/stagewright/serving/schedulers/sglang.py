@@ -51,6 +51,11 @@ class SGLang:
     7. With `scheduler_recv_interval` requests are received in one of so many steps of decode, and
        behind each batch of prompts (`scheduler_components/recv_skipper.py`).
 
+    Its radix cache forgets whole nodes (`mem_cache/radix_cache.py`, `evict`): what a chunk of a
+    prompt, or an output, added, as far as no two requests differ in it. Here, as with all
+    schedulers, the last blocks of what was used least recently are forgotten, no more than needed,
+    so that more of it may be found where memory is short.
+
     With `async_scheduling` a step is decided when the one before begins (`event_loop_overlap`, the
     default but with pipelines).
     """
