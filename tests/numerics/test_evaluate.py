@@ -45,6 +45,16 @@ def test_energy_is_that_of_steps_simulated_alone():
     assert np.abs(evaluate(of).figures.joules / alone - 1).max() < 0.03
 
 
+def test_utilization_counts_the_flops_of_tokens_within_the_capacity_of_experts():
+    rows = [{"moe_expert_capacity_factor": factor} for factor in (None, 0.5)]
+    of = candidates(rows, model="mixtral-8x7b", layers=1, vocab=1024, seq_length=128)
+    alone = [
+        simulate(compile(of.run(n), of.model), of.machine(n), of.execution(n)).mfu
+        for n in range(len(of))
+    ]
+    assert evaluate(of).figures.mfu == pytest.approx(alone, rel=0.02)
+
+
 def dense(gpus, *degrees):
     return [
         {"tp": tp, "pp": pp, "dp": gpus // tp // pp, "vpp": vpp, "micro_batch_size": size,

@@ -130,7 +130,6 @@ class _Evaluation:
     tables: dict[object, _JoinedTemplates] = field(default_factory=dict[object, _JoinedTemplates])
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
     plans: dict[object, StagePlan] = field(default_factory=dict[object, StagePlan])
-    known: dict[object, float] = field(default_factory=dict[object, float])
     on: dict[Hashable, KnownOnMachine] = field(default_factory=dict[Hashable, KnownOnMachine])
     memory: dict[str, Int] = field(default_factory=dict[str, Int])
 
@@ -220,10 +219,10 @@ class _Evaluation:
 
     def _needed(self, run: Run) -> float:
         """FLOPs that the model needs for a sequence."""
-        key = run.seq_length, run.decoder_seq_length, run.document_length
-        if key not in self.known:
-            self.known[key] = sequence_flops(run, self.candidates.model).of_step(1).full
-        return self.known[key]
+        model = self.candidates.model
+        return self.shared.by_settings.of(
+            "flops", run, lambda run: sequence_flops(run, model).of_step(1).full
+        )
 
     def _plan(self, own: Candidates, row: int) -> StagePlan:
         """Which stage holds what of a candidate; its numbers matter only where they are 1."""
