@@ -1,14 +1,22 @@
 """What groups of candidates share: by the settings that were read, for tuples that answer alike."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 
+import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.explore.shared.tuples import Shared
+from stagewright.run.sections.execution import ISSUED_BY, LAUNCHED_BY, Execution
 from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+from stagewright.time.simulate.issue import issue
+from stagewright.time.simulate.launches import host_work
 
 RUN = Run(model="gpt2")
+H100 = resolve("h100-sxm")
 
 
 def test_settings_of_copies_and_properties_count_as_read():
@@ -54,3 +62,37 @@ def test_tuples_answer_as_when_it_was_made():
     others = shared.tuples({"tp": np.array([1, 4, 2])}, 3)
     assert shared.made("split", RUN, others, split) == [False]
     assert others.cases.alike.tolist() == [True, False, False]
+
+
+class ExecutionRead:
+    """An execution, and the names of the settings that were read of it."""
+
+    def __init__(self, how: Execution, names: set[str]) -> None:
+        self.how, self.names = how, names
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self.how, name)
+
+
+def test_orders_and_launches_are_shared_by_all_that_they_read_of_an_execution():
+    tiny: dict[str, Any] = {"model": "gpt2", "layers": 1, "vocab": 256}
+    steps = [
+        sw.compile(**tiny, seq_length=32, dp=2, zero=1),
+        sw.compile(**tiny, mode="prefill", prompt_length=32),
+    ]
+    captured = {"launch_mode": "cuda_graph", "cuda_graph_modules": frozenset({"attn"})}
+    executions: list[dict[str, Any]] = [
+        {},
+        {"streams": "one"},
+        {"overlap_param_gather": True, "prefetch": 2, "no_overlap": frozenset({"dp"})},
+        {**captured, "collective_checks": True},
+    ]
+    issued, launched = set[str](), set[str]()
+    for of in steps:
+        for how in executions:
+            read = [ExecutionRead(Execution(**how), names) for names in (issued, launched)]
+            orders, launches = cast("list[Execution]", read)
+            issue(of.program, of.program.classes[0].tasks, orders)
+            host_work(of.program, of.run, launches, H100)
+    assert (issued, launched) == ({*ISSUED_BY}, {*LAUNCHED_BY})
