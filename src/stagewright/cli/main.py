@@ -15,6 +15,7 @@ from stagewright.cli.help import examples_text
 from stagewright.cli.shared import INTERRUPTED
 from stagewright.cli.words import no_such_option, takers
 from stagewright.errors import Stopped, UserError, did_you_mean, shorten
+from stagewright.garbage import seldom_collected
 from stagewright.printable import printable
 
 USER_ERROR = 2
@@ -84,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _status(arguments: Sequence[str] | None) -> int:
     try:
-        code = commands.main(arguments, prog_name="stagewright", standalone_mode=False)
+        with seldom_collected():
+            code = commands.main(arguments, prog_name="stagewright", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except UserError as error:
         return _complain(str(error))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Self
+from typing import NamedTuple, Self
 
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.blocks import Recipe
@@ -90,9 +90,16 @@ class TrainingStep:
 
     def shard_once(self, variant: BlockVariant) -> Graph:
         """As `shard`; runs with other blocks on each stage, one after another, share graphs."""
+        return _sharded(self._block(variant))
+
+    def lower_once(self, variant: BlockVariant) -> LoweredBlock:
+        """A block with numbers, of a dense model on ranks that are alike; runs share blocks."""
+        return _lowered(self._block(variant), self.mesh, self.habits)
+
+    def _block(self, variant: BlockVariant) -> _BlockOfRun:
         run = self.run.model_copy(update=dict.fromkeys(STAGES))
         sizes = tuple(self.sizes.items())
-        return _sharded(variant, run, self.model, self._plan_of(variant), sizes, self.recipe)
+        return _BlockOfRun(variant, run, self.model, self._plan_of(variant), sizes, self.recipe)
 
     def _plan_of(self, variant: BlockVariant) -> Plan:
         if not variant.shared:
@@ -112,8 +119,7 @@ class TrainingStep:
 
         `own` are the rank's rows of the weights that FSDP splits; None: the first rank's.
         """
-        shards = frozenset(self.plan.shard if self.plan.shard_rows else ())
-        return extent_of(self.sizes, self.mesh, {ROWS: rows} if rows else None, shards, own)
+        return _extent(self.sizes, self.mesh, self.plan, rows, own)
 
     def lower_block(self, variant: BlockVariant, graph: Graph, extent: Extent) -> LoweredBlock:
         """A block with numbers."""
@@ -129,17 +135,40 @@ class TrainingStep:
         return assemble(placed, self.order, mesh, clip=clip, streams=streams, habits=habits)
 
 
+class _BlockOfRun(NamedTuple):
+    """All that the graph of a block depends on; the run is without `STAGES`."""
+
+    variant: BlockVariant
+    run: Run
+    model: ModelConfig
+    plan: Plan
+    sizes: tuple[tuple[str, int], ...]
+    recipe: Recipe
+
+
 @lru_cache(maxsize=32)  # the best runs of a search have few distinct blocks
-def _sharded(
-    variant: BlockVariant,
-    run: Run,
-    model: ModelConfig,
+def _sharded(of: _BlockOfRun) -> Graph:
+    """The graph of a block."""
+    return shard_block(of.variant, of.run, of.model, of.plan, dict(of.sizes), of.recipe)
+
+
+@lru_cache(maxsize=32)
+def _lowered(of: _BlockOfRun, mesh: Mesh, habits: Habits) -> LoweredBlock:
+    """A block with numbers, where no rank has rows of its own."""
+    extent = _extent(dict(of.sizes), mesh, of.plan)
+    return lower_block(_sharded(of), of.run, mesh, extent, of.variant, habits)
+
+
+def _extent(
+    sizes: Mapping[str, int],
+    mesh: Mesh,
     plan: Plan,
-    sizes: tuple[tuple[str, int], ...],
-    recipe: Recipe,
-) -> Graph:
-    """The graph of a block of a run without `STAGES`."""
-    return shard_block(variant, run, model, plan, dict(sizes), recipe)
+    rows: Rows | None = None,
+    own: OwnRows | None = None,
+) -> Extent:
+    """As `TrainingStep.extent`."""
+    shards = frozenset(plan.shard if plan.shard_rows else ())
+    return extent_of(sizes, mesh, {ROWS: rows} if rows else None, shards, own)
 
 
 def order_of(run: Run) -> Order:
@@ -161,6 +190,8 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
 
     def equal(rows: Rows | None, own: OwnRows | None) -> Program:
         """As `program`, of ranks that have these rows of the weights that FSDP splits."""
+        if rows is None and own is None:
+            return step.assemble({v: step.lower_once(v) for v in graphs}).program
         extent = step.extent(rows, own)
         blocks = {v: step.lower_block(v, g, extent) for v, g in graphs.items()}
         return step.assemble(blocks).program

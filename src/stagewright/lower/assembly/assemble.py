@@ -24,7 +24,7 @@ from stagewright.lower.assembly.lifetimes import Value
 from stagewright.lower.assembly.live_ranges import live_ranges
 from stagewright.lower.assembly.lowered_block import Placed, crossings
 from stagewright.lower.assembly.optimizer_step import ClipNorm, optimizer_step
-from stagewright.lower.assembly.rank_rows import Form, RankRows
+from stagewright.lower.assembly.rank_rows import HALVES, Form, RankRows
 from stagewright.lower.assembly.segments import (
     BACKWARD,
     COLUMNS,
@@ -246,19 +246,20 @@ def _write_dependencies(
     at = segment.dep_at[kept]
     half = rank.places(whose, stage, at).half
     once = (whose == FIRST) | (whose == LAST)
+    after = whose == STEP
     value = np.empty((len(begin), len(at)), dtype=np.int64)
-    value[:, whose == STEP] = rank.end + at[whose == STEP]
-    for s, h, single in {*zip(stage.tolist(), half.tolist(), once.tolist(), strict=True)}:
-        alike = (stage == s) & (half == h) & (once == single) & (whose != STEP)
-        if not alike.any():
-            continue
+    value[:, after] = rank.end + at[after]
+    kind = np.where(after, -1, (stage * len(HALVES) + half) * 2 + once)
+    for number in {*kind.tolist()} - {-1}:
+        (s, h), single = divmod(number // 2, len(HALVES)), number % 2
+        alike = np.flatnonzero(kind == number)
         if single or microbatch is None:
             actions = np.full(len(begin), rank.once[s, h])
         else:
             actions = rank.by_microbatch[s, h][microbatch]
         value[:, alike] = rank.rows(actions, at[alike])
         owner = rank.stages[s].backward if h else rank.stages[s].forward
-        gathers = np.flatnonzero(alike)[owner.gathers[at[alike]]]
+        gathers = alike[owner.gathers[at[alike]]]
         if len(gathers) and (rank.supplier[actions] != actions).any():
             whose_rows = BACKWARD if h else FORWARD
             value[:, gathers] = rank.suppliers_rows(actions, whose_rows, s, at[gathers])

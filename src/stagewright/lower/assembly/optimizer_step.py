@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,8 +48,9 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
     clip_row = -1
     for part in (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE):
         if part is TaskPart.UPDATE and clip is not None:
+            blocks = Counter(p.block for s in stages for p in s.blocks)
             gradients = sum(
-                n.op == "norm2" for s in stages for p in s.blocks for n in p.block.graph
+                count * sum(n.op == "norm2" for n in block.graph) for block, count in blocks.items()
             )
             clip_row = _clip(segment, norms, clip.exchanges(gradients), clip.dtype)
         work = [

@@ -65,6 +65,13 @@ class RankRows:
         """The actions of the schedule's steps in order; the rows `after` all actions."""
         self.stages: Mapping[int, Stage] = {s.stage: s for s in stages}
         self.after = after
+        segments = [of for s in stages for of in (s.forward, s.backward)]
+        self._starts = np.zeros((1 + max(self.stages), 2), dtype=np.int64)
+        """Stage and direction -> where its rows begin among those of all segments."""
+        ends = np.cumsum([len(of) for of in segments])
+        self._starts[[*self.stages]] = np.append(0, ends[:-1]).reshape(-1, 2)
+        self._once = np.concatenate([of.once for of in segments])
+        self._weight = np.concatenate([of.weight for of in segments])
         if weights.before:
             first = {a.stage: a for step in reversed(steps) for a in reversed(parts(step))}
             order = dict.fromkeys(a.stage for step in steps for a in parts(step))
@@ -161,15 +168,12 @@ class RankRows:
 
     def places(self, whose: Int, stage: Int, place: Int) -> PlacesInHalves:
         """In which part of a stage's actions places are that touches or dependencies name."""
-        forward = (whose == FORWARD) | (whose == FIRST)
         once = whose == STEP
-        half = (~forward & ~once).astype(np.int64)
-        for number, owner in self.stages.items():
-            mine = stage == number
-            ahead, behind = mine & forward, mine & (half > 0)
-            once[ahead] = owner.forward.once[place[ahead]]
-            once[behind] = owner.backward.once[place[behind]]
-            half[behind] += owner.backward.weight[place[behind]]
+        half = ((whose != FORWARD) & (whose != FIRST) & ~once).astype(np.int64)
+        inside = np.flatnonzero(~once)
+        at = self._starts[stage[inside], half[inside]] + place[inside]
+        once[inside] = self._once[at]
+        half[inside] += self._weight[at] & (half[inside] > 0)
         return PlacesInHalves(half, once)
 
     def rows(self, actions: Int, places: Int, absent: int | None = None) -> Int:

@@ -7,6 +7,7 @@ turns places into row numbers by adding where the actions begin, for all microba
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, NamedTuple, TypeVar
@@ -193,17 +194,17 @@ class SegmentBuilder:
         gathers: Sequence[int] = (),
     ) -> Segment:
         """The segment of `action`, a pair: whose rows these are, and the stage."""
-        numbered = [self._numbered(row) for row in self.rows]
-        table = np.array(numbered, dtype=np.int64).reshape(-1, len(COLUMNS))
-        deps = np.array(sorted(set(self.deps)), dtype=np.int64).reshape(-1, 4)
+        numbered = itertools.chain.from_iterable(map(self._numbered, self.rows))
+        table = np.fromiter(numbered, dtype=np.int64).reshape(-1, len(COLUMNS))
+        every = itertools.chain.from_iterable(sorted({*self.deps}))
+        deps = np.fromiter(every, dtype=np.int64).reshape(-1, 4)
         columns = {c: table[:, i] for i, c in enumerate(COLUMNS)}
-        place = np.arange(len(table))
         kind = columns["kind"]
         inside = deps[(deps[:, 1] == action[0]) & (deps[:, 2] == action[1])]
         arrivals = inside[kind[inside[:, 3]] != TaskKind.COMPUTE, 0]
-        waits = np.isin(place, arrivals) & (kind == TaskKind.COMPUTE)
+        waits = _are(arrivals, len(table)) & (kind == TaskKind.COMPUTE)
         row, whose, stage, at = deps.T
-        in_once, in_weight, in_gathers = (np.isin(place, x) for x in (once, weight, gathers))
+        in_once, in_weight, in_gathers = (_are(x, len(table)) for x in (once, weight, gathers))
         return Segment(columns, row, whose, stage, at, in_once, in_weight, in_gathers, waits)
 
     def repeated(
@@ -235,3 +236,10 @@ class SegmentBuilder:
             own.traffic, own.collective, own.dtype, own.comm_bytes, own.slot, row.tag, own.shape,
             own.kernel,
         )  # fmt: skip
+
+
+def _are(rows: Sequence[int] | Int, count: int) -> Bool:
+    """Which of so many rows are among some."""
+    found = np.zeros(count, dtype=bool)
+    found[np.asarray(rows, dtype=np.int64)] = True
+    return found

@@ -148,8 +148,9 @@ class StageValues:
             name = placed.name(t.name)
             self._reloaded[i] = self._transient(name, layer, t, "activations", t.comm_bytes, at)
         on_host = block.offloaded if t.phase in ("recompute", "backward") else frozenset[Node]()
-        touched = dict.fromkeys(
-            self._reloaded[i] if n in on_host else self.value(i, n) for n in use.seen
+        touched = dict.fromkeys(  # of owners of bytes: most are known
+            self._reloaded[i] if n in on_host else of_node.get(n) or self.value(i, n)
+            for n in use.seen
         )
         of_gradients = moves_gradients(t)
         for v in touched:

@@ -38,18 +38,21 @@ class SegmentMatrix:
     from_start: bool
     ticks: Int  # (places, inputs): ticks from an input to the end of a place
     ports: Int  # the places whose ends others need
-    host: Int | None  # ticks from an input to when the host is done; None: the host takes no time
+    launches: bool  # the host takes time
+    to_ports: Int  # `ticks` of the ports; and to when the host is done, where it `launches`
 
     def inputs(self, needs: Int, ends: Int, arrival: int, host: int) -> Int:
         """The inputs of a run: `needs` are its own, `ends` those of all places."""
         values = ends[needs[self.outside]]
         if len(self.starts) != len(values):
             values = np.maximum.reduceat(values, self.starts)
-        if self.arrives or self.from_start or self.host is not None:
-            more = [arrival] * self.arrives + [0] * self.from_start
-            more += [host] * (self.host is not None)
-            values = np.concatenate([values, np.array(more, dtype=np.int64)])
-        return values
+        more = [arrival] * self.arrives + [0] * self.from_start + [host] * self.launches
+        return np.concatenate([values, np.array(more, dtype=np.int64)]) if more else values
+
+    def port_ends(self, inputs: Int) -> tuple[Int, int]:
+        """Ends of the ports of one run, and when the host is done with it."""
+        ends = np.maximum.reduce(self.to_ports + inputs, axis=1)
+        return (ends[:-1], int(ends[-1])) if self.launches else (ends, 0)
 
     def ends(self, inputs: Int) -> Int:
         """Ends of all places, for many runs: (runs, inputs) to (runs, places)."""
@@ -123,10 +126,13 @@ def _segment_matrix(
     if arrives:
         ends[0, len(places)] = 0
     ends[idle, own - 1 if idle.any() else 0] = 0
-    thread = np.full(columns, NEVER, dtype=np.int64)
-    thread[-1] = 0
-    costs: list[int] = [] if host is None else host.cost.tolist()
-    waits: list[bool] = [] if host is None else host.waits.tolist()
+    thread = np.full(columns, NEVER, dtype=np.int64)  # to the last launch; set behind a wait
+    waits = [False] * len(counts)
+    waited = False
+    if host is not None:
+        ends[:, -1] = host.total  # the launch of each place, while the host has not waited
+        thread[-1] = host.total[-1]
+        waits = host.waits.tolist()
     inside = needs.tolist()
     at = 0
     for place, (count, ticks) in enumerate(zip(counts.tolist(), duration.tolist(), strict=True)):
@@ -134,14 +140,22 @@ def _segment_matrix(
         for need in inside[at : at + count]:
             if need >= 0:
                 np.maximum(here, ends[need], out=here)
-        if host is not None:
-            thread += costs[place]
+        if waited and host is not None:
+            thread += host.cost[place]
             np.maximum(here, thread, out=here)
         here += ticks
-        if host is not None and waits[place]:
+        if waits[place] and host is not None:
+            if not waited:
+                thread[-1] = host.total[place]
+            waited = True
             np.maximum(thread, here, out=thread)
         at += count
     np.maximum(ends, NEVER, out=ends)
-    done = None if host is None else np.maximum(thread, NEVER)
     ports = np.flatnonzero(used)
-    return SegmentMatrix(outside, starts, arrives, bool(idle.any()), ends, ports, done)
+    to_ports = ends[ports]
+    if host is not None:
+        to_ports = np.concatenate([to_ports, np.maximum(thread, NEVER)[None]])
+    from_start = bool(idle.any())
+    return SegmentMatrix(
+        outside, starts, arrives, from_start, ends, ports, host is not None, to_ports
+    )

@@ -30,9 +30,11 @@ class MemoryTimeline:
 
     def at_peak(self) -> dict[str, float]:
         """The time of the peak (`seconds`), its bytes (`peak`), and the bytes by category."""
-        at = int(self.size.sum(axis=0).argmax())
+        held = self.size.sum(axis=0)
+        at = int(held.argmax())
         parts = {name: int(b) for name, b in zip(CATEGORIES, self.size[:, at], strict=True) if b}
-        return {"seconds": int(self.ticks[at]) * TICK, "peak": self.peak, **parts}
+        peak = int(held.max(initial=0))
+        return {"seconds": int(self.ticks[at]) * TICK, "peak": peak, **parts}
 
     def pairs(self) -> list[tuple[float, int]]:
         """Pairs of seconds and bytes of all categories."""

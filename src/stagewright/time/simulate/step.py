@@ -162,11 +162,12 @@ class SimulatedStep:
         held: list[Held] = []
         for lane, over in zip(self.line.lanes, self.memory, strict=True):
             each = held_at_peak(lane.of)
-            if over.peak:
-                at = {k: v for k, v in over.at_peak().items() if k not in ("peak", "seconds")}
+            at = over.at_peak()
+            if at.pop("peak"):
+                seconds = at.pop("seconds")
                 rest = {k: v for k, v in each.by_category.items() if k == "allowance"}
                 parts = {k: int(v) for k, v in at.items()} | rest
-                each = Held(lane.of, parts, over.at_peak()["seconds"])
+                each = Held(lane.of, parts, seconds)
             held.append(each)
         return held
 

@@ -241,8 +241,7 @@ class BySegment:
                 arrival = int(system.posted[sent][0])
             mine = order.needs[order.pointer[begin] : order.pointer[self.cuts[nth + 1]]]
             values = matrix.inputs(mine, self.ends, arrival, self.host)
-            ends = (matrix.ticks[matrix.ports] + values).max(axis=1)
-            host = 0 if matrix.host is None else int((matrix.host + values).max())
+            ends, host = matrix.port_ends(values)
             if begin in self.ports.meets:
                 ticks = int(self.duration[begin])
                 number = self.ports.meets[begin]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import spans
@@ -13,7 +13,9 @@ from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.pictures import bars, svg
 from stagewright.views.pictures.chart import BYTES, FLOPS, SCREENS, SHARE, Measure
 from stagewright.views.stages import stage_kind
-from stagewright.views.summary import Summary
+
+if TYPE_CHECKING:
+    from stagewright.views.summary import Summary
 
 
 def front_caption(points: str, beaten_in: str, leads_to: str) -> str:
