@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from fit_kernels import held_out
@@ -35,10 +37,11 @@ STEP_GRID = (range(0, 3501, 500), range(0, 121, 20))
 """Microseconds of a step, and of a request in it."""
 GRID = (range(0, 201, 5), range(0, 41, 2))
 """Milliseconds of a request, and of 1,024 tokens of a prompt."""
-
-
 QUEUE_GRID = (range(0, 31, 5), range(0, 13, 3))
 """As `GRID`, until a request is in the queue."""
+
+Found = Callable[[tuple[float, ...]], np.ndarray]
+"""Errors of rows by constants."""
 
 
 def key(row: ServedRow) -> tuple[object, ...]:
@@ -66,14 +69,14 @@ def fit(table: np.ndarray, grid: tuple[range, range]) -> tuple[float, ...]:
     )
 
 
-def told(label: str, table: np.ndarray, test: np.ndarray, best: tuple[float, ...]) -> None:
-    """Print the errors without and with the host."""
+def told(label: str, found: Found, test: np.ndarray, best: tuple[float, ...]) -> None:
+    """Print the errors without and with the host; `found` gives those of all rows."""
     for rows, some in (("fitted to", ~test), ("held out", test)):
-        for name, constants in (("alone", (0.0, 0.0)), ("with the host", best)):
-            error = errors(table[:, some], constants)
+        for name, constants in (("alone", (0, 0)), ("with the host", best)):
+            error = found(constants)[some]
             size = np.abs(error)
-            print(f"#   {label}, {rows}, {name}: {len(size)} rows, median {np.median(size):.1%}, "
-                  f"bias {np.median(error):+.1%}")  # fmt: skip
+            print(f"#   {label}, {rows}, {name}: {len(size)} rows, mean {size.mean():.1%}, median "
+                  f"{np.median(size):.1%}, bias {np.median(error):+.1%}")  # fmt: skip
 
 
 def first_tokens() -> None:
@@ -88,7 +91,7 @@ def first_tokens() -> None:
         test = np.array([held_out(*key(row)) for row in mine])
         best = fit(table[:, ~test], GRID)
         print(f"{engine}: {best} ms, carried {HOST_MS[engine]}")
-        told("first tokens", table, test, best)
+        told("first tokens", partial(errors, table), test, best)
 
 
 def steps() -> None:
@@ -108,11 +111,7 @@ def steps() -> None:
         every = {c: found(c) for c in itertools.product(*STEP_GRID)}
         best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
         print(f"{engine}: {best} us of a step, and of a request in it")
-        for rest, some in (("fitted to", ~test), ("held out", test)):
-            for name, constants in (("alone", (0, 0)), ("with the host", best)):
-                error = every[constants][some]
-                print(f"#   steps of dense models, {rest}, {name}: {len(error)} rows, median "
-                      f"{np.median(np.abs(error)):.1%}, bias {np.median(error):+.1%}")  # fmt: skip
+        told("steps of dense models", every.__getitem__, test, best)
 
 
 def queue() -> None:
@@ -133,12 +132,7 @@ def queue() -> None:
             every[constants] = np.array([_first_token(of) for of in mine])
         best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
         print(f"{engine}: {best} ms of a request and of 1,024 tokens, carried {carried.get(name)}")
-        for rest, some in (("fitted to", ~test), ("held out", test)):
-            for label, constants in (("alone", (0, 0)), ("with the host", best)):
-                error = every[constants][some]
-                print(f"#   first tokens, {rest}, {label}: {len(error)} rows, mean "
-                      f"{np.abs(error).mean():.1%}, median {np.median(np.abs(error)):.1%}, bias "
-                      f"{np.median(error):+.1%}")  # fmt: skip
+        told("first tokens", every.__getitem__, test, best)
 
 
 def _fits(of: closed_loops.ClosedLoop) -> bool:

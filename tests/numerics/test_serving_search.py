@@ -4,6 +4,7 @@ import json
 import random
 from array import array
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -320,3 +321,15 @@ def test_requests_that_never_fit_are_counted(capfd, tmp_path):
             assert "an instance can never serve 1 request" in str(why)
         else:
             assert found["best"][0]["keep limits"] == 0.6
+
+
+def test_classes_of_requests_are_a_list_of_rows_or_a_file(tmp_path: Path):
+    rows = [{"name": "chat", "share": 0.7, "ttft": 50}, {"name": "batch", "share": 0.3}]
+    (path := tmp_path / "classes.yaml").write_text(json.dumps(rows))
+    asked = {"model": "llama3.1-8b", "ttft": 25, "tpot": 1.2, "rate": 9, "isl": 8, "osl": 8}
+    of_list, of_file = (
+        asked_serving({**asked, "classes": classes}, hardware=["h100-sxm"]).workloads
+        for classes in (rows, str(path))
+    )
+    assert [of.name for of in of_list[0].classes] == ["chat", "batch"]
+    assert of_list[0].classes == of_file[0].classes

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
+from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending
 from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.answer.flags import flags
@@ -25,7 +24,6 @@ from stagewright.explore.exact import Heard
 from stagewright.explore.lots import in_lots
 from stagewright.explore.space.asked import SearchRequest, asked
 from stagewright.explore.space.enumeration import Found
-from stagewright.files import write_text
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
@@ -134,28 +132,17 @@ class Search:
         page; `.yaml`: the run file of the best, or of another `place`, and beside it the hardware
         where its figures were varied.
         """
-        where, ending = os.fspath(path), Path(path).suffix.lower()
-        match ending:
-            case ".yaml" | ".yml":
-                return write_run_file(self.ranking.rows, self.row(place), where)
-            case ".csv":
-                write_text(where, self.every().to_csv())
-            case ".json":
-                rows = [_filled(row) for row in self.every().rows]
-                write_text(where, json.dumps(self.summary() | {"rows": rows}, indent=1) + "\n")
-            case ".parquet":
-                self.every().to_polars().write_parquet(where)
-            case ".html":
-                write_text(where, page(self.found, self.ranking, self.notes))
-            case _:
-                check_ending(where)
-        return [where]
+        check_ending(path, OF_SEARCH)
 
+        def run_file(where: str) -> list[str]:
+            return write_run_file(self.ranking.rows, self.row(place), where)
 
-def check_ending(path: str) -> None:
-    """Raise a UserError for the name of a file of which the ending does not say what to write."""
-    if Path(path).suffix.lower() not in (".csv", ".parquet", ".json", ".html", ".yaml", ".yml"):
-        raise UserError(f"{path}: wanted a name that ends in .csv, .parquet, .json, .html or .yaml")
+        return ResultFile(
+            self.every,
+            lambda: self.summary() | {"rows": [_filled(row) for row in self.every().rows]},
+            lambda: page(self.found, self.ranking, self.notes),
+            run_file,
+        ).write(path)
 
 
 def search(

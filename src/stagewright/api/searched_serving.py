@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending
 from stagewright.errors import UserError
 from stagewright.explore.answer.run_file import printed_run_file, write_run_file
 from stagewright.explore.space.asked import SearchRequest
 from stagewright.explore.space.enumeration import DIVIDES, DP_ASKED, Found, Removed
 from stagewright.explore.space.listed import values_of
-from stagewright.files import write_text
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import section_of
@@ -99,7 +97,10 @@ class ServingSearch:
 
     def run_file(self, place: int = 1) -> str:
         """The layout of one of the best as a run file in YAML."""
-        return printed_run_file(self.ranking.rows, self.ranking.choices[self._number(place)].layout)
+        return printed_run_file(self.ranking.rows, self._layout(place))
+
+    def _layout(self, place: int) -> int:
+        return self.ranking.choices[self._number(place)].layout
 
     def _number(self, place: int) -> int:
         count = len(self.ranking.best)
@@ -155,24 +156,17 @@ class ServingSearch:
         `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: the page;
         `.yaml`: the run file of the best layout, or of another `place`.
         """
-        where, ending = os.fspath(path), Path(path).suffix.lower()
-        match ending:
-            case ".yaml" | ".yml":
-                row = self.ranking.choices[self._number(place)].layout
-                return write_run_file(self.ranking.rows, row, where)
-            case ".csv":
-                write_text(where, self.every().to_csv())
-            case ".json":
-                rows = self.summary() | {"rows": self.every().rows}
-                write_text(where, json.dumps(rows, indent=1) + "\n")
-            case ".parquet":
-                self.every().to_polars().write_parquet(where)
-            case _:
-                page = serving_search_page(
-                    self.ranking, self.all_removed, self.describe(), self.load
-                )
-                write_text(where, page)
-        return [where]
+        check_ending(path, OF_SEARCH)
+
+        def run_file(where: str) -> list[str]:
+            return write_run_file(self.ranking.rows, self._layout(place), where)
+
+        return ResultFile(
+            self.every,
+            lambda: self.summary() | {"rows": self.every().rows},
+            lambda: serving_search_page(self.ranking, self.all_removed, self.describe(), self.load),
+            run_file,
+        ).write(path)
 
 
 class ServingQuestion(NamedTuple):
@@ -195,7 +189,8 @@ def search_serving(
     """The fewest GPUs, or the least cost, with which a load keeps its limits.
 
     `settings` are those of `serve`: the load (`rate`, `isl`, `osl`, a trace as `requests`), the
-    limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines. `tp`, `pp`, `dp`, `ep` and
+    limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines. `classes` is the path of a
+    file, or a list of rows. `tp`, `pp`, `dp`, `ep` and
     others may be lists, and take several values by default. Four other names say what is wanted:
     `attainment`, the share of all requests that must keep the limits (0.9); `gpus`, the largest
     number of GPUs of all instances (256); `objective`, `gpus` or `cost`; `pairs`, how many pairs of
@@ -247,6 +242,7 @@ def asked_serving(
     users = values_of(int, own.pop("concurrency"), "--concurrency") if "concurrency" in own else ()
     for name in {"isl", "osl", "num_requests"} & own.keys():
         own[name] = values_of(int, own[name], f"--{name.replace('_', '-')}")[0]
+    classes = own.pop("classes") if isinstance(own.get("classes"), list | tuple) else None
     asked = section_of(WorkloadSection, own)
     slo = slo_of(asked)
     if slo.e2e is None and (slo.ttft is None or slo.tpot is None):
@@ -254,21 +250,7 @@ def asked_serving(
             "give --ttft and --tpot (milliseconds to the first token, and per further one), or "
             "--e2e: without limits any number of GPUs serves any load"
         )
-    if workload is not None:
-        workloads = [workload]
-    elif users:
-        workloads = [
-            workload_of(
-                replace(
-                    asked,
-                    concurrency=count,
-                    num_requests=asked.num_requests or REQUESTS_PER_USER * count,
-                )
-            )
-            for count in sorted(users)
-        ]
-    else:
-        workloads = [workload_of(asked)]
+    workloads = [workload] if workload is not None else _workloads(asked, users, classes)
     request = layouts(values, path, hardware=hardware, most_gpus=most, vary=vary, config=config)
     lost = [
         f"{plural(count, 'request', 'requests')} rejected: {why}; counted as missing the limits"
@@ -281,6 +263,21 @@ def asked_serving(
     engines = section_of(EngineSection, own)
     refuse_others(engines)
     return ServingQuestion(request, workloads, target, engines)
+
+
+def _workloads(
+    asked: WorkloadSection, users: Sequence[int], classes: Sequence[Mapping[str, Any]] | None
+) -> list[Workload]:
+    """The requests that are asked for, or those of each number of users in a closed loop."""
+    if not users:
+        return [workload_of(asked, classes)]
+    loops = (
+        replace(
+            asked, concurrency=count, num_requests=asked.num_requests or REQUESTS_PER_USER * count
+        )
+        for count in sorted(users)
+    )
+    return [workload_of(loop, classes) for loop in loops]
 
 
 def _refuse_found(own: Mapping[str, Any]) -> None:

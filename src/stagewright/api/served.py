@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from stagewright.api.endings import OF_SERVING, ResultFile, check_ending
 from stagewright.api.operation import operated, operation_of
 from stagewright.api.pools import Given, Planned, fleet_of, rows_of
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError, did_you_mean
-from stagewright.files import write_text
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
@@ -158,16 +156,10 @@ class Serving(ServedRun):
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the requests (.csv), the numbers and the requests (.json), or the page (.html)."""
-        path = os.fspath(path)
-        check_ending(path)
-        ending = Path(path).suffix.lower()
-        if ending == ".csv":
-            write_text(path, self.requests().to_csv())
-        elif ending == ".html":
-            write_text(path, self.page())
-        else:
-            found = self.values() | {"rows": self.requests().rows}
-            write_text(path, json.dumps(found, indent=1) + "\n")
+        check_ending(path, OF_SERVING)
+        ResultFile(
+            self.requests, lambda: self.values() | {"rows": self.requests().rows}, self.page
+        ).write(path)
 
 
 def _layout(service: Service) -> str:
@@ -195,12 +187,6 @@ def _values(of: InstanceGroup) -> dict[str, Any]:
         "kv_blocks": service.blocks,
         "scheduler": service.engines.scheduler,
     }
-
-
-def check_ending(path: str) -> None:
-    """Raise a UserError for the name of a file of which the ending does not say what to write."""
-    if Path(path).suffix.lower() not in (".csv", ".json", ".html"):
-        raise UserError(f"{path}: wanted a name that ends in .csv, .json or .html")
 
 
 def sections_of(values: Mapping[str, Any]) -> ServingSections:

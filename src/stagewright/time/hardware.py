@@ -246,11 +246,9 @@ def names() -> list[str]:
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """The hardware of a name in `names()`, or of a YAML file at a path.
-
-    Every error is a UserError that says what to change.
-    """
-    name = str(name_or_path)
+    """The hardware of a name in `names()`, or of a YAML file: its path or lines; or a UserError."""
+    if "\n" in (name := str(name_or_path)):
+        return _load(name, "hardware")
     if name.endswith((".yaml", ".yml")) or os.sep in name:
         return _load(read_text(name, "hardware in YAML"), name)
     if name not in names():

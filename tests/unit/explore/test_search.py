@@ -20,6 +20,8 @@ from stagewright.explore.exact import exact, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.space.asked import asked
 from stagewright.explore.space.systems import with_figure
+from stagewright.run.experiment import Experiment
+from stagewright.run.files import flat, read_settings
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.time.hardware import resolve
 from stagewright.views.search import left, limit, nearly_full, words
@@ -212,7 +214,11 @@ def test_run_files_name_hardware_by_name_only_where_the_name_says_all(tmp_path: 
         column = Column(np.zeros(1, dtype=np.uint8), (hardware,))
         of = replace(rows, columns={**rows.columns, HARDWARE: column})
         assert f"hardware: {said}\n" in run_file(of, 0)
-        assert ("-o run.yaml writes" in printed_run_file(of, 0)) == (hardware is varied)
+        (printed := tmp_path / "printed.yaml").write_text(printed_run_file(of, 0))
+        read = Experiment.of(flat(read_settings(printed), printed), {}, printed)
+        step = sw.simulate(read.run, read.cluster)
+        assert step.machine.hardware.memory_gb == hardware.memory_gb
+        assert step.seconds == exact(of).figures.seconds[0]
         files = write_run_file(of, 0, tmp_path / "best.yaml")
         assert len(files) == (1 if hardware is not varied else 2)
     assert resolve(files[1]).memory_gb == 96

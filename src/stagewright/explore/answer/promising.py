@@ -16,8 +16,8 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.explore.bounding.bounds import CandidateBounds, bounds, rough_bounds
+from stagewright.explore.bounding.least_compute import least_factor, lower_bounds
 from stagewright.explore.bounding.relaxed import kinds_of_relaxed
-from stagewright.explore.bounding.roofline import least_factor, lower_bounds
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import unknown

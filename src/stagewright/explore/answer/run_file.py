@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,9 @@ def given(candidates: Candidates, row: int) -> dict[str, Any]:
 def run_file(candidates: Candidates, row: int, hardware: str | None = None) -> str:
     """A run file in YAML that `simulate`, `report` and `generate` take with --config.
 
-    `hardware` is the path of a file that the run file names in place of the hardware; without it
-    a run file names `hardware_file_name`, where no name of the package stands for the hardware.
+    `hardware` is the path of a file that the run file names in place of the hardware, or the text
+    of one; without it a run file names `hardware_file_name`, where no name of the package stands
+    for the hardware.
 
     >>> from stagewright.explore import candidates as of
     >>> from stagewright.run.experiment import Experiment
@@ -88,17 +90,15 @@ def run_file(candidates: Candidates, row: int, hardware: str | None = None) -> s
 
 
 def printed_run_file(candidates: Candidates, row: int) -> str:
-    """As `run_file`, with a comment where the file of the hardware may not exist."""
+    """As `run_file`, with the text of hardware that has no name of the package in it."""
     hardware = candidates.hardware(row)
-    text = run_file(candidates, row)
-    if is_packaged(hardware):
-        return text
-    name = hardware_file_name(hardware)
-    return f"# {name} is not written here: -o run.yaml writes the hardware beside run.yaml\n{text}"
+    return run_file(candidates, row, None if is_packaged(hardware) else hardware_file(hardware))
 
 
 def _line(name: str, value: Any) -> str:
-    """A setting as a line of YAML; a list in brackets."""
+    """A setting as a line of YAML; a list in brackets, and text of several lines below its name."""
+    if isinstance(value, str) and "\n" in value:
+        return f"{name}: |\n{textwrap.indent(value, '  ')}"
     block = yaml.safe_dump({name: value}, default_flow_style=False, width=10**6)
     if not isinstance(value, list):
         return block

@@ -29,7 +29,7 @@ from stagewright.explore.answer.promising import (
     promising,
     step_tokens,
 )
-from stagewright.explore.bounding.roofline import lower_bounds
+from stagewright.explore.bounding.least_compute import lower_bounds
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
 from stagewright.explore.exact import Heard, exact, unknown

@@ -58,11 +58,11 @@ _SPLIT = {"optimizer": 1, "gradients": 2, "parameters": 3}
 """Categories of memory by the first ZeRO stage that splits them."""
 _NOT_PLAIN = ("activations", "communication", "workspace")
 """Categories of memory in which candidates that are not plain (`recomputed`) may hold less."""
-_ADDED = 3 * 2
-"""The most bytes that adding a gradient moves, for each byte of its weight."""
-_ADDED_WHOLE = 34 / 2
-"""As `_ADDED`, of PyTorch without FSDP: a cast of 2 to 4 bytes, copies of 4 bytes into the bucket
-that is reduced and out of it, and the sum."""
+_ADDED = 3 * 4 / 2
+"""The most bytes that adding a gradient moves, for each byte of a weight of two bytes."""
+_ADDED_WHOLE = (2 + 4) / 2 + 2 * (4 + 4) / 2 + _ADDED
+"""As `_ADDED`, of PyTorch without FSDP: a cast of 2 bytes to 4, copies of 4 into the bucket that is
+reduced and out of it (torch's reducer.cpp), and the sum."""
 _ROUNDING = 1 - 1e-9
 """Sums of seconds in another order differ by less."""
 

@@ -22,7 +22,7 @@ from stagewright.algebra.index import parse
 from stagewright.arrays import Bool, Float, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.explore.bounding.roofline import best_rates
+from stagewright.explore.bounding.least_compute import best_rates
 from stagewright.explore.candidates import HARDWARE, Candidates, Column
 from stagewright.graph.cost import flops
 from stagewright.graph.table import OPS, Timing

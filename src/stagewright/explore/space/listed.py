@@ -48,9 +48,9 @@ def is_listed(kind: Kind, value: object) -> bool:
         return False
     if isinstance(value, list | tuple):
         return True
-    return isinstance(value, str) and bool(
-        re.search(r"[,:]" if kind in (int, float) else ",", value)
-    )
+    if not isinstance(value, str) or "\n" in value:  # the text of a file is one value
+        return False
+    return bool(re.search(r"[,:]" if kind in (int, float) else ",", value))
 
 
 def values_of(kind: Kind, value: object, name: str = "value") -> tuple[Any, ...]:

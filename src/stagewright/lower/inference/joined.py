@@ -72,9 +72,15 @@ class Message(NamedTuple):
 
 
 Waiting = Literal["both", "sender", "nobody"]
-"""A message is of what the first program computes and waits for that, and the second one waits for
-the message; or it is for steps to come, and the second one does not wait; or it is also of what was
-computed before, and waits for nothing."""
+"""Which side of a message from the first program to the second waits.
+
+- `both`: a message leaves when the kernels have run that write its layer's cache, and attention of
+  that layer in the second program waits for it.
+- `sender`: a message leaves so, too, but its request decodes in steps to come, and the second
+  program does not wait for it.
+- `nobody`: the cache was computed in steps before, so that a message leaves at once, and its
+  request decodes in steps to come.
+"""
 
 
 def joined(

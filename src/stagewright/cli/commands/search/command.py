@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagewright.cli import shared
-from stagewright.cli.commands.search.ending import RUN_FILES, end
+from stagewright.cli.commands.search.ending import end
 from stagewright.cli.commands.search.options import search_options
 from stagewright.cli.commands.search.served import search_serving, without_serving
 from stagewright.cli.help import Entry, command
@@ -49,6 +49,7 @@ def search(
     With --serve: layouts, and how many instances of each, that serve requests over time as `serve`
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
+    from stagewright.api.endings import RUN_FILE, ending_of
     from stagewright.api.searched import searched, wanted
     from stagewright.views.search import left, nearly_full
 
@@ -58,7 +59,7 @@ def search(
         return search_serving(model, config, out, pairs, as_json=as_json, settings=settings)
     settings = without_serving(settings)
     # A file of all candidates has the figures of all.
-    settings["bounded"] = all(path.lower().endswith(RUN_FILES) for path in out)
+    settings["bounded"] = all(ending_of(path) == RUN_FILE for path in out)
     how, place, sample = wanted(settings), settings.pop("place"), settings.pop("sample")
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
     tool = settings["as_family"] if settings["as_family"] in _TOOLS else None
@@ -80,14 +81,15 @@ def search(
 
 def _check(out: tuple[str, ...], settings: dict[str, Any]) -> None:
     """Refuse before any work numbers below 1, and files that could not be written after it."""
-    from stagewright.api.searched import check_count, check_ending
+    from stagewright.api.endings import OF_SEARCH, check_ending
+    from stagewright.api.searched import check_count
     from stagewright.files import check_output_file
 
     for name, option in {"top": "top", "most": "most", "sample": "sample", "place": "run"}.items():
         check_count(option, settings[name])
     force = settings.pop("force")
     for path in out:
-        check_ending(path)
+        check_ending(path, OF_SEARCH)
         check_output_file(path, force=force)
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.api.searched_serving import ServingSearch
 
-RUN_FILES = (".yaml", ".yml")
-
 
 def end(
     result: Search | ServingSearch,
@@ -30,8 +28,10 @@ def end(
     `place` is the one of the best whose run is written, or printed where no run file is; `flags`
     are printed in its place. In JSON both are fields. Where nothing was found, only that is said.
     """
+    from stagewright.api.endings import RUN_FILE, ending_of
+
     printed: Mapping[str, Any] = {}
-    writes = any(path.lower().endswith(RUN_FILES) for path in out)
+    writes = any(ending_of(path) == RUN_FILE for path in out)
     if flags is not None:
         printed = {"flags": [*flags]}
     elif place is not None and len(result.ranking.best) and not writes:

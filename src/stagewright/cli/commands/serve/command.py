@@ -67,12 +67,13 @@ def serve(
     (--rate) or come from users who wait for their answers (--concurrency). Ctrl-C prints what is
     known so far.
     """
-    from stagewright.api.served import check_ending, sections_of, served
+    from stagewright.api.endings import OF_SERVING, check_ending
+    from stagewright.api.served import sections_of, served
     from stagewright.run.sections.serving import SERVING
     from stagewright.time.hardware import resolve
 
     for path in out:
-        check_ending(path)
+        check_ending(path, OF_SERVING)
     moment = None if step_trace is None else _moment(step_trace[0])
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
