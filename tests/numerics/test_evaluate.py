@@ -183,3 +183,11 @@ def test_stages_without_layers():
     found = gaps(candidates(rows, model="llama3-8b", layers=2, seq_length=2048, zero=1,
                             global_batch_size=16))  # fmt: skip
     assert np.abs(found).max() < 0.005
+
+
+def test_activations_go_to_the_host_beside_reductions():
+    rows = [{"schedule": name, "vpp": vpp, "zero": zero, "cpu_offloading_num_layers": 1}
+            for name, vpp, zero in (("1f1b", 1, 3), ("zbv", 2, 2))]  # fmt: skip
+    found = gaps(candidates(rows, model="llama3-8b", layers=8, seq_length=2048, pp=2, dp=4,
+                            global_batch_size=16))  # fmt: skip
+    assert np.abs(found).max() < 0.005

@@ -2,9 +2,10 @@
 
 The rows of a stage are the same in configurations of one structure, and so is what each waits for
 (`time.simulate.issue`, `time.simulate.host`); only durations differ. An action is played once with
-arrays [configurations] as its times. What comes before it enters by four moments: when the kernels
+arrays [configurations] as its times. What comes before it enters by five moments: when the kernels
 before it have ended (`GPU`), when communication along dp is done (`ASIDE`), when the host has
-launched everything before it (`HOST`), and when the message that it needs is there (`MESSAGE`).
+launched everything before it (`HOST`), when activations that go to the host are there (`STORED`),
+and when the message that it needs is there (`MESSAGE`).
 Every end is the latest of these moments, each plus a constant: a matrix over (max, +), `Response`,
 which a schedule of any number of microbatches and stages puts together (`explore.pipeline`).
 """
@@ -20,8 +21,8 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.time.columns.row_kinds import digest
 
-GPU, ASIDE, HOST, MESSAGE, GRADIENT = range(5)
-INPUTS = 4
+GPU, ASIDE, HOST, STORED, MESSAGE, GRADIENT = range(6)
+INPUTS = 5
 """Inputs of a `Response`, and how many there are; a forward and a backward that overlap have one
 more, since each waits for a message: `GRADIENT` is the backward's."""
 NEVER = -1e30
@@ -40,6 +41,8 @@ class Response(NamedTuple):
     """All communication that happens once per step has ended."""
     host: Float
     """The host has launched all of it."""
+    stored: Float
+    """All activations that go to the host are there."""
     sent: Float
     """Its message has been made; `NEVER` where it sends none."""
     end: Float
@@ -47,6 +50,8 @@ class Response(NamedTuple):
     chain: Float
     """All communication that runs on beside later actions has ended, if none waits but the first of
     each stream. With more layers this may come to be the longest of all ways through an action."""
+    chain_stored: Float
+    """As `chain`, of what goes to the host."""
     sent_gradient: Float | None = None
     """Of a forward and a backward that overlap, as `sent` for the backward; else None."""
 
@@ -64,12 +69,14 @@ class ActionColumns:
     """Seconds that its kernels wait, by axis of communication or `LAUNCHES`: [configurations]."""
 
 
-MAIN, DATA, SENDS, RECEIVES, BACKWARD, WAITS = (1 << n for n in range(6))
+MAIN, DATA, SENDS, RECEIVES, BACKWARD, WAITS, STORING = (1 << n for n in range(7))
 """What a place is: a kernel of the model's stream; communication along dp, once per step, or to the
 host, which runs on beside later actions; a message to another rank of the pipeline, and from one;
-part of a backward; what the host waits for the end of."""
-BEFORE, BESIDE = -1, -2
-"""What a place of an action waits for before its action: kernels, or what runs on beside."""
+part of a backward; what the host waits for the end of; a transfer to the host."""
+BEFORE, BESIDE, BESIDE_STORES = -1, -2, -3
+"""What a place of an action waits for before its action: kernels, communication that runs on
+beside, or transfers to the host."""
+_MOMENTS = {BEFORE: GPU, BESIDE: ASIDE, BESIDE_STORES: STORED}
 
 
 StepKind: TypeAlias = "tuple[tuple[int, str], ...]"
@@ -140,8 +147,9 @@ class TimedAction(NamedTuple):
         inputs = np.full((count, count, configurations), NEVER)
         inputs[range(count), range(count)] = 0.0
         ends: list[Float] = []
-        kernel, aside, thread = inputs[:MESSAGE]
+        kernel, aside, thread, stored = inputs[:MESSAGE]
         chains: dict[int, Float] = {}
+        to_host: set[int] = set()
         never = np.full((count, configurations), NEVER)
         sent, last = [never, never], never
         busy = np.zeros(configurations)
@@ -152,11 +160,11 @@ class TimedAction(NamedTuple):
             way = int(pair and bool(flag & BACKWARD))
             start = inputs[GPU].copy() if not mine else np.full_like(never, NEVER)
             for need in mine:
-                before = inputs[ASIDE if need == BESIDE else GPU] if need < 0 else ends[need]
+                before = inputs[_MOMENTS[need]] if need < 0 else ends[need]
                 np.maximum(start, before, out=start)
             if flag & DATA and streams[place] not in chains:
                 # Issue orders leave this out where kernels between imply it, here or there.
-                np.maximum(start, inputs[ASIDE], out=start)
+                np.maximum(start, inputs[STORED if flag & STORING else ASIDE], out=start)
             if flag & RECEIVES:
                 np.maximum(start, inputs[MESSAGE + way], out=start)
             if launch:
@@ -177,20 +185,29 @@ class TimedAction(NamedTuple):
             if flag & WAITS:
                 thread = np.maximum(thread, done)
             if flag & DATA:
-                aside = np.maximum(aside, done)
                 stream = streams[place]
+                if flag & STORING:
+                    stored = np.maximum(stored, done)
+                    to_host.add(stream)
+                else:
+                    aside = np.maximum(aside, done)
                 before = chains.get(stream)
                 chains[stream] = done if before is None else before + took
             if flag & SENDS:
                 sent[way] = np.maximum(sent[way], done)
             last = np.maximum(last, done)
         for need, of in self.places.handed_on:
-            until = np.maximum(kernel, ends[need] if need >= 0 else inputs[ASIDE])
+            until = np.maximum(kernel, ends[need] if need >= 0 else inputs[_MOMENTS[need]])
             waits[of] = waits.get(of, 0.0) + until[GPU] - kernel[GPU]
             kernel = until
-        chain = never
-        for found in chains.values():
-            chain = np.maximum(chain, found)
+        chain = chain_stored = never
+        for stream, found in chains.items():
+            if stream in to_host:
+                chain_stored = np.maximum(chain_stored, found)
+            else:
+                chain = np.maximum(chain, found)
         gradient = sent[1] if pair else None
-        found = Response(kernel, aside, thread, sent[0], last, chain, gradient)
+        found = Response(
+            kernel, aside, thread, stored, sent[0], last, chain, chain_stored, gradient
+        )
         return ActionColumns(found, busy, self.drawn, waits)

@@ -14,12 +14,14 @@ from stagewright.explore.actions import (
     BACKWARD,
     BEFORE,
     BESIDE,
+    BESIDE_STORES,
     DATA,
     MAIN,
     RECEIVES,
     REDUCES,
     SENDS,
     STORES,
+    STORING,
     WAITS,
     ActionPlaces,
     StepKind,
@@ -112,7 +114,7 @@ class ClassPlaces:
         message = sends | (kind == TaskKind.RECV)
         backward = tasks.phase[rows] != PHASES.index("forward")
         flags = (
-            MAIN * main + DATA * data + SENDS * sends
+            MAIN * main + DATA * data + STORING * (kind == TaskKind.STORE) + SENDS * sends
             + RECEIVES * (of_pipeline & (kind == TaskKind.RECV)) + BACKWARD * backward
         )  # fmt: skip
         return cls(tasks, order, kind, message, flags, axis, tuple(axes), data, frees)
@@ -129,13 +131,16 @@ class ClassPlaces:
         needs = order.needs[pointer[0] : pointer[-1]]
         before = needs < begin
         recent = self._recent(begin)[needs[before]]
+        stores = (self.flags & STORING) > 0
+        beside = np.where(stores[needs[before]], BESIDE_STORES, BESIDE)
         needs = needs - begin
-        needs[before] = np.where(recent, BESIDE, BEFORE)
-        handed = tuple(
-            (need - begin if need >= begin else BESIDE, self.axes[int(self.axis[need])])
-            for need in self._handed_on(end)
-        )
-        return _Places(pointer - pointer[0], needs, order.stream[begin:end], handed)
+        needs[before] = np.where(recent, beside, BEFORE)
+        handed: list[tuple[int, str]] = []
+        for need in self._handed_on(end):
+            earlier = BESIDE_STORES if stores[need] else BESIDE
+            place = need - begin if need >= begin else earlier
+            handed.append((place, self.axes[int(self.axis[need])]))
+        return _Places(pointer - pointer[0], needs, order.stream[begin:end], (*handed,))
 
     def _recent(self, begin: int) -> Bool:
         """Of the places before `begin`, for which `ASIDE` stands: communication that runs on beside

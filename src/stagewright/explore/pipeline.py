@@ -31,6 +31,7 @@ from stagewright.explore.actions import (
     HOST,
     MESSAGE,
     NEVER,
+    STORED,
     Response,
     StepKind,
 )  # fmt: skip
@@ -59,6 +60,8 @@ class Effect(NamedTuple):
     """Empty: it leaves what runs on beside as it is."""
     host: Part
     """Empty: it leaves the host as it is."""
+    stored: Part
+    """Empty: it leaves transfers to the host as they are."""
     sent: tuple[Part, ...]
     """By action of a step."""
 
@@ -66,7 +69,7 @@ class Effect(NamedTuple):
 def plain(seconds: Float) -> Effect:
     """A step that takes so long, and whose launches take no time."""
     ends = ((seconds, (GPU, MESSAGE, GRADIENT)),)
-    return Effect(ends, (), (), (ends, ends))
+    return Effect(ends, (), (), (), (ends, ends))
 
 
 def effect(of: Response) -> Effect:
@@ -75,7 +78,8 @@ def effect(of: Response) -> Effect:
     sent = [of.sent] if of.sent_gradient is None else [of.sent, of.sent_gradient]
     parts = tuple(gpu if np.array_equal(each, of.gpu) else _part(each) for each in sent)
     late = np.maximum(of.aside, of.chain)
-    return Effect(gpu, _changed(_part(late), ASIDE), _changed(_part(of.host), HOST), parts)
+    stored = _changed(_part(np.maximum(of.stored, of.chain_stored)), STORED)
+    return Effect(gpu, _changed(_part(late), ASIDE), _changed(_part(of.host), HOST), stored, parts)
 
 
 def _part(columns: Float) -> Part:
@@ -105,6 +109,7 @@ class RankEnd(NamedTuple):
     gpu: Float
     aside: Float
     host: Float
+    stored: Float
 
 
 class Pipelined(NamedTuple):
@@ -236,6 +241,7 @@ def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pi
     gpu: list[Float] = [zero] * len(order)
     host: list[Float] = [zero] * len(order)
     aside: list[Float] = [zero] * len(order)
+    stored: list[Float] = [zero] * len(order)
     sent: dict[int, Float] = {}
     way: dict[tuple[int, int], Float] = {}
     for rank, kind, complete, messages, numbers in _steps(order):
@@ -248,7 +254,7 @@ def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pi
                 if each[1:] not in way:
                     way[each[1:]] = message(*each[1:])
                 arrivals[nth] = sent.pop(each.action) + way[each[1:]]
-        inputs = gpu[rank], aside[rank], host[rank], *arrivals
+        inputs = gpu[rank], aside[rank], host[rank], stored[rank], *arrivals
         end = _latest(of.gpu, inputs)
         late, launched = _latest(of.aside, inputs), _latest(of.host, inputs)
         for nth, number in enumerate(numbers):
@@ -258,8 +264,10 @@ def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pi
                 sent[number] = out
         gpu[rank] = gpu[rank] if end is None else end
         aside[rank] = aside[rank] if late is None else np.maximum(aside[rank], late)
+        copied = _latest(of.stored, inputs)
+        stored[rank] = stored[rank] if copied is None else np.maximum(stored[rank], copied)
         host[rank] = host[rank] if launched is None else launched
-    return Pipelined([RankEnd(*of) for of in zip(gpu, aside, host, strict=True)])
+    return Pipelined([RankEnd(*of) for of in zip(gpu, aside, host, stored, strict=True)])
 
 
 def _latest(part: Part, inputs: Sequence[Float | None]) -> Float | None:

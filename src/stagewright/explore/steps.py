@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_rows
-from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES, StepKind
+from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES, STORED, StepKind
 from stagewright.explore.pipeline import (
     Effect,
     RankEnd,
@@ -243,7 +243,7 @@ class _PlayedLots:
 
     def pace(self, nth: int) -> tuple[Float, Float]:
         """Seconds that a microbatch adds to many, at least: those of the busiest rank; and those of
-        its host, or of its communication along dp."""
+        its host, of its communication along dp, or of its transfers to the host."""
         pp, lot = self.of.pp, self.few[nth]
         zero = np.zeros(len(lot.tuples))
         both: list[Float] = []
@@ -257,6 +257,7 @@ class _PlayedLots:
             both.append(sum((n * of.gpu[GPU] for n, of in every), zero))
             beside.append(sum((n * np.maximum(of.host[HOST], 0) for n, of in every), zero))
             beside.append(sum((n * np.maximum(of.aside[ASIDE], 0) for n, of in every), zero))
+            beside.append(sum((n * np.maximum(of.stored[STORED], 0) for n, of in every), zero))
         pace, host = _latest(both), _latest(beside)
         if self.of.schedule == "1f1b":
             there = [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
@@ -293,7 +294,7 @@ class _PlayedLots:
             RankEnd(*(_latest(every)[each] for every in zip(*of, strict=True)))
             for of in ([ends[rank] for rank in group.ranks] for group in groups)
         ]
-        last = [np.maximum(of.gpu, of.aside) for of in state]
+        last = [_latest([of.gpu, of.aside, of.stored]) for of in state]
         reached = [0] * len(groups)
         for own, group in enumerate(groups):
             section = self._section(nth, group, 0, moments)
@@ -368,11 +369,17 @@ def _latest(times: Sequence[Float]) -> Float:
 def _after(state: RankEnd, section: Float, last: Float) -> tuple[RankEnd, Float]:
     """A rank's moments after a section, and its last end."""
     of = response(section)
-    inputs = (GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host)
+    inputs = (GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host), (STORED, state.stored)
 
     def latest(field: Float) -> Float:
         return _latest([at + field[nth] for nth, at in inputs])
 
     chain = latest(of.chain)
-    after = RankEnd(latest(of.gpu), np.maximum(latest(of.aside), chain), latest(of.host))
-    return after, _latest([last, latest(of.end), chain])
+    chain_stored = latest(of.chain_stored)
+    after = RankEnd(
+        latest(of.gpu),
+        np.maximum(latest(of.aside), chain),
+        latest(of.host),
+        np.maximum(latest(of.stored), chain_stored),
+    )
+    return after, _latest([last, latest(of.end), chain, chain_stored])
