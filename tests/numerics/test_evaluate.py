@@ -55,6 +55,16 @@ def test_utilization_counts_the_flops_of_tokens_within_the_capacity_of_experts()
     assert evaluate(of).figures.mfu == pytest.approx(alone, rel=0.02)
 
 
+def test_checks_of_collectives_are_left_to_simulate():
+    of = candidates(
+        dense(8, (2, 1, 1, 1, 0), (4, 1, 1, 1, 0)), model="gpt2", layers=1, seq_length=64
+    )
+    checked = replace(of, base=replace(of.base, execution=Execution(collective_checks=True)))
+    found = evaluate(checked)
+    assert [each.reason for each in found.left] == ["collective_checks"]
+    assert np.isnan(found.figures.seconds).all()
+
+
 def dense(gpus, *degrees):
     return [
         {"tp": tp, "pp": pp, "dp": gpus // tp // pp, "vpp": vpp, "micro_batch_size": size,

@@ -323,6 +323,8 @@ def _unknown(how: Execution, cluster: ClusterSection) -> str:
         return "overlap_moe_expert_parallel_comm"
     if how.overlap_slowdown:
         return "overlap_slowdown"
+    if how.collective_checks:  # their seconds follow from the ranks of each group
+        return "collective_checks"
     return ""
 
 
