@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from stagewright.explore.bounding.bounds import bounds
 from stagewright.explore.candidates import Candidates, Column
 from stagewright.explore.evaluate import evaluate
 from stagewright.lower.compile import compile
@@ -63,6 +64,8 @@ def test_checks_of_collectives_are_left_to_simulate():
     found = evaluate(checked)
     assert [each.reason for each in found.left] == ["collective_checks"]
     assert np.isnan(found.figures.seconds).all()
+    alone = [bounds(checked.take(np.array([n]))).seconds[0] for n in range(len(checked))]
+    assert bounds(checked).seconds == pytest.approx(alone)
 
 
 def dense(gpus, *degrees):

@@ -11,7 +11,7 @@ ZeRO splits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -263,7 +263,7 @@ class _Relaxation:
         if group not in known:
             machine = self.rows.machine(row)
             near = on.setdefault(KnownOnMachine.key(machine), KnownOnMachine.none())
-            how = self.rows.execution(row)
+            how = replace(self.rows.execution(row), collective_checks=False)
             run, model = templates.of.run, self.rows.model
             routed = Routed.of(run, model) if how.moe_flex_dispatcher else None
             known[group] = MachineTiming(templates, machine, how, near, routed, usual=True)
