@@ -68,6 +68,17 @@ def test_checks_of_collectives_are_left_to_simulate():
     assert bounds(checked).seconds == pytest.approx(alone)
 
 
+def test_waits_that_are_not_known_are_left_to_simulate():
+    of = candidates(
+        dense(16, (4, 1, 1, 1, 3)), model="llama3-8b", layers=4, seq_length=512,
+        global_batch_size=16, sequence_parallel=True,
+    )  # fmt: skip
+    how = Execution(launch_mode="ahead", no_overlap=frozenset({"dp"}))
+    found = evaluate(replace(of, base=replace(of.base, execution=how)))
+    assert [each.possible for each in found.left] == [True]
+    assert all(np.isnan(seconds).all() for seconds in found.figures.exposed.values())
+
+
 def dense(gpus, *degrees):
     return [
         {"tp": tp, "pp": pp, "dp": gpus // tp // pp, "vpp": vpp, "micro_batch_size": size,

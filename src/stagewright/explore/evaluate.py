@@ -78,9 +78,11 @@ def evaluate(candidates: Candidates) -> Evaluated:
         except UserError as error:
             left.append(LeftOut(structure.candidates, str(error), True))
     work.run()
-    endless = np.flatnonzero(work.seconds > _LONGEST)
+    timed = work.seconds, work.joules, *work.waits.values()
+    endless = np.flatnonzero(np.any([abs(column) > _LONGEST for column in timed], axis=0))
     if len(endless):
-        work.seconds[endless] = work.joules[endless] = np.nan
+        for column in timed:
+            column[endless] = np.nan
         left.append(LeftOut(endless, "an action that waits for none before it", True))
     return Evaluated(work.figures(), left)
 
