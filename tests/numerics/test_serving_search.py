@@ -26,8 +26,9 @@ from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, tran
 from stagewright.serving.requests import RequestClass, Workload, in_classes
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.search import answer
-from stagewright.serving.search.bounds import LoadTotals, layout_bounds
-from stagewright.serving.search.plays import play
+from stagewright.serving.search.bounds import LoadTotals, ReadyLayout, layout_bounds
+from stagewright.serving.search.pairs import CountTry, LayoutPair, PairPlays
+from stagewright.serving.search.plays import SeenRequests, play
 from stagewright.serving.service import Service
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -292,6 +293,29 @@ def test_pairs_of_layouts_are_what_pools_do():
         whole = sw.serve("llama3.1-8b", "h100-sxm", ttft=60, tpot=3, **counts, **load)
         assert whole.summary.good == pytest.approx(each.played.good)
         assert whole.summary.gpus == each.played.gpus
+
+
+@pytest.mark.parametrize("blocks", [600, 15])
+def test_pairs_do_not_count_tokens_of_requests_that_wait_for_a_seat(service: Service, blocks: int):
+    """Their prompts are done, but nobody has seen a token: they are not slow yet. Where blocks are
+    few, prompts and decode are played in one order of events."""
+    few = replace(service.engines, num_gpu_blocks=blocks, max_num_seqs=4)
+    limits = batch_limits(few, service.instance.machine.hardware)
+    last = Service(service.instance, few, limits, scheduler_of(few, limits))
+    many = 40
+    work = Workload("at once", *(array(t, [n] * many) for t, n in (("d", 0), ("i", 70), ("i", 40))))
+    slo, load = Slo(ttft=1, tpot=2e-3), LoadTotals.of(work, 0.9)
+    ready = [
+        ReadyLayout(row, each, layout_bounds(each, load, slo))
+        for row, each in enumerate((service, last))
+    ]
+    plays = PairPlays(work, load, slo)
+    found = plays.play(LayoutPair(*ready, (1, 1)), CountTry(1, 1))
+    groups = InstanceGroups((InstanceGroup(service, "prefill"), InstanceGroup(last, "decode")))
+    whole = SeenRequests.nothing()
+    whole.add(*groups.run(work), slo)
+    assert found.meets
+    assert whole.good == many * found.good == many
 
 
 def test_requests_that_never_fit_are_counted(capfd, tmp_path):

@@ -290,6 +290,16 @@ class Records:
             zero * requests,
         )
 
+    def known(self, least: array[float], at: float) -> Records:
+        """What is known `at` so many seconds, where first tokens stand that are not there yet.
+
+        `least`: before this no first token can be there, nan where nothing is known; one that
+        stands no later, of a request that is not done, comes after `at`.
+        """
+        first, early = np.frombuffer(self.first), np.frombuffer(least)
+        open_ = (first <= early) & np.isnan(np.frombuffer(self.finish))
+        return replace(self, first=array("d", np.where(open_, np.maximum(first, at), first)))
+
 
 class UpTime(NamedTuple):
     """When an engine was up."""

@@ -118,7 +118,8 @@ def decode_after(
     cut = enough(of, play.records, 0.0) or play.run(enough)
     arrives, until = np.frombuffer(play.arrives), play.now if cut else math.inf
     prompts.check_blocks(of, np.where(np.isnan(arrives), math.inf, arrives), until)
-    return DecodedAfter(play.records, play.arrives, cut)
+    records = play.records.known(play.earliest, play.now) if cut else play.records
+    return DecodedAfter(records, play.arrives, cut)
 
 
 class _Decode:
@@ -135,9 +136,13 @@ class _Decode:
         nan = array("d", [math.nan]) * len(of)
         self.arrives = nan[:]
         # A first token is not there before the cache is.
-        first = array("d", map(float.__add__, self.comes, map(transfer, of.prompt)))
+        self.earliest = array("d", map(float.__add__, self.comes, map(transfer, of.prompt)))
         self.records = replace(
-            records, reached=nan[:], first=first, finish=nan[:], engine=array("i", records.engine)
+            records,
+            reached=nan[:],
+            first=self.earliest[:],
+            finish=nan[:],
+            engine=array("i", records.engine),
         )
         replicas = service.instance.replicas
         count = service.engines.instances * replicas
@@ -181,7 +186,7 @@ class _Decode:
                     self._send(at, unit)
                     if self.done >= ask:
                         ask = self.done // every * every + every
-                        if enough(self.of, self.records, at):
+                        if enough(self.of, self.records.known(self.earliest, at), at):
                             self.now = at
                             return True
                     continue

@@ -28,7 +28,11 @@ ASKED = 100
 
 
 class _IsEnough(Exception):
-    """Whoever asked for the run need not know the rest."""
+    """Whoever asked for the run need not know more than these records."""
+
+    def __init__(self, records: Records) -> None:
+        super().__init__()
+        self.records = records
 
 
 def serve_in_pools(
@@ -46,8 +50,8 @@ def serve_in_pools(
     stopped = False
     try:
         play.run()
-    except _IsEnough:
-        pass
+    except _IsEnough as enough_of:
+        records = enough_of.records
     except KeyboardInterrupt:
         stopped = True
     return Outcome(
@@ -244,8 +248,11 @@ class _Play:
 
     def _ask(self, at: float, enough: Enough) -> None:
         """End the run if what is known is enough."""
-        if enough(self.workload, self.records, at):
-            raise _IsEnough
+        records = self.records
+        if self.handover is not None:  # instances for prompts note a first token, too
+            records = records.known(self.handover.prefilled, at)
+        if enough(self.workload, records, at):
+            raise _IsEnough(records)
 
     def refuse(self, at: float, request: int, why: str) -> None:
         """A request is not served to its end; who waited for it goes on."""
