@@ -322,11 +322,8 @@ class _PlayedLots:
 
     def parts(self, nth: int, seconds: Float, tail: Float) -> StepColumns:
         """The parts of steps that take so long, `tail` after all actions: of the mean rank."""
-        lot, axes, rows = (
-            self.lots[nth],
-            self.lots[nth].responses.axes,
-            self.lots[nth].responses.sums,
-        )
+        lot = self.lots[nth]
+        axes, rows = lot.responses.axes, lot.responses.sums
         sums = np.zeros((SUMS + len(axes), len(lot.tuples)))
         behind, host = np.zeros_like(sums), np.zeros(len(lot.tuples))
         for step, complete, played, added in self._times(nth):

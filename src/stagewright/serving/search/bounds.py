@@ -158,7 +158,7 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
 def _too_long(service: Service, load: LoadTotals) -> str:
     """As `_never`, where instances can never serve more requests than may miss their limits."""
     room = service.max_model_len - load.prompt
-    most = np.minimum(load.prompt + np.minimum(load.output, room) - 1, service.max_model_len)
+    most = load.prompt + np.minimum(load.output, room) - 1
     fits = (room > 0) & (load.prompt <= service.most_prompt) & (most <= service.room)
     lost = int((~fits).sum())
     if lost <= load.misses:

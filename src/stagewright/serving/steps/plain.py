@@ -60,7 +60,7 @@ def in_one_call(
     `otherwise`.
     """
     host = host or HostTimes()
-    if steps is None or not steps.ways or len(steps.terms) > 1:
+    if steps is None or not steps.ways or len(steps.terms) != 1:
         return otherwise
     (of,) = steps.terms
     if not isinstance(of, Attention):
