@@ -298,7 +298,8 @@ class Records:
         """
         first, early = np.frombuffer(self.first), np.frombuffer(least)
         open_ = (first <= early) & np.isnan(np.frombuffer(self.finish))
-        return replace(self, first=array("d", np.where(open_, np.maximum(first, at), first)))
+        later = np.where(open_, np.maximum(first, at), first)
+        return replace(self, first=array("d", later.tobytes()))
 
 
 class UpTime(NamedTuple):
