@@ -220,6 +220,25 @@ def test_an_engines_host_runs_behind_a_step_or_beside_it():
             assert hosted.decode(n, keys) == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.parametrize("layers", [4, 5])
+def test_prompts_through_a_pipeline_are_timed_in_one_call_as_rank_by_rank(layers):
+    run = Run(mode="decode", model="llama3.1-8b", layers=layers, pp=2)
+    model = model_of(run.model).with_overrides(num_layers=layers)
+    machine = Machine.of(resolve("h100-sxm"), gpus=2)
+    alone = step_times(run, model, machine, most_tokens=2048, most_requests=64)
+    draw = random.Random(3)
+    for host in (HostTimes(per_step=1e-3), HostTimes(per_request_step=1e-3, beside=True)):
+        times = alone.with_host(host)
+        beside, _ = times.chunk_steps
+        assert beside != times._with_prompts
+        for most in (1, 3, 3000):  # tokens, the last of which are more than tables have
+            decoding = [Group(1, draw.randint(1, 900), 1) for _ in range(draw.randint(1, 60))]
+            chunks = [Group(1, draw.randint(0, 900), draw.randint(1, most)) for _ in range(3)]
+            keys = sum(g.context_length + 1 for g in decoding)
+            of = (*sums(decoding + chunks), len(decoding), keys)
+            assert beside(*of) == times._with_prompts(*of)
+
+
 def test_layouts_made_together_have_the_times_that_each_has_alone():
     model = model_of("qwen3-30b-a3b").with_overrides(num_layers=3)
     tables = StepTables(model, 300, 40)

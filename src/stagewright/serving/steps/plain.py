@@ -65,11 +65,7 @@ def in_one_call(
     (of,) = steps.terms
     if not isinstance(of, Attention):
         return otherwise
-    by_count: dict[float, list[float]] = {}
-    for seconds, counts in steps.ways:
-        known = by_count.get(counts[0])
-        by_count[counts[0]] = seconds if known is None else [*map(max, known, seconds)]
-    (count, seconds), *others = by_count.items()
+    (count, seconds), *others = ways_by_count(steps.ways).items()
     least, partly, table = of.least, of.partly, [*zip(of.table, of.table[1:], strict=False)]
     head, more = steps.head, steps.logits - 1
     per_step, per_request, behind = host.per_step, host.per_request_step, not host.beside
@@ -109,6 +105,15 @@ def in_one_call(
     return step_seconds
 
 
+def ways_by_count(ways: list[PlainWay]) -> dict[float, list[float]]:
+    """By how often the only term runs, the longest seconds of the ways that have it so often."""
+    found: dict[float, list[float]] = {}
+    for seconds, (count,) in ways:
+        known = found.get(count)
+        found[count] = seconds if known is None else [*map(max, known, seconds)]
+    return found
+
+
 class PlainTable:
     """The table of a step as plain numbers."""
 
@@ -131,9 +136,10 @@ class PlainTable:
         ]
         one = self.ranks[0]
         self.head = one.head
-        sums = not any(r.kind for r in self.reaches) and not any(map(_in_tiles, self.terms))
-        self.ways = one.ways if len(self.ranks) == 1 and sums else []
-        """Those of the only rank, where terms are of attention to everything, and of sums alone."""
+        self.of_sums = not any(r.kind for r in self.reaches) and not any(map(_in_tiles, self.terms))
+        """Whether terms are of attention to everything, and of the sums of a batch alone."""
+        self.ways = one.ways if len(self.ranks) == 1 and self.of_sums else []
+        """Those of the only rank, where terms are `of_sums`."""
 
     def values(self, sums: BatchTotals) -> list[float]:
         """Seconds of each term."""

@@ -20,6 +20,7 @@ from stagewright.serving.engines.plans import Plan, PlannedSteps
 from stagewright.serving.engines.times import DecodeRuns, StepSeconds
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.steps.pieces import Pieces, longest_pieces
+from stagewright.serving.steps.pipelined import through_pipeline
 from stagewright.serving.steps.plain import (
     BatchTotals,
     PlainRank,
@@ -150,6 +151,8 @@ class StepTimes(DecodeRuns):
         """`step` where prompts are computed, beside requests that decode and alone."""
         tables = (None, None) if self._apart else (self._beside, self._prompts)
         beside, alone = (in_one_call(of, self.host, self._with_prompts) for of in tables)
+        if self._beside is not None and not self._apart and len(self._beside.ranks) > 1:
+            beside = through_pipeline(self._beside, self.host, self._with_prompts)
         return beside, alone
 
     def _with_prompts(
@@ -277,10 +280,15 @@ class StepTimes(DecodeRuns):
 
     def _made(self, requests: int) -> Pieces:
         """The pieces of decode steps of so many requests: the longest of all ways."""
-        knots = self._knots
+        knots, of_terms = self._knots, self._terms_of(requests)
+        ways = self._with_host(requests, self._ways(requests))
+        longest: dict[tuple[float, ...], float] = {}  # of ways that differ in what terms leave
+        for base, counts in ways:
+            key = tuple(counts)
+            longest[key] = max(base, longest.get(key, base))
         values: list[list[float]] = []
-        for base, counts in self._with_host(requests, self._ways(requests)):
-            terms = [*zip(counts, self._terms_of(requests), strict=True)]
+        for counts, base in longest.items():
+            terms = [*zip(counts, of_terms, strict=True)]
             values.append([base + sum(n * of[k] for n, of in terms) for k in range(len(knots))])
         self._pieces[requests] = longest_pieces(knots, values, requests)
         return self._pieces[requests]
