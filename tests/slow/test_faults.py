@@ -150,7 +150,7 @@ for force in (False, True):
         codes.append(found)
         here = sorted((f.name, f.read_bytes()) for f in Path(out).iterdir())
         assert here in whole.values()
-        assert not [name for name in os.listdir(place) if "partial" in name]
+        assert not [name for name in os.listdir(place) if name.startswith(".out.")]
 print(json.dumps(codes))
 """
 
@@ -158,9 +158,57 @@ print(json.dumps(codes))
 def test_two_runs_into_one_directory_do_not_mix(tmp_path: Path):
     lines = run(AT_ONCE, tmp_path / "out").splitlines()
     codes = json.loads(lines[-1])
-    assert all(found in ([0, 2], [0, 0]) for found in codes)
     assert codes[:10] == [[0, 2]] * 10  # without --force one of them is refused
+    assert codes[10:] == [[0, 0]] * 10  # with it the last one stays
     assert all("exists already" in line or "cannot be written" in line for line in lines[:-1])
+
+
+BETWEEN = """
+SEEN = ("open", "os.scandir", "os.listdir", "os.mkdir", "os.rename", "os.rmdir", "os.remove")
+made = {nth: program(dp=nth * 2, tp=2) for nth in (1, 2)}
+whole, moment, count = {}, 0, itertools.count(1)
+
+def put(nth, at):
+    write(made[nth], at, manifest={"nth": nth}, force=True, workers=1)
+
+def files(at):
+    return sorted((f.name, f.read_bytes()) for f in Path(at).iterdir())
+
+def hook(event, args):
+    # Just before a run touches its files for the `moment`-th time, the other one comes and goes.
+    global moment
+    if moment and event in SEEN and (type(args[0]) is int or place in str(args[0])):
+        if next(count) == moment:
+            moment = 0
+            put(other, out)
+
+for nth in (1, 2):
+    put(nth, out + str(nth))
+    whole[nth] = files(out + str(nth))
+sys.addaudithook(hook)
+for first, other in ((1, 2), (2, 1)):
+    for before in (False, True):
+        for nth in itertools.count(1):
+            shutil.rmtree(out, ignore_errors=True)
+            if before:
+                put(1, out)
+            moment, count = nth, itertools.count(1)
+            put(first, out)
+            reached, moment = not moment, 0
+            assert files(out) in whole.values(), (first, before, nth)
+            left = [name for name in os.listdir(place) if name.startswith(".")]
+            assert not left, (first, before, nth, left)
+            if not reached:
+                break
+        print(nth)
+"""
+
+
+def test_a_run_that_replaces_another_between_any_two_steps_of_it(tmp_path: Path):
+    """With --force neither is refused, and neither touches a file of the other."""
+    moments = [int(line) for line in run(BETWEEN, tmp_path / "out").splitlines()]
+    assert len(moments) == 4
+    assert min(moments) > 15  # a directory, its files, its name; what was there before
 
 
 TOO_LARGE = """

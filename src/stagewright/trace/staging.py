@@ -1,9 +1,9 @@
 """Outputs under construction: what is there already, what is new, and how an output appears.
 
 In a file system everything is written to a hidden sibling of the directory, which takes its name at
-the very end: the directory either holds everything or does not exist, whatever stops the run. An
-object store has no such renaming; there the manifest is written last, and an output without one is
-not complete.
+the very end: the directory either holds everything or does not exist, whatever stops the run; of
+several runs that replace it, it holds what the last one wrote. An object store has no such
+renaming; there the manifest is written last, and an output without one is not complete.
 
 An output may be *shared*: a run that was stopped can be gone on with, and several processes can
 write it at the same time, because each notes in a `Journal` which files are done. The process that
@@ -70,8 +70,7 @@ def staged(address: str, output: Output) -> Generator[Staging]:
 @contextmanager
 def _in_folder(path: Path, output: Output) -> Generator[Staging]:
     check_output(path, output.force)
-    folder = _shared_folder(path, output.name) if output.shared else _new_folder(path, output.name)
-    lock = _lock(folder, alone=not output.shared, patience=PATIENCE if output.shared else 0)
+    folder, lock = (_shared_folder if output.shared else _own_folder)(path, output.name)
     storage = LocalFolder(folder, alone=not output.shared)
     journal = Journal(storage, output.name)
 
@@ -80,13 +79,16 @@ def _in_folder(path: Path, output: Output) -> Generator[Staging]:
         if lock is not None:
             _locked(lock, alone=True, patience=PATIENCE)
         storage.remove(set(storage.sizes()) - set(names))
-        _rename(folder, path, output.force)
-        # Files that others have begun to write since: not all file systems know locks.
-        there = LocalFolder(path)
-        there.remove(set(there.sizes()) - set(names))
+        opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _rename(folder, path, output.force)
+            if output.shared:  # others may have begun files since: not all file systems know locks
+                _remove_others(opened, names)
+        finally:
+            os.close(opened)
 
     try:
-        if lock is not None and not os.path.samestat(os.fstat(lock), folder.stat()):
+        if not _is_at(folder, lock):
             raise FileNotFoundError(errno.ENOENT, "ended by another", str(folder))
         yield Staging(storage, journal, publish)
         if output.force:
@@ -109,29 +111,39 @@ def _in_folder(path: Path, output: Output) -> Generator[Staging]:
 def check_output(path: Path, force: bool) -> None:
     """Raise a UserError where `path` must not become an output."""
     check_parent(path)
-    if not os.path.lexists(path):
-        return
-    if not force:
-        raise exists_already(path)
-    # --force deletes: never what is not ours.
+    while (found := _identity(path)) is not None:
+        if not force:
+            raise exists_already(path)
+        with suppress(FileNotFoundError):
+            if (reason := _not_ours(path)) is None:
+                return
+            if found == _identity(path):
+                raise UserError(f"{path}: {reason}; remove it yourself")
+        # Another run has replaced it meanwhile: look at what is there now.
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Tells one file or directory from another of the same name; None if there is none."""
+    try:
+        there = path.lstat()
+    except FileNotFoundError:
+        return None
+    return there.st_dev, there.st_ino
+
+
+def _not_ours(path: Path) -> str | None:
+    """Why --force does not delete what is there: never what is not ours."""
     if not path.is_dir():
-        raise UserError(
-            f"{path}: is a file, and --force replaces directories only; remove it yourself"
-        )
+        return "is a file, and --force replaces directories only"
     inside = sorted(entry.name for entry in path.iterdir())
     if not inside:
-        return
+        return None
     listed = _files_of(path, len(inside))
     if listed is None:
-        raise UserError(
-            f"{path}: has no {MANIFEST} of Stagewright's, so it may be yours; remove it yourself"
-        )
+        return f"has no {MANIFEST} of Stagewright's, so it may be yours"
     ours = {MANIFEST, *(_left_by_runs(path) if _RUNNER in listed else ())}
     yours = next((name for name in inside if name not in listed and name not in ours), None)
-    if yours is not None:
-        raise UserError(
-            f"{path}: holds {yours}, which Stagewright did not write; remove it yourself"
-        )
+    return None if yours is None else f"holds {yours}, which Stagewright did not write"
 
 
 _RUNNER = "astra-sim.sh"  # of the files that `stagewright.time.astra_sim.beside` makes
@@ -176,10 +188,18 @@ def manifest_in(storage: Storage) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and "stagewright" in found else None  # pyright: ignore
 
 
-def leftovers(path: Path) -> list[Path]:
-    """Directories that stopped runs have left beside `path`, and in which no run is writing."""
-    folders = sorted(path.parent.glob(f".{glob.escape(path.name)}.partial-*"))
-    return [folder for folder in folders if _idle(folder)]
+def leftovers(path: Path) -> Generator[Path]:
+    """Directories that stopped runs have left beside `path`, and in which no run is writing.
+
+    Each is locked until the next is asked for, so that no run begins to write in it.
+    """
+    for folder in sorted(path.parent.glob(f".{glob.escape(path.name)}.partial-*")):
+        lock = _lock(folder, alone=True)
+        if lock is not None:
+            try:
+                yield folder
+            finally:
+                os.close(lock)
 
 
 def _clear(path: Path) -> None:
@@ -192,19 +212,19 @@ def _clear(path: Path) -> None:
 _ALONE = re.compile(r"partial-[0-9a-f]{12}-\d+(-\d+)?")
 
 
-def _idle(folder: Path) -> bool:
-    lock = _lock(folder, alone=True)
-    if lock is not None:
-        os.close(lock)
-    return lock is not None
+def _own_folder(path: Path, name: str) -> tuple[Path, int | None]:
+    """A new directory and its lock."""
+    while True:
+        folder = new_sibling(path, f"partial-{name}-{os.getpid()}")
+        lock = _lock(folder, alone=True, patience=PATIENCE)
+        if _is_at(folder, lock):
+            return folder, lock
+        if lock is not None:  # a run that cleared up took it for a leftover
+            os.close(lock)
 
 
-def _new_folder(path: Path, name: str) -> Path:
-    return new_sibling(path, f"partial-{name}-{os.getpid()}")
-
-
-def _shared_folder(path: Path, name: str) -> Path:
-    """The directory of all who write this output; one left by a stopped run becomes it."""
+def _shared_folder(path: Path, name: str) -> tuple[Path, int | None]:
+    """The directory of all who write this output and a lock; a leftover of it becomes it."""
     folder = path.with_name(f".{path.name}.partial-{name}")
     if not folder.exists():
         for left in leftovers(path):
@@ -212,7 +232,7 @@ def _shared_folder(path: Path, name: str) -> Path:
                 with suppress(OSError):  # another process was quicker
                     left.rename(folder)
     folder.mkdir(exist_ok=True)
-    return folder
+    return folder, _lock(folder, alone=False, patience=PATIENCE)
 
 
 def _lock(folder: Path, *, alone: bool, patience: float = 0) -> int | None:
@@ -225,6 +245,15 @@ def _lock(folder: Path, *, alone: bool, patience: float = 0) -> int | None:
         os.close(file)
         return None
     return file
+
+
+def _is_at(folder: Path, lock: int | None) -> bool:
+    """Whether a directory is there; if it is locked, whether it is the one that was locked."""
+    try:
+        there = folder.stat()
+    except FileNotFoundError:
+        return False
+    return lock is None or os.path.samestat(os.fstat(lock), there)
 
 
 def _locked(file: int, *, alone: bool, patience: float) -> bool:
@@ -262,21 +291,53 @@ def new_sibling(path: Path, what: str) -> Path:
 
 
 def _rename(folder: Path, path: Path, force: bool) -> None:
-    """Give the directory its name; an old one is removed only once the new one is in place."""
-    if not force or not path.exists():
-        folder.rename(path)
-        return
-    aside = new_sibling(path, f"old-{os.getpid()}")
+    """Give the directory its name; an old one is removed only once the new one is in place.
+
+    With `force`, what another run has put there meanwhile is an old one too.
+    """
+    while True:
+        aside = None
+        try:
+            if force and path.exists():
+                check_output(path, force)
+                aside = new_sibling(path, f"old-{os.getpid()}")
+                with suppress(FileNotFoundError):  # another run has moved it
+                    path.rename(aside / path.name)
+            folder.rename(path)
+        except BaseException as error:
+            if aside is not None:
+                _put_back(aside, path)
+            if not (force and _taken(error)):
+                raise
+        else:
+            if aside is not None:
+                shutil.rmtree(aside, ignore_errors=True)
+            return
+
+
+def _put_back(aside: Path, path: Path) -> None:
+    """Give an old directory its name again, unless another run has put its own there."""
     old = aside / path.name
-    try:
-        path.rename(old)
-        folder.rename(path)
-    except BaseException:
-        if old.exists():
+    if old.exists():
+        try:
             old.rename(path)
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
+        except OSError as error:
+            if not _taken(error):
+                raise
+            shutil.rmtree(old)
+    aside.rmdir()
+
+
+def _taken(error: BaseException) -> bool:
+    """Whether a directory could not be renamed because there is one of that name."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+
+
+def _remove_others(folder: int, names: Collection[str]) -> None:
+    """Remove all files but those of these names from an open directory, whatever its name is."""
+    for name in set(os.listdir(folder)) - set(names):
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
 
 
 # ---- object stores -------------------------------------------------------------------------------
