@@ -215,3 +215,12 @@ def test_activations_go_to_the_host_beside_reductions():
     found = gaps(candidates(rows, model="llama3-8b", layers=8, seq_length=2048, pp=2, dp=4,
                             global_batch_size=16))  # fmt: skip
     assert np.abs(found).max() < 0.005
+
+
+def test_where_a_v_turns_a_microbatch_between_two_actions_is_counted_once():
+    of = candidates([{"schedule": "v-min"}, {"schedule": "dualpipev"}], model="llama3-8b",
+                    layers=8, vocab=1024, seq_length=1024, pp=2, vpp=2, micro_batch_size=8,
+                    global_batch_size=64, recompute="full")  # fmt: skip
+    alone = [simulate(compile(of.run(n), of.model), of.machine(n), of.execution(n)).fit.peak
+             for n in range(len(of))]  # fmt: skip
+    assert evaluate(of).figures.peak.tolist() == alone

@@ -216,6 +216,14 @@ class TemplateRank:
         weights = self._action(stage, "W", m)
         return self.live.through(self.ends[i] - 1, self.begin[weights], m, [stage])
 
+    def _in_flight(self, stage: int, microbatch: int, row: int) -> Int:
+        """What a microbatch has of a stage that is between two of its actions while a row runs."""
+        of = zip(self.begin, self.actions, strict=True)
+        later = {a.kind for at, a in of if a[::2] == (stage, microbatch) and at > row}
+        if not later:
+            return self.live.none
+        return self._halved(stage) if later == {"W"} else self._kept(stage)
+
     @property
     def stages(self) -> Sequence[tuple[int, ...]]:
         """The stages of the rank, and those of each pair of actions that overlap."""
@@ -235,7 +243,8 @@ class TemplateRank:
             mine = [(mate, self.actions[i].microbatch) for mate in mates]
             counts = live.counts(self.begin[i], self.ends[i], mine)
             for mate in mates[1:]:  # counted with those that are in flight
-                counts = counts - self._kept(mate) - live.always(self.begin[i], mate)
+                counts = counts - self._in_flight(mate, self.actions[i].microbatch, self.begin[i])
+                counts = counts - live.always(self.begin[i], mate)
             held = self.sizes.bytes(counts)
             peaks |= self._peaks(moment, self.begin[i], held, (stage,))
         total = len(self.rank.of.tasks)
