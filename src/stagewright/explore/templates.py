@@ -8,7 +8,7 @@ three ranks, or one where the model is not split, and a schedule of the same sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -251,30 +251,47 @@ def at_most(layers: Sequence[float]) -> tuple[float, ...]:
     return tuple(min(count, _LAYERS) for count in layers)
 
 
-def template(
-    step: TrainingStep, of: Kind, blocks: Mapping[BlockVariant, LoweredBlock]
-) -> StructureTemplate:
-    """The template of pipelines, from the blocks that they are made of.
+class TemplatePrograms:
+    """The programs of a structure's templates, each once; kinds of pipelines share some."""
 
-    `step` is that of any pipeline of these blocks, with numbers of one configuration or of many.
-    """
-    run, stages = step.run, of.ranks * of.chunks
-    batch = (run.micro_batch_size or 1) * run.dp * of.microbatches
-    changed = {"pp": of.ranks, "vpp": of.chunks, "global_batch_size": batch}
-    changed |= {"schedule": of.schedule, "microbatch_group_size_per_vp_stage": None}
-    run = run.model_copy(update=changed)
-    order = make(of.schedule, of.ranks, of.microbatches, of.chunks)
-    mesh, _ = parallelization(run, step.model, mirrored=mirrored(order))
+    def __init__(self, step: TrainingStep, blocks: Mapping[BlockVariant, LoweredBlock]) -> None:
+        """None yet, of the blocks that the structure's pipelines are made of.
 
-    def assembly(layers: Sequence[int]) -> Assembly:
-        placed = of.parts.stages(stages, layers, of.layers)
-        placed[-1] += of.parts.after
+        `step` is that of any of these, with numbers of one configuration or of many.
+        """
+        self.step, self.blocks = step, blocks
+        self._made: dict[Hashable, Assembly] = {}
+
+    def template(self, of: Kind) -> StructureTemplate:
+        """The template of pipelines of a kind."""
+        run, stages = self.step.run, of.ranks * of.chunks
+        batch = (run.micro_batch_size or 1) * run.dp * of.microbatches
+        changed = {"pp": of.ranks, "vpp": of.chunks, "global_batch_size": batch}
+        changed |= {"schedule": of.schedule, "microbatch_group_size_per_vp_stage": None}
+        run = run.model_copy(update=changed)
+        order = make(of.schedule, of.ranks, of.microbatches, of.chunks)
+
+        def assembly(layers: Sequence[int]) -> Assembly:
+            least = () if any(layers) else of.layers
+            key = of.schedule, of.ranks, of.microbatches, of.parts, (*layers,), least
+            if key not in self._made:
+                placed = of.parts.stages(stages, layers, of.layers)
+                placed[-1] += of.parts.after
+                self._made[key] = self._assembly(run, order, placed)
+            return self._made[key]
+
+        variants = range(len(of.layers))
+        more = [assembly([n + (v == one) for v, n in enumerate(of.layers)]) for one in variants]
+        few = {layers: assembly(layers) for layers in of.few}
+        own = tuple(self.blocks[variant] for variant in of.parts.layers)
+        return StructureTemplate(
+            run, order, stages, assembly(of.layers), (*more,), of.layers, few, own
+        )
+
+    def _assembly(
+        self, run: Run, order: Order, stages: Sequence[Sequence[PlacedVariant]]
+    ) -> Assembly:
+        mesh, _ = parallelization(run, self.step.model, mirrored=mirrored(order))
         habits = Habits.of(run, order)
-        small = replace(step, run=run, order=order, mesh=mesh, stages=placed, habits=habits)
-        return small.assemble(blocks)
-
-    variants = range(len(of.layers))
-    more = [assembly([n + (v == one) for v, n in enumerate(of.layers)]) for one in variants]
-    few = {layers: assembly(layers) for layers in of.few}
-    own = tuple(blocks[variant] for variant in of.parts.layers)
-    return StructureTemplate(run, order, stages, assembly(of.layers), (*more,), of.layers, few, own)
+        small = replace(self.step, run=run, order=order, mesh=mesh, stages=stages, habits=habits)
+        return small.assemble(self.blocks)

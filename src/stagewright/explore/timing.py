@@ -13,7 +13,7 @@ from stagewright.explore.class_rows import ClassPlaces, RowTimes
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Played, Responses, Timed, responses
 from stagewright.explore.structures import Structure
-from stagewright.explore.templates import Kind, StructureTemplate, template
+from stagewright.explore.templates import Kind, StructureTemplate, TemplatePrograms
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.program.columns import TaskKind
 from stagewright.run.requests import allowance_of
@@ -81,30 +81,31 @@ class Templates:
     def __init__(self, of: Structure) -> None:
         """No template is made before it is asked for."""
         self.of = of
+        self._programs = TemplatePrograms(of.step, {v: b.block for v, b in of.variants.items()})
         self._known: dict[Kind, tuple[StructureTemplate, Peaks]] = {}
         self._durations: dict[int, Known] = {}
-        self.times: dict[Hashable, list[list[tuple[RowKinds, Float]]]] = {}
-        """What the rows of each program take, by class, as machines have asked for them."""
-        self._places: dict[Hashable, list[list[ClassPlaces]]] = {}
-        self._hosts: dict[Hashable, list[list[HostWork] | None]] = {}
+        self.times: dict[Hashable, list[tuple[RowKinds, Float]]] = {}
+        """What the rows of a program take, by class, as machines have asked for them."""
+        self._places: dict[Hashable, list[ClassPlaces]] = {}
+        self._hosts: dict[Hashable, list[HostWork] | None] = {}
 
     def template(self, of: Kind, run: Run) -> tuple[StructureTemplate, Peaks]:
         """The template of one kind of pipeline, and its memory."""
         if of not in self._known:
-            blocks = {v: block.block for v, block in self.of.variants.items()}
-            made = template(self.of.step, of, blocks)
+            made = self._programs.template(of)
             self._known[of] = made, Peaks.of(made, len(self.of), allowance_of(run))
         return self._known[of]
 
     def places(self, of: Kind, how: Execution) -> list[list[ClassPlaces]]:
         """The rows of each program of a template that was made, by class, as they are issued."""
         how = how.only(*ISSUED_BY)
-        if (of, how) not in self._places:
-            self._places[of, how] = [
-                [ClassPlaces.of_class(each.program, n, how) for n in range(len(each.ranks))]
-                for each in self._known[of][0].assemblies
-            ]
-        return self._places[of, how]
+        assemblies = self._known[of][0].assemblies
+        for each in assemblies:
+            if (id(each), how) not in self._places:
+                classes = range(len(each.ranks))
+                places = [ClassPlaces.of_class(each.program, n, how) for n in classes]
+                self._places[id(each), how] = places
+        return [self._places[id(each), how] for each in assemblies]
 
     def hosts(
         self, of: Kind, run: Run, how: Execution, hardware: Hardware
@@ -112,13 +113,15 @@ class Templates:
         """What the hosts do in each program of a template that was made; they wait for messages or
         not as the schedule of the run has it."""
         how = how.only(*LAUNCHED_BY)
-        key = of, run.vpp > 1, run.schedule in ASYNCHRONOUS, how, id(hardware)
-        if key not in self._hosts:
-            made, _ = self._known[of]
-            small = made.run.model_copy(update={"vpp": run.vpp, "schedule": run.schedule})
-            programs = [each.program for each in made.assemblies]
-            self._hosts[key] = [host_work(each, small, how, hardware) for each in programs]
-        return self._hosts[key]
+        made, _ = self._known[of]
+        found: list[list[HostWork] | None] = []
+        for each in made.assemblies:
+            key = id(each), run.vpp > 1, run.schedule in ASYNCHRONOUS, how, id(hardware)
+            if key not in self._hosts:
+                small = made.run.model_copy(update={"vpp": run.vpp, "schedule": run.schedule})
+                self._hosts[key] = host_work(each.program, small, how, hardware)
+            found.append(self._hosts[key])
+        return found
 
     def durations(self, on: KnownOnMachine) -> Known:
         """What is known of the structure's durations on a machine."""
@@ -164,8 +167,7 @@ class MachineTiming:
         key = of, *(_content(each) for each in hosts)
         if key not in self._figures:
             timed = [
-                _timed(seconds, work)
-                for seconds, work in zip(self._rows(of, made), hosts, strict=True)
+                _timed(seconds, work) for seconds, work in zip(self._rows(made), hosts, strict=True)
             ]
             places = self.templates.places(of, self.how)
             found = responses(made, places, timed, self.on.played, usual=self.usual)
@@ -175,14 +177,17 @@ class MachineTiming:
             self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond)
         return self._figures[key]
 
-    def _rows(self, kind: Kind, of: StructureTemplate) -> list[list[tuple[RowKinds, Float]]]:
+    def _rows(self, of: StructureTemplate) -> list[list[tuple[RowKinds, Float]]]:
         """What the rows of each program of a template take, by class: seconds, and those at TDP in
         which a GPU draws as much, [kinds, tuples]."""
-        key = kind, id(self.on), self.how.tp_comm_overlap, self.routed, self.usual
         known = self.templates.times
-        if key not in known:
-            known[key] = [self._timed(each) for each in of.assemblies]
-        return known[key]
+        found: list[list[tuple[RowKinds, Float]]] = []
+        for each in of.assemblies:
+            key = id(each), id(self.on), self.how.tp_comm_overlap, self.routed, self.usual
+            if key not in known:
+                known[key] = self._timed(each)
+            found.append(known[key])
+        return found
 
     def _timed(self, assembly: Assembly) -> list[tuple[RowKinds, Float]]:
         columns = Columns(
