@@ -20,6 +20,9 @@ TIERS = ("unit", "numerics", "slow")
 FOLDERS = {HERE / tier: tier for tier in TIERS} | {HERE / "conformance": "numerics"}
 """Where the tests of a tier lie, but for those that are marked otherwise."""
 
+# Tests keep graphs and programs in caches: many objects, of which hardly any is part of a cycle.
+gc.set_threshold(10_000, 10, 10)
+
 settings.register_profile("effort", settings.default, max_examples=times(100))
 settings.load_profile("effort")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,13 @@ from timed import RUNS, WAYS, durations
 TICK = 1e-12
 
 
+@cache
+def program_of(run: str) -> Program:
+    return compile(Run(**RUNS[run])).program
+
+
 def lines(run: str, way: str) -> list[Timeline]:
-    program = compile(Run(**RUNS[run])).program
+    program = program_of(run)
     seconds = [t * TICK for t in durations(program, 5, True)]
     return [timeline(program, seconds, WAYS[way], slow) for slow in ({}, {0: 1.3, 1: 1.1})]
 

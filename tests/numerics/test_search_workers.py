@@ -17,18 +17,21 @@ ASKED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module", name="found")
+def search_of_one_process() -> sw.Search:
+    return sw.search("gpt2", "h100-sxm", **ASKED)
+
+
 @pytest.mark.slow
-def test_processes_find_what_one_process_finds():
-    alone = sw.search("gpt2", "h100-sxm", **ASKED)
+def test_processes_find_what_one_process_finds(found: sw.Search):
     shared = sw.search("gpt2", "h100-sxm", executor=Processes(2, worth=0), **ASKED)
-    assert shared.every().rows == alone.every().rows
-    assert shared.run_file() == alone.run_file()
-    assert alone.ranking.simulated == 3
+    assert shared.every().rows == found.every().rows
+    assert shared.run_file() == found.run_file()
+    assert found.ranking.simulated == 3
 
 
 @pytest.mark.slow
-def test_the_answer_is_that_of_simulating_all():
-    found = sw.search("gpt2", "h100-sxm", **ASKED)
+def test_the_answer_is_that_of_simulating_all(found: sw.Search):
     proven = sw.search("gpt2", "h100-sxm", exact=True, **ASKED)
     most: dict[str, Any] = {**ASKED, "top": 100}
     every = sw.search("gpt2", "h100-sxm", **most)
@@ -38,16 +41,14 @@ def test_the_answer_is_that_of_simulating_all():
 
 
 @pytest.mark.extra
-def test_all_candidates_as_parquet(tmp_path: Any):
+def test_all_candidates_as_parquet(tmp_path: Any, found: sw.Search):
     polars: Any = needed("polars", "polars")
-    found = sw.search("gpt2", "h100-sxm", **ASKED)
     found.write(tmp_path / "found.parquet")
     read = polars.read_parquet(tmp_path / "found.parquet")
     assert read["seconds"].to_list() == found.every().columns["seconds"]
 
 
-def test_sensitivities_are_those_of_the_simulation(tmp_path: Any):
-    found = sw.search("gpt2", "h100-sxm", **ASKED)
+def test_sensitivities_are_those_of_the_simulation(tmp_path: Any, found: sw.Search):
     path = tmp_path / "page.html"
     found.write(path)
     text = path.read_text()

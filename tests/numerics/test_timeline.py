@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 
@@ -22,6 +24,7 @@ from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 from timed import RUNS, WAYS, durations
 
 
+@cache
 def programs(name: str) -> Program:
     return compile(Run(**RUNS[name])).program
 

@@ -74,9 +74,10 @@ def test_a_step_takes_the_busiest_stage_or_the_way_round(
 def test_70b_on_eight_gpus_has_next_to_no_bubble(tp: int, pp: int) -> None:
     # A drained step had a bubble of 34% with pp=2 and of 44% with pp=4.
     settings: dict[str, Any] = {"mode": "decode", "batch_size": 64, "tp": tp, "pp": pp}
-    found = sw.simulate("llama3.1-70b", "h100-sxm", **settings)
+    compiled = sw.compile("llama3.1-70b", **settings)
+    found = sw.simulate(compiled, "h100-sxm")
     assert found.mean.bubble < 0.04 * found.seconds
-    drained = sw.simulate("llama3.1-70b", "h100-sxm", **settings, pipeline_drain=True)
+    drained = sw.simulate(compiled, "h100-sxm", pipeline_drain=True)
     assert drained.seconds / found.seconds == pytest.approx((2 * pp - 1) / pp, rel=0.05)
     assert found.hfu == pytest.approx(drained.hfu * drained.seconds / found.seconds)
 
@@ -95,8 +96,9 @@ def test_other_modes_are_drained(mode: str) -> None:
 def test_ranks_with_other_requests_and_a_straggler() -> None:
     requests = [{"count": 5, "context_length": 512}, {"count": 2, "context_length": 8000}]
     settings: dict[str, Any] = {"mode": "decode", "dp": 2, "pp": 2, "tp": 2, "requests": requests}
-    found = sw.simulate("llama3-8b", "h100-sxm", **settings)
-    slow = sw.simulate("llama3-8b", "h100-sxm", **settings, stragglers={0: 1.5})
+    compiled = sw.compile("llama3-8b", **settings)
+    found = sw.simulate(compiled, "h100-sxm")
+    slow = sw.simulate(compiled, "h100-sxm", stragglers={0: 1.5})
     for each in (found, slow):
         assert each.mean.total == pytest.approx(each.seconds)
         assert sum(each.critical_path.values()) == pytest.approx(each.seconds)
