@@ -224,3 +224,13 @@ def test_where_a_v_turns_a_microbatch_between_two_actions_is_counted_once():
     alone = [simulate(compile(of.run(n), of.model), of.machine(n), of.execution(n)).fit.peak
              for n in range(len(of))]  # fmt: skip
     assert evaluate(of).figures.peak.tolist() == alone
+
+
+def test_energy_where_launches_take_longer_than_kernels_and_of_ranks_that_are_done_early():
+    rows = [{"tp": 4, "pp": 1, "first_stage_less_layers": 0, "optimizer_cpu_offload": False},
+            {"tp": 1, "pp": 4, "first_stage_less_layers": 1, "optimizer_cpu_offload": True}]  # fmt: skip
+    for row in rows:
+        of = candidates([row], model="llama3-8b", layers=8 - bool(row["first_stage_less_layers"]),
+                        seq_length=256, dp=2, zero=1, global_batch_size=16)  # fmt: skip
+        alone = simulate(compile(of.run(0), of.model), of.machine(0), of.execution(0))
+        assert abs(evaluate(of).figures.joules[0] / alone.expense().joules - 1) < 0.01

@@ -12,7 +12,7 @@ which a schedule of any number of microbatches and stages puts together (`explor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Self, TypeAlias
 
@@ -135,6 +135,20 @@ class TimedAction(NamedTuple):
         numbers = self.seconds, self.drawn, np.ascontiguousarray(self.launch)
         return digest(self.places.content, *(of.shape for of in numbers), *numbers)
 
+    def _clock(self) -> Callable[[Float], Float]:
+        """From a moment by input to the seconds since the action began, [configurations].
+
+        The host is far ahead of the kernels, but where launches take longer than these do: there
+        the kernels before have just run, as they were launched.
+        """
+        kinds = self.places.kind[(self.places.flags & MAIN) > 0]
+        kernels = np.bincount(kinds, minlength=len(self.seconds)) @ self.seconds
+        late = self.launch.sum(axis=0) - kernels
+        if not (late > 0).any():
+            return lambda moment: moment[GPU]
+        ahead = np.where(late > 0, 0.0, NEVER)
+        return lambda moment: np.maximum(moment[GPU], moment[HOST] + ahead)
+
     def play(self) -> ActionColumns:
         """Its response, and where its time goes."""
         lists: list[list[int]] = [of.tolist() for of in self.places[:6]]
@@ -154,6 +168,7 @@ class TimedAction(NamedTuple):
         sent, last = [never, never], never
         busy = np.zeros(configurations)
         waits: dict[str, Float] = {}
+        clock = self._clock()
         for place, flag in enumerate(flags):
             mine = needs[pointer[place] : pointer[place + 1]]
             took = seconds[kind[place]]
@@ -173,10 +188,11 @@ class TimedAction(NamedTuple):
             done = start + took
             ends.append(done)
             if flag & MAIN:
-                left = start[GPU] - kernel[GPU]
+                at = clock(start)
+                left = at - clock(kernel)
                 for need in mine:
                     if need >= 0 and not flags[need] & MAIN:
-                        part = np.where(ends[need][GPU] >= start[GPU], left, 0.0)
+                        part = np.where(clock(ends[need]) >= at, left, 0.0)
                         of = axes[axis[need]]
                         waits[of] = waits.get(of, 0.0) + part
                         left = left - part
@@ -198,7 +214,7 @@ class TimedAction(NamedTuple):
             last = np.maximum(last, done)
         for need, of in self.places.handed_on:
             until = np.maximum(kernel, ends[need] if need >= 0 else inputs[_MOMENTS[need]])
-            waits[of] = waits.get(of, 0.0) + until[GPU] - kernel[GPU]
+            waits[of] = waits.get(of, 0.0) + clock(until) - clock(kernel)
             kernel = until
         chain = chain_stored = never
         for stream, found in chains.items():

@@ -127,6 +127,8 @@ class _Ends(NamedTuple):
 
     whole: Float
     actions: Float
+    tail: Float
+    """Seconds that the mean rank takes after its actions, without its waits for other ranks."""
 
 
 def steps(of: Pipeline, lots: Sequence[Lot]) -> list[StepColumns]:
@@ -137,9 +139,8 @@ def steps(of: Pipeline, lots: Sequence[Lot]) -> list[StepColumns]:
     if of.before:
         pairs = zip(ends, played.ends(of.before), strict=True)
         seconds = [_continued(played, nth, now, then) for nth, (now, then) in enumerate(pairs)]
-    tails = [end.whole - end.actions for end in ends]
-    pairs = zip(seconds, tails, strict=True)
-    return [played.parts(nth, each, tail) for nth, (each, tail) in enumerate(pairs)]
+    pairs = zip(seconds, ends, strict=True)
+    return [played.parts(nth, each, end.tail) for nth, (each, end) in enumerate(pairs)]
 
 
 def _continued(played: _PlayedLots, nth: int, now: _Ends, before: _Ends) -> Float:
@@ -225,7 +226,8 @@ class _PlayedLots:
             mine = slice(int(self.edges[nth]), int(self.edges[nth + 1]))
             ends = [RankEnd(*(column[mine] for column in rank)) for rank in found.ranks]
             actions = _latest([of.gpu for of in ends])[self.each[nth]]
-            result.append(_Ends(self._end(nth, ends), actions))
+            whole, tail = self._end(nth, ends)
+            result.append(_Ends(whole, actions, tail))
         return result
 
     def _times(self, nth: int) -> list[_CountedStep]:
@@ -282,8 +284,9 @@ class _PlayedLots:
         section = lot.responses.tails[of.kind].sections[number]
         return section.at(lot.tuples, of.held, rows)
 
-    def _end(self, nth: int, ends: list[RankEnd]) -> Float:
-        """The end of the last task of all ranks, given when they are done with all actions.
+    def _end(self, nth: int, ends: list[RankEnd]) -> tuple[Float, Float]:
+        """The end of the last task of all ranks, given when they are done with all actions; and the
+        tail of the mean rank (`_Ends`).
 
         Of ranks that do the same the latest of each moment decides.
         """
@@ -295,6 +298,7 @@ class _PlayedLots:
             for of in ([ends[rank] for rank in group.ranks] for group in groups)
         ]
         last = [_latest([of.gpu, of.aside, of.stored]) for of in state]
+        waited = [of.gpu for of in state]
         reached = [0] * len(groups)
         for own, group in enumerate(groups):
             section = self._section(nth, group, 0, moments)
@@ -310,13 +314,17 @@ class _PlayedLots:
                 for own in met
             ]
             took = meeting.seconds
-            at = _latest(ready) + (took[lot.tuples] if len(took) > 1 else took)
-            for own in met:
+            took = took[lot.tuples] if len(took) > 1 else took
+            at = _latest(ready) + took
+            for own, there in zip(met, ready, strict=True):
+                waited[own] = waited[own] + (at - took - there)
                 reached[own] += 1
                 after = state[own]._replace(gpu=at)
                 section = self._section(nth, groups[own], reached[own], moments)
                 state[own], last[own] = _after(after, section, last[own])
-        return _latest(last)
+        pairs = zip(groups, last, waited, strict=True)
+        tails = [len(group.ranks) * (end - before) for group, end, before in pairs]
+        return _latest(last), sum(tails, 0 * last[0]) / self.of.pp
 
     # ---- where the time goes ---------------------------------------------------------------------
 
