@@ -21,6 +21,11 @@ def longest_pieces(
     knots: Sequence[float], values: Sequence[Sequence[float]], requests: int
 ) -> Pieces:
     """The longest of some ways, whose seconds at knots, keys of one request, are `values`."""
+    if len(values) == 1:  # as most have: no lines cross
+        both = zip(pairwise(knots), pairwise(values[0]), strict=True)
+        alone = [_line(low, high, *ends) for (low, high), ends in both]
+        inner = [knot * requests for knot in knots[1:-1]]
+        return Pieces(inner, [a for a, _ in alone], [b / requests for _, b in alone])
     edges: list[float] = []
     at_none: list[float] = []
     per_key: list[float] = []
