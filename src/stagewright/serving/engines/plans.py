@@ -28,10 +28,15 @@ def plan_of_all(active: Sequence[PlannedSteps], of_all: OfAll | None, replicas: 
     `active` are the replicas with a batch, at least one, of so many `replicas`. Without `of_all`
     the steps of a replica do not depend on the tokens of others.
     """
-    plans = [each.plan for each in active]
-    if of_all is not None:
-        mean = sum(each.tokens for each in active) / replicas
-        plans = of_all(active, mean)
+    if of_all is None:
+        plans: Sequence[Plan] = [each.plan for each in active]
+    else:
+        tokens = 0
+        for each in active:
+            tokens += each.tokens
+        plans = of_all(active, tokens / replicas)
+    if len(plans) == 1:
+        return plans[0]
     steps, first, grows = plans[0]
     for some, seconds, more in plans:
         if some < steps:
