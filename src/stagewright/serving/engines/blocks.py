@@ -15,7 +15,7 @@ of the middle (`touch`).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,16 +23,22 @@ from typing import NamedTuple
 class Hit(NamedTuple):
     """What of a request is in the cache."""
 
-    segments: int
+    segments: list[Segment]
     """Leading segments of which blocks are there."""
     blocks: int
     idle: int
     """Blocks that nobody holds, and that are free no longer once the request holds them."""
 
 
-NO_HIT = Hit(0, 0, 0)
+Segment = list[int]
+"""Of a segment that is cached: its blocks, the requests that hold them, the places in the queue of
+idle ones that it has left, and its key."""
+PlainHit = tuple[list[Segment], int, int]
+"""As `Hit`."""
+NO_HIT = Hit([], 0, 0)
+"""Of what has nothing in common with others; its list stays empty."""
 NOBODYS = -(1 << 40)
-"""Keys from here downwards are of blocks that only requests held that are done."""
+"""The key of blocks that only requests held that are done."""
 
 
 class KvBlocks:
@@ -44,15 +50,17 @@ class KvBlocks:
 
     >>> cache = KvBlocks(100)
     >>> cache.take(7); cache.extend(0, (5, 6), (4, 8), 7)
-    >>> cache.find((5, 6), (4, 8), 6)
-    Hit(segments=2, blocks=6, idle=0)
-    >>> cache.release(0, (5, 6), (4, 8), 7)
-    >>> cache.free, cache.find((5, 7), (4, 8), 7)
-    (100, Hit(segments=1, blocks=4, idle=4))
+    >>> segments, blocks, idle = cache.find((5, 6), (4, 8), 6)
+    >>> len(segments), blocks, idle
+    (2, 6, 0)
+    >>> cache.release(0, 7)
+    >>> segments, blocks, idle = cache.find((5, 7), (4, 8), 7)
+    >>> cache.free, len(segments), blocks, idle
+    (100, 1, 4, 4)
     """
 
     __slots__ = (
-        *("_held", "_idle", "_idle_blocks", "_nobodys", "_resident"),
+        *("_held", "_idle", "_idle_blocks", "_nobodys", "resident"),
         *("block_size", "caching", "free", "per_request", "size"),
     )
 
@@ -65,12 +73,16 @@ class KvBlocks:
         """
         self.per_request = per_request
         self.size, self.free, self.block_size, self.caching = size, size, block_size, caching
-        self._resident: dict[int, list[int]] = {}  # by key: blocks, requests that hold them
-        self._idle: OrderedDict[int, None] = OrderedDict()  # keys nobody holds, oldest first
+        self.resident: dict[int, Segment] = {}
+        """Segments that are cached, by key; of those that nobody holds some blocks may have been
+        handed out since, which `forget` finds out."""
+        # Segments in the order in which nobody held them any more, oldest first. The first places
+        # of a segment are those that it has left, since somebody held it again.
+        self._idle: deque[Segment] = deque()
         self._idle_blocks = 0
-        self._nobodys = NOBODYS  # the key of the last blocks that nobody will ask for
+        self._nobodys: Segment = []  # the last blocks that nobody will ask for
         # By request: segments, blocks of these, copies.
-        self._held: dict[int, tuple[int, int, int]] = {}
+        self._held: dict[int, tuple[list[Segment], int, int]] = {}
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -81,46 +93,46 @@ class KvBlocks:
         """
         return Hit(*self.look(keys, ends, most))
 
-    def look(self, keys: Sequence[int], ends: Sequence[int], most: int) -> tuple[int, int, int]:
+    def look(self, keys: Sequence[int], ends: Sequence[int], most: int) -> PlainHit:
         """As `find`, as a plain tuple: that takes the event loop a tenth of the time."""
         if not self.caching:
-            return NO_HIT
+            return [], 0, 0
         if self._idle_blocks > self.free:
             self.forget()
-        resident = self._resident
-        segments = blocks = idle = 0
-        for key in keys:
-            entry = resident.get(key)
-            if entry is None:
+        get = self.resident.get
+        found: list[Segment] = []
+        blocks = idle = 0
+        for key, end in zip(keys, ends, strict=False):
+            segment = get(key)
+            if segment is None:
                 break
-            here, holders = entry
+            here = segment[0]
             if blocks + here > most:
                 if blocks == most:
                     break
                 here = most - blocks
-            segments += 1
-            end = ends[segments - 1]
-            if not holders:
-                idle += entry[0]
-            if blocks + here < end:
-                blocks += here
+            found.append(segment)
+            if not segment[1]:
+                idle += segment[0]
+            blocks += here
+            if blocks < end:
                 break
             blocks = end
-        return segments, blocks, idle
+        return found, blocks, idle
 
     def cached_blocks(self, keys: Sequence[int], ends: Sequence[int], most: int) -> int:
         """The blocks that `find` would hit."""
-        resident = self._resident
+        resident = self.resident
         if not self.caching or keys[0] not in resident:
             return 0
         if self._idle_blocks > self.free:
             self.forget()
         blocks = 0
         for key, end in zip(keys, ends, strict=True):
-            entry = resident.get(key)
-            if entry is None:
+            segment = resident.get(key)
+            if segment is None:
                 break
-            here = entry[0]
+            here = segment[0]
             if blocks + here > most:
                 return most
             blocks += here
@@ -134,31 +146,29 @@ class KvBlocks:
 
         They are taken from the free ones.
         """
-        entry = self._resident.pop(~request, None)
-        if entry is None:
+        own = self.resident.pop(~request, None)
+        if own is None:
             return 0
-        del self._idle[~request]
-        self._idle_blocks -= entry[0]
-        found = min(entry[0], most)
+        own[2] = 1
+        self._idle_blocks -= own[0]
+        found = min(own[0], most)
         self.free -= found
         return found
 
     def kept(self, request: int) -> int:
         """Blocks that `resume` would find at most."""
-        entry = self._resident.get(~request)
-        return 0 if entry is None else entry[0]
+        own = self.resident.get(~request)
+        return 0 if own is None else own[0]
 
     # ---- taking ----------------------------------------------------------------------------------
 
-    def hold(self, request: int, keys: Sequence[int], hit: tuple[int, int, int]) -> None:
-        """Hold what a request has hit."""
+    def hold(self, request: int, hit: PlainHit) -> None:
+        """Hold what a request has hit; the list of `hit` is the cache's from now on."""
         segments, blocks, was_idle = hit
-        resident = self._resident
-        for key in keys[:segments]:
-            entry = resident[key]
-            if not entry[1]:
-                del self._idle[key]
-            entry[1] += 1
+        for segment in segments:
+            if not segment[1]:
+                segment[2] += 1
+            segment[1] += 1
         if was_idle:
             self._idle_blocks -= was_idle
             self.free -= was_idle
@@ -187,54 +197,50 @@ class KvBlocks:
         """
         if not self.caching or not keys:
             return
-        segments, blocks, copies = self._held.get(request, NO_HIT)
-        resident = self._resident
-        nth = segments - 1 if segments and blocks < ends[segments - 1] else segments
+        held = self._held.get(request)
+        segments, blocks, copies = ([], 0, 0) if held is None else held
+        resident = self.resident
+        nth = before = len(segments)
+        if nth and blocks < ends[nth - 1]:
+            nth -= 1
         count = len(keys)
         while blocks < done and nth < count:
             end = ends[nth]
             if end > done:
                 end = done
             key = keys[nth]
-            entry = resident.get(key)
-            if entry is None:
-                resident[key] = [end - blocks, 1]
+            segment = resident.get(key)
+            if segment is None:
+                resident[key] = segment = [end - blocks, 1, 0, key]
+                segments.append(segment)
             else:
-                if nth >= segments:
-                    self._join(key, entry)
+                if nth >= before:
+                    self._join(segment)
+                    segments.append(segment)
                 start = ends[nth - 1] if nth else 0
-                there = entry[0] if entry[0] > blocks - start else blocks - start
+                there = segment[0] if segment[0] > blocks - start else blocks - start
                 added = end - start - there if end - start > there else 0
                 copies += end - blocks - added
-                entry[0] += added
+                segment[0] += added
             blocks = end
             nth += 1
         if merge and copies:
             self.forget()
             self.free += copies
             copies = 0
-        self._held[request] = nth if nth > segments else segments, blocks, copies
+        self._held[request] = segments, blocks, copies
 
-    def _join(self, key: int, entry: list[int]) -> None:
+    def _join(self, segment: Segment) -> None:
         """Count one more holder of a segment; what was cached of it without its beginning goes."""
-        if not entry[1]:
-            del self._idle[key]
-            self._idle_blocks -= entry[0]
-            entry[0] = 0
-        entry[1] += 1
+        if not segment[1]:
+            self._idle_blocks -= segment[0]
+            segment[0] = 0
+            segment[2] += 1
+        segment[1] += 1
 
     # ---- giving back -----------------------------------------------------------------------------
 
-    def release(
-        self,
-        request: int,
-        keys: Sequence[int],
-        ends: Sequence[int],
-        blocks: int,
-        *,
-        again: bool = True,
-        loose: int = 0,
-    ) -> None:
+    def release(self, request: int, blocks: int, *, again: bool = True, loose: int = 0) -> None:
         """Give back a request's `blocks`.
 
         Where it may run `again`, those of its own can be found by `resume`. What is in the last
@@ -244,32 +250,27 @@ class KvBlocks:
         if not self.caching:
             self.free += blocks
             return
-        segments, span, copies = self._held.pop(request, NO_HIT) if keys else NO_HIT
-        own = blocks - span + copies - loose
+        held = self._held.pop(request, None)
+        segments, span, copies = NO_HIT if held is None else held
+        freed = blocks - span + copies - loose
         if loose:
             self.forget()
             self.free += loose
         idle = self._idle
-        freed = own
-        if own:
+        if freed:
             if again:
-                self._resident[~request] = [own, 0]
-                idle[~request] = None
-            elif idle and next(reversed(idle)) is self._nobodys:
-                self._resident[self._nobodys][0] += own
+                self.resident[~request] = own = [freed, 0, 0, ~request]
+                idle.append(own)
+            elif idle and idle[-1] is self._nobodys:
+                self._nobodys[0] += freed
             else:
-                self._nobodys -= 1
-                self._resident[self._nobodys] = [own, 0]
-                idle[self._nobodys] = None
-        if segments:
-            resident = self._resident
-            for key in keys[segments - 1 :: -1]:
-                entry = resident[key]
-                here, holders = entry
-                entry[1] = holders - 1
-                if holders == 1:
-                    idle[key] = None
-                    freed += here
+                self._nobodys = own = [freed, 0, 0, NOBODYS]
+                idle.append(own)
+        for segment in reversed(segments):
+            holders = segment[1] = segment[1] - 1
+            if not holders:
+                idle.append(segment)
+                freed += segment[0]
         self._idle_blocks += freed
         self.free += freed
 
@@ -277,25 +278,24 @@ class KvBlocks:
         """Blocks of requests that are done, free already, are idle: nobody will ask for them."""
         if not self.caching:
             return
-        idle = self._idle
-        if not idle or next(reversed(idle)) is not self._nobodys:
-            self._nobodys -= 1
-            self._resident[self._nobodys] = [0, 0]
-            idle[self._nobodys] = None
-        self._resident[self._nobodys][0] += blocks
+        if not self._idle or self._idle[-1] is not self._nobodys:
+            self._nobodys = [0, 0, 0, NOBODYS]
+            self._idle.append(self._nobodys)
+        self._nobodys[0] += blocks
         self._idle_blocks += blocks
 
     def lose(self, request: int, blocks: int) -> None:
         """Forget the last `blocks` of a request that may run again, as far as they are its own."""
         self.forget()
-        entry = self._resident.get(~request)
-        if entry is None:
+        own = self.resident.get(~request)
+        if own is None:
             return
-        lost = min(blocks, entry[0])
-        entry[0] -= lost
+        lost = min(blocks, own[0])
+        own[0] -= lost
         self._idle_blocks -= lost
-        if not entry[0]:
-            del self._resident[~request], self._idle[~request]
+        if not own[0]:
+            del self.resident[~request]
+            own[2] = 1
 
     def forget(self, spare: int = 0) -> None:
         """Forget what blocks held that have been handed out since, oldest first, and more of what
@@ -307,17 +307,18 @@ class KvBlocks:
         if over <= 0:
             return
         self._idle_blocks = most
-        resident, idle = self._resident, self._idle
-        gone: list[int] = []
-        for key in idle:
-            entry = resident[key]
-            here = entry[0]
+        idle, leave = self._idle, self._idle.popleft
+        while True:
+            segment = leave()
+            if segment[2]:
+                segment[2] -= 1
+                continue
+            here = segment[0]
             if here > over:
-                entry[0] = here - over
-                break
+                segment[0] = here - over
+                idle.appendleft(segment)
+                return
+            self.resident.pop(segment[3], None)
             over -= here
-            gone.append(key)
             if not over:
-                break
-        for key in gone:
-            del resident[key], idle[key]
+                return

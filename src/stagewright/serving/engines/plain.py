@@ -25,6 +25,9 @@ from stagewright.serving.engines.state import EngineState
 from stagewright.serving.engines.times import BatchTimes, chunk_steps, terms_within
 from stagewright.serving.requests import NO_CHAIN, Records, Workload
 
+MANY_ALONE = 1000
+"""Steps of prompts only that are noted together: many, but few enough to take no memory."""
+
 
 class PlainSteps(EngineState):
     """An engine's state, and the batch that is under way."""
@@ -226,7 +229,7 @@ class PlainSteps(EngineState):
                         keys, key_ends = chains[request]
                         if keys and key_ends[-1] > prompt[request] // size:
                             blocks.extend(request, keys, key_ends, whole // size)
-                        blocks.release(request, keys, key_ends, -(-whole // size), again=False)
+                        blocks.release(request, -(-whole // size), again=False)
                     finish_at[request] = now
                     completed.append(request)
                 if chunks:
@@ -296,9 +299,9 @@ class PlainSteps(EngineState):
                     scheduled_at[request] = now
                     if segments:
                         cached[request] = there * size
-                        blocks.hold(request, keys, hit)
+                        blocks.hold(request, hit)
                     blocks.free -= held - (-done // size)
-                    if keys and (there < key_ends[-1] or segments < len(keys)):
+                    if keys and (there < key_ends[-1] or len(segments) < len(keys)):
                         blocks.extend(request, keys, key_ends, done // size)
                     waiting.popleft()
                     running[request] = None
@@ -346,8 +349,9 @@ class PlainSteps(EngineState):
                     self._sample()
                     sampled = self._next_sample
                     noticed = min(sampled, until)
-                    add_alone(alone)
-                    alone.clear()
+                    if len(alone) > MANY_ALONE:
+                        add_alone(alone)
+                        alone.clear()
         # ---- what comes next is not of this function -----------------------------------------
         self.now, self.end, self._steps, self._decoders = now, end, steps, n
         self._first, self._grows, self._seen = first, grows, seen

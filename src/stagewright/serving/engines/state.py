@@ -225,7 +225,7 @@ class EngineState:
             if there:
                 self._cached[request] = there * size
         if hit.segments:
-            blocks.hold(request, keys, hit)
+            blocks.hold(request, hit)
         blocks.free -= extra - (-(tokens if self.takes_whole_prompts else done) // size) - there
         if keys and not self.names_late:
             blocks.extend(request, keys, ends, done // size)
@@ -275,8 +275,7 @@ class EngineState:
             self.context -= done
             self._growth[(self.step - done) % self.block_size] -= 1
             self._last[request] = (self._fresh.pop(request, self._token_time), done)
-        keys, ends = self._chain(request)
-        self.blocks.release(request, keys, ends, self._let_go(request, held))
+        self.blocks.release(request, self._let_go(request, held))
         if keep:
             self.waiting.appendleft(request)
         else:
@@ -389,7 +388,7 @@ class EngineState:
             self.blocks.extend(request, keys, ends, done // size, merge=self.merges_copies)
         loose = self.merges_copies and done % size > 0
         held = self._let_go(request, done)
-        self.blocks.release(request, keys, ends, held, again=False, loose=loose)
+        self.blocks.release(request, held, again=False, loose=loose)
         self._finish_at[request] = self.now
         self.completed.append(request)
 

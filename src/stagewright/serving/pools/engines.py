@@ -108,7 +108,7 @@ class BringingEngine(Engine):
         if need - hit.blocks + hit.idle > free:
             return False
         if hit.segments:
-            blocks.hold(request, self._chain(request)[0], hit)
+            blocks.hold(request, hit)
         blocks.take(-(-coming // size) - hit.blocks + blocks.per_request)
         del self.remote[request]
         self.loading[request] = coming
@@ -153,8 +153,7 @@ class BringingEngine(Engine):
         tokens = self.loading.pop(request, None)
         if tokens is None:
             tokens = self._ready.pop(request)
-        keys, ends = self._chain(request)
-        self.blocks.release(request, keys, ends, -(-tokens // self.block_size), again=False)
+        self.blocks.release(request, -(-tokens // self.block_size), again=False)
 
     def awaits(self, request: int) -> bool:
         """Whether the cache of a request is to come."""
@@ -203,7 +202,7 @@ class BringingEngine(Engine):
         if brought is None:
             return super().look(request)
         tokens = self.tokens(request)
-        return CachedPart(tokens, Hit(0, min(brought, tokens - 1) // self.block_size, 0), 0)
+        return CachedPart(tokens, Hit([], min(brought, tokens - 1) // self.block_size, 0), 0)
 
     def admit(self, most: int, *, whole_prompt: bool = True, chunked: bool = True) -> int:
         """As of any engine; what has come from elsewhere is not computed, but the last token is."""
@@ -255,14 +254,12 @@ class PromptEngine(BringingEngine, plain=True):
         """Free the blocks of all requests whose prompts are done; they have not been read."""
         lost = [*self._kept]
         for request in lost:
-            keys, ends = self._chain(request)
-            self.blocks.release(request, keys, ends, self._kept.pop(request), again=False)
+            self.blocks.release(request, self._kept.pop(request), again=False)
         return lost
 
     def let_go(self, request: int, at: float) -> None:
         """Free the blocks of a request that have been read; who waits for blocks may go on."""
-        keys, ends = self._chain(request)
-        self.blocks.release(request, keys, ends, self._kept.pop(request), again=False)
+        self.blocks.release(request, self._kept.pop(request), again=False)
         unit = self.unit
         if self.waiting and not any(engine.planned[0] for engine in unit.engines):
             unit.end = min(unit.end, at)
