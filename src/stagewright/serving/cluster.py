@@ -14,7 +14,7 @@ from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.requests import Chain, Handover, Records, UpTime, Workload
-from stagewright.serving.routers import STATIC, Router
+from stagewright.serving.routers import STATIC, ByLoad, Router
 
 NO_HOST = HostTimes()
 FAR = sys.float_info.max
@@ -137,26 +137,41 @@ def _as_they_come(
     heard: Heard | None,
 ) -> None:
     """Move engines on up to each arrival: what is done in between changes nothing for others."""
-    total, done = len(arrivals.workload), 0
+    workload = arrivals.workload
+    total, done = len(workload), 0
     told = max(1, total // TOLD)
     units = [*dict.fromkeys(engine.unit for engine in engines)]
     place = {unit: nth for nth, unit in enumerate(units)}
+    numbers = {engine: nth for nth, engine in enumerate(engines)}
+    by_load = router if isinstance(router, ByLoad) else None
+    loads = [] if by_load is None else [*map(by_load.load, engines)]
     ends: list[tuple[float, int]] = []  # of units that have something to do; some hold no longer
-    while arrivals.heap:
-        at = arrivals.heap[0][0]
-        before = math.nextafter(at, -math.inf)
+    now, before = -math.inf, 0.0
+    for dealt, (at, request) in enumerate(sorted(arrivals.heap), 1):
+        if at > now:
+            now, before = at, math.nextafter(at, -math.inf)
         while ends and ends[0][0] < at:
             unit = units[heappop(ends)[1]]
             if unit.end < at:
                 unit.advance(before)
                 if unit.end < math.inf:
                     heappush(ends, (unit.end, place[unit]))
-        dealt = _deal(at, arrivals, records, engines, router)
-        for unit in dict.fromkeys(engines[nth].unit for nth in dealt):
-            unit.advance(at)
-            if unit.end < math.inf:
-                heappush(ends, (unit.end, place[unit]))
-        if heard is not None and len(arrivals.heap) % told == 0:
+                if by_load is not None:
+                    for engine in unit.engines:
+                        loads[numbers[engine]] = by_load.load(engine)
+        if by_load is None:
+            nth = router.route(request, workload, engines)
+        else:
+            nth = by_load.choose(request, workload, engines, loads)
+        engine = engines[nth]
+        unit = engine.unit
+        end = unit.end
+        _enter(request, at, nth, arrivals, records, engine)
+        if by_load is not None:
+            loads[nth] = by_load.load(engine)
+        if unit.end < end:
+            heappush(ends, (unit.end, place[unit]))
+        if heard is not None and dealt % told == 0:
             done += _taken_out(engines)
             heard(done, total)
     for unit in units:
@@ -219,13 +234,20 @@ def _deal(
     dealt: list[int] = []
     while arrivals.heap and arrivals.heap[0][0] <= at:
         _, request = heappop(arrivals.heap)
-        records.arrival[request] = at - arrivals.delay(request)
-        records.reached[request] = at
         nth = router.route(request, arrivals.workload, engines)
-        records.engine[request] = nth
-        engines[nth].push(request)
+        _enter(request, at, nth, arrivals, records, engines[nth])
         dealt.append(nth)
     return dealt
+
+
+def _enter(
+    request: int, at: float, nth: int, arrivals: ToCome, records: Records, engine: Engine
+) -> None:
+    """A request reaches the queue of the nth engine."""
+    records.arrival[request] = at - arrivals.delay(request)
+    records.reached[request] = at
+    records.engine[request] = nth
+    engine.push(request)
 
 
 class ToCome:

@@ -19,6 +19,27 @@ class Router(Protocol):
         ...
 
 
+class ByLoad:
+    """A router that compares loads of engines.
+
+    Who knows which engines have changed since it last asked keeps the loads of the others.
+    """
+
+    def load(self, engine: Engine) -> int:
+        """What of an engine counts for any request."""
+        raise NotImplementedError
+
+    def choose(
+        self, request: int, workload: Workload, engines: Sequence[Engine], loads: Sequence[int]
+    ) -> int:
+        """The place of an engine, of engines with these loads."""
+        raise NotImplementedError
+
+    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+        """As `Router.route`."""
+        return self.choose(request, workload, engines, [*map(self.load, engines)])
+
+
 @dataclass
 class RoundRobin:
     """One engine after the other."""
@@ -33,12 +54,18 @@ class RoundRobin:
         return at
 
 
-class LeastLoaded:
+class LeastLoaded(ByLoad):
     """The engine with the fewest requests that wait or run; of several, the first."""
 
-    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+    def load(self, engine: Engine) -> int:
+        """Its requests."""
+        waiting = len(engine.waiting) + len(engine.inbox) + len(engine.loading)
+        return len(engine.running) + waiting
+
+    def choose(
+        self, request: int, workload: Workload, engines: Sequence[Engine], loads: Sequence[int]
+    ) -> int:
         """The least loaded one."""
-        loads = [len(e.running) + len(e.waiting) + len(e.inbox) + len(e.loading) for e in engines]
         return loads.index(min(loads))
 
 
@@ -66,7 +93,7 @@ class BySession:
 
 
 @dataclass(frozen=True)
-class KvAware:
+class KvAware(ByLoad):
     """The engine of least cost: blocks of the prompt that its cache lacks, and blocks in use.
 
     The cost is that of Dynamo's KV router (ai-dynamo/dynamo, `docs/router`): `overlap_weight` x
@@ -76,20 +103,25 @@ class KvAware:
 
     overlap_weight: float = 1.0
 
-    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+    def load(self, engine: Engine) -> int:
+        """Blocks in use, and those to come."""
+        blocks, size, of = engine.blocks, engine.block_size, engine.prompt
+        used = blocks.size - blocks.free
+        if engine.waiting or engine.inbox:
+            used += sum(-(-of[i] // size) for i in (*engine.waiting, *engine.inbox))
+        return used
+
+    def choose(
+        self, request: int, workload: Workload, engines: Sequence[Engine], loads: Sequence[int]
+    ) -> int:
         """The cheapest one."""
-        size = engines[0].block_size
         keys, ends = NO_CHAIN if workload.chains is None else workload.chains[request]
-        prompt = workload.prompt[request]
-        wanted, limit = -(-prompt // size), (prompt - 1) // size
+        if not keys:
+            return loads.index(min(loads))
+        limit = (workload.prompt[request] - 1) // engines[0].block_size
         best, least = 0, float("inf")
-        for nth, engine in enumerate(engines):
-            blocks = engine.blocks
-            lacking = wanted - (blocks.cached_blocks(keys, ends, limit) if keys else 0)
-            cost = self.overlap_weight * lacking + blocks.size - blocks.free
-            if engine.waiting or engine.inbox:
-                of = workload.prompt
-                cost += sum(-(-of[i] // size) for i in (*engine.waiting, *engine.inbox))
+        for nth, load in enumerate(loads):
+            cost = load - self.overlap_weight * engines[nth].blocks.cached_blocks(keys, ends, limit)
             if cost < least:
                 best, least = nth, cost
         return best
