@@ -41,6 +41,9 @@ PAIR = "pair"
 """The moment of a forward and a backward that overlap."""
 
 
+_CATEGORY = {name: nth for nth, name in enumerate(CATEGORIES)}
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StageBytes:
     """Bytes of a template's stage by category and tuple: [categories, tuples] each."""
@@ -71,19 +74,22 @@ class Sizes:
         self.numbers: dict[tuple[int, bytes], int] = {}
         self.rows: list[Float] = []
         self.category: list[int] = []
+        self._known: dict[tuple[int, int], int] = {}
         self._of: dict[int, Int] = {}
+        self._of_categories: list[tuple[int, Int, Float]] = []
+        """Each category, the numbers of its sizes, and these: [sizes, tuples]."""
 
     def of(self, rank: AssembledRank) -> Int:
-        """The number of each value's size and category."""
+        """The number of each value's size and category; ranks outlive the sizes."""
         if id(rank) not in self._of:
             self._of[id(rank)] = self._numbers(rank)
         return self._of[id(rank)]
 
     def _numbers(self, rank: AssembledRank) -> Int:
-        known: dict[tuple[int, int], int] = {}
+        known = self._known
         found: list[int] = []
         for v in rank.values:
-            category = CATEGORIES.index(v.category)
+            category = _CATEGORY[v.category]
             key = category, id(v.size)
             if key not in known:
                 known[key] = self._number(category, v.size)
@@ -104,21 +110,22 @@ class Sizes:
 
         Ranks that come later have no sizes.
         """
-        first, of = distinct_columns(np.stack(self.rows))
-        self.rows = [row[first] for row in self.rows]
+        every = np.stack(self.rows)
+        first, of = distinct_columns(every)
+        every = every[:, first]
+        self.rows = [*every]
         self.tuples = len(first)
+        category = np.array(self.category)
+        for nth in np.unique(category).tolist():
+            mine = np.flatnonzero(category == nth)
+            self._of_categories.append((nth, mine, every[mine]))
         return of
 
     def bytes(self, counts: Int) -> Float:
         """Bytes by category of counts [rows, sizes]: [rows, categories, tuples]."""
-        size = np.stack(self.rows)
         found = np.zeros((len(counts), len(CATEGORIES), self.tuples))
-        category = np.array(self.category)
-        for nth in range(len(CATEGORIES)):
-            mine = np.flatnonzero(category == nth)
-            mine = mine[mine < counts.shape[1]]
-            if len(mine):
-                found[:, nth] = counts[:, mine].astype(np.float64) @ size[mine]
+        for nth, mine, size in self._of_categories:
+            found[:, nth] = counts[:, mine].astype(np.float64) @ size
         return found
 
 

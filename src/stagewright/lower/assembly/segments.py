@@ -230,11 +230,13 @@ class SegmentBuilder:
 
     def _numbered(self, row: UnnumberedRow) -> tuple[int, ...]:
         """The columns of a row."""
-        t, own = row.kernel, self.tables.columns_of(row.kernel)
+        t, _, layer, stage, tag = row
+        (
+            op, phase, flops, traffic, collective, dtype, comm_bytes, slot, shape, kernel
+        ) = self.tables.columns_of(t)  # fmt: skip
         return (
-            t.kind, self._name(row), own.op, own.phase, row.stage, row.layer, -1, own.flops,
-            own.traffic, own.collective, own.dtype, own.comm_bytes, own.slot, row.tag, own.shape,
-            own.kernel,
+            t.kind, self._name(row), op, phase, stage, layer, -1, flops, traffic, collective, dtype,
+            comm_bytes, slot, tag, shape, kernel,
         )  # fmt: skip
 
 

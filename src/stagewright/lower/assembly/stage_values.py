@@ -147,13 +147,14 @@ class StageValues:
         if t.kind == TaskKind.LOAD and t.part is not TaskPart.UPDATE:
             name = placed.name(t.name)
             self._reloaded[i] = self._transient(name, layer, t, "activations", t.comm_bytes, at)
-        on_host = block.offloaded if t.phase in ("recompute", "backward") else frozenset[Node]()
-        touched = dict.fromkeys(  # of owners of bytes: most are known
+        later = t.phase in ("recompute", "backward")
+        on_host = block.offloaded if later else frozenset[Node]()
+        touched = [  # of owners of bytes: most are known
             self._reloaded[i] if n in on_host else of_node.get(n) or self.value(i, n)
             for n in use.seen
-        )
+        ]
         of_gradients = moves_gradients(t)
-        for v in touched:
+        for v in dict.fromkeys(touched):
             if v is not None:
                 v.touch(at, t.phase)
                 if of_gradients and v.category == "workspace":
