@@ -72,7 +72,8 @@ class KnownOnMachine:
     @staticmethod
     def key(machine: Machine) -> Hashable:
         """What machines must have in common for this to be known of all."""
-        return machine.gpus, machine.tiers, machine.algorithm, repr(machine.hardware)
+        network = machine.tiers, machine.algorithm, machine.direct_all_reduce
+        return machine.gpus, network, repr(machine.hardware)
 
 
 class Templates:
@@ -87,7 +88,8 @@ class Templates:
         self.times: dict[Hashable, list[tuple[RowKinds, Float]]] = {}
         """What the rows of a program take, by class, as machines have asked for them."""
         self._places: dict[Hashable, list[ClassPlaces]] = {}
-        self._hosts: dict[Hashable, list[HostWork] | None] = {}
+        self._hosts: dict[Hashable, tuple[Hardware, list[HostWork] | None]] = {}
+        """Each with its hardware: while that is held, no other has the id in the key."""
 
     def template(self, of: Kind, run: Run) -> tuple[StructureTemplate, Peaks]:
         """The template of one kind of pipeline, and its memory."""
@@ -119,8 +121,8 @@ class Templates:
             key = id(each), run.vpp > 1, run.schedule in ASYNCHRONOUS, how, id(hardware)
             if key not in self._hosts:
                 small = made.run.model_copy(update={"vpp": run.vpp, "schedule": run.schedule})
-                self._hosts[key] = host_work(each.program, small, how, hardware)
-            found.append(self._hosts[key])
+                self._hosts[key] = hardware, host_work(each.program, small, how, hardware)
+            found.append(self._hosts[key][1])
         return found
 
     def durations(self, on: KnownOnMachine) -> Known:

@@ -1,5 +1,6 @@
 """What groups of candidates share: by the settings that were read, for tuples that answer alike."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -9,9 +10,12 @@ import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.explore.shared.tuples import Shared
+from stagewright.explore.timing import KnownOnMachine
 from stagewright.run.sections.execution import ISSUED_BY, LAUNCHED_BY, Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
+from stagewright.time.inference_fits import DirectAllReduce
+from stagewright.time.network import Machine
 from stagewright.time.simulate.issue import issue
 from stagewright.time.simulate.launches import host_work
 
@@ -96,3 +100,11 @@ def test_orders_and_launches_are_shared_by_all_that_they_read_of_an_execution():
             issue(of.program, of.program.classes[0].tasks, orders)
             host_work(of.program, of.run, launches, H100)
     assert (issued, launched) == ({*ISSUED_BY}, {*LAUNCHED_BY})
+
+
+def test_machines_that_differ_in_their_kernels_of_collectives_share_nothing():
+    machine = Machine.of(H100, gpus=8)
+    kernel = DirectAllReduce(latency_us=1, gpu_us=1, bandwidth_fraction=0.5, second_us=1)
+    one, other = machine, replace(machine, direct_all_reduce=kernel)
+    assert KnownOnMachine.key(one) == KnownOnMachine.key(Machine.of(H100, gpus=8))
+    assert KnownOnMachine.key(one) != KnownOnMachine.key(other)
