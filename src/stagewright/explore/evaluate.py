@@ -8,6 +8,7 @@ What cannot be computed so is left out and said (`Evaluated.left`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -72,11 +73,16 @@ def evaluate(candidates: Candidates) -> Evaluated:
     work = _Evaluation(candidates)
     grouped = structures(candidates, work.shared)
     left = [LeftOut(*refused) for refused in grouped.refused]
-    for structure in grouped.found:
+    waiting = deque(grouped.found)
+    del grouped
+    work.shared.forget_tuples()
+    while waiting:  # a structure is dropped before the next one: its blocks take much memory
+        structure = waiting.popleft()
         try:
             left += work.add(structure)
         except UserError as error:
             left.append(LeftOut(structure.candidates, str(error), True))
+        del structure
     work.run()
     timed = work.seconds, work.joules, *work.waits.values()
     endless = np.flatnonzero(np.any([abs(column) > _LONGEST for column in timed], axis=0))
@@ -243,8 +249,11 @@ class _Evaluation:
     def run(self) -> None:
         """Play all pipelines, and find what their ranks hold."""
         lots: dict[Pipeline, list[_PlacedLot]] = {}
-        for table in self.tables.values():
+        self.on.clear()  # figures of templates take most of the memory: none is held twice for long
+        for key in [*self.tables]:
+            table = self.tables.pop(key)
             figures = TemplateFigures.concatenated(table.parts)
+            table.parts.clear()
             timed_as = figures.responses.classes
             for shape, batches in table.batches.items():
                 every = _PlayedAlike(*map(np.concatenate, zip(*batches, strict=True)))

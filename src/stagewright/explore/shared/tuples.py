@@ -35,7 +35,13 @@ class Shared:
     def __init__(self) -> None:
         """Nothing yet."""
         self.by_settings = BySettingsRead()
+        self._with_numbers = BySettingsRead()
         self._tuples: dict[Hashable, Tuples] = {}
+
+    def forget_tuples(self) -> None:
+        """Drop the tuples and what was made with them, which takes most of the memory."""
+        self._with_numbers = BySettingsRead()
+        self._tuples.clear()
 
     def tuples(self, columns: Mapping[str, Int], count: int) -> Tuples:
         """So many tuples, of which none has been asked yet: the same for equal columns."""
@@ -65,7 +71,7 @@ class Shared:
                 cases.alike = before
 
         with_numbers = run.model_copy(update={**tuples.numbers})
-        found, alike = self.by_settings.of((what, cases), with_numbers, answered)
+        found, alike = self._with_numbers.of((what, cases), with_numbers, answered)
         cases.alike = cases.alike & alike
         if isinstance(found, (UserError, TypeError)):
             raise found
