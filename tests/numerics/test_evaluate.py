@@ -227,8 +227,10 @@ def test_where_a_v_turns_a_microbatch_between_two_actions_is_counted_once():
 
 
 def test_energy_where_launches_take_longer_than_kernels_and_of_ranks_that_are_done_early():
-    rows = [{"tp": 4, "pp": 1, "first_stage_less_layers": 0, "optimizer_cpu_offload": False},
-            {"tp": 1, "pp": 4, "first_stage_less_layers": 1, "optimizer_cpu_offload": True}]  # fmt: skip
+    rows = [
+        {"tp": 4, "pp": 1, "first_stage_less_layers": 0, "optimizer_cpu_offload": False},
+        {"tp": 1, "pp": 4, "first_stage_less_layers": 1, "optimizer_cpu_offload": True},
+    ]
     for row in rows:
         of = candidates([row], model="llama3-8b", layers=8 - bool(row["first_stage_less_layers"]),
                         seq_length=256, dp=2, zero=1, global_batch_size=16)  # fmt: skip
