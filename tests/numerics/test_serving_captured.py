@@ -159,3 +159,7 @@ def test_the_command_writes_a_step(capfd, tmp_path):
     capfd.readouterr()
     assert code("--step-trace", "x", str(tmp_path / "b")) == 2
     assert len(capfd.readouterr().err.strip().splitlines()) == 1
+    assert code("--step-trace", "0.4:7", str(tmp_path / "b")) == 2
+    said = capfd.readouterr()
+    assert not said.out  # before anything is served
+    assert "instance 7: wanted one of 0 to 0" in said.err

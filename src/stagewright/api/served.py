@@ -263,8 +263,12 @@ def served(
     asked: ServingSections,
     given: Given | None = None,
     heard: Heard | None = None,
+    instance: int = 0,
 ) -> Serving:
-    """The requests that are asked for, on engines with the layout of an experiment."""
+    """The requests that are asked for, on engines with the layout of an experiment.
+
+    Raises UserError, before anything is served, where there is no such `instance`.
+    """
     given = given or Given()
     work = given.workload or workload_of(asked.workload, given.classes)
     slo, cluster = slo_of(asked.workload), experiment.cluster
@@ -282,10 +286,12 @@ def served(
             rows = [{"instances": asked.engines.instances}]
     if not rows:
         service = base.service(given)
+        first_engine(service, instance)
         found = service.serve(work, slo, heard)
         return Serving(found.outcome, found.summary, service, slo, work, cluster=cluster)
     fleet = fleet_of(map(base.changed, rows), given, asked.pools, stages)
     fleet = operated(fleet, asked.operation)
     service = next(group.service for group in fleet.groups if group.serves != "prefill")
+    first_engine(fleet, instance)
     found = fleet.serve(work, slo, heard)
     return Serving(found.outcome, found.summary, service, slo, work, fleet, cluster)

@@ -74,7 +74,7 @@ def serve(
 
     for path in out:
         check_ending(path, OF_SERVING)
-    moment = None if step_trace is None else _moment(step_trace[0])
+    seconds, instance = (0.0, 0) if step_trace is None else _moment(step_trace[0])
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
     if compare is not None:
@@ -86,7 +86,8 @@ def serve(
     if experiment.cluster.hardware is None:
         raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
     with shown("requests") as bar:
-        result = served(experiment, resolve(experiment.cluster.hardware), asked, heard=bar)
+        hardware = resolve(experiment.cluster.hardware)
+        result = served(experiment, hardware, asked, heard=bar, instance=instance)
     shared.show_notes(_notes(result))
     table = None if compare is None else result.compare(compare)
     if as_json:
@@ -102,10 +103,9 @@ def serve(
         result.write(path)
     if perfetto is not None:
         result.perfetto(perfetto)
-    if step_trace is not None and moment is not None:
+    if step_trace is not None:
         from stagewright.api.generated import generate
 
-        seconds, instance = moment
         step = result.step(seconds, instance=instance)
         generate(step, step_trace[1], cluster=experiment.cluster)
     return 0
