@@ -455,3 +455,14 @@ def test_bad_options_are_one_line(capfd, words, says):
     assert not out
     assert says in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("apart", [(), ("--prefill-instances", "1")])
+def test_a_cache_smaller_than_the_windows_of_a_request_is_refused(capfd, apart):
+    asked = ("--rate", "1", "--isl", "9", "--osl", "2", "--num-requests", "3", *apart)
+    words = ("serve", "gemma2-9b", "--hardware", "h100-sxm", *asked, "--num-gpu-blocks")
+    with pytest.raises(SystemExit, match="2"):
+        main([*words, "60"])
+    assert "has 60 blocks of 16 tokens, wanted at least 258: " in capfd.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        main([*words, "258"])

@@ -98,6 +98,20 @@ class Service:
         spare = 0 if self.drafts is None else self.drafts.slots - 1
         return (self.blocks - cache.blocks_per_request) * cache.block_size - spare
 
+    def check_room(self) -> None:
+        """Raise a UserError where the cache has no room for a single token of a request."""
+        if self.room > 0:
+            return
+        cache = self.instance.cache
+        size, own = cache.block_size, cache.blocks_per_request
+        lacking = -(-(1 - self.room) // size)
+        raise UserError(
+            f"the KV cache of an engine has {self.blocks:,} blocks of {size} tokens, wanted at "
+            f"least {self.blocks + lacking:,}: of each request, states and windows take {own:,}, "
+            "and its tokens take blocks too; give more --num-gpu-blocks, or without that option "
+            "more --gpu-memory-utilization or a layout on more GPUs"
+        )
+
     @property
     def most_prompt(self) -> int:
         """Tokens of the longest prompt that a step may have; any, where prompts are cut."""
@@ -144,6 +158,7 @@ class Service:
 
     def run(self, workload: Workload, heard: Heard | None = None) -> tuple[Outcome, Accepted]:
         """What becomes of a workload."""
+        self.check_room()
         accepted = accept(workload, self.max_model_len, self.room, self.most_prompt)
         check_accepted(accepted, self.max_model_len, self.room)
         of = in_blocks(accepted.workload, self.instance.cache.block_size)

@@ -183,6 +183,8 @@ class InstanceGroups:
         """The requests that some instances can serve; raises UserError where none is left."""
         last = [g.service for g in self.groups if g.serves != "prefill"]
         first = [g.service for g in self.groups if g.serves != "decode"]
+        for services in (last, first):
+            max(services, key=lambda service: service.room).check_room()
         most = max(service.max_model_len for service in last)
         room = max(service.room for service in last)
         accepted = accept(
