@@ -12,14 +12,15 @@ which a schedule of any number of microbatches and stages puts together (`explor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self, TypeAlias
+from functools import cached_property, reduce
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
-from stagewright.time.columns.row_kinds import digest
+from stagewright.arrays import Bool, Float, Int
+from stagewright.time.columns.row_kinds import DistinctRows, digest
 
 GPU, ASIDE, HOST, STORED, MESSAGE, GRADIENT = range(6)
 INPUTS = 5
@@ -83,8 +84,9 @@ StepKind: TypeAlias = "tuple[tuple[int, str], ...]"
 """Stage and kind of an action (`schedule.actions`), or of a forward and a backward that overlap."""
 
 
-class ActionPlaces(NamedTuple):
-    """The rows of an action but for what they take."""
+@dataclass(frozen=True, eq=False)
+class ActionPlaces:
+    """The rows of an action but for what they take, and what its host waits for."""
 
     pointer: Int
     needs: Int
@@ -95,135 +97,144 @@ class ActionPlaces(NamedTuple):
     stream: Int
     axis: Int
     """By place, a number of `axes`."""
-    kind: Int
-    """By place, a number of `TimedAction.seconds`."""
     axes: tuple[str, ...]
     handed_on: tuple[tuple[int, str], ...]
     """Places whose end the next kernel waits for, and their axes."""
     pair: bool
 
-    @property
+    @cached_property
     def content(self) -> bytes:
         """What is equal for equal rows."""
-        arrays = [of.astype(np.int64) for of in self[:6]]
-        sizes = [len(of) for of in arrays]
-        return digest(sizes, *arrays, self.axes, self.handed_on, self.pair)
+        columns = self.pointer, self.needs, self.flags, self.stream, self.axis
+        arrays = [of.astype(np.int64) for of in columns]
+        return digest([len(of) for of in arrays], *arrays, self.axes, self.handed_on, self.pair)
 
 
-class TimedAction(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class TimedAction:
     """An action of a stage, or two that overlap."""
 
     places: ActionPlaces
-    seconds: Float
-    """Of each kind of rows: [kinds, configurations]."""
-    drawn: Float
-    """Seconds at TDP in which a GPU draws as much as in all rows: [configurations]."""
+    known: DistinctRows
+    seconds: Sequence[int]
+    """What rows of each kind take, as numbers of known rows: [kinds]."""
+    kind: Int
+    """By place, which of them."""
+    drawn: Mapping[int, int]
+    """Seconds at TDP in which a GPU draws as much as in all rows: as known rows by number, and how
+    often each is added."""
     launch: Float
     """Seconds of the host by place [places, 1 or configurations]; of none: they take no time."""
+    waits: Bool | None
+    """By place, whether the host waits for it; None: nowhere."""
 
-    def take(self, configurations: Int) -> Self:
-        """The action of some configurations."""
-        launch = self.launch
-        if launch.shape[1] > 1:
-            launch = launch[:, configurations]
-        seconds = np.ascontiguousarray(self.seconds[:, configurations])
-        return self._replace(seconds=seconds, drawn=self.drawn[configurations], launch=launch)
+    def play(self, some: Int) -> ActionColumns:
+        """The response of some configurations, and where their time goes."""
+        drawn = np.zeros(len(some))
+        for number, times in self.drawn.items():
+            drawn += times * self.known.rows[number][some]
+        flags: list[int] = self.places.flags.tolist()
+        if self.waits is not None:
+            flags = (self.places.flags | WAITS * self.waits).tolist()
+        seconds = [self.known.rows[number][some] for number in self.seconds]
+        kinds: list[int] = self.kind.tolist()
+        launch = self.launch if self.launch.shape[1] == 1 else self.launch[:, some]
+        return _played(self.places, flags, [seconds[kind] for kind in kinds], [*launch], drawn)
 
-    @property
-    def content(self) -> bytes:
-        """What is equal for equal actions."""
-        numbers = self.seconds, self.drawn, np.ascontiguousarray(self.launch)
-        return digest(self.places.content, *(of.shape for of in numbers), *numbers)
 
-    def _clock(self) -> Callable[[Float], Float]:
-        """From a moment by input to the seconds since the action began, [configurations].
+def _clock(kernels: Float, launch: Sequence[Float]) -> Callable[[Float], Float]:
+    """From a moment by input to the seconds since an action began, [configurations]; `kernels` are
+    the seconds of those of the model's stream.
 
-        The host is far ahead of the kernels, but where launches take longer than these do: there
-        the kernels before have just run, as they were launched.
-        """
-        kinds = self.places.kind[(self.places.flags & MAIN) > 0]
-        kernels = np.bincount(kinds, minlength=len(self.seconds)) @ self.seconds
-        late = self.launch.sum(axis=0) - kernels
-        if not (late > 0).any():
-            return lambda moment: moment[GPU]
-        ahead = np.where(late > 0, 0.0, NEVER)
-        return lambda moment: np.maximum(moment[GPU], moment[HOST] + ahead)
+    The host is far ahead of the kernels, but where launches take longer than these do: there
+    the kernels before have just run, as they were launched.
+    """
+    late = np.sum(launch, axis=0) - kernels
+    if not (late > 0).any():
+        return lambda moment: moment[GPU]
+    ahead = np.where(late > 0, 0.0, NEVER)
+    return lambda moment: np.maximum(moment[GPU], moment[HOST] + ahead)
 
-    def play(self) -> ActionColumns:
-        """Its response, and where its time goes."""
-        lists: list[list[int]] = [of.tolist() for of in self.places[:6]]
-        pointer, needs, flags, streams, axis, kind = lists
-        pair, axes = self.places.pair, self.places.axes
-        configurations = len(self.drawn)
-        seconds: list[Float] = [*self.seconds]
-        launch: list[Float] = [*self.launch]
-        count = INPUTS + pair
-        inputs = np.full((count, count, configurations), NEVER)
-        inputs[range(count), range(count)] = 0.0
-        ends: list[Float] = []
-        kernel, aside, thread, stored = inputs[:MESSAGE]
-        chains: dict[int, Float] = {}
-        to_host: set[int] = set()
-        never = np.full((count, configurations), NEVER)
-        sent, last = [never, never], never
-        busy = np.zeros(configurations)
-        waits: dict[str, Float] = {}
-        clock = self._clock()
-        for place, flag in enumerate(flags):
-            mine = needs[pointer[place] : pointer[place + 1]]
-            took = seconds[kind[place]]
-            way = int(pair and bool(flag & BACKWARD))
-            start = inputs[GPU].copy() if not mine else np.full_like(never, NEVER)
+
+def _played(
+    places: ActionPlaces,
+    flags: Sequence[int],
+    seconds: Sequence[Float],
+    launch: Sequence[Float],
+    drawn: Float,
+) -> ActionColumns:
+    """An action of rows with these flags: what they take, and the host, by place."""
+    lists: list[list[int]] = [
+        of.tolist() for of in (places.pointer, places.needs, places.stream, places.axis)
+    ]
+    pointer, needs, streams, axis = lists
+    pair, axes, configurations = places.pair, places.axes, len(drawn)
+    count = INPUTS + pair
+    inputs = np.full((count, count, configurations), NEVER)
+    inputs[range(count), range(count)] = 0.0
+    ends: list[Float] = []
+    kernel, aside, thread, stored = inputs[:MESSAGE]
+    chains: dict[int, Float] = {}
+    to_host: set[int] = set()
+    never = np.full((count, configurations), NEVER)
+    sent = [never, never]
+    busy = np.zeros(configurations)
+    waits: dict[str, Float] = {}
+    main = [took for took, flag in zip(seconds, flags, strict=True) if flag & MAIN]
+    clock = _clock(np.sum(main, axis=0), launch)
+    for place, flag in enumerate(flags):
+        mine = needs[pointer[place] : pointer[place + 1]]
+        took = seconds[place]
+        way = int(pair and bool(flag & BACKWARD))
+        awaited = [inputs[_MOMENTS[need]] if need < 0 else ends[need] for need in mine]
+        if flag & DATA and streams[place] not in chains:
+            # Issue orders leave this out where kernels between imply it, here or there.
+            awaited.append(inputs[STORED if flag & STORING else ASIDE])
+        if flag & RECEIVES:
+            awaited.append(inputs[MESSAGE + way])
+        if not mine:
+            awaited.append(inputs[GPU])
+        if launch:
+            thread = thread + launch[place]
+            awaited.append(thread)
+        start = reduce(np.maximum, awaited)
+        done = start + took
+        ends.append(done)
+        if flag & MAIN:
+            at = clock(start)
+            left = at - clock(kernel)
             for need in mine:
-                before = inputs[_MOMENTS[need]] if need < 0 else ends[need]
-                np.maximum(start, before, out=start)
-            if flag & DATA and streams[place] not in chains:
-                # Issue orders leave this out where kernels between imply it, here or there.
-                np.maximum(start, inputs[STORED if flag & STORING else ASIDE], out=start)
-            if flag & RECEIVES:
-                np.maximum(start, inputs[MESSAGE + way], out=start)
-            if launch:
-                thread = thread + launch[place]
-                np.maximum(start, thread, out=start)
-            done = start + took
-            ends.append(done)
-            if flag & MAIN:
-                at = clock(start)
-                left = at - clock(kernel)
-                for need in mine:
-                    if need >= 0 and not flags[need] & MAIN:
-                        part = np.where(clock(ends[need]) >= at, left, 0.0)
-                        of = axes[axis[need]]
-                        waits[of] = waits.get(of, 0.0) + part
-                        left = left - part
-                waits[LAUNCHES] = waits.get(LAUNCHES, 0.0) + left
-                busy, kernel = busy + took, done
-            if flag & WAITS:
-                thread = np.maximum(thread, done)
-            if flag & DATA:
-                stream = streams[place]
-                if flag & STORING:
-                    stored = np.maximum(stored, done)
-                    to_host.add(stream)
-                else:
-                    aside = np.maximum(aside, done)
-                before = chains.get(stream)
-                chains[stream] = done if before is None else before + took
-            if flag & SENDS:
-                sent[way] = np.maximum(sent[way], done)
-            last = np.maximum(last, done)
-        for need, of in self.places.handed_on:
-            until = np.maximum(kernel, ends[need] if need >= 0 else inputs[_MOMENTS[need]])
-            waits[of] = waits.get(of, 0.0) + clock(until) - clock(kernel)
-            kernel = until
-        chain = chain_stored = never
-        for stream, found in chains.items():
-            if stream in to_host:
-                chain_stored = np.maximum(chain_stored, found)
+                if need >= 0 and not flags[need] & MAIN:
+                    part = np.where(clock(ends[need]) >= at, left, 0.0)
+                    of = axes[axis[need]]
+                    waits[of] = waits.get(of, 0.0) + part
+                    left = left - part
+            waits[LAUNCHES] = waits.get(LAUNCHES, 0.0) + left
+            busy, kernel = busy + took, done
+        if flag & WAITS:
+            thread = np.maximum(thread, done)
+        if flag & DATA:
+            stream = streams[place]
+            if flag & STORING:
+                stored = np.maximum(stored, done)
+                to_host.add(stream)
             else:
-                chain = np.maximum(chain, found)
-        gradient = sent[1] if pair else None
-        found = Response(
-            kernel, aside, thread, stored, sent[0], last, chain, chain_stored, gradient
-        )
-        return ActionColumns(found, busy, self.drawn, waits)
+                aside = np.maximum(aside, done)
+            before = chains.get(stream)
+            chains[stream] = done if before is None else before + took
+        if flag & SENDS:
+            sent[way] = np.maximum(sent[way], done)
+    for need, of in places.handed_on:
+        until = np.maximum(kernel, ends[need] if need >= 0 else inputs[_MOMENTS[need]])
+        waits[of] = waits.get(of, 0.0) + clock(until) - clock(kernel)
+        kernel = until
+    chain = chain_stored = never
+    for stream, found in chains.items():
+        if stream in to_host:
+            chain_stored = np.maximum(chain_stored, found)
+        else:
+            chain = np.maximum(chain, found)
+    gradient = sent[1] if pair else None
+    last = np.max(ends, axis=0) if ends else never
+    found = Response(kernel, aside, thread, stored, sent[0], last, chain, chain_stored, gradient)
+    return ActionColumns(found, busy, drawn, waits)

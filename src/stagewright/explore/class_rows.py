@@ -22,14 +22,14 @@ from stagewright.explore.actions import (
     SENDS,
     STORES,
     STORING,
-    WAITS,
     ActionPlaces,
     StepKind,
-    TimedAction,
 )
 from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
+from stagewright.time.columns.row_kinds import DistinctRows, RowKinds
+from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.issue import (
     Issue,
     axis_of,
@@ -38,29 +38,6 @@ from stagewright.time.simulate.issue import (
     reductions,
     with_needs,
 )
-
-
-class RowTimes(NamedTuple):
-    """What the rows of a rank class take, in the order of the program; rows of a kind take as
-    long."""
-
-    seconds: Float
-    """[kinds, configurations]."""
-    drawn: Float
-    """Seconds at TDP in which a GPU draws as much: [kinds, configurations]."""
-    of: Int
-    """The kind of each row."""
-    host: tuple[Float, Bool] | None
-    """Seconds of launches [rows, 1 or configurations], and whether the host waits."""
-
-
-class _Places(NamedTuple):
-    """Places as one action, but for what they take and what the host waits for."""
-
-    pointer: Int
-    needs: Int
-    streams: Int
-    handed_on: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +59,9 @@ class ClassPlaces:
     frees: Int
     """By place: `REDUCES` or `STORES` where kernels behind the next transfer of this kind wait for
     the end, since it frees memory; else 0."""
-    _known: dict[tuple[int, int], _Places] = field(default_factory=dict[tuple[int, int], _Places])
+    _known: dict[tuple[int, int, bool], ActionPlaces] = field(
+        default_factory=dict[tuple[int, int, bool], ActionPlaces]
+    )
 
     @classmethod
     def of_class(cls, program: Program, nth: int, how: Execution) -> Self:
@@ -119,13 +98,14 @@ class ClassPlaces:
         )  # fmt: skip
         return cls(tasks, order, kind, message, flags, axis, tuple(axes), data, frees)
 
-    def part(self, begin: int, end: int) -> _Places:
-        """The places from `begin` to `end`."""
-        if (begin, end) not in self._known:
-            self._known[begin, end] = self._part(begin, end)
-        return self._known[begin, end]
+    def part(self, begin: int, end: int, *, pair: bool = False) -> ActionPlaces:
+        """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""
+        key = begin, end, pair
+        if key not in self._known:
+            self._known[key] = self._part(begin, end, pair=pair)
+        return self._known[key]
 
-    def _part(self, begin: int, end: int) -> _Places:
+    def _part(self, begin: int, end: int, *, pair: bool) -> ActionPlaces:
         order = self.issue
         pointer = order.pointer[begin : end + 1]
         needs = order.needs[pointer[0] : pointer[-1]]
@@ -140,7 +120,10 @@ class ClassPlaces:
             earlier = BESIDE_STORES if stores[need] else BESIDE
             place = need - begin if need >= begin else earlier
             handed.append((place, self.axes[int(self.axis[need])]))
-        return _Places(pointer - pointer[0], needs, order.stream[begin:end], (*handed,))
+        return ActionPlaces(
+            pointer - pointer[0], needs, self.flags[begin:end], order.stream[begin:end],
+            self.axis[begin:end], self.axes, (*handed,), pair,
+        )  # fmt: skip
 
     def _recent(self, begin: int) -> Bool:
         """Of the places before `begin`, for which `ASIDE` stands: communication that runs on beside
@@ -169,39 +152,33 @@ class ClassPlaces:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassRows:
-    """The rows of a rank class in issue order, with durations in columns."""
+    """What the rows of a rank class take, in issue order."""
 
-    places: ClassPlaces
-    times: RowTimes
+    known: DistinctRows
+    none: int
+    """The known row of what takes no time."""
+    seconds: Int
+    """By place, a number of known rows."""
+    drawn: Int
+    """Seconds at TDP in which a GPU draws as much, likewise."""
+    launch: Float
+    """Seconds of launches by place: [places, 1 or configurations]; of none: they take no time."""
+    waits: Bool | None
+    """By place, whether the host waits for it; None: for none."""
 
-    def _kinds(self, begin: int, end: int) -> Int:
-        """The kind of `times` of some places; -1: it takes no time."""
-        rows = self.places.issue.rows[begin:end]
-        return np.where(self.places.message[begin:end], -1, self.times.of[rows])
-
-    def seconds(self, place: int) -> Float:
-        """What a place takes: [configurations]."""
-        kind = int(self._kinds(place, place + 1)[0])
-        return self.times.seconds[kind] if kind >= 0 else 0 * self.times.seconds[0]
-
-    def action(self, begin: int, end: int, *, pair: bool = False) -> TimedAction:
-        """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""
-        places, host = self.places, self.times.host
-        pointer, needs, streams, handed_on = places.part(begin, end)
-        used, of = np.unique(self._kinds(begin, end), return_inverse=True)
-        table = self.times.seconds[used]
-        table[used < 0] = 0.0
-        counts = np.bincount(of.ravel(), minlength=len(used)) * (used >= 0)
-        drawn = counts @ self.times.drawn[used]
-        launch, flags = np.zeros((0, 1)), places.flags[begin:end]
+    @classmethod
+    def of(cls, places: ClassPlaces, kinds: RowKinds, drawn: Int, host: HostWork | None) -> Self:
+        """Rows whose kinds have drawn so much (`Columns.energy`)."""
+        rows = places.issue.rows
+        of = kinds.of[rows]
+        known = kinds.known
+        none = known.number(np.zeros_like(known.rows[int(kinds.number[0])]))
+        seconds = np.where(places.message, none, kinds.number[of])
+        launch, waits = np.zeros((0, 1)), None
         if host is not None:
-            rows = places.issue.rows[begin:end]
-            launch, flags = host[0][rows], flags + WAITS * host[1][rows]
-        what = ActionPlaces(
-            pointer, needs, flags, streams, places.axis[begin:end], of.ravel(), places.axes,
-            handed_on, pair,
-        )  # fmt: skip
-        return TimedAction(what, table, drawn, launch)
+            launch = host.seconds.reshape(len(host.seconds), -1)[rows]
+            waits = host.waits[rows]
+        return cls(known, none, seconds, np.where(places.message, none, drawn[of]), launch, waits)
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:
@@ -237,10 +214,10 @@ class StepPlaces(NamedTuple):
 class StageMeeting(NamedTuple):
     """A collective with other ranks of the pipeline, after all actions."""
 
+    place: int
     slot: int
     aside: bool
     """Whether it waits for communication that happens once per step."""
-    seconds: Float
 
 
 class Cuts(NamedTuple):
@@ -252,12 +229,11 @@ class Cuts(NamedTuple):
     """One behind each section but the last."""
 
 
-def cuts(program: Program, rows: ClassRows, rank: RankRows) -> Cuts:
+def cuts(program: Program, places: ClassPlaces, rank: RankRows) -> Cuts:
     """Cut the places of a rank class into actions and what comes after these.
 
     Actions whose places are mixed, as the schedule or `time.simulate.ep_overlap` has them, are one.
     """
-    places = rows.places
     tasks, order, at = places.tasks, places.issue, places.issue.rows
     slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
     meets = (places.kind == TaskKind.COLLECTIVE) & np.isin(tasks.slot[at], slots)
@@ -275,7 +251,7 @@ def cuts(program: Program, rows: ClassRows, rank: RankRows) -> Cuts:
     for place in met.tolist():
         before = order.needs[order.pointer[place] : order.pointer[place + 1]]
         waits = bool(places.data[before].any())
-        meetings.append(StageMeeting(int(tasks.slot[at[place]]), waits, rows.seconds(place)))
+        meetings.append(StageMeeting(place, int(tasks.slot[at[place]]), waits))
     return Cuts(_steps(tasks, at, rank, tail), [*zip(borders, ends, strict=True)], meetings)
 
 

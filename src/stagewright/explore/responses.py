@@ -13,49 +13,19 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, distinct_columns, distinct_rows
-from stagewright.explore.actions import (
-    INPUTS,
-    NEVER,
-    ActionColumns,
-    Response,
-    StepKind,
-    TimedAction,
-)
-from stagewright.explore.class_rows import (
-    ClassPlaces,
-    ClassRows,
-    Cuts,
-    RowTimes,
-    StageMeeting,
-    cuts,
-)
-from stagewright.explore.shared.played import LinearRows, Played
-from stagewright.explore.templates import StructureTemplate
+from stagewright.arrays import Float, Int, distinct_rows
+from stagewright.explore.actions import INPUTS, NEVER, Response, StepKind, TimedAction
+from stagewright.explore.class_rows import ClassPlaces, ClassRows, Cuts, StageMeeting, cuts
+from stagewright.explore.shared.played import LinearResponse, LinearRows, Played
+from stagewright.explore.templates import Kinds, StructureTemplate
 from stagewright.lower.assembly.assemble import Assembly
+from stagewright.run.sections.execution import Execution
 
 FIELDS = len(Response._fields) - 1
 
 SUMS = 2
 """Rows of a `LinearResponse` behind those of its response: the seconds that kernels run, and the
 seconds at TDP in which a GPU draws as much; then come the seconds that they wait, by axis."""
-
-Timed = Sequence[RowTimes]
-"""What the rows of a program take, by class."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearResponse:
-    """The response of an action: many tuples have the same."""
-
-    cases: LinearRows
-    """Shared by structures whose actions are equal."""
-    of: Int
-    """Which case each tuple has: [tuples]."""
-
-    def at(self, tuples: Int, layers: Float, rows: slice) -> Float:
-        """[rows, candidates]: of some tuples, with so many layers of each variant."""
-        return self.cases.at(self.of[tuples], layers, rows)
 
 
 def response(rows: Float) -> Response:
@@ -66,11 +36,20 @@ def response(rows: Float) -> Response:
     return Response(*fields)
 
 
+class TimedMeeting(NamedTuple):
+    """A collective with other ranks of the pipeline, after all actions (`class_rows`)."""
+
+    slot: int
+    aside: bool
+    seconds: Float
+    """[tuples]."""
+
+
 class RankTail(NamedTuple):
     """What a rank does after all actions: sections, and the meetings between them."""
 
     sections: list[LinearResponse]
-    meetings: list[StageMeeting]
+    meetings: list[TimedMeeting]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,15 +80,13 @@ class Responses:
         """Those of several structures of one form: their tuples behind each other."""
         axes = tuple(dict.fromkeys(axis for part in parts for axis in part.axes))
         first = parts[0]
-        places = [[axes.index(axis) for axis in part.axes] for part in parts]
         actions = {
-            key: _concat([part.actions[key] for part in parts], places, len(axes))
-            for key in first.actions
+            key: _concat([part.actions[key] for part in parts], axes) for key in first.actions
         }
         tails = {
             kind: RankTail(
                 [
-                    _concat([part.tails[kind].sections[n] for part in parts], places, len(axes))
+                    _concat([part.tails[kind].sections[n] for part in parts], axes)
                     for n in range(len(tail.sections))
                 ],
                 [
@@ -168,187 +145,141 @@ class Responses:
         return np.sum([of.cases.more[:, rows][:, :, of.of[tuples]] for of in parts], axis=0)
 
 
-def _concat(
-    parts: Sequence[LinearResponse], places: Sequence[Sequence[int]], axes: int
-) -> LinearResponse:
-    """Responses behind each other; `places` are the axes of each among all axes."""
+def _concat(parts: Sequence[LinearResponse], axes: tuple[str, ...]) -> LinearResponse:
+    """Responses behind each other, with waits along all of `axes`."""
     begin: dict[int, int] = {}
-    distinct: list[tuple[LinearRows, Sequence[int]]] = []
+    distinct: list[LinearRows] = []
     count = 0
-    for part, own in zip(parts, places, strict=True):
+    for part in parts:
         if id(part.cases) not in begin:
             begin[id(part.cases)] = count
-            distinct.append((part.cases, own))
+            distinct.append(part.cases)
             count += part.cases.base.shape[1]
     of = np.concatenate([part.of + begin[id(part.cases)] for part in parts])
-    some = distinct[0][0]
-    others = len(some.base) - len(distinct[0][1])  # rows before those of axes
-    rows = others + axes
+    some = distinct[0]
+    others = len(some.base) - len(some.axes)  # rows before those of axes
+    rows = others + len(axes)
     base, more = np.zeros((rows, count)), np.zeros((len(some.more), rows, count))
     few = {layers: np.zeros((rows, count)) for layers in some.few}
-    for cases, own in distinct:
+    for cases in distinct:
         mine = slice(begin[id(cases)], begin[id(cases)] + cases.base.shape[1])
-        place = [*range(others), *(others + axis for axis in own)]
+        place = [*range(others), *(others + axes.index(axis) for axis in cases.axes)]
         base[place, mine] = cases.base
         more[:, place, mine] = cases.more
         for layers, alone in cases.few.items():
             few[layers][place, mine] = alone
-    return LinearResponse(LinearRows(base, more, some.layers, few), of)
+    return LinearResponse(LinearRows(base, more, some.layers, axes, few), of)
+
+
+class RankActions(NamedTuple):
+    """Which places of a rank class of a template are which action, whatever they take."""
+
+    places: ClassPlaces
+    kind: int
+    """Of the rank (`templates.Kinds`)."""
+    chosen: Sequence[tuple[StepKind, bool, int, int]]
+    """One step of each kind, and whether it is complete: from which place to which. Those that are
+    not complete come first."""
+    sections: Sequence[tuple[int, int]]
+    meetings: Sequence[StageMeeting]
+
+    @classmethod
+    def of(cls, of: Kinds, assembly: Assembly, rank: int, how: Execution) -> Self:
+        """Those of rank class number `rank` of a program of a template."""
+        places = ClassPlaces.of_class(assembly.program, rank, how)
+        found = cuts(assembly.program, places, assembly.ranks[rank].rows)
+        steps = sorted(_chosen(of, found).items(), key=lambda item: item[0][1])
+        chosen = [(*key, *place) for key, place in steps]
+        return cls(places, of.rank(rank), chosen, found.sections, found.meetings)
 
 
 def responses(
     of: StructureTemplate,
-    places: Sequence[Sequence[ClassPlaces]],
-    timed: Sequence[Timed],
+    ranks: Sequence[Sequence[RankActions]],
+    timed: Sequence[Sequence[ClassRows]],
     played: Played,
     *,
     usual: bool = False,
 ) -> Responses:
-    """The responses of a template; `places` and `timed` by program, the base first.
+    """The responses of a template; `ranks` and what their rows take by program, the base first.
 
     `usual`: those of actions that do nothing that happens once per step, and of nothing else.
     """
-    played = played.of_template()
-    every = [
-        _actions(of, assembly, issued, seconds, usual=usual)
-        for assembly, issued, seconds in zip(of.assemblies, places, timed, strict=True)
-    ]
+    every = [_actions(*each, played, usual=usual) for each in zip(ranks, timed, strict=True)]
     base, more = every[0], every[1 : 1 + len(of.more)]
     alone = dict(zip(of.few, every[1 + len(of.more) :], strict=True))
     actions = {
-        key: _Varied.of(
-            [each, *(other.actions[key] for other in more)],
+        key: played.response(
+            each,
+            [other.actions[key] for other in more],
             {
                 layers: other.actions[key]
                 for layers, other in alone.items()
                 if of.stands_for(layers, (stage for stage, _ in key[0]))
             },
-            played,
+            of.layers,
+            1,
         )
         for key, each in base.actions.items()
     }
-    tails = {
-        kind: [
-            _Varied.of([section, *(other.tails[kind][0][n] for other in more)], {}, played)
-            for n, section in enumerate(sections)
-        ]
-        for kind, (sections, _) in base.tails.items()
-    }
-    varied = [*actions.values(), *(of for sections in tails.values() for of in sections)]
-    most = max(len(of.waits) for of in varied)
-    axes = tuple(
-        dict.fromkeys(
-            axis for n in range(most) for of in varied for each in of.waits[n : n + 1]
-            for axis in each
-        )
-    )  # fmt: skip
     chunks = of.stages * (2 if of.kind_of.traits.doubled else 1) // of.run.pp
     held = tuple(count * chunks for count in of.layers)
-    return Responses(
-        {key: each.linear(axes, of.layers, 1, played) for key, each in actions.items()},
-        {
-            kind: RankTail(
-                [each.linear(axes, held, chunks, played) for each in sections],
-                base.tails[kind][1],
-            )
-            for kind, sections in tails.items()
-        },
-        axes,
-    )
-
-
-class _Varied(NamedTuple):
-    """An action of the base, with one layer more of each variant, and with few layers."""
-
-    actions: Sequence[TimedAction]
-    """Of the distinct cases among all tuples."""
-    content: tuple[bytes, ...]
-    waits: Sequence[tuple[str, ...]]
-    few: tuple[tuple[int, ...], ...]
-    """The layers of those with few."""
-    cases: Int
-    """Which case each tuple has."""
-
-    @classmethod
-    def of(
-        cls,
-        actions: Sequence[TimedAction],
-        few: Mapping[tuple[int, ...], TimedAction],
-        played: Played,
-    ) -> Self:
-        """Join tuples for which all programs take as long."""
-        every = [*actions, *few.values()]
-        numbers = [*(of.seconds for of in every), *(of.drawn[None] for of in every)]
-        numbers += [of.launch for of in every if of.launch.shape[1] > 1]
-        first, cases = distinct_columns(np.concatenate(numbers))
-        distinct = [action.take(first) for action in every]
-        content = tuple(action.content for action in distinct)
-        waits = [*map(played.waits_of, content, distinct)]
-        return cls(distinct, content, waits, (*few,), cases)
-
-    def linear(
-        self, axes: tuple[str, ...], layers: tuple[int, ...], added: int, played: Played
-    ) -> LinearResponse:
-        """The response; `added` layers more are in each program with more than the base."""
-        key = self.content, self.few, axes, layers, added
-        if key not in played.rows:
-            columns = map(played.play, self.content, self.actions)
-            rows, *others = (_rows(one, axes) for one in columns)
-            more = others[: len(layers)]
-            differ = [np.where(rows > NEVER / 2, one - rows, 0.0) / added for one in more]
-            few: dict[tuple[float, ...], Float] = {}
-            few |= zip(self.few, others[len(layers) :], strict=True)
-            played.rows[key] = LinearRows(rows, np.stack(differ), layers, few)
-        return LinearResponse(played.rows[key], self.cases)
-
-
-def _rows(played: ActionColumns, axes: Sequence[str]) -> Float:
-    zero = np.zeros_like(played.busy)
-    waits = [played.waits.get(axis, zero) for axis in axes]
-    moments = [field for field in played.response if field is not None]
-    return np.concatenate([*moments, np.stack([played.busy, played.drawn, *waits])])
+    tails = {
+        kind: RankTail(
+            [
+                played.response(each, [other.tails[kind][0][n] for other in more], {}, held, chunks)
+                for n, each in enumerate(sections)
+            ],
+            meetings,
+        )
+        for kind, (sections, meetings) in base.tails.items()
+    }
+    linear = [*actions.values(), *(each for tail in tails.values() for each in tail.sections)]
+    axes = dict.fromkeys(axis for each in linear for axis in each.cases.axes)
+    return Responses(actions, tails, (*axes,))
 
 
 class _TemplateActions(NamedTuple):
     """The actions of a program of a template, one of each kind, and what follows them."""
 
     actions: dict[tuple[StepKind, bool], TimedAction]
-    tails: dict[int, tuple[list[TimedAction], list[StageMeeting]]]
+    tails: dict[int, tuple[list[TimedAction], list[TimedMeeting]]]
 
 
 def _actions(
-    of: StructureTemplate,
-    assembly: Assembly,
-    places: Sequence[ClassPlaces],
-    timed: Timed,
-    *,
-    usual: bool,
+    ranks: Sequence[RankActions], timed: Sequence[ClassRows], played: Played, *, usual: bool
 ) -> _TemplateActions:
     actions: dict[tuple[StepKind, bool], TimedAction] = {}
-    tails: dict[int, tuple[list[TimedAction], list[StageMeeting]]] = {}
+    tails: dict[int, tuple[list[TimedAction], list[TimedMeeting]]] = {}
     slots: dict[int, int] = {}  # numbered as they are met, so that structures compare
-    for rank, times in enumerate(timed):
-        rows = ClassRows(places[rank], times)
-        found = cuts(assembly.program, rows, assembly.ranks[rank].rows)
-        chosen = _chosen(of, found)
-        for (kind, complete), (begin, end) in sorted(chosen.items(), key=lambda item: item[0][1]):
+    for rank, rows in zip(ranks, timed, strict=True):
+        lengths = {(kind, complete): end - begin for kind, complete, begin, end in rank.chosen}
+        for kind, complete, begin, end in rank.chosen:
             if (kind, complete) in actions or (usual and complete):  # of a rank that does the same
                 continue
-            other = chosen.get((kind, False))
-            if complete and other and end - begin == other[1] - other[0]:  # nothing happens once
+            if complete and lengths.get((kind, False)) == end - begin:  # nothing happens once
                 actions[kind, complete] = actions[kind, False]
             else:
-                actions[kind, complete] = rows.action(begin, end, pair=len(kind) > 1)
+                part = rank.places.part(begin, end, pair=len(kind) > 1)
+                actions[kind, complete] = played.action(rows, part, slice(begin, end))
         if usual:
             continue
-        place = of.kind_of.rank(rank)
-        meetings = [m._replace(slot=slots.setdefault(m.slot, len(slots))) for m in found.meetings]
-        if place not in tails:
-            tails[place] = [rows.action(begin, end) for begin, end in found.sections], meetings
+        meetings = [
+            TimedMeeting(
+                slots.setdefault(slot, len(slots)), aside, rows.known.rows[int(rows.seconds[place])]
+            )
+            for place, slot, aside in rank.meetings
+        ]
+        if rank.kind not in tails:
+            sections = [
+                played.action(rows, rank.places.part(begin, end), slice(begin, end))
+                for begin, end in rank.sections
+            ]
+            tails[rank.kind] = sections, meetings
     return _TemplateActions(actions, tails)
 
 
-def _chosen(of: StructureTemplate, found: Cuts) -> dict[tuple[StepKind, bool], tuple[int, int]]:
+def _chosen(of: Kinds, found: Cuts) -> dict[tuple[StepKind, bool], tuple[int, int]]:
     """The places of one step of each kind on a rank, complete and not.
 
     The first forward that is not complete is behind another one; of other steps the second is
@@ -356,7 +287,7 @@ def _chosen(of: StructureTemplate, found: Cuts) -> dict[tuple[StepKind, bool], t
     """
     alike: dict[tuple[StepKind, bool], list[tuple[int, int]]] = {}
     for step in found.steps:
-        kind = tuple((of.kind_of.stage(stage), letter) for stage, letter in step.kind)
+        kind = tuple((of.stage(stage), letter) for stage, letter in step.kind)
         alike.setdefault((kind, step.complete), []).append((step.begin, step.end))
     chosen = {
         key: places[0 if key[0][-1][1] == "F" else min(1, len(places) - 1)]

@@ -9,9 +9,10 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.explore.class_rows import ClassPlaces, RowTimes
+from stagewright.explore.class_rows import ClassRows
 from stagewright.explore.memory import Peaks
-from stagewright.explore.responses import Played, Responses, Timed, responses
+from stagewright.explore.responses import RankActions, Responses, responses
+from stagewright.explore.shared.played import Played
 from stagewright.explore.structures import Structure
 from stagewright.explore.templates import Kind, StructureTemplate, TemplatePrograms
 from stagewright.lower.assembly.assemble import Assembly
@@ -44,8 +45,6 @@ class TemplateFigures(NamedTuple):
     @classmethod
     def concatenated(cls, parts: list[TemplateFigures]) -> TemplateFigures:
         """Those of several structures of one form: their tuples behind each other."""
-        if len(parts) == 1:
-            return parts[0]
         return TemplateFigures(
             Responses.concatenated([of.responses for of in parts]),
             Peaks.concatenated([of.peaks for of in parts]),
@@ -85,9 +84,9 @@ class Templates:
         self._programs = TemplatePrograms(of.step, {v: b.block for v, b in of.variants.items()})
         self._known: dict[Kind, tuple[StructureTemplate, Peaks]] = {}
         self._durations: dict[int, Known] = {}
-        self.times: dict[Hashable, list[tuple[RowKinds, Float]]] = {}
+        self.times: dict[Hashable, list[tuple[RowKinds, Int]]] = {}
         """What the rows of a program take, by class, as machines have asked for them."""
-        self._places: dict[Hashable, list[ClassPlaces]] = {}
+        self._ranks: dict[Hashable, list[RankActions]] = {}
         self._hosts: dict[Hashable, tuple[Hardware, list[HostWork] | None]] = {}
         """Each with its hardware: while that is held, no other has the id in the key."""
 
@@ -98,16 +97,17 @@ class Templates:
             self._known[of] = made, Peaks.of(made, len(self.of), allowance_of(run))
         return self._known[of]
 
-    def places(self, of: Kind, how: Execution) -> list[list[ClassPlaces]]:
-        """The rows of each program of a template that was made, by class, as they are issued."""
+    def ranks(self, of: Kind, how: Execution) -> list[list[RankActions]]:
+        """The actions of each program of a template that was made, by class, as they are issued."""
         how = how.only(*ISSUED_BY)
-        assemblies = self._known[of][0].assemblies
-        for each in assemblies:
-            if (id(each), how) not in self._places:
+        made, _ = self._known[of]
+        kinds = made.kind_of
+        for each in made.assemblies:
+            if (id(each), how) not in self._ranks:
                 classes = range(len(each.ranks))
-                places = [ClassPlaces.of_class(each.program, n, how) for n in classes]
-                self._places[id(each), how] = places
-        return [self._places[id(each), how] for each in assemblies]
+                ranks = [RankActions.of(kinds, each, n, how) for n in classes]
+                self._ranks[id(each), how] = ranks
+        return [self._ranks[id(each), how] for each in made.assemblies]
 
     def hosts(
         self, of: Kind, run: Run, how: Execution, hardware: Hardware
@@ -168,22 +168,26 @@ class MachineTiming:
         hosts = self.templates.hosts(of, run, self.how, self.machine.hardware)
         key = of, *(_content(each) for each in hosts)
         if key not in self._figures:
+            ranks = self.templates.ranks(of, self.how)
             timed = [
-                _timed(seconds, work) for seconds, work in zip(self._rows(made), hosts, strict=True)
+                [
+                    ClassRows.of(rank.places, kinds, drawn, None if work is None else work[nth])
+                    for nth, (rank, (kinds, drawn)) in enumerate(zip(mine, took, strict=True))
+                ]
+                for mine, took, work in zip(ranks, self._rows(made), hosts, strict=True)
             ]
-            places = self.templates.places(of, self.how)
-            found = responses(made, places, timed, self.on.played, usual=self.usual)
+            found = responses(made, ranks, timed, self.on.played, usual=self.usual)
             stride = self.of.stride
             beyond = self.of.ranks_of_stage // stride
             message = self._message(made.base)
             self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond)
         return self._figures[key]
 
-    def _rows(self, of: StructureTemplate) -> list[list[tuple[RowKinds, Float]]]:
-        """What the rows of each program of a template take, by class: seconds, and those at TDP in
-        which a GPU draws as much, [kinds, tuples]."""
+    def _rows(self, of: StructureTemplate) -> list[list[tuple[RowKinds, Int]]]:
+        """What the rows of each program of a template take, by class, and what a GPU draws in those
+        of each kind (`Columns.energy`)."""
         known = self.templates.times
-        found: list[list[tuple[RowKinds, Float]]] = []
+        found: list[list[tuple[RowKinds, Int]]] = []
         for each in of.assemblies:
             key = id(each), id(self.on), self.how.tp_comm_overlap, self.routed, self.usual
             if key not in known:
@@ -191,7 +195,7 @@ class MachineTiming:
             found.append(known[key])
         return found
 
-    def _timed(self, assembly: Assembly) -> list[tuple[RowKinds, Float]]:
+    def _timed(self, assembly: Assembly) -> list[tuple[RowKinds, Int]]:
         columns = Columns(
             assembly.kernels, len(self.of), self.machine.hardware, self.durations, self.routed
         )
@@ -201,12 +205,12 @@ class MachineTiming:
             assembly.program, self.of.mesh, pp, self.machine, self.on.placed,
             self.durations.groups, self.of.orders,
         )  # fmt: skip
-        found: list[tuple[RowKinds, Float]] = []
+        found: list[tuple[RowKinds, Int]] = []
         for rank in assembly.ranks:
             rows = columns.of_rows(rank.of.tasks, rank.kernel, meshes)
             if self.how.tp_comm_overlap:
                 rows = in_chunks(columns, rank.of.tasks, rows, meshes)
-            drawn = np.zeros_like(rows.seconds) if self.usual else columns.energy(rows)
+            drawn = np.full_like(rows.number, columns.none) if self.usual else columns.energy(rows)
             found.append((rows, drawn))
         return found
 
@@ -228,15 +232,3 @@ def _content(hosts: list[HostWork] | None) -> object:
     if hosts is None:
         return None
     return tuple((each.seconds.tobytes(), each.waits.tobytes()) for each in hosts)
-
-
-def _timed(rows: list[tuple[RowKinds, Float]], hosts: list[HostWork] | None) -> Timed:
-    """The times of the rows of a program with those of its hosts, by class."""
-    found: list[RowTimes] = []
-    for nth, (kinds, drawn) in enumerate(rows):
-        host = None
-        if hosts is not None:
-            launch = hosts[nth].seconds
-            host = launch.reshape(len(launch), -1), hosts[nth].waits
-        found.append(RowTimes(kinds.seconds, drawn, kinds.of, host))
-    return found

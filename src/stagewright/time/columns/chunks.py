@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from stagewright.arrays import Float
 from stagewright.program.columns import Tasks
 from stagewright.time.columns.durations import Columns
 from stagewright.time.columns.meshes import MeshColumns
-from stagewright.time.columns.row_kinds import GrowingKinds, RowKinds
+from stagewright.time.columns.row_kinds import Known, RowKinds
 from stagewright.time.fused_products import Gemms
 from stagewright.time.tensor_overlap import OverlapPairs, overlap_pairs, overlapped, split_seconds
 
@@ -23,39 +23,49 @@ def in_chunks(columns: Columns, tasks: Tasks, rows: RowKinds, meshes: MeshColumn
     pairs = overlap_pairs(program, tasks)
     if not len(pairs.product):
         return rows
-    # Collectives of one kind that overlap with products of one kind each do so alike.
-    of_row: list[int] = rows.of.tolist()
+    took, kernel = rows.number[rows.of], rows.kernel[rows.of]
+    before: list[int] = took.tolist()
+    of_kernel: list[int] = kernel.tolist()
     beside: dict[int, list[int]] = {}
     for move, product in zip(pairs.collective.tolist(), pairs.product.tolist(), strict=True):
         beside.setdefault(move, []).append(product)
-    alike: dict[tuple[int, ...], int] = {}
-    products: dict[int, list[tuple[int, int]]] = {}
-    chosen: list[tuple[int, list[int]]] = []
+    # Collectives that take as long and overlap with products that take as long do so alike.
+    known = columns.known
+    keys: dict[int, Hashable] = {}
+    new: dict[Hashable, tuple[int, list[int]]] = {}
     for move, some in beside.items():
-        key = int(tasks.slot[move]), of_row[move], *(of_row[product] for product in some)
-        if key not in alike:
-            alike[key] = len(chosen)
-            chosen.append((move, some))
-        for nth, product in enumerate(some):
-            products.setdefault(product, []).append((alike[key], nth))
-    took = _overlapped(columns, tasks, rows, meshes, chosen)
-    kinds = GrowingKinds(rows.of, rows.seconds)
+        products = tuple((before[row], columns.each[of_kernel[row]].content) for row in some)
+        axes = program.communicators[int(tasks.slot[move])].axes
+        keys[move] = "chunks", before[move], products, axes, meshes.content
+        if (keys[move], 0) not in known.found:
+            new.setdefault(keys[move], (move, some))
+    chosen = [*new.values()]
+    for key, found in zip(new, _overlapped(columns, tasks, rows, meshes, chosen), strict=True):
+        numbers = map(known.rows.number, found)
+        known.found.update(((key, nth), number) for nth, number in enumerate(numbers))
+    pieces: dict[int, list[int]] = {}
     for move, some in beside.items():
-        of = alike[int(tasks.slot[move]), of_row[move], *(of_row[p] for p in some)]
-        kinds.of[move] = kinds.number((of,), lambda of=of: took[of][0])
-    for product, pieces in products.items():
-        before = of_row[product]
+        took[move] = known.found[keys[move], 0]
+        for nth, product in enumerate(some, 1):
+            pieces.setdefault(product, []).append(known.found[keys[move], nth])
+    for product, cuts in pieces.items():
+        took[product] = _last_cut(known, before[product], cuts)
+    return RowKinds.made(known.rows, took, kernel)
 
-        def last(before: int = before, pieces: list[tuple[int, int]] = pieces) -> Float:
-            whole: Float = rows.seconds[before]
-            found = whole
-            for of, nth in pieces:
-                cut: Float = took[of][1 + nth]
-                found = np.where(cut != whole, cut, found)
-            return found
 
-        kinds.of[product] = kinds.number((before, *pieces), last)
-    return kinds.made(columns.count, rows.kernel[rows.of])
+def _last_cut(known: Known, whole: int, cuts: Sequence[int]) -> int:
+    """The number of what a product takes that overlaps with several collectives: the last of
+    `cuts` that differs from what it takes in one piece."""
+    if len(cuts) == 1:
+        return cuts[0]
+
+    def last() -> Float:
+        found = uncut = known.rows.rows[whole]
+        for cut in map(known.rows.rows.__getitem__, cuts):
+            found = np.where(cut != uncut, cut, found)
+        return found
+
+    return known.number(("last cut", whole, *cuts), last)
 
 
 def _overlapped(
@@ -67,6 +77,8 @@ def _overlapped(
 ) -> list[Float]:
     """Seconds of some collectives, and behind each those of the products that it overlaps with:
     [rows, configurations] each."""
+    if not chosen:
+        return []
     moves = np.array([move for move, some in chosen for _ in some])
     products = np.array([product for _, some in chosen for product in some])
     kernels: list[int] = rows.kernel[rows.of[products]].tolist()
@@ -84,7 +96,7 @@ def _overlapped(
     first = np.repeat(begin[:-1], [count - 1 for count in counts])
     every = np.concatenate([[move, *some] for move, some in chosen])
     took = overlapped(
-        OverlapPairs(first, place, ranks), rows.seconds[rows.of[every]],
+        OverlapPairs(first, place, ranks), rows.known.table(rows.number[rows.of[every]].tolist()),
         cut.reshape(-1, columns.count), ranks,
     )  # fmt: skip
     return [took[a:b] for a, b in itertools.pairwise(begin)]

@@ -8,7 +8,7 @@ through the functions that time a single configuration, as arrays [kernels, conf
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -23,7 +23,6 @@ from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collectives_seconds, messages_seconds
 from stagewright.time.columns.meshes import MeshColumns
 from stagewright.time.columns.row_kinds import (
-    GrowingKinds,
     JointProduct,
     KernelNumbers,
     Known,
@@ -100,28 +99,34 @@ class Columns:
     @cached_property
     def computed(self) -> Float:
         """Seconds of each kernel alone, 0 of those that do not compute: [kernels, ...]."""
-        return self.stacked(self._computed)
+        return self.known.rows.table(self._computed.tolist())
 
     @cached_property
-    def _computed(self) -> Sequence[Float]:
-        """The rows of `computed`."""
-        known = self.known.seconds
-        alike: dict[tuple[str, str], dict[bytes, int]] = {}
-        for nth, k in enumerate(self.kernels):
-            if k.kind == TaskKind.COMPUTE and self._alone_by(nth) not in known:
+    def none(self) -> int:
+        """The number of a row that takes no time."""
+        return self.known.number(("none", self.count), lambda: np.zeros(self.count))
+
+    @cached_property
+    def _computed(self) -> Int:
+        """The rows of `computed` as numbers of known ones."""
+        alone, known = self.known.alone, self.known.found
+        new = [nth for nth, k in enumerate(self.kernels) if k not in alone]
+        alike: dict[tuple[str, str], dict[Hashable, int]] = {}
+        for nth in new:
+            k, key = self.kernels[nth], self._alone_by(nth)
+            if k.kind == TaskKind.COMPUTE and key not in known:
                 name = "" if k.shape is None else k.shape.kernel
-                alike.setdefault((name, k.dtype), {}).setdefault(self._alone_by(nth), nth)
+                alike.setdefault((name, k.dtype), {}).setdefault(key, nth)
         for (name, dtype), mine in alike.items():
             seconds = self._alone(name, dtype, [*mine.values()])
-            known.update(zip(mine, seconds, strict=True))
-        none = np.zeros(1)
-        return [
-            known[self._alone_by(nth)] if k.kind == TaskKind.COMPUTE else none
-            for nth, k in enumerate(self.kernels)
-        ]
+            known.update(zip(mine, map(self.known.rows.number, seconds), strict=True))
+        for nth in new:
+            k = self.kernels[nth]
+            alone[k] = known[self._alone_by(nth)] if k.kind == TaskKind.COMPUTE else self.none
+        return np.array([alone[k] for k in self.kernels], dtype=np.int64)
 
-    def _alone_by(self, kernel: int) -> bytes:
-        return b"alone %d " % self.count + self.each[kernel].content
+    def _alone_by(self, kernel: int) -> Hashable:
+        return "alone", self.count, self.each[kernel].content
 
     def _alone(self, name: str, dtype: str, mine: Sequence[int]) -> Float:
         """Seconds of kernels of one name and data type: [kernels, configurations]."""
@@ -140,45 +145,57 @@ class Columns:
 
     def of_rows(self, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> RowKinds:
         """Seconds of the rows of a rank class, which are copies of `kernel`."""
-        kinds = GrowingKinds(kernel, self._computed)
-        self._fused(tasks, kernel, kinds)
-        none = kinds.number("none", lambda: np.zeros(1))
-        kinds.of[weighed_within(tasks)] = none
+        took = self._computed[kernel]
+        self._fuse(tasks, kernel, took)
+        took[weighed_within(tasks)] = self.none
         if trains(tasks):
-            kinds.of[within_products(tasks)] = none
-            self._add(kinds, kernel, "bias", *biasing(tasks, self.hardware))
+            took[within_products(tasks)] = self.none
+            self._add(took, kernel, *biasing(tasks, self.hardware))
             if not self.routed:
-                self._add_copying(kinds, tasks, kernel, meshes)
-        self._collectives(kinds, tasks, kernel, meshes)
-        self._messages(kinds, tasks, kernel, meshes)
-        copies = np.flatnonzero((tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE))
+                self._add_copying(took, tasks, kernel, meshes)
+        self._collectives(took, tasks, kernel, meshes)
+        self._messages(took, tasks, kernel, meshes)
+        copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
         to_host = self.hardware.host_bandwidth_gb_s * 1e9
-        for row, nth in zip(copies.tolist(), kernel[copies].tolist(), strict=True):
+        copied: list[int] = np.unique(kernel[copies]).tolist()
+        for nth in copied:
 
-            def copied(nth: int = nth) -> Float:
-                return self.each[nth].comm_bytes / to_host
+            def copies_seconds(nth: int = nth) -> Float:
+                return np.broadcast_to(self.each[nth].comm_bytes / to_host, (self.count,))
 
-            kinds.of[row] = kinds.number(("copy", nth), copied)
-        return kinds.made(self.count, kernel)
+            key = "copy", self.count, self.each[nth].comm_content
+            took[copies & (kernel == nth)] = self.known.number(key, copies_seconds)
+        return RowKinds.made(self.known.rows, took, kernel)
 
-    def energy(self, rows: RowKinds) -> Float:
-        """Seconds at TDP in which a GPU draws as much as in rows of each kind: [kinds, ...].
+    def energy(self, rows: RowKinds) -> Int:
+        """Seconds at TDP in which a GPU draws as much as in rows of each kind: [kinds], as numbers
+        of known rows.
 
         Rows that compute nothing draw nothing here.
         """
-        drawn = np.zeros_like(rows.seconds)
-        kinds: list[int] = rows.kernel.tolist()
-        computes = [n for n, of in enumerate(kinds) if self.kernels[of].kind == TaskKind.COMPUTE]
-        mine = [kinds[n] for n in computes]
-        rates = np.array([peak_rate(self.kernels[of].dtype, self.hardware) for of in mine])
-        flops = self.stacked([self._tiled(of) for of in mine])
-        traffic = self.stacked([self.each[of].traffic for of in mine])
-        took = rows.seconds[computes]
-        found = kernels_energy(
-            traffic, flops, np.where(took > 0, took, 1.0), rates[:, None], self.hardware
-        )
-        drawn[computes] = np.where(took > 0, found, 0.0)
-        return drawn
+        known = self.known.found
+        numbers: list[int] = rows.number.tolist()
+        kernels: list[int] = rows.kernel.tolist()
+        kinds = [*zip(numbers, kernels, strict=True)]
+        keys = {
+            n: ("drawn", took, self.each[of].content)
+            for n, (took, of) in enumerate(kinds)
+            if self.kernels[of].kind == TaskKind.COMPUTE
+        }
+        new = {key: kinds[n] for n, key in keys.items() if key not in known}
+        if new:
+            mine = [of for _, of in new.values()]
+            rates = np.array([peak_rate(self.kernels[of].dtype, self.hardware) for of in mine])
+            flops = self.stacked([self._tiled(of) for of in mine])
+            traffic = self.stacked([self.each[of].traffic for of in mine])
+            took = self.known.rows.table([took for took, _ in new.values()])
+            found = kernels_energy(
+                traffic, flops, np.where(took > 0, took, 1.0), rates[:, None], self.hardware
+            )
+            drawn = np.where(took > 0, found, 0.0)
+            known.update(zip(new, map(self.known.rows.number, drawn), strict=True))
+        drawn_by = [known[keys[n]] if n in keys else self.none for n in range(len(kinds))]
+        return np.array(drawn_by, dtype=np.int64)
 
     def _tiled(self, kernel: int) -> Float:
         """The FLOPs of a kernel, those of a product with the tiles that it is cut into."""
@@ -189,8 +206,8 @@ class Columns:
 
     # ---- kernels ---------------------------------------------------------------------------------
 
-    def _fused(self, tasks: Tasks, kernel: Int, kinds: GrowingKinds) -> None:
-        """Seconds with products of one input fused (`time.fused_products`)."""
+    def _fuse(self, tasks: Tasks, kernel: Int, took: Int) -> None:
+        """Let products of one input take what they do fused (`time.fused_products`)."""
         joint = joint_rows(tasks)
         if not len(joint.rows):
             return
@@ -198,26 +215,25 @@ class Columns:
         order = np.argsort(joint.whole, kind="stable")
         edges = np.flatnonzero(np.diff(joint.whole[order], prepend=-1, append=-1))
         products: dict[tuple[int, ...], JointProduct] = {}
-        result: dict[int, Float] = {}
+        result: dict[int, int] = {}
         for a, b in itertools.pairwise(edges.tolist()):
             rows, summed = joint.rows[order[a:b]], joint.summed[order[a:b]]
             parts: tuple[int, ...] = tuple(kernel[rows].tolist())
             if parts not in products:
                 products[parts] = self._product(tasks, rows, summed, parts)
             found = products[parts]
-            for nth, row in enumerate(rows.tolist()):
-                kind = kinds.number((parts, nth), lambda of=found, nth=nth: of.seconds[nth])
-                kinds.of[row], result[kind] = kind, found.result[nth]
-        of_row: list[int] = kinds.of.tolist()
+            took[rows] = found.seconds
+            result.update(zip(rows.tolist(), found.result, strict=True))
         rate = bytes_per_second(self.hardware)
+        known = self.known.rows.rows
+        before: list[int] = took.tolist()
         for row, part, fewer, none in needless_sums(tasks, joint).each():
-            before, read = of_row[row], of_row[part]
 
-            def left(before: int = before, read: int = read, fewer: int = fewer) -> Float:
-                return kinds.seconds[before] - fewer * result[read] / rate
+            def left(row: int = row, part: int = part, fewer: int = fewer) -> Float:
+                return known[before[row]] - fewer * known[result[part]] / rate
 
-            key = ("none",) if none else (before, read, fewer)
-            kinds.of[row] = kinds.number(key, (lambda: np.zeros(1)) if none else left)
+            key = "needless", before[row], result[part], fewer
+            took[row] = self.none if none else self.known.number(key, left)
 
     def _product(self, tasks: Tasks, rows: Int, summed: Bool, parts: Sequence[int]) -> JointProduct:
         """The product that some rows are parts of, which are copies of these kernels."""
@@ -233,62 +249,62 @@ class Columns:
             width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[dtype]
             one = Gemms(batch, m, n, k, traffic, dtype, np.ones(len(rows)))
             joint = Joint(rows, np.zeros(len(rows), dtype=np.int64), summed)
-            whole, summed, result = fuse(one, joint, width)
+            whole, _, result = fuse(one, joint, width)
             batch, m, n, k, traffic = (column[0] for column in whole[:5])
-            took = gemm_seconds(
+            seconds = gemm_seconds(
                 batch, m, n, k,
                 traffic=traffic, dtype=tasks.dtypes[int(dtype[0])], on=self.hardware.sustained(),
             )  # fmt: skip
-            known[key] = JointProduct(whole.share * took, summed, result)
+            number = self.known.rows.number
+            known[key] = JointProduct([*map(number, whole.share * seconds)], [*map(number, result)])
         return known[key]
 
-    def _add(self, kinds: GrowingKinds, kernel: Int, what: str, chosen: Bool, added: Added) -> None:
+    def _add(self, took: Int, kernel: Int, chosen: Bool, added: Added) -> None:
         """Let some rows take longer, by what follows from their extents."""
+        known = self.known.rows
+        longer: dict[tuple[int, int], int] = {}
         for row in np.flatnonzero(chosen).tolist():
-            before, nth = int(kinds.of[row]), int(kernel[row])
+            key = before, nth = int(took[row]), int(kernel[row])
+            if key not in longer:
+                more = added(self.extents(nth), self.kernels[nth].dtype)
+                longer[key] = known.number(known.rows[before] + more)
+            took[row] = longer[key]
 
-            def more(before: int = before, nth: int = nth) -> Float:
-                return kinds.seconds[before] + added(self.extents(nth), self.kernels[nth].dtype)
-
-            kinds.of[row] = kinds.number((what, before, nth), more)
-
-    def _add_copying(
-        self, kinds: GrowingKinds, tasks: Tasks, kernel: Int, meshes: MeshColumns
-    ) -> None:
+    def _add_copying(self, took: Int, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> None:
         program = meshes.program
         sharing = [program.communicators[s].axes for s in slots_of_tokens(program, tasks)]
         if not sharing:
             return
         ranks = np.max([meshes.size(axes) for axes in sharing], axis=0).astype(np.float64)
         width = meshes.size(dict(program.mesh.groups).get("etp", ())).astype(np.float64)
-        self._add(kinds, kernel, "copying", *copying(tasks, ranks, width, self.hardware))
+        self._add(took, kernel, *copying(tasks, ranks, width, self.hardware))
 
     # ---- communication ---------------------------------------------------------------------------
 
-    def _collectives(
-        self, kinds: GrowingKinds, tasks: Tasks, kernel: Int, meshes: MeshColumns
-    ) -> None:
+    def _collectives(self, took: Int, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> None:
         moves = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
-        keys = np.stack([tasks.slot[moves], tasks.collective[moves], kernel[moves]])
-        each, of = np.unique(keys.astype(np.int64), axis=1, return_inverse=True)
-        numbers: list[list[int]] = each.T.tolist()
+        if not len(moves):
+            return
+        kernels, operations = len(self.kernels), len(COLLECTIVES)
+        op = tasks.collective[moves].astype(np.int64)
+        keys = (tasks.slot[moves] * operations + op) * kernels + kernel[moves]
+        each, of = np.unique(keys, return_inverse=True)
+        rest, kernel_of = np.divmod(each, kernels)
+        numbers: list[list[int]] = np.stack([*np.divmod(rest, operations), kernel_of]).T.tolist()
         tokens = COLLECTIVES.index("all_to_all")
-        exchanged = [self.each[nth].comm_bytes for _, op, nth in numbers if op == tokens]
-        most = self.stacked(exchanged).max(axis=0, initial=0.0)
+        most = None
+        if self.routed:
+            exchanged = [self.each[nth].comm_bytes for _, op, nth in numbers if op == tokens]
+            most = self.stacked(exchanged).max(axis=0, initial=0.0)
         alike: dict[tuple[int, int], list[int]] = {}
         for slot, op, nth in numbers:
             alike.setdefault((slot, op), []).append(nth)
-        took: dict[tuple[int, int, int], Float] = {}
-        for (slot, op), mine in alike.items():
+        new: list[int] = []
+        for (slot, op), mine in alike.items():  # in the order of their numbers
             sent = op == tokens and among_experts(meshes.program, slot)
             who = meshes.program.communicators[slot]
-            found = self._moved(COLLECTIVES[op], mine, who, meshes, most if sent else None)
-            took |= {(slot, op, nth): one for nth, one in zip(mine, found, strict=True)}
-        new: list[int] = []
-        for slot, op, nth in numbers:
-            key = slot, op, nth
-            new.append(kinds.number(("moved", key), lambda key=key: took[key]))
-        kinds.of[moves] = np.array(new, dtype=np.int64)[of.ravel()]
+            new += self._moved(COLLECTIVES[op], mine, who, meshes, most if sent else None)
+        took[moves] = np.array(new, dtype=np.int64)[of.ravel()]
 
     def _moved(
         self,
@@ -297,12 +313,12 @@ class Columns:
         who: Communicator,
         meshes: MeshColumns,
         most: Float | None,
-    ) -> list[Float]:
+    ) -> list[int]:
         """Seconds of collectives; `most`: of tokens of experts, the most that are sent at once."""
-        routed = self.routed if most is not None else None
-        where = digest(self.count, op, who, meshes.content, routed, most if routed else None)
-        asked = [where + self.each[nth].comm_content for nth in kernels]
-        known = self.known.seconds
+        routed = None if most is None else self.routed
+        where = op, self.count, who, meshes.content, routed, None if most is None else digest(most)
+        asked = [(where, self.each[nth].comm_content) for nth in kernels]
+        known = self.known.found
         new = {key: nth for key, nth in zip(asked, kernels, strict=True) if key not in known}
         if new:
             sizes = self.stacked([self.each[nth].comm_bytes for nth in new.values()])
@@ -311,7 +327,7 @@ class Columns:
                 took[16 * sizes <= most] = 0.0  # gates, which are sent with the tokens
             else:
                 took = self._among(op, sizes, who, meshes)
-            known.update(zip(new, took, strict=True))
+            known.update(zip(new, map(self.known.rows.number, took), strict=True))
         return [known[key] for key in asked]
 
     def _among(self, op: str, sizes: Float, who: Communicator, meshes: MeshColumns) -> Float:
@@ -334,9 +350,7 @@ class Columns:
                 took[:, tuples] = np.maximum(took[:, tuples], found)
         return took
 
-    def _messages(
-        self, kinds: GrowingKinds, tasks: Tasks, kernel: Int, meshes: MeshColumns
-    ) -> None:
+    def _messages(self, took: Int, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> None:
         """Seconds of messages along other axes than the pipeline's: those lie as groups do."""
         moves = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
         slots: list[int] = np.unique(tasks.slot[moves]).tolist()
@@ -344,11 +358,12 @@ class Columns:
             axis = meshes.program.peers[slot].axis
             if axis == "pp":
                 continue
-            rows = np.flatnonzero(moves & (tasks.slot == slot))
-            for row, nth in zip(rows.tolist(), kernel[rows].tolist(), strict=True):
-                kinds.of[row] = kinds.number(
-                    ("message", slot, nth),
-                    lambda axis=axis, nth=nth: self._message(axis, nth, meshes),
+            mine = moves & (tasks.slot == slot)
+            sent: list[int] = np.unique(kernel[mine]).tolist()
+            for nth in sent:
+                key = "message", self.count, axis, meshes.content, self.each[nth].comm_content
+                took[mine & (kernel == nth)] = self.known.number(
+                    key, lambda axis=axis, nth=nth: self._message(axis, nth, meshes)
                 )
 
     def _message(self, axis: str, kernel: int, meshes: MeshColumns) -> Float:

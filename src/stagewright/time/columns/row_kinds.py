@@ -1,19 +1,19 @@
 """Rows of a program that take equally long, and what programs and structures have in common.
 
 Most rows of a program are copies: of the same kernel in another layer or microbatch. What they take
-is found once, for all configurations.
+is found once, for all configurations, and known by a number: that of equal rows is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Float, Int
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.time.columns.meshes import Groups
 
@@ -55,14 +55,34 @@ class KernelNumbers(NamedTuple):
         return cls(flops, traffic, comm_bytes, extents, content, digest(comm_bytes))
 
 
-class JointProduct(NamedTuple):
-    """A product that several rows are parts of: [parts, configurations] each."""
+class DistinctRows:
+    """Rows of numbers, [configurations] each, by number: equal rows have one."""
 
-    seconds: Float
-    summed: Bool
-    """Whether the product is the sum of its parts: [parts]."""
-    result: Float
-    """Bytes of the product's result."""
+    def __init__(self) -> None:
+        """None is known."""
+        self.rows: list[Float] = []
+        self._number: dict[bytes, int] = {}
+
+    def number(self, row: Float) -> int:
+        """The number of a row."""
+        key = digest(row)
+        if key not in self._number:
+            self._number[key] = len(self.rows)
+            self.rows.append(np.ascontiguousarray(row))
+        return self._number[key]
+
+    def table(self, numbers: Sequence[int]) -> Float:
+        """Some rows of as many configurations: [rows, configurations]."""
+        return np.stack([self.rows[number] for number in numbers])
+
+
+class JointProduct(NamedTuple):
+    """A product that several rows are parts of."""
+
+    seconds: Sequence[int]
+    """Of each part, as numbers of `Known.rows`."""
+    result: Sequence[int]
+    """Bytes of the product's result, for each part, likewise."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,60 +91,56 @@ class Known:
 
     numbers: dict[Kernel, KernelNumbers]
     """Of the kernels of one structure."""
+    alone: dict[Kernel, int]
+    """What these take alone, as numbers of `rows`."""
     groups: Groups
     """Where groups of the structure's ranks lie on the machine."""
-    seconds: dict[bytes, Float]
-    """Seconds by what they follow from: [configurations] each, of any structure."""
+    found: dict[Hashable, int]
+    """Numbers of `rows` by what these follow from, of any structure."""
     joint: dict[bytes, JointProduct]
-    """Likewise of products with parts."""
+    """Likewise products with parts."""
+    rows: DistinctRows
 
     @classmethod
     def none(cls) -> Self:
         """Nothing is known."""
-        return cls({}, {}, {}, {})
+        return cls({}, {}, {}, {}, {}, DistinctRows())
 
     def of_structure(self) -> Self:
         """What is known when programs of another structure come."""
-        return type(self)({}, {}, self.seconds, self.joint)
+        return type(self)({}, {}, {}, self.found, self.joint, self.rows)
+
+    def number(self, key: Hashable, row: Callable[[], Float]) -> int:
+        """The number of a row that follows from `key`."""
+        if key not in self.found:
+            self.found[key] = self.rows.number(row())
+        return self.found[key]
 
 
 class RowKinds(NamedTuple):
     """What rows take, of which many take the same: rows of one kind are copies of one kernel."""
 
-    seconds: Float
-    """[kinds, configurations]."""
+    known: DistinctRows
+    number: Int
+    """Which of the known rows are the seconds of each kind: [kinds]."""
     kernel: Int
     """[kinds]."""
     of: Int
     """The kind of each row: [rows]."""
 
+    @classmethod
+    def made(cls, known: DistinctRows, number: Int, kernel: Int) -> Self:
+        """Those of rows by what they take, and by the kernels that they are copies of."""
+        base = int(kernel.max(initial=0)) + 1
+        each, of = np.unique(number * base + kernel, return_inverse=True)
+        return cls(known, each // base, each % base, of.ravel())
+
+    @property
+    def seconds(self) -> Float:
+        """[kinds, configurations]."""
+        return self.known.table(self.number.tolist())
+
     @property
     def of_rows(self) -> Float:
         """Seconds of the rows: [rows, configurations]."""
         return self.seconds[self.of]
-
-
-class GrowingKinds:
-    """The kinds of a program's rows while their seconds are being found."""
-
-    def __init__(self, of: Int, seconds: Iterable[Float]) -> None:
-        """At first rows are of these kinds, which take so long."""
-        self.of = of.copy()
-        self.seconds: list[Float] = [*seconds]
-        self._numbers: dict[Hashable, int] = {}
-
-    def number(self, key: Hashable, seconds: Callable[[], Float]) -> int:
-        """The number of a kind that is known by `key`."""
-        if key not in self._numbers:
-            self._numbers[key] = len(self.seconds)
-            self.seconds.append(seconds())
-        return self._numbers[key]
-
-    def made(self, count: int, kernel: Int) -> RowKinds:
-        """The kinds of rows that are copies of `kernel`, of so many configurations."""
-        pairs = np.stack([self.of, kernel])
-        each, of = np.unique(pairs, axis=1, return_inverse=True)
-        table = np.empty((each.shape[1], count))
-        for row, kind in zip(table, each[0].tolist(), strict=True):
-            row[:] = self.seconds[kind]
-        return RowKinds(table, each[1], of.ravel())
