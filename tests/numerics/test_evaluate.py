@@ -176,6 +176,12 @@ def test_gradients_that_are_reduced_behind_all_actions():
     assert np.abs(found).max() < 0.005
 
 
+def test_gradients_of_whole_experts_are_reduced_along_tp_behind_their_own_reduction_along_dp():
+    of = candidates([{"tp": 2, "zero": 0}, {"tp": 4, "zero": 1}], model="mixtral-8x7b", layers=4,
+                    dp=4, etp=1, sequence_parallel=True, global_batch_size=16)  # fmt: skip
+    assert np.abs(gaps(of)).max() < 1e-3
+
+
 def test_stages_of_one_layer_with_transfers_in_every_microbatch():
     names = ("pp", "vpp", "zero", "cpu_offloading_num_layers", "first_stage_less_layers")
     some = (2, 2, 3, None, 1), (4, 1, 2, None, 0), (2, 2, 1, 1, 0)

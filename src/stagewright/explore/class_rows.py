@@ -244,6 +244,9 @@ def cuts(program: Program, places: ClassPlaces, rank: RankRows) -> Cuts:
     # Parameters that were updated may be gathered in front of the first forward.
     step = last + np.flatnonzero(tasks.phase[at[last:]] == PHASES.index("optimizer"))
     late = last + np.flatnonzero(at[last:] < at[inside].max())  # issued behind all actions
+    own = rank.begin[rank.begin <= at[last - 1]].max()
+    if (at[late] >= own).all() and _behind_another_stream(places, late):
+        late = late[:0]  # parts of the last action, whose reductions each of them waits for
     tail = min([*step[:1].tolist(), *met[:1].tolist(), *late[:1].tolist(), len(at)])
     borders = [tail, *(met + 1).tolist()]
     ends = [*met.tolist(), len(at)]
@@ -253,6 +256,15 @@ def cuts(program: Program, places: ClassPlaces, rank: RankRows) -> Cuts:
         waits = bool(places.data[before].any())
         meetings.append(StageMeeting(place, int(tasks.slot[at[place]]), waits))
     return Cuts(_steps(tasks, at, rank, tail), [*zip(borders, ends, strict=True)], meetings)
+
+
+def _behind_another_stream(places: ClassPlaces, some: Int) -> bool:
+    """Whether some places wait for communication that runs on beside, on another stream: gradients
+    of experts that every rank of tp has whole are reduced along dp and then along tp."""
+    order = places.issue
+    waiting = np.repeat(np.arange(len(order.stream)), np.diff(order.pointer))
+    elsewhere = places.data[order.needs] & (order.stream[order.needs] != order.stream[waiting])
+    return bool(elsewhere[np.isin(waiting, some)].any())
 
 
 def _steps(tasks: Tasks, at: Int, rank: RankRows, tail: int) -> list[StepPlaces]:
