@@ -182,6 +182,13 @@ def test_gradients_of_whole_experts_are_reduced_along_tp_behind_their_own_reduct
     assert np.abs(gaps(of)).max() < 1e-3
 
 
+def test_experts_where_only_tp_and_cp_differ_are_evaluated_together():
+    rows = [{"cp": 1, "tp": 2}, {"cp": 2, "tp": 1}]
+    of = candidates(rows, model="mixtral-8x7b", layers=4, dp=4, ep=2, etp=1, global_batch_size=16,
+                    sequence_parallel=True)  # fmt: skip
+    assert np.abs(gaps(of)).max() < 1e-3
+
+
 def test_stages_of_one_layer_with_transfers_in_every_microbatch():
     names = ("pp", "vpp", "zero", "cpu_offloading_num_layers", "first_stage_less_layers")
     some = (2, 2, 3, None, 1), (4, 1, 2, None, 0), (2, 2, 1, 1, 0)

@@ -84,7 +84,7 @@ def evaluate(candidates: Candidates) -> Evaluated:
             left.append(LeftOut(structure.candidates, str(error), True))
         del structure
     work.run()
-    timed = work.seconds, work.joules, *work.waits.values()
+    timed = work.seconds, work.joules, work.bubble, *work.waits.values()
     endless = np.flatnonzero(np.any([abs(column) > _LONGEST for column in timed], axis=0))
     if len(endless):
         for column in timed:

@@ -163,4 +163,4 @@ def _rows_per_expert(run: Run, model: ModelConfig) -> int:
         return 0
     ranks = run.tp * run.cp * run.dp
     tokens = run.micro_batch_size * run.dp * (run.seq_length or 0)
-    return ranks * math.ceil(tokens * model.top_k / model.num_experts / ranks)
+    return ranks * math.ceil(tokens * model.top_k / (model.num_experts * ranks))

@@ -68,7 +68,7 @@ class DistinctRows:
         key = digest(row)
         if key not in self._number:
             self._number[key] = len(self.rows)
-            self.rows.append(np.ascontiguousarray(row))
+            self.rows.append(row.copy())  # not a view, which would keep its whole table
         return self._number[key]
 
     def table(self, numbers: Sequence[int]) -> Float:
