@@ -157,6 +157,12 @@ def test_the_command_writes_a_step(capfd, tmp_path):
     assert not code("--step-trace", "0.4:0", str(tmp_path / "a"))
     assert (tmp_path / "a" / "manifest.json").exists()
     capfd.readouterr()
+    assert code("--step-trace", "0.4:0", str(tmp_path / "a")) == 2
+    said = capfd.readouterr()
+    assert not said.out
+    assert "exists already" in said.err
+    assert not code("--step-trace", "0.4:0", str(tmp_path / "a"), "--force")
+    capfd.readouterr()
     assert code("--step-trace", "x", str(tmp_path / "b")) == 2
     assert len(capfd.readouterr().err.strip().splitlines()) == 1
     assert code("--step-trace", "0.4:7", str(tmp_path / "b")) == 2

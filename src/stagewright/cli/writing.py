@@ -46,6 +46,11 @@ def _check_file(
     return given
 
 
+def forced() -> bool:
+    """Whether the command that runs may replace what stands where it writes."""
+    return bool(click.get_current_context().meta.get(_FORCED))
+
+
 def output_file(*names: str, forces: bool = True, **more: Any) -> Callable[[_Command], _Command]:
     """Give a command the option of a file that it writes, and the option to replace that.
 

@@ -104,12 +104,14 @@ class Service:
             return
         cache = self.instance.cache
         size, own = cache.block_size, cache.blocks_per_request
+        drafts = 0 if self.drafts is None else self.drafts.slots - 1
         lacking = -(-(1 - self.room) // size)
         raise UserError(
             f"the KV cache of an engine has {self.blocks:,} blocks of {size} tokens, wanted at "
-            f"least {self.blocks + lacking:,}: of each request, states and windows take {own:,}, "
-            "and its tokens take blocks too; give more --num-gpu-blocks, or without that option "
-            "more --gpu-memory-utilization or a layout on more GPUs"
+            f"least {self.blocks + lacking:,}: each request takes {own:,} of them for states and "
+            f"windows, {drafts:,} tokens for drafts, and its own tokens; give more "
+            "--num-gpu-blocks, or without that option more --gpu-memory-utilization or a layout on "
+            "more GPUs"
         )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import JSON, serving_options
 from stagewright.cli.progress import shown
-from stagewright.cli.writing import output_file
+from stagewright.cli.writing import forced, output_file
 from stagewright.errors import UserError
 from stagewright.numbers import duration, plural, quantity
 
@@ -74,7 +75,7 @@ def serve(
 
     for path in out:
         check_ending(path, OF_SERVING)
-    seconds, instance = (0.0, 0) if step_trace is None else _moment(step_trace[0])
+    seconds, instance = (0.0, 0) if step_trace is None else _step_asked(*step_trace)
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
     if compare is not None:
@@ -107,8 +108,17 @@ def serve(
         from stagewright.api.generated import generate
 
         step = result.step(seconds, instance=instance)
-        generate(step, step_trace[1], cluster=experiment.cluster)
+        generate(step, step_trace[1], cluster=experiment.cluster, force=forced())
     return 0
+
+
+def _step_asked(moment: str, directory: str) -> tuple[float, int]:
+    """Second and instance of the step whose trace is wanted in a directory that may be written."""
+    from stagewright.trace.staging import check_output
+
+    found = _moment(moment)
+    check_output(Path(directory), forced())
+    return found
 
 
 def _moment(text: str) -> tuple[float, int]:
