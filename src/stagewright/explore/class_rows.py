@@ -245,7 +245,7 @@ def cuts(program: Program, places: ClassPlaces, rank: RankRows) -> Cuts:
     step = last + np.flatnonzero(tasks.phase[at[last:]] == PHASES.index("optimizer"))
     late = last + np.flatnonzero(at[last:] < at[inside].max())  # issued behind all actions
     own = rank.begin[rank.begin <= at[last - 1]].max()
-    if (at[late] >= own).all() and _behind_another_stream(places, late):
+    if len(late) and (at[late] >= own).all() and _behind_another_stream(places, late):
         late = late[:0]  # parts of the last action, whose reductions each of them waits for
     tail = min([*step[:1].tolist(), *met[:1].tolist(), *late[:1].tolist(), len(at)])
     borders = [tail, *(met + 1).tolist()]

@@ -95,8 +95,12 @@ class Service:
     def room(self) -> int:
         """Tokens of the longest request that the cache of an engine has room for."""
         cache = self.instance.cache
-        spare = 0 if self.drafts is None else self.drafts.slots - 1
-        return (self.blocks - cache.blocks_per_request) * cache.block_size - spare
+        return (self.blocks - cache.blocks_per_request) * cache.block_size - self._draft_room
+
+    @property
+    def _draft_room(self) -> int:
+        """Tokens of drafts for which the longest request keeps room."""
+        return 0 if self.drafts is None else self.drafts.slots - 1
 
     def check_room(self) -> None:
         """Raise a UserError where the cache has no room for a single token of a request."""
@@ -104,12 +108,11 @@ class Service:
             return
         cache = self.instance.cache
         size, own = cache.block_size, cache.blocks_per_request
-        drafts = 0 if self.drafts is None else self.drafts.slots - 1
         lacking = -(-(1 - self.room) // size)
         raise UserError(
             f"the KV cache of an engine has {self.blocks:,} blocks of {size} tokens, wanted at "
             f"least {self.blocks + lacking:,}: each request takes {own:,} of them for states and "
-            f"windows, {drafts:,} tokens for drafts, and its own tokens; give more "
+            f"windows, {self._draft_room:,} tokens for drafts, and its own tokens; give more "
             "--num-gpu-blocks, or without that option more --gpu-memory-utilization or a layout on "
             "more GPUs"
         )
