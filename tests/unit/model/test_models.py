@@ -11,6 +11,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -718,6 +719,13 @@ class TestResolve:
             [sys.executable, "-c", code], env=env, capture_output=True, check=True
         )
         assert done.stdout.decode().strip() == "set()"
+
+
+def test_merges_in_the_packages_data_name_one_mapping() -> None:
+    """PyYAML 6.0.4 takes the last of several mappings with a key, others and YAML the first."""
+    files = (ROOT / "src/stagewright/data").rglob("*.yaml")
+    found = [file.name for file in files if re.search(r"<<:\s*\[", file.read_text("utf-8"))]
+    assert found == []
 
 
 class TestPublishedFiles:
