@@ -9,7 +9,9 @@ figures in columns, and the best 20 by simulation; `--whole` evaluates all of th
 Cases are the default spaces of models on machines; `calculon` is its default space on Calculon's
 machine, and `calculon-own` Calculon's own space of 7,126,368 configurations as far as settings say
 it (`calculon.yaml`, which says what has no counterpart): 1,130,448 of ours, of which none is
-counted twice. The gap is taken over N runs of each, drawn at
+counted twice. `calculon-batches` is that space with the global batch free: eight batches from 512
+to 65,536 sequences, evaluated whole, lot by lot as a search does, from the space to the fastest
+that fits. The gap is taken over N runs of each, drawn at
 random; `--sample` evaluates so many of the candidates, which are then fewer for each structure and
 cost more. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342
 configurations per CPU-second, AIConfigurator 24 points.
@@ -53,6 +55,7 @@ CASES = {
 }  # fmt: skip
 """Model, hardware, GPUs and further settings by name."""
 OWN = "calculon-own"
+BATCHES = "calculon-batches"
 CALCULON = (181, 342)
 """Configurations per CPU-second (Isaev et al., SC23, and its companion studies)."""
 
@@ -73,9 +76,11 @@ def space(model: str, hardware: str, gpus: int, settings: dict[str, object]) -> 
     return Space.of(base, fleets, default_axes(run, of, fleets)).candidates().rows
 
 
-def calculon() -> Candidates:
-    """Calculon's own space on 4,096 GPUs."""
-    return asked({}, Path(__file__).with_name("calculon.yaml"), gpus=4096).space.candidates().rows
+def calculon(batches: str | None = None) -> Candidates:
+    """Calculon's own space on 4,096 GPUs, with its global batch or with several."""
+    given: dict[str, object] = {} if batches is None else {"global_batch_size": batches}
+    path = Path(__file__).with_name("calculon.yaml")
+    return asked(given, path, gpus=4096).space.candidates().rows
 
 
 def gaps(rows: Candidates, columns: Evaluated) -> tuple[list[float], list[float]]:
@@ -147,17 +152,38 @@ def _show_whole(rows: Candidates) -> None:
           f"{spent:.1f} CPU-s, {left} left, {peak_megabytes():.0f} MB", flush=True)  # fmt: skip
 
 
+def _show_batches() -> None:
+    """The rate at which Calculon's space of several batches is evaluated whole, from its
+    enumeration to the candidate that handles most tokens per second of those that fit."""
+    begin = time.process_time()
+    rows = calculon("512:65536:x2")
+    enumerated = time.process_time() - begin
+    found = in_lots(rows)
+    figures = found.figures
+    best = int(np.nanargmax(np.where(figures.fits, figures.tokens_per_second, 0.0)))
+    spent = time.process_time() - begin
+    left = sum(len(of.candidates) for of in found.left)
+    print(f"{BATCHES}: {len(rows)} candidates enumerated in {enumerated:.2f} CPU-s\n"
+          f"  evaluated whole, in lots: {(len(rows) - left) / spent:.0f} configurations per "
+          f"CPU-second, all in {spent:.1f} CPU-s, {left} left, {peak_megabytes():.0f} MB\n"
+          f"  best: {rows.run(best).describe()}, {figures.tokens_per_second[best]:.0f} tokens/s",
+          flush=True)  # fmt: skip
+
+
 def main() -> None:
     """Print the rate and the gaps of each case."""
     options = argparse.ArgumentParser()
     options.add_argument("--runs", type=int, default=100)
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--only", choices=[*CASES, OWN])
+    options.add_argument("--only", choices=[*CASES, OWN, BATCHES])
     options.add_argument("--sample", type=int)
     options.add_argument("--whole", action="store_true")
     options.add_argument("--no-gaps", action="store_true")
     options.add_argument("--no-rate", action="store_true")
     given = options.parse_args()
+    if given.only == BATCHES:
+        _show_batches()
+        return
     draw = np.random.default_rng(given.seed)
     every: tuple[list[float], list[float]] = [], []
     for name in [*CASES, OWN]:

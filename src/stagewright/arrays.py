@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,13 @@ Float = NDArray[np.float64]
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that to multiply by it loses nothing: 2**64 over the golden ratio, as Fibonacci hashing
 takes it (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
+
+_IN_CACHE = 2**15
+"""Numbers of a table that a CPU's cache holds beside what is made of them."""
+
+
+_KEYS_OF_A_ROW = 16
+"""Combinations of values, for each row, that are looked up in a table rather than sorted."""
 
 
 def exact_sum(column: Int) -> int:
@@ -44,6 +52,15 @@ def compressed_pairs(tokens: Any, each: int, top: int = 0) -> Any:
     pairs = each * (keys * (keys - 1) // 2) + keys * (first - each * keys + 1)
     pairs = pairs + (tokens - first) * top
     return int(pairs) if isinstance(tokens, int) else pairs
+
+
+def digest(*parts: object) -> bytes:
+    """What is equal for equal parts: arrays by their numbers, all else by how it prints."""
+    found = blake2b(digest_size=16)
+    for part in parts:
+        found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+        found.update(b";")
+    return found.digest()
 
 
 def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
@@ -75,6 +92,36 @@ def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
     return first, of.ravel()
 
 
+def distinct_numbers(columns: Sequence[NDArray[Any]], count: int) -> tuple[Int, Int]:
+    """As `distinct_rows`, of `count` rows of whole numbers from 0 on, or of truth values.
+
+    Sets are numbered in the order of their rows, of which the first columns count most.
+
+    >>> first, of = distinct_numbers([np.array([3, 1, 3]), np.array([True, True, False])], 3)
+    >>> first.tolist(), of.tolist()
+    ([1, 2, 0], [2, 0, 1])
+    """
+    keys, most = np.zeros(count, dtype=np.int64), 1
+    for column in columns:
+        values = int(column.max(initial=0)) + 1
+        if values == 1:
+            continue
+        if most * values >= 1 << 62:  # more tuples than rows: number those that occur
+            keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
+            most = int(keys.max(initial=0)) + 1
+        keys = keys * values + column
+        most *= values
+    if most > _KEYS_OF_A_ROW * count:
+        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
+        return first.astype(np.int64), of.astype(np.int64)
+    first = np.full(most, -1, dtype=np.int64)
+    first[keys[::-1]] = np.arange(count - 1, -1, -1)
+    present = np.flatnonzero(first >= 0)
+    number = np.zeros(most, dtype=np.int64)
+    number[present] = np.arange(len(present))
+    return first[present], number[keys]
+
+
 def distinct_columns(table: Float) -> tuple[Int, Int]:
     """Of a table [rows, columns], the first of each set of equal columns, and each column's set.
 
@@ -84,13 +131,19 @@ def distinct_columns(table: Float) -> tuple[Int, Int]:
     >>> sorted(first.tolist()), bool(of[0] == of[2] != of[1])
     ([0, 1], True)
     """
-    bits = np.ascontiguousarray(table, dtype=np.float64).view(np.uint64)
-    bits = bits ^ (bits >> np.uint64(32))  # whole numbers have their bits at one end
+    rows = max(1, _IN_CACHE // max(1, table.shape[1]))
+    parts = [table[begin : begin + rows] for begin in range(0, len(table), rows)]
+    mixed = np.zeros(table.shape[1], dtype=np.uint64)
+    factor = np.uint64(1)
     with np.errstate(over="ignore"):
-        odd = np.cumprod(np.full(len(bits), _ODD)) if len(bits) else np.zeros(0, dtype=np.uint64)
-        mixed = (bits * odd[:, None]).sum(axis=0, dtype=np.uint64)
+        for part in parts:
+            bits = np.ascontiguousarray(part, dtype=np.float64).view(np.uint64)
+            bits = bits ^ (bits >> np.uint64(32))  # whole numbers have their bits at one end
+            odd = factor * np.cumprod(np.full(len(bits), _ODD))
+            mixed += (bits * odd[:, None]).sum(axis=0, dtype=np.uint64)
+            factor = odd[-1]
     _, first, of = np.unique(mixed, return_index=True, return_inverse=True)
-    if np.array_equal(table[:, first][:, of], table):
+    if all(np.array_equal(part.take(first[of], axis=1), part) for part in parts):
         return first, of
     _, first, of = np.unique(table, axis=1, return_index=True, return_inverse=True)
     return first, of.ravel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from stagewright.blocks.builder import Block
@@ -94,8 +95,13 @@ class PlacedBlock(NamedTuple):
     """Whether a block that is no layer shares the stage of the layer before it, or of the next."""
 
 
-def chain(config: ModelConfig) -> list[PlacedBlock]:
+@lru_cache(maxsize=16)  # every run of a search asks for the chain of its model
+def chain(config: ModelConfig) -> tuple[PlacedBlock, ...]:
     """The blocks of a model in order."""
+    return (*_of_kind(config),)
+
+
+def _of_kind(config: ModelConfig) -> list[PlacedBlock]:
     if config.recommendation:
         return [PlacedBlock("ranking", 0)]
     if config.chain:

@@ -12,15 +12,15 @@ which a schedule of any number of microbatches and stages puts together (`explor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
-from stagewright.time.columns.row_kinds import DistinctRows, digest
+from stagewright.arrays import Bool, Float, Int, digest, distinct_rows
+from stagewright.time.columns.row_kinds import DistinctRows
 
 GPU, ASIDE, HOST, STORED, MESSAGE, GRADIENT = range(6)
 INPUTS = 5
@@ -36,6 +36,10 @@ REDUCES, STORES = 1, 2
 class Response(NamedTuple):
     """When an action is done with what, in seconds [inputs, configurations] from each input."""
 
+    behind: Float
+    """Seconds from the end of its kernels until all communication that runs on beside later actions
+    has ended, if the last layer's waits for none of earlier layers, but 0 at least; `NEVER` without
+    any: [1, configurations]."""
     gpu: Float
     """Its last kernel has ended."""
     aside: Float
@@ -49,12 +53,19 @@ class Response(NamedTuple):
     end: Float
     """Every task has ended."""
     chain: Float
-    """All communication that runs on beside later actions has ended, if none waits but the first of
-    each stream. With more layers this may come to be the longest of all ways through an action."""
+    """All communication that runs on beside later actions has ended, if none waits for kernels but
+    that of the first layer. With more layers this, or what is `behind` the kernels, may come to be
+    the longest of all ways through an action."""
     chain_stored: Float
     """As `chain`, of what goes to the host."""
     sent_gradient: Float | None = None
     """Of a forward and a backward that overlap, as `sent` for the backward; else None."""
+
+    @property
+    def late(self) -> Float:
+        """The latest end of communication that runs on beside later actions, in an action with more
+        layers than the one that was played: [inputs, configurations]."""
+        return np.maximum(np.maximum(self.aside, self.chain), self.gpu + self.behind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,10 +81,11 @@ class ActionColumns:
     """Seconds that its kernels wait, by axis of communication or `LAUNCHES`: [configurations]."""
 
 
-MAIN, DATA, SENDS, RECEIVES, BACKWARD, WAITS, STORING = (1 << n for n in range(7))
+MAIN, DATA, SENDS, RECEIVES, BACKWARD, WAITS, STORING, EARLY, LATE = (1 << n for n in range(9))
 """What a place is: a kernel of the model's stream; communication along dp, once per step, or to the
 host, which runs on beside later actions; a message to another rank of the pipeline, and from one;
-part of a backward; what the host waits for the end of; a transfer to the host."""
+part of a backward; what the host waits for the end of; a transfer to the host; what is issued
+before such communication of a second layer, and what is not issued before that of the last one."""
 BEFORE, BESIDE, BESIDE_STORES = -1, -2, -3
 """What a place of an action waits for before its action: kernels, communication that runs on
 beside, or transfers to the host."""
@@ -110,7 +122,7 @@ class ActionPlaces:
         return digest([len(of) for of in arrays], *arrays, self.axes, self.handed_on, self.pair)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class TimedAction:
     """An action of a stage, or two that overlap."""
 
@@ -128,32 +140,81 @@ class TimedAction:
     waits: Bool | None
     """By place, whether the host waits for it; None: nowhere."""
 
-    def play(self, some: Int) -> ActionColumns:
-        """The response of some configurations, and where their time goes."""
+    @cached_property
+    def shape(self) -> Hashable:
+        """Equal for actions that can be played together, which differ in what their rows take."""
+        waits = None if self.waits is None else self.waits.tobytes()
+        return self.places.content, waits, len(self.launch)
+
+    def launched(self, some: Int) -> Float:
+        """Seconds of the host by place, of some configurations."""
+        return self.launch if self.launch.shape[1] == 1 else self.launch[:, some]
+
+    def drawn_by(self, some: Int) -> Float:
+        """What a GPU draws in all rows, of some configurations."""
         drawn = np.zeros(len(some))
         for number, times in self.drawn.items():
             drawn += times * self.known.rows[number][some]
-        flags: list[int] = self.places.flags.tolist()
-        if self.waits is not None:
-            flags = (self.places.flags | WAITS * self.waits).tolist()
-        seconds = [self.known.rows[number][some] for number in self.seconds]
-        kinds: list[int] = self.kind.tolist()
-        launch = self.launch if self.launch.shape[1] == 1 else self.launch[:, some]
-        return _played(self.places, flags, [seconds[kind] for kind in kinds], [*launch], drawn)
+        return drawn
 
 
-def _clock(kernels: Float, launch: Sequence[Float]) -> Callable[[Float], Float]:
+def played(every: Sequence[tuple[TimedAction, Int]]) -> ActionColumns:
+    """The responses of actions of one `shape`, and where their time goes: of some configurations
+    of each, behind each other."""
+    action, some = every[0]
+    flags: list[int] = action.places.flags.tolist()
+    if action.waits is not None:
+        flags = (action.places.flags | WAITS * action.waits).tolist()
+    # Places of one kind take the same in each of the actions.
+    place, kind = distinct_rows([of.kind for of, _ in every])
+    kinds: list[int] = kind.tolist()
+    places: list[int] = place.tolist()
+    seconds: list[Float] = [
+        np.concatenate([of.known.rows[of.seconds[int(of.kind[at])]][own] for of, own in every])
+        for at in places
+    ]
+    launch = action.launched(some)
+    if any(of.launch is not action.launch or of.launch.shape[1] > 1 for of, _ in every[1:]):
+        sizes = [(len(of.launch), len(own)) for of, own in every]
+        each = [of.launched(own) for of, own in every]
+        launch = np.concatenate([*map(np.broadcast_to, each, sizes)], axis=1)
+    drawn = np.concatenate([of.drawn_by(own) for of, own in every])
+    return _played(action.places, flags, [seconds[kind] for kind in kinds], [*launch], drawn)
+
+
+def _inputs(of: ActionPlaces, flags: Sequence[int], launch: Sequence[Float]) -> list[int]:
+    """The inputs that anything of an action is behind, `GPU` first."""
+    waits = {*of.needs.tolist(), *(need for need, _ in of.handed_on)}
+    beside = any(flag & DATA and not flag & STORING for flag in flags)
+    receives = {bool(flag & BACKWARD) for flag in flags if flag & RECEIVES}
+    there = {
+        GPU: True,
+        ASIDE: beside or BESIDE in waits,
+        HOST: bool(launch),
+        STORED: any(flag & STORING for flag in flags) or BESIDE_STORES in waits,
+        MESSAGE: bool(receives) if not of.pair else False in receives,
+        GRADIENT: of.pair and True in receives,
+    }
+    return [nth for nth, some in there.items() if some]
+
+
+def _clock(kernels: Float, launch: Sequence[Float], host: int) -> Callable[[Float], Float]:
     """From a moment by input to the seconds since an action began, [configurations]; `kernels` are
-    the seconds of those of the model's stream.
+    the seconds of those of the model's stream, `host` is the row of that input.
 
     The host is far ahead of the kernels, but where launches take longer than these do: there
     the kernels before have just run, as they were launched.
     """
     late = np.sum(launch, axis=0) - kernels
     if not (late > 0).any():
-        return lambda moment: moment[GPU]
+        return _of_kernels
     ahead = np.where(late > 0, 0.0, NEVER)
-    return lambda moment: np.maximum(moment[GPU], moment[HOST] + ahead)
+    return lambda moment: np.maximum(moment[GPU], moment[host] + ahead)
+
+
+def _of_kernels(moment: Float) -> Float:
+    """The clock of kernels that are behind no launches."""
+    return moment[GPU]
 
 
 def _played(
@@ -170,18 +231,22 @@ def _played(
     pointer, needs, streams, axis = lists
     pair, axes, configurations = places.pair, places.axes, len(drawn)
     count = INPUTS + pair
-    inputs = np.full((count, count, configurations), NEVER)
-    inputs[range(count), range(count)] = 0.0
+    own = _inputs(places, flags, launch)  # ends are behind these only: [of these, configurations]
+    inputs = np.full((count, len(own), configurations), NEVER)
+    inputs[own, range(len(own))] = 0.0
     ends: list[Float] = []
     kernel, aside, thread, stored = inputs[:MESSAGE]
     chains: dict[int, Float] = {}
+    last_layer: dict[int, Float] = {}
     to_host: set[int] = set()
-    never = np.full((count, configurations), NEVER)
+    never = np.full((len(own), configurations), NEVER)
     sent = [never, never]
     busy = np.zeros(configurations)
     waits: dict[str, Float] = {}
     main = [took for took, flag in zip(seconds, flags, strict=True) if flag & MAIN]
-    clock = _clock(np.sum(main, axis=0), launch)
+    clock = _clock(np.sum(main, axis=0), launch, own.index(HOST) if launch else GPU)
+    # Launches put off no kernel on the clock of kernels while they are behind none of these.
+    put_off, last = clock is not _of_kernels, BEFORE
     for place, flag in enumerate(flags):
         mine = needs[pointer[place] : pointer[place + 1]]
         took = seconds[place]
@@ -199,20 +264,32 @@ def _played(
             awaited.append(thread)
         start = reduce(np.maximum, awaited)
         done = start + took
+        if flag & DATA and flag & LATE and not flag & STORING:
+            some = [thread] if launch else []
+            for need in mine:
+                if need in last_layer:
+                    some.append(last_layer[need])
+                elif need == BEFORE or (need >= 0 and not flags[need] & DATA):
+                    some.append(inputs[GPU] if need == BEFORE else ends[need])
+            last_layer[place] = reduce(np.maximum, some, never) + took
         ends.append(done)
         if flag & MAIN:
-            at = clock(start)
-            left = at - clock(kernel)
-            for need in mine:
-                if need >= 0 and not flags[need] & MAIN:
-                    part = np.where(clock(ends[need]) >= at, left, 0.0)
-                    of = axes[axis[need]]
-                    waits[of] = waits.get(of, 0.0) + part
-                    left = left - part
-            waits[LAUNCHES] = waits.get(LAUNCHES, 0.0) + left
-            busy, kernel = busy + took, done
+            if put_off or any(need != last for need in mine):
+                at = clock(start)
+                left = at - clock(kernel)
+                for need in mine:
+                    if need >= 0 and not flags[need] & MAIN:
+                        part = np.where(clock(ends[need]) >= at, left, 0.0)
+                        of = axes[axis[need]]
+                        waits[of] = waits.get(of, 0.0) + part
+                        left = left - part
+                waits[LAUNCHES] = waits.get(LAUNCHES, 0.0) + left
+            else:  # it waits for the kernel before it alone
+                waits.setdefault(LAUNCHES, np.zeros(configurations))
+            busy += took
+            kernel, last = done, place
         if flag & WAITS:
-            thread = np.maximum(thread, done)
+            thread, put_off = np.maximum(thread, done), True
         if flag & DATA:
             stream = streams[place]
             if flag & STORING:
@@ -221,7 +298,7 @@ def _played(
             else:
                 aside = np.maximum(aside, done)
             before = chains.get(stream)
-            chains[stream] = done if before is None else before + took
+            chains[stream] = done if before is None or flag & EARLY else before + took
         if flag & SENDS:
             sent[way] = np.maximum(sent[way], done)
     for need, of in places.handed_on:
@@ -234,7 +311,23 @@ def _played(
             chain_stored = np.maximum(chain_stored, found)
         else:
             chain = np.maximum(chain, found)
-    gradient = sent[1] if pair else None
-    last = np.max(ends, axis=0) if ends else never
-    found = Response(kernel, aside, thread, stored, sent[0], last, chain, chain_stored, gradient)
+    # A kernel ends behind those before it.
+    beside = [end for end, flag in zip(ends, flags, strict=True) if not flag & MAIN]
+    latest = reduce(np.maximum, beside, never if last == BEFORE else ends[last])
+    behind = np.full((1, configurations), 0.0 if last_layer else NEVER)
+    for end in last_layer.values():
+        behind = np.maximum(behind, end[GPU] - kernel[GPU])
+
+    def by_input(end: Float, own_input: int = GPU) -> Float:
+        """By input, with those that nothing is behind but they themselves."""
+        every = np.full((count, configurations), NEVER)
+        every[own_input] = 0.0
+        every[own] = end
+        return every
+
+    found = Response(
+        behind, by_input(kernel), by_input(aside, ASIDE), by_input(thread, HOST),
+        by_input(stored, STORED), by_input(sent[0]), by_input(latest), by_input(chain),
+        by_input(chain_stored), by_input(sent[1]) if pair else None,
+    )  # fmt: skip
     return ActionColumns(found, busy, drawn, waits)

@@ -27,7 +27,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Bool, Int, distinct_numbers
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
@@ -46,9 +46,6 @@ ABSENT = -1
 
 HARDWARE = "hardware"
 """The column of systems; its values are of `Hardware`, not names."""
-
-_MOST_KEYS = 1 << 24
-"""Combinations of values that are looked up in a table rather than sorted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,9 +170,25 @@ class Candidates:
 
     @property
     def microbatches(self) -> Int:
-        """Microbatches of a training step [candidates], where the global batch size is given."""
-        step = self.numbers("micro_batch_size") * self.numbers("dp")
-        return self.numbers("global_batch_size") // step
+        """Microbatches of a training step [candidates]; without a global batch size, those that a
+        run then has: as few as its schedule takes."""
+        batch = self.numbers("global_batch_size")
+        found = batch // (self.numbers("micro_batch_size") * self.numbers("dp"))
+        absent = np.flatnonzero(batch == ABSENT)
+        if len(absent):
+            some = self.take(absent)
+            pipelines = some.distinct("schedule", "pp", "microbatch_group_size_per_vp_stage")
+            fewest = [some.run(first).microbatches for first in pipelines.first.tolist()]
+            found[absent] = np.array(fewest)[pipelines.of]
+        return found
+
+    @property
+    def machines(self) -> Int:
+        """Numbers that are equal for candidates with equal machines and ways to execute:
+        [candidates]."""
+        names = {HARDWARE, *_named("cluster"), *_named("execution")}
+        alike = self.distinct(*(name for name in self.columns if name in names))
+        return distinct_numbers([alike.of, self.world_size], self.count)[1]
 
     def take(self, rows: Int | Bool | slice) -> Candidates:
         """Some of the candidates, in the order of `rows`."""
@@ -227,21 +240,4 @@ def _named(section: str) -> set[str]:
 
 def distinct(columns: Sequence[Column], count: int) -> Distinct:
     """The distinct tuples of some columns of `count` rows."""
-    keys, most = np.zeros(count, dtype=np.int64), 1
-    for column in columns:
-        if len(column.values) == 1:
-            continue
-        if most * len(column.values) >= 1 << 62:  # more tuples than rows: number those that occur
-            keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
-            most = int(keys.max(initial=0)) + 1
-        keys = keys * len(column.values) + column.codes
-        most *= len(column.values)
-    if most > max(_MOST_KEYS, count):
-        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
-        return Distinct(first.astype(np.int64), of.astype(np.int64))
-    first = np.full(most, -1, dtype=np.int64)
-    first[keys[::-1]] = np.arange(count - 1, -1, -1)
-    present = np.flatnonzero(first >= 0)
-    number = np.zeros(most, dtype=np.int64)
-    number[present] = np.arange(len(present))
-    return Distinct(first[present], number[keys])
+    return Distinct(*distinct_numbers([of.codes for of in columns if len(of.values) > 1], count))

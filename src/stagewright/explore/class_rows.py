@@ -16,6 +16,8 @@ from stagewright.explore.actions import (
     BESIDE,
     BESIDE_STORES,
     DATA,
+    EARLY,
+    LATE,
     MAIN,
     RECEIVES,
     REDUCES,
@@ -121,14 +123,27 @@ class ClassPlaces:
             place = need - begin if need >= begin else earlier
             handed.append((place, self.axes[int(self.axis[need])]))
         return ActionPlaces(
-            pointer - pointer[0], needs, self.flags[begin:end], order.stream[begin:end],
+            pointer - pointer[0], needs, self._with_layers(begin, end), order.stream[begin:end],
             self.axis[begin:end], self.axes, (*handed,), pair,
         )  # fmt: skip
 
+    def _with_layers(self, begin: int, end: int) -> Int:
+        """The flags of the places from `begin` to `end`, `EARLY` and `LATE` among them."""
+        layer = self.tasks.layer[self.issue.rows[begin:end]]
+        own = np.flatnonzero(self.data[begin:end] & (layer >= 0))
+        early, late = np.zeros((2, end - begin), dtype=bool)
+        second, last = end - begin, 0
+        if len(own):
+            changes = np.flatnonzero(np.diff(layer[own]))
+            if len(changes):
+                second, last = int(own[changes[0] + 1]), int(own[changes[-1] + 1])
+        early[:second], late[last:] = True, True
+        return self.flags[begin:end] + EARLY * early + LATE * late
+
     def _recent(self, begin: int) -> Bool:
-        """Of the places before `begin`, for which `ASIDE` stands: communication that runs on beside
-        later actions, but what has been waited for, since another transfer of its kind was
-        issued."""
+        """Places before `begin` that the moments `ASIDE` and `STORED` stand for: communication that
+        runs on beside later actions, unless it frees memory and kernels have waited for it, as they
+        do behind the next transfer of its kind."""
         found = self.data[:begin] & (self.frees[:begin] == 0)
         for kind in (REDUCES, STORES):
             places = np.flatnonzero(self.frees[:begin] == kind)

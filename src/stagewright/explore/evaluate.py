@@ -9,7 +9,7 @@ What cannot be computed so is left out and said (`Evaluated.left`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,28 +18,33 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates, distinct
+from stagewright.explore.candidates import ABSENT, Candidates
 from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks, occupancy
 from stagewright.explore.pipeline import rounds
-from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
+from stagewright.explore.shared.plans import Pipeline, PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.tuples import Shared
-from stagewright.explore.steps import Lot, Pipeline, StepColumns, steps
+from stagewright.explore.steps import EquallyPlayed, PlayedConfigurations, StepColumns, steps
 from stagewright.explore.structures import (
     NUMBERS,
     PIPELINE,
     Structure,
-    microbatches_of,
     structures,
 )
-from stagewright.explore.templates import Kind, unlike
-from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
+from stagewright.explore.timed_memory.peaks import LatePeaks
+from stagewright.explore.timing import (
+    JoinedFigures,
+    KnownOnMachine,
+    MachineTiming,
+    TemplateFigures,
+    Templates,
+)
+from stagewright.garbage import seldom_collected
 from stagewright.run.requests import read_bytes
-from stagewright.run.sections import EXPERIMENT, SETTINGS
+from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.schedule.in_flight import enough
 from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.expense.power import watts_per_gpu
 from stagewright.time.experts.dispatch import Routed
@@ -68,6 +73,7 @@ class Evaluated(NamedTuple):
     left: Sequence[LeftOut]
 
 
+@seldom_collected()
 def evaluate(candidates: Candidates) -> Evaluated:
     """The figures of candidates, in their order."""
     work = _Evaluation(candidates)
@@ -77,12 +83,7 @@ def evaluate(candidates: Candidates) -> Evaluated:
     del grouped
     work.shared.forget_tuples()
     while waiting:  # a structure is dropped before the next one: its blocks take much memory
-        structure = waiting.popleft()
-        try:
-            left += work.add(structure)
-        except UserError as error:
-            left.append(LeftOut(structure.candidates, str(error), True))
-        del structure
+        left += work.add(waiting.popleft())
     work.run()
     timed = work.seconds, work.joules, work.bubble, *work.waits.values()
     endless = np.flatnonzero(np.any([abs(column) > _LONGEST for column in timed], axis=0))
@@ -93,53 +94,41 @@ def evaluate(candidates: Candidates) -> Evaluated:
     return Evaluated(work.figures(), left)
 
 
-class _PlacedLot(NamedTuple):
-    """Where some lots' candidates are among all."""
+class _PlacedConfigurations(NamedTuple):
+    """Configurations that are played, and the numbers of their candidates among all, by part."""
 
-    lot: Lot
-    at: Int
+    played: PlayedConfigurations
+    at: list[Int]
 
 
 class _PlayedAlike(NamedTuple):
-    """Candidates of one structure in one pipeline."""
+    """Candidates of one pipeline, of one structure or of several that are joined."""
 
     tuples: Int
+    """Which tuple of the structure, or of those that are joined, each has."""
     microbatches: Int
     at: Int
     """Their numbers among all candidates."""
 
 
-class _JoinedTemplates:
-    """The figures of several structures' templates behind each other, and who uses them."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        self.begin: dict[int, int] = {}
-        self.parts: list[TemplateFigures] = []
-        self.count = 0
-        self.batches: dict[PipelineShape, list[_PlayedAlike]] = {}
-
-    def add(self, of: TemplateFigures, shape: PipelineShape, batch: _PlayedAlike) -> None:
-        """Candidates whose tuples are those of `of`."""
-        if id(of) not in self.begin:
-            self.begin[id(of)] = self.count
-            self.parts.append(of)
-            self.count += len(of.stride)
-        moved = batch._replace(tuples=batch.tuples + self.begin[id(of)])
-        self.batches.setdefault(shape, []).append(moved)
-
-
 @dataclass(eq=False)
 class _Evaluation:
-    """Lots of candidates by the pipeline that they are played in, and what has been found."""
+    """The figures of candidates, while structures are added one by one and when all are played."""
 
     candidates: Candidates
     shared: Shared = field(default_factory=Shared)
-    tables: dict[object, _JoinedTemplates] = field(default_factory=dict[object, _JoinedTemplates])
+    tables: dict[tuple[Hashable, Hashable], JoinedFigures] = field(
+        default_factory=dict[tuple[Hashable, Hashable], JoinedFigures]
+    )
+    """By what machines have in common (`KnownOnMachine.key`) and by form (`Responses.form`)."""
+    machines: dict[Hashable, Machine] = field(default_factory=dict[Hashable, Machine])
     waits: dict[str, Float] = field(default_factory=dict[str, Float])
     plans: dict[object, StagePlan] = field(default_factory=dict[object, StagePlan])
     on: dict[Hashable, KnownOnMachine] = field(default_factory=dict[Hashable, KnownOnMachine])
     memory: dict[str, Int] = field(default_factory=dict[str, Int])
+    late: list[tuple[Int, dict[str, Int]]] = field(default_factory=list[tuple[Int, dict[str, Int]]])
+    """The memory of candidates whose transfers free it behind later kernels: their numbers, and
+    bytes by category."""
 
     def __post_init__(self) -> None:
         count = len(self.candidates)
@@ -152,51 +141,66 @@ class _Evaluation:
     # ---- structures ------------------------------------------------------------------------------
 
     def add(self, of: Structure) -> list[LeftOut]:
-        """Make lots of the candidates of a structure; returns those that cannot be played."""
+        """Put the candidates of a structure where `run` finds them; returns those that cannot be
+        played."""
         left: list[LeftOut] = []
         own = self.candidates.take(of.candidates)
         names = [n for n in PIPELINE if n in own.columns]
         pipelines = own.distinct(*names)
-        batch = microbatches_of(own)
-        machines = machines_of(own)
+        batch = own.microbatches
+        machines = own.machines
         templates = Templates(of)
         for group in range(int(machines.max()) + 1):
             mine = np.flatnonzero(machines == group)
-            hardware, how = own.hardware(int(mine[0])), own.execution(int(mine[0]))
-            self._cost(own, mine, of, hardware)
-            why = _unknown(how, own.cluster(int(mine[0])))
-            if why:
-                left.append(LeftOut(of.candidates[mine], why, True))
+            try:
+                key, timing = self._timing(own, mine, templates)
+            except UserError as error:
+                left.append(LeftOut(of.candidates[mine], str(error), True))
                 continue
-            machine = own.machine(int(mine[0]))
-            key = KnownOnMachine.key(machine)
-            if key not in self.on:
-                self.on[key] = KnownOnMachine.none()
-            routed = self._routed(own, mine, how)
-            timing = MachineTiming(templates, machine, how, self.on[key], routed)
             for nth in np.unique(pipelines.of[mine]).tolist():
                 rows = mine[pipelines.of[mine] == nth]
-                plan = self._plan(own, int(rows[0]))
-                why = unlike(plan.run, plan.order, plan.parts)
-                if why or plan.parts is None:
-                    left.append(LeftOut(of.candidates[rows], why, True))
-                    continue
-                for several in (False, True):
-                    some = rows[(batch[rows] > 1) == several]
-                    if len(some):
-                        of_plan = plan.run, plan.order, plan.parts, plan.layers
-                        kind = Kind.of(*of_plan, several=several)
-                        try:
-                            found = timing.figures(kind, plan.run)
-                        except UserError as error:
-                            left.append(LeftOut(of.candidates[some], str(error), True))
-                            continue
-                        table = self.tables.setdefault(
-                            (found.responses.form, key), _JoinedTemplates(machine)
-                        )
-                        mine_at = _PlayedAlike(of.index[some], batch[some], of.candidates[some])
-                        table.add(found, plan.shape, mine_at)
+                alike = _PlayedAlike(of.index[rows], batch[rows], of.candidates[rows])
+                try:
+                    self._put(alike, self._plan(own, int(rows[0])), key, timing)
+                except UserError as error:
+                    left.append(LeftOut(alike.at, str(error), True))
         return left
+
+    def _timing(
+        self, own: Candidates, mine: Int, templates: Templates
+    ) -> tuple[Hashable, MachineTiming]:
+        """The times of a structure's templates on the machine of some of its candidates, and what
+        is equal for equal machines; a UserError where columns have no such times."""
+        first = int(mine[0])
+        hardware, how = own.hardware(first), own.execution(first)
+        self._cost(own, mine, templates.of, hardware)
+        why = _unknown(how, own.cluster(first))
+        if why:
+            raise UserError(why)
+        machine = own.machine(first)
+        key = KnownOnMachine.key(machine)
+        if key not in self.on:
+            self.on[key] = KnownOnMachine.none()
+        routed = self._routed(own, mine, how)
+        return key, MachineTiming(templates, machine, how, self.on[key], routed)
+
+    def _put(
+        self, alike: _PlayedAlike, plan: StagePlan, key: Hashable, timing: MachineTiming
+    ) -> None:
+        """Put candidates of one structure, pipeline and machine behind those of the same form; a
+        UserError, which says why they cannot be played, leaves everything as it is."""
+        if plan.unlike:
+            raise UserError(plan.unlike)
+        several = bool(alike.microbatches[0] > 1)  # all of a structure's candidates, or none
+        found = timing.figures(plan.kinds[several], plan.run)
+        late = timing.late(found)
+        shapes = [*_by_shape(plan, alike)]
+        if late is not None:
+            self.late += [held for shape, some in shapes for held in _held(shape, late, some)]
+        self.machines[key] = timing.machine
+        table = self.tables.setdefault((key, found.responses.form), JoinedFigures())
+        for shape, some in shapes:
+            table.add(found, shape, *some)
 
     def _routed(self, own: Candidates, mine: Int, how: Execution) -> Routed | None:
         """How a flexible dispatcher of some candidates of one structure sends tokens."""
@@ -207,17 +211,17 @@ class _Evaluation:
 
     def _cost(self, own: Candidates, mine: Int, of: Structure, hardware: Hardware) -> None:
         """What does not follow from the time of a step: tokens, FLOPs, memory of the device."""
-        at = of.candidates[mine]
-        first = own.run(int(mine[0])).resolved(self.candidates.model)
-        lengths = own.numbers("seq_length")[mine]
-        batch = _global_batch(own)[mine]
-        for length in np.unique(lengths).tolist():
-            some = lengths == length
-            run = first if length == ABSENT else first.model_copy(update={"seq_length": length})
-            needed = self._needed(run)
-            self.flops[at[some]] = needed * batch[some]
-            self.tokens[at[some]] = batch[some] * (run.seq_length or 0)
-        world = own.world_size[mine]
+        at, model = of.candidates[mine], self.candidates.model
+        some = own.take(mine)
+        batch = _global_batch(some)
+        lengths = some.distinct("seq_length", "decoder_seq_length")
+        runs = [some.run(first).resolved(model) for first in lengths.first.tolist()]
+        needed = np.array([self._needed(run) for run in runs])
+        self.flops[at] = needed[lengths.of] * batch
+        tokens = np.array([run.seq_length or 0 for run in runs])
+        self.tokens[at] = tokens[lengths.of] * batch
+        first = runs[0]
+        world = some.world_size
         self.peak[at] = peak_flops(hardware, PRECISIONS[first.precision].product) * world
         asked = first.device_memory
         self.device[at] = hardware.memory if asked is None else read_bytes(asked)
@@ -248,35 +252,33 @@ class _Evaluation:
 
     def run(self) -> None:
         """Play all pipelines, and find what their ranks hold."""
-        lots: dict[Pipeline, list[_PlacedLot]] = {}
+        sets: dict[Pipeline, list[_PlacedConfigurations]] = {}
         self.on.clear()  # figures of templates take most of the memory: none is held twice for long
         for key in [*self.tables]:
             table = self.tables.pop(key)
-            figures = TemplateFigures.concatenated(table.parts)
-            table.parts.clear()
+            figures = table.join()
             timed_as = figures.responses.classes
-            for shape, batches in table.batches.items():
-                every = _PlayedAlike(*map(np.concatenate, zip(*batches, strict=True)))
-                for pipeline, lot in _lots(shape, table.machine, figures, timed_as, every):
-                    lots.setdefault(pipeline, []).append(lot)
-                self._remember(shape, figures.peaks, every)
-        for pipeline, some in lots.items():
-            for place, found in zip(some, steps(pipeline, [p.lot for p in some]), strict=True):
-                self._record(place.at, found, place.lot.messages.machine)
+            for shape, users in table.users():
+                every = _PlayedAlike(*users)
+                machine = self.machines[key[0]]
+                placed = _played_configurations(shape, machine, figures, timed_as, every)
+                sets.setdefault(shape.pipeline, []).append(placed)
+                for at, held in _held(shape, figures.peaks, every):
+                    self._remember(at, held)
+        for at, held in self.late:
+            self._remember(at, held)
+        for pipeline, some in sets.items():
+            played = steps(pipeline, [placed.played for placed in some])
+            for placed, found in zip(some, played, strict=True):
+                for at, columns in zip(placed.at, found, strict=True):
+                    self._record(at, columns, placed.played.messages.machine)
 
-    def _remember(self, shape: PipelineShape, peaks: Peaks, every: _PlayedAlike) -> None:
-        """The memory of candidates of one pipeline."""
-        distinct, of_row = np.unique(every.microbatches, return_inverse=True)
-        own = shape.schedule, shape.pp, shape.vpp
-        counts = np.array([enough(*own, m, shape.group) for m in distinct.tolist()])[of_row]
-        for count in np.unique(counts).tolist():
-            mine = counts == count
-            found = occupancy((*own, count, shape.group), tuple(zip(*shape.layers, strict=True)))
-            assert found is not None, f"a schedule that is played: {shape.schedule}"
-            for name, held in peaks.at(found, every.tuples[mine]).items():
-                if name not in self.memory:
-                    self.memory[name] = np.zeros(len(self.candidates), dtype=np.int64)
-                self.memory[name][every.at[mine]] = held
+    def _remember(self, at: Int, memory: Mapping[str, Int]) -> None:
+        """The memory of some candidates."""
+        for name, held in memory.items():
+            if name not in self.memory:
+                self.memory[name] = np.zeros(len(self.candidates), dtype=np.int64)
+            self.memory[name][at] = held
 
     def _record(self, at: Int, found: StepColumns, machine: Machine) -> None:
         watts = watts_per_gpu(machine.hardware, found.running, found.drawn)
@@ -302,28 +304,66 @@ class _Evaluation:
         )
 
 
-def _lots(
+def _by_shape(plan: StagePlan, alike: _PlayedAlike) -> Iterator[tuple[PipelineShape, _PlayedAlike]]:
+    """Candidates of one plan by the shapes that its pipeline has with their microbatches."""
+    distinct, of_row = np.unique(alike.microbatches, return_inverse=True)
+    shapes = [plan.shape(count) for count in distinct.tolist()]
+    for shape in dict.fromkeys(shapes):
+        mine = np.array([own is shape for own in shapes])[of_row]
+        yield shape, _PlayedAlike(*(column[mine] for column in alike))
+
+
+def _held(
+    shape: PipelineShape, peaks: Peaks | LatePeaks, every: _PlayedAlike
+) -> Iterator[tuple[Int, dict[str, Int]]]:
+    """The memory of candidates of one pipeline, by their numbers."""
+    of, layers = shape.pipeline, shape.by_stage
+    counts = of.enough(every.microbatches)
+    after = peaks.lasting if isinstance(peaks, LatePeaks) else ""
+    for count in np.unique(counts).tolist():
+        mine = counts == count
+        found = occupancy(of.with_microbatches(count), layers, after)
+        assert found is not None, f"a schedule that is played: {of.schedule}"
+        yield every.at[mine], peaks.at(found, every.tuples[mine])
+
+
+def _played_configurations(
     shape: PipelineShape,
     machine: Machine,
     figures: TemplateFigures,
     timed_as: Int,
     every: _PlayedAlike,
-) -> Iterator[tuple[Pipeline, _PlacedLot]]:
-    """Candidates of one pipeline by the microbatches that are played of them."""
-    schedule, pp, vpp, group, by_variant = shape
+) -> _PlacedConfigurations:
+    """Candidates of one pipeline, by the microbatches that are played of them."""
+    of = shape.pipeline
     distinct, of_row = np.unique(every.microbatches, return_inverse=True)
-    plans = [rounds(schedule, pp, m) for m in distinct.tolist()]
+    plans = [rounds(of.schedule, of.pp, m, of.group) for m in distinct.tolist()]
     more = np.array([plan.more for plan in plans])
-    layers = np.array(by_variant, dtype=np.int64)
+    tuples, of_tuple = np.unique(every.tuples, return_inverse=True)
+    parts: list[EquallyPlayed] = []
+    at: list[Int] = []
     for played, before in sorted({(plan.played, plan.before) for plan in plans}):
         these = np.array([(plan.played, plan.before) == (played, before) for plan in plans])
         mine = np.flatnonzero(these[of_row])
-        tuples = every.tuples[mine]
-        own = figures.message[tuples], figures.stride[tuples], figures.beyond[tuples]
-        messages = NeighbourMessages(*own, pp, machine)
-        microbatches, rest = every.microbatches[mine], more[of_row[mine]]
-        lot = Lot(figures.responses, tuples, timed_as[tuples], layers, microbatches, rest, messages)
-        yield Pipeline(schedule, pp, vpp, group, played, before), _PlacedLot(lot, every.at[mine])
+        part = EquallyPlayed(
+            played,
+            before,
+            of=of_tuple[mine],
+            microbatches=every.microbatches[mine],
+            more=more[of_row[mine]],
+        )
+        parts.append(part)
+        at.append(every.at[mine])
+    own = figures.message[tuples], figures.stride[tuples], figures.beyond[tuples]
+    configurations = PlayedConfigurations(
+        responses=figures.responses,
+        tuples=tuples,
+        timed_as=timed_as[tuples],
+        messages=NeighbourMessages(*own, of.pp, machine),
+        layers=np.array(shape.layers, dtype=np.int64),
+        parts=parts,
+    )
+    return _PlacedConfigurations(configurations, at)
 
 
 def _unknown(how: Execution, cluster: ClusterSection) -> str:
@@ -339,21 +379,10 @@ def _unknown(how: Execution, cluster: ClusterSection) -> str:
     return ""
 
 
-def machines_of(own: Candidates) -> Int:
-    """Numbers of candidates' machines and ways to execute: equal for equal ones."""
-    names = [
-        n for n in own.columns
-        if n == HARDWARE or (n in EXPERIMENT and EXPERIMENT[n].section in ("cluster", "execution"))
-    ]  # fmt: skip
-    key = distinct([own.column(n) for n in names], len(own)).of
-    _, world = np.unique(own.world_size, return_inverse=True)
-    return np.unique(key * (int(world.max()) + 1) + world, return_inverse=True)[1].ravel()
-
-
 def _global_batch(own: Candidates) -> Int:
     """Sequences of a step."""
     given = own.numbers("global_batch_size")
     if (given != ABSENT).all():
         return given
     size = own.numbers("micro_batch_size") * own.numbers("dp")
-    return np.where(given == ABSENT, size * microbatches_of(own), given)
+    return np.where(given == ABSENT, size * own.microbatches, given)

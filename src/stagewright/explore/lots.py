@@ -92,7 +92,7 @@ def in_lots(
 
 def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:
     """Candidates by what they agree in: all settings but numbers, and those of the pipeline."""
-    apart = {*apart_from_graphs(candidates.model)} - {"global_batch_size"}
+    apart = apart_from_graphs(candidates.model)
     names = [name for name in candidates.columns if name in SETTINGS and name not in apart]
     alike = candidates.distinct(*names)
     kinds = _KINDS if len(candidates) <= FEW else min(_KINDS, max(1, len(alike) // _LOTS))

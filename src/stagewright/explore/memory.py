@@ -24,21 +24,22 @@ from stagewright.explore.template_memory import (
     KEPT,
     PAIR,
     UPDATED,
-    Sizes,
     Spot,
     TemplateRank,
+    of_pairs,
 )
-from stagewright.explore.templates import Kinds, StructureTemplate, at_most
+from stagewright.explore.templates import Kinds, StructureTemplate, mean_layers, nearest
 from stagewright.program.columns import CATEGORIES
 from stagewright.schedule.in_flight import (
     STEP,
     InFlight,
+    StepOf,
     forwards_of_first,
     largest,
+    order_of_enough,
     states,
     states_of_ends,
 )
-from stagewright.schedule.schedules import make
 from stagewright.schedule.traits import PLAIN
 
 Shape = tuple[str, int, int, int, int | None]
@@ -56,13 +57,24 @@ class ByLayers:
     layers: tuple[int, ...]
     """Of each variant in the template."""
     few: Mapping[tuple[float, ...], Float]
-    """As the base, by other layers of each variant (`templates.Kind.few`)."""
+    """As `base`, at other layers of each variant (`templates.Kind.few`)."""
+    pairs: Mapping[tuple[tuple[int, ...], ...], Float]
+    """Likewise, of two stages with these layers (`templates.Kind.pairs`)."""
 
-    def at(self, cases: Int, layers: Sequence[float]) -> Float:
-        """Of some cases, with so many layers of each variant: [categories, cases]."""
-        few = at_most(layers)
-        base, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
-        found = base[:, cases]
+    def at(
+        self,
+        cases: Int,
+        layers: Sequence[float],
+        other: tuple[tuple[int, ...], Float] | None = None,
+    ) -> Float:
+        """Of some cases, with so many layers of each variant: [categories, cases].
+
+        `other`: instead of the bytes at the template's layers, those at others, of these cases.
+        """
+        has = nearest(layers, self.few, self.layers)
+        found = self.few.get(has, self.base)[:, cases]
+        if other is not None:
+            has, found = other[0], other[1].copy()
         for more, count, own in zip(self.more, layers, has, strict=True):
             if count != own:
                 found += (count - own) * more[:, cases]
@@ -73,15 +85,25 @@ class Holding(NamedTuple):
     """Something that a stage holds, or two stages together whose actions overlap."""
 
     what: str
-    """What there is of `StageBytes`, such as `KEPT`, or the moment whose peak it is."""
+    """A field of `StageBytes`, such as `KEPT`, or the moment whose peak it is."""
     kinds: tuple[int, ...]
     """Of the stages: `templates.FIRST`, ..."""
     layers: tuple[tuple[int, ...], ...]
     """Of each variant, by stage."""
+    after: tuple[tuple[ActionOf, ...], ...] = ()
+    """The actions of the steps before this one, the latest last, where they are asked for."""
 
 
-_HeldAt = tuple[str, tuple[int, ...]]
-"""What is held (`Holding.what`), and by which stages."""
+class ActionOf(NamedTuple):
+    """An action of a stage: which kind of stage, layers of each variant, and kind of action."""
+
+    stage: int
+    layers: tuple[int, ...]
+    kind: str
+
+
+_HeldAt = tuple[str, tuple[int, ...], tuple[StepOf, ...]]
+"""What is held (`Holding.what`), by which stages, and behind which steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,13 +116,16 @@ class Occupancy:
 
 
 @lru_cache(maxsize=512)
-def occupancy(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy | None:
-    """The states of a pipeline; `layers` of each variant by stage. None: see `in_flight.states`."""
-    found = states(*shape)
+def occupancy(
+    shape: Shape, layers: tuple[tuple[int, ...], ...], after: str = ""
+) -> Occupancy | None:
+    """What ranks hold in the states of a pipeline (`in_flight.states`, also of `after`); `layers`
+    are those of each stage, by variant. None: the schedule is one in which all ranks share stages.
+    """
+    found = states(*shape, after)
     if found is None:
         return None
-    name, pp, vpp, microbatches, group = shape
-    return _occupancy(found, Kinds.of(make(name, pp, microbatches, vpp, group=group)), layers)
+    return _occupancy(found, Kinds.of(order_of_enough(*shape)), layers)
 
 
 @lru_cache(maxsize=1024)
@@ -115,8 +140,8 @@ def occupancy_of_ends(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occu
 
 @lru_cache(maxsize=1024)
 def occupancy_of_forwards(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy:
-    """As `occupancy`, with no less than is held: the forwards of the first rank, and all actions
-    done. What a microbatch keeps between the halves of its backward does not count."""
+    """As `occupancy`, of some of what the first rank holds: in its forwards, and when all actions
+    are done, without what microbatches keep between the halves of their backwards."""
     _, pp, *_ = shape
     found = forwards_of_first(*shape)
     return _occupancy([found], Kinds(PLAIN, pp, len(layers)), layers)
@@ -160,7 +185,10 @@ class _Stages(NamedTuple):
             stages = [stage for stage, _, _ in of_rank[0].others]
             like = [(self.kinds.stage(s), self.layers[s]) for s in stages]
             for state in of_rank:
-                key = tuple((stages.index(s), moment) for s, moment in state.at), tuple(like)
+                steps = (
+                    tuple((stages.index(s), x) for s, x in of) for of in (state.at, *state.after)
+                )
+                key = *steps, tuple(like)
                 others = tuple(number for _, *numbers in state.others for number in numbers)
                 known.setdefault(key, {}).setdefault(others, (state, stages))
         for some in known.values():
@@ -172,20 +200,25 @@ class _Stages(NamedTuple):
         itself."""
         if not state.at:
             for s in stages:
-                yield [*(((UPDATED, (o,)), 1) for o in stages if o != s), ((STEP, (s,)), 1)]
+                others = [((UPDATED, (o,), ()), 1) for o in stages if o != s]
+                yield [*others, ((STEP, (s,), state.after), 1)]
             return
         current = tuple(s for s, _ in state.at)
-        kept = [((KEPT, (s,)), count) for s, count, _ in state.others if count]
-        halved = [((HALVED, (s,)), count) for s, _, count in state.others if count]
-        held = [((HELD, (s,)), 1) for s in stages if s not in current]
+        kept = [((KEPT, (s,), ()), count) for s, count, _ in state.others if count]
+        halved = [((HALVED, (s,), ()), count) for s, _, count in state.others if count]
+        held = [((HELD, (s,), ()), 1) for s in stages if s not in current]
         moment = PAIR if len(current) > 1 else state.at[0][1]
-        yield [*kept, *halved, *held, ((moment, current), 1)]
+        yield [*kept, *halved, *held, ((moment, current, state.after), 1)]
 
     def holding(self, held: _HeldAt) -> Holding:
         """What it is, whichever stages have it."""
-        what, stages = held
+        what, stages, after = held
         kinds = tuple(self.kinds.stage(s) for s in stages)
-        return Holding(what, kinds, tuple(self.layers[s] for s in stages))
+        before = tuple(
+            tuple(ActionOf(self.kinds.stage(s), self.layers[s], x) for s, x in step)
+            for step in after
+        )
+        return Holding(what, kinds, tuple(self.layers[s] for s in stages), before)
 
 
 _NO_SUCH_MOMENT = -1e18
@@ -209,26 +242,24 @@ class Peaks:
     """Bytes that are set aside: [tuples]."""
 
     @classmethod
-    def of(cls, template: StructureTemplate, tuples: int, allowance: int = 0) -> Peaks:
-        """From the template of a structure of so many tuples."""
-        sizes = Sizes(tuples)
-        assemblies = template.assemblies
-        for assembly in assemblies:  # all sizes first: counts have one length
-            for rank in assembly.ranks:
-                sizes.of(rank)
-        cases = sizes.join_tuples()
-        every = [
-            [TemplateRank(rank, template, sizes) for rank in assembly.ranks]
-            for assembly in assemblies
-        ]
+    def of(
+        cls,
+        template: StructureTemplate,
+        every: Sequence[Sequence[TemplateRank]],
+        cases: Int,
+        allowance: int = 0,
+    ) -> Peaks:
+        """From the ranks of a template, and the case of each tuple (`template_ranks`)."""
         stages: dict[tuple[int, ...], StageMemory] = {}
         for ranks in zip(*every, strict=True):
             for of in ranks[0].stages:
-                kinds = tuple(template.kind_of.stage(s) for s in of)
+                kinds = tuple(template.kinds.stage(s) for s in of)
                 if kinds not in stages:
-                    held = [rank.held_at(of) for rank in ranks]
-                    stages[kinds] = _by_layers(template, kinds, held)
-        return cls(stages, cases, np.full(tuples, allowance))
+                    known = 1 + len(template.more) + len(template.few)
+                    held = [rank.held_at(of) for rank in ranks[:known]]
+                    pairs = of_pairs(every[known:], kinds) if len(of) > 1 else {}
+                    stages[kinds] = _by_layers(template, kinds, held, pairs)
+        return cls(stages, cases, np.full(len(cases), allowance))
 
     @classmethod
     def concatenated(cls, every: Sequence[Peaks]) -> Peaks:
@@ -248,7 +279,7 @@ class Peaks:
     def at(self, found: Occupancy, tuples: Int) -> dict[str, Int]:
         """Bytes by category of configurations with these tuples, in a pipeline of these states."""
         cases, of_row = np.unique(self.cases[tuples], return_inverse=True)
-        each = np.stack([self._holding(one, cases) for one in found.holdings])
+        each = np.stack([self.holding(one, cases) for one in found.holdings])
         total = found.counts @ each.sum(axis=1)
         most = found.counts[total.argmax(axis=0)]
         best = np.einsum("ch,hkc->kc", most, each).astype(np.int64)
@@ -261,21 +292,34 @@ class Peaks:
 
         `scale` is that part: [categories, configurations].
         """
-        each = np.stack([self._holding(one, self.cases[tuples], scale) for one in found.holdings])
+        each = np.stack([self.holding(one, self.cases[tuples], scale) for one in found.holdings])
         total = found.counts @ (each * scale).sum(axis=1)
         return total.max(axis=0) + self.allowance[tuples]
 
-    def _holding(self, one: Holding, cases: Int, scale: Float | None = None) -> Float:
-        """Bytes of what a stage holds, where it has most: [categories, cases]."""
-        what, kinds, layers = one
-        # Templates of pairs have equal stages.
-        mean = layers[0] if len(layers) == 1 else [sum(of) / 2 for of in zip(*layers, strict=True)]
+    def holding(
+        self,
+        one: Holding,
+        cases: Int,
+        scale: Float | None = None,
+        played: tuple[tuple[int, ...], Mapping[Spot, Float]] | None = None,
+    ) -> Float:
+        """Bytes of what a stage holds, where it has most: [categories, cases].
+
+        `played`: the bytes of a moment at places where they are not those in the order of issue,
+        in a program with these layers of each variant (`explore.timed_memory`).
+        """
+        what, kinds, layers, _ = one
         best = np.full((len(CATEGORIES), len(cases)), _NO_SUCH_MOMENT)
         most = np.full(len(cases), _NO_SUCH_MOMENT)
-        for (when, (where, nth, action)), of in self.stages[kinds].items():
+        for (when, spot), of in self.stages[kinds].items():
+            where, nth, action = spot
             if when != what or (where in ("first", "last") and not layers[action][nth]):
                 continue
-            held = of.at(cases, mean)
+            other = (played[0], played[1][spot]) if played and spot in played[1] else None
+            if layers in of.pairs:
+                held = of.pairs[layers][:, cases] if other is None else other[1]
+            else:
+                held = of.at(cases, mean_layers(layers), other)
             total = (held if scale is None else held * scale).sum(axis=0)
             best = np.where(total > most, held, best)
             most = np.maximum(total, most)
@@ -298,6 +342,7 @@ def _concatenated(parts: Sequence[StagesMemory]) -> StagesMemory:
                     layers: np.concatenate([s[kind][at].few[layers] for s in every], axis=1)
                     for layers in like.few
                 },
+                _joined_pairs([stages[kind][at] for stages in every]),
             )
             for at in places
         }
@@ -305,10 +350,24 @@ def _concatenated(parts: Sequence[StagesMemory]) -> StagesMemory:
     }
 
 
+def _joined_pairs(every: Sequence[ByLayers]) -> dict[tuple[tuple[int, ...], ...], Float]:
+    """What pairs hold in several structures, their cases behind each other; nobody asks for pairs
+    that a structure has not."""
+    names = dict.fromkeys(layers for one in every for layers in one.pairs)
+    none = [np.full_like(one.base, _NO_SUCH_MOMENT) for one in every]
+    return {
+        layers: np.concatenate(
+            [one.pairs.get(layers, no) for one, no in zip(every, none, strict=True)], axis=1
+        )
+        for layers in names
+    }
+
+
 def _by_layers(
     template: StructureTemplate,
     kinds: tuple[int, ...],
     held: Sequence[Mapping[tuple[str, Spot], Float]],
+    pairs: Mapping[tuple[tuple[int, ...], ...], Mapping[tuple[str, Spot], Float]],
 ) -> StageMemory:
     """What stages hold in each program of a template, as a function of their layers."""
     base, others = held[0], held[1:]
@@ -325,8 +384,9 @@ def _by_layers(
             np.stack([one.get(at, own) - own for one in more]),
             template.layers,
             {layers: alone.get(at, none) for layers, alone in few.items()},
+            {layers: pair.get(at, none) for layers, pair in pairs.items()},
         )
-        for at in dict.fromkeys(at for one in (base, *few.values()) for at in one)
+        for at in dict.fromkeys(at for one in (base, *few.values(), *pairs.values()) for at in one)
     }
 
 
@@ -334,5 +394,5 @@ def _with_all(stage: StageMemory, places: Iterable[tuple[str, Spot]]) -> StageMe
     """A stage's memory with places that only other structures' stages have."""
     like = next(iter(stage.values()))
     base = np.full_like(like.base, _NO_SUCH_MOMENT)
-    none = ByLayers(base, 0 * like.more, like.layers, dict.fromkeys(like.few, base))
+    none = ByLayers(base, 0 * like.more, like.layers, dict.fromkeys(like.few, base), {})
     return {at: stage.get(at, none) for at in places}

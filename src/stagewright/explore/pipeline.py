@@ -16,14 +16,13 @@ few, and the rest is added.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from stagewright.arrays import Float
+from stagewright.arrays import Float, Int, distinct_columns
 from stagewright.explore.actions import (
     ASIDE,
     GPU,
@@ -35,17 +34,14 @@ from stagewright.explore.actions import (
     Response,
     StepKind,
 )  # fmt: skip
-from stagewright.schedule.actions import (
-    Action,
-    Order,
-    ScheduleStep,
-    flat,
-    halved,
-    needs,
-    parts,
-    stage_count,
+from stagewright.explore.shared.ordered_steps import (
+    OrderedSteps,
+    StepInTurn,
+    ordered_steps,
+    stretches,
 )
-from stagewright.schedule.schedules import SCHEDULES, make
+from stagewright.schedule.actions import Order
+from stagewright.schedule.schedules import SCHEDULES
 
 Part: TypeAlias = "tuple[tuple[Float, tuple[int, ...]], ...]"
 """Seconds [configurations], and the inputs of a `Response` that they are behind; inputs without an
@@ -77,9 +73,10 @@ def effect(of: Response) -> Effect:
     gpu = _part(of.gpu)
     sent = [of.sent] if of.sent_gradient is None else [of.sent, of.sent_gradient]
     parts = tuple(gpu if np.array_equal(each, of.gpu) else _part(each) for each in sent)
-    late = np.maximum(of.aside, of.chain)
     stored = _changed(_part(np.maximum(of.stored, of.chain_stored)), STORED)
-    return Effect(gpu, _changed(_part(late), ASIDE), _changed(_part(of.host), HOST), stored, parts)
+    return Effect(
+        gpu, _changed(_part(of.late), ASIDE), _changed(_part(of.host), HOST), stored, parts
+    )
 
 
 def _part(columns: Float) -> Part:
@@ -122,112 +119,170 @@ Given = Callable[[StepKind, bool], Effect]
 """The effect of a step; and whether the step does what happens once per step."""
 
 
-class _AwaitedMessage(NamedTuple):
-    """What a step waits for from another rank."""
+class _Taken:
+    """The elements of columns that some configurations have, taken once of each column."""
 
-    action: int
-    """The number of the action that sends."""
-    source: int
-    target: int
+    def __init__(self, some: Int) -> None:
+        self.some = some
+        self.known: dict[int, tuple[Float, Float]] = {}
 
-
-class _OrderedStep(NamedTuple):
-    """A step in an order of execution that every step's needs precede."""
-
-    rank: int
-    kind: StepKind
-    complete: bool
-    messages: tuple[_AwaitedMessage | None, ...]
-    """By action of the step."""
-    numbers: tuple[int, ...]
-    """By action of the step the number under which its message is waited for; -1: none is."""
+    def of(self, column: Float) -> Float:
+        """Those of a column."""
+        if id(column) not in self.known:  # no other has its id while it is held
+            self.known[id(column)] = column, column[self.some]
+        return self.known[id(column)][1]
 
 
-def step_kind(step: ScheduleStep) -> StepKind:
-    """The kind of a step: of two that overlap, the forward first."""
-    return tuple((a.stage, a.kind) for a in parts(step))
+class _Move(NamedTuple):
+    """An effect of a step that some inputs come to: each of its parts as seconds behind inputs."""
+
+    joined: tuple[tuple[int, ...], ...]
+    """Inputs of which the latest counts: they are further inputs."""
+    gpu: Sequence[tuple[Float, int]]
+    aside: Sequence[tuple[Float, int]]
+    host: Sequence[tuple[Float, int]]
+    stored: Sequence[tuple[Float, int]]
+    sent: Sequence[Sequence[tuple[Float, int]] | None]
+    """By action of the step; None: as `gpu`."""
+
+    def every(self) -> Iterator[tuple[Float, int]]:
+        """All of its parts."""
+        for part in (self.gpu, self.aside, self.host, self.stored, *self.sent):
+            yield from part or ()
+
+    def take(self, taken: _Taken) -> Self:
+        """That of some configurations."""
+
+        def of(part: Sequence[tuple[Float, int]]) -> Sequence[tuple[Float, int]]:
+            return [(taken.of(seconds), nth) for seconds, nth in part]
+
+        own = of(self.gpu), of(self.aside), of(self.host), of(self.stored)
+        sent = [None if part is None else of(part) for part in self.sent]
+        return type(self)(self.joined, *own, sent)
+
+    @classmethod
+    def of(cls, effect: Effect, messages: tuple[bool, ...]) -> Self:
+        """An effect; to which actions of the step do messages come?"""
+        there = {GPU, ASIDE, HOST, STORED}
+        there |= {MESSAGE + nth for nth, comes in enumerate(messages) if comes}
+        joined: list[tuple[int, ...]] = []
+
+        def behind(part: Part) -> Sequence[tuple[Float, int]]:
+            found: list[tuple[Float, int]] = []
+            for seconds, inputs in part:
+                own = tuple(nth for nth in inputs if nth in there)
+                if len(own) > 1 and own not in joined:
+                    joined.append(own)
+                if own:
+                    joint = GRADIENT + 1 + joined.index(own) if len(own) > 1 else own[0]
+                    found.append((seconds, joint))
+            return found
+
+        own = behind(effect.gpu), behind(effect.aside), behind(effect.host), behind(effect.stored)
+        sent = [None if part is effect.gpu else behind(part) for part in effect.sent]
+        return cls(tuple(joined), *own, sent)
 
 
-@lru_cache(maxsize=256)
-def _steps(order: Order) -> tuple[_OrderedStep, ...]:
-    """The steps of all ranks, each behind what it needs."""
-    stages, halves = stage_count(order), halved(order)
-    rank_of = {(a.stage, a.microbatch): r for r, steps in enumerate(order) for a in flat(steps)}
-    complete = {a for steps in order for a in once_per_step(steps)}
-    every = [a for steps in order for a in flat(steps)]
-    if len({*every}) < len(every):
-        raise ValueError("several ranks do the same action")
-    needed = {a: needs(a, stages, halves) for a in every}
-    away: dict[Action, Action] = {}
-    for a, some in needed.items():
-        home = rank_of[a.stage, a.microbatch]
-        for need in some:
-            if rank_of[need.stage, need.microbatch] != home:
-                away[a] = need
-    wanted = {*away.values()}
-    number: dict[Action, int] = {}
-    found: list[_OrderedStep] = []
-    reached = [0] * len(order)
-    waiting: dict[Action, list[int]] = {}
-    runnable = [*range(len(order))]
-    while runnable:
-        rank = runnable.pop()
-        row = order[rank]
-        while reached[rank] < len(row):
-            actions = parts(row[reached[rank]])
-            missing = [need for a in actions for need in needed[a] if need not in number]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
-                break
-            messages: list[_AwaitedMessage | None] = []
-            for a in actions:
-                number[a] = len(number)
-                source = away.get(a)
-                home = -1 if source is None else rank_of[source.stage, source.microbatch]
-                messages.append(
-                    None if source is None else _AwaitedMessage(number[source], home, rank)
-                )
-            numbers = tuple(number[a] if a in wanted else -1 for a in actions)
-            kind, once = step_kind(row[reached[rank]]), not complete.isdisjoint(actions)
-            found.append(_OrderedStep(rank, kind, once, tuple(messages), numbers))
-            reached[rank] += 1
-            for a in actions:
-                runnable += waiting.pop(a, [])
-    if waiting:
-        raise ValueError("the order cannot complete")
-    return tuple(found)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Timed:
+    """What the steps of orders and their messages take, found when it is first asked for."""
+
+    given: Given
+    message: Callable[[int, int], Float]
+    moves: dict[tuple[int, tuple[bool, ...]], tuple[Effect, _Move]] = field(
+        default_factory=dict[tuple[int, tuple[bool, ...]], "tuple[Effect, _Move]"]
+    )
+    """Each with its effect: while that is held, no other has the id in the key."""
+    delays: dict[tuple[int, int], Float] = field(default_factory=dict[tuple[int, int], Float])
+
+    def move(self, kind: StepKind, once: bool, comes: tuple[bool, ...]) -> _Move:
+        """A kind of step of an order."""
+        effect = self.given(kind, once)
+        key = id(effect), comes
+        if key not in self.moves:
+            self.moves[key] = effect, _Move.of(effect, comes)
+        return self.moves[key][1]
+
+    def delay(self, way: tuple[int, int]) -> Float:
+        """The seconds of a message."""
+        if way not in self.delays:
+            self.delays[way] = self.message(*way)
+        return self.delays[way]
+
+    def equally_timed(self, of: OrderedSteps, some: Sequence[StepInTurn]) -> tuple[Int, Int]:
+        """Of configurations for which some steps of an order and its messages take as long, the
+        first ones; and which of these each configuration is like."""
+        moves = [self.move(*of.kinds[what]) for what in {step.what: None for step in some}]
+        seconds = [seconds for move in moves for seconds, _ in move.every()]
+        seconds += [self.delay(way) for way in of.ways]
+        if not seconds:
+            return np.zeros(1, dtype=np.int64), np.zeros(len(self.message(0, 0)), dtype=np.int64)
+        return distinct_columns(np.stack([*{id(each): each for each in seconds}.values()]))
 
 
-def ways(order: Order) -> frozenset[tuple[int, int]]:
-    """The pairs of ranks between which messages are waited for: from one, by the other."""
-    every = (message for step in _steps(order) for message in step.messages)
-    return frozenset((each.source, each.target) for each in every if each is not None)
+class _RankTimes(NamedTuple):
+    """What the ranks have come to: seconds [configurations] by rank."""
 
+    gpu: list[Float]
+    aside: list[Float]
+    host: list[Float]
+    stored: list[Float]
+    sent: dict[int, Float]
+    """What actions have handed on to others that have not been done yet, by number."""
 
-def once_per_step(steps: Iterable[ScheduleStep]) -> set[Action]:
-    """The actions of a rank that do what happens once per step: the first forward of each stage and
-    its last backward."""
-    firsts: dict[int, Action] = {}
-    lasts: dict[int, Action] = {}
-    for a in flat(steps):
-        if a.kind == "F":
-            firsts.setdefault(a.stage, a)
-        elif a.kind in "BW":
-            lasts[a.stage] = a
-    return {*firsts.values(), *lasts.values()}
+    @classmethod
+    def start(cls, ranks: int, configurations: int) -> Self:
+        """Nothing has been done."""
+        gpu, aside, host, stored = ([np.zeros(configurations)] * ranks for _ in range(4))
+        return cls(gpu, aside, host, stored, {})
 
+    def take(self, some: Int) -> Self:
+        """That of some configurations."""
+        taken = _Taken(some)
+        gpu, aside, host, stored = ([*map(taken.of, ranks)] for ranks in self[:4])
+        sent = {action: taken.of(column) for action, column in self.sent.items()}
+        return type(self)(gpu, aside, host, stored, sent)
 
-StepCounts: TypeAlias = "Mapping[tuple[StepKind, bool], int]"
+    def play(self, of: OrderedSteps, some: Sequence[StepInTurn], timed: _Timed, mine: Int) -> None:
+        """Play some steps of an order, for configurations `mine` of all."""
+        gpu, aside, host, stored, sent = self
+        zero = np.zeros(len(mine))
+        scratch = np.empty_like(zero)
+        taken = _Taken(mine)
+        moves: dict[int, _Move] = {}
+        for what in {step.what for step in some}:
+            moves[what] = timed.move(*of.kinds[what]).take(taken)
+        delays = [taken.of(timed.delay(way)) for way in of.ways]
+        source, way, wanted = of.source, of.way, of.wanted
 
+        def moved(part: Sequence[tuple[Float, int]]) -> Float:
+            """The latest of the inputs of a step, each after its seconds."""
+            seconds, nth = part[0]
+            found = inputs[nth] + seconds
+            for seconds, nth in part[1:]:
+                np.add(inputs[nth], seconds, out=scratch)
+                np.maximum(found, scratch, out=found)
+            return found
 
-@lru_cache(maxsize=256)
-def step_counts(order: Order) -> tuple[StepCounts, ...]:
-    """By rank how many steps there are of each kind, complete and not."""
-    found: list[StepCounts] = []
-    for steps in order:
-        once = once_per_step(steps)
-        found.append(Counter((step_kind(s), not once.isdisjoint(parts(s))) for s in steps))
-    return tuple(found)
+        for rank, _, what, begin, end in some:
+            move = moves[what]
+            inputs = [gpu[rank], aside[rank], host[rank], stored[rank], zero, zero]
+            for nth, action in enumerate(range(begin, end), MESSAGE):
+                if source[action] >= 0:
+                    inputs[nth] = sent.pop(source[action]) + delays[way[action]]
+            for joined in move.joined:
+                inputs.append(latest([inputs[nth] for nth in joined]))
+            if move.gpu:
+                gpu[rank] = moved(move.gpu)
+            for action, part in zip(range(begin, end), move.sent, strict=False):
+                if wanted[action]:
+                    sent[action] = gpu[rank] if part is None else moved(part)
+            if move.aside:
+                aside[rank] = np.maximum(aside[rank], moved(move.aside))
+            if move.host:
+                host[rank] = moved(move.host)
+            if move.stored:
+                stored[rank] = np.maximum(stored[rank], moved(move.stored))
 
 
 def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pipelined:
@@ -236,52 +291,49 @@ def play(order: Order, given: Given, message: Callable[[int, int], Float]) -> Pi
     A step starts when its rank's kernels before it have ended, its message has arrived, and the
     host has launched it. Of two actions that overlap, each waits for a message of its own.
     """
-    known: dict[tuple[StepKind, bool], Effect] = {}
-    zero = 0 * message(0, 0)
-    gpu: list[Float] = [zero] * len(order)
-    host: list[Float] = [zero] * len(order)
-    aside: list[Float] = [zero] * len(order)
-    stored: list[Float] = [zero] * len(order)
-    sent: dict[int, Float] = {}
-    way: dict[tuple[int, int], Float] = {}
-    for rank, kind, complete, messages, numbers in _steps(order):
-        of = known.get((kind, complete))
-        if of is None:
-            of = known[kind, complete] = given(kind, complete)
-        arrivals: list[Float | None] = [None, None]
-        for nth, each in enumerate(messages):
-            if each is not None:
-                if each[1:] not in way:
-                    way[each[1:]] = message(*each[1:])
-                arrivals[nth] = sent.pop(each.action) + way[each[1:]]
-        inputs = gpu[rank], aside[rank], host[rank], stored[rank], *arrivals
-        end = _latest(of.gpu, inputs)
-        late, launched = _latest(of.aside, inputs), _latest(of.host, inputs)
-        for nth, number in enumerate(numbers):
-            if number >= 0:
-                out = end if of.sent[nth] is of.gpu else _latest(of.sent[nth], inputs)
-                assert out is not None, "what is sent has been made from something"
-                sent[number] = out
-        gpu[rank] = gpu[rank] if end is None else end
-        aside[rank] = aside[rank] if late is None else np.maximum(aside[rank], late)
-        copied = _latest(of.stored, inputs)
-        stored[rank] = stored[rank] if copied is None else np.maximum(stored[rank], copied)
-        host[rank] = host[rank] if launched is None else launched
-    return Pipelined([RankEnd(*of) for of in zip(gpu, aside, host, stored, strict=True)])
+    (found,) = play_each([order], given, message, [np.arange(len(message(0, 0)))])
+    return found
 
 
-def _latest(part: Part, inputs: Sequence[Float | None]) -> Float | None:
-    """The latest of the inputs that there are, each after its seconds."""
-    found: Float | None = None
-    for seconds, of in part:
-        at: Float | None = None
-        for nth in of:
-            one = inputs[nth]
-            if one is not None:
-                at = one if at is None else np.maximum(at, one)
-        if at is not None:
-            time = at + seconds
-            found = time if found is None else np.maximum(found, time, out=found)
+def play_each(
+    orders: Sequence[Order],
+    given: Given,
+    message: Callable[[int, int], Float],
+    asked: Sequence[Int],
+) -> list[Pipelined]:
+    """Play orders of one pipeline, each with more microbatches than the one before it and for the
+    configurations that are `asked` for, which are its columns.
+
+    What orders begin with alike is played once, for one of the configurations for which all of it
+    takes as long.
+    """
+    timed = _Timed(given, message)
+    every, parts = [ordered_steps(order) for order in orders], stretches((*orders,))
+    longest = every[-1]
+    first, like = timed.equally_timed(longest, [step for part in parts for step in part.shared])
+    played = np.arange(len(first))
+    state = _RankTimes.start(len(orders[-1]), len(played))
+    found: list[Pipelined] = []
+    for nth, (of, part, own) in enumerate(zip(every, parts, asked, strict=True)):
+        still = np.unique(like[np.concatenate(asked[nth:])])
+        if len(still) < len(played):
+            state, played = state.take(np.searchsorted(played, still)), still
+        state.play(longest, part.shared, timed, first[played])
+        end = state.take(np.searchsorted(played, like[own]))
+        sent = {
+            action + part.moved[longest.rank(action)]: column for action, column in end.sent.items()
+        }
+        end = end._replace(sent=sent)
+        end.play(of, part.rest, timed, own)
+        found.append(Pipelined([RankEnd(*each) for each in zip(*end[:4], strict=True)]))
+    return found
+
+
+def latest(times: Sequence[Float]) -> Float:
+    """The latest of some moments."""
+    found = times[0]
+    for other in times[1:]:
+        found = np.maximum(found, other)
     return found
 
 
@@ -295,13 +347,14 @@ class Rounds(NamedTuple):
     """Rounds that are added."""
 
 
-def rounds(schedule: str, pp: int, microbatches: int) -> Rounds:
-    """The microbatches to play: at most so many times pp that a round adds the same time."""
-    of = SCHEDULES.get(schedule)
-    if of is None or microbatches <= (of.fills + 2) * pp:
+def rounds(schedule: str, pp: int, microbatches: int, group: int | None = None) -> Rounds:
+    """The microbatches to play: at most so many times pp, or groups, that a round adds the same
+    time."""
+    of, alike = SCHEDULES.get(schedule), group or pp
+    if of is None or microbatches <= (of.fills + 2) * alike:
         return Rounds(microbatches, 0, 0.0)
-    most = (of.fills + 2) * pp
-    step = 2 * pp if of.pairs_ranks else pp
+    most = (of.fills + 2) * alike
+    step = 2 * alike if of.pairs_ranks else alike
     played = most - step + (microbatches - most) % step
     played += step if played <= most - step else 0
     return Rounds(played, played - step, (microbatches - played) / step)
@@ -322,9 +375,3 @@ def slowest_loop(both: Sequence[Float], there: Sequence[Float]) -> Float:
             loop = loop + both[last] + there[last - 1]
             found = np.maximum(found, loop / (last - first + 1))
     return found
-
-
-@lru_cache(maxsize=256)
-def order_of(name: str, pp: int, microbatches: int, vpp: int, group: int | None) -> Order:
-    """`schedule.schedules.make`, of orders that were asked for before."""
-    return make(name, pp, microbatches, vpp, group=group)

@@ -7,6 +7,7 @@ responses of their own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
@@ -21,7 +22,8 @@ from stagewright.explore.templates import Kinds, StructureTemplate
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.run.sections.execution import Execution
 
-FIELDS = len(Response._fields) - 1
+FIELDS = len(Response._fields) - 2
+"""Fields of a `Response` with a row for each input, but for that of a pair alone."""
 
 SUMS = 2
 """Rows of a `LinearResponse` behind those of its response: the seconds that kernels run, and the
@@ -30,10 +32,10 @@ seconds at TDP in which a GPU draws as much; then come the seconds that they wai
 
 def response(rows: Float) -> Response:
     """The response among the rows of a `LinearResponse`: of an action, or of a pair of them."""
-    pair = len(rows) > FIELDS * INPUTS
+    pair = len(rows) > FIELDS * INPUTS + 1
     inputs = INPUTS + pair
-    fields = [rows[n * inputs : (n + 1) * inputs] for n in range(FIELDS + pair)]
-    return Response(*fields)
+    fields = [rows[1 + n * inputs : 1 + (n + 1) * inputs] for n in range(FIELDS + pair)]
+    return Response(rows[:1], *fields)
 
 
 class TimedMeeting(NamedTuple):
@@ -56,14 +58,22 @@ class RankTail(NamedTuple):
 class Responses:
     """The actions of a structure's stages, by kind of stage, kind of action, and whether complete.
 
-    An action is complete if it does what happens once per step.
+    An action is complete if it does what happens once per step. The responses of a structure each
+    have waits along the axes that their own kernels wait for; only those that `concatenated` has
+    made, be it of one structure, have rows for all `axes`, which `moments` and `sums` count on.
     """
 
     actions: Mapping[tuple[StepKind, bool], LinearResponse]
     """In the place of a stage stands its kind (`templates.FIRST`)."""
     tails: Mapping[int, RankTail]
     """By kind of the rank: where it is in the pipeline (`templates.Kinds`)."""
-    axes: tuple[str, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Those that kernels wait for."""
+        sections = (each for tail in self.tails.values() for each in tail.sections)
+        every = itertools.chain(self.actions.values(), sections)
+        return (*dict.fromkeys(axis for of in every for axis in of.cases.axes),)
 
     @property
     def form(self) -> Hashable:
@@ -72,8 +82,8 @@ class Responses:
             (kind, len(sections), tuple((m.slot, m.aside) for m in meetings))
             for kind, (sections, meetings) in sorted(self.tails.items())
         ]
-        some = next(iter(self.actions.values())).cases
-        return frozenset(self.actions), tuple(tails), some.layers, tuple(some.few)
+        actions = frozenset((key, frozenset(of.rows.few)) for key, of in self.actions.items())
+        return actions, tuple(tails), next(iter(self.actions.values())).rows.layers
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self]) -> Self:
@@ -98,7 +108,7 @@ class Responses:
             )
             for kind, tail in first.tails.items()
         }
-        return cls(actions, tails, axes)
+        return cls(actions, tails)
 
     @property
     def moments(self) -> slice:
@@ -125,12 +135,12 @@ class Responses:
         if len(kind) > 1 and (layers[:, 0] != layers[:, 1]).any():
             # Templates of pairs have equal stages: a layer more here and less there is what the
             # actions alone have of it: until the last kernel ends, and of each sum.
-            own = slice(0, 1) if rows == self.moments else rows
+            moments = rows == self.moments
+            own = slice(1, 2) if moments else rows
             forward, backward = (self._layers(stage, letter, tuples, own) for stage, letter in kind)
             apart = (layers[:, 0] - layers[:, 1]) / 2
-            found += np.where(
-                found > NEVER / 2, np.tensordot(apart, forward - backward, axes=1), 0.0
-            )
+            some = found[1:] if moments else found
+            some += np.where(some > NEVER / 2, np.tensordot(apart, forward - backward, axes=1), 0.0)
         return found
 
     def of(self, kind: StepKind, complete: bool) -> LinearResponse:
@@ -142,7 +152,7 @@ class Responses:
         """What a layer more of each variant adds to rows of an action: [variants, rows, tuples]."""
         whole = ((stage, letter),) in {kind for kind, _ in self.actions}
         parts = [self.of(((stage, x),), False) for x in (letter if whole else "IW")]
-        return np.sum([of.cases.more[:, rows][:, :, of.of[tuples]] for of in parts], axis=0)
+        return np.sum([of.cases.added(of.of[tuples], rows) for of in parts], axis=0)
 
 
 def _concat(parts: Sequence[LinearResponse], axes: tuple[str, ...]) -> LinearResponse:
@@ -154,21 +164,12 @@ def _concat(parts: Sequence[LinearResponse], axes: tuple[str, ...]) -> LinearRes
         if id(part.cases) not in begin:
             begin[id(part.cases)] = count
             distinct.append(part.cases)
-            count += part.cases.base.shape[1]
-    of = np.concatenate([part.of + begin[id(part.cases)] for part in parts])
-    some = distinct[0]
-    others = len(some.base) - len(some.axes)  # rows before those of axes
-    rows = others + len(axes)
-    base, more = np.zeros((rows, count)), np.zeros((len(some.more), rows, count))
-    few = {layers: np.zeros((rows, count)) for layers in some.few}
-    for cases in distinct:
-        mine = slice(begin[id(cases)], begin[id(cases)] + cases.base.shape[1])
-        place = [*range(others), *(others + axes.index(axis) for axis in cases.axes)]
-        base[place, mine] = cases.base
-        more[:, place, mine] = cases.more
-        for layers, alone in cases.few.items():
-            few[layers][place, mine] = alone
-    return LinearResponse(LinearRows(base, more, some.layers, axes, few), of)
+            count += part.cases.table.shape[1]
+    dtype = np.min_scalar_type(count)
+    of = np.concatenate(
+        [part.of.astype(dtype) + dtype.type(begin[id(part.cases)]) for part in parts]
+    )
+    return LinearResponse(LinearRows.concatenated(distinct, axes), of)
 
 
 class RankActions(NamedTuple):
@@ -205,7 +206,9 @@ def responses(
 
     `usual`: those of actions that do nothing that happens once per step, and of nothing else.
     """
-    every = [_actions(*each, played, usual=usual) for each in zip(ranks, timed, strict=True)]
+    some = slice(1 + len(of.more) + len(of.few))  # others are for memory alone
+    programs = zip(ranks[some], timed[some], strict=True)
+    every = [_actions(*each, played, usual=usual) for each in programs]
     base, more = every[0], every[1 : 1 + len(of.more)]
     alone = dict(zip(of.few, every[1 + len(of.more) :], strict=True))
     actions = {
@@ -222,7 +225,7 @@ def responses(
         )
         for key, each in base.actions.items()
     }
-    chunks = of.stages * (2 if of.kind_of.traits.doubled else 1) // of.run.pp
+    chunks = of.stages * (2 if of.kinds.traits.doubled else 1) // of.run.pp
     held = tuple(count * chunks for count in of.layers)
     tails = {
         kind: RankTail(
@@ -234,9 +237,7 @@ def responses(
         )
         for kind, (sections, meetings) in base.tails.items()
     }
-    linear = [*actions.values(), *(each for tail in tails.values() for each in tail.sections)]
-    axes = dict.fromkeys(axis for each in linear for axis in each.cases.axes)
-    return Responses(actions, tails, (*axes,))
+    return Responses(actions, tails)
 
 
 class _TemplateActions(NamedTuple):

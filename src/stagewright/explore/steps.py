@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -13,42 +13,23 @@ from stagewright.arrays import Float, Int, distinct_rows
 from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES, STORED, StepKind
 from stagewright.explore.pipeline import (
     Effect,
-    RankEnd,
-    StepCounts,
     effect,
-    order_of,
-    play,
+    latest,
+    play_each,
     slowest_loop,
-    step_counts,
-    ways,
 )
 from stagewright.explore.responses import SUMS, Responses, response
+from stagewright.explore.shared.after_actions import AfterActions, Ends
+from stagewright.explore.shared.ordered_steps import StepCounts, step_counts, ways
+from stagewright.explore.shared.plans import Pipeline
 from stagewright.explore.templates import Kinds
-from stagewright.schedule.actions import Order
 from stagewright.schedule.places import places
 from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.expense.power import RUNNING_FRACTION
 
 
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """What configurations that are played together have in common."""
-
-    schedule: str
-    pp: int
-    vpp: int
-    group: int | None
-    played: int
-    """Microbatches that are played; see `pipeline.rounds`."""
-    before: int
-
-    def order(self, microbatches: int) -> Order:
-        """What each rank does with so many microbatches."""
-        return order_of(self.schedule, self.pp, microbatches, self.vpp, self.group)
-
-
 class _OrderFacts(NamedTuple):
-    """What follows from a pipeline's order of actions."""
+    """What follows from a pipeline's order of actions, with so many microbatches."""
 
     kinds: Kinds
     """Of its stages and ranks."""
@@ -63,49 +44,77 @@ class _OrderFacts(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _facts(of: Pipeline) -> _OrderFacts:
-    order = of.order(of.played)
+def _facts(of: Pipeline, played: int, before: int) -> _OrderFacts:
+    order = of.order(played)
     counts = step_counts(order)
     added: list[StepCounts] = [{} for _ in counts]
-    if of.before:
-        pairs = zip(counts, step_counts(of.order(of.before)), strict=True)
-        added = [{k: n - before.get(k, 0) for k, n in now.items()} for now, before in pairs]
+    if before:
+        pairs = zip(counts, step_counts(of.order(before)), strict=True)
+        added = [{k: n - then.get(k, 0) for k, n in now.items()} for now, then in pairs]
     held: list[list[int]] = [[] for _ in counts]
     for place in places(order):
         held[place.rank].append(place.stage)
     return _OrderFacts(Kinds.of(order), ways(order), counts, added, held)
 
 
+class EquallyPlayed(NamedTuple):
+    """Those of some configurations of which the same number of microbatches is played."""
+
+    played: int
+    """Microbatches that are played; see `pipeline.rounds`."""
+    before: int
+    of: Int
+    """Which tuple each configuration has: [configurations]."""
+    microbatches: Int
+    """[configurations]."""
+    more: Float
+    """Rounds that are added to those that are played: [configurations]."""
+
+    @property
+    def counts(self) -> list[int]:
+        """The microbatches of all that is played."""
+        return [count for count in (self.played, self.before) if count]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Lot:
-    """Configurations of one structure on one machine that are played together."""
+class PlayedConfigurations:
+    """Configurations in one pipeline on one machine whose actions have the same `Responses`.
+
+    Those with the same tuple of the structure's numbers differ in their microbatches alone.
+    """
 
     responses: Responses
     tuples: Int
-    """Which numbers of the structure each has: [configurations]."""
+    """The tuples that they have, as numbers of those in `responses`: [tuples]."""
     timed_as: Int
-    """Equal where the actions take the same time (`Responses.classes`): [configurations]."""
+    """Equal where the actions take the same time (`Responses.classes`): [tuples]."""
+    messages: NeighbourMessages
+    """Of each tuple."""
     layers: Int
     """Of each variant on each stage: [variants, stages]."""
-    microbatches: Int
-    more: Float
-    """Rounds that are added to those that are played: [configurations]."""
-    messages: NeighbourMessages
+    parts: Sequence[EquallyPlayed]
 
-    def distinct(self, ways: Collection[tuple[int, int]]) -> _DistinctLot:
-        """The configurations whose actions and messages on these ways take other times."""
+    def playing(self, count: int) -> Int:
+        """The tuples of configurations of which so many microbatches are played, by number."""
+        mine = np.zeros(len(self.tuples), dtype=bool)
+        for part in self.parts:
+            if count in part.counts:
+                mine[part.of] = True
+        return np.flatnonzero(mine)
+
+    def distinct(self, ways: Collection[tuple[int, int]]) -> _DistinctTuples:
+        """The tuples whose actions and messages on these ways take other times."""
         first, of = distinct_rows([self.timed_as, self.messages.classes(ways)])
-        own = self.tuples[first], self.timed_as[first], self.layers
-        numbers = self.microbatches[first], self.more[first]
-        return _DistinctLot(Lot(self.responses, *own, *numbers, self.messages.take(first)), of)
+        return _DistinctTuples(self.tuples[first], self.messages.take(first), of)
 
 
-class _DistinctLot(NamedTuple):
-    """Configurations whose actions take other times, and those of a lot that each stands for."""
+class _DistinctTuples(NamedTuple):
+    """Tuples whose actions take other times, and those of a set that each stands for."""
 
-    lot: Lot
+    tuples: Int
+    messages: NeighbourMessages
     of: Int
-    """Which of these each configuration is played as: [configurations]."""
+    """Which of these each tuple of the set is played as: [tuples of the set]."""
 
 
 class StepColumns(NamedTuple):
@@ -122,44 +131,16 @@ class StepColumns(NamedTuple):
     """Mean power of these over TDP."""
 
 
-class _Ends(NamedTuple):
-    """When all is done, and when all actions are: [configurations]."""
-
-    whole: Float
-    actions: Float
-    tail: Float
-    """Seconds that the mean rank takes after its actions, without its waits for other ranks."""
-
-
-def steps(of: Pipeline, lots: Sequence[Lot]) -> list[StepColumns]:
-    """The steps of each lot."""
-    played = _PlayedLots(of, lots)
-    ends = played.ends(of.played)
-    seconds = [end.whole for end in ends]
-    if of.before:
-        pairs = zip(ends, played.ends(of.before), strict=True)
-        seconds = [_continued(played, nth, now, then) for nth, (now, then) in enumerate(pairs)]
-    pairs = zip(seconds, ends, strict=True)
-    return [played.parts(nth, each, end.tail) for nth, (each, end) in enumerate(pairs)]
-
-
-def _continued(played: _PlayedLots, nth: int, now: _Ends, before: _Ends) -> Float:
-    """The time with all rounds: each further one adds what the last one has added, or more."""
-    of, lot = played.of, played.lots[nth]
-    pace, host = played.pace(nth)
-    period = np.maximum(now.whole - before.whole, (of.played - of.before) * pace)
-    # What takes longer than the kernels beside it may fall behind only later.
-    launched = lot.microbatches * host + (now.whole - now.actions)
-    return np.maximum(now.whole + lot.more * np.maximum(period, 0.0), launched)
-
-
-class _RankGroup(NamedTuple):
-    """Ranks that do the same after all actions."""
-
-    kind: int
-    held: Float
-    """Layers of each variant that each of them has."""
-    ranks: list[int]
+def steps(of: Pipeline, sets: Sequence[PlayedConfigurations]) -> list[list[StepColumns]]:
+    """The steps of each part of each set of configurations; the sets are played together."""
+    alike: dict[Hashable, list[int]] = {}
+    for nth, configurations in enumerate(sets):  # only those that have the same actions
+        alike.setdefault(frozenset(configurations.responses.actions), []).append(nth)
+    found: dict[int, list[StepColumns]] = {}
+    for numbers in alike.values():
+        played = _PlayedTogether(of, [sets[nth] for nth in numbers]).steps()
+        found |= dict(zip(numbers, played, strict=True))
+    return [found[nth] for nth in range(len(sets))]
 
 
 class _CountedStep(NamedTuple):
@@ -172,68 +153,87 @@ class _CountedStep(NamedTuple):
     """By each round that is added."""
 
 
-class _PlayedLots:
-    """Configurations in lots, played together: those that are played alike, once."""
+class _PlayedTogether:
+    """Sets of configurations that are played together: those that take the same time, once."""
 
-    def __init__(self, of: Pipeline, lots: Sequence[Lot]) -> None:
-        self.of, self.lots = of, lots
-        self.facts = _facts(of)
-        self.kinds = self.facts.kinds
-        distinct = [lot.distinct(self.facts.ways) for lot in lots]
-        self.few = [each.lot for each in distinct]
-        self.each = [each.of for each in distinct]
-        self.edges = np.cumsum([0, *(len(lot.tuples) for lot in self.few)])
-        self._rows: list[dict[tuple[object, ...], Float]] = [{} for _ in lots]
-        self._effects: dict[tuple[object, ...], Effect] = {}
+    def __init__(self, of: Pipeline, sets: Sequence[PlayedConfigurations]) -> None:
+        self.of, self.sets = of, sets
+        self.counts = sorted({m for each in sets for part in each.parts for m in part.counts})
+        facts = [_facts(of, count, 0) for count in self.counts]
+        self.kinds, self.held = facts[-1].kinds, facts[-1].held
+        ways = {way for each in facts for way in each.ways}
+        self.distinct = [each.distinct(ways) for each in sets]
+        self._rows: list[dict[tuple[object, ...], Float]] = [{} for _ in sets]
 
     # ---- actions ---------------------------------------------------------------------------------
 
     def _key(self, nth: int, stage: int) -> tuple[int, tuple[int, ...]]:
-        """What the actions of a stage are the same for, in one lot."""
-        return self.kinds.stage(stage), tuple(self.lots[nth].layers[:, stage].tolist())
+        """What the actions of a stage are the same for, in one set."""
+        return self.kinds.stage(stage), tuple(self.sets[nth].layers[:, stage].tolist())
 
-    def _step(self, lot: Lot, step: StepKind, complete: bool, rows: slice) -> Float:
-        """Rows of a step (`responses.LinearResponse`) for a lot: [rows, configurations]."""
+    def _step(self, nth: int, tuples: Int, step: StepKind, complete: bool, rows: slice) -> Float:
+        """Rows of a step (`responses.LinearResponse`) for tuples of a set: [rows, tuples]."""
+        configurations = self.sets[nth]
         kind = tuple((self.kinds.stage(stage), letter) for stage, letter in step)
-        layers = lot.layers[:, [stage for stage, _ in step]]
-        return lot.responses.at(kind, complete, lot.tuples, layers, rows)
+        layers = configurations.layers[:, [stage for stage, _ in step]]
+        return configurations.responses.at(kind, complete, tuples, layers, rows)
 
     def _moments(self, nth: int, step: StepKind, complete: bool) -> Float:
-        """The rows of a step's response: [rows, distinct configurations of a lot]."""
+        """The rows of a step's response: [rows, distinct tuples of a set]."""
         key = *((self._key(nth, stage), letter) for stage, letter in step), complete
         if key not in self._rows[nth]:
-            lot = self.few[nth]
-            self._rows[nth][key] = self._step(lot, step, complete, lot.responses.moments)
+            tuples, rows = self.distinct[nth].tuples, self.sets[nth].responses.moments
+            self._rows[nth][key] = self._step(nth, tuples, step, complete, rows)
         return self._rows[nth][key]
 
-    def _given(self, step: StepKind, complete: bool) -> Effect:
-        lots = range(len(self.few))
-        of = tuple((tuple(self._key(nth, stage) for nth in lots), letter) for stage, letter in step)
-        key = of, complete
-        if key not in self._effects:
-            every = [self._moments(nth, step, complete) for nth in lots]
-            self._effects[key] = effect(response(np.concatenate(every, axis=1)))
-        return self._effects[key]
+    def steps(self) -> list[list[StepColumns]]:
+        """The steps of each part of each set."""
+        effects: dict[tuple[object, ...], Effect] = {}
+        sets = range(len(self.sets))
 
-    def _message(self, a: int, b: int) -> Float:
-        return np.concatenate([lot.messages.seconds(a, b) for lot in self.few])
+        def given(step: StepKind, complete: bool) -> Effect:
+            of = [(tuple(self._key(nth, stage) for nth in sets), letter) for stage, letter in step]
+            key = *of, complete
+            if key not in effects:
+                every = [self._moments(nth, step, complete) for nth in sets]
+                effects[key] = effect(response(np.concatenate(every, axis=1)))
+            return effects[key]
 
-    def ends(self, microbatches: int) -> list[_Ends]:
-        """The ends of steps of so many microbatches, by lot."""
-        found = play(self.of.order(microbatches), self._given, self._message)
-        result: list[_Ends] = []
-        for nth in range(len(self.few)):
-            mine = slice(int(self.edges[nth]), int(self.edges[nth + 1]))
-            ends = [RankEnd(*(column[mine] for column in rank)) for rank in found.ranks]
-            actions = _latest([of.gpu for of in ends])[self.each[nth]]
-            whole, tail = self._end(nth, ends)
-            result.append(_Ends(whole, actions, tail))
-        return result
+        def message(a: int, b: int) -> Float:
+            return np.concatenate([each.messages.seconds(a, b) for each in self.distinct])
 
-    def _times(self, nth: int) -> list[_CountedStep]:
-        """How often the distinct steps of a lot occur."""
+        edges: Int = np.cumsum([0, *(len(each.tuples) for each in self.distinct)])
+        playing = [[each.playing(count) for count in self.counts] for each in self.sets]
+        asked = [
+            [begin + np.unique(each.of[some]) for some in tuples]
+            for each, tuples, begin in zip(self.distinct, playing, edges.tolist(), strict=False)
+        ]
+        of_counts = [np.concatenate(mine) for mine in zip(*asked, strict=True)]
+        orders = [self.of.order(count) for count in self.counts]
+        played = play_each(orders, given, message, of_counts)
+        found: list[list[StepColumns]] = []
+        for nth, each in enumerate(self.distinct):
+            configurations = self.sets[nth]
+            after = AfterActions(
+                configurations.responses, configurations.tuples, configurations.layers,
+                self.of.pp, self.kinds, self.held,
+            )  # fmt: skip
+            ends: dict[int, Ends] = {}
+            numbers: Int = edges[nth] + each.of
+            for count, some, mine, of in zip(
+                self.counts, playing[nth], of_counts, played, strict=True
+            ):
+                if len(some):
+                    at: Int = np.searchsorted(mine, numbers[some])
+                    ends[count] = after.ends(some, at, of.ranks)
+            found.append(self._parts(nth, after, ends))
+        return found
+
+    def _times(self, nth: int, part: EquallyPlayed) -> dict[tuple[object, ...], _CountedStep]:
+        """How often the distinct steps of a part of a set occur, by what they are the same for."""
         found: dict[tuple[object, ...], _CountedStep] = {}
-        for counts, added in zip(self.facts.counts, self.facts.added, strict=True):
+        facts = _facts(self.of, part.played, part.before)
+        for counts, added in zip(facts.counts, facts.added, strict=True):
             for (step, complete), count in counts.items():
                 key = *((self._key(nth, stage), letter) for stage, letter in step), complete
                 before = found.get(key, _CountedStep(step, complete, 0, 0))
@@ -241,18 +241,18 @@ class _PlayedLots:
                 found[key] = before._replace(
                     played=before.played + count, added=before.added + more
                 )
-        return [*found.values()]
+        return found
 
-    def pace(self, nth: int) -> tuple[Float, Float]:
+    def _pace(self, nth: int, part: EquallyPlayed) -> tuple[Float, Float]:
         """Seconds that a microbatch adds to many, at least: those of the busiest rank; and those of
-        its host, of its communication along dp, or of its transfers to the host."""
-        pp, lot = self.of.pp, self.few[nth]
-        zero = np.zeros(len(lot.tuples))
+        its host, of its communication along dp, or of its transfers to the host: [tuples]."""
+        pp, distinct = self.of.pp, self.distinct[nth]
+        zero = np.zeros(len(distinct.tuples))
         both: list[Float] = []
         beside: list[Float] = []
-        for counts in self.facts.added:
+        for counts in _facts(self.of, part.played, part.before).added:
             every = [
-                (count / (self.of.played - self.of.before), response(self._moments(nth, *of)))
+                (count / (part.played - part.before), response(self._moments(nth, *of)))
                 for of, count in counts.items()
                 if count
             ]
@@ -260,100 +260,71 @@ class _PlayedLots:
             beside.append(sum((n * np.maximum(of.host[HOST], 0) for n, of in every), zero))
             beside.append(sum((n * np.maximum(of.aside[ASIDE], 0) for n, of in every), zero))
             beside.append(sum((n * np.maximum(of.stored[STORED], 0) for n, of in every), zero))
-        pace, host = _latest(both), _latest(beside)
+        pace, host = latest(both), latest(beside)
         if self.of.schedule == "1f1b":
-            there = [2 * lot.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
+            there = [2 * distinct.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
             pace = slowest_loop(both, there)
-        return pace[self.each[nth]], host[self.each[nth]]
-
-    # ---- after all actions -----------------------------------------------------------------------
-
-    def _groups(self, nth: int) -> list[_RankGroup]:
-        """The ranks of a lot's pipelines."""
-        found: dict[tuple[int, bytes], _RankGroup] = {}
-        for rank in range(self.of.pp):
-            held = self.lots[nth].layers[:, self.facts.held[rank]].sum(axis=1).astype(np.float64)
-            kind = self.kinds.rank(rank)
-            group = found.setdefault((kind, held.tobytes()), _RankGroup(kind, held, []))
-            group.ranks.append(rank)
-        return [*found.values()]
-
-    def _section(self, nth: int, of: _RankGroup, number: int, rows: slice) -> Float:
-        """Rows of a section of what ranks do after all actions: [rows, configurations]."""
-        lot = self.lots[nth]
-        section = lot.responses.tails[of.kind].sections[number]
-        return section.at(lot.tuples, of.held, rows)
-
-    def _end(self, nth: int, ends: list[RankEnd]) -> tuple[Float, Float]:
-        """The end of the last task of all ranks, given when they are done with all actions; and the
-        tail of the mean rank (`_Ends`).
-
-        Of ranks that do the same the latest of each moment decides.
-        """
-        lot, each, groups = self.lots[nth], self.each[nth], self._groups(nth)
-        moments = lot.responses.moments
-        meetings = [lot.responses.tails[of.kind].meetings for of in groups]
-        state = [
-            RankEnd(*(_latest(every)[each] for every in zip(*of, strict=True)))
-            for of in ([ends[rank] for rank in group.ranks] for group in groups)
-        ]
-        last = [_latest([of.gpu, of.aside, of.stored]) for of in state]
-        waited = [of.gpu for of in state]
-        reached = [0] * len(groups)
-        for own, group in enumerate(groups):
-            section = self._section(nth, group, 0, moments)
-            state[own], last[own] = _after(state[own], section, last[own])
-        for meeting in max(meetings, key=len):
-            met = [
-                own for own in range(len(groups))
-                if reached[own] < len(meetings[own])
-                and meetings[own][reached[own]].slot == meeting.slot
-            ]  # fmt: skip
-            ready = [
-                np.maximum(state[own].gpu, state[own].aside) if meeting.aside else state[own].gpu
-                for own in met
-            ]
-            took = meeting.seconds
-            took = took[lot.tuples] if len(took) > 1 else took
-            at = _latest(ready) + took
-            for own, there in zip(met, ready, strict=True):
-                waited[own] = waited[own] + (at - took - there)
-                reached[own] += 1
-                after = state[own]._replace(gpu=at)
-                section = self._section(nth, groups[own], reached[own], moments)
-                state[own], last[own] = _after(after, section, last[own])
-        pairs = zip(groups, last, waited, strict=True)
-        tails = [len(group.ranks) * (end - before) for group, end, before in pairs]
-        return _latest(last), sum(tails, 0 * last[0]) / self.of.pp
+        return pace[distinct.of], host[distinct.of]
 
     # ---- where the time goes ---------------------------------------------------------------------
 
-    def parts(self, nth: int, seconds: Float, tail: Float) -> StepColumns:
-        """The parts of steps that take so long, `tail` after all actions: of the mean rank."""
-        lot = self.lots[nth]
-        axes, rows = lot.responses.axes, lot.responses.sums
-        sums = np.zeros((SUMS + len(axes), len(lot.tuples)))
-        behind, host = np.zeros_like(sums), np.zeros(len(lot.tuples))
-        for step, complete, played, added in self._times(nth):
-            times = played + lot.more * added
-            sums += times * self._step(lot, step, complete, rows)
-            launched = response(self._moments(nth, step, complete)).host[HOST]
-            host += times * np.maximum(launched, 0.0)[self.each[nth]]
-        for group in self._groups(nth):
-            for number in range(len(lot.responses.tails[group.kind].sections)):
-                behind += len(group.ranks) * self._section(nth, group, number, rows)
-        sums, behind, host = sums / self.of.pp, behind / self.of.pp, host / self.of.pp
-        busy, drawn, *_ = sums + behind
-        waits = dict(zip(axes, (sums + behind)[SUMS:], strict=True))
+    def _parts(self, nth: int, after: AfterActions, ends: Mapping[int, Ends]) -> list[StepColumns]:
+        """The steps of each part of a set."""
+        responses, tuples = self.sets[nth].responses, self.sets[nth].tuples
+        each = self.distinct[nth].of
+        behind = after.sums()
+        every: dict[tuple[object, ...], Float] = {}
+        found: list[StepColumns] = []
+        for part in self.sets[nth].parts:
+            # Of the microbatches that are played, and of a round that is added; the last row is the
+            # host's.
+            sums = np.zeros((len(behind) + 1, len(tuples)))
+            of_round = np.zeros_like(sums)
+            for key, (step, complete, played, added) in self._times(nth, part).items():
+                if key not in every:
+                    launched = response(self._moments(nth, step, complete)).host[HOST]
+                    own = self._step(nth, tuples, step, complete, responses.sums)
+                    every[key] = np.concatenate([own, np.maximum(launched, 0.0)[None, each]])
+                sums += played * every[key]
+                if added:
+                    of_round += added * every[key]
+            sums /= self.of.pp
+            sums[:-1] += behind
+            now = ends[part.played]
+            seconds = self._seconds(nth, part, now, ends.get(part.before))
+            late = np.maximum(now.tail - behind[0] - behind[SUMS:].sum(axis=0), 0.0)
+            of_steps = sums[:, part.of]
+            if part.before:
+                of_steps += part.more * (of_round / self.of.pp)[:, part.of]
+            found.append(self._columns(responses.axes, seconds, late[part.of], of_steps))
+        return found
+
+    def _seconds(self, nth: int, part: EquallyPlayed, now: Ends, before: Ends | None) -> Float:
+        """The time with all rounds: each further one adds what the last one has added, or more."""
+        if before is None:
+            return now.whole[part.of]
+        pace, host = self._pace(nth, part)
+        period = np.maximum(now.whole - before.whole, (part.played - part.before) * pace)
+        # What takes longer than the kernels beside it may fall behind only later.
+        launched = part.microbatches * host[part.of] + (now.whole - now.actions)[part.of]
+        more = part.more * np.maximum(period, 0.0)[part.of]
+        return np.maximum(now.whole[part.of] + more, launched)
+
+    def _columns(
+        self, axes: Sequence[str], seconds: Float, late: Float, sums: Float
+    ) -> StepColumns:
+        """Steps that take so long, `late` of it behind all actions, from the sums of their parts:
+        of the mean rank."""
+        busy, drawn, *others, host = sums
+        waits = dict(zip(axes, others, strict=True))
         rest = np.maximum(seconds - busy - sum(waits.values(), 0 * busy), 0.0)
-        launches = waits.pop(LAUNCHES, np.zeros(len(lot.tuples)))
+        launches = waits.pop(LAUNCHES, np.zeros(len(seconds)))
         waits.pop("pp", None)
         # Kernels wait for a host that takes longer than they do.
         slow = np.clip(host - (seconds - rest), 0.0, rest)
         launches, rest = launches + slow, rest - slow
         # Behind all actions, gradients and weights are waited for; with one rank, nothing but these
         # is between actions.
-        late = np.maximum(tail - behind[0] - behind[SUMS:].sum(axis=0), 0.0)
         late = rest if self.of.pp == 1 else np.minimum(late, rest)
         waits["dp"] = waits.get("dp", 0.0) + late
         exposed = sum(waits.values(), 0 * busy)
@@ -362,29 +333,3 @@ class _PlayedLots:
             np.minimum((busy + exposed) / seconds, 1.0),
             (drawn + RUNNING_FRACTION * exposed) / seconds,
         )  # fmt: skip
-
-
-def _latest(times: Sequence[Float]) -> Float:
-    found = times[0]
-    for other in times[1:]:
-        found = np.maximum(found, other)
-    return found
-
-
-def _after(state: RankEnd, section: Float, last: Float) -> tuple[RankEnd, Float]:
-    """A rank's moments after a section, and its last end."""
-    of = response(section)
-    inputs = (GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host), (STORED, state.stored)
-
-    def latest(field: Float) -> Float:
-        return _latest([at + field[nth] for nth, at in inputs])
-
-    chain = latest(of.chain)
-    chain_stored = latest(of.chain_stored)
-    after = RankEnd(
-        latest(of.gpu),
-        np.maximum(latest(of.aside), chain),
-        latest(of.host),
-        np.maximum(latest(of.stored), chain_stored),
-    )
-    return after, _latest([last, latest(of.end), chain, chain_stored])

@@ -15,24 +15,23 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, distinct_numbers
 from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates
 from stagewright.explore.shared.plans import pipeline_blocks
 from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.explore.shared.tuples import Shared, Tuples
-from stagewright.graph.node import Graph, Node
+from stagewright.graph.node import Graph
 from stagewright.lower.assembly.lowered_block import LoweredBlock
-from stagewright.lower.kernels.kernel import Kernel
+from stagewright.lower.blocks import BLOCK_PASSES, NumberedBlock, place_values
 from stagewright.lower.training import STAGES, TrainingStep
 from stagewright.lower.variants import BlockVariant, graph_of
 from stagewright.model.config import ModelConfig
-from stagewright.parallel.degrees import parallelization
+from stagewright.parallel.degrees import axes_of
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
 from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time.columns.meshes import AxisOrders
-from stagewright.varying import Number
 
 _Made = TypeVar("_Made")
 
@@ -50,27 +49,6 @@ PIPELINE = ("pp", *STAGES)
 """Settings that decide which blocks are on which stage, and no block's numbers."""
 
 
-class ColumnBlock(NamedTuple):
-    """A block of which every number is an int, or a `Varying` with an entry per tuple.
-
-    `np.asarray(number)` is an array in both cases: of int64, or float64 for means of experts.
-    """
-
-    block: LoweredBlock
-    """What the assembly takes; its numbers are ints or varying."""
-
-    @property
-    def kernels(self) -> Sequence[Kernel]:
-        """The tasks of the block in order: `flops`, `traffic`, `comm_bytes` and the extents of
-        `shape` are numbers of one rank."""
-        return self.block.tasks
-
-    @property
-    def size(self) -> Mapping[Node, Number]:
-        """Bytes of every value on one rank."""
-        return self.block.size
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
     """Configurations whose blocks have the same graphs and kernels.
@@ -85,16 +63,15 @@ class Structure:
     """The configurations, by their numbers among all candidates: [candidates]."""
     index: Int
     """Which tuple each of them has: [candidates]."""
-    tuples: Mapping[str, Int]
-    """The numbers by the name of their setting (`tp`, `micro_batch_size`): [tuples] each; `ABSENT`
-    where a setting follows from the others."""
-    variants: Mapping[BlockVariant, ColumnBlock]
-    """The distinct blocks of all pipelines of the candidates."""
+    variants: Mapping[BlockVariant, LoweredBlock]
+    """The distinct blocks of all pipelines of the candidates: each of their numbers is an int, or a
+    `Varying` with an entry per tuple."""
     orders: AxisOrders
     """In which order the tuples have the axes of the mesh: it says where groups of ranks lie."""
 
     def __len__(self) -> int:
-        return len(next(iter(self.tuples.values())))
+        """The number of tuples."""
+        return len(self.orders.of)
 
     @property
     def run(self) -> Run:
@@ -102,15 +79,10 @@ class Structure:
         return self.step.run
 
     @property
-    def model(self) -> ModelConfig:
-        """The model of all candidates."""
-        return self.step.model
-
-    @property
     def mesh(self) -> Mapping[str, Int]:
         """The size of each mesh axis but for the pipeline's: [tuples] each."""
         axes = [(name, size) for name, size in self.step.mesh.axes if name != "pp"]
-        return {name: self.column(size) for name, size in axes}
+        return {name: np.broadcast_to(np.asarray(size), len(self)) for name, size in axes}
 
     @property
     def stride(self) -> Int:
@@ -126,15 +98,6 @@ class Structure:
     def ranks_of_stage(self) -> Int:
         """Ranks that hold a stage of a pipeline, along all other axes of the mesh: [tuples]."""
         return np.prod(np.stack([*self.mesh.values()]), axis=0)
-
-    @property
-    def sizes(self) -> Mapping[str, Number]:
-        """The number behind each named dim."""
-        return self.step.sizes
-
-    def column(self, number: Number) -> Int:
-        """A number of a kernel or a value as an array [tuples]: of int64, or float64."""
-        return np.broadcast_to(np.asarray(number), len(self))
 
 
 class Refused(NamedTuple):
@@ -153,7 +116,7 @@ class Structures(NamedTuple):
     refused: Sequence[Refused]
 
 
-def supported(run: Run, model: ModelConfig) -> str:
+def unsupported(run: Run, model: ModelConfig) -> str:
     """Why runs like this one are not computed in columns; empty: they are."""
     if run.mode != "train":
         return "inference"
@@ -175,7 +138,7 @@ def structures(candidates: Candidates, shared: Shared | None = None) -> Structur
     found: list[Structure] = []
     refused: list[Refused] = []
     for members in _alike_but_for_numbers(candidates):
-        why = supported(candidates.run(int(members[0])), candidates.model)
+        why = unsupported(candidates.run(int(members[0])), candidates.model)
         if why:
             refused.append(Refused(members, why, possible=True))
             continue
@@ -206,21 +169,9 @@ def _variants(
     return members[there], [*variants]
 
 
-def microbatches_of(candidates: Candidates) -> Int:
-    """Microbatches of a step [candidates]; without a global batch size, what a run then has."""
-    found = candidates.microbatches.copy()
-    absent = np.flatnonzero(candidates.numbers("global_batch_size") == ABSENT)
-    some = candidates.take(absent)
-    if len(some):
-        pipelines = some.distinct(*(name for name in PIPELINE if name in some.columns))
-        counts = [some.run(int(first)).microbatches for first in pipelines.first]
-        found[absent] = np.array(counts)[pipelines.of]
-    return found
-
-
 def _has_several(alike: Candidates) -> bool:
     """Whether candidates that differ only in numbers have several microbatches."""
-    return bool(microbatches_of(alike.take(slice(1)))[0] > 1)
+    return bool(alike.take(slice(1)).microbatches[0] > 1)
 
 
 def _with_few_microbatches(run: Run, model: ModelConfig, *, several: bool) -> Run:
@@ -234,22 +185,21 @@ def _alike_but_for_numbers(candidates: Candidates) -> Iterator[Int]:
     """Candidates that differ only in numbers, and in pipelines of one kind."""
     names = [n for n in candidates.columns if n in SETTINGS]
     kinds = [n for n in names if n not in apart_from_graphs(candidates.model)]
-    key = candidates.distinct(*kinds).of if kinds else np.zeros(len(candidates), dtype=np.int64)
     marks = [candidates.numbers(n) == ABSENT for n in names if n in NUMBERS]
-    marks += [candidates.numbers("global_batch_size") == ABSENT, microbatches_of(candidates) > 1]
+    marks += [candidates.numbers("global_batch_size") == ABSENT, candidates.microbatches > 1]
     if "schedule" in names:
         column = candidates.column("schedule")
         twice = np.array([_holds_twice(value) for value in column.values])
         marks.append(twice[column.codes])
-    for mark in marks:
-        key = 2 * key + mark
+    _, key = distinct_numbers([candidates.distinct(*kinds).of, *marks], len(candidates))
     order = np.argsort(key, kind="stable")
     edges = np.flatnonzero(np.diff(key[order])) + 1
     yield from np.split(order, edges)
 
 
 def apart_from_graphs(model: ModelConfig) -> tuple[str, ...]:
-    """Settings that no block's graph depends on but by what its code asks of numbers."""
+    """Settings that the graph of a block follows from only where its code asks a number a question
+    (`varying.Cases`)."""
     placed = () if model.num_experts else (ORDER,)
     return (*NUMBERS, *PIPELINE, *placed, "global_batch_size")
 
@@ -292,58 +242,74 @@ class _SameButNumbers:
         given = {n: v[rows] for n, v in self.numbers.items() if v[0] != ABSENT}
         return self.shared.tuples(given, len(rows))
 
-    def _with_few_microbatches(self, run: Run) -> Run:
-        """A run with numbers of tuples: its own batch has other microbatches with these."""
-        return _with_few_microbatches(run, self.candidates.model, several=self.several)
-
     def _of_all(self, tuples: Tuples, rows: Int) -> TrainingStep:
         """The step of some tuples, in the first pipeline."""
+        return TrainingStep.of(self._resolved(tuples), self.candidates.model, {})
+
+    def _resolved(self, tuples: Tuples) -> Run:
+        """A run with the numbers of tuples: its own batch has other microbatches with these.
+
+        Numbers that are equal are one object, as `BySettingsRead` knows them.
+        """
         run = self.own.run(0).model_copy(update={**tuples.numbers})
-        return TrainingStep.of(self._with_few_microbatches(run), self.candidates.model, {})
+        run = _with_few_microbatches(run, self.candidates.model, several=self.several)
+        numbers = {n: tuples.one(getattr(run, n)) for n in (*NUMBERS, "global_batch_size")}
+        return run.model_copy(update=numbers)
 
     def _graphs(self, tuples: Tuples, rows: Int) -> dict[BlockVariant, Graph]:
         """The graph of each block."""
-        self._of_all(tuples, rows)  # asks whether there is such a step
+        step = self._of_all(tuples, rows)  # asks whether there is such a step
+        return {variant: self._graph(graph_of(variant), step, tuples) for variant in self.variants}
 
-        def sharded(variant: BlockVariant, run: Run) -> Graph:
-            run = self._with_few_microbatches(run)
-            return TrainingStep.of_blocks(run, self.candidates.model, {}).shard(variant)
+    def _graph(self, variant: BlockVariant, step: TrainingStep, tuples: Tuples) -> Graph:
+        """The graph of a block: each pass is made once for all steps that agree in what it reads,
+        of graphs that are equal when it begins."""
+        block = step.build(variant)
+        for name in BLOCK_PASSES:
+            after = partial(TrainingStep.after_pass, name=name, variant=variant, block=block)
+            what = name, variant, block.graph.content, (*block.primal.items(),)
+            block = self._made(what, step, tuples, after)
+        return block.graph
 
-        return {
-            variant: self._made(("graph", graph_of(variant)), tuples, partial(sharded, variant))
-            for variant in self.variants
-        }
+    def _lowered(
+        self, variant: BlockVariant, graph: Graph, step: TrainingStep, tuples: Tuples
+    ) -> LoweredBlock:
+        """A block with the numbers of tuples: many variants differ only in where values are."""
 
-    def _lowered(self, variant: BlockVariant, graph: Graph, tuples: Tuples) -> LoweredBlock:
-        """A block with the numbers of tuples."""
-
-        def lowered(run: Run) -> LoweredBlock:
-            run = self._with_few_microbatches(run)
-            step = TrainingStep.of_blocks(run, self.candidates.model, {})
+        def numbered(step: TrainingStep) -> NumberedBlock:
             extent = step.extent(step.routing.even() if step.routing else None)
-            return step.lower_block(variant, graph, extent)
+            return step.number_block(graph, extent)
 
-        what = "block", variant, graph.nodes, (*graph.outputs.items(),)
-        return self._made(what, tuples, lowered)
+        block = self._made(("numbered", graph.content), step, tuples, numbered)
+        placed = partial(place_values, block, variant)
+        return self.shared.made(("placed", variant, block), step.run, tuples, placed)
 
-    def _made(self, what: Hashable, tuples: Tuples, make: Callable[[Run], _Made]) -> _Made:
-        """What is made of runs with the numbers of tuples, once for all groups."""
-        return self.shared.made((what, self.several), self.own.run(0), tuples, make)
+    def _made(
+        self,
+        what: Hashable,
+        step: TrainingStep,
+        tuples: Tuples,
+        make: Callable[[TrainingStep], _Made],
+    ) -> _Made:
+        """What is made of steps with the numbers of tuples, once for all groups."""
+
+        def of_run(run: Run) -> _Made:
+            return make(TrainingStep.of_blocks(run, step.model, {}))
+
+        return self.shared.made(what, step.run, tuples, of_run)
 
     def _structure(
         self, tuples: Tuples, rows: Int, graphs: Mapping[BlockVariant, Graph]
     ) -> Structure:
         """The blocks of some tuples in columns."""
         step = self._of_all(tuples, rows)
-        lowered = {v: self._lowered(v, graph, tuples) for v, graph in graphs.items()}
+        lowered = {v: self._lowered(v, graph, step, tuples) for v, graph in graphs.items()}
         number = np.full(self.count, -1)
         number[rows] = np.arange(len(rows))
         index = number[self.index]
         mine = np.flatnonzero(index >= 0)
-        numbers = {n: v[rows] for n, v in self.numbers.items()}
-        blocks = {v: ColumnBlock(block) for v, block in lowered.items()}
         orders = self._axis_orders(step, rows)
-        return Structure(step, self.members[mine], index[mine], numbers, blocks, orders)
+        return Structure(step, self.members[mine], index[mine], lowered, orders)
 
     def _axis_orders(self, step: TrainingStep, rows: Int) -> AxisOrders:
         """In which order some tuples have the axes of the step's mesh."""
@@ -351,7 +317,7 @@ class _SameButNumbers:
         names: list[tuple[str, ...]] = []
         for code in codes.tolist():
             run = step.run.model_copy(update={ORDER: self.orders[code]})
-            names.append(parallelization(run, step.model)[0].names)
+            names.append(tuple(axis.name for axis in axes_of(run, step.model)))
         return AxisOrders(tuple(names), of.ravel().astype(np.int64))
 
     def _split(

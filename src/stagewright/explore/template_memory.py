@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int, distinct_columns
 from stagewright.explore.templates import RETURN, StructureTemplate
+from stagewright.explore.timed_memory.live import Live
 from stagewright.lower.assembly.assemble import AssembledRank
 from stagewright.program.columns import CATEGORIES
 from stagewright.schedule.actions import Action
@@ -31,9 +32,8 @@ from stagewright.schedule.in_flight import (
 from stagewright.time.cost import needless
 
 Spot = tuple[str, int, int]
-"""Where in a step: in the first or in the last layer of a variant (`first`, `last`, its number, and
-which of two actions that overlap), or before, between or after all layers. Rows that take no time
-hold nothing: what is freed behind them is gone when what they make is there."""
+"""Where in an action: in the `first` or in the `last` layer of a variant, or `before`, `between` or
+`after` all layers; the number of the variant; and which of two actions that overlap."""
 NOWHERE: Spot = ("", 0, 0)
 """The place of what is held at no place of an action."""
 KEPT, HALVED, HELD, UPDATED = "kept", "halved", "held", "updated"
@@ -108,7 +108,7 @@ class Sizes:
     def join_tuples(self) -> Int:
         """Let tuples whose sizes are all equal be one case; returns the case of each tuple.
 
-        Ranks that come later have no sizes.
+        The sizes of all ranks have to be known by then.
         """
         every = np.stack(self.rows)
         first, of = distinct_columns(every)
@@ -129,20 +129,32 @@ class Sizes:
         return found
 
 
+class MomentRows(NamedTuple):
+    """Rows of an action of a stage, or of two that overlap, or those after all actions."""
+
+    begin: int
+    end: int
+    of: Sequence[tuple[int, int | None]]
+    """Stages and microbatches whose values count (`Live.counts`)."""
+    elsewhere: Int
+    """Of these what is counted elsewhere: instances by size."""
+
+
 class TemplateRank:
     """A rank of a template's program: its stages, and what is live when."""
 
     def __init__(self, rank: AssembledRank, template: StructureTemplate, sizes: Sizes) -> None:
         """A rank of one of a template's programs; `sizes` has the sizes of all of its values."""
         self.rank, self.sizes = rank, sizes
-        self.kinds = template.kind_of
-        self.live = _Live(rank, sizes.of(rank), len(sizes.rows))
+        self.kinds = template.kinds
+        self.live = Live(rank, sizes.of(rank), len(sizes.rows))
         self.runs = ~needless(rank.of.tasks)
         rows = rank.rows
         self.actions = rows.actions
         self.begin = [int(b) for b in rows.begin]
         later = *self.begin, rows.end
         self.ends = [next(b for b in later[i:] if b > begin) for i, begin in enumerate(self.begin)]
+        self.variant_count = len(template.layers)
         self.variants: dict[int, dict[int, Int]] = {}
         """By stage and number of a variant its layers."""
         for number, stage in rows.stages.items():
@@ -152,6 +164,11 @@ class TemplateRank:
                     variant = template.number_of(placed.block)
                     layers.setdefault(variant, []).append(placed.layer)
             self.variants[number] = {variant: np.array(of) for variant, of in layers.items()}
+
+    def layers_of(self, stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The layers of each variant on some stages."""
+        count = self.variant_count
+        return tuple(tuple(len(self.variants[s].get(v, ())) for v in range(count)) for s in stages)
 
     def _numbers(self, stage: int, kind: str) -> list[int]:
         """The actions of a kind of a stage."""
@@ -241,23 +258,53 @@ class TemplateRank:
         """What one of `stages` holds, by what that is and at which place."""
         return self._stage(*stages).held_at() if len(stages) == 1 else self._pair(*stages)
 
+    def moment(self, what: str, stages: tuple[int, ...]) -> MomentRows | None:
+        """The rows of a moment of a stage, or of the last pair of actions of two."""
+        if what == STEP:
+            begin, total = self.rank.rows.end, len(self.rank.of.tasks)
+            of = [(stage, None) for stage in stages]
+            return MomentRows(begin, total, of, self.live.none) if total > begin else None
+        if what != PAIR:
+            i = self._moments(stages[0]).get(what)
+            return None if i is None else self._of_action(stages[0], i)
+        *_, (i, a, b) = (of for of in self._pairs() if (of[1].stage, of[2].stage) == stages)
+        of = [(s, x.microbatch) for x in (a, b) for s in self._mates(x.stage)]
+        kept = (self._kept(mate) for x in (a, b) for mate in self._mates(x.stage)[1:])
+        return MomentRows(self.begin[i], self.ends[i], of, sum(kept, self.live.none))
+
+    def step(self, kinds: tuple[str, ...], stages: tuple[int, ...]) -> MomentRows | None:
+        """The rows of a usual action of a stage, or of the last pair of actions of two."""
+        if len(kinds) > 1:
+            return self.moment(PAIR, stages)
+        mine = [i for i in self._numbers(stages[0], *kinds) if self.begin.count(self.begin[i]) == 1]
+        return self._of_action(stages[0], mine[min(1, len(mine) - 1)]) if mine else None
+
+    def _of_action(self, stage: int, i: int) -> MomentRows:
+        """The rows of an action of a stage."""
+        mates, m = self._mates(stage), self.actions[i].microbatch
+        elsewhere = self.live.none
+        for mate in mates[1:]:  # counted with those that are in flight
+            elsewhere = elsewhere + self._in_flight(mate, m, self.begin[i])
+            elsewhere = elsewhere + self.live.always(self.begin[i], mate)
+        return MomentRows(self.begin[i], self.ends[i], [(mate, m) for mate in mates], elsewhere)
+
+    def _at(
+        self, what: str, of: MomentRows, stages: Sequence[int]
+    ) -> dict[tuple[str, Spot], Float]:
+        """The peaks of a moment."""
+        counts = self.live.counts(of.begin, of.end, of.of) - of.elsewhere
+        return self._peaks(what, of.begin, self.sizes.bytes(counts), stages)
+
     def _stage(self, stage: int) -> StageBytes:
         """The bytes of a stage."""
         live, rows = self.live, self.rank.rows
         peaks: dict[tuple[str, Spot], Float] = {}
         for moment, i in self._moments(stage).items():
-            mates = self._mates(stage)
-            mine = [(mate, self.actions[i].microbatch) for mate in mates]
-            counts = live.counts(self.begin[i], self.ends[i], mine)
-            for mate in mates[1:]:  # counted with those that are in flight
-                counts = counts - self._in_flight(mate, self.actions[i].microbatch, self.begin[i])
-                counts = counts - live.always(self.begin[i], mate)
-            held = self.sizes.bytes(counts)
-            peaks |= self._peaks(moment, self.begin[i], held, (stage,))
+            peaks |= self._at(moment, self._of_action(stage, i), (stage,))
         total = len(self.rank.of.tasks)
-        if total > rows.end:
-            counts = live.counts(rows.end, total, [(stage, None)])
-            peaks |= self._peaks(STEP, rows.end, self.sizes.bytes(counts), (stage,))
+        step = self.moment(STEP, (stage,))
+        if step is not None:
+            peaks |= self._at(STEP, step, (stage,))
         first, last = self._action(stage, "F", self._usual(stage)), self._backward(stage)
         held = live.through(self.begin[first], self.ends[last] - 1, -1, [stage])
         updated = live.through(rows.end, total - 1, None, [stage]) if total > rows.end else held
@@ -272,23 +319,34 @@ class TemplateRank:
 
     def _pair(self, *stages: int) -> dict[tuple[str, Spot], Float]:
         """The peaks of the last pair of actions of two stages."""
-        *_, (i, a, b) = (of for of in self._pairs() if (of[1].stage, of[2].stage) == stages)
-        of = [(s, x.microbatch) for x in (a, b) for s in self._mates(x.stage)]
-        counts = self.live.counts(self.begin[i], self.ends[i], of)
-        for x in (a, b):
-            for mate in self._mates(x.stage)[1:]:
-                counts = counts - self._kept(mate)
-        return self._peaks(PAIR, self.begin[i], self.sizes.bytes(counts), stages)
+        of = self.moment(PAIR, stages)
+        return {} if of is None else self._at(PAIR, of, stages)
 
     def _peaks(
         self, moment: str, begin: int, held: Float, stages: Sequence[int]
     ) -> dict[tuple[str, Spot], Float]:
-        """The most that is held at each place of some rows, by category: [categories, tuples]."""
+        """The most that is held at each place of some rows, by category: [categories, tuples].
+
+        Rows that take no time do not count: what is freed behind them is gone when what they make
+        is there.
+        """
+        total = held.sum(axis=1)
+        runs = self.runs[begin : begin + len(held)]
+        found: dict[tuple[str, Spot], Float] = {}
+        for spot, there in self.spots(begin, begin + len(held), stages).items():
+            rows = np.flatnonzero(there & runs)
+            if len(rows):
+                most = rows[total[rows].argmax(axis=0)]
+                found[moment, spot] = held[most, :, np.arange(held.shape[2])].T
+        return found
+
+    def spots(self, begin: int, end: int, stages: Sequence[int]) -> dict[Spot, Bool]:
+        """Which of the rows from `begin` to `end` are where in the step of some stages."""
         tasks = self.rank.of.tasks
-        layer = tasks.layer[begin : begin + len(held)]
-        mine = np.isin(tasks.stage[begin : begin + len(held)], stages)
+        layer = tasks.layer[begin:end]
+        mine = np.isin(tasks.stage[begin:end], stages)
         inside = np.flatnonzero((layer >= 0) & mine)
-        row = np.arange(len(held))
+        row = np.arange(end - begin)
         spots: dict[Spot, Bool] = {}
         for of, stage in enumerate(stages):
             for nth, layers in self.variants[stage].items():
@@ -300,57 +358,36 @@ class TemplateRank:
             spots["after", 0, 0] = mine & (row > inside[-1])
         else:
             spots["before", 0, 0] = mine & (layer < 0)
-        total = held.sum(axis=1)
-        runs = self.runs[begin : begin + len(held)]
-        found: dict[tuple[str, Spot], Float] = {}
-        for spot, there in spots.items():
-            rows = np.flatnonzero(there & runs)
-            if len(rows):
-                most = rows[total[rows].argmax(axis=0)]
-                found[moment, spot] = held[most, :, np.arange(held.shape[2])].T
-        return found
+        return spots
 
 
-class _Live:
-    """Which instances of values are there when."""
+def of_pairs(
+    programs: Sequence[Sequence[TemplateRank]], kinds: tuple[int, ...]
+) -> dict[tuple[tuple[int, ...], ...], Mapping[tuple[str, Spot], Float]]:
+    """What two stages of these kinds hold whose actions overlap, by their layers."""
+    found: dict[tuple[tuple[int, ...], ...], Mapping[tuple[str, Spot], Float]] = {}
+    for ranks in programs:
+        for rank in ranks:
+            for of in rank.stages:
+                layers = rank.layers_of(of)
+                own = tuple(rank.kinds.stage(s) for s in of)
+                if len(of) > 1 and own == kinds and layers not in found:
+                    found[layers] = rank.held_at(of)
+    return found
 
-    def __init__(self, rank: AssembledRank, number: Int, count: int) -> None:
-        values = rank.of.values
-        self.number, self.count = number[values.value], count
-        self.stage = values.stage[values.value]
-        self.microbatch = values.microbatch
-        self.first, self.last = values.first.astype(np.int64), values.last.astype(np.int64)
 
-    @property
-    def none(self) -> Int:
-        """No instances of any size."""
-        return np.zeros(self.count, dtype=np.int64)
-
-    def counts(self, begin: int, end: int, of: Sequence[tuple[int, int | None]]) -> Int:
-        """Live instances of each size while each row runs: [rows, sizes].
-
-        They are those of microbatches of stages, and what these stages have for all of them; of the
-        microbatch None, all instances.
-        """
-        mine = np.zeros(len(self.number), dtype=bool)
-        for stage, microbatch in of:
-            same = self.microbatch == microbatch if microbatch is not None else self.first >= -1
-            mine |= (self.stage == stage) & (same | (self.microbatch < 0))
-        there = mine & (self.first < end) & (self.last >= begin)
-        number = self.number[there]
-        change = np.zeros((end - begin + 1, self.count), dtype=np.int64)
-        np.add.at(change, (np.maximum(self.first[there], begin) - begin, number), 1)
-        np.add.at(change, (np.minimum(self.last[there] + 1, end) - begin, number), -1)
-        return change[:-1].cumsum(axis=0)
-
-    def always(self, row: int, stage: int) -> Int:
-        """Instances of each size that a stage has for all microbatches while a row runs."""
-        return self.through(row, row, -1, [stage])
-
-    def through(self, begin: int, end: int, microbatch: int | None, stages: Sequence[int]) -> Int:
-        """Instances of each size that are live from one row to another; those of a microbatch
-        without those for all."""
-        mine = self.microbatch == microbatch if microbatch is not None else self.first >= -1
-        mine = mine & np.isin(self.stage, stages)
-        there = mine & (self.first <= begin) & (self.last >= end)
-        return np.bincount(self.number[there], minlength=self.count)
+def template_ranks(
+    template: StructureTemplate, tuples: int
+) -> tuple[list[list[TemplateRank]], Int]:
+    """The ranks of each program of a template of a structure of so many tuples; and the case of
+    each tuple, as many have the same bytes: [tuples]."""
+    sizes = Sizes(tuples)
+    assemblies = template.assemblies
+    for assembly in assemblies:  # all sizes first: counts have one length
+        for rank in assembly.ranks:
+            sizes.of(rank)
+    cases = sizes.join_tuples()
+    every = [
+        [TemplateRank(rank, template, sizes) for rank in assembly.ranks] for assembly in assemblies
+    ]
+    return every, cases

@@ -8,7 +8,7 @@ three ranks, or one where the model is not split, and a schedule of the same sha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -22,7 +22,7 @@ from stagewright.lower.training import TrainingStep
 from stagewright.lower.variants import BlockVariant, PlacedVariant
 from stagewright.parallel.degrees import parallelization
 from stagewright.run.settings import Run
-from stagewright.schedule.actions import Order, stage_count
+from stagewright.schedule.actions import Order, parts, stage_count
 from stagewright.schedule.places import mirrored
 from stagewright.schedule.schedules import SCHEDULES, fewest, make
 from stagewright.schedule.traits import OrderTraits, traits_of
@@ -52,8 +52,8 @@ class Parts:
         every = [placed for stage in stages for placed in stage]
         layers = [n for n, (_, index) in enumerate(every) if index >= 0]
         inside = every[layers[0] : layers[-1] + 1]
-        # In the order that stages have them: first the layers of a stage that it offloads or
-        # recomputes, whichever they are.
+        # In the order that stages have them: those that a stage offloads or recomputes come first,
+        # whichever layers of the model they are.
         place: dict[BlockVariant, int] = {}
         for stage in stages:
             own = [variant for variant, index in stage if index >= 0]
@@ -70,15 +70,15 @@ class Parts:
         return np.array(found, dtype=np.int64)
 
     def stages(
-        self, count: int, layers: Sequence[int], least: Sequence[int]
+        self, layers: Sequence[Sequence[int]], least: Sequence[int]
     ) -> list[list[PlacedVariant]]:
         """The stages of a template, with so many layers of each variant on each.
 
         A stage between others is never empty: without layers it has the `least`.
         """
         found: list[list[PlacedVariant]] = []
-        for stage in range(count):
-            own = layers if any(layers) or stage in (0, count - 1) else least
+        for stage, asked in enumerate(layers):
+            own = asked if any(asked) or stage in (0, len(layers) - 1) else least
             each = [v for v, n in zip(self.layers, own, strict=True) for _ in range(n)]
             begin = sum(map(len, found))
             found.append([(v, begin + n) for n, v in enumerate(each)])
@@ -98,6 +98,8 @@ class StructureTemplate:
     """By variant of layers."""
     layers: tuple[int, ...]
     """Of each variant on each stage of the base."""
+    pairs: tuple[Assembly, ...]
+    """With the very layers of stages whose actions overlap (`Kind.pairs`)."""
     few: Mapping[tuple[int, ...], Assembly]
     """With fewer layers of some variant on each stage, by the layers of each (`Kind.few`). Those
     without layers say nothing of stages between others."""
@@ -115,11 +117,11 @@ class StructureTemplate:
 
     @property
     def assemblies(self) -> tuple[Assembly, ...]:
-        """All programs: the base, those with one layer more, those with fewer."""
-        return self.base, *self.more, *self.few.values()
+        """All programs: the base, those with one layer more, those with fewer, those of pairs."""
+        return self.base, *self.more, *self.few.values(), *self.pairs
 
     @property
-    def kind_of(self) -> Kinds:
+    def kinds(self) -> Kinds:
         """The kinds of the template's stages and ranks."""
         return Kinds.of(self.order)
 
@@ -186,6 +188,9 @@ class Kind(NamedTuple):
     """Of each variant on each stage of the base."""
     few: tuple[tuple[int, ...], ...]
     """Likewise, of programs for stages with fewer layers of some variant than the base."""
+    pairs: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Of each variant on each stage, of programs for pairs of stages whose actions overlap: where
+    one is while the other one is at its first layer, follows from the layers of both."""
 
     @property
     def chunks(self) -> int:
@@ -221,7 +226,28 @@ class Kind(NamedTuple):
             schedule, most = "dualpipe", 6
         two = of.doubled and run.pp == 2  # both ranks hold all stages
         ranks = run.pp if run.pp == 1 or two else most
-        return cls(schedule, ranks, several, parts, *_layers_of_programs(run, layers))
+        own = cls(schedule, ranks, several, parts, *_layers_of_programs(run, layers))
+        return own._replace(pairs=own._pairs(order, layers)) if of.overlaps and several else own
+
+    def _pairs(self, order: Order, layers: Int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The layers of the stages of programs for pairs of an order's stages."""
+        kinds, by_stage = Kinds.of(order), [tuple(of) for of in layers.T.tolist()]
+        found: dict[int, dict[tuple[tuple[int, ...], ...], None]] = {}
+        for stage, other in dict.fromkeys(_overlapping(order)):
+            own = by_stage[stage], by_stage[other]
+            if set(own) != {self.layers}:
+                found.setdefault(kinds.stage(stage), {})[own] = None
+        small = make(self.schedule, self.ranks, self.microbatches, self.chunks)
+        of_small, pairs = Kinds.of(small), [*dict.fromkeys(_overlapping(small))]
+        programs: list[tuple[tuple[int, ...], ...]] = []
+        for nth in range(max(map(len, found.values()), default=0)):
+            stages = [self.layers] * stage_count(small)
+            for stage, other in pairs:
+                some = [*found.get(of_small.stage(stage), ())]
+                if some:
+                    stages[stage], stages[other] = some[min(nth, len(some) - 1)]
+            programs.append(tuple(stages))
+        return tuple(programs)
 
     @classmethod
     def plain(cls, run: Run, parts: Parts, layers: Int) -> Self:
@@ -230,13 +256,23 @@ class Kind(NamedTuple):
         return cls("1f1b", ranks, True, parts, *_layers_of_programs(run, layers))
 
 
+def _overlapping(order: Order) -> Iterator[tuple[int, int]]:
+    """The stages whose actions overlap, the one that is farther from the output first."""
+    for rank in order:
+        for step in rank:
+            of = sorted(action.stage for action in parts(step))
+            if len(of) > 1:
+                yield of[0], of[1]
+
+
 def _layers_of_programs(
     run: Run, layers: Int
 ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
     """The layers of a stage of the base, by variant; and those of other programs.
 
-    Transfers with every microbatch run beside the layers behind: fewer of these are not a part of
-    what more of them take. Nor is a stage without layers, beside which nothing is reduced.
+    Transfers of every microbatch run beside the layers behind them, so that what few layers take
+    does not follow from what more of them take: they have a program of their own. So have stages
+    without layers, which have nothing that is reduced beside layers.
     """
     usual = (_LAYERS,) * len(layers)
     every = {tuple(of) for of in np.minimum(layers.T, _LAYERS).tolist()}
@@ -246,9 +282,19 @@ def _layers_of_programs(
     return base, tuple(sorted(every - {base}))
 
 
-def at_most(layers: Sequence[float]) -> tuple[float, ...]:
-    """As many layers of each variant as programs of few layers have of them (`Kind.few`)."""
-    return tuple(min(count, _LAYERS) for count in layers)
+def mean_layers(stages: Sequence[Sequence[float]]) -> Sequence[float]:
+    """Layers of each variant on a stage, or on the mean of two whose actions overlap: templates of
+    such pairs have equal stages."""
+    return stages[0] if len(stages) == 1 else [sum(of) / 2 for of in zip(*stages, strict=True)]
+
+
+def nearest(
+    layers: Sequence[float], few: Collection[tuple[float, ...]], base: tuple[int, ...]
+) -> tuple[float, ...]:
+    """The layers of each variant in the program that stands for stages with so many of them: one of
+    `few` (`Kind.few`), or the base."""
+    least = tuple(min(count, _LAYERS) for count in layers)
+    return least if least in few else base
 
 
 class TemplatePrograms:
@@ -271,22 +317,25 @@ class TemplatePrograms:
         run = run.model_copy(update=changed)
         order = make(of.schedule, of.ranks, of.microbatches, of.chunks)
 
-        def assembly(layers: Sequence[int]) -> Assembly:
-            least = () if any(layers) else of.layers
-            key = of.schedule, of.ranks, of.microbatches, of.parts, (*layers,), least
+        def assembly(layers: Sequence[Sequence[int]]) -> Assembly:
+            least = () if all(map(any, layers)) else of.layers
+            key = of.schedule, of.ranks, of.microbatches, of.parts, (*map(tuple, layers),), least
             if key not in self._made:
-                placed = of.parts.stages(stages, layers, of.layers)
+                placed = of.parts.stages(layers, of.layers)
                 placed[-1] += of.parts.after
                 self._made[key] = self._assembly(run, order, placed)
             return self._made[key]
 
         variants = range(len(of.layers))
-        more = [assembly([n + (v == one) for v, n in enumerate(of.layers)]) for one in variants]
-        few = {layers: assembly(layers) for layers in of.few}
+        more = [
+            assembly([[n + (v == one) for v, n in enumerate(of.layers)]] * stages)
+            for one in variants
+        ]
+        few = {layers: assembly([layers] * stages) for layers in of.few}
+        pairs = tuple(assembly(layers) for layers in of.pairs)
+        base = assembly([of.layers] * stages)
         own = tuple(self.blocks[variant] for variant in of.parts.layers)
-        return StructureTemplate(
-            run, order, stages, assembly(of.layers), (*more,), of.layers, few, own
-        )
+        return StructureTemplate(run, order, stages, base, (*more,), of.layers, pairs, few, own)
 
     def _assembly(
         self, run: Run, order: Order, stages: Sequence[Sequence[PlacedVariant]]

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, digest
+from stagewright.explore.actions import REDUCES, STORES
 from stagewright.explore.class_rows import ClassRows
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import RankActions, Responses, responses
+from stagewright.explore.shared.plans import PipelineShape
 from stagewright.explore.shared.played import Played
 from stagewright.explore.structures import Structure
+from stagewright.explore.template_memory import TemplateRank, template_ranks
 from stagewright.explore.templates import Kind, StructureTemplate, TemplatePrograms
+from stagewright.explore.timed_memory.peaks import LatePeaks
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.program.columns import TaskKind
 from stagewright.run.requests import allowance_of
@@ -54,6 +58,38 @@ class TemplateFigures(NamedTuple):
         )
 
 
+class JoinedFigures:
+    """The figures of several structures' templates of one form behind each other, and who has their
+    tuples, by pipeline."""
+
+    def __init__(self) -> None:
+        """Of no structure yet."""
+        self._parts: list[TemplateFigures] = []
+        self._begin: dict[int, int] = {}
+        """By id of the figures, the number of the first of their tuples."""
+        self._count = 0
+        self._users: dict[PipelineShape, list[tuple[Int, ...]]] = {}
+
+    def add(self, of: TemplateFigures, shape: PipelineShape, tuples: Int, *columns: Int) -> None:
+        """Some users of `of`: which of its tuples each has, and columns of numbers of theirs."""
+        if id(of) not in self._begin:
+            self._begin[id(of)] = self._count
+            self._parts.append(of)
+            self._count += len(of.stride)
+        self._users.setdefault(shape, []).append((tuples + self._begin[id(of)], *columns))
+
+    def join(self) -> TemplateFigures:
+        """All figures, once all users are known: the parts are dropped, which take much memory."""
+        found = TemplateFigures.concatenated(self._parts)
+        self._parts.clear()
+        return found
+
+    def users(self) -> Iterator[tuple[PipelineShape, tuple[Int, ...]]]:
+        """Each pipeline, the tuples of its users among all that are joined, and their columns."""
+        for shape, some in self._users.items():
+            yield shape, tuple(map(np.concatenate, zip(*some, strict=True)))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownOnMachine:
     """What structures have in common on one machine."""
@@ -71,8 +107,7 @@ class KnownOnMachine:
     @staticmethod
     def key(machine: Machine) -> Hashable:
         """What machines must have in common for this to be known of all."""
-        network = machine.tiers, machine.algorithm, machine.direct_all_reduce
-        return machine.gpus, network, repr(machine.hardware)
+        return machine.gpus, machine.network, repr(machine.hardware)
 
 
 class Templates:
@@ -81,11 +116,16 @@ class Templates:
     def __init__(self, of: Structure) -> None:
         """No template is made before it is asked for."""
         self.of = of
-        self._programs = TemplatePrograms(of.step, {v: b.block for v, b in of.variants.items()})
+        self._programs = TemplatePrograms(of.step, of.variants)
         self._known: dict[Kind, tuple[StructureTemplate, Peaks]] = {}
-        self._durations: dict[int, Known] = {}
-        self.times: dict[Hashable, list[tuple[RowKinds, Int]]] = {}
-        """What the rows of a program take, by class, as machines have asked for them."""
+        self.holding: dict[Kind, list[list[TemplateRank]]] = {}
+        """What ranks hold in each program of a template that was made."""
+        self._durations: dict[KnownOnMachine, Known] = {}
+        self.row_kinds: dict[Hashable, list[RowKinds]] = {}
+        """By program and machine, what the rows of each rank class take where products and
+        collectives do not overlap in chunks."""
+        self.timed_rows: dict[Hashable, list[tuple[RowKinds, Int]]] = {}
+        """By program, machine and way to execute, what they take, and what a GPU draws in them."""
         self._ranks: dict[Hashable, list[RankActions]] = {}
         self._hosts: dict[Hashable, tuple[Hardware, list[HostWork] | None]] = {}
         """Each with its hardware: while that is held, no other has the id in the key."""
@@ -94,14 +134,15 @@ class Templates:
         """The template of one kind of pipeline, and its memory."""
         if of not in self._known:
             made = self._programs.template(of)
-            self._known[of] = made, Peaks.of(made, len(self.of), allowance_of(run))
+            self.holding[of], cases = template_ranks(made, len(self.of))
+            self._known[of] = made, Peaks.of(made, self.holding[of], cases, allowance_of(run))
         return self._known[of]
 
     def ranks(self, of: Kind, how: Execution) -> list[list[RankActions]]:
         """The actions of each program of a template that was made, by class, as they are issued."""
         how = how.only(*ISSUED_BY)
         made, _ = self._known[of]
-        kinds = made.kind_of
+        kinds = made.kinds
         for each in made.assemblies:
             if (id(each), how) not in self._ranks:
                 classes = range(len(each.ranks))
@@ -127,7 +168,7 @@ class Templates:
 
     def durations(self, on: KnownOnMachine) -> Known:
         """What is known of the structure's durations on a machine."""
-        return self._durations.setdefault(id(on), on.durations.of_structure())
+        return self._durations.setdefault(on, on.durations.of_structure())
 
 
 class MachineTiming:
@@ -155,6 +196,11 @@ class MachineTiming:
         self.durations = templates.durations(on)
         self._known: dict[tuple[Kind, bool, bool], TemplateFigures] = {}
         self._figures: dict[tuple[object, ...], TemplateFigures] = {}
+        self._late: dict[int, LatePeaks] = {}
+
+    def late(self, of: TemplateFigures) -> LatePeaks | None:
+        """The memory that goes with figures, if some transfers free it behind later kernels."""
+        return self._late.get(id(of))
 
     def figures(self, of: Kind, run: Run) -> TemplateFigures:
         """Those of a resolved run's pipeline, and of all of its kind."""
@@ -166,7 +212,7 @@ class MachineTiming:
     def _of_kind(self, of: Kind, run: Run) -> TemplateFigures:
         made, peaks = self.templates.template(of, run)
         hosts = self.templates.hosts(of, run, self.how, self.machine.hardware)
-        key = of, *(_content(each) for each in hosts)
+        key = of, *map(_content, hosts)
         if key not in self._figures:
             ranks = self.templates.ranks(of, self.how)
             timed = [
@@ -181,15 +227,18 @@ class MachineTiming:
             beyond = self.of.ranks_of_stage // stride
             message = self._message(made.base)
             self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond)
+            if not self.usual and _late(of, ranks[0]):
+                late = LatePeaks(made, self.templates.holding[of], ranks, timed, peaks)
+                self._late[id(self._figures[key])] = late
         return self._figures[key]
 
     def _rows(self, of: StructureTemplate) -> list[list[tuple[RowKinds, Int]]]:
         """What the rows of each program of a template take, by class, and what a GPU draws in those
         of each kind (`Columns.energy`)."""
-        known = self.templates.times
+        known = self.templates.timed_rows
         found: list[list[tuple[RowKinds, Int]]] = []
         for each in of.assemblies:
-            key = id(each), id(self.on), self.how.tp_comm_overlap, self.routed, self.usual
+            key = id(each), self.on, self.how.tp_comm_overlap, self.routed, self.usual
             if key not in known:
                 known[key] = self._timed(each)
             found.append(known[key])
@@ -205,9 +254,13 @@ class MachineTiming:
             assembly.program, self.of.mesh, pp, self.machine, self.on.placed,
             self.durations.groups, self.of.orders,
         )  # fmt: skip
+        key = id(assembly), self.on, self.routed
+        if key not in self.templates.row_kinds:
+            self.templates.row_kinds[key] = [
+                columns.of_rows(rank.of.tasks, rank.kernel, meshes) for rank in assembly.ranks
+            ]
         found: list[tuple[RowKinds, Int]] = []
-        for rank in assembly.ranks:
-            rows = columns.of_rows(rank.of.tasks, rank.kernel, meshes)
+        for rank, rows in zip(assembly.ranks, self.templates.row_kinds[key], strict=True):
             if self.how.tp_comm_overlap:
                 rows = in_chunks(columns, rank.of.tasks, rows, meshes)
             drawn = np.full_like(rows.number, columns.none) if self.usual else columns.energy(rows)
@@ -227,8 +280,17 @@ class MachineTiming:
         return sizes
 
 
-def _content(hosts: list[HostWork] | None) -> object:
+def _late(of: Kind, ranks: Sequence[RankActions]) -> bool:
+    """Whether the memory of a template is counted over time: transfers free some of it, and there
+    are more kinds of actions than in 1F1B, or both of reductions and stores. The rest is left to
+    the order of issue: such candidates are too many to play each."""
+    plain = of.schedule == "1f1b"
+    frees = [any((rank.places.frees == kind).any() for rank in ranks) for kind in (REDUCES, STORES)]
+    return all(frees) if plain else any(frees)
+
+
+def _content(hosts: list[HostWork] | None) -> bytes | None:
     """What is equal for equal work of hosts."""
     if hosts is None:
         return None
-    return tuple((each.seconds.tobytes(), each.waits.tobytes()) for each in hosts)
+    return digest(*(part for each in hosts for part in (each.seconds, each.waits)))

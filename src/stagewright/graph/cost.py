@@ -162,6 +162,8 @@ def _bytes(elements: Any, n: Node, extent: Callable[[Size, tuple[str, ...]], Any
 
 def _whole(count: Any) -> Any:
     """As a whole number: a fraction, of rows that experts share evenly or of bytes, rounded up."""
+    if isinstance(count, int):  # most are, and asking whether one is a Fraction takes longer
+        return count
     if isinstance(count, float):
         return int(count)
     return ceil(count) if isinstance(count, Fraction | Varying) else count

@@ -167,6 +167,11 @@ class Graph:
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
 
+    @property
+    def content(self) -> Hashable:
+        """What is equal for graphs of the same nodes in the same order, with the same outputs."""
+        return self.nodes, (*self.outputs.items(),)
+
     def rebuild(
         self, fn: Callable[[Node, tuple[Node, ...]], Node]
     ) -> tuple[Graph, dict[Node, Node]]:

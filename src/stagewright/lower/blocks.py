@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from stagewright import blocks as nn
 from stagewright.algebra.layout import Mesh
@@ -21,8 +21,8 @@ from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
 from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Use, permanent_bytes, uses
 from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
 from stagewright.lower.kernels.extent import Extent, bytes_of
-from stagewright.lower.kernels.kernel import Kernel
-from stagewright.lower.kernels.live_values import handed_on, interface
+from stagewright.lower.kernels.kernel import Dependency, Kernel
+from stagewright.lower.kernels.live_values import LiveValue, handed_on, interface
 from stagewright.lower.kernels.lowering import KernelRules, kernels
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
@@ -142,10 +142,16 @@ def shard_block(
 ) -> Graph:
     """The graph of a block variant as each rank executes it, symbolic in its sizes."""
     block = build_block(variant, model, recipe)
-    for name, block_pass in BLOCK_PASSES.items():
-        block = block_pass(block, BlockContext(variant, run, plan, sizes))
-        verify(block.graph, name)
+    for name in BLOCK_PASSES:
+        block = after_pass(name, block, BlockContext(variant, run, plan, sizes))
     return block.graph
+
+
+def after_pass(name: str, block: nn.Block, context: BlockContext) -> nn.Block:
+    """A block after one of `BLOCK_PASSES`, verified."""
+    block = BLOCK_PASSES[name](block, context)
+    verify(block.graph, name)
+    return block
 
 
 def recompute_phase(n: Node, run: Run, variant: BlockVariant) -> str | None:
@@ -184,6 +190,44 @@ def _keys_for_backward(run: Run) -> bool:
 # ---- the kernels of a block: the graph with numbers ----------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class NumberedBlock:
+    """A sharded block with numbers, of which nothing is kept on the host yet.
+
+    Variants of a layer share its tasks: whoever changes one works on a `copy`.
+    """
+
+    graph: Graph
+    tasks: Sequence[Kernel]
+    makers: Mapping[LiveValue, Dependency | None]
+    """Which task makes each value that the block hands on."""
+    size: Mapping[Node, int]
+    """Bytes of each value on one rank."""
+    handed_in: Mapping[str, tuple[int, str]]
+    """As `LoweredBlock` has it."""
+    habits: Habit
+
+    def copy(self) -> Self:
+        """The same with tasks of its own."""
+        own = {t: replace(t, made=[*t.made], reads=[*t.reads]) for t in self.tasks}
+        for t in own.values():
+            t.deps = [own[d] if isinstance(d, Kernel) else d for d in t.deps]
+            t.twin = own[t.twin] if t.twin else None
+        makers = {v: own[t] if isinstance(t, Kernel) else t for v, t in self.makers.items()}
+        return replace(self, tasks=[*own.values()], makers=makers)
+
+
+def number_block(
+    graph: Graph, run: Run, mesh: Mesh, extent: Extent, habits: Habit = MEGATRON_LM
+) -> NumberedBlock:
+    """The kernels, messages and bytes of a sharded block on one rank, for these sizes."""
+    tasks, made_by = kernels(graph, extent, mesh, kernel_rules(run, habits))
+    _check_numbers(tasks, run)
+    makers = {value: made_by[n] for value, n in handed_on(graph).items()}
+    size = _bytes_of_values(graph, mesh, extent, habits)
+    return NumberedBlock(graph, tasks, makers, size, _handed_to(graph, extent), habits)
+
+
 def lower_block(
     graph: Graph,
     run: Run,
@@ -193,21 +237,26 @@ def lower_block(
     habits: Habit = MEGATRON_LM,
 ) -> LoweredBlock:
     """The kernels, messages and memory of a sharded block on one rank, for these sizes."""
-    tasks, made_by = kernels(graph, extent, mesh, kernel_rules(run, habits))
-    _check_numbers(tasks, run)
+    return place_values(number_block(graph, run, mesh, extent, habits), variant, run)
+
+
+def place_values(block: NumberedBlock, variant: BlockVariant, run: Run) -> LoweredBlock:
+    """A block with its memory: what is on the device, and what is copied to the host and back."""
+    habits = block.habits
     allocation = habits.allocation(PERMANENT_BUFFERS)
-    size = _bytes_of_values(graph, mesh, extent, habits)
-    offloaded = frozenset[Node]()
     saved_on_host = variant.recomputed and run.recompute_save_on_host
-    if variant.activations_on_host or saved_on_host:
+    offloads = variant.activations_on_host or saved_on_host
+    if offloads or variant.states_on_host:
+        block = block.copy()
+    graph, tasks, size = block.graph, block.tasks, block.size
+    offloaded = frozenset[Node]()
+    if offloads:
         all_of_it = variant.activations_on_host
         tasks, offloaded = offload.activations(graph, tasks, size, with_input=all_of_it)
     if variant.states_on_host:
         tasks = offload.states(tasks, size)
-    made = handed_on(graph)
-    makes = {value: made_by[n] for value, n in made.items()}
     tied = {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
-    handed_back = [t for v, t in makes.items() if v.gradient and v.name not in tied]
+    handed_back = [t for v, t in block.makers.items() if v.gradient and v.name not in tied]
     permanent = permanent_bytes(
         graph,
         size,
@@ -218,9 +267,9 @@ def lower_block(
     return LoweredBlock(
         graph,
         tasks,
-        makes,
-        made,
-        _handed_to(graph, extent),
+        block.makers,
+        handed_on(graph),
+        block.handed_in,
         weight_half(tasks, handed_back),
         size,
         _uses(tasks, size, graph, habits),

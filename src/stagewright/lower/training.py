@@ -13,12 +13,20 @@ from functools import lru_cache, partial
 from typing import NamedTuple, Self
 
 from stagewright.algebra.layout import MIRROR, Mesh
-from stagewright.blocks import Recipe
+from stagewright.blocks import Block, Recipe
 from stagewright.graph.node import Graph
 from stagewright.lower.assembly.assemble import Assembly, assemble
 from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.assembly.optimizer_step import ClipNorm
-from stagewright.lower.blocks import lower_block, shard_block
+from stagewright.lower.blocks import (
+    BlockContext,
+    NumberedBlock,
+    after_pass,
+    build_block,
+    lower_block,
+    number_block,
+    shard_block,
+)
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.frozen import count, mark_trained, trains_all
 from stagewright.lower.habits import Habits
@@ -83,6 +91,15 @@ class TrainingStep:
         """The distinct blocks of the model."""
         return [*dict.fromkeys(variant for stage in self.stages for variant, _ in stage)]
 
+    def build(self, variant: BlockVariant) -> Block:
+        """The block for one device."""
+        return build_block(variant, self.model, self.recipe)
+
+    def after_pass(self, name: str, variant: BlockVariant, block: Block) -> Block:
+        """A block after one of `blocks.BLOCK_PASSES`."""
+        context = BlockContext(variant, self.run, self._plan_of(variant), self.sizes)
+        return after_pass(name, block, context)
+
     def shard(self, variant: BlockVariant) -> Graph:
         """The graph of a block as each rank executes it."""
         plan = self._plan_of(variant)
@@ -121,8 +138,12 @@ class TrainingStep:
         """
         return _extent(self.sizes, self.mesh, self.plan, rows, own)
 
-    def lower_block(self, variant: BlockVariant, graph: Graph, extent: Extent) -> LoweredBlock:
+    def number_block(self, graph: Graph, extent: Extent) -> NumberedBlock:
         """A block with numbers."""
+        return number_block(graph, self.run, self.mesh, extent, self.habits)
+
+    def lower_block(self, variant: BlockVariant, graph: Graph, extent: Extent) -> LoweredBlock:
+        """A block with numbers and its memory."""
         return lower_block(graph, self.run, self.mesh, extent, variant, self.habits)
 
     def assemble(self, blocks: Mapping[BlockVariant, LoweredBlock]) -> Assembly:

@@ -380,7 +380,7 @@ class Architecture:
     @property
     def sees_all(self) -> bool:
         """Whether the attention of some layer sees all positions before it."""
-        mixers = {self.layer(i).mixer for i in range(self.num_layers)}
+        mixers = {*self.mixers[: self.num_layers]}
         return any(self.reach(mixer) == Reach() for mixer in mixers & ATTENTIONS)
 
     @property

@@ -33,7 +33,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
 
     `mirrored`: the schedule holds every stage twice, and the two replicas are data parallel.
     """
-    pieces = _axes(run, model)
+    pieces = axes_of(run, model)
 
     def axes(*degrees: str) -> tuple[str, ...]:
         """The axes of some degrees, outermost first."""
@@ -108,7 +108,7 @@ def reduces_each_microbatch(run: Run) -> bool:
     return (run.zero >= 2 and not late) or run.grad_reduce == "microbatch"
 
 
-def _axes(run: Run, model: ModelConfig) -> list[AxisUse]:
+def axes_of(run: Run, model: ModelConfig) -> list[AxisUse]:
     """The axes of the mesh, fastest first."""
     hybrid = run.zero > 0 and run.dp_shard is not None and run.dp_shard < run.dp
     degrees: dict[str, list[tuple[str, int]]] = {

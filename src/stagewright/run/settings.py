@@ -301,11 +301,16 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
 
     @property
     def _fewest_microbatches(self) -> int:
-        return schedules.fewest(self.schedule or "1f1b", self.pp)
+        group = self.microbatch_group_size_per_vp_stage
+        return schedules.fewest(self.schedule or "1f1b", self.pp, group)
 
     @property
     def microbatch_group(self) -> int | None:
-        """Microbatches that pass through the chunks of a rank together; None: the schedule says.
+        """Microbatches that pass through the chunks of a rank together; None: the schedule says."""
+        return self.group_of(self.microbatches)
+
+    def group_of(self, microbatches: int) -> int | None:
+        """`microbatch_group` with so many microbatches.
 
         torch's ScheduleInterleaved1F1B makes `microbatches // pp` equal rounds.
         """
@@ -313,8 +318,8 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         schedule = self.schedule or ("interleaved" if self.vpp > 1 else "1f1b")
         if given or schedule != "interleaved" or self.framework != "torchtitan":
             return given
-        equal = equal_group(self.pp, self.microbatches)
-        return None if self.microbatches % equal else equal
+        equal = equal_group(self.pp, microbatches)
+        return None if microbatches % equal else equal
 
     @property
     def sequence_parallel_size(self) -> int:

@@ -1,7 +1,7 @@
 """How many microbatches a rank has in flight while it does what: by schedule.
 
 >>> [state for state in states("1f1b", 2, 1, 4, None)[0] if state.at == ((0, BACKWARD),)]
-[InFlight(at=((0, 'backward'),), others=((0, 1, 0),))]
+[InFlight(at=((0, 'backward'),), others=((0, 1, 0),), after=())]
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from stagewright.schedule.actions import ScheduleStep, flat, parts
+import numpy as np
+
+from stagewright.schedule.actions import Order, ScheduleStep, flat, parts
 from stagewright.schedule.schedules import SCHEDULES, make
 from stagewright.schedule.traits import traits_of
 
@@ -22,6 +24,15 @@ STEP = "step"
 """Moments of a stage: actions whose rows differ, and the rows after all actions."""
 
 
+StepOf = tuple[tuple[int, str], ...]
+"""Stage and kind of an action, or of a forward and a backward that overlap."""
+
+
+_STEPS_BEFORE = 4
+"""Steps of a rank whose communication may run on beside a later one: actions without layers, as
+those of a stage that holds the embedding alone, are short."""
+
+
 class InFlight(NamedTuple):
     """What a rank is at, and how many other microbatches each of its stages has in flight."""
 
@@ -31,20 +42,29 @@ class InFlight(NamedTuple):
     others: tuple[tuple[int, int, int], ...]
     """Stage; microbatches between its forward and its backward, and between the halves of its
     backward, but for those whose actions run."""
+    after: tuple[StepOf, ...] = ()
+    """The steps before of the same rank whose communication may run on, and those behind them; or
+    the last one; where they are asked for. The latest one is the last."""
 
 
 @lru_cache(maxsize=512)
 def states(
-    schedule: str, pp: int, vpp: int, microbatches: int, group: int | None
+    schedule: str,
+    pp: int,
+    vpp: int,
+    microbatches: int,
+    group: int | None,
+    after: str = "",
 ) -> tuple[tuple[InFlight, ...], ...] | None:
     """The states of each pipeline rank, without those with less in flight than another one.
 
-    None: all ranks share stages.
+    `after`: kinds of actions whose communication may run on: states are apart by the steps
+    before. None: all ranks share stages.
     """
-    order = make(schedule, pp, enough(schedule, pp, vpp, microbatches, group), vpp, group=group)
+    order = order_of_enough(schedule, pp, vpp, microbatches, group)
     if traits_of(order).shared:
         return None
-    return tuple(_of_rank(steps) for steps in order)
+    return tuple(_of_rank(steps, after) for steps in order)
 
 
 @lru_cache(maxsize=1024)
@@ -64,7 +84,7 @@ def forwards_of_first(
     order = make(schedule, pp, microbatches, vpp, group=group)
     found: dict[tuple[tuple[int, str], ...], set[tuple[int, ...]]] = {}
     stages: list[int] = []
-    for at, others in _of_rank(order[0]):
+    for at, others, _ in _of_rank(order[0]):
         stages = [stage for stage, _, _ in others]
         forward = tuple((s, moment) for s, moment in at if moment in (FIRST_FORWARD, FORWARD))
         if forward or not at:
@@ -79,13 +99,22 @@ def forwards_of_first(
 def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | None) -> int:
     """Microbatches after which a schedule that alternates has no more of them in flight."""
     of = SCHEDULES.get(schedule)
-    if of is None or of.forwards_first or group is not None:
+    if of is None or of.forwards_first:
         return microbatches
+    alike = group or (2 * pp if of.pairs_ranks else pp)
     most = max(2 * (min(vpp, 2) + 1), of.fills + 2)  # rounds: more chunks fill up in no more
-    return min(microbatches, most * pp + microbatches % (2 * pp if of.pairs_ranks else pp))
+    return min(microbatches, most * (group or pp) + microbatches % alike)
 
 
-def _of_rank(steps: Sequence[ScheduleStep]) -> tuple[InFlight, ...]:
+@lru_cache(maxsize=1)  # what follows from an order is asked for by one after another
+def order_of_enough(
+    schedule: str, pp: int, vpp: int, microbatches: int, group: int | None
+) -> Order:
+    """The order of a schedule with as many microbatches as show all its states."""
+    return make(schedule, pp, enough(schedule, pp, vpp, microbatches, group), vpp, group=group)
+
+
+def _of_rank(steps: Sequence[ScheduleStep], after: str = "") -> tuple[InFlight, ...]:
     actions = flat(steps)
     stages = sorted({a.stage for a in actions})
     count, place = len(stages), {stage: nth for nth, stage in enumerate(stages)}
@@ -93,7 +122,9 @@ def _of_rank(steps: Sequence[ScheduleStep]) -> tuple[InFlight, ...]:
     last = {a.stage: (a.kind, a.microbatch) for a in actions if a.kind in "BW"}
     moments = {"B": (BACKWARD, LAST_BACKWARD), "W": (WEIGHT_HALF, LAST_WEIGHT_HALF)}
     held = [0] * 2 * count  # by stage in flight, then between the halves of its backward
-    found: dict[tuple[tuple[int, str], ...], set[tuple[int, ...]]] = {}
+    found: dict[_AtAfter, set[tuple[int, ...]]] = {}
+    before: tuple[StepOf, ...] = ()
+    recent: tuple[StepOf, ...] = ()
     for step in steps:
         at: list[tuple[int, str]] = []
         begun: list[int] = []
@@ -108,21 +139,30 @@ def _of_rank(steps: Sequence[ScheduleStep]) -> tuple[InFlight, ...]:
             else:
                 held[place[stage] + (0 if kind == "B" else count)] -= 1
                 at.append((stage, moments[kind][last[stage] == (kind, microbatch)]))
-        found.setdefault(tuple(at), set()).add(tuple(held))
+        found.setdefault((tuple(at), before), set()).add(tuple(held))
         for nth in begun:
             held[nth] += 1
-    found[()] = {(0,) * 2 * count}
+        if after:
+            recent = *recent[1 - _STEPS_BEFORE :], tuple((a.stage, a.kind) for a in parts(step))
+            lasting = [any(kind in after for _, kind in of) for of in recent]
+            before = recent[lasting.index(True) if any(lasting) else -1 :]
+    found[(), before] = {(0,) * 2 * count}
     return tuple(
-        InFlight(at, tuple(zip(stages, others[:count], others[count:], strict=True)))
-        for at, some in found.items()
+        InFlight(at, tuple(zip(stages, others[:count], others[count:], strict=True)), behind)
+        for (at, behind), some in found.items()
         for others in largest(some)
     )
 
 
+_AtAfter = tuple[tuple[tuple[int, str], ...], tuple[StepOf, ...]]
+"""What a rank is at, and the steps before (`InFlight`)."""
+
+
 def largest(some: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """The tuples that no other one exceeds in every number."""
-    kept: list[tuple[int, ...]] = []
-    for one in sorted(some, key=sum, reverse=True):
-        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in kept):
-            kept.append(one)
-    return kept
+    """Of tuples that differ, those that no other one reaches in every number."""
+    every = sorted(some, key=sum, reverse=True)
+    if len(every) < 2:
+        return every
+    table = np.array(every)
+    exceeded = np.tril((table[:, None] <= table).all(axis=2), -1).any(axis=1)  # by one before it
+    return [every[nth] for nth in np.flatnonzero(~exceeded).tolist()]

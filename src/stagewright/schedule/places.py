@@ -23,7 +23,7 @@ class Place(NamedTuple):
     stages each rank hands on its own."""
 
 
-@lru_cache(maxsize=8)  # one order is asked several times, by runs of a search one after another
+@lru_cache(maxsize=64)  # the pipelines of a search, each of which many runs have
 def places(order: Order) -> tuple[Place, ...]:
     """The places of all stages, sorted by rank and stage.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 from stagewright.errors import UserError, did_you_mean, either
@@ -215,17 +216,26 @@ def make(name: str, pp: int, microbatches: int, vpp: int = 1, *, group: int | No
     return schedule.order(pp, microbatches, *chunked, **grouped)
 
 
+@lru_cache(maxsize=256)
+def known_order(name: str, pp: int, microbatches: int, vpp: int, group: int | None) -> Order:
+    """As `make`; an order that was asked for before is the same object."""
+    return make(name, pp, microbatches, vpp, group=group)
+
+
 def shared_ends(name: str | None) -> SharedEnds | None:
     """The stages that all ranks share in the schedule of this name; None: they share none."""
     return SCHEDULES[name].ends if name in SCHEDULES else None
 
 
-def fewest(name: str, pp: int) -> int:
-    """The least number of microbatches, of pp or more, that a schedule takes.
+def fewest(name: str, pp: int, group: int | None = None) -> int:
+    """The least number of microbatches, of pp or more, that a schedule takes; of groups of a given
+    size, one.
 
-    >>> fewest("1f1b", 4), fewest("dualpipe", 4)
-    (4, 8)
+    >>> fewest("1f1b", 4), fewest("dualpipe", 4), fewest("interleaved", 4, 6)
+    (4, 8, 6)
     """
+    if group is not None:
+        return group
     schedule = SCHEDULES.get(name)
     return next(m for m in itertools.count(pp) if schedule is None or schedule.takes(pp, m))
 

@@ -90,6 +90,11 @@ class Machine:
     direct_all_reduce: DirectAllReduce | None = None
     """The kernel of engines for small messages within a node; None: a collective library alone."""
 
+    @property
+    def network(self) -> tuple[tuple[Tier, ...], Algorithm, DirectAllReduce | None]:
+        """What decides about collectives, but for what the GPUs themselves do in them."""
+        return self.tiers, self.algorithm, self.direct_all_reduce
+
     @classmethod
     def of(
         cls,

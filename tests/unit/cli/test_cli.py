@@ -642,3 +642,13 @@ def test_expert_parallelism_of_vllm_is_over_all_ranks(call: Call, gpus: tuple[st
 )
 def test_what_contradicts_itself_is_refused(call: Call, options: tuple[str, ...], message: str):
     assert call("show", *options) == Outcome(2, "", f"stagewright: error: {message}\n")
+
+
+def test_search_says_which_frameworks_flags_it_prints(call: Call):
+    found = call("search", "gpt2", "--gpus", "8", "--hardware", "h100-sxm", "--as", "megatrn")
+    assert found == Outcome(
+        2,
+        "",
+        "stagewright: error: --as megatrn: wanted megatron or torchtitan, whose flags are printed; "
+        "a model's family is for config.json files, and gpt2 is a preset\n",
+    )

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stagewright.explore import candidates as module
+from stagewright import arrays
 from stagewright.explore.candidates import ABSENT, Candidates, Column, distinct
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection
@@ -43,6 +43,19 @@ def test_columns_of_what_all_have_in_common():
     assert found.microbatches.tolist() == [4, 8, 16]
 
 
+def test_without_a_batch_there_are_as_many_microbatches_as_a_run_has():
+    columns = {
+        "pp": Column.of([1, 4, 4, 2, 4, 4]),
+        "schedule": Column.of([None, None, "zbv", "dualpipe", None, None]),
+        "vpp": Column.of([1, 1, 2, 1, 2, 1]),
+        "microbatch_group_size_per_vp_stage": Column.of([None, None, None, None, 6, None]),
+        "dp": Column.of([2, 1, 1, 1, 1, 1]),
+        "global_batch_size": Column.of([None, None, None, None, None, 12]),
+    }
+    found = Candidates.of(BASE, resolve("h100-sxm"), columns)
+    assert found.microbatches.tolist() == [found.run(row).microbatches for row in range(6)]
+
+
 def test_taken_rows():
     found = _candidates().take(np.array([2, 0]))
     assert len(found) == 2
@@ -54,9 +67,9 @@ def test_columns_of_unequal_length_are_refused():
         Candidates.of(BASE, resolve("h100-sxm"), {"tp": Column.of([1]), "dp": Column.of([1, 2])})
 
 
-@pytest.mark.parametrize("most", [1, 1 << 24])
-def test_distinct_tuples_are_numpys(most: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_MOST_KEYS", most)
+@pytest.mark.parametrize("keys", [0, 1 << 14])
+def test_distinct_tuples_are_numpys(keys: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arrays, "_KEYS_OF_A_ROW", keys)
     draw = np.random.default_rng(3)
     columns = [Column.of(draw.integers(0, n, 500).tolist()) for n in (3, 700, 2, 900)]
     found = distinct(columns, 500)

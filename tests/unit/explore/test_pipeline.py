@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from stagewright.explore.pipeline import order_of, plain, play, rounds, slowest_loop
+from stagewright.explore.pipeline import plain, play, play_each, rounds, slowest_loop
 from stagewright.schedule.play import play as play_one
-from stagewright.schedule.schedules import make
+from stagewright.schedule.schedules import known_order, make
 
 
 def seconds(order, took, message=0.0):
@@ -55,7 +55,7 @@ def test_further_rounds_add_the_same_time(schedule, vpp, message):
     plan = rounds(schedule, pp, microbatches)
     assert plan.played < microbatches
     last, before = (
-        seconds(order_of(schedule, pp, m, vpp, None), took, message)
+        seconds(known_order(schedule, pp, m, vpp, None), took, message)
         for m in (plan.played, plan.before)
     )
     busiest = np.max([sum(took[s, k] for s in range(r, pp * vpp, pp) for k in "FB")
@@ -80,3 +80,35 @@ def test_further_microbatches_of_1f1b_pass_at_the_pace_of_the_slowest_loop(messa
     assert seconds(make("1f1b", pp, 100 + more), took, message) == pytest.approx(
         some + more * pace, rel=2e-3
     )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "counts", "vpp"),
+    [
+        ("1f1b", 4, (1, 2, 5, 9), 1),
+        ("interleaved", 4, (4, 8, 12), 3),
+        ("zbv", 4, (4, 8, 16), 2),
+        ("dualpipe", 4, (12, 16), 1),
+    ],
+)
+def test_orders_that_begin_alike_take_as_long_as_each_alone(schedule, pp, counts, vpp):
+    """Of six configurations, pairs differ only in what happens once per step."""
+    draw = np.random.default_rng(3)
+    usual, once = draw.uniform(0.5, 2, (2, pp * vpp, 4, 6))
+    usual = usual[:, :, [0, 0, 1, 1, 2, 2]]
+
+    def given(step, complete):
+        took = once if complete else usual
+        return plain(sum(took[stage, "FBIW".index(kind)] for stage, kind in step))
+
+    def message(a, b):
+        return np.full(6, 0.1 * abs(a - b))
+
+    orders = [make(schedule, pp, m, vpp) for m in counts]
+    asked = [np.sort(draw.permutation(6)[: 2 + n]) for n in range(len(counts))]
+    for order, own, found in zip(
+        orders, asked, play_each(orders, given, message, asked), strict=True
+    ):
+        alone = play(order, given, message)
+        for mine, whole in zip(found.ranks, alone.ranks, strict=True):
+            np.testing.assert_array_equal(mine.gpu, whole.gpu[own])

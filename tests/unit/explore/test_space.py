@@ -222,6 +222,18 @@ def test_orders_that_number_ranks_alike_are_tried_once():
     assert found.combinations == len(runs) + sum(each.count for each in found.removed)
 
 
+def test_layers_that_ends_count_for_are_tried_once_where_one_stage_has_all():
+    ends = {"first_stage_less_layers": (0, 1), "last_stage_less_layers": (0, 1)}
+    found = space({"tp": (1,), "pp": (1,), **ends}).candidates()
+    assert len(found.rows) == 1
+    assert sum(each.count for each in found.removed) == 3
+
+
+def test_a_dp_that_does_not_fill_the_gpus_is_told_beside_those_asked_for():
+    with pytest.raises(UserError, match=r"dp is \d+, which fills \d+ GPUs, and not 7 or 11"):
+        space({"tp": (1,), "pp": (1,), "dp": (7, 11)}).candidates()
+
+
 def test_families_add_settings_and_copies_of_sharded_states_fill_domains():
     base = Run(model="gpt2", global_batch_size=64)
     added = axes_of(words("hsdp,stages"), base, model_of("gpt2"), [Fleet(H100, 32)])

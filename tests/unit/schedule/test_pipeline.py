@@ -189,6 +189,10 @@ def test_few_rounds_show_all_states_of_many_chunks() -> None:
         few = states("interleaved", p, chunks, 100 * p, None)
         most = states_of_ends("interleaved", p, chunks, 4 * (chunks + 1) * p, None)
         assert (few[0], few[-1]) == most if few else False
+    for p, chunks, group, left in ((2, 3, 5, 0), (4, 2, 6, 4), (3, 2, 4, 3)):
+        few = states("interleaved", p, chunks, 100 * group + left, group)
+        most = states_of_ends("interleaved", p, chunks, 4 * (chunks + 1) * group + left, group)
+        assert (few[0], few[-1]) == most if few else False
 
 
 def test_memory_of_the_zero_bubble_family() -> None:

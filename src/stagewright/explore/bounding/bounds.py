@@ -11,13 +11,13 @@ ZeRO splits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, distinct_numbers
 from stagewright.errors import UserError
 from stagewright.explore.bounding.least_action import LeastAction
 from stagewright.explore.bounding.recomputed import (
@@ -39,14 +39,13 @@ from stagewright.explore.bounding.stages import (
 from stagewright.explore.bounding.weights import StageWeights
 from stagewright.explore.bounding.zero import Moved, ShardedStates
 from stagewright.explore.candidates import HARDWARE, Candidates, Distinct
-from stagewright.explore.evaluate import machines_of
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Responses, response
 from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.tuples import Shared
-from stagewright.explore.structures import NUMBERS, PIPELINE, microbatches_of, structures
+from stagewright.explore.structures import NUMBERS, PIPELINE, structures
 from stagewright.explore.templates import Kind, unlike
-from stagewright.explore.timing import KnownOnMachine, MachineTiming, TemplateFigures, Templates
+from stagewright.explore.timing import JoinedFigures, KnownOnMachine, MachineTiming, Templates
 from stagewright.program.columns import CATEGORIES
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import SETTINGS
@@ -111,29 +110,6 @@ def _device_memory(candidates: Candidates) -> Int:
     return np.array(found, dtype=np.int64)[alike.of]
 
 
-@dataclass(slots=True, eq=False)
-class _SharedFigures:
-    """Figures of several structures' templates of one form, and who uses them."""
-
-    parts: list[TemplateFigures]
-    begin: dict[int, int]
-    count: int
-    members: dict[PipelineShape, list[tuple[Int, Int]]]
-    """By pipeline: tuples behind each other, and the numbers of combinations that have them."""
-
-    @classmethod
-    def none(cls) -> _SharedFigures:
-        return cls([], {}, 0, {})
-
-    def add(self, of: TemplateFigures, shape: PipelineShape, tuples: Int, rows: Int) -> None:
-        """Combinations whose tuples are those of `of`."""
-        if id(of) not in self.begin:
-            self.begin[id(of)] = self.count
-            self.parts.append(of)
-            self.count += len(of.stride)
-        self.members.setdefault(shape, []).append((tuples + self.begin[id(of)], rows))
-
-
 class _Relaxation:
     """Candidates (rows), and those that they relax to."""
 
@@ -148,8 +124,8 @@ class _Relaxation:
             self.recomputed = least_recomputed(candidates)
             self.rows = plain(self.rows)
         # Of millions of rows: four bytes for each.
-        self.machines = machines_of(self.rows).astype(np.int32)
-        self.microbatches = microbatches_of(self.rows).astype(np.int32)
+        self.machines = self.rows.machines.astype(np.int32)
+        self.microbatches = self.rows.microbatches.astype(np.int32)
         self.shards = (self.rows.numbers("dp") * self.rows.numbers("cp")).astype(np.int32)
         self.zero = self.rows.numbers("zero").astype(np.int8)
         # FSDP reduces gradients before it adds them: a rank adds its part.
@@ -168,10 +144,9 @@ class _Relaxation:
 
     def bound(self, found: CandidateBounds) -> None:
         """Write the bounds of all candidates."""
-        for shared in self._shared_figures().values():
-            figures = TemplateFigures.concatenated(shared.parts)
-            for shape, members in shared.members.items():
-                every, of_rows = (np.concatenate(each) for each in zip(*members, strict=True))
+        for joined in self._joined_figures().values():
+            figures = joined.join()
+            for shape, (every, of_rows) in joined.users():
                 numbers = [self.microbatches, self.zero, self.states.of, self.on_host, self.mixed]
                 if self.recomputed is not None:
                     numbers.append(self.recomputed.kind)
@@ -207,11 +182,11 @@ class _Relaxation:
                 self.plans.append(None)
         return alike.of
 
-    def _shared_figures(self) -> dict[object, _SharedFigures]:
+    def _joined_figures(self) -> dict[object, JoinedFigures]:
         """The figures of templates by form, with the rows that use them by pipeline."""
         plan_of = self._pipelines()
         users = self._rows_by_relaxed(plan_of)
-        tables: dict[object, _SharedFigures] = {}
+        tables: dict[object, JoinedFigures] = {}
         known: dict[object, KnownOnMachine] = {}
         if not users:
             return tables
@@ -230,17 +205,17 @@ class _Relaxation:
                 if plan is None or plan.parts is None:
                     continue
                 timing = self._timing(int(some[0]), templates, timings, known)
-                kind_of = Kind.plain(plan.run, plan.parts, plan.layers)
+                template = Kind.plain(plan.run, plan.parts, plan.layers)
                 try:
-                    figures = timing.figures(kind_of, plan.run)
+                    figures = timing.figures(template, plan.run)
                 except UserError:  # columns leave these, too
                     continue
-                table = tables.setdefault(figures.responses.form, _SharedFigures.none())
-                table.add(figures, plan.shape, tuples[of_kind], some)
+                table = tables.setdefault(figures.responses.form, JoinedFigures())
+                table.add(figures, plan.shape(plan.run.microbatches), tuples[of_kind], some)
         return tables
 
     def _rows_by_relaxed(self, plan_of: Int) -> list[Int]:
-        """The rows that relax to the same candidate on the same machine."""
+        """Rows by the candidate and the machine that they relax to."""
         parts: dict[Any, int] = {}
         every = [None if plan is None else plan.parts for plan in self.plans]
         part = np.array([-1 if of is None else parts.setdefault(of, len(parts)) for of in every])
@@ -281,7 +256,7 @@ class _Relaxation:
         weights: StageWeights,
     ) -> Float:
         """At least what a step takes: all actions of a rank, and what it waits for."""
-        stages, pp = layers.shape[1], shape.pp
+        stages, pp = layers.shape[1], shape.pipeline.pp
         known: dict[tuple[object, ...], LeastAction] = {}
 
         def action(stage: int, letter: str) -> LeastAction:
@@ -297,7 +272,7 @@ class _Relaxation:
 
         microbatches = self.microbatches[rows]
         again = 0.0 if self.recomputed is None else self.recomputed.seconds[rows]
-        held = held_by(shape, stages)
+        held = held_by(shape.pipeline, stages)
         moved = self._moved(held, rows, weights.of_layers)
         beside = self._beside_others(shape, rows)
         best, filled, drained = (np.zeros(len(rows)) for _ in range(3))
@@ -316,7 +291,7 @@ class _Relaxation:
             own_end = filling[min(own)] + late + microbatches * work / share
             best = np.maximum(best, own_end + moved.summed)
             best = np.maximum(best, (microbatches - 1) * hosts / share)
-            if shape.schedule in IN_TURN:
+            if shape.pipeline.schedule in IN_TURN:
                 best = np.maximum(best, own_end + sent + drained)
             adding = self.alone[rows] * self._adding(rows, weights.all[rank])
             filled = filled + action(rank, "F").passed
@@ -328,7 +303,7 @@ class _Relaxation:
 
         The halves of a backward wait as long as the whole one, or longer: each has fewer kernels.
         """
-        return self.mixed[rows] | (shape.schedule in OVERLAPPING)
+        return self.mixed[rows] | (shape.pipeline.schedule in OVERLAPPING)
 
     def _moved(self, held: Sequence[Sequence[int]], rows: Int, weights: Float) -> Moved:
         """What ranks move along dp, at least; `weights` are bytes by stage, `held` its ranks.
@@ -351,8 +326,8 @@ class _Relaxation:
     # ---- bytes -----------------------------------------------------------------------------------
 
     def _held(self, shape: PipelineShape, tuples: Int, rows: Int) -> Distinct:
-        """The candidates of one pipeline that differ in what they hold."""
-        counts = played(shape, self.microbatches[rows])
+        """Candidates of one pipeline, by what decides what they hold."""
+        counts = played(shape.pipeline, self.microbatches[rows])
         numbers = self.zero, self.shards, self.mixed, self.on_host, self.rough, self.of_parts
         return _distinct((tuples, counts, *(of[rows] for of in numbers)))
 
@@ -369,15 +344,14 @@ class _Relaxation:
         scale[CATEGORIES.index("workspace"), self.of_parts[rows]] = 0.0
         for name in _NOT_PLAIN:
             scale[CATEGORIES.index(name), self.rough[rows]] = 0.0
-        if shape.schedule == TWICE:
+        if shape.pipeline.schedule == TWICE:
             return np.zeros(len(rows))
-        counts = played(shape, self.microbatches[rows])
-        by_stage = tuple(zip(*shape.layers, strict=True))
+        counts = played(shape.pipeline, self.microbatches[rows])
         held = np.zeros(len(rows))
         for count in np.unique(counts).tolist():
             mine = counts == count
             try:
-                found = least_occupancy(shape, count, by_stage)
+                found = least_occupancy(shape.pipeline, count, shape.by_stage)
             except UserError:  # a run that is refused
                 continue
             held[mine] = peaks.least(found, tuples[mine], scale[:, mine])
@@ -386,11 +360,7 @@ class _Relaxation:
 
 def _distinct(columns: Sequence[NDArray[np.integer[Any] | np.bool_]]) -> Distinct:
     """The distinct tuples of columns of numbers."""
-    key = np.zeros(len(columns[0]), dtype=np.int64)
-    for column in columns:
-        key = key * (int(column.max()) + 1) + column
-    _, first, of = np.unique(key, return_index=True, return_inverse=True)
-    return Distinct(first, of)
+    return Distinct(*distinct_numbers(columns, len(columns[0])))
 
 
 def _by(number: Int, rows: Int) -> list[Int]:

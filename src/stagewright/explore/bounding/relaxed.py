@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, distinct_numbers
 from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.explore.structures import ORDER, apart_from_graphs
 from stagewright.run.sections import SETTINGS
@@ -42,13 +42,12 @@ def without_extras(rows: Candidates) -> Candidates:
 
 
 def kinds_of_relaxed(rows: Candidates) -> Int:
-    """Numbers of candidates: equal where the candidates that they relax to have the same graphs,
-    but for what the code that makes graphs asks of numbers beside whether a degree is 1."""
+    """Numbers of candidates: equal where the candidates that they relax to have the same graphs, if
+    the code that makes graphs asks nothing of numbers but whether a degree is 1."""
     apart = {*apart_from_graphs(rows.model), *_WITHOUT, "zero", "dp_shard", "no_overlap"}
     found = rows.distinct(*(n for n in rows.columns if n in SETTINGS and n not in apart)).of
-    for degree in ("tp", "cp", "ep", "etp"):
-        found = 2 * found + (rows.numbers(degree) > 1)
-    return found
+    split = [rows.numbers(degree) > 1 for degree in ("tp", "cp", "ep", "etp")]
+    return distinct_numbers([found, *split], len(rows))[1]
 
 
 def relaxed(rows: Candidates) -> Candidates:
@@ -112,17 +111,14 @@ def _ranks_of_a_position(rows: Candidates) -> Int:
     Groups whose neighbours are as many ranks apart, or more, lie alike: each rank in a position of
     its own. Where neighbours in the tier matter, nothing does.
     """
-    _, world = np.unique(rows.world_size, return_inverse=True)
     systems = rows.distinct(HARDWARE, "topology").of
-    _, first, of = np.unique(
-        systems * (int(world.max()) + 1) + world.ravel(), return_index=True, return_inverse=True
-    )
+    first, of = distinct_numbers([systems, rows.world_size], len(rows))
     found: list[int] = []
     for row in first.tolist():
         *inner, outermost = rows.machine(row).tiers
         near = outermost.topology in ("ring", "torus")
         found.append(_FAR if near else math.prod(tier.size for tier in inner))
-    return np.array(found, dtype=np.int64)[of.ravel()]
+    return np.array(found, dtype=np.int64)[of]
 
 
 def _product(size: Mapping[str, Int], axes: Sequence[str], count: int) -> Int:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, distinct_numbers
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
@@ -82,10 +82,8 @@ class ShardedStates:
         waits = overlaps.is_one_of(*(axes for axes in overlaps.values if "dp" in axes))
         gathers = ~rows.column("overlap_param_gather").is_one_of(True)
         systems = rows.distinct(HARDWARE, "topology", "algorithm").of
-        key = rows.distinct(*_DECIDES).of
-        for flag in (rows.microbatches > 1, waits, gathers):
-            key = 2 * key + flag
-        _, first, of = np.unique(key, return_index=True, return_inverse=True)
+        decides = rows.distinct(*_DECIDES).of, rows.microbatches > 1, waits, gathers
+        first, of = distinct_numbers(decides, len(rows))
         numbers: dict[object, int] = {}
         found: list[_MovedAlike] = []
         kinds: list[int] = []
@@ -102,11 +100,11 @@ class ShardedStates:
                 numbers[alike] = len(found)
                 found.append(_MovedAlike(shares, machine))
             kinds.append(numbers[alike])
-        return cls(found, np.array(kinds, dtype=np.int64)[of.ravel()])
+        return cls(found, np.array(kinds, dtype=np.int64)[of])
 
     def moved(self, kinds: Int, most: Float, least: Float) -> Moved:
-        """Seconds of candidates of these kinds whose ranks hold so many bytes of weights before
-        ZeRO splits them: the rank with most of them, and the one with fewest."""
+        """Seconds of candidates of these kinds. `most` and `least` are the bytes of weights, before
+        ZeRO splits them, of the rank that has most and of the one that has fewest."""
         found = Moved(*(np.zeros(len(kinds)) for _ in Moved._fields))
         present: list[int] = np.unique(kinds).tolist()
         for nth in present:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.explore.pipeline import order_of
 from stagewright.explore.shared.settings_read import BySettingsRead
-from stagewright.explore.templates import Parts
+from stagewright.explore.templates import Kind, Parts, unlike
 from stagewright.lower.training import stages_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
+from stagewright.schedule.in_flight import enough
+from stagewright.schedule.schedules import known_order
 
 
 class PipelineBlocks(NamedTuple):
@@ -28,18 +31,43 @@ class PipelineBlocks(NamedTuple):
     """Of each variant of layers on each stage: [variants, stages]."""
 
 
-class PipelineShape(NamedTuple):
-    """A pipeline, whatever its microbatches."""
+class Pipeline(NamedTuple):
+    """A schedule on a number of ranks, whatever the number of microbatches and the stages."""
 
     schedule: str
     pp: int
     vpp: int
     group: int | None
+    """Microbatches that pass through the chunks of a rank together; None: the schedule says."""
+
+    def order(self, microbatches: int) -> Order:
+        """What each rank does with so many microbatches."""
+        return known_order(self.schedule, self.pp, microbatches, self.vpp, self.group)
+
+    def with_microbatches(self, count: int) -> tuple[str, int, int, int, int | None]:
+        """What `schedule.in_flight` and `explore.memory` know a pipeline by."""
+        return self.schedule, self.pp, self.vpp, count, self.group
+
+    def enough(self, microbatches: NDArray[np.integer]) -> Int:
+        """`schedule.in_flight.enough` of an array of microbatches."""
+        distinct, of = np.unique(microbatches, return_inverse=True)
+        return np.array([enough(*self.with_microbatches(count)) for count in distinct.tolist()])[of]
+
+
+class PipelineShape(NamedTuple):
+    """A pipeline, and how many layers its stages have."""
+
+    pipeline: Pipeline
     layers: tuple[tuple[int, ...], ...]
     """Of each variant, by stage."""
 
+    @property
+    def by_stage(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each stage, by variant."""
+        return tuple(zip(*self.layers, strict=True))
 
-@dataclass(frozen=True, slots=True, eq=False)
+
+@dataclass(frozen=True, eq=False)
 class StagePlan:
     """The blocks of a pipeline: which stage holds what."""
 
@@ -48,12 +76,32 @@ class StagePlan:
     """With few microbatches."""
     parts: Parts | None
     layers: Int
+    _shapes: dict[int | None, PipelineShape] = field(
+        default_factory=dict[int | None, PipelineShape]
+    )
 
-    @property
-    def shape(self) -> PipelineShape:
-        """The shape of the pipeline."""
-        run, layers = self.run, tuple(tuple(of) for of in self.layers.tolist())
-        return PipelineShape(str(run.schedule), run.pp, run.vpp, run.microbatch_group, layers)
+    @cached_property
+    def unlike(self) -> str:
+        """Why a template does not stand for the pipeline; empty: it does."""
+        return unlike(self.run, self.order, self.parts)
+
+    @cached_property
+    def kinds(self) -> dict[bool, Kind]:
+        """The kind of template of those pipelines for which one stands: by whether there are
+        several microbatches."""
+        assert self.parts is not None, "blocks between layers"
+        of = self.run, self.order, self.parts, self.layers
+        return {several: Kind.of(*of, several=several) for several in (False, True)}
+
+    def shape(self, microbatches: int) -> PipelineShape:
+        """The shape of the pipeline with so many microbatches, which may decide how these are
+        grouped."""
+        run, group = self.run, self.run.group_of(microbatches)
+        if group not in self._shapes:
+            layers = tuple(tuple(of) for of in self.layers.tolist())
+            pipeline = Pipeline(str(run.schedule), run.pp, run.vpp, group)
+            self._shapes[group] = PipelineShape(pipeline, layers)
+        return self._shapes[group]
 
 
 def stage_plan(run: Run, model: ModelConfig, shared: BySettingsRead) -> StagePlan:
@@ -67,9 +115,10 @@ def pipeline_blocks(
     run: Run, model: ModelConfig, shared: BySettingsRead
 ) -> tuple[Order, PipelineBlocks]:
     """The order of actions of a resolved run's pipeline, and its blocks."""
-    pipeline = str(run.schedule), run.pp, run.microbatches, run.vpp, run.microbatch_group
-    order = order_of(*pipeline)
-    return order, shared.of(("blocks", pipeline), run, lambda run: _blocks(run, model, order))
+    pipeline = Pipeline(str(run.schedule), run.pp, run.vpp, run.microbatch_group)
+    order = pipeline.order(run.microbatches)
+    what = "blocks", pipeline, run.microbatches
+    return order, shared.of(what, run, lambda run: _blocks(run, model, order))
 
 
 def _blocks(run: Run, model: ModelConfig, order: Order) -> PipelineBlocks:

@@ -11,54 +11,206 @@ from typing import Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, distinct_columns
-from stagewright.explore.actions import NEVER, ActionColumns, ActionPlaces, TimedAction
+from stagewright.arrays import Float, Int, digest, distinct_columns, distinct_rows
+from stagewright.explore.actions import (
+    NEVER,
+    ActionColumns,
+    ActionPlaces,
+    TimedAction,
+    played,
+)
 from stagewright.explore.class_rows import ClassRows
-from stagewright.explore.templates import at_most
+from stagewright.explore.templates import nearest
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearRows:
     """An action's response as a function of the layers of its stage: [rows, cases].
 
-    Rows are the fields of `Response` by input, and sums over its kernels (`SUMS`).
+    Rows are the fields of `Response` by input, and sums over its kernels (`SUMS`). Most of them
+    occur many times: what starts before every time, what a layer adds nothing to.
     """
 
-    base: Float
-    more: Float
-    """[variants, rows, cases]: what one layer more adds."""
+    table: Float
+    """Each distinct row once: [distinct, cases]. All else knows rows by their numbers here."""
+    base: Int
+    """Of a stage with `layers`: [rows]."""
+    more: Int
+    """What one layer more of each variant adds: [variants, rows]."""
     layers: tuple[int, ...]
     """Of each variant that the base has."""
     axes: tuple[str, ...]
     """What the last rows are of: those of waits (`ActionColumns.waits`)."""
-    few: Mapping[tuple[float, ...], Float] = field(default_factory=dict[tuple[float, ...], Float])
-    """As the base, by other layers of each variant (`templates.Kind.few`)."""
+    few: Mapping[tuple[float, ...], Int] = field(default_factory=dict[tuple[float, ...], Int])
+    """As `base`, of stages with other layers of each variant (`templates.Kind.few`)."""
+
+    @classmethod
+    def of(
+        cls,
+        base: Float,
+        more: Sequence[Float],
+        few: Mapping[tuple[int, ...], Float],
+        layers: tuple[int, ...],
+        axes: tuple[str, ...],
+    ) -> Self:
+        """From whole tables [rows, cases] each."""
+        every = np.concatenate([base, *more, *few.values()])
+        first, of = distinct_columns(every.T)
+        return cls._numbered(every[first], of, len(base), [*few], layers, axes)
+
+    @classmethod
+    def _numbered(
+        cls,
+        table: Float,
+        of: Int,
+        rows: int,
+        few: Sequence[tuple[float, ...]],
+        layers: tuple[int, ...],
+        axes: tuple[str, ...],
+    ) -> Self:
+        """From the rows of the base, of all variants, and of `few`, behind each other."""
+        base, *others = of.reshape(-1, rows)
+        more, alone = others[: len(layers)], others[len(layers) :]
+        return cls(table, base, np.stack(more), layers, axes, dict(zip(few, alone, strict=True)))
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Self], axes: tuple[str, ...]) -> Self:
+        """The cases of several behind each other, with waits along all of `axes`."""
+        some = parts[0]
+        others = len(some.base) - len(some.axes)  # rows before those of axes
+        rows = others + len(axes)
+        numbers: list[Int] = []
+        for part in parts:
+            place = [*range(others), *(others + axes.index(axis) for axis in part.axes)]
+            every = np.stack([part.base, *part.more, *(part.few[layers] for layers in some.few)])
+            own = np.full((len(every), rows), len(part.table))  # a row of zeros
+            own[:, place] = every
+            numbers.append(own.ravel())
+        first, of = distinct_rows(numbers)  # what is equal in all parts
+        table = np.concatenate(
+            [
+                np.concatenate([part.table, np.zeros((1, part.table.shape[1]))])[own[first]]
+                for part, own in zip(parts, numbers, strict=True)
+            ],
+            axis=1,
+        )
+        return cls._numbered(table, of, rows, [*some.few], some.layers, axes)
 
     def at(self, cases: Int, layers: Float, rows: slice) -> Float:
         """[rows, cases]: some rows of some cases, with so many layers of each variant."""
         counts: list[float] = layers.tolist()
-        few = at_most(counts)
-        base, has = (self.few[few], few) if few in self.few else (self.base, self.layers)
-        found = base[rows].take(cases, axis=1)
-        for more, count, own in zip(self.more, counts, has, strict=True):
-            if count != own:
-                found += more[rows].take(cases, axis=1) * (count - own)
-        return found
+        has = nearest(counts, self.few, self.layers)
+        base = self.few.get(has, self.base)
+        further = [
+            (more[rows], count - own)
+            for more, count, own in zip(self.more, counts, has, strict=True)
+            if count != own
+        ]
+        first, of = distinct_rows([base[rows], *(more for more, _ in further)])
+        found = self.table[base[rows][first]].take(cases, axis=1)
+        for more, count in further:
+            found += self.table[more[first]].take(cases, axis=1) * count
+        return found[of]
+
+    def added(self, cases: Int, rows: slice) -> Float:
+        """What one layer more of each variant adds to some rows: [variants, rows, cases]."""
+        return self.table[self.more[:, rows]].take(cases, axis=2)
 
     def classes(self, rows: slice) -> Int:
         """Numbers of cases, equal where these rows are, whatever the layers: [cases]."""
-        every = [self.base, *self.more, *self.few.values()]
-        return distinct_columns(np.concatenate([each[rows] for each in every]))[1]
+        every = [of[rows] for of in (self.base, *self.more, *self.few.values())]
+        return distinct_columns(self.table[np.unique(np.concatenate(every))])[1]
+
+
+@dataclass(slots=True, eq=False)
+class AwaitedRows:
+    """Rows of an action that has not been played yet."""
+
+    base: TimedAction
+    more: tuple[TimedAction, ...]
+    """By variant: the action with `added` layers more of it."""
+    few: Mapping[tuple[int, ...], TimedAction]
+    """By layers of each variant: the action with these."""
+    layers: tuple[int, ...]
+    """Of each variant that the base has."""
+    added: int
+    cases: Int
+    """The first of tuples for which all rows take as long: [cases]."""
+    waiting: list[AwaitedRows]
+    """All that are played with the first one that is asked for."""
+    rows: LinearRows | None = None
+
+    @property
+    def actions(self) -> list[TimedAction]:
+        """Those of the base, with more layers, and with few."""
+        return [self.base, *self.more, *self.few.values()]
+
+    @property
+    def shape(self) -> Hashable:
+        """Equal for rows that are found together."""
+        actions = (*(of.shape for of in self.actions),)
+        return actions, self.layers, self.added, (*self.few,)
+
+    def linear(self) -> LinearRows:
+        """The rows, once all that waits has been played."""
+        if self.rows is None:
+            _play(self.waiting)
+        assert self.rows is not None, "all that waits has been played"
+        return self.rows
+
+
+_TOGETHER = 1024
+"""Configurations that are played together, or those of one structure: with more, the moments of an
+action's places outgrow a CPU's cache, and with few, numpy takes longer for a call than for them."""
+
+
+def _play(waiting: list[AwaitedRows]) -> None:
+    """Play the actions whose rows are awaited, those that differ in times only together."""
+    alike: dict[Hashable, list[AwaitedRows]] = {}
+    for one in waiting:
+        alike.setdefault(one.shape, []).append(one)
+    waiting.clear()
+    for every in alike.values():
+        lot: list[AwaitedRows] = []
+        for one in every:
+            if lot and sum(len(of.cases) for of in lot) + len(one.cases) > _TOGETHER:
+                _play_lot(lot)
+                lot = []
+            lot.append(one)
+        _play_lot(lot)
+
+
+def _play_lot(lot: Sequence[AwaitedRows]) -> None:
+    """Find rows of one `shape`."""
+    some, cases = lot[0], [of.cases for of in lot]
+    columns = [
+        played([*zip(actions, cases, strict=True)])
+        for actions in zip(*(of.actions for of in lot), strict=True)
+    ]
+    axes = (*dict.fromkeys(axis for each in columns for axis in each.waits),)
+    base, *tables = (_rows(each, axes) for each in columns)
+    with_more, with_few = tables[: len(some.more)], tables[len(some.more) :]
+    differ = [np.where(base > NEVER / 2, one - base, 0.0) / some.added for one in with_more]
+    ends = np.cumsum([0, *map(len, cases)]).tolist()
+    for of, mine in zip(lot, map(slice, ends[:-1], ends[1:]), strict=True):
+        few = {layers: one[:, mine] for layers, one in zip(of.few, with_few, strict=True)}
+        more = [one[:, mine] for one in differ]
+        of.rows = LinearRows.of(base[:, mine], more, few, of.layers, axes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearResponse:
     """The response of an action: many tuples have the same."""
 
-    cases: LinearRows
+    rows: LinearRows | AwaitedRows
     """Shared by structures whose actions are equal."""
     of: Int
-    """Which case each tuple has: [tuples]."""
+    """Which case each tuple has, in the smallest type that holds it: [tuples]."""
+
+    @property
+    def cases(self) -> LinearRows:
+        """The rows of the cases, played if they have not been."""
+        return self.rows.linear() if isinstance(self.rows, AwaitedRows) else self.rows
 
     def at(self, tuples: Int, layers: Float, rows: slice) -> Float:
         """[rows, candidates]: of some tuples, with so many layers of each variant."""
@@ -69,11 +221,13 @@ class LinearResponse:
 class Played:
     """The actions that were played, by what they are: those of many structures are equal."""
 
-    actions: dict[Hashable, TimedAction]
+    actions: dict[bytes, TimedAction]
     """Equal ones are one object."""
     responses: dict[Hashable, LinearResponse]
     cases: dict[Hashable, tuple[Int, Int]]
     """The first of tuples for which some rows take as long, and which of these each tuple has."""
+    waiting: list[AwaitedRows] = field(default_factory=list[AwaitedRows])
+    """Actions that are played when one of them is asked for."""
 
     @classmethod
     def none(cls) -> Self:
@@ -85,8 +239,7 @@ class Played:
         seconds, drawn = rows.seconds[mine], rows.drawn[mine]
         launch, waits = rows.launch[mine], rows.waits
         waits = None if waits is None else waits[mine]
-        host = None if waits is None else (launch.tobytes(), waits.tobytes())
-        key = places.content, rows.none, seconds.tobytes(), drawn.tobytes(), host
+        key = digest(places.content, rows.none, seconds, drawn, launch, waits)
         if key not in self.actions:
             kinds, kind = np.unique([*seconds, rows.none], return_inverse=True)
             each, first, often = np.unique(drawn, return_index=True, return_counts=True)
@@ -110,32 +263,25 @@ class Played:
         key = base, (*more,), (*few.items(),), layers, added
         if key not in self.responses:
             first, of = self._cases([base, *more, *few.values()])
-            rows, *others = (each.play(first) for each in (base, *more, *few.values()))
-            axes = (*dict.fromkeys(axis for each in (rows, *others) for axis in each.waits),)
-            base_rows, *tables = (_rows(each, axes) for each in (rows, *others))
-            with_more = tables[: len(more)]
-            differ = [
-                np.where(base_rows > NEVER / 2, one - base_rows, 0.0) / added for one in with_more
-            ]
-            with_few: dict[tuple[float, ...], Float] = {}
-            with_few |= zip(few, tables[len(more) :], strict=True)
-            cases = LinearRows(base_rows, np.stack(differ), layers, axes, with_few)
-            self.responses[key] = LinearResponse(cases, of)
+            rows = AwaitedRows(base, (*more,), few, layers, added, first, self.waiting)
+            self.waiting.append(rows)
+            self.responses[key] = LinearResponse(rows, of)
         return self.responses[key]
 
     def _cases(self, every: Sequence[TimedAction]) -> tuple[Int, Int]:
         """Tuples for which the rows of some actions take as long (`cases`)."""
         numbers = {n for of in every for n in (*of.seconds, *of.drawn)}
         launches = [of.launch for of in every if of.launch.shape[1] > 1]
-        key = frozenset(numbers), *(launch.tobytes() for launch in launches)
+        key = frozenset(numbers), digest(*launches)
         if key not in self.cases:
             table = every[0].known.table(sorted(numbers))
-            self.cases[key] = distinct_columns(np.concatenate([table, *launches]))
+            first, of = distinct_columns(np.concatenate([table, *launches]))
+            self.cases[key] = first, of.astype(np.min_scalar_type(len(first)))
         return self.cases[key]
 
 
-def _rows(played: ActionColumns, axes: Sequence[str]) -> Float:
-    zero = np.zeros_like(played.busy)
-    waits = [played.waits.get(axis, zero) for axis in axes]
-    moments = [field for field in played.response if field is not None]
-    return np.concatenate([*moments, np.stack([played.busy, played.drawn, *waits])])
+def _rows(of: ActionColumns, axes: Sequence[str]) -> Float:
+    zero = np.zeros_like(of.busy)
+    waits = [of.waits.get(axis, zero) for axis in axes]
+    moments = [moment for moment in of.response if moment is not None]
+    return np.concatenate([*moments, np.stack([of.busy, of.drawn, *waits])])

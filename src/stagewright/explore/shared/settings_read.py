@@ -14,6 +14,7 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -50,7 +51,7 @@ class BySettingsRead:
         try:
             found: Any = make(cast("Run", read))
         except UserError as error:
-            found = error
+            found = copy(error)  # without the frames that it has come through, and what they hold
         names = (*sorted(read.names),)
         by_names.setdefault(names, {})[_values(run, names)] = found
         return _given(found)
@@ -82,5 +83,5 @@ def _values(run: Run, names: tuple[str, ...]) -> Hashable:
 
 def _given(made: Any) -> Any:
     if isinstance(made, UserError):
-        raise made
+        raise copy(made)
     return made

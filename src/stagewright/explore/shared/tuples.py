@@ -8,6 +8,7 @@ tuples. What a graph or a block follows from in these settings, it has read
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from copy import copy
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.run.settings import Run
-from stagewright.varying import Cases, Number
+from stagewright.varying import Cases, Number, Varying
 
 _Made = TypeVar("_Made")
 
@@ -27,6 +28,14 @@ class Tuples(NamedTuple):
     cases: Cases
     numbers: Mapping[str, Number]
     """By setting."""
+    met: dict[bytes, Number]
+    """Whole numbers that follow from these."""
+
+    def one(self, number: Number) -> Number:
+        """The same object for equal whole numbers of all tuples; any other number as it is."""
+        if not isinstance(number, Varying) or not number.is_whole or number.above.dtype == object:
+            return number
+        return self.met.setdefault(number.above.tobytes(), number)
 
 
 class Shared:
@@ -49,13 +58,15 @@ class Shared:
         if key not in self._tuples:
             cases = Cases(count)
             numbers = {name: cases.varying(column) for name, column in columns.items()}
-            self._tuples[key] = Tuples(cases, numbers)
+            found = self._tuples[key] = Tuples(cases, numbers, {})
+            for number in numbers.values():
+                found.one(number)
         found = self._tuples[key]
         found.cases.alike = np.ones(found.cases.count, dtype=bool)
         return found
 
     def made(self, what: Hashable, run: Run, tuples: Tuples, make: Callable[[Run], _Made]) -> _Made:
-        """What `make` makes of a run with the numbers of tuples, as `BySettingsRead.of` has it.
+        """What `make` makes of a run that has the numbers of tuples, as `BySettingsRead.of` has it.
 
         Tuples that answer its questions otherwise than the first are no longer alike.
         """
@@ -66,13 +77,12 @@ class Shared:
             try:
                 return make(run), cases.alike
             except (UserError, TypeError) as error:
-                return error, cases.alike
+                return copy(error), cases.alike  # as `BySettingsRead` keeps errors
             finally:
                 cases.alike = before
 
-        with_numbers = run.model_copy(update={**tuples.numbers})
-        found, alike = self._with_numbers.of((what, cases), with_numbers, answered)
+        found, alike = self._with_numbers.of((what, cases), run, answered)
         cases.alike = cases.alike & alike
         if isinstance(found, (UserError, TypeError)):
-            raise found
+            raise copy(found)
         return found

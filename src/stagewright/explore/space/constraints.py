@@ -181,5 +181,7 @@ def _check_precision(rows: Candidates, row: int) -> None:
 SAME_RUN: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "schedule": ({"pp": 1},),
     "microbatch_group_size_per_vp_stage": ({"pp": 1}, {"vpp": 1}),
+    "first_stage_less_layers": ({"pp": 1},),
+    "last_stage_less_layers": ({"pp": 1},),
 }
 """Values of other settings with which these change nothing, beside what they declare (`idle`)."""

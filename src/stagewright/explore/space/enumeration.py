@@ -10,7 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.errors import UserError
+from stagewright.errors import UserError, either
 from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.explore.space.constraints import (
     SAME_RUN,
@@ -212,7 +212,10 @@ class Enumeration:
         asked = column.is_one_of(*values)
         if not asked.all():
             at = int(np.argmin(asked))
-            example = f"{rows.run(at).describe()} fills {rows.world_size[at]} GPUs"
+            example = (
+                f"dp is {dp[at]}, which fills {rows.world_size[at]} GPUs, and not "
+                f"{either([str(value) for value in values])}"
+            )
             self._note(DP_ASKED, int((~asked).sum()), example)
         return rows.take(asked)
 

@@ -32,6 +32,7 @@ from stagewright.lower.assembly.segments import (
     FIRST,
     FORWARD,
     LAST,
+    OWN,
     STEP,
     Tables,
 )
@@ -99,10 +100,11 @@ def assemble(
     after = [optimizer_step([*on_rank.values()], clip) for on_rank in ranks]
     numbers = np.arange(mesh.world_size, dtype=np.int64)
     pipeline_rank = numbers // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(numbers)
+    of_kernels = tables.of_kernels()
     found: list[AssembledRank] = []
     for p, on_rank in enumerate(ranks):
         rows = RankRows([*on_rank.values()], order[p], after[p], habits.unit_weights())
-        tasks, kernel = _tasks(rows, tables, streams)
+        tasks, kernel = _tasks(rows, tables, of_kernels, streams)
         values = live_ranges({s: stage.values.values for s, stage in on_rank.items()}, rows)
         members = numbers[pipeline_rank == p]
         of = RankClass(members, p, tasks, at_peak(values, len(tasks)), values)
@@ -161,7 +163,7 @@ class _Sources(NamedTuple):
     """What each row of a rank is a copy of."""
 
     columns: Mapping[str, NDArray[Any]]
-    """Of the rows of all segments behind each other."""
+    """Of the rows of all segments behind each other: those in `OWN`."""
     dependencies: Int
     """How many rows each of them depends on."""
     row: Int
@@ -185,18 +187,21 @@ class _Sources(NamedTuple):
             once[place] = form.segment.once[form.keep] | form.ahead | (numbers is None)
         every = segments.values()
         columns = {
-            c: np.concatenate([segment.columns[c] for segment in every]).astype(t)
-            for c, t in COLUMNS.items()
+            c: np.concatenate([of.columns[c] for of in every]).astype(COLUMNS[c]) for c in OWN
         }
         counts = [np.bincount(of.dep_row, minlength=len(of)) for of in every]
         return cls(columns, np.concatenate(counts), row, microbatch, once)
 
 
-def _tasks(rank: RankRows, tables: Tables, streams: str) -> tuple[Tasks, Int]:
+def _tasks(
+    rank: RankRows, tables: Tables, of_kernels: Mapping[str, NDArray[Any]], streams: str
+) -> tuple[Tasks, Int]:
     """The columns of a rank's tasks, with the rows that each depends on; and each row's kernel."""
     copies = _copies(rank)
     sources = _Sources.of(rank, copies)
     columns = {c: column[sources.row] for c, column in sources.columns.items()}
+    kernel = columns.pop("kernel")
+    columns |= {c: column[kernel] for c, column in of_kernels.items()}
     columns["microbatch"] = np.where(sources.once, -1, sources.microbatch).astype(np.int32)
     _number_messages(columns, sources.microbatch, tables, next(iter(rank.stages.values())).stages)
     counts = sources.dependencies[sources.row]
@@ -205,7 +210,6 @@ def _tasks(rank: RankRows, tables: Tables, streams: str) -> tuple[Tasks, Int]:
     for form_copies in copies:
         _write_dependencies(rank, form_copies, pointer, data)
     order_pointer, order = order_by_streams(columns, counts, streams)
-    kernel = columns.pop("kernel")
     tasks = Tasks(
         **columns, data_ptr=pointer, data=data, order_ptr=order_pointer, order=order,
         names=tuple(tables.names.table), ops=tuple(tables.ops.table), dtypes=DTYPES,

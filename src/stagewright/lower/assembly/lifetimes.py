@@ -132,6 +132,7 @@ class Use(NamedTuple):
     new: tuple[NewValue, ...]
     seen: tuple[Node, ...]
     scratch: int | None = None  # bytes needed while it runs, which may be 0; None: no such value
+    moves_gradients: bool = False  # the task is a collective of gradients of weights
 
 
 def uses(
@@ -165,7 +166,7 @@ def uses(
         )
         seen = dict.fromkeys(allocation.owner(n) for n in (*t.made, *t.reads))
         kept = tuple(n for n in seen if not allocation.permanent(n))
-        result[t] = Use(tuple(new), kept, scratch)
+        result[t] = Use(tuple(new), kept, scratch, moves_gradients(t))
     return result
 
 

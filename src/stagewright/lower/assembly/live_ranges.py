@@ -16,6 +16,8 @@ from stagewright.lower.assembly.segments import NEXT, STEP
 from stagewright.program.columns import CATEGORIES, Values
 from stagewright.varying import first_of
 
+_CATEGORY = {name: nth for nth, name in enumerate(CATEGORIES)}
+
 
 def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values:
     """The values of a rank's stages, by stage, as columns with their first and last rows.
@@ -30,20 +32,19 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
         first = len(table)
         touches = _Touches.of(of_stage, rank)
         made, halves, singles = (x[touches.begin[:-1]].tolist() for x in touches.made())
+        always = np.flatnonzero(np.diff(touches.begin) == 0)  # allocated all the time
+        columns.append([first + always, *(np.full(len(always), x) for x in (-1, -1, rank.total))])
         # Values made by the same actions, and freed by the same rule, are found together.
         alike: dict[tuple[int, int, bool, bool, bool], list[int]] = {}
         for nth, v in enumerate(of_stage):
-            numbers[v] = len(table)
-            if not v.touches:  # allocated all the time
-                instance = len(table), -1, -1, rank.total
-                columns.append([np.array([x]) for x in instance])
-            else:
+            numbers[v] = first + nth
+            if v.touches:
                 once = singles[nth] or v.whole
                 key = made[nth], halves[nth], once, v.lasts, v.lasts_halved
                 alike.setdefault(key, []).append(nth)
             table.append(
                 (names.setdefault(v.name, len(names)), stage, v.layer,
-                 CATEGORIES.index(v.category), first_of(v.size))
+                 _CATEGORY[v.category], first_of(v.size))
             )  # fmt: skip
         for (owner, half, once, lasts, lasts_halved), nths in alike.items():
             rows = np.array(nths)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Bool, Int
@@ -55,6 +56,7 @@ class Numbers(Generic[_Named]):
 class _KernelColumns(NamedTuple):
     """The columns of a row that its task decides, whatever its block and stage."""
 
+    kind: int
     op: int
     phase: int
     flops: int
@@ -64,7 +66,10 @@ class _KernelColumns(NamedTuple):
     comm_bytes: int
     slot: int
     shape: int
-    kernel: int
+
+
+OWN = tuple(c for c in COLUMNS if c not in (*_KernelColumns._fields, "microbatch"))
+"""Columns that the rows of a segment have of their own: where they stand, and of which task."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,26 +87,32 @@ class Tables:
     communicators: Numbers[Communicator] = field(default_factory=Numbers[Communicator])
     peers: Numbers[Peer] = field(default_factory=Numbers[Peer])
     kernels: Numbers[Kernel] = field(default_factory=Numbers[Kernel])
-    """Of which rows are copies; columns of numbers have those of the first configuration."""
-    _columns: dict[Kernel, _KernelColumns] = field(default_factory=dict[Kernel, "_KernelColumns"])
+    """Of which rows are copies."""
 
-    def columns_of(self, t: Kernel) -> _KernelColumns:
-        """The columns of a row that its task decides."""
-        found = self._columns.get(t)
-        if found is None:
-            found = self._columns[t] = _KernelColumns(
-                op=self.ops(t.op),
-                phase=PHASES.index(t.phase),
-                flops=first_of(t.flops),
-                traffic=first_of(t.traffic),
-                collective=COLLECTIVES.index(t.op) if t.kind == TaskKind.COLLECTIVE else -1,
-                dtype=DTYPES.index(t.dtype) if t.dtype else 0,
-                comm_bytes=first_of(t.comm_bytes),
-                slot=self.slot(t),
-                shape=self.shapes(t.shape) if t.shape else -1,
-                kernel=self.kernels(t),
-            )
-        return found
+    def of_kernels(self) -> dict[str, NDArray[Any]]:
+        """The columns of rows that their tasks decide, by number of the task.
+
+        Those of numbers are of the first configuration.
+        """
+        rows = [self._columns_of(t) for t in self.kernels.table]
+        table = np.array(rows, dtype=np.int64).reshape(-1, len(_KernelColumns._fields)).T
+        return {
+            c: of.astype(COLUMNS[c]) for c, of in zip(_KernelColumns._fields, table, strict=True)
+        }
+
+    def _columns_of(self, t: Kernel) -> _KernelColumns:
+        return _KernelColumns(
+            kind=t.kind,
+            op=self.ops(t.op),
+            phase=PHASES.index(t.phase),
+            flops=first_of(t.flops),
+            traffic=first_of(t.traffic),
+            collective=COLLECTIVES.index(t.op) if t.kind == TaskKind.COLLECTIVE else -1,
+            dtype=DTYPES.index(t.dtype) if t.dtype else 0,
+            comm_bytes=first_of(t.comm_bytes),
+            slot=self.slot(t),
+            shape=self.shapes(t.shape) if t.shape else -1,
+        )
 
     def slot(self, t: Kernel) -> int:
         """The number of the group or peer that a task communicates with, or of the group on whose
@@ -131,6 +142,7 @@ class Segment:
     """
 
     columns: Mapping[str, Int]
+    """Those in `OWN`."""
     dep_row: Int
     dep_whose: Int
     dep_stage: Int
@@ -145,7 +157,7 @@ class Segment:
     """Kernels that need what was communicated in the same action."""
 
     def __len__(self) -> int:
-        return len(self.columns["kind"])
+        return len(self.once)
 
 
 class UnnumberedRow(NamedTuple):
@@ -194,17 +206,17 @@ class SegmentBuilder:
         gathers: Sequence[int] = (),
     ) -> Segment:
         """The segment of `action`, a pair: whose rows these are, and the stage."""
+        count = len(self.rows)
         numbered = itertools.chain.from_iterable(map(self._numbered, self.rows))
-        table = np.fromiter(numbered, dtype=np.int64).reshape(-1, len(COLUMNS))
+        table = np.fromiter(numbered, dtype=np.int64).reshape(-1, len(OWN))
+        columns = dict(zip(OWN, table.T, strict=True))
         every = itertools.chain.from_iterable(sorted({*self.deps}))
         deps = np.fromiter(every, dtype=np.int64).reshape(-1, 4)
-        columns = {c: table[:, i] for i, c in enumerate(COLUMNS)}
-        kind = columns["kind"]
+        computes = np.array([row.kernel.kind is TaskKind.COMPUTE for row in self.rows], dtype=bool)
         inside = deps[(deps[:, 1] == action[0]) & (deps[:, 2] == action[1])]
-        arrivals = inside[kind[inside[:, 3]] != TaskKind.COMPUTE, 0]
-        waits = _are(arrivals, len(table)) & (kind == TaskKind.COMPUTE)
+        waits = _are(inside[~computes[inside[:, 3]], 0], count) & computes
         row, whose, stage, at = deps.T
-        in_once, in_weight, in_gathers = (_are(x, len(table)) for x in (once, weight, gathers))
+        in_once, in_weight, in_gathers = (_are(x, count) for x in (once, weight, gathers))
         return Segment(columns, row, whose, stage, at, in_once, in_weight, in_gathers, waits)
 
     def repeated(
@@ -229,15 +241,8 @@ class SegmentBuilder:
         return self.tables.names(f"{row.label}.{name}" if row.label else name)
 
     def _numbered(self, row: UnnumberedRow) -> tuple[int, ...]:
-        """The columns of a row."""
-        t, _, layer, stage, tag = row
-        (
-            op, phase, flops, traffic, collective, dtype, comm_bytes, slot, shape, kernel
-        ) = self.tables.columns_of(t)  # fmt: skip
-        return (
-            t.kind, self._name(row), op, phase, stage, layer, -1, flops, traffic, collective, dtype,
-            comm_bytes, slot, tag, shape, kernel,
-        )  # fmt: skip
+        """The columns of a row, in the order of `OWN`."""
+        return self._name(row), row.stage, row.layer, row.tag, self.tables.kernels(row.kernel)
 
 
 def _are(rows: Sequence[int] | Int, count: int) -> Bool:

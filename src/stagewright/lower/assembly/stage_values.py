@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.lower.assembly.lifetimes import Touch, Value, moves_gradients
+from stagewright.lower.assembly.lifetimes import Touch, Value
 from stagewright.lower.assembly.lowered_block import Crossing, Placed, nearest_maker
 from stagewright.lower.assembly.segments import FORWARD, Segment, SegmentBuilder, relabelled
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
@@ -147,20 +147,19 @@ class StageValues:
         if t.kind == TaskKind.LOAD and t.part is not TaskPart.UPDATE:
             name = placed.name(t.name)
             self._reloaded[i] = self._transient(name, layer, t, "activations", t.comm_bytes, at)
-        later = t.phase in ("recompute", "backward")
-        on_host = block.offloaded if later else frozenset[Node]()
+        on_host = block.offloaded if t.phase in ("recompute", "backward") else frozenset[Node]()
         touched = [  # of owners of bytes: most are known
             self._reloaded[i] if n in on_host else of_node.get(n) or self.value(i, n)
             for n in use.seen
         ]
-        of_gradients = moves_gradients(t)
+        becomes = "activations" if t.kind == TaskKind.STORE else "workspace"
+        if use.moves_gradients:
+            becomes = "communication"
         for v in dict.fromkeys(touched):
             if v is not None:
                 v.touch(at, t.phase)
-                if of_gradients and v.category == "workspace":
-                    v.category = "communication"
-                elif t.kind == TaskKind.STORE and v.category == "workspace":
-                    v.category = "activations"
+                if v.category == "workspace":
+                    v.category = becomes
 
     def _transient(
         self, name: str, layer: int, t: Kernel, category: str, size: int, at: Touch

@@ -144,7 +144,8 @@ class Stage:
         action, key = made.actions[first, forward], (first, forward)
         mine = {a.label: b for a, b in zip(first.blocks, self.blocks, strict=True)}
         if key not in made.segments:
-            made.segments[key] = action.of_stage(self.stage, mine).finished()
+            here = action if first is self else action.of_stage(self.stage, mine)
+            made.segments[key] = here.finished()
             return made.segments[key]
         return action.segment.repeated(made.segments[key], self.stage, mine)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, digest
 from stagewright.errors import UserError
 from stagewright.lower.assembly.assemble import Assembly, assemble
 from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
@@ -37,7 +37,7 @@ from stagewright.serving.steps.known import KnownSteps, LoweredBatches
 from stagewright.time.collectives import messages_seconds
 from stagewright.time.columns.durations import Columns
 from stagewright.time.columns.meshes import AxisOrders, MeshColumns
-from stagewright.time.columns.row_kinds import Known, digest
+from stagewright.time.columns.row_kinds import Known
 from stagewright.time.experts.beside import MOST_TOKENS
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.mixed_steps import beside_prompts, takes_prompts_tiles

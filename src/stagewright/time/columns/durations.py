@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, digest
 from stagewright.graph.node import BYTES
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.program.columns import COLLECTIVES, TaskKind, Tasks
@@ -27,7 +27,6 @@ from stagewright.time.columns.row_kinds import (
     KernelNumbers,
     Known,
     RowKinds,
-    digest,
 )
 from stagewright.time.cost import Kernels, kernels_seconds
 from stagewright.time.expense.power import kernels_energy, peak_rate, tiled

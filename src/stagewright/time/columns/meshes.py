@@ -6,13 +6,12 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
 from stagewright.algebra.layout import Mesh
-from stagewright.arrays import Int
+from stagewright.arrays import Int, digest, distinct_rows
 from stagewright.program.columns import Program
 from stagewright.program.communicators import Communication, Communicator, Peer
 from stagewright.time.network import Machine, Placement, placements
@@ -79,8 +78,8 @@ class MeshColumns:
         and which each tuple has."""
         order = np.zeros_like(self.pipeline) if self.orders is None else self.orders.of
         table = np.stack([*self.sizes.values(), self.pipeline, order])
-        distinct, of = np.unique(table, axis=1, return_inverse=True)
-        return distinct, of.ravel()
+        first, of = distinct_rows([*table])
+        return table[:, first], of
 
     def size(self, axes: Sequence[str]) -> Int:
         """Ranks along some axes: [tuples]."""
@@ -94,11 +93,8 @@ class MeshColumns:
         """What is equal for meshes in which groups lie alike, on machines with one network."""
         distinct, of = self._distinct
         names = None if self.orders is None else self.orders.names
-        on = self.machine
-        network = on.tiers, on.algorithm, on.direct_all_reduce
-        found = blake2b(repr((names, [*self.sizes], self.program.mesh.mirror, network)).encode())
-        found.update(distinct.tobytes() + of.tobytes())
-        return found.digest()
+        mirror, network = self.program.mesh.mirror, self.machine.network
+        return digest(names, [*self.sizes], mirror, network, distinct, of)
 
     def groups_of(self, who: Communicator) -> list[Alike]:
         """Where the groups of a communicator lie, for the ranks of the first stage."""

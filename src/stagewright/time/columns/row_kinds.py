@@ -8,23 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, digest
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.time.columns.meshes import Groups
-
-
-def digest(*parts: object) -> bytes:
-    """What is equal for equal parts: arrays by their numbers, all else by how it prints."""
-    found = blake2b(digest_size=16)
-    for part in parts:
-        found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-        found.update(b";")
-    return found.digest()
 
 
 class KernelNumbers(NamedTuple):

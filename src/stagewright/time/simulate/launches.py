@@ -281,8 +281,8 @@ def _kernels(tasks: Tasks, run: Run) -> Float:
 def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
     """Kernels by row, as the shape of the task says."""
     one_by_one = run.mode == "train" and run.framework == "megatron"
-    known: list[Float] = [np.ones(1)]  # of rows without a shape
-    products: list[Float] = [np.ones(1)]
+    known: list[Float] = [_ONE]  # of rows without a shape
+    products: list[Float] = [_ONE]
     for shape in tasks.shapes:
         extents, ops = dict(shape.extents), ops_of(shape.kernel)
         count = 1
@@ -296,7 +296,7 @@ def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
         products.append(_one_or_more(extents["batch"] if shape.kernel == GEMM else 1))
     # Numbers may be those of many configurations: [rows, configurations].
     counts = np.stack(np.broadcast_arrays(*known))[tasks.shape + 1]
-    if one_by_one and any((of > 1).any() for of in products):
+    if one_by_one and any((of > 1).any() for of in products if of is not _ONE):
         # Heads of attention that no kernel fuses are one product (torch.baddbmm), experts many.
         experts = (_modules(tasks) == "moe")[:, None]
         grouped = np.stack(np.broadcast_arrays(*products))[tasks.shape + 1]
@@ -304,7 +304,12 @@ def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
     return counts[:, 0] if counts.shape[1] == 1 else counts
 
 
+_ONE: Float = np.ones(1)
+
+
 def _one_or_more(count: float | Float) -> Float:
+    if isinstance(count, int) and count <= 1:
+        return _ONE
     return np.maximum(np.asarray(count, dtype=np.float64), 1.0).reshape(-1)
 
 

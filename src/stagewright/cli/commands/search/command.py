@@ -16,7 +16,7 @@ from stagewright.cli.commands.search.served import search_serving, without_servi
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import JSON, search_settings
 from stagewright.cli.progress import shown
-from stagewright.errors import UserError
+from stagewright.errors import UserError, either
 from stagewright.numbers import duration, many
 from stagewright.printable import printable
 
@@ -62,7 +62,7 @@ def search(
     settings["bounded"] = all(ending_of(path) == RUN_FILE for path in out)
     how, place, sample = wanted(settings), settings.pop("place"), settings.pop("sample")
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
-    tool = settings["as_family"] if settings["as_family"] in _TOOLS else None
+    tool = _tool(model, settings["as_family"])
     if tool:
         settings["as_family"] = None
     request = _request(model, config, settings)
@@ -91,6 +91,18 @@ def _check(out: tuple[str, ...], settings: dict[str, Any]) -> None:
     for path in out:
         check_ending(path, OF_SEARCH)
         check_output_file(path, force=force)
+
+
+def _tool(model: str | None, name: str | None) -> str | None:
+    """The framework whose flags are printed; None: the name is a model's family, or none."""
+    from stagewright.model.presets import PRESETS
+
+    if name and name not in _TOOLS and model in PRESETS:
+        raise UserError(
+            f"--as {printable(name)}: wanted {either(_TOOLS)}, whose flags are printed; a model's "
+            f"family is for config.json files, and {model} is a preset"
+        )
+    return name if name in _TOOLS else None
 
 
 def _request(model: str | None, config: str | None, settings: dict[str, Any]) -> SearchRequest:

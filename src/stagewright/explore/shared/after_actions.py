@@ -1,0 +1,140 @@
+"""What the ranks of pipelines do after all actions: sections, and the collectives between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Float, Int
+from stagewright.explore.actions import ASIDE, GPU, HOST, STORED
+from stagewright.explore.pipeline import RankEnd, latest
+from stagewright.explore.responses import SUMS, Responses, response
+from stagewright.explore.templates import Kinds
+
+
+class Ends(NamedTuple):
+    """When all is done, and when all actions are: [tuples of a set], NaN of those that are not
+    played."""
+
+    whole: Float
+    actions: Float
+    tail: Float
+    """Seconds that the mean rank takes after its actions, without its waits for other ranks."""
+
+
+class _RankGroup(NamedTuple):
+    """Ranks that do the same after all actions."""
+
+    kind: int
+    held: Float
+    """Layers of each variant that each of them has."""
+    ranks: list[int]
+
+
+class AfterActions:
+    """What the ranks of one pipeline do after all actions."""
+
+    def __init__(
+        self,
+        responses: Responses,
+        tuples: Int,
+        layers: Int,
+        pp: int,
+        kinds: Kinds,
+        held: Sequence[Sequence[int]],
+    ) -> None:
+        """`layers` of each variant on each stage; `held` are the stages of each rank."""
+        self.responses, self.tuples, self.pp = responses, tuples, pp
+        groups: dict[tuple[int, bytes], _RankGroup] = {}
+        for rank in range(pp):
+            has = layers[:, held[rank]].sum(axis=1).astype(np.float64)
+            kind = kinds.rank(rank)
+            group = groups.setdefault((kind, has.tobytes()), _RankGroup(kind, has, []))
+            group.ranks.append(rank)
+        self.groups = [*groups.values()]
+        self._sections: dict[tuple[int, int], Float] = {}
+
+    def _section(self, own: int, number: int, some: Int) -> Float:
+        """Rows of the response of a section of a group: [rows, some tuples]."""
+        if (own, number) not in self._sections:
+            moments = self.responses.moments
+            self._sections[own, number] = self._rows(self.groups[own], number, moments)
+        found = self._sections[own, number]
+        return found if len(some) == found.shape[1] else found.take(some, axis=1)
+
+    def _rows(self, of: _RankGroup, number: int, rows: slice) -> Float:
+        """Rows of a section: [rows, tuples]."""
+        section = self.responses.tails[of.kind].sections[number]
+        return section.at(self.tuples, of.held, rows)
+
+    def sums(self) -> Float:
+        """Sums over all sections, of the mean rank: [rows, tuples]."""
+        responses = self.responses
+        found = np.zeros((SUMS + len(responses.axes), len(self.tuples)))
+        for group in self.groups:
+            for number in range(len(responses.tails[group.kind].sections)):
+                found += len(group.ranks) * self._rows(group, number, responses.sums)
+        found /= self.pp
+        return found
+
+    def ends(self, some: Int, at: Int, ranks: Sequence[RankEnd]) -> Ends:
+        """The end of the last task of all ranks, given when they are done with all actions, of some
+        tuples, and where these are in `ranks`.
+
+        Of ranks that do the same the latest of each moment decides.
+        """
+        groups = self.groups
+        meetings = [self.responses.tails[of.kind].meetings for of in groups]
+        actions = latest([of.gpu for of in ranks])[at]
+        state = [
+            RankEnd(*(latest(every)[at] for every in zip(*of, strict=True)))
+            for of in ([ranks[rank] for rank in group.ranks] for group in groups)
+        ]
+        last = [latest([of.gpu, of.aside, of.stored]) for of in state]
+        waited = [of.gpu for of in state]
+        reached = [0] * len(groups)
+        for own in range(len(groups)):
+            state[own], last[own] = _after(state[own], self._section(own, 0, some), last[own])
+        for meeting in max(meetings, key=len):
+            met = [
+                own for own in range(len(groups))
+                if reached[own] < len(meetings[own])
+                and meetings[own][reached[own]].slot == meeting.slot
+            ]  # fmt: skip
+            ready = [
+                np.maximum(state[own].gpu, state[own].aside) if meeting.aside else state[own].gpu
+                for own in met
+            ]
+            took = meeting.seconds
+            took = took[self.tuples[some]] if len(took) > 1 else took
+            ended = latest(ready) + took
+            for own, there in zip(met, ready, strict=True):
+                waited[own] = waited[own] + (ended - took - there)
+                reached[own] += 1
+                after = state[own]._replace(gpu=ended)
+                section = self._section(own, reached[own], some)
+                state[own], last[own] = _after(after, section, last[own])
+        pairs = zip(groups, last, waited, strict=True)
+        tails = [len(group.ranks) * (end - before) for group, end, before in pairs]
+        every = latest(last), actions, sum(tails, 0 * last[0]) / self.pp
+        found = np.full((len(every), len(self.tuples)), np.nan)
+        for column, ended in zip(found, every, strict=True):
+            column[some] = ended
+        return Ends(*found)
+
+
+def _after(state: RankEnd, section: Float, last: Float) -> tuple[RankEnd, Float]:
+    """A rank's moments after a section, and its last end."""
+    of = response(section)
+    inputs = (GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host), (STORED, state.stored)
+
+    def moved(field: Float) -> Float:
+        return latest([at + field[nth] for nth, at in inputs])
+
+    late = moved(of.late)
+    chain_stored = moved(of.chain_stored)
+    stored = np.maximum(moved(of.stored), chain_stored)
+    after = RankEnd(moved(of.gpu), late, moved(of.host), stored)
+    return after, latest([last, moved(of.end), late, chain_stored])

@@ -1,0 +1,1 @@
+"""What ranks hold where communication beside kernels ends late: memory over time, in columns."""

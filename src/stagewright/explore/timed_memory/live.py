@@ -1,0 +1,97 @@
+"""Which instances of a rank's values are there while which of its rows run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from stagewright.arrays import Bool, Int
+from stagewright.lower.assembly.assemble import AssembledRank
+
+
+class Live:
+    """Which instances of values are there when."""
+
+    def __init__(self, rank: AssembledRank, number: Int, count: int) -> None:
+        """Of a rank: the number of each value's size, of so many sizes."""
+        values = rank.of.values
+        self.number, self.count = number[values.value], count
+        self.stage = values.stage[values.value]
+        self.microbatch = values.microbatch
+        self.first, self.last = values.first.astype(np.int64), values.last.astype(np.int64)
+
+    @property
+    def none(self) -> Int:
+        """No instances of any size."""
+        return np.zeros(self.count, dtype=np.int64)
+
+    def counts(self, begin: int, end: int, of: Sequence[tuple[int, int | None]]) -> Int:
+        """Live instances of each size while each row runs: [rows, sizes].
+
+        They are those of microbatches of stages, and what these stages have for all of them; of the
+        microbatch None, all instances.
+        """
+        there = self._of(of) & (self.first < end) & (self.last >= begin)
+        return self._changes(begin, end, np.flatnonzero(there))
+
+    def _of(self, of: Sequence[tuple[int, int | None]]) -> Bool:
+        mine = np.zeros(len(self.number), dtype=bool)
+        for stage, microbatch in of:
+            same = self.microbatch == microbatch if microbatch is not None else self.first >= -1
+            mine |= (self.stage == stage) & (same | (self.microbatch < 0))
+        return mine
+
+    def _changes(self, begin: int, end: int, there: Int) -> Int:
+        number = self.number[there]
+        change = np.zeros((end - begin + 1, self.count), dtype=np.int64)
+        np.add.at(change, (np.maximum(self.first[there], begin) - begin, number), 1)
+        np.add.at(change, (np.minimum(self.last[there] + 1, end) - begin, number), -1)
+        return change[:-1].cumsum(axis=0)
+
+    def lasting_to(self, rows: Int) -> tuple[Int, Int]:
+        """The first and the last row of instances that some rows are the last to touch, and how
+        many of each size they are: [pairs, 2], [pairs, sizes]."""
+        return self._by_rows(np.flatnonzero(np.isin(self.last, rows)))
+
+    def last_at(self, rows: Int, group: Int) -> Int:
+        """How many instances of each size some rows are the last to touch, by the group of the row:
+        [groups, sizes]."""
+        order = np.argsort(rows)
+        at = np.searchsorted(rows[order], self.last)
+        there = np.flatnonzero(np.append(rows[order], -2)[at] == self.last)
+        counts = np.zeros((int(group.max(initial=-1)) + 1, self.count), dtype=np.int64)
+        np.add.at(counts, (group[order][at[there]], self.number[there]), 1)
+        return counts
+
+    def apart(
+        self, begin: int, end: int, of: Sequence[tuple[int, int | None]], come: Bool, go: Bool
+    ) -> tuple[Int, Int, Int]:
+        """As `counts`, without the instances that come with some of the rows from `begin` to `end`
+        or go with some; and these as `lasting_to` has them."""
+        there = np.flatnonzero(self._of(of) & (self.first < end) & (self.last >= begin))
+        first, last = self.first[there] - begin, self.last[there] - begin
+        apart = (first >= 0) & come[np.maximum(first, 0)]
+        apart |= (last < end - begin) & go[np.minimum(last, end - begin - 1)]
+        counts = self._changes(begin, end, there[~apart])
+        return counts, *self._by_rows(there[apart])
+
+    def _by_rows(self, some: Int) -> tuple[Int, Int]:
+        pairs, of = np.unique(
+            np.stack([self.first[some], self.last[some]], axis=1), axis=0, return_inverse=True
+        )
+        counts = np.zeros((len(pairs), self.count), dtype=np.int64)
+        np.add.at(counts, (of.ravel(), self.number[some]), 1)
+        return pairs, counts
+
+    def always(self, row: int, stage: int) -> Int:
+        """Instances of each size that a stage has for all microbatches while a row runs."""
+        return self.through(row, row, -1, [stage])
+
+    def through(self, begin: int, end: int, microbatch: int | None, stages: Sequence[int]) -> Int:
+        """Instances of each size that are live from one row to another; those of a microbatch
+        without those for all."""
+        mine = self.microbatch == microbatch if microbatch is not None else self.first >= -1
+        mine = mine & np.isin(self.stage, stages)
+        there = mine & (self.first <= begin) & (self.last >= end)
+        return np.bincount(self.number[there], minlength=self.count)
