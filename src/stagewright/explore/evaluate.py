@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, distinct_values
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates
@@ -306,7 +306,7 @@ class _Evaluation:
 
 def _by_shape(plan: StagePlan, alike: _PlayedAlike) -> Iterator[tuple[PipelineShape, _PlayedAlike]]:
     """Candidates of one plan by the shapes that its pipeline has with their microbatches."""
-    distinct, of_row = np.unique(alike.microbatches, return_inverse=True)
+    distinct, of_row = distinct_values(alike.microbatches)
     shapes = [plan.shape(count) for count in distinct.tolist()]
     for shape in dict.fromkeys(shapes):
         mine = np.array([own is shape for own in shapes])[of_row]
@@ -336,10 +336,10 @@ def _played_configurations(
 ) -> _PlacedConfigurations:
     """Candidates of one pipeline, by the microbatches that are played of them."""
     of = shape.pipeline
-    distinct, of_row = np.unique(every.microbatches, return_inverse=True)
+    distinct, of_row = distinct_values(every.microbatches)
     plans = [rounds(of.schedule, of.pp, m, of.group) for m in distinct.tolist()]
     more = np.array([plan.more for plan in plans])
-    tuples, of_tuple = np.unique(every.tuples, return_inverse=True)
+    tuples, of_tuple = distinct_values(every.tuples)
     parts: list[EquallyPlayed] = []
     at: list[Int] = []
     for played, before in sorted({(plan.played, plan.before) for plan in plans}):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, distinct_values
 from stagewright.explore.template_memory import (
     HALVED,
     HELD,
@@ -278,12 +278,12 @@ class Peaks:
 
     def at(self, found: Occupancy, tuples: Int) -> dict[str, Int]:
         """Bytes by category of configurations with these tuples, in a pipeline of these states."""
-        cases, of_row = np.unique(self.cases[tuples], return_inverse=True)
+        cases, of_row = distinct_values(self.cases[tuples])
         each = np.stack([self.holding(one, cases) for one in found.holdings])
         total = found.counts @ each.sum(axis=1)
         most = found.counts[total.argmax(axis=0)]
         best = np.einsum("ch,hkc->kc", most, each).astype(np.int64)
-        by = {name: of[of_row.ravel()] for name, of in zip(CATEGORIES, best, strict=True)}
+        by = {name: of[of_row] for name, of in zip(CATEGORIES, best, strict=True)}
         allowance = self.allowance[tuples]
         return by | ({"allowance": allowance} if allowance.any() else {})
 

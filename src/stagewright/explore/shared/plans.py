@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, distinct_values
 from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.explore.templates import Kind, Parts, unlike
 from stagewright.lower.training import stages_of
@@ -50,7 +50,7 @@ class Pipeline(NamedTuple):
 
     def enough(self, microbatches: NDArray[np.integer]) -> Int:
         """`schedule.in_flight.enough` of an array of microbatches."""
-        distinct, of = np.unique(microbatches, return_inverse=True)
+        distinct, of = distinct_values(microbatches)
         return np.array([enough(*self.with_microbatches(count)) for count in distinct.tolist()])[of]
 
 

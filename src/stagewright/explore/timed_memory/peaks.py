@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, distinct_values
 from stagewright.explore.actions import STORES
 from stagewright.explore.class_rows import ClassRows
 from stagewright.explore.memory import Holding, Occupancy, Peaks
@@ -159,9 +159,9 @@ class LatePeaks:
 
     def at(self, found: Occupancy, tuples: Int) -> dict[str, Int]:
         """As `Peaks.at`, of an occupancy whose states are apart by the steps before."""
-        distinct, of_row = np.unique(tuples, return_inverse=True)
+        distinct, of_row = distinct_values(tuples)
         best = self._most(found, distinct).astype(np.int64)
-        by = {name: of[of_row.ravel()] for name, of in zip(CATEGORIES, best, strict=True)}
+        by = {name: of[of_row] for name, of in zip(CATEGORIES, best, strict=True)}
         allowance = self.in_order.allowance[tuples]
         return by | ({"allowance": allowance} if allowance.any() else {})
 
