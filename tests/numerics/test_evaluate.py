@@ -198,6 +198,17 @@ def test_microbatches_in_groups_of_other_sizes_than_the_pipeline():
     assert np.abs(gaps(candidates(rows, **of))).max() < 0.015
 
 
+def test_weights_and_their_gradients_along_cp_alone():
+    rows = [
+        {"zero": zero, "schedule": name, "vpp": 2}
+        for zero in (2, 3)
+        for name in ("interleaved", "zbv")
+    ]
+    of = candidates(rows, hardware="mi300x", model="llama3-8b", layers=8, seq_length=1024, cp=2,
+                    tp=2, pp=2, global_batch_size=16)  # fmt: skip
+    assert np.abs(gaps(of)).max() < 1e-6
+
+
 def test_collectives_in_chunks_beside_products():
     rows = dense(8, (2, 2, 1, 1, 1), (4, 1, 1, 2, 1), (4, 2, 1, 1, 1))
     of = candidates(rows, model="llama3-8b", layers=8, seq_length=4096, global_batch_size=16)

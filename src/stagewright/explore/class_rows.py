@@ -28,14 +28,13 @@ from stagewright.explore.actions import (
     StepKind,
 )
 from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
+from stagewright.program.along import axis_of, degree
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.columns.row_kinds import DistinctRows, RowKinds
 from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.issue import (
     Issue,
-    axis_of,
-    degree,
     issue,
     reductions,
     with_needs,
@@ -77,6 +76,7 @@ class ClassPlaces:
         axis = np.zeros(len(rows), dtype=np.int64)
         main = order.stream == 0
         data = (kind == TaskKind.COMPUTE) & ~main
+        gathers = np.diff(tasks.data_ptr)[rows] == 0  # of weights, also along cp where dp is 1
         for (of, slot, collective), along in axis_of(program, tasks).items():
             mine = (kind == of) & (tasks.slot[rows] == slot)
             mine &= tasks.collective[rows] == collective
@@ -84,9 +84,11 @@ class ClassPlaces:
                 axes.append(str(along))
             axis[mine] = axes.index(str(along))
             if of == TaskKind.COLLECTIVE:
-                data |= mine & ((tasks.microbatch[rows] < 0) | (degree(program, along) == "dp"))
-        frees = np.where(kind == TaskKind.STORE, STORES, reductions(program, tasks)[rows] * REDUCES)
-        data |= kind == TaskKind.STORE
+                of_weights = (degree(program, along) == "dp") | gathers
+                data |= mine & ((tasks.microbatch[rows] < 0) | of_weights)
+        reduces = reductions(program, tasks)[rows]
+        frees = np.where(kind == TaskKind.STORE, STORES, reduces * REDUCES)
+        data |= reduces | (kind == TaskKind.STORE)
         # Messages of the pipeline are on their way between actions (`explore.pipeline`), and take
         # the time of their send.
         pipeline = [n for n, peer in enumerate(program.peers) if peer.axis == "pp"]

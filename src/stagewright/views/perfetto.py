@@ -19,8 +19,9 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.files import atomic
+from stagewright.program.along import axis_of
 from stagewright.program.columns import CATEGORIES, PHASES, TaskKind
-from stagewright.time.simulate.issue import axis_of, streams_of
+from stagewright.time.simulate.issue import streams_of
 from stagewright.time.simulate.memory import memory_timeline
 from stagewright.time.simulate.timeline import Lane, Timeline
 

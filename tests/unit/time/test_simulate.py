@@ -80,7 +80,12 @@ def test_less_overlap_and_stragglers_take_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"zero": 2, "dp": 2}, {"cpu_offloading_num_layers": 8, "micro_batch_size": 4}]
+    "settings",
+    [
+        {"zero": 2, "dp": 2},
+        {"zero": 2, "cp": 2},
+        {"cpu_offloading_num_layers": 8, "micro_batch_size": 4},
+    ],
 )
 def test_no_more_than_two_lots_wait_for_a_slow_network(settings: dict[str, Any]) -> None:
     """FSDP2, DeepSpeed, Megatron-FSDP and Transformer Engine wait for the lot before the last."""

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.arrays import Int
+from stagewright.program.along import axis_of
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.program.fit import Fit, fit_of, held_at_peak
 from stagewright.time.network import Machine
-from stagewright.time.simulate.issue import axis_of
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
 LAUNCHES = "launches"

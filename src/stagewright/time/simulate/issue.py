@@ -19,15 +19,13 @@ The order is that of the program, except for three habits of frameworks:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Bool, Float, Int
+from stagewright.program.along import axis_of, degree
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
@@ -103,26 +101,42 @@ def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
     settles = backward & (tasks.kind == TaskKind.COMPUTE) & (np.diff(tasks.data_ptr) > 0)
     while True:
         other = _any(owner, ~(reduces | settles)[needed], size)
-        used = np.zeros(size, dtype=bool)
-        used[needed[~settles[owner] & (tasks.phase[owner] != _OPTIMIZER)]] = True
-        fewer = settles & ~other & ~used
+        fewer = settles & ~other & ~_read_on(tasks, settles, owner, needed)
         if np.array_equal(fewer, settles):
             return settles
         settles = fewer
+
+
+def _read_on(tasks: Tasks, settles: Bool, owner: Int, needed: Int) -> Bool:
+    """Which tasks have results that others read than the optimizer and those that `settles`."""
+    result = _none(tasks)
+    result[needed[~settles[owner] & (tasks.phase[owner] != _OPTIMIZER)]] = True
+    return result
 
 
 _REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
 def reductions(program: Program, tasks: Tasks) -> Bool:
-    """Which tasks reduce the gradients of a microbatch along dp, whose memory they then free."""
+    """Which tasks reduce the gradients of a microbatch along dp, whose memory they then free.
+
+    Where dp is 1, they do so along cp. Other reductions along cp are of gradients of keys and
+    values, which kernels of backward read.
+    """
     result = _none(tasks)
     of = (tasks.phase == _BACKWARD) & (tasks.kind == TaskKind.COLLECTIVE) & (tasks.microbatch >= 0)
     if not of.any():
         return result
+    along_cp = _none(tasks)
     for (kind, slot, collective), axis in axis_of(program, tasks).items():
-        if COLLECTIVES[collective] in _REDUCTIONS and degree(program, axis) == "dp":
-            result |= (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
+        if COLLECTIVES[collective] in _REDUCTIONS and degree(program, axis) in ("dp", "cp"):
+            mine = (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
+            result |= mine
+            if degree(program, axis) == "cp":
+                along_cp |= mine
+    if along_cp.any():
+        owner, needed = tasks.reads
+        result &= ~along_cp | ~_read_on(tasks, _settles(tasks, owner, needed), owner, needed)
     return result & of
 
 
@@ -289,61 +303,6 @@ def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
         if degree(program, axis) in how.no_overlap:
             result |= (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
     return result
-
-
-class Along(NamedTuple):
-    """The degrees along which tasks communicate, and the pipeline positions if only some do."""
-
-    degrees: tuple[str, ...]
-    only: tuple[int, ...] | None = None
-
-    def __str__(self) -> str:
-        return "+".join(self.degrees) + ("" if self.only is None else str(list(self.only)))
-
-
-def degree(program: Program, axis: Along) -> str:
-    """The parallel degree that an axis stands for: gradients over cp and dp are dp's."""
-    alias = {"edp": "dp", "etp": "tp", MIRROR: "dp"}
-    degrees = {program.mesh.degree_of(name) for name in axis.degrees}
-    degrees = {alias.get(degree, degree) for degree in degrees}
-    return next((degree for degree in ("dp", "pp", "ep", "cp", "tp") if degree in degrees), "")
-
-
-def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], Along]:
-    """The axis that tasks communicate along, by (kind, slot, collective).
-
-    Where one group of ranks serves two degrees, all-to-alls count as expert parallelism.
-    """
-    columns = (tasks.kind, tasks.slot, tasks.collective)
-    moves = tasks.kind != TaskKind.COMPUTE
-    axes: dict[tuple[int, int, int], Along] = {}
-    for key in _distinct(columns, moves):
-        kind, slot, collective = key
-        if kind in (TaskKind.LOAD, TaskKind.STORE):
-            axes[kind, slot, collective] = Along(("host",))
-            continue
-        if kind != TaskKind.COLLECTIVE:
-            degrees, only = program.mesh.degrees((program.peers[slot].axis,)), None
-        else:
-            degrees, only = program.degrees_of(slot), program.communicators[slot].only
-        experts = kind == TaskKind.COLLECTIVE and COLLECTIVES[collective] == "all_to_all"
-        chosen = dict.fromkeys(_choose(names, experts) for names in degrees)
-        axes[kind, slot, collective] = Along(tuple(chosen), only)
-    return axes
-
-
-def _choose(names: Sequence[str], experts: bool) -> str:
-    return "ep" if experts and "ep" in names else names[0]
-
-
-def _distinct(columns: Sequence[NDArray[np.integer]], chosen: Bool) -> list[tuple[int, ...]]:
-    """The distinct rows of columns of small numbers, -1 or more."""
-    key = np.zeros(int(chosen.sum()), dtype=np.int64)
-    sizes = [int(c[chosen].max(initial=0)) + 2 for c in columns]
-    for column, size in zip(columns, sizes, strict=True):
-        key = key * size + column[chosen] + 1
-    used = np.flatnonzero(np.bincount(key))
-    return [tuple(int(x) - 1 for x in np.unravel_index(k, sizes)) for k in used]
 
 
 def _chains(stream: Int, blocking: Bool) -> list[tuple[Int, Int]]:

@@ -97,7 +97,7 @@ def _tool(model: str | None, name: str | None) -> str | None:
     """The framework whose flags are printed; None: the name is a model's family, or none."""
     from stagewright.model.presets import PRESETS
 
-    if name and name not in _TOOLS and model in PRESETS:
+    if name is not None and name not in _TOOLS and model in PRESETS:
         raise UserError(
             f"--as {printable(name)}: wanted {either(_TOOLS)}, whose flags are printed; a model's "
             f"family is for config.json files, and {model} is a preset"
