@@ -644,11 +644,12 @@ def test_what_contradicts_itself_is_refused(call: Call, options: tuple[str, ...]
     assert call("show", *options) == Outcome(2, "", f"stagewright: error: {message}\n")
 
 
-def test_search_says_which_frameworks_flags_it_prints(call: Call):
-    found = call("search", "gpt2", "--gpus", "8", "--hardware", "h100-sxm", "--as", "megatrn")
+@pytest.mark.parametrize("name", ["megatrn", ""])
+def test_search_says_which_frameworks_flags_it_prints(call: Call, name: str):
+    found = call("search", "gpt2", "--gpus", "8", "--hardware", "h100-sxm", "--as", name)
     assert found == Outcome(
         2,
         "",
-        "stagewright: error: --as megatrn: wanted megatron or torchtitan, whose flags are printed; "
-        "a model's family is for config.json files, and gpt2 is a preset\n",
+        f"stagewright: error: --as {name}: wanted megatron or torchtitan, whose flags are "
+        "printed; a model's family is for config.json files, and gpt2 is a preset\n",
     )
