@@ -3,7 +3,7 @@
 Candidates of one structure differ in numbers (`explore.structures`). Their blocks' kernels are
 timed at once (`time.columns`), the actions of their stages follow from small programs
 (`explore.templates`, `explore.responses`), and a step from the order of actions (`explore.steps`).
-What cannot be computed so is left out and said (`Evaluated.left`).
+Candidates that cannot be evaluated so are listed with a reason (`Evaluated.left`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class LeftOut(NamedTuple):
 
 
 class Evaluated(NamedTuple):
-    """The figures of all candidates, NaN of those that are left."""
+    """The figures of all candidates; NaN for those in `left`."""
 
     figures: Figures
     left: Sequence[LeftOut]

@@ -348,8 +348,8 @@ class Rounds(NamedTuple):
 
 
 def rounds(schedule: str, pp: int, microbatches: int, group: int | None = None) -> Rounds:
-    """The microbatches to play: at most so many times pp, or groups, that a round adds the same
-    time."""
+    """The microbatches to play: no more than it takes until each further round of them, as many as
+    there are ranks or as are in a group, adds the same time."""
     of, alike = SCHEDULES.get(schedule), group or pp
     if of is None or microbatches <= (of.fills + 2) * alike:
         return Rounds(microbatches, 0, 0.0)

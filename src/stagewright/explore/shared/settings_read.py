@@ -1,4 +1,4 @@
-"""What functions make of runs, made once for all runs that agree in every setting it has read.
+"""Results of functions of a run, kept for all runs that agree in every setting that was read.
 
 Which settings decide about a graph, or about the blocks of a stage, is nowhere written down: it is
 whatever the functions that make them read of the run on their way, as `varying.Cases` has it of
