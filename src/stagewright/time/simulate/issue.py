@@ -108,7 +108,7 @@ def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
 
 
 def _read_on(tasks: Tasks, settles: Bool, owner: Int, needed: Int) -> Bool:
-    """Which tasks have results that others read than the optimizer and those that `settles`."""
+    """Which tasks have results that are read by more than the optimizer and kernels that settle."""
     result = _none(tasks)
     result[needed[~settles[owner] & (tasks.phase[owner] != _OPTIMIZER)]] = True
     return result
@@ -123,21 +123,19 @@ def reductions(program: Program, tasks: Tasks) -> Bool:
     Where dp is 1, they do so along cp. Other reductions along cp are of gradients of keys and
     values, which kernels of backward read.
     """
-    result = _none(tasks)
     of = (tasks.phase == _BACKWARD) & (tasks.kind == TaskKind.COLLECTIVE) & (tasks.microbatch >= 0)
     if not of.any():
-        return result
-    along_cp = _none(tasks)
+        return of
+    found = {"dp": _none(tasks), "cp": _none(tasks)}
     for (kind, slot, collective), axis in axis_of(program, tasks).items():
-        if COLLECTIVES[collective] in _REDUCTIONS and degree(program, axis) in ("dp", "cp"):
+        along = degree(program, axis)
+        if COLLECTIVES[collective] in _REDUCTIONS and along in found:
             mine = (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
-            result |= mine
-            if degree(program, axis) == "cp":
-                along_cp |= mine
-    if along_cp.any():
+            found[along] |= of & mine
+    if found["cp"].any():
         owner, needed = tasks.reads
-        result &= ~along_cp | ~_read_on(tasks, _settles(tasks, owner, needed), owner, needed)
-    return result & of
+        found["cp"] &= ~_read_on(tasks, _settles(tasks, owner, needed), owner, needed)
+    return found["dp"] | found["cp"]
 
 
 def _pending(frees: Bool, kernel: Bool, waits: Int, stream: Int) -> list[tuple[Int, Int]]:
