@@ -21,7 +21,7 @@ from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates
 from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks, occupancy
-from stagewright.explore.pipeline import rounds
+from stagewright.explore.pipeline.rounds import rounds
 from stagewright.explore.shared.plans import Pipeline, PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.steps import EquallyPlayed, PlayedConfigurations, StepColumns, steps

@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from functools import reduce
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_rows
 from stagewright.explore.actions import INPUTS, NEVER, Response, StepKind, TimedAction
 from stagewright.explore.class_rows import ClassPlaces, ClassRows, Cuts, StageMeeting, cuts
-from stagewright.explore.shared.played import LinearResponse, LinearRows, Played
+from stagewright.explore.shared.played import EqualRows, LinearResponse, LinearRows, Played
 from stagewright.explore.templates import Kinds, StructureTemplate
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.run.sections.execution import Execution
@@ -30,12 +31,57 @@ SUMS = 2
 seconds at TDP in which a GPU draws as much; then come the seconds that they wait, by axis."""
 
 
-def response(rows: Float) -> Response:
-    """The response among the rows of a `LinearResponse`: of an action, or of a pair of them."""
-    pair = len(rows) > FIELDS * INPUTS + 1
-    inputs = INPUTS + pair
-    fields = [rows[1 + n * inputs : 1 + (n + 1) * inputs] for n in range(FIELDS + pair)]
-    return Response(rows[:1], *fields)
+def moment(of: EqualRows, field: str, nth: int) -> Float:
+    """The field of a `Response` behind input number `nth`, among the rows of a `LinearResponse`:
+    [configurations]."""
+    inputs = INPUTS + (len(of.of) > FIELDS * INPUTS + 1)
+    return of.row(1 + (Response._fields.index(field) - 1) * inputs + nth)
+
+
+Moments: TypeAlias = "list[Float | None]"
+"""A field of a `Response` by input, [configurations] each; None: the input has no effect."""
+
+
+class LiveResponse(NamedTuple):
+    """A `Response` without the inputs that have no effect."""
+
+    behind: Float | None
+    gpu: Moments
+    aside: Moments
+    host: Moments
+    stored: Moments
+    sent: Moments
+    end: Moments
+    chain: Moments
+    chain_stored: Moments
+    sent_gradient: Moments | None = None
+
+    @classmethod
+    def of(cls, rows: EqualRows) -> Self:
+        """The response among the rows of a `LinearResponse`: of an action, or of a pair of them."""
+        pair = len(rows.of) > FIELDS * INPUTS + 1
+        inputs = INPUTS + pair
+        live = [row if (row > NEVER / 2).any() else None for row in rows.distinct]
+        behind, *every = [live[number] for number in rows.of.tolist()]
+        return cls(behind, *(every[n * inputs : (n + 1) * inputs] for n in range(FIELDS + pair)))
+
+    @property
+    def late(self) -> Moments:
+        """As `Response.late`."""
+        behind = [
+            None if gpu is None or self.behind is None else gpu + self.behind for gpu in self.gpu
+        ]
+        return [*map(_latest, self.aside, self.chain, behind)]
+
+    @property
+    def all_stored(self) -> Moments:
+        """When all activations that go to the host are there, in an action of any length."""
+        return [*map(_latest, self.stored, self.chain_stored)]
+
+
+def _latest(*moments: Float | None) -> Float | None:
+    live = [moment for moment in moments if moment is not None]
+    return reduce(np.maximum, live) if live else None
 
 
 class TimedMeeting(NamedTuple):
@@ -126,8 +172,10 @@ class Responses:
         every = self.actions.values()
         return distinct_rows([of.cases.classes(self.moments)[of.of] for of in every])[1]
 
-    def at(self, kind: StepKind, complete: bool, tuples: Int, layers: Int, rows: slice) -> Float:
-        """Rows of a step by the kinds of its stages, `moments` or `sums`: [rows, candidates].
+    def at(
+        self, kind: StepKind, complete: bool, tuples: Int, layers: Int, rows: slice
+    ) -> EqualRows:
+        """Rows of a step by the kinds of its stages, `moments` or `sums`, of some tuples.
 
         `layers` are those of each variant on the stage of each action: [variants, actions].
         """
@@ -139,8 +187,10 @@ class Responses:
             own = slice(1, 2) if moments else rows
             forward, backward = (self._layers(stage, letter, tuples, own) for stage, letter in kind)
             apart = (layers[:, 0] - layers[:, 1]) / 2
-            some = found[1:] if moments else found
+            whole = found.whole()
+            some = whole[1:] if moments else whole
             some += np.where(some > NEVER / 2, np.tensordot(apart, forward - backward, axes=1), 0.0)
+            return EqualRows(whole, np.arange(len(whole)))
         return found
 
     def of(self, kind: StepKind, complete: bool) -> LinearResponse:

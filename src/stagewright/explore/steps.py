@@ -10,22 +10,29 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_rows
-from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES, STORED, StepKind
-from stagewright.explore.pipeline import (
-    Effect,
-    effect,
-    latest,
-    play_each,
-    slowest_loop,
+from stagewright.explore.actions import (
+    ASIDE,
+    GPU,
+    HOST,
+    LAUNCHES,
+    STORED,
+    StepKind,
 )
-from stagewright.explore.responses import SUMS, Responses, response
+from stagewright.explore.pipeline.effects import Effect, effect
+from stagewright.explore.pipeline.ordered_steps import StepCounts, step_counts, ways
+from stagewright.explore.pipeline.play import latest, play_each
+from stagewright.explore.pipeline.rounds import slowest_loop
+from stagewright.explore.responses import SUMS, LiveResponse, Responses, moment
 from stagewright.explore.shared.after_actions import AfterActions, Ends
-from stagewright.explore.shared.ordered_steps import StepCounts, step_counts, ways
 from stagewright.explore.shared.plans import Pipeline
+from stagewright.explore.shared.played import EqualRows
 from stagewright.explore.templates import Kinds
 from stagewright.schedule.places import places
 from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.expense.power import RUNNING_FRACTION
+
+_OWN_MOMENTS = (("gpu", GPU), ("host", HOST), ("aside", ASIDE), ("stored", STORED))
+"""Fields of a response, and the input that each field follows where nothing else is late."""
 
 
 class _OrderFacts(NamedTuple):
@@ -163,7 +170,7 @@ class _PlayedTogether:
         self.kinds, self.held = facts[-1].kinds, facts[-1].held
         ways = {way for each in facts for way in each.ways}
         self.distinct = [each.distinct(ways) for each in sets]
-        self._rows: list[dict[tuple[object, ...], Float]] = [{} for _ in sets]
+        self._rows: list[dict[tuple[object, ...], EqualRows]] = [{} for _ in sets]
 
     # ---- actions ---------------------------------------------------------------------------------
 
@@ -171,20 +178,28 @@ class _PlayedTogether:
         """What the actions of a stage are the same for, in one set."""
         return self.kinds.stage(stage), tuple(self.sets[nth].layers[:, stage].tolist())
 
-    def _step(self, nth: int, tuples: Int, step: StepKind, complete: bool, rows: slice) -> Float:
-        """Rows of a step (`responses.LinearResponse`) for tuples of a set: [rows, tuples]."""
+    def _step(
+        self, nth: int, tuples: Int, step: StepKind, complete: bool, rows: slice
+    ) -> EqualRows:
+        """Rows of a step (`responses.LinearResponse`) for tuples of a set."""
         configurations = self.sets[nth]
         kind = tuple((self.kinds.stage(stage), letter) for stage, letter in step)
         layers = configurations.layers[:, [stage for stage, _ in step]]
         return configurations.responses.at(kind, complete, tuples, layers, rows)
 
-    def _moments(self, nth: int, step: StepKind, complete: bool) -> Float:
-        """The rows of a step's response: [rows, distinct tuples of a set]."""
+    def _moments(self, nth: int, step: StepKind, complete: bool) -> EqualRows:
+        """The rows of a step's response, of the distinct tuples of a set."""
         key = *((self._key(nth, stage), letter) for stage, letter in step), complete
         if key not in self._rows[nth]:
             tuples, rows = self.distinct[nth].tuples, self.sets[nth].responses.moments
             self._rows[nth][key] = self._step(nth, tuples, step, complete, rows)
         return self._rows[nth][key]
+
+    def _behind(
+        self, nth: int, step: StepKind, complete: bool, field: str, own_input: int
+    ) -> Float:
+        """Seconds from a moment to a step's own, 0 at least: [distinct tuples of a set]."""
+        return np.maximum(moment(self._moments(nth, step, complete), field, own_input), 0.0)
 
     def steps(self) -> list[list[StepColumns]]:
         """The steps of each part of each set."""
@@ -196,7 +211,7 @@ class _PlayedTogether:
             key = *of, complete
             if key not in effects:
                 every = [self._moments(nth, step, complete) for nth in sets]
-                effects[key] = effect(response(np.concatenate(every, axis=1)))
+                effects[key] = effect(LiveResponse.of(EqualRows.joined(every)))
             return effects[key]
 
         def message(a: int, b: int) -> Float:
@@ -225,7 +240,7 @@ class _PlayedTogether:
             ):
                 if len(some):
                     at: Int = np.searchsorted(mine, numbers[some])
-                    ends[count] = after.ends(some, at, of.ranks)
+                    ends[count] = after.ends(some, at, of)
             found.append(self._parts(nth, after, ends))
         return found
 
@@ -251,15 +266,15 @@ class _PlayedTogether:
         both: list[Float] = []
         beside: list[Float] = []
         for counts in _facts(self.of, part.played, part.before).added:
-            every = [
-                (count / (part.played - part.before), response(self._moments(nth, *of)))
-                for of, count in counts.items()
-                if count
+            often = [
+                (count / (part.played - part.before), of) for of, count in counts.items() if count
             ]
-            both.append(sum((n * of.gpu[GPU] for n, of in every), zero))
-            beside.append(sum((n * np.maximum(of.host[HOST], 0) for n, of in every), zero))
-            beside.append(sum((n * np.maximum(of.aside[ASIDE], 0) for n, of in every), zero))
-            beside.append(sum((n * np.maximum(of.stored[STORED], 0) for n, of in every), zero))
+            each = [
+                sum((n * self._behind(nth, *of, *what) for n, of in often), zero)
+                for what in _OWN_MOMENTS
+            ]
+            both.append(each[0])
+            beside += each[1:]
         pace, host = latest(both), latest(beside)
         if self.of.schedule == "1f1b":
             there = [2 * distinct.messages.seconds(rank, rank + 1) for rank in range(pp - 1)]
@@ -282,9 +297,9 @@ class _PlayedTogether:
             of_round = np.zeros_like(sums)
             for key, (step, complete, played, added) in self._times(nth, part).items():
                 if key not in every:
-                    launched = response(self._moments(nth, step, complete)).host[HOST]
-                    own = self._step(nth, tuples, step, complete, responses.sums)
-                    every[key] = np.concatenate([own, np.maximum(launched, 0.0)[None, each]])
+                    launched = self._behind(nth, step, complete, "host", HOST)[each]
+                    own = self._step(nth, tuples, step, complete, responses.sums).whole()
+                    every[key] = np.concatenate([own, launched[None]])
                 sums += played * every[key]
                 if added:
                     of_round += added * every[key]

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from stagewright.explore.pipeline import plain, play, play_each, rounds, slowest_loop
+from stagewright.explore.pipeline.effects import plain
+from stagewright.explore.pipeline.play import play, play_each
+from stagewright.explore.pipeline.rounds import rounds, slowest_loop
 from stagewright.schedule.play import play as play_one
 from stagewright.schedule.schedules import known_order, make
 
@@ -15,7 +17,7 @@ def seconds(order, took, message=0.0):
         lambda step, complete: plain(sum(took[of] for of in step)),
         lambda a, b: np.full(len(next(iter(took.values()))), message),
     )
-    return np.max([of.gpu for of in found.ranks], axis=0)
+    return found.gpu.max(axis=0)
 
 
 def random_times(stages, count, seed=0):
@@ -110,5 +112,4 @@ def test_orders_that_begin_alike_take_as_long_as_each_alone(schedule, pp, counts
         orders, asked, play_each(orders, given, message, asked), strict=True
     ):
         alone = play(order, given, message)
-        for mine, whole in zip(found.ranks, alone.ranks, strict=True):
-            np.testing.assert_array_equal(mine.gpu, whole.gpu[own])
+        np.testing.assert_array_equal(found.gpu, alone.gpu[:, own])

@@ -40,7 +40,7 @@ from stagewright.explore.bounding.weights import StageWeights
 from stagewright.explore.bounding.zero import Moved, ShardedStates
 from stagewright.explore.candidates import HARDWARE, Candidates, Distinct
 from stagewright.explore.memory import Peaks
-from stagewright.explore.responses import Responses, response
+from stagewright.explore.responses import Responses
 from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.structures import NUMBERS, PIPELINE, structures
@@ -267,7 +267,7 @@ class _Relaxation:
                     of.at(((kind, letter),), False, tuples, layers[:, [stage]], part)
                     for part in (of.moments, of.sums)
                 )
-                known[key] = LeastAction.of(response(moments), sums[0])
+                known[key] = LeastAction.of(moments, sums.row(0))
             return known[key]
 
         microbatches = self.microbatches[rows]

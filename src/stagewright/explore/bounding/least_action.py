@@ -7,7 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.explore.actions import GPU, HOST, MESSAGE, Response
+from stagewright.explore.actions import GPU, HOST, MESSAGE
+from stagewright.explore.responses import moment
+from stagewright.explore.shared.played import EqualRows
 
 
 class LeastAction(NamedTuple):
@@ -27,12 +29,14 @@ class LeastAction(NamedTuple):
     """In which the host launches it."""
 
     @classmethod
-    def of(cls, of: Response, busy: Float) -> LeastAction:
-        """What a response says."""
-        whole = np.maximum(busy, of.gpu[GPU])
-        after: Float = np.maximum(of.gpu[MESSAGE], 0.0)
-        sent: Float = np.maximum(of.sent[GPU], 0.0)
+    def of(cls, rows: EqualRows, busy: Float) -> LeastAction:
+        """What a response says (`responses.moment`)."""
+        whole = np.maximum(busy, moment(rows, "gpu", GPU))
+        after: Float = np.maximum(moment(rows, "gpu", MESSAGE), 0.0)
+        sent: Float = np.maximum(moment(rows, "sent", GPU), 0.0)
         # The first stage waits for no message to begin, and makes none at the end.
         behind: Float = np.where(after > 0, after, sent)
-        passed: Float = np.where(of.sent[MESSAGE] > 0, of.sent[MESSAGE], behind)
-        return cls(busy, whole, after, passed, sent, np.maximum(of.host[HOST], 0.0))
+        handed_on = moment(rows, "sent", MESSAGE)
+        passed: Float = np.where(handed_on > 0, handed_on, behind)
+        launched = np.maximum(moment(rows, "host", HOST), 0.0)
+        return cls(busy, whole, after, passed, sent, launched)

@@ -9,8 +9,10 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.explore.actions import ASIDE, GPU, HOST, STORED
-from stagewright.explore.pipeline import RankEnd, latest
-from stagewright.explore.responses import SUMS, Responses, response
+from stagewright.explore.pipeline.play import latest
+from stagewright.explore.pipeline.rank_times import RankEnds
+from stagewright.explore.responses import SUMS, LiveResponse, Moments, Responses
+from stagewright.explore.shared.played import EqualRows
 from stagewright.explore.templates import Kinds
 
 
@@ -54,18 +56,20 @@ class AfterActions:
             group = groups.setdefault((kind, has.tobytes()), _RankGroup(kind, has, []))
             group.ranks.append(rank)
         self.groups = [*groups.values()]
-        self._sections: dict[tuple[int, int], Float] = {}
+        self._sections: dict[tuple[int, int], EqualRows] = {}
 
-    def _section(self, own: int, number: int, some: Int) -> Float:
-        """Rows of the response of a section of a group: [rows, some tuples]."""
+    def _section(self, own: int, number: int, some: Int) -> LiveResponse:
+        """The response of a section of a group, of some tuples."""
         if (own, number) not in self._sections:
             moments = self.responses.moments
             self._sections[own, number] = self._rows(self.groups[own], number, moments)
-        found = self._sections[own, number]
-        return found if len(some) == found.shape[1] else found.take(some, axis=1)
+        rows = self._sections[own, number]
+        if len(some) < len(self.tuples):
+            rows = rows._replace(distinct=rows.distinct.take(some, axis=1))
+        return LiveResponse.of(rows)
 
-    def _rows(self, of: _RankGroup, number: int, rows: slice) -> Float:
-        """Rows of a section: [rows, tuples]."""
+    def _rows(self, of: _RankGroup, number: int, rows: slice) -> EqualRows:
+        """Rows of a section, of all tuples."""
         section = self.responses.tails[of.kind].sections[number]
         return section.at(self.tuples, of.held, rows)
 
@@ -75,11 +79,11 @@ class AfterActions:
         found = np.zeros((SUMS + len(responses.axes), len(self.tuples)))
         for group in self.groups:
             for number in range(len(responses.tails[group.kind].sections)):
-                found += len(group.ranks) * self._rows(group, number, responses.sums)
+                found += len(group.ranks) * self._rows(group, number, responses.sums).whole()
         found /= self.pp
         return found
 
-    def ends(self, some: Int, at: Int, ranks: Sequence[RankEnd]) -> Ends:
+    def ends(self, some: Int, at: Int, ranks: RankEnds) -> Ends:
         """The end of the last task of all ranks, given when they are done with all actions, of some
         tuples, and where these are in `ranks`.
 
@@ -87,11 +91,10 @@ class AfterActions:
         """
         groups = self.groups
         meetings = [self.responses.tails[of.kind].meetings for of in groups]
-        actions = latest([of.gpu for of in ranks])[at]
         state = [
-            RankEnd(*(latest(every)[at] for every in zip(*of, strict=True)))
-            for of in ([ranks[rank] for rank in group.ranks] for group in groups)
+            RankEnds(*(every[group.ranks].max(axis=0)[at] for every in ranks)) for group in groups
         ]
+        actions = latest([of.gpu for of in state])
         last = [latest([of.gpu, of.aside, of.stored]) for of in state]
         waited = [of.gpu for of in state]
         reached = [0] * len(groups)
@@ -125,16 +128,15 @@ class AfterActions:
         return Ends(*found)
 
 
-def _after(state: RankEnd, section: Float, last: Float) -> tuple[RankEnd, Float]:
+def _after(state: RankEnds, of: LiveResponse, last: Float) -> tuple[RankEnds, Float]:
     """A rank's moments after a section, and its last end."""
-    of = response(section)
-    inputs = (GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host), (STORED, state.stored)
+    inputs = [(GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host), (STORED, state.stored)]
 
-    def moved(field: Float) -> Float:
-        return latest([at + field[nth] for nth, at in inputs])
+    def moved(field: Moments) -> list[Float]:
+        """When what a field tells has ended, behind each input."""
+        return [at + after for nth, at in inputs if (after := field[nth]) is not None]
 
-    late = moved(of.late)
-    chain_stored = moved(of.chain_stored)
-    stored = np.maximum(moved(of.stored), chain_stored)
-    after = RankEnd(moved(of.gpu), late, moved(of.host), stored)
-    return after, latest([last, moved(of.end), late, chain_stored])
+    late, chain_stored = moved(of.late), moved(of.chain_stored)
+    stored = latest([*moved(of.stored), *chain_stored])
+    after = RankEnds(latest(moved(of.gpu)), latest(late), latest(moved(of.host)), stored)
+    return after, latest([last, *moved(of.end), *late, *chain_stored])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -21,6 +21,31 @@ from stagewright.explore.actions import (
 )
 from stagewright.explore.class_rows import ClassRows
 from stagewright.explore.templates import nearest
+
+
+class EqualRows(NamedTuple):
+    """A table in which many rows are equal."""
+
+    distinct: Float
+    """Each row once, or few times: [distinct, columns]."""
+    of: Int
+    """Which of these each row is: [rows]."""
+
+    def row(self, number: int) -> Float:
+        """One of the rows: [columns]."""
+        return self.distinct[self.of[number]]
+
+    def whole(self) -> Float:
+        """All rows: [rows, columns]."""
+        return self.distinct[self.of]
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The columns of several tables behind each other."""
+        if len(parts) == 1:
+            return parts[0]
+        first, of = distinct_rows([part.of for part in parts])
+        return cls(np.concatenate([part.distinct[part.of[first]] for part in parts], axis=1), of)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,8 +121,8 @@ class LinearRows:
         )
         return cls._numbered(table, of, rows, [*some.few], some.layers, axes)
 
-    def at(self, cases: Int, layers: Float, rows: slice) -> Float:
-        """[rows, cases]: some rows of some cases, with so many layers of each variant."""
+    def at(self, cases: Int, layers: Float, rows: slice) -> EqualRows:
+        """Some rows of some cases, with so many layers of each variant."""
         counts: list[float] = layers.tolist()
         has = nearest(counts, self.few, self.layers)
         base = self.few.get(has, self.base)
@@ -107,10 +132,17 @@ class LinearRows:
             if count != own
         ]
         first, of = distinct_rows([base[rows], *(more for more, _ in further)])
-        found = self.table[base[rows][first]].take(cases, axis=1)
+        found = self._taken(base[rows][first], cases)
         for more, count in further:
-            found += self.table[more[first]].take(cases, axis=1) * count
-        return found[of]
+            found += self._taken(more[first], cases) * count
+        return EqualRows(found, of)
+
+    def _taken(self, rows: Int, cases: Int) -> Float:
+        """Some rows of the table, of some cases: [rows, cases]."""
+        found = np.empty((len(rows), len(cases)))
+        for number, row in zip(rows.tolist(), found, strict=True):
+            self.table[number].take(cases, out=row, mode="clip")  # does not copy twice, as "raise"
+        return found
 
     def added(self, cases: Int, rows: slice) -> Float:
         """What one layer more of each variant adds to some rows: [variants, rows, cases]."""
@@ -212,8 +244,8 @@ class LinearResponse:
         """The rows of the cases, played if they have not been."""
         return self.rows.linear() if isinstance(self.rows, AwaitedRows) else self.rows
 
-    def at(self, tuples: Int, layers: Float, rows: slice) -> Float:
-        """[rows, candidates]: of some tuples, with so many layers of each variant."""
+    def at(self, tuples: Int, layers: Float, rows: slice) -> EqualRows:
+        """Some rows of some tuples, with so many layers of each variant."""
         return self.cases.at(self.of[tuples], layers, rows)
 
 

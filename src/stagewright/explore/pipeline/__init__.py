@@ -1,0 +1,1 @@
+"""The time of a pipelined step for many configurations: orders of actions over (max, +)."""
