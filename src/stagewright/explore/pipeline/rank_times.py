@@ -6,7 +6,6 @@ they are on and however long they take.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import NamedTuple, Self, TypeAlias
@@ -18,7 +17,7 @@ from stagewright.explore.actions import ASIDE, GPU, MESSAGE, STORED
 from stagewright.explore.pipeline.effects import FIRST_JOINED, Move, Pattern
 from stagewright.explore.pipeline.waves import Waves
 
-_Rows: TypeAlias = "slice | list[int]"
+_Rows: TypeAlias = "int | slice | Int"
 
 
 class RankEnds(NamedTuple):
@@ -60,113 +59,121 @@ class RankTimes(NamedTuple):
         slots = np.empty((some.slots, len(mine)))
         for action, slot in some.before.items():
             slots[slot] = self.sent.pop(action)
-        took, delayed = _Seconds(moves, mine), _table(delays, mine)
-        for steps in _alike(some, moves):
+        columns = {id(each): each for move in moves.values() for each in move.seconds}
+        number = {of: nth for nth, of in enumerate(columns)}
+        rows = {what: [number[id(of)] for of in move.seconds] for what, move in moves.items()}
+        took, delayed = _table([*columns.values()], mine), _table(delays, mine)
+        for steps in _alike(some, {what: move.pattern for what, move in moves.items()}, rows):
             self._play(steps, took, delayed, slots)
         for action, slot in some.behind.items():
             self.sent[action] = slots[slot].copy()
 
-    def _play(self, steps: _AlikeSteps, took: _Seconds, delays: Float, slots: Float) -> None:
+    def _play(self, steps: _AlikeSteps, took: Float, delays: Float, slots: Float) -> None:
         """Play steps that are alike; in `slots` is what actions hand on to others."""
-        pattern, ranks = steps.pattern, _rows(steps.rank)
+        pattern, ranks = steps.pattern, steps.ranks
         inputs: dict[int, Float] = {}
         for nth in pattern.inputs:
             if nth < MESSAGE:
                 inputs[nth] = _of(self.ends[nth], ranks)
             else:
-                sent = _of(slots, _rows(steps.source[nth - MESSAGE]))
-                inputs[nth] = sent + _one_or_each(delays, steps.way[nth - MESSAGE])
+                sent = _of(slots, steps.source[nth - MESSAGE])
+                inputs[nth] = sent + _of(delays, steps.way[nth - MESSAGE])
         for nth, joined in enumerate(pattern.joined, FIRST_JOINED):
             inputs[nth] = reduce(np.maximum, [inputs[own] for own in joined])
-        rows = [took.rows[what] for what in steps.what]
 
         def moved(part: int) -> Float:
             """The latest of the inputs of a part of the pattern, each after its seconds."""
-            first, *others = (
-                inputs[nth] + _one_or_each(took.table, [of[place] for of in rows])
-                for place, nth in enumerate(pattern.parts[part] or (), pattern.begins[part])
+            places = zip(
+                pattern.parts[part] or (), steps.seconds[pattern.begins[part] :], strict=False
             )
+            first, *others = [inputs[nth] + _of(took, rows) for nth, rows in places]
             for other in others:
                 np.maximum(first, other, out=first)
             return first
 
         made = {nth: moved(nth) for nth in range(len(self.ends)) if pattern.parts[nth]}
         kernels = made[GPU] if GPU in made else _of(self.ends.gpu, ranks)
-        for nth, target in enumerate(steps.target, len(self.ends)):
-            if target[0] >= 0:
-                slots[_rows(target)] = kernels if pattern.parts[nth] is None else moved(nth)
+        for nth, (sends, target) in enumerate(
+            zip(steps.sends, steps.target, strict=True), len(self.ends)
+        ):
+            if sends:
+                slots[target] = kernels if pattern.parts[nth] is None else moved(nth)
         for nth, ends in made.items():
             beside = nth in (ASIDE, STORED)
             self.ends[nth][ranks] = np.maximum(_of(self.ends[nth], ranks), ends) if beside else ends
 
 
-class _Seconds:
-    """What kinds of steps take."""
-
-    def __init__(self, moves: Mapping[int, Move], some: Int) -> None:
-        """`moves` by kind of step; of some configurations."""
-        columns = {id(each): each for move in moves.values() for each in move.seconds}
-        number = {of: nth for nth, of in enumerate(columns)}
-        self.rows = {what: [number[id(of)] for of in move.seconds] for what, move in moves.items()}
-        """By kind of step, where in the table its seconds are."""
-        self.table = _table([*columns.values()], some)
-        """[rows, configurations]."""
-
-
 class _AlikeSteps(NamedTuple):
-    """Steps of different ranks with one pattern, that need nothing of each other: [steps]."""
+    """Steps of different ranks with one pattern, that need nothing of each other."""
 
     pattern: Pattern
-    rank: list[int]
-    what: list[int]
-    """Their kinds."""
-    source: list[list[int]]
+    ranks: _Rows
+    seconds: Sequence[_Rows]
+    """What they take, by place of the pattern: rows of a table."""
+    source: Sequence[_Rows]
     """By action of a step, as what follows: the slots of what it needs."""
-    way: list[list[int]]
+    way: Sequence[_Rows]
     """On which way that comes."""
-    target: list[list[int]]
-    """The slots of what it hands on: of all steps, or -1 of all."""
+    sends: Sequence[bool]
+    """Whether it hands on anything to others."""
+    target: Sequence[_Rows]
+    """The slots of that."""
 
 
-def _alike(some: Waves, moves: Mapping[int, Move]) -> Iterator[_AlikeSteps]:
-    """Those of the steps of each wave that are alike."""
-    patterns: dict[Pattern, int] = {}
-    number = np.zeros(1 + max(moves, default=0), dtype=np.int64)
-    for what, move in moves.items():
-        number[what] = patterns.setdefault(move.pattern, len(patterns))
-    sends = (some.target >= 0) @ np.array([1, 2])
-    key = (some.wave * len(patterns) + number[some.what]) * 4 + sends
+def _alike(
+    some: Waves, patterns: Mapping[int, Pattern], rows: Mapping[int, list[int]]
+) -> Iterator[_AlikeSteps]:
+    """Those of the steps of each wave that are alike; `patterns` and `rows` of what they take by
+    kind of step."""
+    number = {pattern: nth for nth, pattern in enumerate(dict.fromkeys(patterns.values()))}
+    kinds = 1 + max(patterns, default=0)
+    pattern, seconds = (
+        np.zeros(kinds, dtype=np.int64),
+        np.zeros((kinds, max(map(len, rows.values()), default=0)), np.int64),
+    )
+    for what, of in patterns.items():
+        pattern[what], seconds[what, : len(rows[what])] = number[of], rows[what]
+    sends = some.target >= 0
+    key = (some.wave * len(number) + pattern[some.what]) * 4 + sends @ np.array([1, 2])
     order = np.argsort(key, kind="stable")
-    edges: list[int] = np.flatnonzero(np.diff(key[order], prepend=-1, append=-1)).tolist()
-    ranks, kinds = some.rank[order].tolist(), some.what[order].tolist()
-    actions = [of[order].T.tolist() for of in (some.source, some.way, some.target)]
-    every = [*patterns]
-    of = number[some.what][order].tolist()
-    for begin, end in itertools.pairwise(edges):
-        own = ([column[begin:end] for column in columns] for columns in actions)
-        yield _AlikeSteps(every[of[begin]], ranks[begin:end], kinds[begin:end], *own)
+    edges = np.flatnonzero(np.diff(key[order], prepend=-1, append=-1))
+    what, begin, every = some.what[order], edges[:-1], [*number]
+    alike = zip(
+        pattern[what[begin]].tolist(),
+        _rows(some.rank[order], edges),
+        zip(*(_rows(column, edges) for column in seconds[what].T), strict=True),
+        zip(*(_rows(column, edges) for column in some.source[order].T), strict=True),
+        zip(*(_rows(column, edges) for column in some.way[order].T), strict=True),
+        sends[order][begin].tolist(),
+        zip(*(_rows(column, edges) for column in some.target[order].T), strict=True),
+        strict=True,
+    )
+    for nth, *columns in alike:
+        yield _AlikeSteps(every[nth], *columns)
 
 
-def _rows(numbers: list[int]) -> _Rows:
-    """Rows of a matrix, as a slice where they are equally far apart."""
-    first, last = numbers[0], numbers[-1]
-    apart = numbers[1] - first if len(numbers) > 1 else 1
-    if apart > 0 and numbers == [*range(first, last + 1, apart)]:
-        return slice(first, last + 1, apart)
-    return numbers
+def _rows(numbers: Int, edges: Int) -> list[_Rows]:
+    """Rows of a matrix between each two edges: one where all are the same, a slice where they are
+    equally far apart."""
+    begin, end = edges[:-1], edges[1:]
+    first, last = numbers[begin], numbers[end - 1]
+    apart = numbers[np.minimum(begin + 1, end - 1)] - first
+    nth = np.arange(len(numbers)) - np.repeat(begin, end - begin)
+    expected = np.repeat(first, end - begin) + nth * np.repeat(apart, end - begin)
+    even = np.add.reduceat(numbers != expected, begin) == 0
+    borders = zip(begin.tolist(), end.tolist(), strict=True)
+    spans = zip(first.tolist(), last.tolist(), apart.tolist(), even.tolist(), borders, strict=True)
+    return [
+        numbers[slice(*border)] if not same or step < 0
+        else slice(low, high + 1, step) if step
+        else low
+        for low, high, step, same, border in spans
+    ]  # fmt: skip
 
 
 def _of(matrix: Float, rows: _Rows) -> Float:
     """Rows of a matrix; those of a slice are not copied."""
-    return matrix[rows] if isinstance(rows, slice) else matrix.take(rows, axis=0)
-
-
-def _one_or_each(matrix: Float, numbers: Sequence[int]) -> Float:
-    """The row of a matrix that all numbers are, or one row for each."""
-    one = numbers[0]
-    if all(number == one for number in numbers):
-        return matrix[one]
-    return matrix.take(numbers, axis=0)
+    return matrix.take(rows, axis=0) if isinstance(rows, np.ndarray) else matrix[rows]
 
 
 def _table(columns: Sequence[Float], some: Int) -> Float:
