@@ -78,7 +78,7 @@ def path_of(name: str, hardware: Hardware) -> str:
 
 def with_figure(hardware: Hardware, path: str, value: float) -> Hardware:
     """The hardware with another value of a figure; UserError where no hardware has such a one."""
-    return _with_figures(hardware, {path: value})
+    return _with_figures(hardware, {path: value}, {})
 
 
 def varied(hardware: Hardware, figures: Mapping[str, object]) -> list[Hardware]:
@@ -87,10 +87,12 @@ def varied(hardware: Hardware, figures: Mapping[str, object]) -> list[Hardware]:
     `figures`: lists or ranges (`listed`) by name. Each system is named after its figures.
     """
     lists: dict[str, tuple[float, ...]] = {}
+    names: dict[str, str] = {}
     for name, values in figures.items():
         path = path_of(name, hardware)
         if path in lists:
             raise UserError(f"--vary {name}: {path} is given twice; give one list of both")
+        names[path] = name
         found = values_of(float, values, f"--vary {name}")
         lists[path] = tuple(value for value in found if value is not None)
         if len(lists[path]) < len(found):
@@ -107,12 +109,15 @@ def varied(hardware: Hardware, figures: Mapping[str, object]) -> list[Hardware]:
             "give fewer values, or steps"
         )
     return [
-        _with_figures(hardware, dict(zip(lists, each, strict=True)))
+        _with_figures(hardware, dict(zip(lists, each, strict=True)), names)
         for each in itertools.product(*lists.values())
     ]
 
 
-def _with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
+def _with_figures(
+    hardware: Hardware, figures: Mapping[str, float], names: Mapping[str, str]
+) -> Hardware:
+    """The hardware with other figures, by path; `names` are what the user calls some of them."""
     if not figures:
         return hardware
     values = hardware.model_dump()
@@ -124,7 +129,7 @@ def _with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
             block = block[place]
         is_count = isinstance(whole[path], int)
         if is_count and value % 1:
-            raise UserError(f"--vary {path}: got {value:g}, wanted a whole number")
+            raise UserError(f"--vary {names.get(path, path)}: got {value:g}, wanted a whole number")
         block[last] = int(value) if is_count else value
     said = ", ".join(f"{path}={value:.12g}" for path, value in figures.items())
     values["name"] = f"{hardware.name} {said}"
@@ -133,6 +138,7 @@ def _with_figures(hardware: Hardware, figures: Mapping[str, float]) -> Hardware:
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
+        wanted = first["msg"].removeprefix("Input should be ")
         raise UserError(
-            f"--vary {path}: {first['input']:g} is no such figure: {first['msg']}"
+            f"--vary {names.get(path, path)}: got {first['input']:g}, wanted a number {wanted}"
         ) from None
