@@ -209,6 +209,16 @@ def test_weights_and_their_gradients_along_cp_alone():
     assert np.abs(gaps(of)).max() < 1e-6
 
 
+def test_gradients_reduced_among_shards_and_then_among_replicas():
+    """Gathers of later actions wait for reductions among shards, not for those among replicas."""
+    some = ("1f1b", 1, 3), ("interleaved", 2, 3), ("zbv", 2, 3), ("interleaved", 2, 2)
+    names = ("schedule", "vpp", "zero")
+    rows = [dict(zip(names, row, strict=True)) for row in some]
+    found = gaps(candidates(rows, model="llama3-8b", layers=8, seq_length=2048, tp=4, pp=2, dp=8,
+                            dp_shard=2, sequence_parallel=True, global_batch_size=96))  # fmt: skip
+    assert np.abs(found).max() < 0.01
+
+
 def test_collectives_in_chunks_beside_products():
     rows = dense(8, (2, 2, 1, 1, 1), (4, 1, 1, 2, 1), (4, 2, 1, 1, 1))
     of = candidates(rows, model="llama3-8b", layers=8, seq_length=4096, global_batch_size=16)

@@ -50,8 +50,20 @@ class Mesh:
         return tuple(sorted([*found, *((a,) for a in left)], key="/".join))
 
     def degree_of(self, name: str) -> str:
-        """The degree that a group's name stands for: most stand for themselves."""
-        return dict(self.stands_for).get(name, name)
+        """The degree that the name of a group or of an axis stands for.
+
+        Most groups stand for themselves, an axis that is no group for the first one it is part of.
+
+        >>> parts = "dp_replicate", "dp_shard"
+        >>> mesh = Mesh((("dp_shard", 2), ("dp_replicate", 4)), (("dp", parts),))
+        >>> mesh.degree_of("dp"), mesh.degree_of("dp_shard")
+        ('dp', 'dp')
+        """
+        found = dict(self.stands_for).get(name)
+        if found is not None:
+            return found
+        groups = dict(self.groups)
+        return name if name in groups else next((n for n in groups if name in groups[n]), name)
 
     def label(self, axes: Iterable[str]) -> str:
         """The usual name of the joint group of some axes: `tp`, `dp+cp`.

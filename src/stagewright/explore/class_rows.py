@@ -97,7 +97,7 @@ class ClassPlaces:
         message = sends | (kind == TaskKind.RECV)
         backward = tasks.phase[rows] != PHASES.index("forward")
         flags = (
-            MAIN * main + DATA * data + STORING * (kind == TaskKind.STORE) + SENDS * sends
+            MAIN * main + DATA * data + STORING * _apart(kind, order, data, reduces) + SENDS * sends
             + RECEIVES * (of_pipeline & (kind == TaskKind.RECV)) + BACKWARD * backward
         )  # fmt: skip
         return cls(tasks, order, kind, message, flags, axis, tuple(axes), data, frees)
@@ -196,6 +196,18 @@ class ClassRows:
             launch = host.seconds.reshape(len(host.seconds), -1)[rows]
             waits = host.waits[rows]
         return cls(known, none, seconds, np.where(places.message, none, drawn[of]), launch, waits)
+
+
+def _apart(kind: NDArray[np.uint8], order: Issue, data: Bool, reduces: Bool) -> Bool:
+    """By place, which transfers beside later actions have a moment of their own (`STORED`): stores,
+    and what runs on the streams on which gradients of microbatches are reduced, but for the first
+    stream, where weights are gathered. So are gradients of shards among replicas."""
+    stores = kind == TaskKind.STORE
+    if not reduces.any():
+        return stores
+    first = order.stream[np.flatnonzero(data & ~stores)[0]]
+    streams = np.unique(order.stream[reduces])
+    return stores | (data & np.isin(order.stream, streams[streams != first]))
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:

@@ -84,6 +84,7 @@ def test_less_overlap_and_stragglers_take_longer() -> None:
     [
         {"zero": 2, "dp": 2},
         {"zero": 2, "cp": 2},
+        {"zero": 2, "dp": 4, "dp_shard": 2},
         {"cpu_offloading_num_layers": 8, "micro_batch_size": 4},
     ],
 )
