@@ -20,7 +20,8 @@ from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates
 from stagewright.explore.figures import Figures
-from stagewright.explore.memory import Peaks, occupancy
+from stagewright.explore.memory import Peaks
+from stagewright.explore.occupancy import occupancy
 from stagewright.explore.pipeline.rounds import rounds
 from stagewright.explore.shared.plans import Pipeline, PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.tuples import Shared

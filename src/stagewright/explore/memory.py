@@ -4,46 +4,22 @@ The live ranges are those of a template (`explore.templates`); bytes are columns
 a stage runs, a rank holds what it holds all the time, what every other microbatch in flight keeps
 for its backward, and what this action has at the moment. The last has its peak in the first or in
 the last layer of a kind, or outside of the layers; at each of these places it is linear in the
-layers of the stage, as is all the rest. How many microbatches are in flight, the schedule says.
+layers of the stage, as is all the rest. How many microbatches are in flight, the schedule says
+(`explore.occupancy`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_values
-from stagewright.explore.template_memory import (
-    HALVED,
-    HELD,
-    KEPT,
-    PAIR,
-    UPDATED,
-    Spot,
-    TemplateRank,
-    of_pairs,
-)
-from stagewright.explore.templates import Kinds, StructureTemplate, mean_layers, nearest
+from stagewright.explore.occupancy import Holding, Occupancy
+from stagewright.explore.template_memory import Spot, TemplateRank, of_pairs
+from stagewright.explore.templates import StructureTemplate, mean_layers, nearest
 from stagewright.program.columns import CATEGORIES
-from stagewright.schedule.in_flight import (
-    STEP,
-    InFlight,
-    StepOf,
-    forwards_of_first,
-    largest,
-    order_of_enough,
-    states,
-    states_of_ends,
-)
-from stagewright.schedule.traits import PLAIN
-
-Shape = tuple[str, int, int, int, int | None]
-"""Of a pipeline: schedule, ranks, chunks of a rank, microbatches and their group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,149 +57,11 @@ class ByLayers:
         return found
 
 
-class Holding(NamedTuple):
-    """Something that a stage holds, or two stages together whose actions overlap."""
-
-    what: str
-    """A field of `StageBytes`, such as `KEPT`, or the moment whose peak it is."""
-    kinds: tuple[int, ...]
-    """Of the stages: `templates.FIRST`, ..."""
-    layers: tuple[tuple[int, ...], ...]
-    """Of each variant, by stage."""
-    after: tuple[tuple[ActionOf, ...], ...] = ()
-    """The actions of the steps before this one, the latest last, where they are asked for."""
-
-
-class ActionOf(NamedTuple):
-    """An action of a stage: which kind of stage, layers of each variant, and kind of action."""
-
-    stage: int
-    layers: tuple[int, ...]
-    kind: str
-
-
-_HeldAt = tuple[str, tuple[int, ...], tuple[StepOf, ...]]
-"""What is held (`Holding.what`), by which stages, and behind which steps."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Occupancy:
-    """What ranks of a pipeline hold, in each state in which one may hold most."""
-
-    holdings: tuple[Holding, ...]
-    counts: Float
-    """How often a state has each: [states, holdings]."""
-
-
-@lru_cache(maxsize=512)
-def occupancy(
-    shape: Shape, layers: tuple[tuple[int, ...], ...], after: str = ""
-) -> Occupancy | None:
-    """What ranks hold in the states of a pipeline (`in_flight.states`, also of `after`); `layers`
-    are those of each stage, by variant. None: the schedule is one in which all ranks share stages.
-    """
-    found = states(*shape, after)
-    if found is None:
-        return None
-    return _occupancy(found, Kinds.of(order_of_enough(*shape)), layers)
-
-
-@lru_cache(maxsize=1024)
-def occupancy_of_ends(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy:
-    """As `occupancy`, with the states of the first and the last rank only.
-
-    Of a schedule that hands stages to ranks in turn, with all microbatches that `shape` has.
-    """
-    _, pp, vpp, *_ = shape
-    return _occupancy(states_of_ends(*shape), Kinds(PLAIN, pp, pp * vpp), layers)
-
-
-@lru_cache(maxsize=1024)
-def occupancy_of_forwards(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy:
-    """As `occupancy`, of some of what the first rank holds: in its forwards, and when all actions
-    are done, without what microbatches keep between the halves of their backwards."""
-    _, pp, *_ = shape
-    found = forwards_of_first(*shape)
-    return _occupancy([found], Kinds(PLAIN, pp, len(layers)), layers)
-
-
-def _occupancy(
-    found: Sequence[Sequence[InFlight]], kinds: Kinds, layers: tuple[tuple[int, ...], ...]
-) -> Occupancy:
-    of = _Stages(kinds, layers)
-    number: dict[Holding, int] = {}
-    of_stages: dict[_HeldAt, int] = {}
-    rows: dict[frozenset[tuple[int, int]], None] = {}
-    for state, stages in of.distinct(found):
-        for row in of.held(state, stages):
-            numbered = Counter[int]()
-            for held, count in row:
-                if held not in of_stages:
-                    of_stages[held] = number.setdefault(of.holding(held), len(number))
-                numbered[of_stages[held]] += count
-            rows.setdefault(frozenset(numbered.items()))
-    counts = np.zeros((len(rows), len(number)))
-    for nth, row in enumerate(rows):
-        for column, count in row:
-            counts[nth, column] = count
-    return Occupancy(tuple(number), counts)
-
-
-class _Stages(NamedTuple):
-    """The stages of a pipeline."""
-
-    kinds: Kinds
-    layers: Sequence[tuple[int, ...]]
-    """Of each variant, by stage."""
-
-    def distinct(
-        self, ranks: Sequence[Sequence[InFlight]]
-    ) -> Iterable[tuple[InFlight, Sequence[int]]]:
-        """States of all ranks, of those with like stages only the ones that hold most."""
-        known: dict[Any, dict[tuple[int, ...], tuple[InFlight, Sequence[int]]]] = {}
-        for of_rank in ranks:
-            stages = [stage for stage, _, _ in of_rank[0].others]
-            like = [(self.kinds.stage(s), self.layers[s]) for s in stages]
-            for state in of_rank:
-                steps = (
-                    tuple((stages.index(s), x) for s, x in of) for of in (state.at, *state.after)
-                )
-                key = *steps, tuple(like)
-                others = tuple(number for _, *numbers in state.others for number in numbers)
-                known.setdefault(key, {}).setdefault(others, (state, stages))
-        for some in known.values():
-            for others in largest(some):
-                yield some[others]
-
-    def held(self, state: InFlight, stages: Sequence[int]) -> Iterable[list[tuple[_HeldAt, int]]]:
-        """What a rank holds in a state, and how often; after all actions, for each stage by
-        itself."""
-        if not state.at:
-            for s in stages:
-                others = [((UPDATED, (o,), ()), 1) for o in stages if o != s]
-                yield [*others, ((STEP, (s,), state.after), 1)]
-            return
-        current = tuple(s for s, _ in state.at)
-        kept = [((KEPT, (s,), ()), count) for s, count, _ in state.others if count]
-        halved = [((HALVED, (s,), ()), count) for s, _, count in state.others if count]
-        held = [((HELD, (s,), ()), 1) for s in stages if s not in current]
-        moment = PAIR if len(current) > 1 else state.at[0][1]
-        yield [*kept, *halved, *held, ((moment, current, state.after), 1)]
-
-    def holding(self, held: _HeldAt) -> Holding:
-        """What it is, whichever stages have it."""
-        what, stages, after = held
-        kinds = tuple(self.kinds.stage(s) for s in stages)
-        before = tuple(
-            tuple(ActionOf(self.kinds.stage(s), self.layers[s], x) for s, x in step)
-            for step in after
-        )
-        return Holding(what, kinds, tuple(self.layers[s] for s in stages), before)
-
-
 _NO_SUCH_MOMENT = -1e18
 """Bytes at a moment that a stage has not: less than any other."""
 
+_REMEMBERED = 4096
+"""Cases of which it is remembered what stages hold: some hundred kinds of bytes for each."""
 StageMemory = Mapping[tuple[str, Spot], ByLayers]
 """Stages of a kind in any number of layers: what they hold (see `Holding`), and at which place."""
 StagesMemory = Mapping[tuple[int, ...], StageMemory]
@@ -240,6 +78,8 @@ class Peaks:
     """Which case each tuple has: [tuples]."""
     allowance: Int
     """Bytes that are set aside: [tuples]."""
+    _known: dict[Holding, Float] = field(default_factory=dict[Holding, Float])
+    """What stages hold, of all cases (`_held`)."""
 
     @classmethod
     def of(
@@ -271,15 +111,20 @@ class Peaks:
             if id(of.stages) not in begin:
                 begin[id(of.stages)] = count
                 parts.append(of.stages)
-                count += next(iter(next(iter(of.stages.values())).values())).base.shape[1]
+                count += of.distinct
         cases = np.concatenate([of.cases + begin[id(of.stages)] for of in every])
         allowance = np.concatenate([of.allowance for of in every])
         return cls(_concatenated(parts), cases, allowance)
 
+    @property
+    def distinct(self) -> int:
+        """How many cases there are."""
+        return next(iter(next(iter(self.stages.values())).values())).base.shape[1]
+
     def at(self, found: Occupancy, tuples: Int) -> dict[str, Int]:
         """Bytes by category of configurations with these tuples, in a pipeline of these states."""
         cases, of_row = distinct_values(self.cases[tuples])
-        each = np.stack([self.holding(one, cases) for one in found.holdings])
+        each = np.stack([self._held(one, cases) for one in found.holdings])
         total = found.counts @ each.sum(axis=1)
         most = found.counts[total.argmax(axis=0)]
         best = np.einsum("ch,hkc->kc", most, each).astype(np.int64)
@@ -295,6 +140,15 @@ class Peaks:
         each = np.stack([self.holding(one, self.cases[tuples], scale) for one in found.holdings])
         total = found.counts @ (each * scale).sum(axis=1)
         return total.max(axis=0) + self.allowance[tuples]
+
+    def _held(self, one: Holding, cases: Int) -> Float:
+        """As `holding`. Pipelines of many shapes have stages alike, for other cases each time: what
+        these hold is found once for all cases, if there are not too many to remember it."""
+        if self.distinct > _REMEMBERED:
+            return self.holding(one, cases)
+        if one not in self._known:
+            self._known[one] = self.holding(one, np.arange(self.distinct))
+        return self._known[one].take(cases, axis=1)
 
     def holding(
         self,

@@ -28,7 +28,6 @@ from stagewright.explore.bounding.recomputed import (
 )
 from stagewright.explore.bounding.relaxed import relaxed, without_extras
 from stagewright.explore.bounding.stages import (
-    IN_TURN,
     OVERLAPPING,
     TWICE,
     held_by,
@@ -49,6 +48,7 @@ from stagewright.explore.timing import JoinedFigures, KnownOnMachine, MachineTim
 from stagewright.program.columns import CATEGORIES
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import SETTINGS
+from stagewright.schedule.schedules import IN_TURN
 from stagewright.time.experts.dispatch import Routed
 
 _ELSEWHERE = ("sequence_parallel", "cp_comm_type", "dp_shard", "order", "zero")

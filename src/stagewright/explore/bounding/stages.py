@@ -8,15 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.explore.memory import Occupancy, occupancy_of_ends, occupancy_of_forwards
+from stagewright.explore.occupancy import Occupancy, occupancy_of_ends, occupancy_of_forwards
 from stagewright.explore.shared.plans import Pipeline
 from stagewright.explore.templates import Kinds
 from stagewright.schedule.places import places
+from stagewright.schedule.schedules import IN_TURN
 from stagewright.schedule.traits import PLAIN
 
-IN_TURN: Final = ("1f1b", "gpipe", "interleaved", "looped-bfs")
-"""Schedules that hand stages to ranks in turn, and in which a rank waits for a whole forward and a
-whole backward of the stages before its first one."""
 OVERLAPPING: Final = ("dualpipe", "dualpipev")
 """Schedules in which forwards and backwards run at once."""
 TWICE: Final = "dualpipe"

@@ -45,7 +45,7 @@ class Pipeline(NamedTuple):
         return known_order(self.schedule, self.pp, microbatches, self.vpp, self.group)
 
     def with_microbatches(self, count: int) -> tuple[str, int, int, int, int | None]:
-        """What `schedule.in_flight` and `explore.memory` know a pipeline by."""
+        """What `schedule.in_flight` and `explore.occupancy` know a pipeline by."""
         return self.schedule, self.pp, self.vpp, count, self.group
 
     def enough(self, microbatches: NDArray[np.integer]) -> Int:

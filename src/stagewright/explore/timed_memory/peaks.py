@@ -18,7 +18,8 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int, distinct_values
 from stagewright.explore.actions import STORES
 from stagewright.explore.class_rows import ClassRows
-from stagewright.explore.memory import Holding, Occupancy, Peaks
+from stagewright.explore.memory import Peaks
+from stagewright.explore.occupancy import Holding, Occupancy
 from stagewright.explore.responses import RankActions
 from stagewright.explore.template_memory import PAIR, MomentRows, Spot, TemplateRank
 from stagewright.explore.templates import StructureTemplate, mean_layers, nearest
@@ -91,7 +92,7 @@ class _StepBefore(NamedTuple):
 
 
 class _PlayedMoment(NamedTuple):
-    """A moment of some stages behind some steps; see `explore.memory.Holding`."""
+    """A moment of some stages behind some steps; see `explore.occupancy.Holding`."""
 
     what: str
     kinds: tuple[int, ...]
