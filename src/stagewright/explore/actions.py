@@ -311,8 +311,9 @@ def _played(
             chain_stored = np.maximum(chain_stored, found)
         else:
             chain = np.maximum(chain, found)
-    # A kernel ends behind those before it.
-    beside = [end for end, flag in zip(ends, flags, strict=True) if not flag & MAIN]
+    # A kernel ends behind those before it, and every place behind those that it waits for.
+    last_ones = sorted({*range(len(flags))}.difference(needs))
+    beside = [ends[place] for place in last_ones if not flags[place] & MAIN]
     latest = reduce(np.maximum, beside, never if last == BEFORE else ends[last])
     behind = np.full((1, configurations), 0.0 if last_layer else NEVER)
     for end in last_layer.values():

@@ -5,7 +5,7 @@ Many structures have equal actions: those that differ only in what happens once 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -196,27 +196,58 @@ _TOGETHER = 1024
 action's places outgrow a CPU's cache, and with few, numpy takes longer for a call than for them."""
 
 
+_RECENT = 8
+"""Actions that are not played again while they are the latest ones: a few, of some hundred
+kilobytes each."""
+
+
 def _play(waiting: list[AwaitedRows]) -> None:
     """Play the actions whose rows are awaited, those that differ in times only together."""
     alike: dict[Hashable, list[AwaitedRows]] = {}
     for one in waiting:
         alike.setdefault(one.shape, []).append(one)
     waiting.clear()
-    for every in alike.values():
-        lot: list[AwaitedRows] = []
-        for one in every:
-            if lot and sum(len(of.cases) for of in lot) + len(one.cases) > _TOGETHER:
-                _play_lot(lot)
-                lot = []
-            lot.append(one)
-        _play_lot(lot)
+    lots = [lot for every in alike.values() for lot in _lots(every)]
+    # Those of one base one after another: with and without few layers, they have actions in common.
+    base = {id(lot[0].base): nth for nth, lot in reversed([*enumerate(lots)])}
+    recent = _RecentlyPlayed()
+    for lot in sorted(lots, key=lambda lot: base[id(lot[0].base)]):
+        _play_lot(lot, recent)
 
 
-def _play_lot(lot: Sequence[AwaitedRows]) -> None:
+def _lots(every: Iterable[AwaitedRows]) -> Iterator[list[AwaitedRows]]:
+    """Rows of one `shape` that are found together."""
+    lot: list[AwaitedRows] = []
+    for one in every:
+        if lot and sum(len(of.cases) for of in lot) + len(one.cases) > _TOGETHER:
+            yield lot
+            lot = []
+        lot.append(one)
+    yield lot
+
+
+class _RecentlyPlayed:
+    """The actions that were played last, by what they are and for which tuples."""
+
+    def __init__(self) -> None:
+        """None was played yet."""
+        self._known: dict[Hashable, ActionColumns] = {}
+
+    def played(self, every: Sequence[tuple[TimedAction, Int]]) -> ActionColumns:
+        """As `actions.played`."""
+        key = tuple((id(action), digest(cases)) for action, cases in every)
+        if key not in self._known:
+            if len(self._known) == _RECENT:
+                del self._known[next(iter(self._known))]
+            self._known[key] = played(every)
+        return self._known[key]
+
+
+def _play_lot(lot: Sequence[AwaitedRows], recent: _RecentlyPlayed) -> None:
     """Find rows of one `shape`."""
     some, cases = lot[0], [of.cases for of in lot]
     columns = [
-        played([*zip(actions, cases, strict=True)])
+        recent.played([*zip(actions, cases, strict=True)])
         for actions in zip(*(of.actions for of in lot), strict=True)
     ]
     axes = (*dict.fromkeys(axis for each in columns for axis in each.waits),)
