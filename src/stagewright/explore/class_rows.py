@@ -28,15 +28,14 @@ from stagewright.explore.actions import (
     StepKind,
 )
 from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
-from stagewright.program.along import axis_of, degree
 from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.columns.row_kinds import DistinctRows, RowKinds
 from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.issue import (
     Issue,
+    Transfers,
     issue,
-    reductions,
     with_needs,
 )
 
@@ -65,28 +64,22 @@ class ClassPlaces:
     )
 
     @classmethod
-    def of_class(cls, program: Program, nth: int, how: Execution) -> Self:
-        """Class number `nth`."""
-        tasks = program.classes[nth].tasks
-        order = issue(program, tasks, how)
+    def of_class(cls, program: Program, known: Transfers, how: Execution) -> Self:
+        """Those of the rank class of a program of whose communication all this is known."""
+        tasks, of = known.tasks, known.along
+        order = issue(program, tasks, how, known)
         order = with_needs(order, *_own_messages(program, tasks, order))
         rows = order.rows
         kind = tasks.kind[rows]
-        axes = [""]
-        axis = np.zeros(len(rows), dtype=np.int64)
+        names = [str(axis) for axis in of.axes]
+        axes = (*dict.fromkeys(("", *names)),)
+        axis = np.array([*map(axes.index, names), 0])[of.number[rows]]
         main = order.stream == 0
         data = (kind == TaskKind.COMPUTE) & ~main
         gathers = np.diff(tasks.data_ptr)[rows] == 0  # of weights, also along cp where dp is 1
-        for (of, slot, collective), along in axis_of(program, tasks).items():
-            mine = (kind == of) & (tasks.slot[rows] == slot)
-            mine &= tasks.collective[rows] == collective
-            if str(along) not in axes:
-                axes.append(str(along))
-            axis[mine] = axes.index(str(along))
-            if of == TaskKind.COLLECTIVE:
-                of_weights = (degree(program, along) == "dp") | gathers
-                data |= mine & ((tasks.microbatch[rows] < 0) | of_weights)
-        reduces = reductions(program, tasks)[rows]
+        of_weights = gathers | of.of_tasks([degree == "dp" for degree in of.degrees])[rows]
+        data |= (kind == TaskKind.COLLECTIVE) & ((tasks.microbatch[rows] < 0) | of_weights)
+        reduces = known.reductions[rows]
         frees = np.where(kind == TaskKind.STORE, STORES, reduces * REDUCES)
         data |= reduces | (kind == TaskKind.STORE)
         # Messages of the pipeline are on their way between actions (`explore.pipeline`), and take
@@ -100,7 +93,7 @@ class ClassPlaces:
             MAIN * main + DATA * data + STORING * _apart(kind, order, data, reduces) + SENDS * sends
             + RECEIVES * (of_pipeline & (kind == TaskKind.RECV)) + BACKWARD * backward
         )  # fmt: skip
-        return cls(tasks, order, kind, message, flags, axis, tuple(axes), data, frees)
+        return cls(tasks, order, kind, message, flags, axis, axes, data, frees)
 
     def part(self, begin: int, end: int, *, pair: bool = False) -> ActionPlaces:
         """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""

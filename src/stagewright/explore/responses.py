@@ -22,6 +22,7 @@ from stagewright.explore.shared.played import EqualRows, LinearResponse, LinearR
 from stagewright.explore.templates import Kinds, StructureTemplate
 from stagewright.lower.assembly.assemble import Assembly
 from stagewright.run.sections.execution import Execution
+from stagewright.time.simulate.issue import Transfers
 
 FIELDS = len(Response._fields) - 2
 """Fields of a `Response` with a row for each input, but for that of a pair alone."""
@@ -235,9 +236,9 @@ class RankActions(NamedTuple):
     meetings: Sequence[StageMeeting]
 
     @classmethod
-    def of(cls, of: Kinds, assembly: Assembly, rank: int, how: Execution) -> Self:
-        """Those of rank class number `rank` of a program of a template."""
-        places = ClassPlaces.of_class(assembly.program, rank, how)
+    def of(cls, of: Kinds, assembly: Assembly, rank: int, known: Transfers, how: Execution) -> Self:
+        """Those of rank class number `rank` of a program of a template; `known` is its own."""
+        places = ClassPlaces.of_class(assembly.program, known, how)
         found = cuts(assembly.program, places, assembly.ranks[rank].rows)
         steps = sorted(_chosen(of, found).items(), key=lambda item: item[0][1])
         chosen = [(*key, *place) for key, place in steps]

@@ -31,6 +31,7 @@ from stagewright.time.columns.row_kinds import Known, RowKinds
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
+from stagewright.time.simulate.issue import Transfers
 from stagewright.time.simulate.launches import ASYNCHRONOUS, HostWork, host_work
 
 
@@ -126,6 +127,8 @@ class Templates:
         collectives do not overlap in chunks."""
         self.timed_rows: dict[Hashable, list[tuple[RowKinds, Int]]] = {}
         """By program, machine and way to execute, what they take, and what a GPU draws in them."""
+        self._transfers: dict[int, list[Transfers]] = {}
+        """By program, what is known of each rank class in any execution."""
         self._ranks: dict[Hashable, list[RankActions]] = {}
         self._hosts: dict[Hashable, tuple[Hardware, list[HostWork] | None]] = {}
         """Each with its hardware: while that is held, no other has the id in the key."""
@@ -145,8 +148,11 @@ class Templates:
         kinds = made.kinds
         for each in made.assemblies:
             if (id(each), how) not in self._ranks:
-                classes = range(len(each.ranks))
-                ranks = [RankActions.of(kinds, each, n, how) for n in classes]
+                if id(each) not in self._transfers:
+                    own = each.program
+                    self._transfers[id(each)] = [Transfers(own, of.tasks) for of in own.classes]
+                known = enumerate(self._transfers[id(each)])
+                ranks = [RankActions.of(kinds, each, n, transfers, how) for n, transfers in known]
                 self._ranks[id(each), how] = ranks
         return [self._ranks[id(each), how] for each in made.assemblies]
 

@@ -20,12 +20,13 @@ The order is that of the program, except for three habits of frameworks:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
-from stagewright.program.along import axis_of, degree
+from stagewright.program.along import TasksAlong, along
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
@@ -50,12 +51,57 @@ class Issue:
         return len(self.rows)
 
 
-def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
-    """The issue order of a rank class."""
+@dataclass(frozen=True, eq=False)
+class Transfers:
+    """What is known of a rank's communication, however it is executed."""
+
+    program: Program
+    tasks: Tasks
+
+    @cached_property
+    def along(self) -> TasksAlong:
+        """Along which degrees the tasks communicate."""
+        return along(self.program, self.tasks)
+
+    @cached_property
+    def settles(self) -> Bool:
+        """Which tasks are kernels that only add up gradients reduced by a collective."""
+        return _settles(self.tasks, *self.tasks.reads)
+
+    @cached_property
+    def reductions(self) -> Bool:
+        """Which tasks reduce the gradients of a microbatch along dp, whose memory they then free.
+
+        Where dp is 1, they do so along cp. Other reductions along cp are of gradients of keys and
+        values, which kernels of backward read.
+        """
+        tasks, of = self.tasks, self.along
+        found = (tasks.phase == _BACKWARD) & (tasks.microbatch >= 0)
+        found &= tasks.kind == TaskKind.COLLECTIVE
+        if not found.any():
+            return found
+        reduces = [COLLECTIVES[collective] in _REDUCTIONS for *_, collective in of.keys]
+        every = [*zip(reduces, of.degrees, strict=True)]
+        dp, cp = (
+            found & of.of_tasks([yes and degree == one for yes, degree in every])
+            for one in ("dp", "cp")
+        )
+        if cp.any():
+            cp &= ~_read_on(tasks, self.settles, *tasks.reads)
+        return dp | cp
+
+
+def issue(program: Program, tasks: Tasks, how: Execution, known: Transfers | None = None) -> Issue:
+    """The issue order of a rank class; `known`: what is known of its communication."""
+    known = known or Transfers(program, tasks)
     owner, needed = tasks.reads
-    if how.overlap_param_gather and how.streams == "separate":
+    if how.streams == "one":
+        aside = _none(tasks)
+    elif how.overlap_param_gather:
         owner, needed = _gathered_next(tasks, owner, needed)
-    aside = _settles(tasks, owner, needed) if how.streams == "separate" else _none(tasks)
+        aside = _settles(tasks, owner, needed)
+    else:
+        aside = known.settles
     rows = _order(tasks, owner, needed, aside, how)
     place = np.empty_like(rows)
     place[rows] = np.arange(len(rows))
@@ -65,7 +111,7 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     kernel = (stream == 0) & ~aside[rows]
     if aside.any():
         stream = _with_aside_streams(stream, aside[rows], owner, needed)
-    blocking = _blocking(program, tasks, how)[rows]
+    blocking = _blocking(known, how)[rows]
     pairs = [(owner, needed), *_chains(stream, blocking)]
     # A load from the host does not start with its store, but when it is issued.
     ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == TaskKind.LOAD)
@@ -73,7 +119,7 @@ def issue(program: Program, tasks: Tasks, how: Execution) -> Issue:
     waits = np.flatnonzero(ahead & (kind != TaskKind.COMPUTE) & (before >= 0))
     pairs.append((waits, before[waits]))
     if how.streams == "separate":
-        for frees in (reductions(program, tasks)[rows], kind == TaskKind.STORE):
+        for frees in (known.reductions[rows], kind == TaskKind.STORE):
             pairs += _pending(frees, kernel, waits, stream)
     owner, needed = (np.concatenate(column) for column in zip(*pairs, strict=True))
     owner, needed = _without_implied(owner, needed, stream, kernel)
@@ -115,27 +161,6 @@ def _read_on(tasks: Tasks, settles: Bool, owner: Int, needed: Int) -> Bool:
 
 
 _REDUCTIONS = ("reduce_scatter", "all_reduce")
-
-
-def reductions(program: Program, tasks: Tasks) -> Bool:
-    """Which tasks reduce the gradients of a microbatch along dp, whose memory they then free.
-
-    Where dp is 1, they do so along cp. Other reductions along cp are of gradients of keys and
-    values, which kernels of backward read.
-    """
-    of = (tasks.phase == _BACKWARD) & (tasks.kind == TaskKind.COLLECTIVE) & (tasks.microbatch >= 0)
-    if not of.any():
-        return of
-    found = {"dp": _none(tasks), "cp": _none(tasks)}
-    for (kind, slot, collective), axis in axis_of(program, tasks).items():
-        along = degree(program, axis)
-        if COLLECTIVES[collective] in _REDUCTIONS and along in found:
-            mine = (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
-            found[along] |= of & mine
-    if found["cp"].any():
-        owner, needed = tasks.reads
-        found["cp"] &= ~_read_on(tasks, _settles(tasks, owner, needed), owner, needed)
-    return found["dp"] | found["cp"]
 
 
 def _pending(frees: Bool, kernel: Bool, waits: Int, stream: Int) -> list[tuple[Int, Int]]:
@@ -292,15 +317,12 @@ def _with_aside_streams(stream: Int, aside: Bool, owner: Int, needed: Int) -> In
     return stream
 
 
-def _blocking(program: Program, tasks: Tasks, how: Execution) -> Bool:
+def _blocking(known: Transfers, how: Execution) -> Bool:
     """Which tasks are communication that does not overlap with kernels."""
-    result = _none(tasks)
     if not how.no_overlap or how.streams == "one":
-        return result
-    for (kind, slot, collective), axis in axis_of(program, tasks).items():
-        if degree(program, axis) in how.no_overlap:
-            result |= (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
-    return result
+        return _none(known.tasks)
+    of = known.along
+    return of.of_tasks([degree in how.no_overlap for degree in of.degrees])
 
 
 def _chains(stream: Int, blocking: Bool) -> list[tuple[Int, Int]]:
