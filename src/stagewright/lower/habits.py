@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM
-from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets, one_by_one
+from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Allocation, Value
 from stagewright.lower.assembly.segments import NEXT
@@ -201,7 +201,7 @@ class OneBucket(Habit):
         """Gradients are reduced behind backward, when all are made."""
         return None if forward else in_buckets(items, sys.maxsize, sys.maxsize)
 
-    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row]:
+    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row] | None:
         """Gathers are last, one for all parameters of a data type."""
         return gathered_last(items)
 
@@ -344,10 +344,10 @@ class Habits(Habit):
         arranged = (habit.arrange(items, root, forward=forward) for habit in self.habits)
         return next((rows for rows in arranged if rows is not None), None)
 
-    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row]:
-        """As the last habit has it that merges some."""
-        arranged = [habit.arrange_updates(items) for habit in self.habits]
-        return next((rows for rows in arranged if len(rows) < len(items)), one_by_one(items))
+    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row] | None:
+        """As the first habit has it that merges some."""
+        arranged = (habit.arrange_updates(items) for habit in self.habits)
+        return next((rows for rows in arranged if rows and len(rows) < len(items)), None)
 
     def prolong(self, values: StageValues, action: ActionRows) -> None:
         """All habits prolong what they hold."""

@@ -34,6 +34,7 @@ from stagewright.lower.assembly.segments import (
     LAST,
     OWN,
     STEP,
+    Segment,
     Tables,
 )
 from stagewright.lower.assembly.stages import Stage, StagesMade
@@ -162,6 +163,7 @@ def _copies(rank: RankRows) -> list[_Copies]:
 class _Sources(NamedTuple):
     """What each row of a rank is a copy of."""
 
+    segments: Sequence[Segment]
     columns: Mapping[str, NDArray[Any]]
     """Of the rows of all segments behind each other: those in `OWN`."""
     dependencies: Int
@@ -190,7 +192,7 @@ class _Sources(NamedTuple):
             c: np.concatenate([of.columns[c] for of in every]).astype(COLUMNS[c]) for c in OWN
         }
         counts = [np.bincount(of.dep_row, minlength=len(of)) for of in every]
-        return cls(columns, np.concatenate(counts), row, microbatch, once)
+        return cls([*every], columns, np.concatenate(counts), row, microbatch, once)
 
 
 def _tasks(
@@ -207,8 +209,10 @@ def _tasks(
     counts = sources.dependencies[sources.row]
     pointer = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     data = np.empty(int(pointer[-1]), dtype=np.int32)
+    known = {id(segment): _Dependencies.of(segment, rank) for segment in sources.segments}
     for form_copies in copies:
-        _write_dependencies(rank, form_copies, pointer, data)
+        of_segment = known[id(form_copies.form.segment)]
+        _write_dependencies(rank, form_copies, of_segment, pointer, data)
     order_pointer, order = order_by_streams(columns, counts, streams)
     tasks = Tasks(
         **columns, data_ptr=pointer, data=data, order_ptr=order_pointer, order=order,
@@ -235,36 +239,57 @@ def _number_messages(
     columns["tag"][rows] = tags % MAX_TAG
 
 
+class _Dependencies(NamedTuple):
+    """The dependencies of the rows of a segment, whichever of them an action has."""
+
+    nth: Int
+    """Of those of its row, which one each is."""
+    kind: Int
+    """Equal for those that are found together: in one half of one stage, once per step or not; -1:
+    after all actions."""
+
+    @classmethod
+    def of(cls, segment: Segment, rank: RankRows) -> _Dependencies:
+        """Those of a segment of a rank."""
+        whose = segment.dep_whose
+        # Rows may stand in another order than in their segment, the dependencies of each do not.
+        nth = np.arange(len(segment.dep_row)) - np.searchsorted(segment.dep_row, segment.dep_row)
+        half = rank.places(whose, segment.dep_stage, segment.dep_at).half
+        once = (whose == FIRST) | (whose == LAST)
+        kind = (segment.dep_stage * len(HALVES) + half) * 2 + once
+        return cls(nth, np.where(whose == STEP, -1, kind))
+
+
 def _write_dependencies(
-    rank: RankRows, copies: _Copies, pointer: Int, data: NDArray[np.int32]
+    rank: RankRows,
+    copies: _Copies,
+    of_segment: _Dependencies,
+    pointer: Int,
+    data: NDArray[np.int32],
 ) -> None:
     """Write the row numbers that all copies of some rows depend on."""
     form, begin, microbatch = copies
     segment = form.segment
-    offset = form.offsets()
-    kept = offset[segment.dep_row] >= 0
-    # Rows may stand in another order than in their segment, the dependencies of each do not.
-    nth = np.arange(len(segment.dep_row)) - np.searchsorted(segment.dep_row, segment.dep_row)
-    place = pointer[begin[:, None] + offset[segment.dep_row[kept]]] + nth[kept]
-    whose, stage = segment.dep_whose[kept], segment.dep_stage[kept]
-    at = segment.dep_at[kept]
-    half = rank.places(whose, stage, at).half
-    once = (whose == FIRST) | (whose == LAST)
-    after = whose == STEP
+    offset = form.offsets()[segment.dep_row]
+    kept = np.flatnonzero(offset >= 0)
+    place = pointer[begin[:, None] + offset[kept]] + of_segment.nth[kept]
+    at, kind = segment.dep_at[kept], of_segment.kind[kept]
     value = np.empty((len(begin), len(at)), dtype=np.int64)
-    value[:, after] = rank.end + at[after]
-    kind = np.where(after, -1, (stage * len(HALVES) + half) * 2 + once)
-    for number in {*kind.tolist()} - {-1}:
-        (s, h), single = divmod(number // 2, len(HALVES)), number % 2
+    for number in {*kind.tolist()}:
         alike = np.flatnonzero(kind == number)
+        places = at[alike]
+        if number < 0:
+            value[:, alike] = rank.end + places
+            continue
+        (s, h), single = divmod(number // 2, len(HALVES)), number % 2
         if single or microbatch is None:
             actions = np.full(len(begin), rank.once[s, h])
         else:
             actions = rank.by_microbatch[s, h][microbatch]
-        value[:, alike] = rank.rows(actions, at[alike])
+        value[:, alike] = rank.rows(actions, places)
         owner = rank.stages[s].backward if h else rank.stages[s].forward
-        gathers = alike[owner.gathers[at[alike]]]
+        gathers = np.flatnonzero(owner.gathers[places])
         if len(gathers) and (rank.supplier[actions] != actions).any():
             whose_rows = BACKWARD if h else FORWARD
-            value[:, gathers] = rank.suppliers_rows(actions, whose_rows, s, at[gathers])
+            value[:, alike[gathers]] = rank.suppliers_rows(actions, whose_rows, s, places[gathers])
     data[place.ravel()] = value.ravel()

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Self
 
 from stagewright.graph.node import Graph, Node
-from stagewright.lower.assembly.buckets import Item, Row, one_by_one
+from stagewright.lower.assembly.buckets import Item, Row
 from stagewright.lower.assembly.lifetimes import Allocation
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
 from stagewright.lower.kernels.extent import Extent
@@ -71,9 +71,10 @@ class Habit:
         """
         return None
 
-    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row]:
-        """The updates of the blocks of a rank in order, some gathers merged."""
-        return one_by_one(items)
+    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row] | None:
+        """The updates of the blocks of a rank in order, some gathers merged; None: as they are, a
+        row each."""
+        return None
 
     def prolong(self, values: StageValues, action: ActionRows) -> None:
         """Touch values that live longer than the action's tasks need them."""

@@ -63,10 +63,10 @@ class Value:
         if self.fixed:
             return
         self.touches.append(at)
-        later = phase == "backward" or (phase == "recompute" and self.phase == "forward")
-        waits = later and self.phase in ("forward", "recompute")
-        if waits and self.category in ("communication", "workspace"):
-            self.category = "activations"
+        if self.category in ("communication", "workspace"):
+            later = phase == "backward" or (phase == "recompute" and self.phase == "forward")
+            if later and self.phase in ("forward", "recompute"):
+                self.category = "activations"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.lifetimes import Value
 from stagewright.lower.assembly.rank_rows import HALVES, UNSHARD, RankRows
-from stagewright.lower.assembly.segments import NEXT, STEP
+from stagewright.lower.assembly.segments import NEXT, STEP, Numbers
 from stagewright.program.columns import CATEGORIES, Values
 from stagewright.varying import first_of
 
+_MOST = np.iinfo(np.int64).max
 _CATEGORY = {name: nth for nth, name in enumerate(CATEGORIES)}
 
 
@@ -24,12 +25,14 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
 
     A value is a row of the table; it has an instance for each microbatch, or one for all.
     """
-    names: dict[str, int] = {}
-    table: list[tuple[int, int, int, int, int]] = []
-    numbers: dict[Value, int] = {}
+    names = Numbers[str]()
+    bytes_of: dict[int, int] = {}
+    """By id of a size."""
+    table: list[list[int]] = [[] for _ in range(5)]
+    count = 0
     columns: list[list[Int]] = []
     for stage, of_stage in values.items():
-        first = len(table)
+        first, count = count, count + len(of_stage)
         touches = _Touches.of(of_stage, rank)
         made, halves, singles = (x[touches.begin[:-1]].tolist() for x in touches.made())
         always = np.flatnonzero(np.diff(touches.begin) == 0)  # allocated all the time
@@ -37,15 +40,19 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
         # Values made by the same actions, and freed by the same rule, are found together.
         alike: dict[tuple[int, int, bool, bool, bool], list[int]] = {}
         for nth, v in enumerate(of_stage):
-            numbers[v] = first + nth
             if v.touches:
                 once = singles[nth] or v.whole
                 key = made[nth], halves[nth], once, v.lasts, v.lasts_halved
                 alike.setdefault(key, []).append(nth)
-            table.append(
-                (names.setdefault(v.name, len(names)), stage, v.layer,
-                 _CATEGORY[v.category], first_of(v.size))
-            )  # fmt: skip
+            if id(v.size) not in bytes_of:
+                bytes_of[id(v.size)] = first_of(v.size)
+        own = (
+            names.each(v.name for v in of_stage), [stage] * len(of_stage),
+            [v.layer for v in of_stage], [_CATEGORY[v.category] for v in of_stage],
+            [bytes_of[id(v.size)] for v in of_stage],
+        )  # fmt: skip
+        for column, more in zip(table, own, strict=True):
+            column += more
         for (owner, half, once, lasts, lasts_halved), nths in alike.items():
             rows = np.array(nths)
             instances = _instances(first + rows, touches.of_values(rows), owner, half, once, rank)
@@ -55,9 +62,11 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
                 halved = rank.by_microbatch[owner, 1] != rank.by_microbatch[owner, 2]
                 instances[3] = np.where(halved[instances[1]], rank.total - 1, instances[3])
             columns.append(instances)
-    name, of, layer, category, size = np.array(table, dtype=np.int64).reshape(-1, 5).T
+    name, of, layer, category, size = np.array(table, dtype=np.int64)
     columns = columns or [[np.array([], dtype=np.int64)] * 4]  # a program may hold no value
     body = [np.concatenate(c).astype(np.int32) for c in zip(*columns, strict=True)]
+    every = itertools.chain.from_iterable(values.values())
+    numbers = {v: number for number, v in enumerate(every)}
     body = _with_their_rows(body, numbers, rank)
     _keep_weights(body, numbers, rank)
     _take_first_gradients(body, numbers, rank)
@@ -68,7 +77,7 @@ def live_ranges(values: Mapping[int, Sequence[Value]], rank: RankRows) -> Values
         category.astype(np.uint8),
         size,
         *body,
-        names=tuple(names),
+        names=tuple(names.table),
     )
 
 
@@ -171,7 +180,7 @@ class _Touches(NamedTuple):
     def kinds(self) -> Iterator[tuple[tuple[int, int, bool, bool], Int]]:
         """Stage, half, once or not, of the next microbatch or not; and the touches that are so."""
         key = ((self.stage + 1) * len(HALVES) + self.half) * 4 + 2 * self.once + self.next
-        for number in np.unique(key).tolist():
+        for number in np.flatnonzero(np.bincount(key)).tolist():
             rest, flags = divmod(number, 4)
             stage, half = divmod(rest, len(HALVES))
             yield (stage - 1, half, flags > 1, flags % 2 == 1), np.flatnonzero(key == number)
@@ -201,7 +210,7 @@ def _instances(
             rows[there[:, None], columns] = found
     start = touches.begin[:-1]
     last = np.maximum.reduceat(rows, start, axis=1)
-    first = np.minimum.reduceat(np.where(rows < 0, np.iinfo(np.int64).max, rows), start, axis=1)
+    first = np.minimum.reduceat(np.where(rows < 0, _MOST, rows), start, axis=1)
     if once:
         first, last, microbatches = first.min(axis=0), last.max(axis=0), np.array([-1])
     value, microbatch = np.broadcast_arrays(values, microbatches[:, None])

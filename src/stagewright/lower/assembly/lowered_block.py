@@ -54,6 +54,10 @@ class LoweredBlock:
     root: bool = False
     """Weights are gathered and reduced together with those of other such blocks of the stage."""
     by_part: Mapping[TaskPart, Sequence[Kernel]] = field(init=False)
+    norms: int = field(init=False)
+    """Gradients of which there is a norm."""
+    tied: frozenset[str] = field(init=False)
+    """The tables that other blocks have a copy of, too."""
     _owners: dict[Node, ValueOwner] = field(init=False, default_factory=dict[Node, ValueOwner])
 
     def __post_init__(self) -> None:
@@ -61,6 +65,9 @@ class LoweredBlock:
         for t in self.tasks:
             by_part.setdefault(t.part, []).append(t)
         object.__setattr__(self, "by_part", by_part)
+        object.__setattr__(self, "norms", sum(n.op == "norm2" for n in self.graph))
+        copies = (n.binding.tied for n in self.graph if n.op == "param")
+        object.__setattr__(self, "tied", frozenset(name for name in copies if name))
 
     def owner(self, n: Node) -> ValueOwner:
         """Whose bytes a node of the graph has; every layer of a model asks for the same."""
@@ -69,12 +76,6 @@ class LoweredBlock:
             node = self.allocation.owner(n)
             found = self._owners[n] = ValueOwner(node, self.allocation.permanent(node))
         return found
-
-    @property
-    def tied(self) -> frozenset[str]:
-        """The tables that other blocks have a copy of, too."""
-        copies = (n for n in self.graph if n.op == "param" and n.binding.tied)
-        return frozenset(n.binding.tied for n in copies)
 
 
 def weight_half(

@@ -49,9 +49,7 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
     for part in (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE):
         if part is TaskPart.UPDATE and clip is not None:
             blocks = Counter(p.block for s in stages for p in s.blocks)
-            gradients = sum(
-                count * sum(n.op == "norm2" for n in block.graph) for block, count in blocks.items()
-            )
+            gradients = sum(count * block.norms for block, count in blocks.items())
             clip_row = _clip(segment, norms, clip.exchanges(gradients), clip.dtype)
         work = [
             (c, s, i, s.blocks[i].block.by_part.get(part, ()))
@@ -62,7 +60,9 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
         if part is TaskPart.TIE:  # ranks that hold several tables reduce them in one order
             items.sort(key=lambda item: item[1].axes)
         updates = part is TaskPart.UPDATE
-        rows = stages[0].habits.arrange_updates(items) if updates else one_by_one(items)
+        rows = stages[0].habits.arrange_updates(items) if updates else None
+        if rows is None:
+            rows = one_by_one(items)
         for merged in rows:
             _, s, i, _ = work[merged[0][0]]
             block = s.blocks[i]

@@ -88,7 +88,10 @@ class RankRows:
         self.begin, self.form_of, self.end = self._lay_out(steps)
         """Per action, where its step begins and its form; and where all actions have ended."""
         self.total = self.end + len(after)
-        self._offsets = [form.offsets() for form in self.forms]
+        offsets = [form.offsets() for form in self.forms]
+        self._offsets = np.concatenate([*offsets, np.zeros(0, dtype=np.int64)])
+        self._first = np.cumsum([0, *map(len, offsets)])
+        """By form, where its offsets begin among those of all forms."""
         self.by_microbatch = self._by_microbatch()
         """Stage and half -> the action of each microbatch, -1 for none."""
 
@@ -178,10 +181,7 @@ class RankRows:
 
     def rows(self, actions: Int, places: Int, absent: int | None = None) -> Int:
         """The row numbers of some places in some actions; `absent` where an action lacks one."""
-        forms = self.form_of[actions]
-        offset = np.empty((len(actions), len(places)), dtype=np.int64)
-        for f in np.unique(forms):
-            offset[forms == f] = self._offsets[f][places]
+        offset = self._offsets[self._first[self.form_of[actions]][:, None] + places]
         rows = self.begin[actions][:, None] + offset
         return rows if absent is None else np.where(offset < 0, absent, rows)
 

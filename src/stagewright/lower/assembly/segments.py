@@ -8,7 +8,7 @@ turns places into row numbers by adding where the actions begin, for all microba
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -51,6 +51,11 @@ class Numbers(Generic[_Named]):
     def __call__(self, thing: _Named) -> int:
         """The number of a thing."""
         return self.table.setdefault(thing, len(self.table))
+
+    def each(self, things: Iterable[_Named]) -> list[int]:
+        """The numbers of several things."""
+        table = self.table
+        return [table.setdefault(thing, len(table)) for thing in things]
 
 
 class _KernelColumns(NamedTuple):
@@ -160,16 +165,10 @@ class Segment:
         return len(self.once)
 
 
-class UnnumberedRow(NamedTuple):
-    """A row before its names, shapes and groups are numbered."""
-
-    kernel: Kernel
-    label: str
-    """Of the block whose row it is; empty: of none, or of several."""
-    layer: int
-    stage: int
-    tag: int
-    """Numbers the messages of an action."""
+UnnumberedRow = tuple[Kernel, str, int, int, int]
+"""A row before its names, shapes and groups are numbered: the kernel; the label of the block whose
+row it is, empty of none or of several; the layer; the stage; the number among the messages of the
+action. A plain tuple: assembling a program makes thousands."""
 
 
 def relabelled(
@@ -180,7 +179,7 @@ def relabelled(
     for t, label, layer, _, tag in rows:
         if label:
             _, layer, label = blocks[label]
-        found.append(UnnumberedRow(t, label, layer, stage, tag))
+        found.append((t, label, layer, stage, tag))
     return found
 
 
@@ -195,7 +194,7 @@ class SegmentBuilder:
 
     def add(self, t: Kernel, label: str, layer: int, stage: int, tag: int = -1) -> int:
         """One row; the microbatch is filled in later."""
-        self.rows.append(UnnumberedRow(t, label, layer, stage, tag))
+        self.rows.append((t, label, layer, stage, tag))
         return len(self.rows) - 1
 
     def finish(
@@ -207,12 +206,11 @@ class SegmentBuilder:
     ) -> Segment:
         """The segment of `action`, a pair: whose rows these are, and the stage."""
         count = len(self.rows)
-        numbered = itertools.chain.from_iterable(map(self._numbered, self.rows))
-        table = np.fromiter(numbered, dtype=np.int64).reshape(-1, len(OWN))
-        columns = dict(zip(OWN, table.T, strict=True))
+        columns = self._numbered()
         every = itertools.chain.from_iterable(sorted({*self.deps}))
         deps = np.fromiter(every, dtype=np.int64).reshape(-1, 4)
-        computes = np.array([row.kernel.kind is TaskKind.COMPUTE for row in self.rows], dtype=bool)
+        compute = TaskKind.COMPUTE
+        computes = np.array([row[0].kind is compute for row in self.rows], dtype=bool)
         inside = deps[(deps[:, 1] == action[0]) & (deps[:, 2] == action[1])]
         waits = _are(inside[~computes[inside[:, 3]], 0], count) & computes
         row, whose, stage, at = deps.T
@@ -230,19 +228,22 @@ class SegmentBuilder:
         rows = relabelled(self.rows, stage, blocks)
         columns = {
             **segment.columns,
-            "name": np.array([self._name(row) for row in rows]),
-            "layer": np.array([row.layer for row in rows]),
+            "name": np.array(self._names(rows)),
+            "layer": np.array([layer for _, _, layer, _, _ in rows]),
             "stage": np.full(len(rows), stage),
         }
         return replace(segment, columns=columns, dep_stage=np.full_like(segment.dep_stage, stage))
 
-    def _name(self, row: UnnumberedRow) -> int:
-        name = row.kernel.name
-        return self.tables.names(f"{row.label}.{name}" if row.label else name)
+    def _names(self, rows: Sequence[UnnumberedRow]) -> list[int]:
+        return self.tables.names.each(
+            f"{label}.{t.name}" if label else t.name for t, label, _, _, _ in rows
+        )
 
-    def _numbered(self, row: UnnumberedRow) -> tuple[int, ...]:
-        """The columns of a row, in the order of `OWN`."""
-        return self._name(row), row.stage, row.layer, row.tag, self.tables.kernels(row.kernel)
+    def _numbered(self) -> dict[str, Int]:
+        """The columns of the rows: those in `OWN`."""
+        kernels, _, layers, stages, tags = zip(*self.rows, strict=True) if self.rows else [()] * 5
+        own = self._names(self.rows), stages, layers, tags, self.tables.kernels.each(kernels)
+        return {c: np.array(of, dtype=np.int64) for c, of in zip(OWN, own, strict=True)}
 
 
 def _are(rows: Sequence[int] | Int, count: int) -> Bool:

@@ -20,6 +20,8 @@ from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
+_LOAD, _STORE, _UPDATE = TaskKind.LOAD, TaskKind.STORE, TaskPart.UPDATE
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActionRows:
@@ -134,30 +136,30 @@ class StageValues:
         """Record what a task of block `i` makes and reads; `at` is its row."""
         placed, of_node = self.blocks[i], self._of_node[i]
         block, layer, _ = placed
-        use = block.uses[t]
+        use, phase = block.uses[t], t.phase
         for new in use.new:
             if new.nodes[0] not in of_node:
                 name = placed.name(new.name)
-                v = Value(name, layer, t.phase, new.category, new.size, new.whole, new.lasts)
+                v = Value(name, layer, phase, new.category, new.size, new.whole, new.lasts)
                 self.values.append(v)
                 of_node.update(dict.fromkeys(new.nodes, v))
         scratch = use.scratch
         if scratch is not None:
             self._transient(placed.name(f"{t.name}.temporary"), layer, t, "workspace", scratch, at)
-        if t.kind == TaskKind.LOAD and t.part is not TaskPart.UPDATE:
+        if t.kind == _LOAD and t.part is not _UPDATE:
             name = placed.name(t.name)
             self._reloaded[i] = self._transient(name, layer, t, "activations", t.comm_bytes, at)
-        on_host = block.offloaded if t.phase in ("recompute", "backward") else frozenset[Node]()
+        on_host = block.offloaded if phase in ("recompute", "backward") else ()
         touched = [  # of owners of bytes: most are known
             self._reloaded[i] if n in on_host else of_node.get(n) or self.value(i, n)
             for n in use.seen
         ]
-        becomes = "activations" if t.kind == TaskKind.STORE else "workspace"
+        becomes = "activations" if t.kind == _STORE else "workspace"
         if use.moves_gradients:
             becomes = "communication"
         for v in dict.fromkeys(touched):
             if v is not None:
-                v.touch(at, t.phase)
+                v.touch(at, phase)
                 if v.category == "workspace":
                     v.category = becomes
 

@@ -39,6 +39,9 @@ from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
 _EACH_PASS = (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
+_ONCE = (TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE)
+_MESSAGES = (TaskKind.SEND, TaskKind.RECV)
+_GATHER_ONCE, _REDUCE_ONCE = TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE
 
 
 @dataclass(slots=True, eq=False)
@@ -160,17 +163,20 @@ class Stage:
         # number of the end that comes first.
         numbers: dict[tuple[int, Kernel], int] = {}
         for group in self._grouped(forward=forward):
-            t, (i, _) = merge_messages(group), group[0]
-            pair = i, t.twin or t
-            if t.kind in (TaskKind.SEND, TaskKind.RECV) and pair not in numbers:
-                messages += 1
-                numbers[pair] = messages
-            merged = len(group) > 1
-            label, layer = ("", -1) if merged else (self.blocks[i].label, self.blocks[i].layer)
-            row = segment.add(t, label, layer, self.stage, numbers.get(pair, -1))
-            if t.part in (TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE):
+            i, t = group[0]
+            label, layer, tag = self.blocks[i].label, self.blocks[i].layer, -1
+            if len(group) > 1:
+                t, label, layer = merge_messages(group), "", -1
+            if t.kind in _MESSAGES:
+                pair = i, t.twin or t
+                if pair not in numbers:
+                    messages += 1
+                    numbers[pair] = messages
+                tag = numbers[pair]
+            row = segment.add(t, label, layer, self.stage, tag)
+            if t.part in _ONCE:
                 action.once.append(row)
-            elif t.part.gathers:
+            elif t.part in _EACH_PASS:
                 action.gathers.append(row)
             for item in group:
                 self._record(item, row, action)
@@ -194,7 +200,7 @@ class Stage:
             found = self._dependency(row, i, d)
             if found is not None:
                 # What happens once per step needs the last of all microbatches.
-                last = t.part is TaskPart.REDUCE_ONCE and found[1] == BACKWARD
+                last = t.part is _REDUCE_ONCE and found[1] == BACKWARD
                 action.segment.deps.append((row, LAST, *found[2:]) if last else found)
 
     def _grouped(self, *, forward: bool) -> Sequence[Row]:
@@ -331,7 +337,7 @@ class Stage:
         if isinstance(d, LiveValue):  # the block is handed it, or passes it on
             return self._handed_to(row, i, d)
         whose, place = self.where[i][d]
-        return row, FIRST if d.part is TaskPart.GATHER_ONCE else whose, self.stage, place
+        return row, FIRST if d.part is _GATHER_ONCE else whose, self.stage, place
 
     def _handed_to(self, row: int, i: int, c: LiveValue) -> Dependency | None:
         """The dependency of a row on a value that block `i` is handed.
