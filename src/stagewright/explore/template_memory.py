@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int, distinct_columns
+from stagewright.arrays import Bool, Float, Int, distinct_columns, is_any
 from stagewright.explore.templates import RETURN, StructureTemplate
 from stagewright.explore.timed_memory.live import Live
 from stagewright.lower.assembly.assemble import AssembledRank
@@ -39,7 +39,6 @@ NOWHERE: Spot = ("", 0, 0)
 KEPT, HALVED, HELD, UPDATED = "kept", "halved", "held", "updated"
 PAIR = "pair"
 """The moment of a forward and a backward that overlap."""
-
 
 _CATEGORY = {name: nth for nth, name in enumerate(CATEGORIES)}
 
@@ -74,6 +73,7 @@ class Sizes:
         self.numbers: dict[tuple[int, bytes], int] = {}
         self.rows: list[Float] = []
         self.category: list[int] = []
+        self._every = np.zeros((0, tuples))
         self._known: dict[tuple[int, int], int] = {}
         self._of: dict[int, Int] = {}
         self._of_categories: list[tuple[int, Int, Float]] = []
@@ -113,13 +113,17 @@ class Sizes:
         every = np.stack(self.rows)
         first, of = distinct_columns(every)
         every = every[:, first]
-        self.rows = [*every]
+        self.rows, self._every = [*every], every
         self.tuples = len(first)
         category = np.array(self.category)
         for nth in np.unique(category).tolist():
             mine = np.flatnonzero(category == nth)
             self._of_categories.append((nth, mine, every[mine]))
         return of
+
+    def total(self, counts: Int) -> Float:
+        """Bytes of all categories of counts [rows, sizes]: [rows, tuples]."""
+        return counts.astype(np.float64) @ self._every
 
     def bytes(self, counts: Int) -> Float:
         """Bytes by category of counts [rows, sizes]: [rows, categories, tuples]."""
@@ -237,8 +241,8 @@ class TemplateRank:
             return self.live.none
         i = inputs[min(1, len(inputs) - 1)]
         m = self.actions[i].microbatch
-        weights = self._action(stage, "W", m)
-        return self.live.through(self.ends[i] - 1, self.begin[weights], m, [stage])
+        weights = self.begin[self._action(stage, "W", m)]
+        return self.live.through(self.ends[i] - 1, weights, m, [stage])
 
     def _in_flight(self, stage: int, microbatch: int, row: int) -> Int:
         """What a microbatch has of a stage that is between two of its actions while a row runs."""
@@ -288,23 +292,16 @@ class TemplateRank:
             elsewhere = elsewhere + self.live.always(self.begin[i], mate)
         return MomentRows(self.begin[i], self.ends[i], [(mate, m) for mate in mates], elsewhere)
 
-    def _at(
-        self, what: str, of: MomentRows, stages: Sequence[int]
-    ) -> dict[tuple[str, Spot], Float]:
-        """The peaks of a moment."""
-        counts = self.live.counts(of.begin, of.end, of.of) - of.elsewhere
-        return self._peaks(what, of.begin, self.sizes.bytes(counts), stages)
-
     def _stage(self, stage: int) -> StageBytes:
         """The bytes of a stage."""
         live, rows = self.live, self.rank.rows
         peaks: dict[tuple[str, Spot], Float] = {}
         for moment, i in self._moments(stage).items():
-            peaks |= self._at(moment, self._of_action(stage, i), (stage,))
+            peaks |= self._peaks(moment, self._of_action(stage, i), (stage,))
         total = len(self.rank.of.tasks)
         step = self.moment(STEP, (stage,))
         if step is not None:
-            peaks |= self._at(STEP, step, (stage,))
+            peaks |= self._peaks(STEP, step, (stage,))
         first, last = self._action(stage, "F", self._usual(stage)), self._backward(stage)
         held = live.through(self.begin[first], self.ends[last] - 1, -1, [stage])
         updated = live.through(rows.end, total - 1, None, [stage]) if total > rows.end else held
@@ -320,31 +317,37 @@ class TemplateRank:
     def _pair(self, *stages: int) -> dict[tuple[str, Spot], Float]:
         """The peaks of the last pair of actions of two stages."""
         of = self.moment(PAIR, stages)
-        return {} if of is None else self._at(PAIR, of, stages)
+        return {} if of is None else self._peaks(PAIR, of, stages)
 
     def _peaks(
-        self, moment: str, begin: int, held: Float, stages: Sequence[int]
+        self, moment: str, of: MomentRows, stages: Sequence[int]
     ) -> dict[tuple[str, Spot], Float]:
-        """The most that is held at each place of some rows, by category: [categories, tuples].
+        """The most that is held at each place of a moment, by category: [categories, tuples].
 
         Rows that take no time do not count: what is freed behind them is gone when what they make
         is there.
         """
-        total = held.sum(axis=1)
-        runs = self.runs[begin : begin + len(held)]
-        found: dict[tuple[str, Spot], Float] = {}
-        for spot, there in self.spots(begin, begin + len(held), stages).items():
-            rows = np.flatnonzero(there & runs)
+        counts = self.live.counts(of.begin, of.end, of.of) - of.elsewhere
+        total, most = self.sizes.total(counts), dict[Spot, Int]()
+        for spot, there in self.spots(of.begin, of.end, stages).items():
+            rows = np.flatnonzero(there & self.runs[of.begin : of.end])
             if len(rows):
-                most = rows[total[rows].argmax(axis=0)]
-                found[moment, spot] = held[most, :, np.arange(held.shape[2])].T
-        return found
+                most[spot] = rows[total[rows].argmax(axis=0)]
+        if not most:
+            return {}
+        # Few rows have the most of some tuple: only of these, bytes are told by category.
+        fullest = np.flatnonzero(np.bincount(np.concatenate([*most.values()])))
+        held, tuples = self.sizes.bytes(counts[fullest]), np.arange(self.sizes.tuples)
+        return {
+            (moment, spot): held[np.searchsorted(fullest, rows), :, tuples].T
+            for spot, rows in most.items()
+        }
 
     def spots(self, begin: int, end: int, stages: Sequence[int]) -> dict[Spot, Bool]:
         """Which of the rows from `begin` to `end` are where in the step of some stages."""
         tasks = self.rank.of.tasks
         layer = tasks.layer[begin:end]
-        mine = np.isin(tasks.stage[begin:end], stages)
+        mine = is_any(tasks.stage[begin:end], stages)
         inside = np.flatnonzero((layer >= 0) & mine)
         row = np.arange(end - begin)
         spots: dict[Spot, Bool] = {}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int, distinct_rows
+from stagewright.arrays import Bool, Float, Int, distinct_numbers, distinct_rows
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import Shape, TaskKind, Tasks
 from stagewright.program.shapes import GEMM, ops_of
@@ -72,14 +72,12 @@ def joint_rows(tasks: Tasks) -> Joint:
     rows = np.flatnonzero(label)
     if tasks.duration is not None:
         rows = rows[tasks.duration[rows] == 0]
-    key = np.zeros(len(rows), np.int64)
-    for column in (label, tasks.stage, tasks.layer, tasks.microbatch, tasks.phase):
-        values = column[rows].astype(np.int64) - column[rows].min(initial=0)
-        key = key * (values.max(initial=0) + 1) + values
-    _, whole, count = np.unique(key, return_inverse=True, return_counts=True)
-    many = count[whole] > 1
-    rows = rows[many]
-    _, whole = np.unique(whole[many], return_inverse=True)
+    columns = (label, tasks.stage, tasks.layer, tasks.microbatch, tasks.phase)
+    own = [column[rows].astype(np.int64) for column in columns]
+    _, whole = distinct_numbers([of - of.min(initial=0) for of in own], len(rows))
+    several = np.bincount(whole) > 1
+    many = several[whole]
+    rows, whole = rows[many], (np.cumsum(several) - 1)[whole[many]]
     summed = np.array([name[-1:] == ("input",) for name in number])[label[rows]]
     return Joint(rows, whole, summed)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Bool, Int, is_any
 from stagewright.lower.assembly.assemble import AssembledRank
 
 
@@ -43,11 +43,11 @@ class Live:
         return mine
 
     def _changes(self, begin: int, end: int, there: Int) -> Int:
-        number = self.number[there]
-        change = np.zeros((end - begin + 1, self.count), dtype=np.int64)
-        np.add.at(change, (np.maximum(self.first[there], begin) - begin, number), 1)
-        np.add.at(change, (np.minimum(self.last[there] + 1, end) - begin, number), -1)
-        return change[:-1].cumsum(axis=0)
+        number, size = self.number[there], (end - begin + 1) * self.count
+        come = (np.maximum(self.first[there], begin) - begin) * self.count + number
+        go = (np.minimum(self.last[there] + 1, end) - begin) * self.count + number
+        change = np.bincount(come, minlength=size) - np.bincount(go, minlength=size)
+        return change.reshape(end - begin + 1, self.count)[:-1].cumsum(axis=0)
 
     def lasting_to(self, rows: Int) -> tuple[Int, Int]:
         """The first and the last row of instances that some rows are the last to touch, and how
@@ -92,6 +92,6 @@ class Live:
         """Instances of each size that are live from one row to another; those of a microbatch
         without those for all."""
         mine = self.microbatch == microbatch if microbatch is not None else self.first >= -1
-        mine = mine & np.isin(self.stage, stages)
+        mine = mine & is_any(self.stage, stages)
         there = mine & (self.first <= begin) & (self.last >= end)
         return np.bincount(self.number[there], minlength=self.count)

@@ -284,7 +284,7 @@ class LatePeaks:
                 own = of.data & (rows >= moment.begin) & (rows < moment.end)
                 lot = np.cumsum(of.issue.stream == 0)[own]
                 counts = each.of.live.last_at(rows[own], np.unique(lot, return_inverse=True)[1])
-                size = np.sort(each.of.sizes.bytes(counts).sum(axis=1), axis=0)
+                size = np.sort(each.of.sizes.total(counts), axis=0)
                 self._freed[key] = size[-2:].sum(axis=0)[self.cases]
         return self._freed[key]
 

@@ -133,15 +133,17 @@ def _products(tasks: Tasks, which: Callable[[Mapping[str, int]], bool]) -> Bool:
 def weighed_within(tasks: Tasks) -> Bool:
     """Which tasks multiply an activation of experts, or its gradient, by the gates of its rows."""
     names = [frozenset(ops_of(name)) for name in tasks.ops]
-    gated = np.array([bool(ops & _ACTIVATIONS) for ops in names])[tasks.op]
     # Where experts have biases, the gradients of their gates are added here.
     weigh = [bool(ops & _WEIGHS) and ops <= {*_WEIGHS, "add"} for ops in names]
+    if not any(weigh):
+        return np.zeros(len(tasks), dtype=bool)
     weighs = np.array(weigh)[tasks.op]
     of_rows = [{"e", "r"} <= dict(shape.extents).keys() for shape in tasks.shapes]
     weighs &= np.array([*of_rows, False])[tasks.shape] & (tasks.kind == TaskKind.COMPUTE)
     within = np.zeros(len(tasks), dtype=bool)
     if not weighs.any():
         return within
+    gated = np.array([bool(ops & _ACTIVATIONS) for ops in names])[tasks.op]
     owner, needed = tasks.reads
     within[owner[weighs[owner] & gated[needed]]] = True  # forward: reads the activation
     within[needed[weighs[needed] & gated[owner]]] = True  # backward: the activation's reads it

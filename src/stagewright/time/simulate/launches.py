@@ -211,7 +211,7 @@ def _of_parts(tasks: Tasks, by_slot: Float) -> Float:
     """
     gathers = tasks.collective == COLLECTIVES.index("all_gather")
     updates = np.array(["adamw" in ops_of(op) or "sgd" in ops_of(op) for op in tasks.ops])[tasks.op]
-    joint = joint_rows(replace(tasks, duration=None))
+    joint = joint_rows(_unmeasured(tasks))
     once = (tasks.phase[joint.rows] == _FORWARD) & (tasks.microbatch[joint.rows] == 0)
     merged = int(once.sum()) - len(np.unique(joint.whole[once]))
     parameters = int(updates.sum()) - merged
@@ -268,7 +268,7 @@ def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardw
 def _kernels(tasks: Tasks, run: Run) -> Float:
     """By row the kernels that a framework launches for the task, as it calls operators."""
     count = _kernels_of_shapes(tasks, run)
-    joint = joint_rows(replace(tasks, duration=None))  # measured or not, one kernel
+    joint = joint_rows(_unmeasured(tasks))  # measured or not, one kernel
     _, first = np.unique(joint.whole, return_index=True)
     rest = np.ones(len(joint.rows), dtype=bool)
     rest[first] = False
@@ -276,6 +276,10 @@ def _kernels(tasks: Tasks, run: Run) -> Float:
     if run.mode == "train":
         count[within_products(tasks)] = 0
     return count
+
+
+def _unmeasured(tasks: Tasks) -> Tasks:
+    return tasks if tasks.duration is None else replace(tasks, duration=None)
 
 
 def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
