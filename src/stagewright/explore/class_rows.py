@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, is_any
 from stagewright.errors import UserError
 from stagewright.explore.actions import (
     BACKWARD,
@@ -38,6 +38,9 @@ from stagewright.time.simulate.issue import (
     issue,
     with_needs,
 )
+
+# Plain numbers: Python 3.11 looks up a member of an enum by a function of its own.
+_COMPUTE, _COLLECTIVE, _SEND, _RECV, _, _STORE = map(int, TaskKind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,23 +78,23 @@ class ClassPlaces:
         axes = (*dict.fromkeys(("", *names)),)
         axis = np.array([*map(axes.index, names), 0])[of.number[rows]]
         main = order.stream == 0
-        data = (kind == TaskKind.COMPUTE) & ~main
+        data = (kind == _COMPUTE) & ~main
         gathers = np.diff(tasks.data_ptr)[rows] == 0  # of weights, also along cp where dp is 1
         of_weights = gathers | of.of_tasks([degree == "dp" for degree in of.degrees])[rows]
-        data |= (kind == TaskKind.COLLECTIVE) & ((tasks.microbatch[rows] < 0) | of_weights)
+        data |= (kind == _COLLECTIVE) & ((tasks.microbatch[rows] < 0) | of_weights)
         reduces = known.reductions[rows]
-        frees = np.where(kind == TaskKind.STORE, STORES, reduces * REDUCES)
-        data |= reduces | (kind == TaskKind.STORE)
+        frees = np.where(kind == _STORE, STORES, reduces * REDUCES)
+        data |= reduces | (kind == _STORE)
         # Messages of the pipeline are on their way between actions (`explore.pipeline`), and take
         # the time of their send.
         pipeline = [n for n, peer in enumerate(program.peers) if peer.axis == "pp"]
-        of_pipeline = np.isin(tasks.slot[rows], pipeline)
-        sends = (kind == TaskKind.SEND) & of_pipeline
-        message = sends | (kind == TaskKind.RECV)
+        of_pipeline = is_any(tasks.slot[rows], pipeline)
+        sends = (kind == _SEND) & of_pipeline
+        message = sends | (kind == _RECV)
         backward = tasks.phase[rows] != PHASES.index("forward")
         flags = (
             MAIN * main + DATA * data + STORING * _apart(kind, order, data, reduces) + SENDS * sends
-            + RECEIVES * (of_pipeline & (kind == TaskKind.RECV)) + BACKWARD * backward
+            + RECEIVES * (of_pipeline & (kind == _RECV)) + BACKWARD * backward
         )  # fmt: skip
         return cls(tasks, order, kind, message, flags, axis, axes, data, frees)
 
@@ -195,7 +198,7 @@ def _apart(kind: NDArray[np.uint8], order: Issue, data: Bool, reduces: Bool) -> 
     """By place, which transfers beside later actions have a moment of their own (`STORED`): stores,
     and what runs on the streams on which gradients of microbatches are reduced, but for the first
     stream, where weights are gathered. So are gradients of shards among replicas."""
-    stores = kind == TaskKind.STORE
+    stores = kind == _STORE
     if not reduces.any():
         return stores
     first = order.stream[np.flatnonzero(data & ~stores)[0]]
@@ -213,10 +216,7 @@ def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, In
     sends: list[Int] = [np.zeros(0, dtype=np.int64)]
     for axis in {peer.axis for peer in program.peers} - {"pp"}:
         slots = [n for n, peer in enumerate(program.peers) if peer.axis == axis]
-        ends = [
-            np.flatnonzero(np.isin(slot, slots) & (kind == of))
-            for of in (TaskKind.RECV, TaskKind.SEND)
-        ]
+        ends = [np.flatnonzero(is_any(slot, slots) & (kind == of)) for of in (_RECV, _SEND)]
         received, sent = (mine[np.argsort(tag[mine], kind="stable")] for mine in ends)
         receives.append(received)
         sends.append(sent)
@@ -258,7 +258,7 @@ def cuts(program: Program, places: ClassPlaces, rank: RankRows) -> Cuts:
     """
     tasks, order, at = places.tasks, places.issue, places.issue.rows
     slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
-    meets = (places.kind == TaskKind.COLLECTIVE) & np.isin(tasks.slot[at], slots)
+    meets = (places.kind == _COLLECTIVE) & is_any(tasks.slot[at], slots)
     meets &= at >= rank.end  # two ranks that hold the same reduce gradients before
     met = np.flatnonzero(meets)
     inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Bool, Int, is_any
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
 from stagewright.lower.assembly.lifetimes import Value
 from stagewright.lower.assembly.live_ranges import live_ranges
@@ -230,7 +230,7 @@ def _number_messages(
     stage, slot, local = (columns[c][rows].astype(np.int64) for c in ("stage", "slot", "tag"))
     forward = columns["phase"][rows] == PHASES.index("forward")
     pipeline_slots = [i for p, i in tables.peers.table.items() if p.axis == "pp"]
-    pipeline = np.isin(slot, pipeline_slots)
+    pipeline = is_any(slot, pipeline_slots)
     receives = columns["kind"][rows] == TaskKind.RECV
     # A message between stages is numbered by the earlier one.
     boundary = stage - (pipeline & (receives == forward))

@@ -31,6 +31,8 @@ from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, 
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
 
+# Plain numbers: Python 3.11 looks up a member of an enum by a function of its own.
+_COMPUTE, _COLLECTIVE, _SEND, _RECV, _LOAD, _STORE = map(int, TaskKind)
 _FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
 
 
@@ -77,7 +79,7 @@ class Transfers:
         """
         tasks, of = self.tasks, self.along
         found = (tasks.phase == _BACKWARD) & (tasks.microbatch >= 0)
-        found &= tasks.kind == TaskKind.COLLECTIVE
+        found &= tasks.kind == _COLLECTIVE
         if not found.any():
             return found
         reduces = [COLLECTIVES[collective] in _REDUCTIONS for *_, collective in of.keys]
@@ -114,12 +116,12 @@ def issue(program: Program, tasks: Tasks, how: Execution, known: Transfers | Non
     blocking = _blocking(known, how)[rows]
     pairs = [(owner, needed), *_chains(stream, blocking)]
     # A load from the host does not start with its store, but when it is issued.
-    ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == TaskKind.LOAD)
+    ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == _LOAD)
     before = _before(kernel)
-    waits = np.flatnonzero(ahead & (kind != TaskKind.COMPUTE) & (before >= 0))
+    waits = np.flatnonzero(ahead & (kind != _COMPUTE) & (before >= 0))
     pairs.append((waits, before[waits]))
     if how.streams == "separate":
-        for frees in (known.reductions[rows], kind == TaskKind.STORE):
+        for frees in (known.reductions[rows], kind == _STORE):
             pairs += _pending(frees, kernel, waits, stream)
     owner, needed = (np.concatenate(column) for column in zip(*pairs, strict=True))
     owner, needed = _without_implied(owner, needed, stream, kernel)
@@ -142,9 +144,9 @@ def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
     """Which tasks are kernels that only add up gradients reduced by a collective."""
     size = len(tasks)
     backward = tasks.phase == _BACKWARD
-    reduces = backward & (tasks.kind == TaskKind.COLLECTIVE)
+    reduces = backward & (tasks.kind == _COLLECTIVE)
     reduces &= np.isin(tasks.collective, [COLLECTIVES.index(c) for c in _REDUCTIONS])
-    settles = backward & (tasks.kind == TaskKind.COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    settles = backward & (tasks.kind == _COMPUTE) & (np.diff(tasks.data_ptr) > 0)
     while True:
         other = _any(owner, ~(reduces | settles)[needed], size)
         fewer = settles & ~other & ~_read_on(tasks, settles, owner, needed)
@@ -210,7 +212,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
     key = np.arange(size, dtype=np.float64)
     if how.overlap_moe_expert_parallel_comm:
         key[ep_overlap.order(tasks)] = np.arange(size)
-    gathers = (tasks.kind == TaskKind.COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
+    gathers = (tasks.kind == _COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
     if how.prefetch == 1:
         gathers &= tasks.phase == _OPTIMIZER  # the other gathers are in place already
     if gathers.any():
@@ -219,7 +221,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
     if "dp" in how.no_overlap:
         late = once
     else:
-        first = once & (tasks.kind == TaskKind.COLLECTIVE)
+        first = once & (tasks.kind == _COLLECTIVE)
         late = once & _any(owner, first[needed], size)
         while not np.array_equal(more := late | (once & _any(owner, late[needed], size)), late):
             late = more
@@ -239,7 +241,7 @@ def _prefetch(
 ) -> None:
     """Set the sort keys of gathers to `depth` blocks before the block that needs them."""
     size = len(tasks)
-    kernel = (tasks.kind == TaskKind.COMPUTE) & ~aside
+    kernel = (tasks.kind == _COMPUTE) & ~aside
     at = np.flatnonzero(kernel)
     new_action, new_block = _blocks(tasks, at)
     begins = at[new_block]  # first kernel of each block
@@ -265,9 +267,9 @@ def _gathered_next(tasks: Tasks, owner: Int, needed: Int) -> tuple[Int, Int]:
 
     Kernels and gathers go through the blocks of a stage in the same order.
     """
-    gathers = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.phase == _OPTIMIZER)
+    gathers = (tasks.kind == _COLLECTIVE) & (tasks.phase == _OPTIMIZER)
     gathers &= tasks.collective == COLLECTIVES.index("all_gather")
-    kernels = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tasks.phase == _FORWARD))
+    kernels = np.flatnonzero((tasks.kind == _COMPUTE) & (tasks.phase == _FORWARD))
     first = kernels[_blocks(tasks, kernels)[1]]
     blocks: dict[int, list[int]] = {}  # of each stage: first kernels of its first forward action
     for row in first.tolist():
@@ -300,12 +302,12 @@ def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution
     if how.streams == "one":
         stream = np.ones(len(kind), dtype=np.int64)
     else:
-        stream = 1 + slot + np.where(kind == TaskKind.SEND, len(program.communicators), 0)
-        stream[kind == TaskKind.LOAD] = streams_of(program) - 2
-        stream[kind == TaskKind.STORE] = streams_of(program) - 1
-    compute = kind == TaskKind.COMPUTE
+        stream = 1 + slot + np.where(kind == _SEND, len(program.communicators), 0)
+        stream[kind == _LOAD] = streams_of(program) - 2
+        stream[kind == _STORE] = streams_of(program) - 1
+    compute = kind == _COMPUTE
     stream[compute if how.streams == "one" else compute & (slot < 0)] = 0
-    stream[kind == TaskKind.RECV] = -1
+    stream[kind == _RECV] = -1
     return stream
 
 
