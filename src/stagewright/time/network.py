@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Self, get_args
@@ -253,11 +254,16 @@ class Placement(NamedTuple):
 
 def placements(machine: Machine, groups: Int) -> list[Placement]:
     """The distinct placements of groups of one size; `groups` has shape (groups, ranks)."""
-    blocks = np.sort(groups, axis=1)
+    return placements_in(machine.tiers, groups)
+
+
+def placements_in(tiers: Sequence[Tier], groups: Int) -> list[Placement]:
+    """As `placements`, in a network of these tiers."""
+    blocks = np.sort(_shifted_apart(tiers, groups), axis=1)
     size = blocks.shape[1]
     distinct = np.full(len(blocks), size, dtype=np.int64)
     columns: list[Int] = []
-    for tier in machine.tiers:
+    for tier in tiers:
         at = blocks % tier.size
         apart = np.where(np.diff(blocks, axis=1) > 0, np.diff(at, axis=1), 0)
         gaps = np.where(apart > 0, apart, tier.size).min(axis=1, initial=tier.size)
@@ -271,6 +277,16 @@ def placements(machine: Machine, groups: Int) -> list[Placement]:
         Placement(size, tuple(int(x) for x in row[::2]), tuple(int(x) for x in row[1::2]))
         for row in rows
     ]
+
+
+def _shifted_apart(tiers: Sequence[Tier], groups: Int) -> Int:
+    """Groups without those that lie as others do, since they differ by whole blocks of the
+    outermost tier from these. Most communicators have groups that differ by shifts alone."""
+    first = groups[:, :1]
+    if not (groups - first == groups[0] - groups[0, 0]).all():
+        return groups
+    block = math.prod(tier.size for tier in tiers[:-1])
+    return groups[np.unique(first % block, return_index=True)[1]]
 
 
 def tier_of(machine: Machine, a: Int, b: Int) -> Int:

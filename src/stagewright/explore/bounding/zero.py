@@ -130,7 +130,7 @@ def _shares_of(run: Run, model: ModelConfig, machine: Machine) -> _Shares:
     ranks = math.prod(mesh.size(axis) for axis in axes)
     if ranks == 1:
         return _NOTHING
-    places = places_of(Communicator(axes), mesh, machine)
+    places = places_of(Communicator(axes), mesh, machine.tiers)
     known = run.framework == "megatron" and run.precision == "bf16" and not run.params_dtype
     share = 1.0 if known else 0.25
     width = 2 if known and run.grad_reduce_dtype is None else 1  # sums in fp32
@@ -139,7 +139,7 @@ def _shares_of(run: Run, model: ModelConfig, machine: Machine) -> _Shares:
     gathered = (1 + run.reshard_after_forward) * share if run.zero == 3 else 0.0
     renewed = share if known and trained and run.zero in (1, 2) else 0.0
     late = 0.0 if each or not known else sums
-    return _Shares((*places,), ranks, sums * each, gathered, late, renewed, whole=run.zero == 0)
+    return _Shares(places, ranks, sums * each, gathered, late, renewed, whole=run.zero == 0)
 
 
 def _longest(

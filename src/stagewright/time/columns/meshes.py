@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int, digest, distinct_rows
 from stagewright.program.columns import Program
 from stagewright.program.communicators import Communication, Communicator, Peer
-from stagewright.time.network import Machine, Placement, placements
+from stagewright.time.network import Machine, Placement, Tier, placements_in
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +30,7 @@ class Alike(NamedTuple):
     """Configurations whose groups lie alike, and where these lie: several ways, or one."""
 
     tuples: Int
-    placements: list[Placement]
+    placements: Sequence[Placement]
 
 
 class AxisOrders(NamedTuple):
@@ -47,9 +47,6 @@ class AxisOrders(NamedTuple):
         return cls((tuple(names),), np.zeros(tuples, dtype=np.int64))
 
 
-PlacedKey: TypeAlias = tuple[Communicator, tuple[tuple[str, int], ...]]
-Placed: TypeAlias = dict[PlacedKey, "list[Placement]"]
-"""Where groups lie, by communicator, and mesh axes with their sizes."""
 Groups: TypeAlias = "dict[tuple[Communicator, Hashable], list[Alike]]"
 """Where groups of all configurations lie, by communicator and what else decides (`MeshColumns`)."""
 
@@ -65,8 +62,6 @@ class MeshColumns:
     pipeline: Int
     """Ranks of the pipeline: [tuples]."""
     machine: Machine
-    known: Placed = field(default_factory=dict[PlacedKey, "list[Placement]"])
-    """Placements on the machine that other structures have asked for."""
     groups: Groups = field(default_factory=dict[tuple[Communicator, Hashable], "list[Alike]"])
     """Where groups of these configurations lie on the machine, as programs have asked."""
     orders: AxisOrders | None = None
@@ -111,25 +106,24 @@ class MeshColumns:
             if math.prod(sizes) > self.machine.gpus:
                 continue  # of a structure's tuples, those of shorter pipelines only
             places = self._placements(who, sizes, order)
-            place[nth] = by_place.setdefault(tuple(places), len(by_place))
+            place[nth] = by_place.setdefault(places, len(by_place))
         lies = place[of]
-        return [Alike(np.flatnonzero(lies == n), [*places]) for places, n in by_place.items()]
+        return [Alike(np.flatnonzero(lies == n), places) for places, n in by_place.items()]
 
-    def _placements(self, who: Communicator, sizes: Sequence[int], order: int) -> list[Placement]:
+    def _placements(
+        self, who: Communicator, sizes: Sequence[int], order: int
+    ) -> tuple[Placement, ...]:
         every = dict(zip([*self.sizes, "pp"], sizes, strict=True))
         names = [*every] if self.orders is None else self.orders.names[order]
         axes = tuple((name, every[name]) for name in names)
-        key = who, axes
-        if key in self.known:
-            return self.known[key]
         mesh = Mesh(axes, (), mirror=self.program.mesh.mirror)
         only = None if who.only is None else tuple(sorted({0, sizes[-1] - 1}))
-        self.known[key] = places_of(Communicator(who.axes, only), mesh, self.machine)
-        return self.known[key]
+        return places_of(Communicator(who.axes, only), mesh, self.machine.tiers)
 
 
-def places_of(who: Communicator, mesh: Mesh, machine: Machine) -> list[Placement]:
-    """Where the groups of a communicator lie, for the ranks of the first stage.
+@lru_cache(maxsize=1 << 14)
+def places_of(who: Communicator, mesh: Mesh, tiers: tuple[Tier, ...]) -> tuple[Placement, ...]:
+    """Where the groups of a communicator lie in a network, for the ranks of the first stage.
 
     Where those lie, the groups of other stages lie if the pipeline is the slowest axis: a stage
     fills whole nodes.
@@ -139,5 +133,5 @@ def places_of(who: Communicator, mesh: Mesh, machine: Machine) -> list[Placement
     inside = groups.group_count(0) // (mesh.size("pp") if several else 1)
     members = groups.members(0, np.arange(max(inside, 1), dtype=np.int64))
     if members.shape[1] < 2:
-        return [Placement(1, (1,) * len(machine.tiers), (1,) * len(machine.tiers))]
-    return placements(machine, members)
+        return (Placement(1, (1,) * len(tiers), (1,) * len(tiers)),)
+    return (*placements_in(tiers, members),)
