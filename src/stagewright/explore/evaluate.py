@@ -75,14 +75,17 @@ class Evaluated(NamedTuple):
 
 
 @seldom_collected()
-def evaluate(candidates: Candidates) -> Evaluated:
-    """The figures of candidates, in their order."""
-    work = _Evaluation(candidates)
+def evaluate(candidates: Candidates, shared: Shared | None = None) -> Evaluated:
+    """The figures of candidates, in their order.
+
+    `shared`: what others of the same model have in common with them, which is not found again.
+    """
+    work = _Evaluation(candidates, shared or Shared())
     grouped = structures(candidates, work.shared)
     left = [LeftOut(*refused) for refused in grouped.refused]
     waiting = deque(grouped.found)
     del grouped
-    work.shared.forget_tuples()
+    work.shared.forget_blocks()
     while waiting:  # a structure is dropped before the next one: its blocks take much memory
         left += work.add(waiting.popleft())
     work.run()
@@ -117,7 +120,7 @@ class _Evaluation:
     """The figures of candidates, while structures are added one by one and when all are played."""
 
     candidates: Candidates
-    shared: Shared = field(default_factory=Shared)
+    shared: Shared
     tables: dict[tuple[Hashable, Hashable], JoinedFigures] = field(
         default_factory=dict[tuple[Hashable, Hashable], JoinedFigures]
     )
@@ -181,7 +184,7 @@ class _Evaluation:
         machine = own.machine(first)
         key = KnownOnMachine.key(machine)
         if key not in self.on:
-            self.on[key] = KnownOnMachine.none()
+            self.on[key] = KnownOnMachine.of(self.shared.durations(key))
         routed = self._routed(own, mine, how)
         return key, MachineTiming(templates, machine, how, self.on[key], routed)
 

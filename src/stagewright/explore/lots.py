@@ -1,13 +1,15 @@
 """Candidates evaluated in columns lot by lot: in this process, in several, or on a Ray cluster.
 
 Candidates that agree in whatever decides the graphs of blocks are of one kind, and in one lot, so
-that no block is built in two lots. Pipelines are played once for all kinds of a lot. Lots do not
-depend on who evaluates them: the figures are the same to the byte.
+that few graphs are made in two lots: a process makes these once (`shared.tuples`). Pipelines are
+played once for all kinds of a lot. Lots do not depend on who evaluates them: the figures are the
+same to the byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +20,9 @@ from stagewright.executors import Executor, InTurn
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
 from stagewright.explore.exact import Heard, unknown
+from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.structures import apart_from_graphs
+from stagewright.model.config import ModelConfig
 from stagewright.run.sections import SETTINGS
 
 STOPPED = "left out by Ctrl-C"
@@ -81,6 +85,8 @@ def in_lots(
             raise
         evaluated = {int(lot.at[0]) for lot in done}
         done += [_not_evaluated(lot, STOPPED) for lot in lots if int(lot.at[0]) not in evaluated]
+    finally:
+        _shared.cache_clear()
     done.sort(key=lambda lot: int(lot.at[0]))
     left = [
         each._replace(candidates=lot.at[each.candidates])
@@ -104,9 +110,15 @@ def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:
 
 def _evaluated(lot: _NumberedLot) -> _Done:
     try:
-        return _Done(lot.at, evaluate(lot.candidates))
+        return _Done(lot.at, evaluate(lot.candidates, _shared(lot.candidates.model)))
     except UserError as error:
         return _not_evaluated(lot, str(error))
+
+
+@lru_cache(maxsize=1)
+def _shared(model: ModelConfig) -> Shared:
+    """What the lots of a model have in common that this process evaluates one after another."""
+    return Shared()
 
 
 def _not_evaluated(lot: _NumberedLot, why: str) -> _Done:

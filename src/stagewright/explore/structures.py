@@ -8,7 +8,7 @@ written down: it is whatever these functions ask of the numbers on their way (`v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -268,7 +268,7 @@ class _SameButNumbers:
         for name in BLOCK_PASSES:
             after = partial(TrainingStep.after_pass, name=name, variant=variant, block=block)
             what = name, variant, block.graph.content, (*block.primal.items(),)
-            block = self._made(what, step, tuples, after)
+            block = self.shared.graph(what, step.run, tuples, _of_blocks(step, after))
         return block.graph
 
     def _lowered(
@@ -280,23 +280,10 @@ class _SameButNumbers:
             extent = step.extent(step.routing.even() if step.routing else None)
             return step.number_block(graph, extent)
 
-        block = self._made(("numbered", graph.content), step, tuples, numbered)
+        what = "numbered", graph.content
+        block = self.shared.block(what, step.run, tuples, _of_blocks(step, numbered))
         placed = partial(place_values, block, variant)
-        return self.shared.made(("placed", variant, block), step.run, tuples, placed)
-
-    def _made(
-        self,
-        what: Hashable,
-        step: TrainingStep,
-        tuples: Tuples,
-        make: Callable[[TrainingStep], _Made],
-    ) -> _Made:
-        """What is made of steps with the numbers of tuples, once for all groups."""
-
-        def of_run(run: Run) -> _Made:
-            return make(TrainingStep.of_blocks(run, step.model, {}))
-
-        return self.shared.made(what, step.run, tuples, of_run)
+        return self.shared.block(("placed", variant, block), step.run, tuples, placed)
 
     def _structure(
         self, tuples: Tuples, rows: Int, graphs: Mapping[BlockVariant, Graph]
@@ -341,3 +328,12 @@ class _SameButNumbers:
     def _refuse(self, rows: Int, why: str, refused: list[Refused], *, possible: bool) -> None:
         of = self.members[np.isin(self.index, rows)]
         refused.append(Refused(of, why, possible))
+
+
+def _of_blocks(step: TrainingStep, make: Callable[[TrainingStep], _Made]) -> Callable[[Run], _Made]:
+    """What is made of a step, of a run of the same model: once for all groups of candidates."""
+
+    def of_run(run: Run) -> _Made:
+        return make(TrainingStep.of_blocks(run, step.model, {}))
+
+    return of_run

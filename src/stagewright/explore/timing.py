@@ -26,7 +26,7 @@ from stagewright.run.sections.execution import ISSUED_BY, LAUNCHED_BY, Execution
 from stagewright.run.settings import Run
 from stagewright.time.columns.chunks import in_chunks
 from stagewright.time.columns.durations import Columns
-from stagewright.time.columns.meshes import MeshColumns, Placed
+from stagewright.time.columns.meshes import MeshColumns
 from stagewright.time.columns.row_kinds import Known, RowKinds
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
@@ -95,15 +95,13 @@ class JoinedFigures:
 class KnownOnMachine:
     """What structures have in common on one machine."""
 
-    placed: Placed
-    """Where groups lie."""
     durations: Known
     played: Played
 
     @classmethod
-    def none(cls) -> Self:
-        """Nothing is known."""
-        return cls({}, Known.none(), Played.none())
+    def of(cls, durations: Known) -> Self:
+        """What is known of durations; no action was played yet."""
+        return cls(durations, Played.none())
 
     @staticmethod
     def key(machine: Machine) -> Hashable:
@@ -257,9 +255,13 @@ class MachineTiming:
         # All configurations here have as many ranks as the machine.
         pp = np.maximum(self.machine.gpus // self.of.ranks_of_stage, 1)
         meshes = MeshColumns(
-            assembly.program, self.of.mesh, pp, self.machine, self.on.placed,
-            self.durations.groups, self.of.orders,
-        )  # fmt: skip
+            assembly.program,
+            self.of.mesh,
+            pp,
+            self.machine,
+            self.durations.groups,
+            self.of.orders,
+        )
         key = id(assembly), self.on, self.routed
         if key not in self.templates.row_kinds:
             self.templates.row_kinds[key] = [

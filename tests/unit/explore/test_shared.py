@@ -62,7 +62,7 @@ def test_an_error_that_is_raised_again_has_the_frames_of_that_time_alone(kind: t
     for _ in range(3):
         tuples = shared.tuples({"tp": np.array([2, 4])}, 2)
         with pytest.raises(kind, match="no") as caught:
-            shared.made("refused", RUN, tuples, refused)
+            shared.block("refused", RUN, tuples, refused)
         frames.append([entry.name for entry in caught.traceback])
         if kind is UserError:
             with pytest.raises(kind, match="no") as caught:
@@ -84,12 +84,12 @@ def test_tuples_answer_as_when_it_was_made():
         tuples = shared.tuples(columns, 3)
         assert tuples.cases.alike.all()
         run = RUN.model_copy(update={"zero": zero, **tuples.numbers})
-        made.append(shared.made("split", run, tuples, split))
+        made.append(shared.block("split", run, tuples, split))
         assert tuples.cases.alike.tolist() == [True, True, False]
     assert made[0] is made[1]
     others = shared.tuples({"tp": np.array([1, 4, 2])}, 3)
     run = RUN.model_copy(update={**others.numbers})
-    assert shared.made("split", run, others, split) == [False]
+    assert shared.block("split", run, others, split) == [False]
     assert others.cases.alike.tolist() == [True, False, False]
 
 

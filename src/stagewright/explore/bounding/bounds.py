@@ -237,7 +237,8 @@ class _Relaxation:
         group = int(self.machines[row])
         if group not in known:
             machine = self.rows.machine(row)
-            near = on.setdefault(KnownOnMachine.key(machine), KnownOnMachine.none())
+            key = KnownOnMachine.key(machine)
+            near = on.setdefault(key, KnownOnMachine.of(self.shared.durations(key)))
             how = replace(self.rows.execution(row), collective_checks=False)
             run, model = templates.of.run, self.rows.model
             routed = Routed.of(run, model) if how.moe_flex_dispatcher else None

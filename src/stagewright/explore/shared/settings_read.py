@@ -35,6 +35,10 @@ class BySettingsRead:
         self._runs: list[Run] = []
         """Of which something was made: no other number has the identity of one of theirs."""
 
+    def __len__(self) -> int:
+        """How much was made."""
+        return len(self._runs)
+
     def of(self, what: Hashable, run: Run, make: Callable[[Run], _Made]) -> _Made:
         """What `make` makes of a run, or has made of one that agrees in all that was read of it.
 

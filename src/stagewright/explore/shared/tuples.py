@@ -17,6 +17,7 @@ from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.run.settings import Run
+from stagewright.time.columns.row_kinds import Known
 from stagewright.varying import Cases, Number, Varying
 
 _Made = TypeVar("_Made")
@@ -38,19 +39,38 @@ class Tuples(NamedTuple):
         return self.met.setdefault(number.above.tobytes(), number)
 
 
+_MOST_GRAPHS = 4096
+"""Graphs of blocks that are kept: of some hundred groups of candidates, in tens of MB."""
+_MOST_NUMBERS = 1 << 23
+"""Numbers in the durations that are kept of a machine: 64 MiB."""
+
+
 class Shared:
-    """What candidates of one model have in common."""
+    """What candidates of one model have in common, also those that are evaluated one lot after
+    another."""
 
     def __init__(self) -> None:
         """Nothing yet."""
         self.by_settings = BySettingsRead()
-        self._with_numbers = BySettingsRead()
+        self._durations: dict[Hashable, Known] = {}
+        self._graphs = BySettingsRead()
+        self._blocks = BySettingsRead()
         self._tuples: dict[Hashable, Tuples] = {}
 
-    def forget_tuples(self) -> None:
-        """Drop the tuples and what was made with them, which takes most of the memory."""
-        self._with_numbers = BySettingsRead()
-        self._tuples.clear()
+    def forget_blocks(self) -> None:
+        """Drop blocks with numbers, which take most of the memory, and all of what has become
+        much."""
+        self._blocks = BySettingsRead()
+        if len(self._graphs) > _MOST_GRAPHS:
+            self._graphs = BySettingsRead()
+            self._tuples.clear()
+        for on, known in [*self._durations.items()]:
+            if known.rows.count > _MOST_NUMBERS:
+                del self._durations[on]
+
+    def durations(self, on: Hashable) -> Known:
+        """What is known of durations on machines that have `on` in common."""
+        return self._durations.setdefault(on, Known.none())
 
     def tuples(self, columns: Mapping[str, Int], count: int) -> Tuples:
         """So many tuples, of which none has been asked yet: the same for equal columns."""
@@ -65,24 +85,42 @@ class Shared:
         found.cases.alike = np.ones(found.cases.count, dtype=bool)
         return found
 
-    def made(self, what: Hashable, run: Run, tuples: Tuples, make: Callable[[Run], _Made]) -> _Made:
+    def graph(
+        self, what: Hashable, run: Run, tuples: Tuples, make: Callable[[Run], _Made]
+    ) -> _Made:
+        """As `block`, of what has no numbers itself: it is kept when blocks are forgotten."""
+        return _made(self._graphs, what, run, tuples, make)
+
+    def block(
+        self, what: Hashable, run: Run, tuples: Tuples, make: Callable[[Run], _Made]
+    ) -> _Made:
         """What `make` makes of a run that has the numbers of tuples, as `BySettingsRead.of` has it.
 
         Tuples that answer its questions otherwise than the first are no longer alike.
         """
-        cases = tuples.cases
+        return _made(self._blocks, what, run, tuples, make)
 
-        def answered(run: Run) -> tuple[_Made | UserError | TypeError, Bool]:
-            before, cases.alike = cases.alike, np.ones(cases.count, dtype=bool)
-            try:
-                return make(run), cases.alike
-            except (UserError, TypeError) as error:
-                return copy(error), cases.alike  # as `BySettingsRead` keeps errors
-            finally:
-                cases.alike = before
 
-        found, alike = self._with_numbers.of((what, cases), run, answered)
-        cases.alike = cases.alike & alike
-        if isinstance(found, (UserError, TypeError)):
-            raise copy(found)
-        return found
+def _made(
+    known: BySettingsRead,
+    what: Hashable,
+    run: Run,
+    tuples: Tuples,
+    make: Callable[[Run], _Made],
+) -> _Made:
+    cases = tuples.cases
+
+    def answered(run: Run) -> tuple[_Made | UserError | TypeError, Bool]:
+        before, cases.alike = cases.alike, np.ones(cases.count, dtype=bool)
+        try:
+            return make(run), cases.alike
+        except (UserError, TypeError) as error:
+            return copy(error), cases.alike  # as `BySettingsRead` keeps errors
+        finally:
+            cases.alike = before
+
+    found, alike = known.of((what, cases), run, answered)
+    cases.alike = cases.alike & alike
+    if isinstance(found, (UserError, TypeError)):
+        raise copy(found)
+    return found

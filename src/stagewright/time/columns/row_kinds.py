@@ -51,6 +51,8 @@ class DistinctRows:
     def __init__(self) -> None:
         """None is known."""
         self.rows: list[Float] = []
+        self.count = 0
+        """Numbers in all rows."""
         self._number: dict[bytes, int] = {}
 
     def number(self, row: Float) -> int:
@@ -58,6 +60,7 @@ class DistinctRows:
         key = digest(row)
         if key not in self._number:
             self._number[key] = len(self.rows)
+            self.count += row.size
             self.rows.append(row.copy())  # not a view, which would keep its whole table
         return self._number[key]
 
