@@ -18,7 +18,7 @@ import numpy as np
 from stagewright.arrays import Float, Int, distinct_values
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.explore.candidates import ABSENT, Candidates
+from stagewright.explore.candidates import ABSENT, Candidates, distinct
 from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks
 from stagewright.explore.occupancy import occupancy
@@ -216,16 +216,16 @@ class _Evaluation:
     def _cost(self, own: Candidates, mine: Int, of: Structure, hardware: Hardware) -> None:
         """What does not follow from the time of a step: tokens, FLOPs, memory of the device."""
         at, model = of.candidates[mine], self.candidates.model
-        some = own.take(mine)
-        batch = _global_batch(some)
-        lengths = some.distinct("seq_length", "decoder_seq_length")
-        runs = [some.run(first).resolved(model) for first in lengths.first.tolist()]
+        batch = _global_batch(own, mine)
+        columns = [own.column(name)[mine] for name in ("seq_length", "decoder_seq_length")]
+        lengths = distinct(columns, len(mine))
+        runs = [own.run(row).resolved(model) for row in mine[lengths.first].tolist()]
         needed = np.array([self._needed(run) for run in runs])
         self.flops[at] = needed[lengths.of] * batch
         tokens = np.array([run.seq_length or 0 for run in runs])
         self.tokens[at] = tokens[lengths.of] * batch
         first = runs[0]
-        world = some.world_size
+        world = first.world_size  # of all that have the machine
         self.peak[at] = peak_flops(hardware, PRECISIONS[first.precision].product) * world
         asked = first.device_memory
         self.device[at] = hardware.memory if asked is None else read_bytes(asked)
@@ -244,8 +244,9 @@ class _Evaluation:
         """Which stage holds what of a candidate; its numbers matter only where they are 1."""
         values = {n: own.column(n).at(row) for n in own.columns if n in SETTINGS}
         kind = {n: v is None or v > 1 for n, v in values.items() if n in NUMBERS}
-        rest = {n: v for n, v in values.items() if n not in (*NUMBERS, "global_batch_size")}
-        key = *sorted(kind.items()), *sorted((n, repr(v)) for n, v in rest.items())
+        values.pop("global_batch_size", None)
+        # All structures have the same columns, in the same order.
+        key = tuple(kind[n] if n in kind else repr(v) for n, v in values.items())
         if key not in self.plans:
             self.plans[key] = stage_plan(
                 own.run(row), self.candidates.model, self.shared.by_settings
@@ -310,8 +311,11 @@ class _Evaluation:
 
 def _by_shape(plan: StagePlan, alike: _PlayedAlike) -> Iterator[tuple[PipelineShape, _PlayedAlike]]:
     """Candidates of one plan by the shapes that its pipeline has with their microbatches."""
-    distinct, of_row = distinct_values(alike.microbatches)
-    shapes = [plan.shape(count) for count in distinct.tolist()]
+    counts, of_row = distinct_values(alike.microbatches)
+    shapes = [plan.shape(count) for count in counts.tolist()]
+    if all(own is shapes[0] for own in shapes):
+        yield shapes[0], alike
+        return
     for shape in dict.fromkeys(shapes):
         mine = np.array([own is shape for own in shapes])[of_row]
         yield shape, _PlayedAlike(*(column[mine] for column in alike))
@@ -340,8 +344,8 @@ def _played_configurations(
 ) -> _PlacedConfigurations:
     """Candidates of one pipeline, by the microbatches that are played of them."""
     of = shape.pipeline
-    distinct, of_row = distinct_values(every.microbatches)
-    plans = [rounds(of.schedule, of.pp, m, of.group) for m in distinct.tolist()]
+    counts, of_row = distinct_values(every.microbatches)
+    plans = [rounds(of.schedule, of.pp, m, of.group) for m in counts.tolist()]
     more = np.array([plan.more for plan in plans])
     tuples, of_tuple = distinct_values(every.tuples)
     parts: list[EquallyPlayed] = []
@@ -383,10 +387,11 @@ def _unknown(how: Execution, cluster: ClusterSection) -> str:
     return ""
 
 
-def _global_batch(own: Candidates) -> Int:
-    """Sequences of a step."""
-    given = own.numbers("global_batch_size")
+def _global_batch(own: Candidates, rows: Int) -> Int:
+    """Sequences of a step of some candidates."""
+    given = own.column("global_batch_size")[rows].numbers()
     if (given != ABSENT).all():
         return given
-    size = own.numbers("micro_batch_size") * own.numbers("dp")
-    return np.where(given == ABSENT, size * own.microbatches, given)
+    some = own.take(rows)
+    size = some.numbers("micro_batch_size") * some.numbers("dp")
+    return np.where(given == ABSENT, size * some.microbatches, given)

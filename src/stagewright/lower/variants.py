@@ -244,7 +244,7 @@ def tie_tables(
             _check_order(order, holders, name, sharing)
     return [
         [
-            (variant._replace(ties=tuple(ties.get((s, i), ()))), layer)
+            (variant._replace(ties=tuple(ties[s, i])) if (s, i) in ties else variant, layer)
             for i, (variant, layer) in enumerate(stage)
         ]
         for s, stage in enumerate(stages)

@@ -68,11 +68,16 @@ class _RunRead:
         self.run, self.names = run, names
 
     def __getattr__(self, name: str) -> Any:
+        """What is read for the first time: it then is an attribute, which Python finds itself."""
         if name in _SETTINGS:
             self.names.add(name)
-            return getattr(self.run, name)
+            found = self.__dict__[name] = getattr(self.run, name)
+            return found
         of: Any = getattr(Run, name)  # reads settings in its turn
-        return of.__get__(self) if isinstance(of, property) else MethodType(of, self)
+        if not isinstance(of, property):
+            return MethodType(of, self)
+        found = self.__dict__[name] = of.__get__(self)
+        return found
 
     def model_copy(self, *, update: Mapping[str, Any]) -> _RunRead:
         """The run with other settings."""
