@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -128,6 +129,7 @@ class Templates:
         self._transfers: dict[int, list[Transfers]] = {}
         """By program, what is known of each rank class in any execution."""
         self._ranks: dict[Hashable, list[RankActions]] = {}
+        self._messages: dict[int, Float] = {}
         self._hosts: dict[Hashable, tuple[Hardware, list[HostWork] | None]] = {}
         """Each with its hardware: while that is held, no other has the id in the key."""
 
@@ -169,6 +171,31 @@ class Templates:
                 self._hosts[key] = hardware, host_work(each.program, small, how, hardware)
             found.append(self._hosts[key][1])
         return found
+
+    def message(self, assembly: Assembly) -> Float:
+        """Bytes of a message between neighbouring stages in a program: [tuples]."""
+        if id(assembly) not in self._messages:
+            self._messages[id(assembly)] = self._message(assembly)
+        return self._messages[id(assembly)]
+
+    def _message(self, assembly: Assembly) -> Float:
+        sizes = np.zeros(len(self.of))
+        pipeline = [n for n, p in enumerate(assembly.program.peers) if p.axis == "pp"]
+        for rank in assembly.ranks:
+            tasks = rank.of.tasks
+            sends = (tasks.kind == TaskKind.SEND) & np.isin(tasks.slot, pipeline)
+            kernels: list[int] = np.unique(rank.kernel[sends]).tolist()
+            for kernel in kernels:
+                size = np.asarray(assembly.kernels[kernel].comm_bytes, dtype=np.float64)
+                sizes = np.maximum(sizes, size)
+        return sizes
+
+    @cached_property
+    def distances(self) -> tuple[Int, Int]:
+        """The distance between the ranks of two neighbouring stages, and the ranks of a stage along
+        axes slower than the pipeline's: [tuples] each."""
+        stride = self.of.stride
+        return stride, self.of.ranks_of_stage // stride
 
     def durations(self, on: KnownOnMachine) -> Known:
         """What is known of the structure's durations on a machine."""
@@ -227,9 +254,8 @@ class MachineTiming:
                 for mine, took, work in zip(ranks, self._rows(made), hosts, strict=True)
             ]
             found = responses(made, ranks, timed, self.on.played, usual=self.usual)
-            stride = self.of.stride
-            beyond = self.of.ranks_of_stage // stride
-            message = self._message(made.base)
+            stride, beyond = self.templates.distances
+            message = self.templates.message(made.base)
             self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond)
             if not self.usual and _late(of, ranks[0]):
                 late = LatePeaks(made, self.templates.holding[of], ranks, timed, peaks)
@@ -274,18 +300,6 @@ class MachineTiming:
             drawn = np.full_like(rows.number, columns.none) if self.usual else columns.energy(rows)
             found.append((rows, drawn))
         return found
-
-    def _message(self, assembly: Assembly) -> Float:
-        sizes = np.zeros(len(self.of))
-        pipeline = [n for n, p in enumerate(assembly.program.peers) if p.axis == "pp"]
-        for rank in assembly.ranks:
-            tasks = rank.of.tasks
-            sends = (tasks.kind == TaskKind.SEND) & np.isin(tasks.slot, pipeline)
-            kernels: list[int] = np.unique(rank.kernel[sends]).tolist()
-            for kernel in kernels:
-                size = np.asarray(assembly.kernels[kernel].comm_bytes, dtype=np.float64)
-                sizes = np.maximum(sizes, size)
-        return sizes
 
 
 def _late(of: Kind, ranks: Sequence[RankActions]) -> bool:
