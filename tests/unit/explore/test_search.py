@@ -18,6 +18,7 @@ from stagewright.explore.candidates import HARDWARE, Candidates, Column
 from stagewright.explore.evaluate import Evaluated, evaluate
 from stagewright.explore.exact import exact, unknown
 from stagewright.explore.figures import Figures
+from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.space.asked import asked
 from stagewright.explore.space.systems import with_figure
 from stagewright.run.experiment import Experiment
@@ -127,7 +128,7 @@ def test_ctrl_c_keeps_the_lots_that_were_evaluated(monkeypatch: pytest.MonkeyPat
     rows = candidates(recompute=["none", "full"], tp=[1, 2])
     seen: list[int] = []
 
-    def evaluated(of: Candidates) -> Evaluated:
+    def evaluated(of: Candidates, shared: Shared) -> Evaluated:
         if seen:
             raise KeyboardInterrupt
         seen.append(len(of))
@@ -144,6 +145,16 @@ def test_ctrl_c_keeps_the_lots_that_were_evaluated(monkeypatch: pytest.MonkeyPat
     assert result.stopped
     assert result.simulated == 1
     assert left(result) == ["2 candidates left out by Ctrl-C"]
+
+
+def test_lots_that_share_have_the_figures_of_each_alone():
+    rows = candidates(recompute=["none", "selective", "full"], tp=[1, 2, 4], zero=[0, 1])
+    shared = Shared()
+    for lot in (rows.take(slice(0, 9)), rows.take(slice(9, None))):
+        together, alone = evaluate(lot, shared).figures, evaluate(lot).figures
+        assert together.seconds.tobytes() == alone.seconds.tobytes()
+        assert together.joules.tobytes() == alone.joules.tobytes()
+        assert np.array_equal(together.peak, alone.peak)
 
 
 def test_nothing_fits_or_runs(told: dict[int, tuple[float, int]]):
