@@ -8,6 +8,7 @@ import pytest
 from stagewright.explore.bounding.bounds import bounds
 from stagewright.explore.candidates import Candidates, Column
 from stagewright.explore.evaluate import _Evaluation, evaluate
+from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.structures import structures
 from stagewright.lower.compile import compile
 from stagewright.run.experiment import Experiment
@@ -62,7 +63,7 @@ def test_utilization_counts_the_lengths_of_each_candidates_encoder_and_decoder()
     lengths = (128, None), (64, 128), (128, 64), (64, None)
     rows = [dict(zip(("seq_length", "decoder_seq_length"), each, strict=True)) for each in lengths]
     of = candidates(rows, model="t5-small", vocab=1024, dp=2, global_batch_size=8)
-    work = _Evaluation(of)
+    work = _Evaluation(of, Shared())
     for structure in structures(of).found:  # whose steps are left to simulate
         work.add(structure)
     runs = [of.run(n).resolved(of.model) for n in range(len(of))]

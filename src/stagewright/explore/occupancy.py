@@ -79,7 +79,7 @@ def occupancy(
     schedule, pp, *_ = shape
     traits = PLAIN if schedule in IN_TURN else traits_of(order_of_enough(*shape))
     of = _Stages.of(Kinds(traits, pp, len(layers)), layers)
-    found = states(*shape, of.alike, after)
+    found = states(*shape, of.first_equal, after)
     return None if found is None else _occupancy(found, of)
 
 
@@ -91,7 +91,7 @@ def occupancy_of_ends(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occu
     """
     _, pp, vpp, *_ = shape
     of = _Stages.of(Kinds(PLAIN, pp, pp * vpp), layers)
-    return _occupancy(states_of_ends(*shape, of.alike), of)
+    return _occupancy(states_of_ends(*shape, of.first_equal), of)
 
 
 @lru_cache(maxsize=1024)
@@ -100,7 +100,7 @@ def occupancy_of_forwards(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> 
     are done, without what microbatches keep between the halves of their backwards."""
     _, pp, *_ = shape
     of = _Stages.of(Kinds(PLAIN, pp, len(layers)), layers)
-    return _occupancy([forwards_of_first(*shape, of.alike)], of)
+    return _occupancy([forwards_of_first(*shape, of.first_equal)], of)
 
 
 def _occupancy(found: Iterable[Iterable[InFlight]], of: _Stages) -> Occupancy:
@@ -167,7 +167,7 @@ class _Stages(NamedTuple):
         return cls([kinds.stage(stage) for stage in range(len(layers))], layers)
 
     @property
-    def alike(self) -> tuple[int, ...]:
+    def first_equal(self) -> tuple[int, ...]:
         """By stage, the first one that holds as much."""
         first: dict[tuple[int, tuple[int, ...]], int] = {}
         every = zip(self.kinds, self.layers, strict=True)

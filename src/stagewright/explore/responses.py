@@ -188,7 +188,7 @@ class Responses:
             own = slice(1, 2) if moments else rows
             forward, backward = (self._layers(stage, letter, tuples, own) for stage, letter in kind)
             apart = (layers[:, 0] - layers[:, 1]) / 2
-            whole = found.whole()
+            whole = found.expanded()
             some = whole[1:] if moments else whole
             some += np.where(some > NEVER / 2, np.tensordot(apart, forward - backward, axes=1), 0.0)
             return EqualRows(whole, np.arange(len(whole)))

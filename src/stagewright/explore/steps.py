@@ -211,7 +211,7 @@ class _PlayedTogether:
             key = *of, complete
             if key not in effects:
                 every = [self._moments(nth, step, complete) for nth in sets]
-                effects[key] = effect(LiveResponse.of(EqualRows.joined(every)))
+                effects[key] = effect(LiveResponse.of(EqualRows.concatenated(every)))
             return effects[key]
 
         def message(a: int, b: int) -> Float:
@@ -298,7 +298,7 @@ class _PlayedTogether:
             for key, (step, complete, played, added) in self._times(nth, part).items():
                 if key not in every:
                     launched = self._behind(nth, step, complete, "host", HOST)[each]
-                    own = self._step(nth, tuples, step, complete, responses.sums).whole()
+                    own = self._step(nth, tuples, step, complete, responses.sums).expanded()
                     every[key] = np.concatenate([own, launched[None]])
                 sums += played * every[key]
                 if added:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, digest
+from stagewright.arrays import Float, Int, digest, is_any
 from stagewright.explore.actions import REDUCES, STORES
 from stagewright.explore.class_rows import ClassRows
 from stagewright.explore.memory import Peaks
@@ -303,12 +303,11 @@ class MachineTiming:
 
 
 def _late(of: Kind, ranks: Sequence[RankActions]) -> bool:
-    """Whether the memory of a template is counted over time: transfers free some of it, and there
-    are more kinds of actions than in 1F1B, or both of reductions and stores. The rest is left to
-    the order of issue: such candidates are too many to play each."""
-    plain = of.schedule == "1f1b"
-    frees = [any((rank.places.frees == kind).any() for rank in ranks) for kind in (REDUCES, STORES)]
-    return all(frees) if plain else any(frees)
+    """Whether the memory of a template is counted over time: reductions free some of it, or stores
+    do and there are more kinds of actions than in 1F1B. Other candidates with stores are left to
+    the order of issue: they are too many to play each."""
+    counted = (REDUCES,) if of.schedule == "1f1b" else (REDUCES, STORES)
+    return any(is_any(rank.places.frees, counted).any() for rank in ranks)
 
 
 def _content(hosts: list[HostWork] | None) -> bytes | None:

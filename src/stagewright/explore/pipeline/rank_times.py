@@ -63,7 +63,9 @@ class RankTimes(NamedTuple):
         number = {of: nth for nth, of in enumerate(columns)}
         rows = {what: [number[id(of)] for of in move.seconds] for what, move in moves.items()}
         took, delayed = _table([*columns.values()], mine), _table(delays, mine)
-        for steps in _alike(some, {what: move.pattern for what, move in moves.items()}, rows):
+        for steps in _steps_at_once(
+            some, {what: move.pattern for what, move in moves.items()}, rows
+        ):
             self._play(steps, took, delayed, slots)
         for action, slot in some.behind.items():
             self.sent[action] = slots[slot].copy()
@@ -120,7 +122,7 @@ class _AlikeSteps(NamedTuple):
     """The slots of that."""
 
 
-def _alike(
+def _steps_at_once(
     some: Waves, patterns: Mapping[int, Pattern], rows: Mapping[int, list[int]]
 ) -> Iterator[_AlikeSteps]:
     """Those of the steps of each wave that are alike; `patterns` and `rows` of what they take by

@@ -79,7 +79,7 @@ class AfterActions:
         found = np.zeros((SUMS + len(responses.axes), len(self.tuples)))
         for group in self.groups:
             for number in range(len(responses.tails[group.kind].sections)):
-                found += len(group.ranks) * self._rows(group, number, responses.sums).whole()
+                found += len(group.ranks) * self._rows(group, number, responses.sums).expanded()
         found /= self.pp
         return found
 

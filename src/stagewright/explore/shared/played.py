@@ -35,12 +35,12 @@ class EqualRows(NamedTuple):
         """One of the rows: [columns]."""
         return self.distinct[self.of[number]]
 
-    def whole(self) -> Float:
+    def expanded(self) -> Float:
         """All rows: [rows, columns]."""
         return self.distinct[self.of]
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concatenated(cls, parts: Sequence[Self]) -> Self:
         """The columns of several tables behind each other."""
         if len(parts) == 1:
             return parts[0]
