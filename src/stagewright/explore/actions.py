@@ -4,8 +4,9 @@ The rows of a stage are the same in configurations of one structure, and so is w
 (`time.simulate.issue`, `time.simulate.host`); only durations differ. An action is played once with
 arrays [configurations] as its times. What comes before it enters by five moments: when the kernels
 before it have ended (`GPU`), when communication along dp is done (`ASIDE`), when the host has
-launched everything before it (`HOST`), when activations that go to the host are there (`STORED`),
-and when the message that it needs is there (`MESSAGE`).
+launched everything before it (`HOST`), when transfers on streams apart are done (`STORED`): those
+to the host, and gradients of shards that are reduced among replicas; and when the message that it
+needs is there (`MESSAGE`).
 Every end is the latest of these moments, each plus a constant: a matrix over (max, +), `Response`,
 which a schedule of any number of microbatches and stages puts together (`explore.pipeline`).
 """
@@ -47,7 +48,7 @@ class Response(NamedTuple):
     host: Float
     """The host has launched all of it."""
     stored: Float
-    """All activations that go to the host are there."""
+    """All transfers on streams apart have ended."""
     sent: Float
     """Its message has been made; `NEVER` where it sends none."""
     end: Float
@@ -57,15 +58,9 @@ class Response(NamedTuple):
     that of the first layer. With more layers this, or what is `behind` the kernels, may come to be
     the longest of all ways through an action."""
     chain_stored: Float
-    """As `chain`, of what goes to the host."""
+    """As `chain`, on streams apart."""
     sent_gradient: Float | None = None
     """Of a forward and a backward that overlap, as `sent` for the backward; else None."""
-
-    @property
-    def late(self) -> Float:
-        """The latest end of communication that runs on beside later actions, in an action with more
-        layers than the one that was played: [inputs, configurations]."""
-        return np.maximum(np.maximum(self.aside, self.chain), self.gpu + self.behind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,11 +79,11 @@ class ActionColumns:
 MAIN, DATA, SENDS, RECEIVES, BACKWARD, WAITS, STORING, EARLY, LATE = (1 << n for n in range(9))
 """What a place is: a kernel of the model's stream; communication along dp, once per step, or to the
 host, which runs on beside later actions; a message to another rank of the pipeline, and from one;
-part of a backward; what the host waits for the end of; a transfer to the host; what is issued
+part of a backward; what the host waits for the end of; a transfer on a stream apart; what is issued
 before such communication of a second layer, and what is not issued before that of the last one."""
 BEFORE, BESIDE, BESIDE_STORES = -1, -2, -3
 """What a place of an action waits for before its action: kernels, communication that runs on
-beside, or transfers to the host."""
+beside, or transfers on streams apart."""
 _MOMENTS = {BEFORE: GPU, BESIDE: ASIDE, BESIDE_STORES: STORED}
 
 

@@ -195,9 +195,11 @@ class ClassRows:
 
 
 def _apart(kind: NDArray[np.uint8], order: Issue, data: Bool, reduces: Bool) -> Bool:
-    """By place, which transfers beside later actions have a moment of their own (`STORED`): stores,
-    and what runs on the streams on which gradients of microbatches are reduced, but for the first
-    stream, where weights are gathered. So are gradients of shards among replicas."""
+    """By place, which transfers beside later actions are on streams apart (`actions.STORED`).
+
+    Stores are, and what runs on streams on which gradients of microbatches are reduced, but for the
+    first stream, where weights are gathered too: so are gradients of shards among replicas.
+    """
     stores = kind == _STORE
     if not reduces.any():
         return stores

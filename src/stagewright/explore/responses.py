@@ -68,7 +68,8 @@ class LiveResponse(NamedTuple):
 
     @property
     def late(self) -> Moments:
-        """As `Response.late`."""
+        """The latest end of communication that runs on beside later actions, in an action with more
+        layers than the one that was played."""
         behind = [
             None if gpu is None or self.behind is None else gpu + self.behind for gpu in self.gpu
         ]
@@ -76,7 +77,7 @@ class LiveResponse(NamedTuple):
 
     @property
     def all_stored(self) -> Moments:
-        """When all activations that go to the host are there, in an action of any length."""
+        """When all transfers on streams apart have ended, in an action of any length."""
         return [*map(_latest, self.stored, self.chain_stored)]
 
 

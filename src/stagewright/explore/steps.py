@@ -260,7 +260,7 @@ class _PlayedTogether:
 
     def _pace(self, nth: int, part: EquallyPlayed) -> tuple[Float, Float]:
         """Seconds that a microbatch adds to many, at least: those of the busiest rank; and those of
-        its host, of its communication along dp, or of its transfers to the host: [tuples]."""
+        its host, of its communication along dp, or of its transfers on streams apart: [tuples]."""
         pp, distinct = self.of.pp, self.distinct[nth]
         zero = np.zeros(len(distinct.tuples))
         both: list[Float] = []

@@ -39,7 +39,7 @@ class Effect(NamedTuple):
     host: Part
     """Empty: it leaves the host as it is."""
     stored: Part
-    """Empty: it leaves transfers to the host as they are."""
+    """Empty: it leaves transfers on streams apart as they are."""
     sent: tuple[Part, ...]
     """By action of a step."""
 
@@ -101,7 +101,7 @@ class Pattern:
     joined: tuple[Inputs, ...]
     """Inputs of which the latest counts: they are further inputs."""
     parts: tuple[Inputs | None, ...]
-    """Of its kernels, what runs on beside, the host, transfers to the host, and what each of its
+    """Of its kernels, what runs on beside, the host, streams apart, and what each of its
     actions hands on; None: as that of its kernels. Empty: the step leaves that as it is."""
 
     @cached_property
