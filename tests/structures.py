@@ -28,6 +28,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.training import TrainingStep
 from stagewright.model.catalog import resolve
+from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.program.columns import RankClass
 from stagewright.program.memory import live
 from stagewright.run.experiment import Experiment
@@ -201,11 +202,10 @@ def memory_gaps(runs: int, seed: int) -> tuple[list[tuple[float, str]], int]:
     """The memory of runs in columns beside that of the runs alone: how much more it is, in the sum
     of all categories; and how many have none in columns.
 
-    Of schedules with backwards in halves, columns count memory over time where transfers free some
-    (`explore.timing`), and all are held against the simulated step. Of all others that `real`
-    draws they count it in the order of issue, and are held against the compiled program in that
-    order: what a late reduction adds is seen in neither. Kernels whose work others do hold nothing,
-    as in `simulate`.
+    Where gradients of every microbatch are reduced, and in schedules with backwards in halves,
+    columns count memory over time (`explore.timing`), and are held against the simulated step. Of
+    all others that `real` draws they count it in the order of issue, and are held against the
+    compiled program in that order. Kernels whose work others do hold nothing, as in `simulate`.
     """
     dice = random.Random(seed)
     gaps: list[tuple[float, str]] = []
@@ -222,7 +222,7 @@ def memory_gaps(runs: int, seed: int) -> tuple[list[tuple[float, str]], int]:
             left += 1
             continue
         compiled = compile(run)
-        if run.schedule in HALVED:
+        if run.schedule in HALVED or reduces_each_microbatch(run.resolved(candidates.model)):
             peak = simulate(compiled, candidates.machine(0), candidates.execution(0)).fit.peak
         else:
             peak = max(_peak(of) for of in compiled.program.classes)
