@@ -76,6 +76,18 @@ def digest(*parts: object) -> bytes:
     return found.digest()
 
 
+def taken(columns: Sequence[Float], some: Int) -> Float:
+    """Some elements of each column: [columns, some]. They are not checked to be within.
+
+    >>> taken([np.array([1.0, 2.0, 3.0])], np.array([2, 0])).tolist()
+    [[3.0, 1.0]]
+    """
+    found = np.empty((len(columns), len(some)))
+    for row, column in zip(found, columns, strict=True):
+        column.take(some, out=row, mode="clip")  # where numpy checks, it copies twice
+    return found
+
+
 def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
     """Of columns side by side, the first of each set of equal rows, and each row's set.
 

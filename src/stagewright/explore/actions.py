@@ -233,7 +233,7 @@ def _played(
     kernel, aside, thread, stored = inputs[:MESSAGE]
     chains: dict[int, Float] = {}
     last_layer: dict[int, Float] = {}
-    to_host: set[int] = set()
+    apart: set[int] = set()
     never = np.full((len(own), configurations), NEVER)
     sent = [never, never]
     busy = np.zeros(configurations)
@@ -289,7 +289,7 @@ def _played(
             stream = streams[place]
             if flag & STORING:
                 stored = np.maximum(stored, done)
-                to_host.add(stream)
+                apart.add(stream)
             else:
                 aside = np.maximum(aside, done)
             before = chains.get(stream)
@@ -302,7 +302,7 @@ def _played(
         kernel = until
     chain = chain_stored = never
     for stream, found in chains.items():
-        if stream in to_host:
+        if stream in apart:
             chain_stored = np.maximum(chain_stored, found)
         else:
             chain = np.maximum(chain, found)

@@ -197,8 +197,9 @@ class ClassRows:
 def _apart(kind: NDArray[np.uint8], order: Issue, data: Bool, reduces: Bool) -> Bool:
     """By place, which transfers beside later actions are on streams apart (`actions.STORED`).
 
-    Stores are, and what runs on streams on which gradients of microbatches are reduced, but for the
-    first stream, where weights are gathered too: so are gradients of shards among replicas.
+    Stores are, and what runs on streams on which gradients of microbatches are reduced, but for
+    that of the first transfer, a gather of weights or a reduction among shards: so are gradients of
+    shards that are reduced among replicas.
     """
     stores = kind == _STORE
     if not reduces.any():

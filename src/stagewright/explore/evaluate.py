@@ -81,11 +81,13 @@ def evaluate(candidates: Candidates, shared: Shared | None = None) -> Evaluated:
     `shared`: what others of the same model have in common with them, which is not found again.
     """
     work = _Evaluation(candidates, shared or Shared())
-    grouped = structures(candidates, work.shared)
+    try:
+        grouped = structures(candidates, work.shared)
+    finally:
+        work.shared.forget_blocks()
     left = [LeftOut(*refused) for refused in grouped.refused]
     waiting = deque(grouped.found)
     del grouped
-    work.shared.forget_blocks()
     while waiting:  # a structure is dropped before the next one: its blocks take much memory
         left += work.add(waiting.popleft())
     work.run()

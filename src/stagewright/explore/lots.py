@@ -117,7 +117,8 @@ def _evaluated(lot: _NumberedLot) -> _Done:
 
 @lru_cache(maxsize=1)
 def _shared(model: ModelConfig) -> Shared:
-    """What the lots of a model have in common that this process evaluates one after another."""
+    """What the lots of a model have in common that this process evaluates one after another, never
+    two at once. A worker keeps it until it gets lots of another model."""
     return Shared()
 
 

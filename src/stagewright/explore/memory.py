@@ -62,6 +62,7 @@ _NO_SUCH_MOMENT = -1e18
 
 _REMEMBERED = 4096
 """Cases of which it is remembered what stages hold: some hundred kinds of bytes for each."""
+
 StageMemory = Mapping[tuple[str, Spot], ByLayers]
 """Stages of a kind in any number of layers: what they hold (see `Holding`), and at which place."""
 StagesMemory = Mapping[tuple[int, ...], StageMemory]

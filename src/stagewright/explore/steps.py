@@ -198,7 +198,8 @@ class _PlayedTogether:
     def _behind(
         self, nth: int, step: StepKind, complete: bool, field: str, own_input: int
     ) -> Float:
-        """Seconds from a moment to a step's own, 0 at least: [distinct tuples of a set]."""
+        """Seconds by which a step puts off a moment of its rank, from input `own_input` to `field`:
+        0 at least, [distinct tuples of a set]."""
         return np.maximum(moment(self._moments(nth, step, complete), field, own_input), 0.0)
 
     def steps(self) -> list[list[StepColumns]]:

@@ -52,7 +52,7 @@ class Others(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """What a rank is at, and how many other microbatches each of its stages has in flight."""
+    """What a rank is at, and what else its stages have in flight, those that are alike together."""
 
     at: tuple[tuple[int, str], ...]
     """The stage whose rows run, and its moment; two where actions overlap, and none while the
@@ -73,10 +73,12 @@ def states(
     alike: Alike | None = None,
     after: str = "",
 ) -> tuple[tuple[InFlight, ...], ...] | None:
-    """The states of each pipeline rank, without those with less in flight than another one.
+    """The states of the ranks of a pipeline, without those with less in flight than another one.
 
-    `alike`: None: no stages are, and all ranks are there. `after`: kinds of actions whose
-    communication may run on: states are apart by the steps before. None: all ranks share stages.
+    `alike`: which stages hold as much; then of ranks whose stages are alike only the first one is
+    there, where the schedule hands stages out in turn. Without it all ranks are. `after`: kinds of
+    actions whose communication may run on: states are apart by the steps before. Returns None where
+    all ranks share stages.
     """
     order = order_of_enough(schedule, pp, vpp, microbatches, group)
     if alike is not None and not after and schedule in IN_TURN:

@@ -116,8 +116,8 @@ SCHEDULES: dict[str, Schedule] = {
 
 IN_TURN: Final = ("1f1b", "gpipe", "interleaved", "looped-bfs")
 """Schedules that hand stages to ranks in turn, and in which a rank waits for a whole forward and a
-whole backward of the stages before its first one. All ranks do the same actions of their stages in
-the same order, but the earlier ones are further ahead with forwards."""
+whole backward of the stages before its first one. All ranks do the forwards of their stages in
+the same order, and the backwards; earlier ranks begin more forwards before their first backward."""
 
 
 def check_name(name: str) -> None:

@@ -1,7 +1,7 @@
 """What a step makes of the moments that it starts from, part by part.
 
-An `Effect` is the response of an action without what has no effect; a `Move` is what is left of an
-effect where only some inputs come to the step.
+An `Effect` is what a schedule needs of the response of an action; a `Move` is what is left of it in
+a step where some inputs are missing.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Move(NamedTuple):
 
     @classmethod
     def of(cls, effect: Effect, messages: tuple[bool, ...]) -> Self:
-        """An effect; to which actions of the step do messages come?"""
+        """The effect in a step whose actions wait for messages or not, as `messages` says."""
         there = {GPU, ASIDE, HOST, STORED}
         there |= {MESSAGE + nth for nth, comes in enumerate(messages) if comes}
         joined: list[Inputs] = []

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, taken
 from stagewright.explore.actions import ASIDE, GPU, MESSAGE, STORED
 from stagewright.explore.pipeline.effects import FIRST_JOINED, Move, Pattern
 from stagewright.explore.pipeline.waves import Waves
@@ -21,8 +21,8 @@ _Rows: TypeAlias = "int | slice | Int"
 
 
 class RankEnds(NamedTuple):
-    """When ranks are done with all actions: inputs of what comes after, in seconds
-    [ranks, configurations]."""
+    """When ranks are done with all actions, in seconds: [ranks, configurations], or
+    [configurations] of the latest of some ranks."""
 
     gpu: Float
     aside: Float
@@ -62,7 +62,7 @@ class RankTimes(NamedTuple):
         columns = {id(each): each for move in moves.values() for each in move.seconds}
         number = {of: nth for nth, of in enumerate(columns)}
         rows = {what: [number[id(of)] for of in move.seconds] for what, move in moves.items()}
-        took, delayed = _table([*columns.values()], mine), _table(delays, mine)
+        took, delayed = taken([*columns.values()], mine), taken(delays, mine)
         for steps in _steps_at_once(
             some, {what: move.pattern for what, move in moves.items()}, rows
         ):
@@ -176,11 +176,3 @@ def _rows(numbers: Int, edges: Int) -> list[_Rows]:
 def _of(matrix: Float, rows: _Rows) -> Float:
     """Rows of a matrix; those of a slice are not copied."""
     return matrix.take(rows, axis=0) if isinstance(rows, np.ndarray) else matrix[rows]
-
-
-def _table(columns: Sequence[Float], some: Int) -> Float:
-    """Some elements of columns: [columns, some]."""
-    found = np.empty((len(columns), len(some)))
-    for row, column in zip(found, columns, strict=True):
-        column.take(some, out=row)
-    return found

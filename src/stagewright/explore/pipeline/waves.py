@@ -61,8 +61,8 @@ class Waves:
                 now = wave_of[nth]
                 slots.hand_back()
             for column, action in enumerate(range(step.begin, step.end)):
-                if of.source[action] >= 0:
-                    source[row, column] = slots.given(at.pop(of.source[action]))
+                if of.source[action] >= 0:  # what an action hands on, one other takes
+                    source[row, column] = slots.done_with(at.pop(of.source[action]))
                     way[row, column] = of.way[action]
                 if of.wanted[action]:
                     target[row, column] = at[action] = slots.taken()
@@ -97,7 +97,7 @@ class _Slots:
     def __init__(self) -> None:
         self.count = 0
         self._free: list[int] = []
-        self._given: list[int] = []
+        self._done: list[int] = []
 
     def taken(self) -> int:
         """One that nobody has."""
@@ -106,12 +106,12 @@ class _Slots:
         self.count += 1
         return self.count - 1
 
-    def given(self, slot: int) -> int:
-        """Note that a slot is needed no more when it is next time to hand back."""
-        self._given.append(slot)
+    def done_with(self, slot: int) -> int:
+        """Note that a slot may be handed back, and return it."""
+        self._done.append(slot)
         return slot
 
     def hand_back(self) -> None:
         """Make all that were noted free."""
-        self._free += self._given
-        self._given.clear()
+        self._free += self._done
+        self._done.clear()

@@ -5,13 +5,14 @@ Many structures have equal actions: those that differ only in what happens once 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, digest, distinct_columns, distinct_rows
+from stagewright.arrays import Float, Int, digest, distinct_columns, distinct_rows, taken
 from stagewright.explore.actions import (
     NEVER,
     ActionColumns,
@@ -139,10 +140,7 @@ class LinearRows:
 
     def _taken(self, rows: Int, cases: Int) -> Float:
         """Some rows of the table, of some cases: [rows, cases]."""
-        found = np.empty((len(rows), len(cases)))
-        for number, row in zip(rows.tolist(), found, strict=True):
-            self.table[number].take(cases, out=row, mode="clip")  # does not copy twice, as "raise"
-        return found
+        return taken([self.table[number] for number in rows.tolist()], cases)
 
     def added(self, cases: Int, rows: slice) -> Float:
         """What one layer more of each variant adds to some rows: [variants, rows, cases]."""
@@ -208,10 +206,12 @@ def _play(waiting: list[AwaitedRows]) -> None:
         alike.setdefault(one.shape, []).append(one)
     waiting.clear()
     lots = [lot for every in alike.values() for lot in _lots(every)]
-    # Those of one base one after another: with and without few layers, they have actions in common.
-    base = {id(lot[0].base): nth for nth, lot in reversed([*enumerate(lots)])}
+    # Lots of one base one after another: with and without few layers, they have actions in common.
+    of_base: dict[TimedAction, list[list[AwaitedRows]]] = {}
+    for lot in lots:
+        of_base.setdefault(lot[0].base, []).append(lot)
     recent = _RecentlyPlayed()
-    for lot in sorted(lots, key=lambda lot: base[id(lot[0].base)]):
+    for lot in itertools.chain.from_iterable(of_base.values()):
         _play_lot(lot, recent)
 
 
@@ -235,7 +235,7 @@ class _RecentlyPlayed:
 
     def played(self, every: Sequence[tuple[TimedAction, Int]]) -> ActionColumns:
         """As `actions.played`."""
-        key = tuple((id(action), digest(cases)) for action, cases in every)
+        key = tuple((action, digest(cases)) for action, cases in every)
         if key not in self._known:
             if len(self._known) == _RECENT:
                 del self._known[next(iter(self._known))]

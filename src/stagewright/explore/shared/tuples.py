@@ -58,8 +58,8 @@ class Shared:
         self._tuples: dict[Hashable, Tuples] = {}
 
     def forget_blocks(self) -> None:
-        """Drop blocks with numbers, which take most of the memory, and all of what has become
-        much."""
+        """Drop blocks with numbers, which take most of the memory, and graphs and durations once
+        there are many. What settings alone decide stays: a few entries for each kind of run."""
         self._blocks = BySettingsRead()
         if len(self._graphs) > _MOST_GRAPHS:
             self._graphs = BySettingsRead()
