@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from hashlib import blake2b
 from typing import Any, TypeVar
 
@@ -86,6 +87,11 @@ def taken(columns: Sequence[Float], some: Int) -> Float:
     for row, column in zip(found, columns, strict=True):
         column.take(some, out=row, mode="clip")  # where numpy checks, it copies twice
     return found
+
+
+def latest(times: Sequence[Float]) -> Float:
+    """The latest of some moments, of which there is one: seconds of any shape."""
+    return reduce(np.maximum, times)
 
 
 def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:

@@ -28,7 +28,16 @@ from stagewright.explore.actions import (
     StepKind,
 )
 from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
-from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
+from stagewright.program.columns import (
+    COLLECTIVE,
+    COMPUTE,
+    PHASES,
+    RECV,
+    SEND,
+    STORE,
+    Program,
+    Tasks,
+)
 from stagewright.run.sections.execution import Execution
 from stagewright.time.columns.row_kinds import DistinctRows, RowKinds
 from stagewright.time.simulate.host import HostWork
@@ -38,9 +47,6 @@ from stagewright.time.simulate.issue import (
     issue,
     with_needs,
 )
-
-# Plain numbers: Python 3.11 looks up a member of an enum by a function of its own.
-_COMPUTE, _COLLECTIVE, _SEND, _RECV, _, _STORE = map(int, TaskKind)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,23 +84,23 @@ class ClassPlaces:
         axes = (*dict.fromkeys(("", *names)),)
         axis = np.array([*map(axes.index, names), 0])[of.number[rows]]
         main = order.stream == 0
-        data = (kind == _COMPUTE) & ~main
+        data = (kind == COMPUTE) & ~main
         gathers = np.diff(tasks.data_ptr)[rows] == 0  # of weights, also along cp where dp is 1
         of_weights = gathers | of.of_tasks([degree == "dp" for degree in of.degrees])[rows]
-        data |= (kind == _COLLECTIVE) & ((tasks.microbatch[rows] < 0) | of_weights)
+        data |= (kind == COLLECTIVE) & ((tasks.microbatch[rows] < 0) | of_weights)
         reduces = known.reductions[rows]
-        frees = np.where(kind == _STORE, STORES, reduces * REDUCES)
-        data |= reduces | (kind == _STORE)
+        frees = np.where(kind == STORE, STORES, reduces * REDUCES)
+        data |= reduces | (kind == STORE)
         # Messages of the pipeline are on their way between actions (`explore.pipeline`), and take
         # the time of their send.
         pipeline = [n for n, peer in enumerate(program.peers) if peer.axis == "pp"]
         of_pipeline = is_any(tasks.slot[rows], pipeline)
-        sends = (kind == _SEND) & of_pipeline
-        message = sends | (kind == _RECV)
+        sends = (kind == SEND) & of_pipeline
+        message = sends | (kind == RECV)
         backward = tasks.phase[rows] != PHASES.index("forward")
         flags = (
             MAIN * main + DATA * data + STORING * _apart(kind, order, data, reduces) + SENDS * sends
-            + RECEIVES * (of_pipeline & (kind == _RECV)) + BACKWARD * backward
+            + RECEIVES * (of_pipeline & (kind == RECV)) + BACKWARD * backward
         )  # fmt: skip
         return cls(tasks, order, kind, message, flags, axis, axes, data, frees)
 
@@ -201,7 +207,7 @@ def _apart(kind: NDArray[np.uint8], order: Issue, data: Bool, reduces: Bool) -> 
     that of the first transfer, a gather of weights or a reduction among shards: so are gradients of
     shards that are reduced among replicas.
     """
-    stores = kind == _STORE
+    stores = kind == STORE
     if not reduces.any():
         return stores
     first = order.stream[np.flatnonzero(data & ~stores)[0]]
@@ -219,7 +225,7 @@ def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, In
     sends: list[Int] = [np.zeros(0, dtype=np.int64)]
     for axis in {peer.axis for peer in program.peers} - {"pp"}:
         slots = [n for n, peer in enumerate(program.peers) if peer.axis == axis]
-        ends = [np.flatnonzero(is_any(slot, slots) & (kind == of)) for of in (_RECV, _SEND)]
+        ends = [np.flatnonzero(is_any(slot, slots) & (kind == of)) for of in (RECV, SEND)]
         received, sent = (mine[np.argsort(tag[mine], kind="stable")] for mine in ends)
         receives.append(received)
         sends.append(sent)
@@ -261,7 +267,7 @@ def cuts(program: Program, places: ClassPlaces, rank: RankRows) -> Cuts:
     """
     tasks, order, at = places.tasks, places.issue, places.issue.rows
     slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
-    meets = (places.kind == _COLLECTIVE) & is_any(tasks.slot[at], slots)
+    meets = (places.kind == COLLECTIVE) & is_any(tasks.slot[at], slots)
     meets &= at >= rank.end  # two ranks that hold the same reduce gradients before
     met = np.flatnonzero(meets)
     inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))

@@ -10,12 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, distinct_rows
+from stagewright.arrays import Float, Int, distinct_rows, latest
 from stagewright.explore.actions import INPUTS, NEVER, Response, StepKind, TimedAction
 from stagewright.explore.class_rows import ClassPlaces, ClassRows, Cuts, StageMeeting, cuts
 from stagewright.explore.shared.played import EqualRows, LinearResponse, LinearRows, Played
@@ -83,7 +82,7 @@ class LiveResponse(NamedTuple):
 
 def _latest(*moments: Float | None) -> Float | None:
     live = [moment for moment in moments if moment is not None]
-    return reduce(np.maximum, live) if live else None
+    return latest(live) if live else None
 
 
 class TimedMeeting(NamedTuple):

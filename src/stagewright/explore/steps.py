@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, distinct_rows
+from stagewright.arrays import Float, Int, distinct_rows, latest
 from stagewright.explore.actions import (
     ASIDE,
     GPU,
@@ -20,7 +20,7 @@ from stagewright.explore.actions import (
 )
 from stagewright.explore.pipeline.effects import Effect, effect
 from stagewright.explore.pipeline.ordered_steps import StepCounts, step_counts, ways
-from stagewright.explore.pipeline.play import latest, play_each
+from stagewright.explore.pipeline.play import play_each
 from stagewright.explore.pipeline.rounds import slowest_loop
 from stagewright.explore.responses import SUMS, LiveResponse, Responses, moment
 from stagewright.explore.shared.after_actions import AfterActions, Ends

@@ -35,6 +35,10 @@ class TaskKind(IntEnum):
     STORE = 5  # to it
 
 
+# As plain numbers, for columns of kinds: Python 3.11 looks up a member by a function of its own.
+COMPUTE, COLLECTIVE, SEND, RECV, LOAD, STORE = map(int, TaskKind)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What the duration of a kernel depends on: its kind, and its extents on one rank.

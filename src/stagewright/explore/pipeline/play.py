@@ -120,11 +120,3 @@ def play_each(
         timed.play(end, of, part.rest, own)
         found.append(end.ends)
     return found
-
-
-def latest(times: Sequence[Float]) -> Float:
-    """The latest of some moments."""
-    found = times[0]
-    for other in times[1:]:
-        found = np.maximum(found, other)
-    return found

@@ -7,12 +7,11 @@ they are on and however long they take.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, taken
+from stagewright.arrays import Float, Int, latest, taken
 from stagewright.explore.actions import ASIDE, GPU, MESSAGE, STORED
 from stagewright.explore.pipeline.effects import FIRST_JOINED, Move, Pattern
 from stagewright.explore.pipeline.waves import Waves
@@ -81,7 +80,7 @@ class RankTimes(NamedTuple):
                 sent = _of(slots, steps.source[nth - MESSAGE])
                 inputs[nth] = sent + _of(delays, steps.way[nth - MESSAGE])
         for nth, joined in enumerate(pattern.joined, FIRST_JOINED):
-            inputs[nth] = reduce(np.maximum, [inputs[own] for own in joined])
+            inputs[nth] = latest([inputs[own] for own in joined])
 
         def moved(part: int) -> Float:
             """The latest of the inputs of a part of the pattern, each after its seconds."""

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, latest
 from stagewright.explore.actions import ASIDE, GPU, HOST, STORED
-from stagewright.explore.pipeline.play import latest
 from stagewright.explore.pipeline.rank_times import RankEnds
 from stagewright.explore.responses import SUMS, LiveResponse, Moments, Responses
 from stagewright.explore.shared.played import EqualRows

@@ -27,12 +27,21 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.program.along import TasksAlong, along
-from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
+from stagewright.program.columns import (
+    COLLECTIVE,
+    COLLECTIVES,
+    COMPUTE,
+    LOAD,
+    PHASES,
+    RECV,
+    SEND,
+    STORE,
+    Program,
+    Tasks,
+)
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
 
-# Plain numbers: Python 3.11 looks up a member of an enum by a function of its own.
-_COMPUTE, _COLLECTIVE, _SEND, _RECV, _LOAD, _STORE = map(int, TaskKind)
 _FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
 
 
@@ -79,7 +88,7 @@ class Transfers:
         """
         tasks, of = self.tasks, self.along
         found = (tasks.phase == _BACKWARD) & (tasks.microbatch >= 0)
-        found &= tasks.kind == _COLLECTIVE
+        found &= tasks.kind == COLLECTIVE
         if not found.any():
             return found
         reduces = [COLLECTIVES[collective] in _REDUCTIONS for *_, collective in of.keys]
@@ -116,12 +125,12 @@ def issue(program: Program, tasks: Tasks, how: Execution, known: Transfers | Non
     blocking = _blocking(known, how)[rows]
     pairs = [(owner, needed), *_chains(stream, blocking)]
     # A load from the host does not start with its store, but when it is issued.
-    ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == _LOAD)
+    ahead = (np.bincount(owner, minlength=len(rows)) == 0) | (kind == LOAD)
     before = _before(kernel)
-    waits = np.flatnonzero(ahead & (kind != _COMPUTE) & (before >= 0))
+    waits = np.flatnonzero(ahead & (kind != COMPUTE) & (before >= 0))
     pairs.append((waits, before[waits]))
     if how.streams == "separate":
-        for frees in (known.reductions[rows], kind == _STORE):
+        for frees in (known.reductions[rows], kind == STORE):
             pairs += _pending(frees, kernel, waits, stream)
     owner, needed = (np.concatenate(column) for column in zip(*pairs, strict=True))
     owner, needed = _without_implied(owner, needed, stream, kernel)
@@ -144,9 +153,9 @@ def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
     """Which tasks are kernels that only add up gradients reduced by a collective."""
     size = len(tasks)
     backward = tasks.phase == _BACKWARD
-    reduces = backward & (tasks.kind == _COLLECTIVE)
+    reduces = backward & (tasks.kind == COLLECTIVE)
     reduces &= np.isin(tasks.collective, [COLLECTIVES.index(c) for c in _REDUCTIONS])
-    settles = backward & (tasks.kind == _COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    settles = backward & (tasks.kind == COMPUTE) & (np.diff(tasks.data_ptr) > 0)
     while True:
         other = _any(owner, ~(reduces | settles)[needed], size)
         fewer = settles & ~other & ~_read_on(tasks, settles, owner, needed)
@@ -212,7 +221,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
     key = np.arange(size, dtype=np.float64)
     if how.overlap_moe_expert_parallel_comm:
         key[ep_overlap.order(tasks)] = np.arange(size)
-    gathers = (tasks.kind == _COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
+    gathers = (tasks.kind == COLLECTIVE) & (np.bincount(owner, minlength=size) == 0)
     if how.prefetch == 1:
         gathers &= tasks.phase == _OPTIMIZER  # the other gathers are in place already
     if gathers.any():
@@ -221,7 +230,7 @@ def _order(tasks: Tasks, owner: Int, needed: Int, aside: Bool, how: Execution) -
     if "dp" in how.no_overlap:
         late = once
     else:
-        first = once & (tasks.kind == _COLLECTIVE)
+        first = once & (tasks.kind == COLLECTIVE)
         late = once & _any(owner, first[needed], size)
         while not np.array_equal(more := late | (once & _any(owner, late[needed], size)), late):
             late = more
@@ -241,7 +250,7 @@ def _prefetch(
 ) -> None:
     """Set the sort keys of gathers to `depth` blocks before the block that needs them."""
     size = len(tasks)
-    kernel = (tasks.kind == _COMPUTE) & ~aside
+    kernel = (tasks.kind == COMPUTE) & ~aside
     at = np.flatnonzero(kernel)
     new_action, new_block = _blocks(tasks, at)
     begins = at[new_block]  # first kernel of each block
@@ -267,9 +276,9 @@ def _gathered_next(tasks: Tasks, owner: Int, needed: Int) -> tuple[Int, Int]:
 
     Kernels and gathers go through the blocks of a stage in the same order.
     """
-    gathers = (tasks.kind == _COLLECTIVE) & (tasks.phase == _OPTIMIZER)
+    gathers = (tasks.kind == COLLECTIVE) & (tasks.phase == _OPTIMIZER)
     gathers &= tasks.collective == COLLECTIVES.index("all_gather")
-    kernels = np.flatnonzero((tasks.kind == _COMPUTE) & (tasks.phase == _FORWARD))
+    kernels = np.flatnonzero((tasks.kind == COMPUTE) & (tasks.phase == _FORWARD))
     first = kernels[_blocks(tasks, kernels)[1]]
     blocks: dict[int, list[int]] = {}  # of each stage: first kernels of its first forward action
     for row in first.tolist():
@@ -302,12 +311,12 @@ def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution
     if how.streams == "one":
         stream = np.ones(len(kind), dtype=np.int64)
     else:
-        stream = 1 + slot + np.where(kind == _SEND, len(program.communicators), 0)
-        stream[kind == _LOAD] = streams_of(program) - 2
-        stream[kind == _STORE] = streams_of(program) - 1
-    compute = kind == _COMPUTE
+        stream = 1 + slot + np.where(kind == SEND, len(program.communicators), 0)
+        stream[kind == LOAD] = streams_of(program) - 2
+        stream[kind == STORE] = streams_of(program) - 1
+    compute = kind == COMPUTE
     stream[compute if how.streams == "one" else compute & (slot < 0)] = 0
-    stream[kind == _RECV] = -1
+    stream[kind == RECV] = -1
     return stream
 
 
