@@ -2,6 +2,7 @@
 
     python benchmarks/search.py [--runs N] [--seed S] [--only CASE] [--sample N] [--whole]
                                 [--no-gaps] [--no-rate]
+                                [--calculon CHECKOUT] [--calculon-python PYTHON]
 
 A search settles every candidate: most by lower bounds of their time and memory, the others by their
 figures in columns, and the best 20 by simulation; `--whole` evaluates all of them in columns.
@@ -14,17 +15,22 @@ to 65,536 sequences, evaluated whole, lot by lot as a search does, from the spac
 that fits. The gap is taken over N runs of each, drawn at
 random; `--sample` evaluates so many of the candidates, which are then fewer for each structure and
 cost more. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342
-configurations per CPU-second, AIConfigurator 24 points.
+configurations per CPU-second, AIConfigurator 24 points, each on the machine of its authors.
+`--calculon` runs Calculon's own search from a checkout of one's own on this machine as well, with
+an interpreter that has what it needs (pandas, psutil), so that both rates are of one machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import resource
+import sys
+import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
+from measure import run
 
 from stagewright.explore.answer.search import search
 from stagewright.explore.candidates import Candidates
@@ -152,6 +158,19 @@ def _show_whole(rows: Candidates) -> None:
           f"{spent:.1f} CPU-s, {left} left, {peak_megabytes():.0f} MB", flush=True)  # fmt: skip
 
 
+def _show_calculon(checkout: str, interpreter: str) -> None:
+    """The rate of Calculon's own search on this machine: of GPT-3 175B on 8 A100, batch 1, which
+    is a small part of its space on 4,096 and is evaluated in the same way."""
+    line = [interpreter, "bin/calculon", "llm-optimal-execution", "models/gpt3-175B.json", "8", "1"]
+    with tempfile.TemporaryDirectory() as scratch:
+        line += ["float16", "systems/a100_80g.json", f"{scratch}/best.json", "--cpus", "1"]
+        cost = run([*line, "--noneok"], environment={"PYTHONPATH": "."}, cwd=checkout)
+    count = int(cost.out.split("Total executions:")[1].split()[0])
+    print(f"Calculon on this machine: {count} configurations in {cost.cpu:.1f} CPU-s, "
+          f"{count / cost.cpu:.0f} per CPU-second (published: {CALCULON[0]} to {CALCULON[1]})",
+          flush=True)  # fmt: skip
+
+
 def _show_batches() -> None:
     """The rate at which Calculon's space of several batches is evaluated whole, from its
     enumeration to the candidate that handles most tokens per second of those that fit."""
@@ -180,7 +199,11 @@ def main() -> None:
     options.add_argument("--whole", action="store_true")
     options.add_argument("--no-gaps", action="store_true")
     options.add_argument("--no-rate", action="store_true")
+    options.add_argument("--calculon", metavar="CHECKOUT", help="a checkout of Calculon")
+    options.add_argument("--calculon-python", default=sys.executable, metavar="PYTHON")
     given = options.parse_args()
+    if given.calculon:
+        _show_calculon(given.calculon, given.calculon_python)
     if given.only == BATCHES:
         _show_batches()
         return
