@@ -21,9 +21,9 @@ from stagewright.errors import UserError
 from stagewright.explore.candidates import ABSENT, Candidates, distinct
 from stagewright.explore.figures import Figures
 from stagewright.explore.memory import Peaks
-from stagewright.explore.occupancy import occupancy
+from stagewright.explore.occupancy import enough, occupancy
 from stagewright.explore.pipeline.rounds import rounds
-from stagewright.explore.shared.plans import Pipeline, PipelineShape, StagePlan, stage_plan
+from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.steps import EquallyPlayed, PlayedConfigurations, StepColumns, steps
 from stagewright.explore.structures import (
@@ -46,6 +46,7 @@ from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.schedule.pipeline import Pipeline
 from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.expense.power import watts_per_gpu
 from stagewright.time.experts.dispatch import Routed
@@ -328,11 +329,11 @@ def _held(
 ) -> Iterator[tuple[Int, dict[str, Int]]]:
     """The memory of candidates of one pipeline, by their numbers."""
     of, layers = shape.pipeline, shape.by_stage
-    counts = of.enough(every.microbatches)
+    counts = enough(of, every.microbatches)
     after = peaks.lasting if isinstance(peaks, LatePeaks) else ""
     for count in np.unique(counts).tolist():
         mine = counts == count
-        found = occupancy(of.with_microbatches(count), layers, after)
+        found = occupancy(of, count, layers, after)
         assert found is not None, f"a schedule that is played: {of.schedule}"
         yield every.at[mine], peaks.at(found, every.tuples[mine])
 

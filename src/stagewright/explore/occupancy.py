@@ -1,6 +1,6 @@
 """What the ranks of a pipeline hold of its stages, in each state in which one may hold most.
 
->>> found = occupancy(("1f1b", 2, 1, 4, None), ((2,), (2,)))
+>>> found = occupancy(Pipeline("1f1b", 2), 4, ((2,), (2,)))
 >>> [f"{count:g} x {of.what}" for of, count in zip(found.holdings, found.counts[2]) if count]
 ['1 x kept', '1 x backward']
 """
@@ -14,8 +14,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.arrays import Float
+from stagewright.arrays import Float, Int, distinct_values
 from stagewright.explore.template_memory import HALVED, HELD, KEPT, PAIR, UPDATED
 from stagewright.explore.templates import Kinds
 from stagewright.schedule.in_flight import (
@@ -28,11 +29,9 @@ from stagewright.schedule.in_flight import (
     states,
     states_of_ends,
 )
+from stagewright.schedule.pipeline import Pipeline
 from stagewright.schedule.schedules import IN_TURN
 from stagewright.schedule.traits import PLAIN, traits_of
-
-Shape = tuple[str, int, int, int, int | None]
-"""Of a pipeline: schedule, ranks, chunks of a rank, microbatches and their group."""
 
 
 class Holding(NamedTuple):
@@ -69,38 +68,46 @@ class Occupancy:
     """How often a state has each: [states, holdings]."""
 
 
+def enough(of: Pipeline, microbatches: NDArray[np.integer]) -> Int:
+    """`Pipeline.enough` of an array of microbatches."""
+    distinct, each = distinct_values(microbatches)
+    return np.array([of.enough(count) for count in distinct.tolist()])[each]
+
+
 @lru_cache(maxsize=512)
 def occupancy(
-    shape: Shape, layers: tuple[tuple[int, ...], ...], after: str = ""
+    of: Pipeline, microbatches: int, layers: tuple[tuple[int, ...], ...], after: str = ""
 ) -> Occupancy | None:
     """What ranks hold in the states of a pipeline (`in_flight.states`, also of `after`); `layers`
     are those of each stage, by variant. None: the schedule is one in which all ranks share stages.
     """
-    schedule, pp, *_ = shape
-    traits = PLAIN if schedule in IN_TURN else traits_of(order_of_enough(*shape))
-    of = _Stages.of(Kinds(traits, pp, len(layers)), layers)
-    found = states(*shape, of.first_equal, after)
-    return None if found is None else _occupancy(found, of)
+    alternates = of.schedule in IN_TURN
+    traits = PLAIN if alternates else traits_of(order_of_enough(of, microbatches))
+    stages = _Stages.of(Kinds(traits, of.pp, len(layers)), layers)
+    found = states(of, microbatches, stages.first_equal, after)
+    return None if found is None else _occupancy(found, stages)
 
 
 @lru_cache(maxsize=1024)
-def occupancy_of_ends(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy:
+def occupancy_of_ends(
+    of: Pipeline, microbatches: int, layers: tuple[tuple[int, ...], ...]
+) -> Occupancy:
     """As `occupancy`, with the states of the first and the last rank only.
 
-    Of a schedule that hands stages to ranks in turn, with all microbatches that `shape` has.
+    Of a schedule that hands stages to ranks in turn, with all of the microbatches.
     """
-    _, pp, vpp, *_ = shape
-    of = _Stages.of(Kinds(PLAIN, pp, pp * vpp), layers)
-    return _occupancy(states_of_ends(*shape, of.first_equal), of)
+    stages = _Stages.of(Kinds(PLAIN, of.pp, of.pp * of.vpp), layers)
+    return _occupancy(states_of_ends(of, microbatches, stages.first_equal), stages)
 
 
 @lru_cache(maxsize=1024)
-def occupancy_of_forwards(shape: Shape, layers: tuple[tuple[int, ...], ...]) -> Occupancy:
+def occupancy_of_forwards(
+    of: Pipeline, microbatches: int, layers: tuple[tuple[int, ...], ...]
+) -> Occupancy:
     """As `occupancy`, of some of what the first rank holds: in its forwards, and when all actions
     are done, without what microbatches keep between the halves of their backwards."""
-    _, pp, *_ = shape
-    of = _Stages.of(Kinds(PLAIN, pp, len(layers)), layers)
-    return _occupancy([forwards_of_first(*shape, of.first_equal)], of)
+    stages = _Stages.of(Kinds(PLAIN, of.pp, len(layers)), layers)
+    return _occupancy([forwards_of_first(of, microbatches, stages.first_equal)], stages)
 
 
 def _occupancy(found: Iterable[Iterable[InFlight]], of: _Stages) -> Occupancy:

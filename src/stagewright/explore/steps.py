@@ -24,9 +24,9 @@ from stagewright.explore.pipeline.play import play_each
 from stagewright.explore.pipeline.rounds import slowest_loop
 from stagewright.explore.responses import SUMS, LiveResponse, Responses, moment
 from stagewright.explore.shared.after_actions import AfterActions, Ends
-from stagewright.explore.shared.plans import Pipeline
 from stagewright.explore.shared.played import EqualRows
 from stagewright.explore.templates import Kinds
+from stagewright.schedule.pipeline import Pipeline
 from stagewright.schedule.places import places
 from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.expense.power import RUNNING_FRACTION

@@ -1,6 +1,6 @@
 """How many microbatches a rank has in flight while it does what: by schedule.
 
->>> [state for state in states("1f1b", 2, 1, 4, None)[0] if state.at == ((0, BACKWARD),)]
+>>> [state for state in states(Pipeline("1f1b", 2), 4)[0] if state.at == ((0, BACKWARD),)]
 [InFlight(at=((0, 'backward'),), others=(Others(stage=0, idle=0, kept=1, halved=0),), after=())]
 """
 
@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.schedule.actions import Order, ScheduleStep, flat, parts
-from stagewright.schedule.schedules import IN_TURN, SCHEDULES, make
+from stagewright.schedule.pipeline import Pipeline
+from stagewright.schedule.schedules import IN_TURN, make
 from stagewright.schedule.traits import traits_of
 
 FIRST_FORWARD, FORWARD, BACKWARD, LAST_BACKWARD = (
@@ -65,13 +66,7 @@ class InFlight(NamedTuple):
 
 @lru_cache(maxsize=512)
 def states(
-    schedule: str,
-    pp: int,
-    vpp: int,
-    microbatches: int,
-    group: int | None,
-    alike: Alike | None = None,
-    after: str = "",
+    of: Pipeline, microbatches: int, alike: Alike | None = None, after: str = ""
 ) -> tuple[tuple[InFlight, ...], ...] | None:
     """The states of the ranks of a pipeline, without those with less in flight than another one.
 
@@ -80,12 +75,12 @@ def states(
     actions whose communication may run on: states are apart by the steps before. Returns None where
     all ranks share stages.
     """
-    order = order_of_enough(schedule, pp, vpp, microbatches, group)
-    if alike is not None and not after and schedule in IN_TURN:
+    order = order_of_enough(of, microbatches)
+    if alike is not None and not after and of.schedule in IN_TURN:
         # The first one of ranks whose stages are alike has the most in flight at every action.
         first: dict[tuple[int, ...], int] = {}
-        for rank in range(pp):
-            first.setdefault(alike[rank::pp], rank)
+        for rank in range(of.pp):
+            first.setdefault(alike[rank :: of.pp], rank)
         order = tuple(order[rank] for rank in first.values())
     elif traits_of(order).shared:
         return None
@@ -94,30 +89,19 @@ def states(
 
 @lru_cache(maxsize=1024)
 def states_of_ends(
-    schedule: str,
-    pp: int,
-    vpp: int,
-    microbatches: int,
-    group: int | None,
-    alike: Alike | None = None,
+    of: Pipeline, microbatches: int, alike: Alike | None = None
 ) -> tuple[tuple[InFlight, ...], ...]:
     """As `states`, of the first and the last rank only; of a schedule whose ranks share nothing."""
-    order = make(schedule, pp, microbatches, vpp, group=group)
-    return tuple(_of_rank(order[rank], alike) for rank in sorted({0, pp - 1}))
+    order = of.order(microbatches)
+    return tuple(_of_rank(order[rank], alike) for rank in sorted({0, of.pp - 1}))
 
 
 def forwards_of_first(
-    schedule: str,
-    pp: int,
-    vpp: int,
-    microbatches: int,
-    group: int | None,
-    alike: Alike | None = None,
+    of: Pipeline, microbatches: int, alike: Alike | None = None
 ) -> tuple[InFlight, ...]:
     """As `states`, of the forwards of the first rank only, and of what comes after all actions;
     nothing is said of the halves of backwards, nor of backwards that run beside."""
-    order = make(schedule, pp, microbatches, vpp, group=group)
-    every = _of_rank(order[0], alike)
+    every = _of_rank(of.order(microbatches)[0], alike)
     often = {own.stage: own.idle for own in every[-1].others}  # behind all actions
     found: dict[_At, set[tuple[int, ...]]] = {}
     for at, others, _ in every:
@@ -131,22 +115,10 @@ def forwards_of_first(
     )
 
 
-def enough(schedule: str, pp: int, vpp: int, microbatches: int, group: int | None) -> int:
-    """Microbatches after which a schedule that alternates has no more of them in flight."""
-    of = SCHEDULES.get(schedule)
-    if of is None or of.forwards_first:
-        return microbatches
-    alike = group or (2 * pp if of.pairs_ranks else pp)
-    most = max(2 * (min(vpp, 2) + 1), of.fills + 2)  # rounds: more chunks fill up in no more
-    return min(microbatches, most * (group or pp) + microbatches % alike)
-
-
 @lru_cache(maxsize=1)  # what follows from an order is asked for by one after another
-def order_of_enough(
-    schedule: str, pp: int, vpp: int, microbatches: int, group: int | None
-) -> Order:
+def order_of_enough(of: Pipeline, microbatches: int) -> Order:
     """The order of a schedule with as many microbatches as show all its states."""
-    return make(schedule, pp, enough(schedule, pp, vpp, microbatches, group), vpp, group=group)
+    return make(of.schedule, of.pp, of.enough(microbatches), of.vpp, group=of.group)
 
 
 def _of_rank(

@@ -44,6 +44,7 @@ from stagewright.schedule.generators import (
     zbv,
 )
 from stagewright.schedule.in_flight import states, states_of_ends
+from stagewright.schedule.pipeline import Pipeline
 from stagewright.schedule.places import mirrored, places
 from stagewright.schedule.play import bubble, idle, play
 from stagewright.schedule.schedules import SCHEDULES, fewest, make
@@ -186,12 +187,13 @@ def test_in_flight_of_chunks_and_halves() -> None:
 
 def test_few_rounds_show_all_states_of_many_chunks() -> None:
     for p, chunks in ((2, 3), (2, 8), (4, 4)):
-        few = states("interleaved", p, chunks, 100 * p, None)
-        most = states_of_ends("interleaved", p, chunks, 4 * (chunks + 1) * p, None)
+        of = Pipeline("interleaved", p, chunks)
+        few, most = states(of, 100 * p), states_of_ends(of, 4 * (chunks + 1) * p)
         assert (few[0], few[-1]) == most if few else False
     for p, chunks, group, left in ((2, 3, 5, 0), (4, 2, 6, 4), (3, 2, 4, 3)):
-        few = states("interleaved", p, chunks, 100 * group + left, group)
-        most = states_of_ends("interleaved", p, chunks, 4 * (chunks + 1) * group + left, group)
+        of = Pipeline("interleaved", p, chunks, group)
+        few = states(of, 100 * group + left)
+        most = states_of_ends(of, 4 * (chunks + 1) * group + left)
         assert (few[0], few[-1]) == most if few else False
 
 

@@ -8,9 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.explore.occupancy import Occupancy, occupancy_of_ends, occupancy_of_forwards
-from stagewright.explore.shared.plans import Pipeline
+from stagewright.explore.occupancy import (
+    Occupancy,
+    enough,
+    occupancy_of_ends,
+    occupancy_of_forwards,
+)
 from stagewright.explore.templates import Kinds
+from stagewright.schedule.pipeline import Pipeline
 from stagewright.schedule.places import places
 from stagewright.schedule.schedules import IN_TURN
 from stagewright.schedule.traits import PLAIN
@@ -41,7 +46,7 @@ def played(of: Pipeline, microbatches: NDArray[np.integer]) -> Int:
     """Microbatches after which the first rank has no more of them in flight."""
     if of.schedule in IN_TURN and of.group is None:
         return np.minimum(microbatches, 2 * of.pp).astype(np.int64)
-    return of.enough(microbatches)
+    return enough(of, microbatches)
 
 
 def least_occupancy(
@@ -50,4 +55,4 @@ def least_occupancy(
     """What ranks hold at least in a pipeline of so many microbatches; `layers` of each variant by
     stage."""
     like = occupancy_of_ends if of.schedule in IN_TURN else occupancy_of_forwards
-    return like(of.with_microbatches(microbatches), layers)
+    return like(of, microbatches, layers)

@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stagewright.arrays import Int, distinct_values
+from stagewright.arrays import Int
 from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.explore.templates import Kind, Parts, unlike
 from stagewright.lower.training import stages_of
@@ -17,8 +16,7 @@ from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
-from stagewright.schedule.in_flight import enough
-from stagewright.schedule.schedules import known_order
+from stagewright.schedule.pipeline import Pipeline
 
 
 class PipelineBlocks(NamedTuple):
@@ -29,29 +27,6 @@ class PipelineBlocks(NamedTuple):
     parts: Parts | None
     layers: Int
     """Of each variant of layers on each stage: [variants, stages]."""
-
-
-class Pipeline(NamedTuple):
-    """A schedule on a number of ranks, whatever the number of microbatches and the stages."""
-
-    schedule: str
-    pp: int
-    vpp: int
-    group: int | None
-    """Microbatches that pass through the chunks of a rank together; None: the schedule says."""
-
-    def order(self, microbatches: int) -> Order:
-        """What each rank does with so many microbatches."""
-        return known_order(self.schedule, self.pp, microbatches, self.vpp, self.group)
-
-    def with_microbatches(self, count: int) -> tuple[str, int, int, int, int | None]:
-        """What `schedule.in_flight` and `explore.occupancy` know a pipeline by."""
-        return self.schedule, self.pp, self.vpp, count, self.group
-
-    def enough(self, microbatches: NDArray[np.integer]) -> Int:
-        """`schedule.in_flight.enough` of an array of microbatches."""
-        distinct, of = distinct_values(microbatches)
-        return np.array([enough(*self.with_microbatches(count)) for count in distinct.tolist()])[of]
 
 
 class PipelineShape(NamedTuple):
