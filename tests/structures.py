@@ -8,6 +8,7 @@ another seed:
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 from collections import Counter
@@ -29,7 +30,7 @@ from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.training import TrainingStep
 from stagewright.model.catalog import resolve
 from stagewright.parallel.degrees import reduces_each_microbatch
-from stagewright.program.columns import RankClass
+from stagewright.program.columns import RankClass, TaskKind
 from stagewright.program.memory import live
 from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check
@@ -193,8 +194,16 @@ def real(dice: random.Random) -> Run | None:
 
 
 def _peak(of: RankClass) -> int:
-    """The most bytes in the order of issue, but for rows that take no time."""
-    held = live(of.values, len(of.tasks))
+    """The most bytes in the order of issue, but for rows that take no time; what a collective makes
+    is there from behind the last row that the collective waits for."""
+    tasks = of.tasks
+    since = of.values.first.copy()
+    for nth, row in enumerate(since.tolist()):
+        if row >= 0 and tasks.kind[row] == TaskKind.COLLECTIVE:
+            data = tasks.data[tasks.data_ptr[row] : tasks.data_ptr[row + 1]]
+            order = tasks.order[tasks.order_ptr[row] : tasks.order_ptr[row + 1]]
+            since[nth] = 1 + max([*data, *order], default=row - 1)
+    held = live(dataclasses.replace(of.values, first=since), len(tasks))
     return int(held[~needless(of.tasks)].max())
 
 
@@ -204,8 +213,9 @@ def memory_gaps(runs: int, seed: int) -> tuple[list[tuple[float, str]], int]:
 
     Where gradients of every microbatch are reduced, and in schedules with backwards in halves,
     columns count memory over time (`explore.timing`), and are held against the simulated step. Of
-    all others that `real` draws they count it in the order of issue, and are held against the
-    compiled program in that order. Kernels whose work others do hold nothing, as in `simulate`.
+    all others that `real` draws they count it in the order of issue but for what collectives make,
+    and are held against the compiled program. Kernels whose work others do hold nothing, as in
+    `simulate`.
     """
     dice = random.Random(seed)
     gaps: list[tuple[float, str]] = []

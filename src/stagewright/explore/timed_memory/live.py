@@ -8,6 +8,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int, is_any
 from stagewright.lower.assembly.assemble import AssembledRank
+from stagewright.program.columns import TaskKind, Tasks
 
 
 class Live:
@@ -19,7 +20,9 @@ class Live:
         self.number, self.count = number[values.value], count
         self.stage = values.stage[values.value]
         self.microbatch = values.microbatch
-        self.first, self.last = values.first.astype(np.int64), values.last.astype(np.int64)
+        self.issued, self.last = values.first.astype(np.int64), values.last.astype(np.int64)
+        ready = _ready(rank.of.tasks)
+        self.first = np.where(self.issued >= 0, ready[self.issued], self.issued)
 
     @property
     def none(self) -> Int:
@@ -33,7 +36,7 @@ class Live:
         microbatch None, all instances.
         """
         there = self._of(of) & (self.first < end) & (self.last >= begin)
-        return self._changes(begin, end, np.flatnonzero(there))
+        return self._changes(begin, end, np.flatnonzero(there), self.first)
 
     def _of(self, of: Sequence[tuple[int, int | None]]) -> Bool:
         mine = np.zeros(len(self.number), dtype=bool)
@@ -42,9 +45,9 @@ class Live:
             mine |= (self.stage == stage) & (same | (self.microbatch < 0))
         return mine
 
-    def _changes(self, begin: int, end: int, there: Int) -> Int:
+    def _changes(self, begin: int, end: int, there: Int, since: Int) -> Int:
         number, size = self.number[there], (end - begin + 1) * self.count
-        come = (np.maximum(self.first[there], begin) - begin) * self.count + number
+        come = (np.maximum(since[there], begin) - begin) * self.count + number
         go = (np.minimum(self.last[there] + 1, end) - begin) * self.count + number
         change = np.bincount(come, minlength=size) - np.bincount(go, minlength=size)
         return change.reshape(end - begin + 1, self.count)[:-1].cumsum(axis=0)
@@ -67,18 +70,18 @@ class Live:
     def apart(
         self, begin: int, end: int, of: Sequence[tuple[int, int | None]], come: Bool, go: Bool
     ) -> tuple[Int, Int, Int]:
-        """As `counts`, without the instances that come with some of the rows from `begin` to `end`
-        or go with some; and these as `lasting_to` has them."""
-        there = np.flatnonzero(self._of(of) & (self.first < end) & (self.last >= begin))
-        first, last = self.first[there] - begin, self.last[there] - begin
+        """As `counts` in the order of issue, without the instances that come with some of the rows
+        from `begin` to `end` or go with some; and these as `lasting_to` has them."""
+        there = np.flatnonzero(self._of(of) & (self.issued < end) & (self.last >= begin))
+        first, last = self.issued[there] - begin, self.last[there] - begin
         apart = (first >= 0) & come[np.maximum(first, 0)]
         apart |= (last < end - begin) & go[np.minimum(last, end - begin - 1)]
-        counts = self._changes(begin, end, there[~apart])
+        counts = self._changes(begin, end, there[~apart], self.issued)
         return counts, *self._by_rows(there[apart])
 
     def _by_rows(self, some: Int) -> tuple[Int, Int]:
         pairs, of = np.unique(
-            np.stack([self.first[some], self.last[some]], axis=1), axis=0, return_inverse=True
+            np.stack([self.issued[some], self.last[some]], axis=1), axis=0, return_inverse=True
         )
         counts = np.zeros((len(pairs), self.count), dtype=np.int64)
         np.add.at(counts, (of.ravel(), self.number[some]), 1)
@@ -95,3 +98,17 @@ class Live:
         mine = mine & is_any(self.stage, stages)
         there = mine & (self.first <= begin) & (self.last >= end)
         return np.bincount(self.number[there], minlength=self.count)
+
+
+def _ready(tasks: Tasks) -> Int:
+    """By row, the first row beside which its task may run: that behind all rows which the task
+    waits for, if it is a collective, which need not wait for kernels that were issued before it.
+
+    What it makes is there from then on (`time.simulate.memory`).
+    """
+    rows = np.arange(len(tasks))
+    behind = np.full(len(tasks), -1)
+    for pointer, needed in ((tasks.data_ptr, tasks.data), (tasks.order_ptr, tasks.order)):
+        np.maximum.at(behind, np.repeat(rows, np.diff(pointer)), needed)
+    apart = (tasks.kind == TaskKind.COLLECTIVE) & (behind >= 0)
+    return np.where(apart, behind + 1, rows)
