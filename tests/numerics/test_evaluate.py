@@ -220,6 +220,16 @@ def test_gradients_reduced_among_shards_and_then_among_replicas():
     assert np.abs(found).max() < 0.01
 
 
+def test_reductions_among_replicas_and_stores_to_the_host_are_apart_from_each_other():
+    some = ("1f1b", 1, 3), ("interleaved", 2, 2), ("zb-h1", 1, 3), ("zbv", 2, 2)
+    names = ("schedule", "vpp", "zero")
+    rows = [dict(zip(names, row, strict=True)) for row in some]
+    found = gaps(candidates(rows, model="llama3-8b", layers=8, seq_length=2048, tp=4, pp=2, dp=8,
+                            dp_shard=2, cpu_offloading_num_layers=2, sequence_parallel=True,
+                            global_batch_size=96))  # fmt: skip
+    assert np.abs(found).max() < 0.001
+
+
 def test_collectives_in_chunks_beside_products():
     rows = dense(8, (2, 2, 1, 1, 1), (4, 1, 1, 2, 1), (4, 2, 1, 1, 1))
     of = candidates(rows, model="llama3-8b", layers=8, seq_length=4096, global_batch_size=16)

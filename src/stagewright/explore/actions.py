@@ -2,11 +2,10 @@
 
 The rows of a stage are the same in configurations of one structure, and so is what each waits for
 (`time.simulate.issue`, `time.simulate.host`); only durations differ. An action is played once with
-arrays [configurations] as its times. What comes before it enters by five moments: when the kernels
-before it have ended (`GPU`), when communication along dp is done (`ASIDE`), when the host has
-launched everything before it (`HOST`), when transfers on streams apart are done (`STORED`): those
-to the host, and gradients of shards that are reduced among replicas; and when the message that it
-needs is there (`MESSAGE`).
+arrays [configurations] as its times. What comes before it enters by moments: when the kernels
+before it have ended (`GPU`), when the host has launched everything before it (`HOST`), when
+transfers that run on beside later actions are done, those of each kind of stream (`STREAMS`), and
+when the message that it needs is there (`MESSAGE`).
 Every end is the latest of these moments, each plus a constant: a matrix over (max, +), `Response`,
 which a schedule of any number of microbatches and stages puts together (`explore.pipeline`).
 """
@@ -23,10 +22,14 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int, digest, distinct_rows
 from stagewright.time.columns.row_kinds import DistinctRows
 
-GPU, ASIDE, HOST, STORED, MESSAGE, GRADIENT = range(6)
-INPUTS = 5
+GPU, HOST, ASIDE, REPLICATED, STORED, MESSAGE, GRADIENT = range(7)
+INPUTS = MESSAGE + 1
 """Inputs of a `Response`, and how many there are; a forward and a backward that overlap have one
-more, since each waits for a message: `GRADIENT` is the backward's."""
+more, since each waits for a message: `GRADIENT` is the backward's. Those before `MESSAGE` are the
+moments of a rank, which a response moves."""
+STREAMS = ASIDE, REPLICATED, STORED
+"""Of transfers that run on beside later actions, by kind of stream: communication along dp, or
+among shards; gradients of shards that are reduced among replicas; and stores to the host."""
 NEVER = -1e30
 """Seconds before every time; to add durations to it leaves it before every time."""
 LAUNCHES = "launches"
@@ -38,27 +41,20 @@ class Response(NamedTuple):
     """When an action is done with what, in seconds [inputs, configurations] from each input."""
 
     behind: Float
-    """Seconds from the end of its kernels until all communication that runs on beside later actions
-    has ended, if the last layer's waits for none of earlier layers, but 0 at least; `NEVER` without
-    any: [1, configurations]."""
-    gpu: Float
-    """Its last kernel has ended."""
-    aside: Float
-    """All communication that happens once per step has ended."""
-    host: Float
-    """The host has launched all of it."""
-    stored: Float
-    """All transfers on streams apart have ended."""
+    """Seconds from the end of its kernels until all communication `ASIDE` has ended, if the last
+    layer's waits for none of earlier layers, but 0 at least; `NEVER` without any:
+    [1, configurations]."""
+    moments: Sequence[Float]
+    """By moment: its last kernel has ended, the host has launched all of it, and all transfers of
+    each kind of stream have ended."""
     sent: Float
     """Its message has been made; `NEVER` where it sends none."""
     end: Float
     """Every task has ended."""
-    chain: Float
-    """All communication that runs on beside later actions has ended, if none waits for kernels but
-    that of the first layer. With more layers this, or what is `behind` the kernels, may come to be
-    the longest of all ways through an action."""
-    chain_stored: Float
-    """As `chain`, on streams apart."""
+    chains: Sequence[Float]
+    """By kind of stream, all transfers have ended, if none waits for kernels but that of the first
+    layer. With more layers this, or what is `behind` the kernels, may come to be the longest of all
+    ways through an action."""
     sent_gradient: Float | None = None
     """Of a forward and a backward that overlap, as `sent` for the backward; else None."""
 
@@ -76,15 +72,10 @@ class ActionColumns:
     """Seconds that its kernels wait, by axis of communication or `LAUNCHES`: [configurations]."""
 
 
-MAIN, DATA, SENDS, RECEIVES, BACKWARD, WAITS, STORING, EARLY, LATE = (1 << n for n in range(9))
-"""What a place is: a kernel of the model's stream; communication along dp, once per step, or to the
-host, which runs on beside later actions; a message to another rank of the pipeline, and from one;
-part of a backward; what the host waits for the end of; a transfer on a stream apart; what is issued
-before such communication of a second layer, and what is not issued before that of the last one."""
-BEFORE, BESIDE, BESIDE_STORES = -1, -2, -3
-"""What a place of an action waits for before its action: kernels, communication that runs on
-beside, or transfers on streams apart."""
-_MOMENTS = {BEFORE: GPU, BESIDE: ASIDE, BESIDE_STORES: STORED}
+MAIN, SENDS, RECEIVES, BACKWARD, WAITS, EARLY, LATE = (1 << n for n in range(7))
+"""What a place is: a kernel of the model's stream; a message to another rank of the pipeline, and
+from one; part of a backward; what the host waits for the end of; what is issued before transfers
+beside of a second layer, and what is not issued before those of the last one."""
 
 
 StepKind: TypeAlias = "tuple[tuple[int, str], ...]"
@@ -97,10 +88,13 @@ class ActionPlaces:
 
     pointer: Int
     needs: Int
-    """The places of the action that place n waits for: `needs[pointer[n] : pointer[n + 1]]`, or
-    what was before the action (`BEFORE`, `BESIDE`)."""
+    """The places of the action that place n waits for: `needs[pointer[n] : pointer[n + 1]]`; for
+    what was before the action, `~moment`."""
     flags: Int
     """By place: `MAIN` and others."""
+    beside: Int
+    """By place, the kind of its stream (`STREAMS`) where it runs on beside later actions; else 0:
+    communication along dp, what happens once per step, and transfers to the host."""
     stream: Int
     axis: Int
     """By place, a number of `axes`."""
@@ -112,7 +106,7 @@ class ActionPlaces:
     @cached_property
     def content(self) -> bytes:
         """What is equal for equal rows."""
-        columns = self.pointer, self.needs, self.flags, self.stream, self.axis
+        columns = self.pointer, self.needs, self.flags, self.beside, self.stream, self.axis
         arrays = [of.astype(np.int64) for of in columns]
         return digest([len(of) for of in arrays], *arrays, self.axes, self.handed_on, self.pair)
 
@@ -179,18 +173,16 @@ def played(every: Sequence[tuple[TimedAction, Int]]) -> ActionColumns:
 
 def _inputs(of: ActionPlaces, flags: Sequence[int], launch: Sequence[Float]) -> list[int]:
     """The inputs that anything of an action is behind, `GPU` first."""
-    waits = {*of.needs.tolist(), *(need for need, _ in of.handed_on)}
-    beside = any(flag & DATA and not flag & STORING for flag in flags)
+    waits = {~need for need in (*of.needs.tolist(), *(need for need, _ in of.handed_on))}
     receives = {bool(flag & BACKWARD) for flag in flags if flag & RECEIVES}
-    there = {
-        GPU: True,
-        ASIDE: beside or BESIDE in waits,
-        HOST: bool(launch),
-        STORED: any(flag & STORING for flag in flags) or BESIDE_STORES in waits,
-        MESSAGE: bool(receives) if not of.pair else False in receives,
-        GRADIENT: of.pair and True in receives,
-    }
-    return [nth for nth, some in there.items() if some]
+    there = {GPU, *waits.intersection(STREAMS), *of.beside.tolist()}
+    if launch:
+        there.add(HOST)
+    if receives and (False in receives or not of.pair):
+        there.add(MESSAGE)
+    if of.pair and True in receives:
+        there.add(GRADIENT)
+    return sorted(there)
 
 
 def _clock(kernels: Float, launch: Sequence[Float], host: int) -> Callable[[Float], Float]:
@@ -221,19 +213,20 @@ def _played(
 ) -> ActionColumns:
     """An action of rows with these flags: what they take, and the host, by place."""
     lists: list[list[int]] = [
-        of.tolist() for of in (places.pointer, places.needs, places.stream, places.axis)
+        of.tolist()
+        for of in (places.pointer, places.needs, places.beside, places.stream, places.axis)
     ]
-    pointer, needs, streams, axis = lists
+    pointer, needs, beside, streams, axis = lists
     pair, axes, configurations = places.pair, places.axes, len(drawn)
     count = INPUTS + pair
     own = _inputs(places, flags, launch)  # ends are behind these only: [of these, configurations]
     inputs = np.full((count, len(own), configurations), NEVER)
     inputs[own, range(len(own))] = 0.0
     ends: list[Float] = []
-    kernel, aside, thread, stored = inputs[:MESSAGE]
-    chains: dict[int, Float] = {}
+    kernel, thread = inputs[GPU], inputs[HOST]
+    of_streams = {of: inputs[of] for of in STREAMS}
+    chains: dict[int, dict[int, Float]] = {of: {} for of in STREAMS}  # by stream
     last_layer: dict[int, Float] = {}
-    apart: set[int] = set()
     never = np.full((len(own), configurations), NEVER)
     sent = [never, never]
     busy = np.zeros(configurations)
@@ -241,15 +234,16 @@ def _played(
     main = [took for took, flag in zip(seconds, flags, strict=True) if flag & MAIN]
     clock = _clock(np.sum(main, axis=0), launch, own.index(HOST) if launch else GPU)
     # Launches put off no kernel on the clock of kernels while they are behind none of these.
-    put_off, last = clock is not _of_kernels, BEFORE
+    put_off, last = clock is not _of_kernels, ~GPU
     for place, flag in enumerate(flags):
         mine = needs[pointer[place] : pointer[place + 1]]
         took = seconds[place]
         way = int(pair and bool(flag & BACKWARD))
-        awaited = [inputs[_MOMENTS[need]] if need < 0 else ends[need] for need in mine]
-        if flag & DATA and streams[place] not in chains:
+        of_stream, stream = beside[place], streams[place]
+        awaited = [inputs[~need] if need < 0 else ends[need] for need in mine]
+        if of_stream and stream not in chains[of_stream]:
             # Issue orders leave this out where kernels between imply it, here or there.
-            awaited.append(inputs[STORED if flag & STORING else ASIDE])
+            awaited.append(inputs[of_stream])
         if flag & RECEIVES:
             awaited.append(inputs[MESSAGE + way])
         if not mine:
@@ -259,13 +253,13 @@ def _played(
             awaited.append(thread)
         start = reduce(np.maximum, awaited)
         done = start + took
-        if flag & DATA and flag & LATE and not flag & STORING:
+        if of_stream == ASIDE and flag & LATE:
             some = [thread] if launch else []
             for need in mine:
                 if need in last_layer:
                     some.append(last_layer[need])
-                elif need == BEFORE or (need >= 0 and not flags[need] & DATA):
-                    some.append(inputs[GPU] if need == BEFORE else ends[need])
+                elif need == ~GPU or (need >= 0 and not beside[need]):
+                    some.append(inputs[GPU] if need < 0 else ends[need])
             last_layer[place] = reduce(np.maximum, some, never) + took
         ends.append(done)
         if flag & MAIN:
@@ -285,31 +279,20 @@ def _played(
             kernel, last = done, place
         if flag & WAITS:
             thread, put_off = np.maximum(thread, done), True
-        if flag & DATA:
-            stream = streams[place]
-            if flag & STORING:
-                stored = np.maximum(stored, done)
-                apart.add(stream)
-            else:
-                aside = np.maximum(aside, done)
-            before = chains.get(stream)
-            chains[stream] = done if before is None or flag & EARLY else before + took
+        if of_stream:
+            of_streams[of_stream] = np.maximum(of_streams[of_stream], done)
+            before = chains[of_stream].get(stream)
+            chains[of_stream][stream] = done if before is None or flag & EARLY else before + took
         if flag & SENDS:
             sent[way] = np.maximum(sent[way], done)
     for need, of in places.handed_on:
-        until = np.maximum(kernel, ends[need] if need >= 0 else inputs[_MOMENTS[need]])
+        until = np.maximum(kernel, ends[need] if need >= 0 else inputs[~need])
         waits[of] = waits.get(of, 0.0) + clock(until) - clock(kernel)
         kernel = until
-    chain = chain_stored = never
-    for stream, found in chains.items():
-        if stream in apart:
-            chain_stored = np.maximum(chain_stored, found)
-        else:
-            chain = np.maximum(chain, found)
     # A kernel ends behind those before it, and every place behind those that it waits for.
     last_ones = sorted({*range(len(flags))}.difference(needs))
-    beside = [ends[place] for place in last_ones if not flags[place] & MAIN]
-    latest = reduce(np.maximum, beside, never if last == BEFORE else ends[last])
+    others = [ends[place] for place in last_ones if not flags[place] & MAIN]
+    latest = reduce(np.maximum, others, never if last < 0 else ends[last])
     behind = np.full((1, configurations), 0.0 if last_layer else NEVER)
     for end in last_layer.values():
         behind = np.maximum(behind, end[GPU] - kernel[GPU])
@@ -321,9 +304,13 @@ def _played(
         every[own] = end
         return every
 
+    moments = kernel, thread, *of_streams.values()
     found = Response(
-        behind, by_input(kernel), by_input(aside, ASIDE), by_input(thread, HOST),
-        by_input(stored, STORED), by_input(sent[0]), by_input(latest), by_input(chain),
-        by_input(chain_stored), by_input(sent[1]) if pair else None,
-    )  # fmt: skip
+        behind,
+        [by_input(end, own_input) for own_input, end in enumerate(moments)],
+        by_input(sent[0]),
+        by_input(latest),
+        [by_input(reduce(np.maximum, each.values(), never)) for each in chains.values()],
+        by_input(sent[1]) if pair else None,
+    )
     return ActionColumns(found, busy, drawn, waits)

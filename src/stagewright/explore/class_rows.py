@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int, is_any
 from stagewright.errors import UserError
 from stagewright.explore.actions import (
+    ASIDE,
     BACKWARD,
-    BEFORE,
-    BESIDE,
-    BESIDE_STORES,
-    DATA,
     EARLY,
+    GPU,
     LATE,
     MAIN,
     RECEIVES,
     REDUCES,
+    REPLICATED,
     SENDS,
+    STORED,
     STORES,
-    STORING,
     ActionPlaces,
     StepKind,
 )
@@ -63,8 +62,8 @@ class ClassPlaces:
     axis: Int
     """By place: the axis of communication, as a number of `axes`; that of "" for kernels."""
     axes: tuple[str, ...]
-    data: Bool
-    """By place: `DATA`."""
+    beside: Int
+    """By place: the kind of stream of a transfer that runs on beside later actions, or 0."""
     frees: Int
     """By place: `REDUCES` or `STORES` where kernels behind the next transfer of this kind wait for
     the end, since it frees memory; else 0."""
@@ -99,10 +98,16 @@ class ClassPlaces:
         message = sends | (kind == RECV)
         backward = tasks.phase[rows] != PHASES.index("forward")
         flags = (
-            MAIN * main + DATA * data + STORING * _apart(kind, order, data, reduces) + SENDS * sends
-            + RECEIVES * (of_pipeline & (kind == RECV)) + BACKWARD * backward
+            MAIN * main + SENDS * sends + RECEIVES * (of_pipeline & (kind == RECV))
+            + BACKWARD * backward
         )  # fmt: skip
-        return cls(tasks, order, kind, message, flags, axis, axes, data, frees)
+        beside = _kinds_of_streams(kind == STORE, order.stream, data, reduces)
+        return cls(tasks, order, kind, message, flags, axis, axes, beside, frees)
+
+    @property
+    def data(self) -> Bool:
+        """Which places run on beside later actions."""
+        return self.beside > 0
 
     def part(self, begin: int, end: int, *, pair: bool = False) -> ActionPlaces:
         """The places from `begin` to `end` as one action, or as a pair of actions that overlap."""
@@ -116,19 +121,17 @@ class ClassPlaces:
         pointer = order.pointer[begin : end + 1]
         needs = order.needs[pointer[0] : pointer[-1]]
         before = needs < begin
-        recent = self._recent(begin)[needs[before]]
-        stores = (self.flags & STORING) > 0
-        beside = np.where(stores[needs[before]], BESIDE_STORES, BESIDE)
+        earlier = needs[before]
+        moment = np.where(self._recent(begin)[earlier], self.beside[earlier], GPU)
         needs = needs - begin
-        needs[before] = np.where(recent, beside, BEFORE)
+        needs[before] = ~moment
         handed: list[tuple[int, str]] = []
         for need in self._handed_on(end):
-            earlier = BESIDE_STORES if stores[need] else BESIDE
-            place = need - begin if need >= begin else earlier
+            place = need - begin if need >= begin else ~int(self.beside[need])
             handed.append((place, self.axes[int(self.axis[need])]))
         return ActionPlaces(
-            pointer - pointer[0], needs, self._with_layers(begin, end), order.stream[begin:end],
-            self.axis[begin:end], self.axes, (*handed,), pair,
+            pointer - pointer[0], needs, self._with_layers(begin, end), self.beside[begin:end],
+            order.stream[begin:end], self.axis[begin:end], self.axes, (*handed,), pair,
         )  # fmt: skip
 
     def _with_layers(self, begin: int, end: int) -> Int:
@@ -145,9 +148,9 @@ class ClassPlaces:
         return self.flags[begin:end] + EARLY * early + LATE * late
 
     def _recent(self, begin: int) -> Bool:
-        """Places before `begin` that the moments `ASIDE` and `STORED` stand for: communication that
-        runs on beside later actions, unless it frees memory and kernels have waited for it, as they
-        do behind the next transfer of its kind."""
+        """Places before `begin` that the moments of streams stand for: transfers that run on beside
+        later actions, unless they free memory and kernels have waited for them, as they do behind
+        the next transfer of its kind."""
         found = self.data[:begin] & (self.frees[:begin] == 0)
         for kind in (REDUCES, STORES):
             places = np.flatnonzero(self.frees[:begin] == kind)
@@ -200,19 +203,18 @@ class ClassRows:
         return cls(known, none, seconds, np.where(places.message, none, drawn[of]), launch, waits)
 
 
-def _apart(kind: NDArray[np.uint8], order: Issue, data: Bool, reduces: Bool) -> Bool:
-    """By place, which transfers beside later actions are on streams apart (`actions.STORED`).
+def _kinds_of_streams(stores: Bool, stream: Int, data: Bool, reduces: Bool) -> Int:
+    """By place, the kind of stream of a transfer that runs on beside later actions, or 0.
 
-    Stores are, and what runs on streams on which gradients of microbatches are reduced, but for
-    that of the first transfer, a gather of weights or a reduction among shards: so are gradients of
-    shards that are reduced among replicas.
+    Of streams on which gradients of microbatches are reduced, that of the first transfer, a gather
+    of weights or a reduction among shards, is not among replicas.
     """
-    stores = kind == STORE
-    if not reduces.any():
-        return stores
-    first = order.stream[np.flatnonzero(data & ~stores)[0]]
-    streams = np.unique(order.stream[reduces])
-    return stores | (data & np.isin(order.stream, streams[streams != first]))
+    found = np.where(stores, STORED, ASIDE * data)
+    if reduces.any():
+        first = stream[np.flatnonzero(data & ~stores)[0]]
+        streams = np.unique(stream[reduces])
+        found[data & ~stores & is_any(stream, streams[streams != first].tolist())] = REPLICATED
+    return found
 
 
 def _own_messages(program: Program, tasks: Tasks, order: Issue) -> tuple[Int, Int]:

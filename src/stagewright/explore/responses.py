@@ -15,7 +15,16 @@ from typing import NamedTuple, Self, TypeAlias
 import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_rows, latest
-from stagewright.explore.actions import INPUTS, NEVER, Response, StepKind, TimedAction
+from stagewright.explore.actions import (
+    ASIDE,
+    GPU,
+    INPUTS,
+    MESSAGE,
+    NEVER,
+    STREAMS,
+    StepKind,
+    TimedAction,
+)
 from stagewright.explore.class_rows import ClassPlaces, ClassRows, Cuts, StageMeeting, cuts
 from stagewright.explore.shared.played import EqualRows, LinearResponse, LinearRows, Played
 from stagewright.explore.templates import Kinds, StructureTemplate
@@ -23,19 +32,22 @@ from stagewright.lower.assembly.assemble import Assembly
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.issue import Transfers
 
-FIELDS = len(Response._fields) - 2
-"""Fields of a `Response` with a row for each input, but for that of a pair alone."""
+FIELDS = MESSAGE + 2 + len(STREAMS)
+"""Fields of a `Response` with a row for each input, those of a sequence each, but for that of a
+pair alone."""
+SENT = MESSAGE
+"""The field behind those of its moments, which are numbered as these."""
 
 SUMS = 2
 """Rows of a `LinearResponse` behind those of its response: the seconds that kernels run, and the
 seconds at TDP in which a GPU draws as much; then come the seconds that they wait, by axis."""
 
 
-def moment(of: EqualRows, field: str, nth: int) -> Float:
-    """The field of a `Response` behind input number `nth`, among the rows of a `LinearResponse`:
-    [configurations]."""
+def seconds_behind(of: EqualRows, field: int, nth: int) -> Float:
+    """A field of a `Response` behind input number `nth`, among the rows of a `LinearResponse`:
+    [configurations]. Fields are numbered as moments, and `SENT`."""
     inputs = INPUTS + (len(of.of) > FIELDS * INPUTS + 1)
-    return of.row(1 + (Response._fields.index(field) - 1) * inputs + nth)
+    return of.row(1 + field * inputs + nth)
 
 
 Moments: TypeAlias = "list[Float | None]"
@@ -46,14 +58,10 @@ class LiveResponse(NamedTuple):
     """A `Response` without the inputs that have no effect."""
 
     behind: Float | None
-    gpu: Moments
-    aside: Moments
-    host: Moments
-    stored: Moments
+    moments: Sequence[Moments]
     sent: Moments
     end: Moments
-    chain: Moments
-    chain_stored: Moments
+    chains: Sequence[Moments]
     sent_gradient: Moments | None = None
 
     @classmethod
@@ -63,21 +71,20 @@ class LiveResponse(NamedTuple):
         inputs = INPUTS + pair
         live = [row if (row > NEVER / 2).any() else None for row in rows.distinct]
         behind, *every = [live[number] for number in rows.of.tolist()]
-        return cls(behind, *(every[n * inputs : (n + 1) * inputs] for n in range(FIELDS + pair)))
+        fields = [every[n * inputs : (n + 1) * inputs] for n in range(FIELDS + pair)]
+        sent, end = fields[MESSAGE : MESSAGE + 2]
+        return cls(
+            behind, fields[:MESSAGE], sent, end, fields[MESSAGE + 2 : FIELDS], *fields[FIELDS:]
+        )
 
-    @property
-    def late(self) -> Moments:
-        """The latest end of communication that runs on beside later actions, in an action with more
-        layers than the one that was played."""
-        behind = [
-            None if gpu is None or self.behind is None else gpu + self.behind for gpu in self.gpu
-        ]
-        return [*map(_latest, self.aside, self.chain, behind)]
-
-    @property
-    def all_stored(self) -> Moments:
-        """When all transfers on streams apart have ended, in an action of any length."""
-        return [*map(_latest, self.stored, self.chain_stored)]
+    def late(self, of: int) -> Moments:
+        """The latest end of transfers of one kind of stream, in an action with more layers than the
+        one that was played."""
+        found = [*map(_latest, self.moments[of], self.chains[STREAMS.index(of)])]
+        if of != ASIDE or self.behind is None:
+            return found
+        behind = [None if gpu is None else gpu + self.behind for gpu in self.moments[GPU]]
+        return [*map(_latest, found, behind)]
 
 
 def _latest(*moments: Float | None) -> Float | None:

@@ -10,19 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_rows, latest
-from stagewright.explore.actions import (
-    ASIDE,
-    GPU,
-    HOST,
-    LAUNCHES,
-    STORED,
-    StepKind,
-)
+from stagewright.explore.actions import HOST, LAUNCHES, MESSAGE, StepKind
 from stagewright.explore.pipeline.effects import Effect, effect
 from stagewright.explore.pipeline.ordered_steps import StepCounts, step_counts, ways
 from stagewright.explore.pipeline.play import play_each
 from stagewright.explore.pipeline.rounds import slowest_loop
-from stagewright.explore.responses import SUMS, LiveResponse, Responses, moment
+from stagewright.explore.responses import SUMS, LiveResponse, Responses, seconds_behind
 from stagewright.explore.shared.after_actions import AfterActions, Ends
 from stagewright.explore.shared.played import EqualRows
 from stagewright.explore.templates import Kinds
@@ -30,9 +23,6 @@ from stagewright.schedule.pipeline import Pipeline
 from stagewright.schedule.places import places
 from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.expense.power import RUNNING_FRACTION
-
-_OWN_MOMENTS = (("gpu", GPU), ("host", HOST), ("aside", ASIDE), ("stored", STORED))
-"""Fields of a response, and the input that each field follows where nothing else is late."""
 
 
 class _OrderFacts(NamedTuple):
@@ -195,12 +185,11 @@ class _PlayedTogether:
             self._rows[nth][key] = self._step(nth, tuples, step, complete, rows)
         return self._rows[nth][key]
 
-    def _behind(
-        self, nth: int, step: StepKind, complete: bool, field: str, own_input: int
-    ) -> Float:
-        """Seconds by which a step puts off a moment of its rank, from input `own_input` to `field`:
-        0 at least, [distinct tuples of a set]."""
-        return np.maximum(moment(self._moments(nth, step, complete), field, own_input), 0.0)
+    def _behind(self, nth: int, step: StepKind, complete: bool, moment: int) -> Float:
+        """Seconds by which a step puts off a moment of its rank where nothing else is late: 0 at
+        least, [distinct tuples of a set]."""
+        rows = self._moments(nth, step, complete)
+        return np.maximum(seconds_behind(rows, moment, moment), 0.0)
 
     def steps(self) -> list[list[StepColumns]]:
         """The steps of each part of each set."""
@@ -261,7 +250,7 @@ class _PlayedTogether:
 
     def _pace(self, nth: int, part: EquallyPlayed) -> tuple[Float, Float]:
         """Seconds that a microbatch adds to many, at least: those of the busiest rank; and those of
-        its host, of its communication along dp, or of its transfers on streams apart: [tuples]."""
+        its host, or of its transfers on streams of a kind: [tuples]."""
         pp, distinct = self.of.pp, self.distinct[nth]
         zero = np.zeros(len(distinct.tuples))
         both: list[Float] = []
@@ -271,8 +260,8 @@ class _PlayedTogether:
                 (count / (part.played - part.before), of) for of, count in counts.items() if count
             ]
             each = [
-                sum((n * self._behind(nth, *of, *what) for n, of in often), zero)
-                for what in _OWN_MOMENTS
+                sum((n * self._behind(nth, *of, moment) for n, of in often), zero)
+                for moment in range(MESSAGE)
             ]
             both.append(each[0])
             beside += each[1:]
@@ -298,7 +287,7 @@ class _PlayedTogether:
             of_round = np.zeros_like(sums)
             for key, (step, complete, played, added) in self._times(nth, part).items():
                 if key not in every:
-                    launched = self._behind(nth, step, complete, "host", HOST)[each]
+                    launched = self._behind(nth, step, complete, HOST)[each]
                     own = self._step(nth, tuples, step, complete, responses.sums).expanded()
                     every[key] = np.concatenate([own, launched[None]])
                 sums += played * every[key]

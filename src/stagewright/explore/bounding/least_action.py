@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.explore.actions import GPU, HOST, MESSAGE
-from stagewright.explore.responses import moment
+from stagewright.explore.responses import SENT, seconds_behind
 from stagewright.explore.shared.played import EqualRows
 
 
@@ -30,13 +30,13 @@ class LeastAction(NamedTuple):
 
     @classmethod
     def of(cls, rows: EqualRows, busy: Float) -> LeastAction:
-        """What a response says (`responses.moment`)."""
-        whole = np.maximum(busy, moment(rows, "gpu", GPU))
-        after: Float = np.maximum(moment(rows, "gpu", MESSAGE), 0.0)
-        sent: Float = np.maximum(moment(rows, "sent", GPU), 0.0)
+        """What a response says (`responses.seconds_behind`)."""
+        whole = np.maximum(busy, seconds_behind(rows, GPU, GPU))
+        after: Float = np.maximum(seconds_behind(rows, GPU, MESSAGE), 0.0)
+        sent: Float = np.maximum(seconds_behind(rows, SENT, GPU), 0.0)
         # The first stage waits for no message to begin, and makes none at the end.
         behind: Float = np.where(after > 0, after, sent)
-        handed_on = moment(rows, "sent", MESSAGE)
+        handed_on = seconds_behind(rows, SENT, MESSAGE)
         passed: Float = np.where(handed_on > 0, handed_on, behind)
-        launched = np.maximum(moment(rows, "host", HOST), 0.0)
+        launched = np.maximum(seconds_behind(rows, HOST, HOST), 0.0)
         return cls(busy, whole, after, passed, sent, launched)

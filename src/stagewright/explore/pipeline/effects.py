@@ -15,14 +15,7 @@ from typing import NamedTuple, Self, TypeAlias
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.explore.actions import (
-    ASIDE,
-    GPU,
-    GRADIENT,
-    HOST,
-    MESSAGE,
-    STORED,
-)
+from stagewright.explore.actions import GPU, GRADIENT, HOST, MESSAGE, STREAMS
 from stagewright.explore.responses import LiveResponse, Moments
 
 Part: TypeAlias = "tuple[tuple[Float, tuple[int, ...]], ...]"
@@ -33,13 +26,8 @@ effect are left out."""
 class Effect(NamedTuple):
     """A `Response` by its parts."""
 
-    gpu: Part
-    aside: Part
-    """Empty: it leaves what runs on beside as it is."""
-    host: Part
-    """Empty: it leaves the host as it is."""
-    stored: Part
-    """Empty: it leaves transfers on streams apart as they are."""
+    moments: tuple[Part, ...]
+    """By moment of a rank; empty: it leaves that as it is."""
     sent: tuple[Part, ...]
     """By action of a step."""
 
@@ -47,18 +35,18 @@ class Effect(NamedTuple):
 def plain(seconds: Float) -> Effect:
     """A step that takes so long, and whose launches take no time."""
     ends = ((seconds, (GPU, MESSAGE, GRADIENT)),)
-    return Effect(ends, (), (), (), (ends, ends))
+    return Effect((ends, *[()] * (MESSAGE - 1)), (ends, ends))
 
 
 def effect(of: LiveResponse) -> Effect:
     """The parts of a response."""
-    gpu = _part(of.gpu)
+    kernels = of.moments[GPU]
+    gpu = _part(kernels)
     sent = [of.sent] if of.sent_gradient is None else [of.sent, of.sent_gradient]
-    parts = tuple(gpu if _equal(each, of.gpu) else _part(each) for each in sent)
-    stored = _changed(_part(of.all_stored), STORED)
-    return Effect(
-        gpu, _changed(_part(of.late), ASIDE), _changed(_part(of.host), HOST), stored, parts
-    )
+    parts = tuple(gpu if _equal(each, kernels) else _part(each) for each in sent)
+    host = _changed(_part(of.moments[HOST]), HOST)
+    streams = [_changed(_part(of.late(each)), each) for each in STREAMS]
+    return Effect((gpu, host, *streams), parts)
 
 
 def _equal(some: Moments, others: Moments) -> bool:
@@ -101,8 +89,8 @@ class Pattern:
     joined: tuple[Inputs, ...]
     """Inputs of which the latest counts: they are further inputs."""
     parts: tuple[Inputs | None, ...]
-    """Of its kernels, what runs on beside, the host, streams apart, and what each of its
-    actions hands on; None: as that of its kernels. Empty: the step leaves that as it is."""
+    """Of each moment, and of what each of its actions hands on; None: as that of its kernels.
+    Empty: the step leaves that as it is."""
 
     @cached_property
     def inputs(self) -> Sequence[int]:
@@ -126,7 +114,7 @@ class Move(NamedTuple):
     @classmethod
     def of(cls, effect: Effect, messages: tuple[bool, ...]) -> Self:
         """The effect in a step whose actions wait for messages or not, as `messages` says."""
-        there = {GPU, ASIDE, HOST, STORED}
+        there = {*range(MESSAGE)}
         there |= {MESSAGE + nth for nth, comes in enumerate(messages) if comes}
         joined: list[Inputs] = []
         every: list[Float] = []
@@ -142,6 +130,6 @@ class Move(NamedTuple):
                     every.append(seconds)
             return tuple(found)
 
-        own = [behind(part) for part in (effect.gpu, effect.aside, effect.host, effect.stored)]
-        sent = [None if part is effect.gpu else behind(part) for part in effect.sent]
+        own = [behind(part) for part in effect.moments]
+        sent = [None if part is effect.moments[GPU] else behind(part) for part in effect.sent]
         return cls(Pattern(tuple(joined), (*own, *sent)), every)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self, TypeAlias
 import numpy as np
 
 from stagewright.arrays import Float, Int, latest, taken
-from stagewright.explore.actions import ASIDE, GPU, MESSAGE, STORED
+from stagewright.explore.actions import GPU, MESSAGE, STREAMS
 from stagewright.explore.pipeline.effects import FIRST_JOINED, Move, Pattern
 from stagewright.explore.pipeline.waves import Waves
 
@@ -21,11 +21,12 @@ _Rows: TypeAlias = "int | slice | Int"
 
 class RankEnds(NamedTuple):
     """When ranks are done with all actions, in seconds: [ranks, configurations], or
-    [configurations] of the latest of some ranks."""
+    [configurations] of the latest of some ranks. Moments are in the order of their numbers."""
 
     gpu: Float
-    aside: Float
     host: Float
+    aside: Float
+    replicated: Float
     stored: Float
 
 
@@ -40,7 +41,7 @@ class RankTimes(NamedTuple):
     @classmethod
     def start(cls, ranks: int, configurations: int) -> Self:
         """Nothing has been done."""
-        return cls(RankEnds(*np.zeros((4, ranks, configurations))), {})
+        return cls(RankEnds(*np.zeros((MESSAGE, ranks, configurations))), {})
 
     def take(self, some: Int) -> Self:
         """That of some configurations."""
@@ -100,7 +101,7 @@ class RankTimes(NamedTuple):
             if sends:
                 slots[target] = kernels if pattern.parts[nth] is None else moved(nth)
         for nth, ends in made.items():
-            beside = nth in (ASIDE, STORED)
+            beside = nth in STREAMS
             self.ends[nth][ranks] = np.maximum(_of(self.ends[nth], ranks), ends) if beside else ends
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float, Int, latest
-from stagewright.explore.actions import ASIDE, GPU, HOST, STORED
+from stagewright.explore.actions import ASIDE, GPU, HOST, STREAMS
 from stagewright.explore.pipeline.rank_times import RankEnds
 from stagewright.explore.responses import SUMS, LiveResponse, Moments, Responses
 from stagewright.explore.shared.played import EqualRows
@@ -94,7 +94,7 @@ class AfterActions:
             RankEnds(*(every[group.ranks].max(axis=0)[at] for every in ranks)) for group in groups
         ]
         actions = latest([of.gpu for of in state])
-        last = [latest([of.gpu, of.aside, of.stored]) for of in state]
+        last = [latest([of.gpu, *of[ASIDE:]]) for of in state]
         waited = [of.gpu for of in state]
         reached = [0] * len(groups)
         for own in range(len(groups)):
@@ -129,13 +129,11 @@ class AfterActions:
 
 def _after(state: RankEnds, of: LiveResponse, last: Float) -> tuple[RankEnds, Float]:
     """A rank's moments after a section, and its last end."""
-    inputs = [(GPU, state.gpu), (ASIDE, state.aside), (HOST, state.host), (STORED, state.stored)]
 
     def moved(field: Moments) -> list[Float]:
         """When what a field tells has ended, behind each input."""
-        return [at + after for nth, at in inputs if (after := field[nth]) is not None]
+        return [at + after for at, after in zip(state, field, strict=False) if after is not None]
 
-    late, chain_stored = moved(of.late), moved(of.chain_stored)
-    stored = latest([*moved(of.stored), *chain_stored])
-    after = RankEnds(latest(moved(of.gpu)), latest(late), latest(moved(of.host)), stored)
-    return after, latest([last, *moved(of.end), *late, *chain_stored])
+    late = [latest(moved(of.late(each))) for each in STREAMS]
+    after = RankEnds(*(latest(moved(of.moments[each])) for each in (GPU, HOST)), *late)
+    return after, latest([last, *moved(of.end), *late])

@@ -346,5 +346,7 @@ class Played:
 def _rows(of: ActionColumns, axes: Sequence[str]) -> Float:
     zero = np.zeros_like(of.busy)
     waits = [of.waits.get(axis, zero) for axis in axes]
-    moments = [moment for moment in of.response if moment is not None]
-    return np.concatenate([*moments, np.stack([of.busy, of.drawn, *waits])])
+    some = of.response
+    pair = () if some.sent_gradient is None else (some.sent_gradient,)
+    fields = some.behind, *some.moments, some.sent, some.end, *some.chains, *pair
+    return np.concatenate([*fields, np.stack([of.busy, of.drawn, *waits])])
