@@ -50,6 +50,8 @@ def seconds_behind(of: EqualRows, field: int, nth: int) -> Float:
     return of.row(1 + field * inputs + nth)
 
 
+StepLayers: TypeAlias = "tuple[tuple[int, ...], ...]"
+"""The layers of each variant on the stage of each action of a step."""
 Moments: TypeAlias = "list[Float | None]"
 """A field of a `Response` by input, [configurations] each; None: the input has no effect."""
 
@@ -121,12 +123,15 @@ class Responses:
     """In the place of a stage stands its kind (`templates.FIRST`)."""
     tails: Mapping[int, RankTail]
     """By kind of the rank: where it is in the pipeline (`templates.Kinds`)."""
+    pairs: Mapping[tuple[StepKind, bool, StepLayers], LinearResponse]
+    """Of pairs of actions whose stages have other layers than the base: they take turns as the
+    layers of both have it, and no other layers say how long that takes."""
 
     @property
     def axes(self) -> tuple[str, ...]:
         """Those that kernels wait for."""
         sections = (each for tail in self.tails.values() for each in tail.sections)
-        every = itertools.chain(self.actions.values(), sections)
+        every = itertools.chain(self.actions.values(), self.pairs.values(), sections)
         return (*dict.fromkeys(axis for of in every for axis in of.cases.axes),)
 
     @property
@@ -137,7 +142,8 @@ class Responses:
             for kind, (sections, meetings) in sorted(self.tails.items())
         ]
         actions = frozenset((key, frozenset(of.rows.few)) for key, of in self.actions.items())
-        return actions, tuple(tails), next(iter(self.actions.values())).rows.layers
+        layers = next(iter(self.actions.values())).rows.layers
+        return actions, tuple(tails), layers, frozenset(self.pairs)
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self]) -> Self:
@@ -162,7 +168,8 @@ class Responses:
             )
             for kind, tail in first.tails.items()
         }
-        return cls(actions, tails)
+        pairs = {key: _concat([part.pairs[key] for part in parts], axes) for key in first.pairs}
+        return cls(actions, tails, pairs)
 
     @property
     def moments(self) -> slice:
@@ -177,7 +184,7 @@ class Responses:
     @property
     def classes(self) -> Int:
         """Numbers of tuples, equal where the moments of all actions are: [tuples]."""
-        every = self.actions.values()
+        every = *self.actions.values(), *self.pairs.values()
         return distinct_rows([of.cases.classes(self.moments)[of.of] for of in every])[1]
 
     def at(
@@ -187,30 +194,16 @@ class Responses:
 
         `layers` are those of each variant on the stage of each action: [variants, actions].
         """
-        found = self.of(kind, complete).at(tuples, layers.mean(axis=1), rows)
-        if len(kind) > 1 and (layers[:, 0] != layers[:, 1]).any():
-            # Templates of pairs have equal stages: a layer more here and less there is what the
-            # actions alone have of it: until the last kernel ends, and of each sum.
-            moments = rows == self.moments
-            own = slice(1, 2) if moments else rows
-            forward, backward = (self._layers(stage, letter, tuples, own) for stage, letter in kind)
-            apart = (layers[:, 0] - layers[:, 1]) / 2
-            whole = found.expanded()
-            some = whole[1:] if moments else whole
-            some += np.where(some > NEVER / 2, np.tensordot(apart, forward - backward, axes=1), 0.0)
-            return EqualRows(whole, np.arange(len(whole)))
-        return found
+        own = tuple(tuple(of) for of in layers.T.tolist())
+        pair = self.pairs.get((kind, complete, own), self.pairs.get((kind, False, own)))
+        if pair is not None:
+            return pair.at(tuples, np.zeros(0), rows)
+        return self.of(kind, complete).at(tuples, layers[:, 0].astype(np.float64), rows)
 
     def of(self, kind: StepKind, complete: bool) -> LinearResponse:
-        """The response of a step by the kinds of its stages."""
+        """The response of a step by the kinds of its stages; of a pair, with the base's layers."""
         found = self.actions.get((kind, complete))
         return self.actions[kind, False] if found is None else found
-
-    def _layers(self, stage: int, letter: str, tuples: Int, rows: slice) -> Float:
-        """What a layer more of each variant adds to rows of an action: [variants, rows, tuples]."""
-        whole = ((stage, letter),) in {kind for kind, _ in self.actions}
-        parts = [self.of(((stage, x),), False) for x in (letter if whole else "IW")]
-        return np.sum([of.cases.added(of.of[tuples], rows) for of in parts], axis=0)
 
 
 def _concat(parts: Sequence[LinearResponse], axes: tuple[str, ...]) -> LinearResponse:
@@ -230,25 +223,42 @@ def _concat(parts: Sequence[LinearResponse], axes: tuple[str, ...]) -> LinearRes
     return LinearResponse(LinearRows.concatenated(distinct, axes), of)
 
 
+class ChosenStep(NamedTuple):
+    """One step of a kind, and its places on a rank."""
+
+    kind: StepKind
+    layers: StepLayers
+    complete: bool
+    begin: int
+    end: int
+
+
 class RankActions(NamedTuple):
     """Which places of a rank class of a template are which action, whatever they take."""
 
     places: ClassPlaces
     kind: int
     """Of the rank (`templates.Kinds`)."""
-    chosen: Sequence[tuple[StepKind, bool, int, int]]
-    """One step of each kind, and whether it is complete: from which place to which. Those that are
-    not complete come first."""
+    chosen: Sequence[ChosenStep]
+    """One step of each kind and layers. Those that are not complete come first."""
     sections: Sequence[tuple[int, int]]
     meetings: Sequence[StageMeeting]
 
     @classmethod
-    def of(cls, of: Kinds, assembly: Assembly, rank: int, known: Transfers, how: Execution) -> Self:
-        """Those of rank class number `rank` of a program of a template; `known` is its own."""
+    def of(
+        cls,
+        of: Kinds,
+        layers: StepLayers,
+        assembly: Assembly,
+        rank: int,
+        known: Transfers,
+        how: Execution,
+    ) -> Self:
+        """Those of rank class number `rank` of a program of a template, with so many layers on each
+        stage; `known` is its own."""
         places = ClassPlaces.of_class(assembly.program, known, how)
         found = cuts(assembly.program, places, assembly.ranks[rank].rows)
-        steps = sorted(_chosen(of, found).items(), key=lambda item: item[0][1])
-        chosen = [(*key, *place) for key, place in steps]
+        chosen = sorted(_chosen(of, layers, found), key=lambda step: step.complete)
         return cls(places, of.rank(rank), chosen, found.sections, found.meetings)
 
 
@@ -264,7 +274,7 @@ def responses(
 
     `usual`: those of actions that do nothing that happens once per step, and of nothing else.
     """
-    some = slice(1 + len(of.more) + len(of.few))  # others are for memory alone
+    some = slice(1 + len(of.more) + len(of.few))  # others are for pairs alone
     programs = zip(ranks[some], timed[some], strict=True)
     every = [_actions(*each, played, usual=usual) for each in programs]
     base, more = every[0], every[1 : 1 + len(of.more)]
@@ -295,7 +305,27 @@ def responses(
         )
         for kind, (sections, meetings) in base.tails.items()
     }
-    return Responses(actions, tails)
+    own = zip(ranks[some.stop :], timed[some.stop :], strict=True)
+    pairs = {
+        key: played.response(action, [], {}, (), 1)
+        for program in own
+        for key, action in _pairs(*program, played).items()
+    }
+    return Responses(actions, tails, pairs)
+
+
+def _pairs(
+    ranks: Sequence[RankActions], timed: Sequence[ClassRows], played: Played
+) -> dict[tuple[StepKind, bool, StepLayers], TimedAction]:
+    """The pairs of actions of a program that has the layers of their stages."""
+    return {
+        (step.kind, step.complete, step.layers): played.action(
+            rows, rank.places.part(step.begin, step.end, pair=True), slice(step.begin, step.end)
+        )
+        for rank, rows in zip(ranks, timed, strict=True)
+        for step in rank.chosen
+        if len(step.kind) > 1
+    }
 
 
 class _TemplateActions(NamedTuple):
@@ -312,8 +342,8 @@ def _actions(
     tails: dict[int, tuple[list[TimedAction], list[TimedMeeting]]] = {}
     slots: dict[int, int] = {}  # numbered as they are met, so that structures compare
     for rank, rows in zip(ranks, timed, strict=True):
-        lengths = {(kind, complete): end - begin for kind, complete, begin, end in rank.chosen}
-        for kind, complete, begin, end in rank.chosen:
+        lengths = {(of.kind, of.complete): of.end - of.begin for of in rank.chosen}
+        for kind, _, complete, begin, end in rank.chosen:
             if (kind, complete) in actions or (usual and complete):  # of a rank that does the same
                 continue
             if complete and lengths.get((kind, False)) == end - begin:  # nothing happens once
@@ -338,21 +368,22 @@ def _actions(
     return _TemplateActions(actions, tails)
 
 
-def _chosen(of: Kinds, found: Cuts) -> dict[tuple[StepKind, bool], tuple[int, int]]:
-    """The places of one step of each kind on a rank, complete and not.
+def _chosen(of: Kinds, layers: StepLayers, found: Cuts) -> list[ChosenStep]:
+    """One step of each kind and layers on a rank, complete and not.
 
     The first forward that is not complete is behind another one; of other steps the second is
     taken, which is.
     """
-    alike: dict[tuple[StepKind, bool], list[tuple[int, int]]] = {}
+    alike: dict[tuple[StepKind, StepLayers, bool], list[tuple[int, int]]] = {}
     for step in found.steps:
         kind = tuple((of.stage(stage), letter) for stage, letter in step.kind)
-        alike.setdefault((kind, step.complete), []).append((step.begin, step.end))
+        own = tuple(layers[stage] for stage, _ in step.kind)
+        alike.setdefault((kind, own, step.complete), []).append((step.begin, step.end))
     chosen = {
         key: places[0 if key[0][-1][1] == "F" else min(1, len(places) - 1)]
         for key, places in alike.items()
     }
-    for (kind, complete), place in [*chosen.items()]:
+    for (kind, own, complete), place in [*chosen.items()]:
         if complete:  # of one microbatch
-            chosen.setdefault((kind, False), place)
-    return chosen
+            chosen.setdefault((kind, own, False), place)
+    return [ChosenStep(*key, *place) for key, place in chosen.items()]

@@ -98,8 +98,9 @@ class StructureTemplate:
     """By variant of layers."""
     layers: tuple[int, ...]
     """Of each variant on each stage of the base."""
-    pairs: tuple[Assembly, ...]
-    """With the very layers of stages whose actions overlap (`Kind.pairs`)."""
+    pairs: Mapping[tuple[tuple[int, ...], ...], Assembly]
+    """With the very layers of stages whose actions overlap, by the layers of each variant on each
+    stage (`Kind.pairs`)."""
     few: Mapping[tuple[int, ...], Assembly]
     """With fewer layers of some variant on each stage, by the layers of each (`Kind.few`). Those
     without layers say nothing of stages between others."""
@@ -118,7 +119,16 @@ class StructureTemplate:
     @property
     def assemblies(self) -> tuple[Assembly, ...]:
         """All programs: the base, those with one layer more, those with fewer, those of pairs."""
-        return self.base, *self.more, *self.few.values(), *self.pairs
+        return self.base, *self.more, *self.few.values(), *self.pairs.values()
+
+    @property
+    def stage_layers(self) -> list[tuple[tuple[int, ...], ...]]:
+        """Of each program, the layers of each variant on each stage."""
+        own = self.layers
+        more = [
+            tuple(count + (nth == one) for nth, count in enumerate(own)) for one in range(len(own))
+        ]
+        return [*((layers,) * self.stages for layers in (own, *more, *self.few)), *self.pairs]
 
     @property
     def kinds(self) -> Kinds:
@@ -332,7 +342,7 @@ class TemplatePrograms:
             for one in variants
         ]
         few = {layers: assembly([layers] * stages) for layers in of.few}
-        pairs = tuple(assembly(layers) for layers in of.pairs)
+        pairs = {layers: assembly(layers) for layers in of.pairs}
         base = assembly([of.layers] * stages)
         own = tuple(self.blocks[variant] for variant in of.parts.layers)
         return StructureTemplate(run, order, stages, base, (*more,), of.layers, pairs, few, own)

@@ -146,14 +146,15 @@ class Templates:
         how = how.only(*ISSUED_BY)
         made, _ = self._known[of]
         kinds = made.kinds
-        for each in made.assemblies:
+        for each, layers in zip(made.assemblies, made.stage_layers, strict=True):
             if (id(each), how) not in self._ranks:
                 if id(each) not in self._transfers:
                     own = each.program
                     self._transfers[id(each)] = [Transfers(own, of.tasks) for of in own.classes]
                 known = enumerate(self._transfers[id(each)])
-                ranks = [RankActions.of(kinds, each, n, transfers, how) for n, transfers in known]
-                self._ranks[id(each), how] = ranks
+                self._ranks[id(each), how] = [
+                    RankActions.of(kinds, layers, each, n, transfers, how) for n, transfers in known
+                ]
         return [self._ranks[id(each), how] for each in made.assemblies]
 
     def hosts(

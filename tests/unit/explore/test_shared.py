@@ -155,7 +155,7 @@ def test_responses_are_joined_where_all_actions_have_programs_of_the_same_few_la
         ]
         kinds = [(((ONLY, letter),), False) for letter in "FB"]
         of = [LinearResponse(each, np.zeros(1, dtype=np.int64)) for each in rows]
-        return Responses(dict(zip(kinds, of, strict=True)), {})
+        return Responses(dict(zip(kinds, of, strict=True)), {}, {})
 
     assert responses((0,), (1,)).form == responses((1,), (0,)).form
     assert responses((0,)).form != responses((1,)).form != responses((0,), (1,)).form

@@ -64,7 +64,7 @@ class LinearRows:
     more: Int
     """What one layer more of each variant adds: [variants, rows]."""
     layers: tuple[int, ...]
-    """Of each variant that the base has."""
+    """Of each variant that the base has; none where it says nothing of other layers."""
     axes: tuple[str, ...]
     """What the last rows are of: those of waits (`ActionColumns.waits`)."""
     few: Mapping[tuple[float, ...], Int] = field(default_factory=dict[tuple[float, ...], Int])
@@ -95,9 +95,9 @@ class LinearRows:
         axes: tuple[str, ...],
     ) -> Self:
         """From the rows of the base, of all variants, and of `few`, behind each other."""
-        base, *others = of.reshape(-1, rows)
-        more, alone = others[: len(layers)], others[len(layers) :]
-        return cls(table, base, np.stack(more), layers, axes, dict(zip(few, alone, strict=True)))
+        base, others = np.split(of.reshape(-1, rows), [1])
+        more, alone = np.split(others, [len(layers)])
+        return cls(table, base[0], more, layers, axes, dict(zip(few, alone, strict=True)))
 
     @classmethod
     def concatenated(cls, parts: Sequence[Self], axes: tuple[str, ...]) -> Self:
@@ -141,10 +141,6 @@ class LinearRows:
     def _taken(self, rows: Int, cases: Int) -> Float:
         """Some rows of the table, of some cases: [rows, cases]."""
         return taken([self.table[number] for number in rows.tolist()], cases)
-
-    def added(self, cases: Int, rows: slice) -> Float:
-        """What one layer more of each variant adds to some rows: [variants, rows, cases]."""
-        return self.table[self.more[:, rows]].take(cases, axis=2)
 
     def classes(self, rows: slice) -> Int:
         """Numbers of cases, equal where these rows are, whatever the layers: [cases]."""
