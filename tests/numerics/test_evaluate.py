@@ -185,6 +185,36 @@ def test_backwards_in_halves_stages_on_one_rank_and_actions_that_overlap():
     assert np.abs(found).max() < 0.015
 
 
+def test_pairs_of_actions_take_turns_as_the_layers_of_both_stages_have_it():
+    base = {"seq_length": 2048, "tp": 4, "vpp": 2, "schedule": "dualpipev", "global_batch_size": 16}
+    for row in (
+        {"model": "llama3-8b", "layers": 12, "pp": 4, "dp": 2, "recompute": "full"},
+        {"model": "llama3-8b", "layers": 7, "pp": 2, "dp": 2, "first_stage_less_layers": 1},
+        {"model": "qwen3-30b-a3b", "layers": 4, "pp": 2, "dp": 2, "ep": 2},
+    ):
+        of = base | {name: row.pop(name) for name in ("model", "layers")}
+        assert np.abs(gaps(candidates([row], **of))).max() < 5e-4
+
+
+def test_two_ranks_that_hold_the_same_gather_their_parameters_behind_the_step():
+    rows = [{"zero": 1}, {"zero": 2}]
+    found = gaps(
+        candidates(
+            rows,
+            model="llama3-8b",
+            layers=8,
+            seq_length=2048,
+            tp=4,
+            pp=2,
+            dp=2,
+            schedule="dualpipe",
+            sequence_parallel=True,
+            global_batch_size=16,
+        )
+    )
+    assert np.abs(found).max() < 0.001
+
+
 def test_microbatches_in_groups_of_other_sizes_than_the_pipeline():
     rows = [
         {"microbatch_group_size_per_vp_stage": group, "global_batch_size": batch}

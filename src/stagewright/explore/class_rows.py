@@ -29,6 +29,7 @@ from stagewright.explore.actions import (
 from stagewright.lower.assembly.rank_rows import UNSHARD, RankRows
 from stagewright.program.columns import (
     COLLECTIVE,
+    COLLECTIVES,
     COMPUTE,
     PHASES,
     RECV,
@@ -46,6 +47,9 @@ from stagewright.time.simulate.issue import (
     issue,
     with_needs,
 )
+
+
+_ALL_GATHER = COLLECTIVES.index("all_gather")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -270,7 +274,8 @@ def cuts(program: Program, places: ClassPlaces, rank: RankRows) -> Cuts:
     tasks, order, at = places.tasks, places.issue, places.issue.rows
     slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
     meets = (places.kind == COLLECTIVE) & is_any(tasks.slot[at], slots)
-    meets &= at >= rank.end  # two ranks that hold the same reduce gradients before
+    # Two ranks that hold the same reduce gradients before, and gather parameters, both alike.
+    meets &= (at >= rank.end) & (tasks.collective[at] != _ALL_GATHER)
     met = np.flatnonzero(meets)
     inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))
     last = int(inside[-1]) + 1
