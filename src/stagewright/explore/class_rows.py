@@ -48,7 +48,6 @@ from stagewright.time.simulate.issue import (
     with_needs,
 )
 
-
 _ALL_GATHER = COLLECTIVES.index("all_gather")
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_rows, latest
-from stagewright.explore.actions import HOST, LAUNCHES, MESSAGE, StepKind
+from stagewright.explore.actions import ASIDE, GPU, HOST, LAUNCHES, MESSAGE, NEVER, StepKind
 from stagewright.explore.pipeline.effects import Effect, effect
 from stagewright.explore.pipeline.ordered_steps import StepCounts, step_counts, ways
 from stagewright.explore.pipeline.play import play_each
@@ -278,6 +278,10 @@ class _PlayedTogether:
         responses, tuples = self.sets[nth].responses, self.sets[nth].tuples
         each = self.distinct[nth].of
         behind = after.sums()
+        beside = any(
+            (seconds_behind(rows, GPU, ASIDE) > NEVER / 2).any()
+            for rows in self._rows[nth].values()
+        )
         every: dict[tuple[object, ...], Float] = {}
         found: list[StepColumns] = []
         for part in self.sets[nth].parts:
@@ -301,7 +305,9 @@ class _PlayedTogether:
             of_steps = sums[:, part.of]
             if part.before:
                 of_steps += part.more * (of_round / self.of.pp)[:, part.of]
-            found.append(self._columns(responses.axes, seconds, late[part.of], of_steps))
+            found.append(
+                self._columns(responses.axes, seconds, late[part.of], of_steps, beside=beside)
+            )
         return found
 
     def _seconds(self, nth: int, part: EquallyPlayed, now: Ends, before: Ends | None) -> Float:
@@ -316,25 +322,32 @@ class _PlayedTogether:
         return np.maximum(now.whole[part.of] + more, launched)
 
     def _columns(
-        self, axes: Sequence[str], seconds: Float, late: Float, sums: Float
+        self, axes: Sequence[str], seconds: Float, late: Float, sums: Float, *, beside: bool
     ) -> StepColumns:
         """Steps that take so long, `late` of it behind all actions, from the sums of their parts:
-        of the mean rank."""
+        of the mean rank. `beside`: kernels may wait for communication of an action before."""
         busy, drawn, *others, host = sums
-        waits = dict(zip(axes, others, strict=True))
+        # What further layers take less may be more than there is.
+        waits = {axis: np.maximum(wait, 0.0) for axis, wait in zip(axes, others, strict=True)}
         rest = np.maximum(seconds - busy - sum(waits.values(), 0 * busy), 0.0)
         launches = waits.pop(LAUNCHES, np.zeros(len(seconds)))
         waits.pop("pp", None)
+        # Behind all actions, gradients and weights are waited for.
+        late = np.minimum(late, rest)
+        rest = rest - late
         # Kernels wait for a host that takes longer than they do.
-        slow = np.clip(host - (seconds - rest), 0.0, rest)
+        slow = np.clip(host - (seconds - rest - late), 0.0, rest)
         launches, rest = launches + slow, rest - slow
-        # Behind all actions, gradients and weights are waited for; with one rank, nothing but these
-        # is between actions.
-        late = rest if self.of.pp == 1 else np.minimum(late, rest)
+        if self.of.pp == 1:  # nothing else is between actions
+            if beside:
+                late = late + rest
+            else:
+                launches = launches + rest
+            rest = np.zeros_like(rest)
         waits["dp"] = waits.get("dp", 0.0) + late
         exposed = sum(waits.values(), 0 * busy)
         return StepColumns(
-            seconds, rest - late, waits, launches,
+            seconds, rest, waits, launches,
             np.minimum((busy + exposed) / seconds, 1.0),
             (drawn + RUNNING_FRACTION * exposed) / seconds,
         )  # fmt: skip
