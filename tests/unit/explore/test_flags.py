@@ -1,0 +1,449 @@
+"""Flags of frameworks: names that their parsers have, and what their parsers assert.
+
+The rule is that a framework which is given these flags does what was timed: whatever differs from
+the framework's own defaults is printed, and what it has no flag for is said.
+"""
+
+import random
+import shlex
+
+import pytest
+
+from stagewright.explore.answer.flags import TOOLS, flags, notes
+from stagewright.explore.candidates import Candidates, Column
+from stagewright.run.experiment import Experiment
+from stagewright.run.pipeline_split import layout_split
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.time.hardware import resolve
+
+MEGATRON = frozenset({
+    "--attention-backend", "--attention-dropout", "--bf16", "--ckpt-format", "--clip-grad",
+    "--context-parallel-size", "--cp-comm-type", "--cpu-offloading-num-layers",
+    "--cross-entropy-loss-fusion", "--cuda-graph-impl", "--cuda-graph-modules",
+    "--data-parallel-sharding-strategy", "--decoder-seq-length", "--exp-avg-dtype",
+    "--exp-avg-sq-dtype", "--expert-model-parallel-size", "--expert-tensor-parallel-size",
+    "--fp4-format", "--fp8-format", "--fp8-recipe", "--global-batch-size", "--hidden-dropout",
+    "--make-vocab-size-divisible-by", "--megatron-fsdp-grad-comm-dtype", "--micro-batch-size",
+    "--microbatch-group-size-per-virtual-pipeline-stage", "--moe-apply-probs-on-input",
+    "--moe-aux-loss-coeff", "--moe-expert-capacity-factor", "--moe-grouped-gemm",
+    "--moe-pad-expert-input-to-capacity", "--moe-router-dtype", "--moe-router-enable-expert-bias",
+    "--moe-router-load-balancing-type", "--moe-token-dispatcher-type", "--moe-z-loss-coeff",
+    "--mtp-loss-scaling-factor", "--mtp-num-layers", "--no-check-for-nan-in-loss-and-grad",
+    "--no-overlap-p2p-communication", "--num-distributed-optimizer-instances", "--num-layers",
+    "--num-virtual-stages-per-pipeline-rank", "--optimizer", "--optimizer-cpu-offload",
+    "--optimizer-offload-fraction", "--overlap-grad-reduce", "--overlap-moe-expert-parallel-comm",
+    "--overlap-param-gather", "--pipeline-model-parallel-layout", "--pipeline-model-parallel-size",
+    "--recompute-granularity", "--recompute-method", "--recompute-modules",
+    "--recompute-num-layers", "--seq-length", "--sequence-parallel", "--sgd-momentum",
+    "--tensor-model-parallel-size", "--tp-comm-overlap", "--use-distributed-optimizer",
+    "--use-megatron-fsdp", "--use-precision-aware-optimizer", "--use-tp-pp-dp-mapping",
+    "--vocab-size",
+})  # fmt: skip
+"""Of the parser of Megatron-LM d98e8a64: `add_argument` of megatron/training/arguments.py, and the
+fields of the configurations that it makes options of (megatron/core/transformer/
+transformer_config.py, megatron/core/model_parallel_config.py and megatron/training/config)."""
+MEGATRON_WORDS = {
+    "--attention-backend": {"flash", "fused", "unfused", "local", "auto"},
+    "--ckpt-format": {"torch", "torch_dist", "torch_dcp", "fsdp_dtensor"},
+    "--cp-comm-type": {"p2p", "a2a", "all_gather", "a2a+p2p"},
+    "--cuda-graph-impl": {"none", "local", "transformer_engine", "full_iteration"},
+    "--data-parallel-sharding-strategy": {"no_shard", "optim", "optim_grads", "optim_grads_params"},
+    "--fp8-format": {"e4m3", "hybrid"},
+    "--fp8-recipe": {"tensorwise", "delayed", "mxfp8", "blockwise", "custom"},
+    "--moe-token-dispatcher-type": {"allgather", "alltoall", "flex"},
+    "--optimizer": {"adam", "sgd"},
+    "--recompute-granularity": {"full", "selective"},
+    "--recompute-method": {"uniform", "block"},
+    "--recompute-modules": {"core_attn", "moe_act", "layernorm", "mlp", "moe"},
+}
+"""Values that its options take, where these are words."""
+TORCHTITAN = frozenset({
+    "--compile.components", "--compile.enable", "--compile.enable_async_tensor_parallel",
+    "--parallelism.context_parallel_degree", "--parallelism.data_parallel_replicate_degree",
+    "--parallelism.data_parallel_shard_degree", "--parallelism.enable_sequence_parallel",
+    "--parallelism.expert_parallel_degree", "--parallelism.fsdp_reshard_after_forward",
+    "--parallelism.num_pp_microbatches", "--parallelism.pipeline_parallel_degree",
+    "--parallelism.pipeline_parallel_first_stage_less_layers",
+    "--parallelism.pipeline_parallel_last_stage_less_layers",
+    "--parallelism.pipeline_parallel_layers_per_stage", "--parallelism.pipeline_parallel_schedule",
+    "--parallelism.tensor_parallel_degree", "--training.disable_cuda_graphs", "--training.dtype",
+    "--training.max_context_length", "--training.mixed_precision_param",
+    "--training.num_tokens_per_microbatch_per_dp_rank", "--training.num_tokens_per_train_step",
+})  # fmt: skip
+"""Of torchtitan's `Trainer.Config` at b5bcd76c (torchtitan/config/configs.py; its test
+tests/unit_tests/test_no_new_cli_options.py lists all). `no_` before a name turns a switch off."""
+
+
+def candidates(model="mixtral-8x7b", how=None, framework="megatron", **settings):
+    run = Run(model=model, framework=framework)
+    base = Experiment(run, ClusterSection(), how or Execution())
+    columns = {name: Column.of([value]) for name, value in settings.items()}
+    return Candidates.of(base, resolve("h100-sxm"), columns)
+
+
+def lines(tool, *args, **settings):
+    return flags(candidates(*args, **settings), 0, tool)
+
+
+def options(found):
+    """Flags by name, each with its values; words of their own left out."""
+    words = [shlex.split(line) for line in found if line.startswith("--")]
+    named = {name: values for name, *values in words}
+    assert len(named) == len(words), "a flag is printed twice"
+    return named
+
+
+def megatron(*args, **settings):
+    return options(lines("megatron", *args, **settings))
+
+
+def torchtitan(*args, **settings):
+    return options(lines("torchtitan", *args, **settings))
+
+
+EVERYTHING = {
+    "tp": 2, "cp": 2, "pp": 4, "ep": 8, "dp": 8, "vpp": 2, "schedule": "interleaved",
+    "sequence_parallel": True, "cp_comm_type": "a2a", "micro_batch_size": 2,
+    "global_batch_size": 512, "seq_length": 8192, "order": "tp-cp-ep-pp-dp",
+}  # fmt: skip
+
+# ---- rules that hold for any run -----------------------------------------------------------------
+
+RUN_CHOICES = {
+    "model": ["llama3-8b", "gpt2", "mixtral-8x7b", "deepseek-v3"],
+    "framework": ["megatron", "torchtitan"],
+    "tp": [1, 2], "cp": [1, 2], "dp": [1, 4], "ep": [1, 4], "zero": [0, 1, 2, 3],
+    "pp,vpp,schedule": [
+        (1, 1, None), (2, 1, None), (4, 2, None), (2, 3, None), (3, 1, "gpipe"), (2, 2, "zbv"),
+    ],
+    "dp_shard": [None, 2], "sequence_parallel": [False, True], "cp_comm_type": ["p2p", "a2a"],
+    "recompute": ["none", "selective", "full"],
+    "recompute_modules": [("core_attn",), ("norm", "activation")],
+    "recompute_num_layers": [None, 2], "micro_batch_size": [1, 2], "global_batch_size": [None, 64],
+    "precision": ["bf16", "fp32", "fp8", "nvfp4", "int8"],
+    "fp8_recipe": [None, "rowwise", "blockwise"], "flash_attention": [True, False],
+    "optimizer": ["adamw", "sgd"], "exp_avg_dtype": [None, "bf16"], "clip_grad": [True, False],
+    "optimizer_cpu_offload": [False, True], "cpu_offloading_num_layers": [None, 2],
+    "moe_token_dispatcher_type": ["alltoall", "allgather"], "moe_router_dtype": [None, "fp32"],
+    "moe_apply_probs": [None, "input", "output"], "dropout": [True, False],
+    "operators": ["fused", "eager"], "fuse": [True, False],
+    "reshard_after_forward": [True, False], "fp8_dot_product_attention": [False, True],
+}  # fmt: skip
+HOW_CHOICES = {
+    "no_overlap": [frozenset(), frozenset({"dp"}), frozenset({"pp", "tp"})],
+    "overlap_param_gather": [False, True],
+    "tp_comm_overlap": [False, True],
+    "overlap_moe_expert_parallel_comm": [False, True],
+    "moe_flex_dispatcher": [False, True],
+    "launch_mode": [None, "eager", "compile", "cuda_graph", "blocking"],
+}
+
+
+def any_run(seed):
+    """A run of random settings, whether or not a search would take it."""
+    draw = random.Random(seed)
+    chosen = {name: draw.choice(values) for name, values in RUN_CHOICES.items()}
+    chosen |= dict(zip(("pp", "vpp", "schedule"), chosen.pop("pp,vpp,schedule"), strict=True))
+    if chosen["model"] in ("llama3-8b", "gpt2"):
+        chosen["ep"] = 1
+    if chosen["dp"] == 1:
+        chosen["dp_shard"] = None
+    for name in [*chosen]:
+        needs = EXPERIMENT[name].needs if name in EXPERIMENT else {}
+        if any(chosen.get(need, values[0]) not in values for need, values in needs.items()):
+            del chosen[name]
+    how = {name: draw.choice(values) for name, values in HOW_CHOICES.items()}
+    return candidates(chosen.pop("model"), Execution(**how), chosen.pop("framework"), **chosen)
+
+
+SEEDS = range(200)
+
+
+def test_flags_are_those_of_the_parsers():
+    for seed in SEEDS:
+        named = options(flags(any_run(seed), 0, "megatron"))
+        assert named.keys() <= MEGATRON, seed
+        for name, words in MEGATRON_WORDS.items():
+            assert {*named.get(name, ())} <= words, (seed, name)
+        named = options(flags(any_run(seed), 0, "torchtitan"))
+        assert {name.replace(".no_", ".") for name in named} <= TORCHTITAN, seed
+
+
+def test_what_megatron_asserts_holds():
+    """`validate_args` and the checks of configurations, for what these flags can break."""
+    for seed in SEEDS:
+        run = any_run(seed)
+        named = options(flags(run, 0, "megatron"))
+        of = run.run(0).resolved(run.model)
+        assert {"--micro-batch-size", "--global-batch-size", "--seq-length"} <= named.keys()
+        needs = {
+            "--overlap-param-gather": {"--overlap-grad-reduce"},
+            "--use-megatron-fsdp": {"--ckpt-format", "--data-parallel-sharding-strategy"},
+            "--tp-comm-overlap": {"--sequence-parallel"},
+            "--exp-avg-dtype": {"--use-precision-aware-optimizer"},
+            "--optimizer-cpu-offload": {"--use-precision-aware-optimizer"},
+            "--recompute-method": {"--recompute-num-layers"},
+            "--fp8-format": {"--bf16"},
+        }
+        for name, needed in needs.items():
+            assert name not in named or needed <= named.keys(), (seed, name)
+        sharded = {"--use-distributed-optimizer", "--use-megatron-fsdp"}
+        assert "--overlap-param-gather" not in named or sharded & named.keys(), seed
+        if "--use-precision-aware-optimizer" in named:
+            assert "--optimizer" not in named, seed  # adam is the default
+        full = named.get("--recompute-granularity") == ["full"]
+        assert full == ("--recompute-method" in named), seed
+        layouts = {"--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"}
+        assert len(layouts & named.keys()) <= 1, seed
+        if "--pipeline-model-parallel-layout" not in named and of.pp > 1:
+            layers = run.model.num_layers
+            assert layers % (of.pp * of.vpp) == 0, seed
+        if "--overlap-moe-expert-parallel-comm" in named:
+            assert of.ep > 1, seed
+            assert not full, seed
+            assert of.pp == 1 or of.vpp > 1, seed
+            assert named["--moe-token-dispatcher-type"] != ["allgather"], seed
+
+
+def test_every_setting_is_a_flag_or_said_to_have_none():
+    """What changes a run changes what is printed for it."""
+    base = {"dp": 4, "tp": 2, "cp": 2, "ep": 4, "zero": 3, "pp": 2, "sequence_parallel": True}
+    apart = {"model", "framework", "pp,vpp,schedule", *base}
+    needed = {
+        "recompute_modules": {"recompute": "selective"},
+        "recompute_num_layers": {"recompute": "full"},
+        "fp8_recipe": {"precision": "fp8"}, "fp8_dot_product_attention": {"precision": "fp8"},
+    }  # fmt: skip
+    for tool in TOOLS:
+        for name in RUN_CHOICES.keys() - apart:
+            more = base | needed.get(name, {})
+            printed = {
+                tuple(lines(tool, **more, **{name: value})) for value in RUN_CHOICES[name][:2]
+            }
+            # The model has no dropout, so that turning it off changes nothing.
+            assert len(printed) == 2 or name == "dropout", (tool, name)
+
+
+# ---- Megatron-LM ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_megatron_shards(zero):
+    named = megatron(**EVERYTHING, zero=zero)
+    assert ("--use-distributed-optimizer" in named) == (zero == 1)
+    assert ("--use-megatron-fsdp" in named) == (zero > 1)
+    assert named.get("--ckpt-format") == (["fsdp_dtensor"] if zero > 1 else None)
+    assert megatron(dp=8, zero=1, dp_shard=4)["--num-distributed-optimizer-instances"] == ["2"]
+
+
+def test_what_megatron_leaves_off_by_default_is_turned_on():
+    named = megatron(dp=4, ep=4, zero=1)
+    assert named["--moe-token-dispatcher-type"] == ["alltoall"]
+    on = ("--moe-grouped-gemm", "--overlap-grad-reduce", "--bf16", "--cross-entropy-loss-fusion")
+    assert {*on} <= named.keys()
+    assert named["--micro-batch-size"] == ["1"]
+    assert named["--seq-length"] == ["8192"]
+    assert named["--global-batch-size"] == ["4"]
+    assert named["--hidden-dropout"] == ["0.0"]
+    assert named["--attention-dropout"] == ["0.0"]
+    assert named["--make-vocab-size-divisible-by"] == ["1"]
+    of_gpt2 = megatron("gpt2", make_vocab_size_divisible_by=128)
+    assert not {"--hidden-dropout", "--make-vocab-size-divisible-by"} & of_gpt2.keys()
+    assert "--moe-token-dispatcher-type" not in of_gpt2
+
+
+def test_megatron_overlaps_what_was_timed_so():
+    assert "--overlap-grad-reduce" not in megatron("llama3-8b")
+    assert "--overlap-grad-reduce" in megatron("llama3-8b", cp=2)
+    waits = Execution(no_overlap=frozenset({"dp"}), overlap_param_gather=True)
+    found = lines("megatron", "llama3-8b", waits, dp=4, zero=1)
+    assert not {"--overlap-grad-reduce", "--overlap-param-gather"} & {*found}
+    assert any(line.startswith("# overlap_param_gather=True has no flag: ") for line in found)
+    found = lines("megatron", "llama3-8b", waits, dp=4, zero=3)
+    assert any(line.startswith("# no_overlap=dp has no flag: Megatron-FSDP") for line in found)
+    waits = Execution(no_overlap=frozenset({"pp", "tp", "cp"}))
+    found = lines("megatron", "llama3-8b", waits, pp=4, vpp=2, tp=2)
+    assert "--no-overlap-p2p-communication" in found
+    assert "# no_overlap=tp has no flag" in found
+    assert not any("no_overlap=cp" in line for line in found)  # cp is 1
+    assert not any("overlap" in line for line in lines("megatron", "llama3-8b", waits, pp=4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        ({"pp": 2, "vpp": 2, "layers_per_stage": (7, 9, 9, 7)}, "Et*7|t*9|t*9|t*7L"),
+        ({"pp": 5}, "Et*7|t*7|t*6|t*6|t*6L"),
+        ({"pp": 2, "vpp": 7}, "Et*3|t*3|t*3|t*3|" + "t*2|" * 9 + "t*2L"),
+        ({"pp": 4, "last_stage_less_layers": 1}, "Et*9|t*8|t*8|t*7L"),
+        ({"pp": 2, "first_stage_less_layers": 1}, None),  # 16 and 16, which is the default
+        ({"pp": 4}, None),
+        ({}, None),
+    ],
+)
+def test_uneven_stages_are_a_layout_of_megatron(settings, layout):
+    found = candidates("llama3-8b", **settings)
+    named = options(flags(found, 0, "megatron"))
+    assert named.get("--pipeline-model-parallel-layout") == (layout and [layout])
+    assert "--num-virtual-stages-per-pipeline-rank" not in named
+    if layout:  # and it is read again as it was meant
+        run = found.run(0).resolved(found.model)
+        assert layout_split(layout, run.pp) == (run.vpp, run.layers_per_stage)
+
+
+def test_layouts_have_the_layers_that_predict_more_tokens():
+    named = megatron("deepseek-v3", pp=2, mtp_num_layers=1)
+    assert named["--pipeline-model-parallel-layout"] == ["Et*31|t*30mL"]
+    assert megatron("llama3-8b", pp=2, vpp=2)["--num-virtual-stages-per-pipeline-rank"] == ["2"]
+
+
+def test_patterns_of_layers_say_their_stages_themselves():
+    found = lines("megatron", "nemotron-h-8b", pp=4, vpp=2)
+    assert any("--hybrid-layer-pattern" in line for line in found if line[0] == "#")
+    assert not any("pipeline-model-parallel-layout" in line for line in found)
+
+
+def test_megatron_recomputes_what_was_timed_so():
+    assert megatron("llama3-8b", recompute="full")["--recompute-method"] == ["uniform"]
+    named = megatron("llama3-8b", recompute="full", recompute_num_layers=3)
+    assert named["--recompute-method"] == ["block"]
+    assert named["--recompute-num-layers"] == ["3"]
+    modules = {"recompute": "selective", "recompute_modules": ("norm", "activation")}
+    assert megatron(**modules)["--recompute-modules"] == ["layernorm", "moe_act"]
+    found = lines("megatron", "llama3-8b", **modules)
+    assert "--recompute-modules layernorm" in found
+    assert "# recompute_modules=activation has no flag" in found
+
+
+def test_megatron_captures_graphs():
+    whole = Execution(launch_mode="cuda_graph")
+    assert "--no-check-for-nan-in-loss-and-grad" in megatron("llama3-8b", whole)
+    some = Execution(launch_mode="cuda_graph", cuda_graph_modules=frozenset({"mlp", "attn"}))
+    named = megatron("llama3-8b", some)
+    assert named["--cuda-graph-impl"] == ["transformer_engine"]
+    assert named["--cuda-graph-modules"] == ["attn", "mlp"]
+    found = lines("megatron", "llama3-8b", Execution(launch_mode="compile"))
+    assert "# launch_mode=compile has no flag" in found
+
+
+# ---- torchtitan ----------------------------------------------------------------------------------
+
+
+def test_torchtitan_counts_in_tokens():
+    settings = {**EVERYTHING, "framework": "torchtitan", "etp": 1, "recompute": "full", "zero": 3}
+    found = lines("torchtitan", how=Execution(tp_comm_overlap=True), **settings, dp_shard=4)
+    known = {name: values[0] for name, values in options(found).items() if values}
+    assert found[-1] == "activation-checkpoint:full"
+    words = ("data_parallel_replicate_degree", "data_parallel_shard_degree", "num_pp_microbatches")
+    assert [known[f"--parallelism.{word}"] for word in words] == ["2", "4", "32"]
+    assert known["--training.num_tokens_per_microbatch_per_dp_rank"] == str(2 * 8192)
+    assert known["--training.num_tokens_per_train_step"] == str(512 * 8192)
+    assert known["--parallelism.fsdp_reshard_after_forward"] == "always"  # with pp: never
+    assert "# cp_comm_type=a2a has no flag" in found
+
+
+def test_torchtitan_shards_all_or_nothing():
+    named = torchtitan(tp=2, dp=4, framework="torchtitan", zero=0)
+    assert named["--parallelism.data_parallel_replicate_degree"] == ["4"]
+    assert "--parallelism.no_enable_sequence_parallel" in named
+    for settings in ({"dp": 4, "zero": 1}, {"dp": 4, "zero": 2}, {"cp": 2, "zero": 0}):
+        found = lines("torchtitan", "llama3-8b", framework="torchtitan", **settings)
+        said = [line for line in found if "zero=" in line]
+        assert len(said) == 1
+        assert "has no counterpart in torchtitan: " in said[0]
+    found = lines("torchtitan", framework="torchtitan", dp=4, ep=4, zero=0)
+    assert any(line.startswith("# ep=4 has no flag: ") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "schedule"),
+    [
+        ({"pp": 4}, "1F1B"),
+        ({"pp": 4, "vpp": 2}, "Interleaved1F1B"),
+        ({"pp": 4, "vpp": 2, "schedule": "zb-h1"}, "InterleavedZeroBubble"),
+        ({"pp": 4, "schedule": "zb-h1"}, None),
+        ({"pp": 4, "schedule": "looped-bfs"}, None),
+        ({"pp": 1}, None),
+    ],
+)
+def test_torchtitan_runs_the_schedule(settings, schedule):
+    found = lines("torchtitan", "llama3-8b", framework="torchtitan", **settings)
+    said = options(found).get("--parallelism.pipeline_parallel_schedule")
+    assert said == (schedule and [schedule])
+    asks = settings.get("schedule")
+    assert (f"# schedule={asks} has no flag" in found) == bool(asks and not schedule)
+
+
+def test_torchtitan_splits_layers_as_the_run():
+    less = "--parallelism.pipeline_parallel_first_stage_less_layers"
+    assert torchtitan("llama3-8b", pp=4)[less] == ["0"]
+    assert torchtitan("llama3-8b", pp=4, framework="torchtitan")[less] == ["1"]
+    assert less not in torchtitan("llama3-8b")
+    found = lines("torchtitan", "llama3-8b", pp=2, layers_per_stage=(15, 17))
+    assert "# layers_per_stage=15,17 has no flag" in found
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode", "compiled", "missing"),
+    [
+        ({"framework": "torchtitan"}, None, False, {"launch_mode"}),
+        ({"framework": "torchtitan"}, "eager", False, set()),
+        ({"framework": "torchtitan"}, "compile", True, {"operators", "fuse"}),
+        ({"framework": "torchtitan", "operators": "fused", "fuse": True}, None, True, set()),
+        ({"framework": "torchtitan", "operators": "fused"}, "eager", False, {"operators"}),
+        ({}, None, True, set()),
+        ({}, "eager", False, {"operators", "fuse"}),
+        ({}, "blocking", False, {"operators", "fuse", "launch_mode"}),
+    ],
+)
+def test_torchtitan_compiles_what_was_timed_as_fused(settings, mode, compiled, missing):
+    found = candidates("llama3-8b", Execution(launch_mode=mode), **settings)
+    named = options(flags(found, 0, "torchtitan"))
+    assert ("--compile.enable" in named) == compiled != ("--compile.no_enable" in named)
+    said = [line for line in notes(found, 0, "torchtitan") if "no flag" in line]
+    names = {*said[0].split(": ")[1].split(", ")} if said else set()
+    assert names == missing
+    assert "--training.disable_cuda_graphs" in named
+
+
+def test_torchtitan_captures_whole_steps():
+    how = Execution(launch_mode="cuda_graph")
+    named = torchtitan("llama3-8b", how, "torchtitan", operators="fused", fuse=True)
+    assert {"--training.no_disable_cuda_graphs", "--compile.enable"} <= named.keys()
+    found = lines("torchtitan", "llama3-8b", how, "torchtitan", pp=2)
+    assert "--training.disable_cuda_graphs" in found
+
+
+# ---- what is said beside -------------------------------------------------------------------------
+
+
+def test_notes_count_what_has_no_flag():
+    found = candidates("llama3-8b", dp=4, zero=1, framework="torchtitan", pp=4, schedule="zb-h2")
+    assert "3 settings have no flag in torchtitan: zero, schedule, launch_mode" in notes(
+        found, 0, "torchtitan"
+    )
+    assert notes(candidates("llama3-8b", pp=4, schedule="zbv", vpp=2), 0, "megatron") == [
+        "1 setting has no flag in megatron: schedule"
+    ]
+    assert notes(candidates("llama3-8b", dp=4), 0, "megatron") == []
+
+
+@pytest.mark.parametrize(("tool", "other"), [TOOLS, TOOLS[::-1]])
+def test_figures_of_another_framework_are_said_to_be_so(tool, other):
+    found = candidates("llama3-8b", dp=4, framework=other)
+    said = [line for line in flags(found, 0, tool) if line.startswith("# figures are with")]
+    assert len(said) == 1
+    assert f"--framework {tool}" in said[0]
+    assert said[0].removeprefix("# ") in notes(found, 0, tool)
+    assert not any("figures" in line for line in lines(tool, "llama3-8b", framework=tool))
+
+
+def test_what_is_timed_is_no_setting_of_a_framework():
+    found = lines("megatron", "llama3-8b", device_memory="80GB", memory_allowance="2GiB")
+    assert not any(line[0] == "#" for line in found)
+    assert "# grad_reduce=microbatch has no flag" in lines(
+        "megatron", "llama3-8b", dp=2, grad_reduce="microbatch"
+    )
