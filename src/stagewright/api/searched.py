@@ -13,7 +13,7 @@ import numpy as np
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending
 from stagewright.errors import UserError
 from stagewright.executors import Executor
-from stagewright.explore.answer.flags import flags
+from stagewright.explore.answer import flags as written
 from stagewright.explore.answer.objectives import known
 from stagewright.explore.answer.run_file import printed_run_file, write_run_file
 from stagewright.explore.answer.search import TOP, Ranking, Wanted
@@ -85,7 +85,11 @@ class Search:
 
     def flags(self, tool: str, place: int = 1) -> list[str]:
         """One of the best as flags of `megatron` or `torchtitan`."""
-        return flags(self.ranking.rows, self.row(place), tool)
+        return written.flags(self.ranking.rows, self.row(place), tool)
+
+    def flag_notes(self, tool: str, place: int = 1) -> list[str]:
+        """What the tool has no flag for, and whose habits the figures are with, in sentences."""
+        return written.notes(self.ranking.rows, self.row(place), tool)
 
     def row(self, place: int) -> int:
         """The number of one of the best among all candidates."""

@@ -75,7 +75,10 @@ def search(
         result = searched(request, how, executor=executor, progress=_heard(bar), found=found)
     shared.show_notes((*left(result.ranking), *nearly_full(result.ranking)))
     seconds = time.perf_counter() - begin
-    flags = result.flags(tool, place or 1) if tool else None
+    flags = None
+    if tool:
+        flags = result.flags(tool, place or 1)
+        shared.show_notes(result.flag_notes(tool, place or 1))
     return end(result, lambda: _report(result, seconds), out, place, as_json=as_json, flags=flags)
 
 
