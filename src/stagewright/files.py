@@ -240,11 +240,34 @@ def check_output_file(path: Path | str, *, force: bool) -> None:
         raise exists_already(path)
 
 
+def check_can_be_written(path: Path | str) -> None:
+    """Raise a UserError where the directory takes no file of this name: tried, and removed again.
+
+    Permissions do not say that for `/proc`, for a disk that is read-only, or for a long name.
+    """
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a pipe or a terminal
+        return
+    beside = _beside(path)
+    try:
+        beside.touch()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            beside.unlink()
+
+
+def _beside(path: Path) -> Path:
+    """The temporary file that becomes `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
 @contextmanager
 def atomic(path: Path | str) -> Generator[Path]:
     """A temporary file to write to, renamed to `path` on success and removed on failure."""
     path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = _beside(path)
     try:
         if path.exists() and not path.is_file():  # a pipe or a terminal; writing to a folder fails
             yield path

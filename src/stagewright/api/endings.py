@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError, either
-from stagewright.files import write_text
+from stagewright.files import atomic, write_text
 from stagewright.texttable import Table
 
 RUN_FILE = ".yaml"
@@ -37,6 +38,32 @@ def check_ending(path: str | os.PathLike[str], known: Sequence[str]) -> None:
         raise UserError(f"{path}: wanted a name that ends in {either(known)}")
 
 
+def check_extra(path: str | os.PathLike[str]) -> None:
+    """Raise a UserError for a file that takes a package to write which is not installed."""
+    if ending_of(path) != ".parquet":
+        return
+    try:
+        importlib.import_module("polars")
+    except ImportError:
+        raise UserError(
+            f"{path}: .parquet needs the package polars, which is not installed; pip install "
+            "'stagewright[polars]', or write .csv"
+        ) from None
+
+
+def no_such_place(place: int, count: int, *, more: bool = False) -> str:
+    """What is said of a place among the best that none has; `more`: others were not simulated.
+
+    >>> no_such_place(9, 7, more=True)
+    '--run 9: there are runs 1 to 7; give one of these, or a larger --top'
+    """
+    if count > 1:
+        only = f"there are runs 1 to {count:,}; give one of these"
+    else:
+        only = "there is one run; give --run 1" if count else "there is no run"
+    return f"--run {place}: {only}{', or a larger --top' if more else ''}"
+
+
 class ResultFile(NamedTuple):
     """What a result is as a file of each kind; made when it is written."""
 
@@ -55,7 +82,9 @@ class ResultFile(NamedTuple):
         if self.run_file is not None and ending == RUN_FILE:
             return self.run_file(where)
         if ending == ".parquet":
-            self.rows().to_polars().write_parquet(where)
+            check_extra(path)
+            with atomic(where) as place:
+                self.rows().to_polars().write_parquet(place)
         elif ending == ".csv":
             write_text(where, self.rows().to_csv())
         elif ending == ".html":

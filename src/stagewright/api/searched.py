@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending
+from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.answer import flags as written
@@ -95,7 +95,8 @@ class Search:
         """The number of one of the best among all candidates."""
         count = len(self.ranking.best)
         if not 1 <= place <= count:
-            raise UserError(f"--run {place}: there are runs 1 to {count}")
+            every = self.ranking.simulated == self.ranking.candidates
+            raise UserError(no_such_place(place, count, more=not every))
         return int(self.ranking.best[place - 1])
 
     def summary(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending
+from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
 from stagewright.explore.answer.run_file import printed_run_file, write_run_file
 from stagewright.explore.space.asked import SearchRequest
@@ -107,7 +107,7 @@ class ServingSearch:
         if not count:
             raise UserError(f"{self.describe()}; raise --gpus, --ttft or --tpot")
         if not 1 <= place <= count:
-            raise UserError(f"--run {place}: there are runs 1 to {count}")
+            raise UserError(no_such_place(place, count))
         return self.ranking.best[place - 1]
 
     def best(self, most: int = 20) -> Table:

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from stagewright.explore.candidates import Candidates
-from stagewright.files import write_text
+from stagewright.files import atomic, write_text
+from stagewright.printable import escaped_controls
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.hardware import names as known_hardware
@@ -112,15 +113,25 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, tuple) else value  # pyright: ignore
 
 
+def hardware_beside(path: str | Path) -> Path:
+    """The file of hardware that belongs to the run file at `path`.
+
+    >>> hardware_beside("found/best.yaml").name
+    'best.hardware.yaml'
+    """
+    place = Path(path)
+    return place.with_name(f"{place.stem}.hardware.yaml")
+
+
 def write_run_file(candidates: Candidates, row: int, path: str | Path) -> list[str]:
-    """Write the run file of a candidate, and of varied hardware a file beside; their names."""
+    """Write the run file of a candidate, and hardware that no name of the package stands for to a
+    file beside: both, or none of them. Returns their names."""
     place, hardware = Path(path), candidates.hardware(row)
-    written = [str(place)]
-    name = None
-    if not is_packaged(hardware):
-        beside = place.with_name(f"{place.stem}.hardware.yaml")
-        write_text(beside, hardware_file(hardware))
-        written.append(str(beside))
-        name = str(beside)
-    write_text(place, run_file(candidates, row, name))
-    return written
+    if is_packaged(hardware):
+        write_text(place, run_file(candidates, row))
+        return [str(place)]
+    beside = hardware_beside(place)
+    with atomic(place) as run, atomic(beside) as own:
+        run.write_text(escaped_controls(run_file(candidates, row, str(beside))), encoding="utf-8")
+        own.write_text(escaped_controls(hardware_file(hardware)), encoding="utf-8")
+    return [str(place), str(beside)]

@@ -171,6 +171,15 @@ class Ranking:
         return seen & over & (not self.how.any_memory)
 
 
+class NothingFound(UserError):
+    """None of the candidates can be the answer."""
+
+    def __init__(self, why: str, ranking: Ranking, *, too_large: bool) -> None:
+        """`too_large`: since none that was evaluated fits into memory."""
+        super().__init__(why)
+        self.ranking, self.too_large = ranking, too_large
+
+
 @dataclass(slots=True)
 class _SearchState:
     """What is known meanwhile."""
@@ -308,7 +317,7 @@ def search(
         bounds, how, state.stopped or bool(stopped),
     )  # fmt: skip
     if not len(result.best):
-        raise UserError(_why_none(result))
+        raise _nothing_found(result)
     return result
 
 
@@ -373,23 +382,26 @@ def _prove(state: _SearchState, bounds: Float) -> None:
             return
 
 
-def _why_none(of: Ranking) -> str:
+def _nothing_found(of: Ranking) -> NothingFound:
     """Why nothing was found."""
     figures = of.figures
     if of.refused and len(of.refused) == of.simulated + len(of.refused):
-        return f"none of the {len(of.rows):,} candidates runs: {next(iter(of.refused.values()))}"
+        why = f"none of the {len(of.rows):,} candidates runs: {next(iter(of.refused.values()))}"
+        return NothingFound(why, of, too_large=False)
     seen = np.flatnonzero(~np.isnan(figures.seconds) & ~figures.fits)
     if not len(seen):
         unknown = [name for name in of.how.objectives if of.without(name).any()]
         names = unknown or of.how.objectives
-        return (
+        why = (
             f"--objective {names[0]}: not known of any of the {len(of.rows):,} candidates: "
             f"{objectives.UNKNOWN[names[0]]}"
         )
+        return NothingFound(why, of, too_large=False)
     least = int(seen[np.argmin((figures.peak - figures.device_memory)[seen])])
     peak, room = figures.peak[least] / 1e9, figures.device_memory[least] / 1e9
-    return (
+    why = (
         f"none of the {len(seen):,} candidates evaluated fits: the least takes {peak:.4g} GB of "
         f"{room:.4g} GB ({of.rows.run(least).describe()}); use more GPUs, more memory, or "
         "--allow-oom to see them"
     )
+    return NothingFound(why, of, too_large=True)

@@ -43,33 +43,39 @@ class _Shown(NamedTuple):
 
 
 def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
-    """The page as HTML; the sensitivities of the best are simulated for it."""
+    """The page as HTML; the sensitivities of the best are simulated for it, if there is one."""
     rows = _drawn(ranking)
-    best = int(ranking.best[0])
-    slopes = sensitivities(ranking.rows, best)
-    table = Table(
-        "Percent by which the best step gets longer where a figure grows by 1%",
-        {"figure": [*slopes], "percent": [f"{slope:+.3f}" for slope in slopes.values()]},
-        {"percent": ""},
-    )
-    at = ranking.figures.seconds[best]
-    machine = ranking.rows.machine(best)
+    run, table = "None of the candidates is the answer", None
+    if len(ranking.best):
+        best = int(ranking.best[0])
+        machine, at = ranking.rows.machine(best), float(ranking.figures.seconds[best])
+        run = f"{ranking.rows.run(best).describe()} on {machine}: {duration(at)} per step"
+        table = _sensitivity_table(ranking, best)
     return render(
         "search.html",
         title=f"{ranking.rows.model.name}: the best of {many(found.of, 'candidate', 'candidates')}",
-        run=f"{ranking.rows.run(best).describe()} on {machine}: {duration(float(at))} per step",
+        run=run,
         certainty=tables.certainty(ranking),
         notes=(*notes, f"stopped: {tables.UNTIL_STOPPED}") if ranking.stopped else notes,
         best=tables.best(ranking),
         removed=tables.removed(found.removed),
         combinations=found.combinations,
-        front=_front_chart(ranking, rows),
-        coordinates=_coordinates(ranking, rows),
+        front=_front_chart(ranking, rows) if len(rows) else None,
+        coordinates=_coordinates(ranking, rows) if len(rows) else None,
         sensitivity=table,
         shown=[_shown(ranking, row) for row in rows.tolist()],
         systems=_systems(ranking, rows),
         version=__version__,
         data={},
+    )
+
+
+def _sensitivity_table(of: Ranking, row: int) -> Table:
+    slopes = sensitivities(of.rows, row)
+    return Table(
+        "Percent by which the best step gets longer where a figure grows by 1%",
+        {"figure": [*slopes], "percent": [f"{slope:+.3f}" for slope in slopes.values()]},
+        {"percent": ""},
     )
 
 

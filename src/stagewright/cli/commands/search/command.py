@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stagewright.cli import shared
-from stagewright.cli.commands.search.ending import end
+from stagewright.cli.commands.search.ending import end, end_without_best
 from stagewright.cli.commands.search.options import search_options
+from stagewright.cli.commands.search.outputs import Outputs, is_run_file, texts_of
 from stagewright.cli.commands.search.served import search_serving, without_serving
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import JSON, search_settings
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
+    from stagewright.explore.answer.search import Wanted
     from stagewright.explore.exact import Heard
     from stagewright.explore.figures import Figures
     from stagewright.explore.space.asked import SearchRequest
@@ -49,51 +52,63 @@ def search(
     With --serve: layouts, and how many instances of each, that serve requests over time as `serve`
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
-    from stagewright.api.endings import RUN_FILE, ending_of
-    from stagewright.api.searched import searched, wanted
+    from stagewright.api.searched import Search, searched, wanted
+    from stagewright.explore.answer.search import NothingFound
     from stagewright.views.search import left, nearly_full
 
-    _check(out, settings)
+    outputs = _checked(out, (model, config, settings), settings)
     if settings.pop("serve"):
         pairs = _pairs(settings.pop("vary"))
-        return search_serving(model, config, out, pairs, as_json=as_json, settings=settings)
+        return search_serving(model, config, outputs, pairs, as_json=as_json, settings=settings)
     settings = without_serving(settings)
     # A file of all candidates has the figures of all.
-    settings["bounded"] = all(ending_of(path) == RUN_FILE for path in out)
+    settings["bounded"] = all(map(is_run_file, out))
     how, place, sample = wanted(settings), settings.pop("place"), settings.pop("sample")
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
     tool = _tool(model, settings["as_family"])
     if tool:
         settings["as_family"] = None
     request = _request(model, config, settings)
+    _check_place(place, how, request)
+    outputs.check_hardware(fleet.hardware for fleet in request.space.fleets)
     shared.show_notes(request.notes)
-    begin = time.perf_counter()
+    begin, none = time.perf_counter(), None
     with shown("candidates") as bar, _executor(*engine) as executor:
         bar.say("constraints ")
         found = request.space.candidates(sample)
         _tell_space(found)
-        result = searched(request, how, executor=executor, progress=_heard(bar), found=found)
+        try:
+            result = searched(request, how, executor=executor, progress=_heard(bar), found=found)
+        except NothingFound as error:
+            none = error
+    if none is not None:
+        shared.show_notes(left(none.ranking))
+        return end_without_best(Search(found, none.ranking, request.notes), none, out)
     shared.show_notes((*left(result.ranking), *nearly_full(result.ranking)))
     seconds = time.perf_counter() - begin
-    flags = None
-    if tool:
-        flags = result.flags(tool, place or 1)
-        shared.show_notes(result.flag_notes(tool, place or 1))
+    flags = partial(_flags, result, tool, place or 1) if tool else None
     return end(result, lambda: _report(result, seconds), out, place, as_json=as_json, flags=flags)
 
 
-def _check(out: tuple[str, ...], settings: dict[str, Any]) -> None:
+def _checked(out: tuple[str, ...], given: object, settings: dict[str, Any]) -> Outputs:
     """Refuse before any work numbers below 1, and files that could not be written after it."""
-    from stagewright.api.endings import OF_SEARCH, check_ending
     from stagewright.api.searched import check_count
-    from stagewright.files import check_output_file
 
     for name, option in {"top": "top", "most": "most", "sample": "sample", "place": "run"}.items():
         check_count(option, settings[name])
-    force = settings.pop("force")
-    for path in out:
-        check_ending(path, OF_SEARCH)
-        check_output_file(path, force=force)
+    outputs = Outputs(out, settings.pop("force"), [*texts_of(given)])
+    outputs.check()
+    return outputs
+
+
+def _check_place(place: int | None, how: Wanted, request: SearchRequest) -> None:
+    """Refuse before the search a place among the best that no candidate will have."""
+    few = not how.prove and how.most is None and request.space.base.run.mode == "train"
+    if place is not None and few and place > how.top:
+        raise UserError(
+            f"--run {place}: a search simulates the best {how.top:,} (--top); give --run 1 to "
+            f"{how.top:,}, or --top {place}"
+        )
 
 
 def _tool(model: str | None, name: str | None) -> str | None:

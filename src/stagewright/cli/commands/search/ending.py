@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from stagewright.cli import shared
+from stagewright.cli.commands.search.outputs import is_run_file
+from stagewright.errors import Stopped, UserError
+from stagewright.printable import printable
 
 if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.api.searched_serving import ServingSearch
+    from stagewright.explore.answer.search import NothingFound
 
 
 def end(
@@ -21,30 +26,103 @@ def end(
     place: int | None,
     *,
     as_json: bool,
-    flags: Sequence[str] | None = None,
+    flags: Callable[[], Sequence[str]] | None = None,
 ) -> int:
     """Print the result as JSON or as a report, write its files; returns the exit code.
 
     `place` is the one of the best whose run is written, or printed where no run file is; `flags`
     are printed in its place. In JSON both are fields. Where nothing was found, only that is said.
+    What fails is told at the end: a search may have taken hours, and all else of it is kept.
     """
-    from stagewright.api.endings import RUN_FILE, ending_of
-
+    failures = Failures()
     printed: Mapping[str, Any] = {}
-    writes = any(ending_of(path) == RUN_FILE for path in out)
-    if flags is not None:
-        printed = {"flags": [*flags]}
-    elif place is not None and len(result.ranking.best) and not writes:
-        printed = {"run_file": result.run_file(place)}
-    if as_json:
-        shared.print_json({**result.summary(), **printed})
-    else:
-        report()
-    for path in out:
-        written = result.write(path, place or 1)
-        upto = ", as far as the search had come" if result.ranking.stopped else ""
-        click.echo(f"stagewright: wrote {', '.join(written)}{upto}", err=True)
-    if not as_json:
-        for text in printed.values():
-            shared.say(text.rstrip("\n") if isinstance(text, str) else "\n".join(text))
+    with failures:
+        if flags is not None:
+            printed = {"flags": [*flags()]}
+        elif place is not None and len(result.ranking.best) and not any(map(is_run_file, out)):
+            printed = {"run_file": result.run_file(place)}
+    with failures:
+        if as_json:
+            shared.print_json({**result.summary(), **printed})
+        else:
+            report()
+    write(result, out, place or 1, failures)
+    with failures:
+        if not as_json:
+            for text in printed.values():
+                shared.say(text.rstrip("\n") if isinstance(text, str) else "\n".join(text))
+    failures.tell()
     return shared.INTERRUPTED if result.ranking.stopped else 0
+
+
+def end_without_best(result: Search, why: NothingFound, out: Sequence[str]) -> int:
+    """Write the files of all candidates, and say why nothing was found; returns the exit code."""
+    failures = Failures()
+    write(result, [path for path in out if not is_run_file(path)], 1, failures)
+    with failures:
+        raise why
+    for path in filter(is_run_file, out):
+        with failures:
+            raise UserError(f"{path}: not written, since there is no run to write")
+    try:
+        failures.tell()
+    except UserError as error:
+        if not why.too_large and not result.ranking.stopped:
+            raise
+        click.echo(f"stagewright: error: {printable(str(error))}", err=True)
+    return shared.INTERRUPTED if result.ranking.stopped else shared.DOES_NOT_FIT
+
+
+class Failures:
+    """Collects what goes wrong in the blocks that it is the context of, which end there."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._words: dict[str, None] = {}
+        self._other: BaseException | None = None
+
+    def __enter__(self) -> None:
+        """Begin a block."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Keep an error; Ctrl-C goes on."""
+        if isinstance(error, UserError):
+            self._words[str(error)] = None
+        elif isinstance(error, Exception):
+            self._other = self._other or error
+        return isinstance(error, Exception)
+
+    def tell(self) -> None:
+        """Raise what was kept, if anything was: words for the user in one line."""
+        if self._other is not None:
+            raise self._other
+        if self._words:
+            raise UserError("; ".join(self._words))
+
+
+@contextmanager
+def _named(path: str) -> Generator[None]:
+    """Say which file it is that the system does not write."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def write(
+    result: Search | ServingSearch, out: Sequence[str], place: int, failures: Failures
+) -> None:
+    """Write each of the files, whatever becomes of the others."""
+    upto = ", as far as the search had come" if result.ranking.stopped else ""
+    every: list[str] = []
+    try:
+        for path in out:
+            with failures:
+                with _named(path):
+                    written = result.write(path, place)
+                every += written
+                click.echo(f"stagewright: wrote {', '.join(written)}{upto}", err=True)
+    except KeyboardInterrupt:
+        if not every:
+            raise
+        raise Stopped(f"stopped; written: {', '.join(every)}, and no other file") from None

@@ -11,6 +11,7 @@ from click.core import ParameterSource
 
 from stagewright.cli import shared
 from stagewright.cli.commands.search.ending import end
+from stagewright.cli.commands.search.outputs import Outputs
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
@@ -38,7 +39,7 @@ def without_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
 def search_serving(
     model: str | None,
     config: str | None,
-    out: tuple[str, ...],
+    outputs: Outputs,
     vary: Mapping[str, str],
     *,
     as_json: bool,
@@ -61,12 +62,13 @@ def search_serving(
         given["model"] = model
     hardware = [name for text in given.pop("hardware", ()) for name in str(text).split(",") if name]
     question = asked_serving(given, config, hardware=hardware, vary=vary)
+    outputs.check_hardware(fleet.hardware for fleet in question.request.space.fleets)
     shared.show_notes(question.request.notes)
     begin = time.perf_counter()
     with shown("steps of the search") as bar:
         result = searched_serving(question, bar)
     seconds = time.perf_counter() - begin
-    code = end(result, lambda: _report(result, seconds), out, place, as_json=as_json)
+    code = end(result, lambda: _report(result, seconds), outputs.paths, place, as_json=as_json)
     return code if code or result.ranking.best else shared.DOES_NOT_FIT
 
 
