@@ -5,7 +5,8 @@ import pytest
 
 from effort import times
 from stagewright.explore.answer import promising
-from stagewright.explore.answer.search import Wanted, search
+from stagewright.explore.answer.ranking import Wanted
+from stagewright.explore.answer.search import search
 from stagewright.explore.bounding.bounds import bounds, rough_bounds
 from stagewright.explore.evaluate import evaluate
 from stagewright.explore.lots import in_lots

@@ -15,8 +15,8 @@ from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.explore.answer import flags as written
 from stagewright.explore.answer.objectives import known
+from stagewright.explore.answer.ranking import TOP, Ranking, Wanted
 from stagewright.explore.answer.run_file import printed_run_file, write_run_file
-from stagewright.explore.answer.search import TOP, Ranking, Wanted
 from stagewright.explore.answer.search import search as search_candidates
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated
@@ -172,9 +172,9 @@ def search(
     (`explore.space.families`). Other names say what is wanted (`explore.answer.search.Wanted`):
 
     * `objective`: `time`, `memory`, `cost`, `energy`, `mfu`, or several, whose front is the result.
-    * `top`: how many of the best by figures in columns are simulated.
-    * `most`: how many of the candidates that columns cannot evaluate are simulated, the most
-      promising first.
+    * `top`: how many of the best by their estimates are simulated.
+    * `most`: how many of the candidates that cannot be estimated are simulated, the most promising
+      first.
     * `exact`: simulate all candidates that might be faster than the best.
     * `allow_oom`: candidates that do not fit into memory count, too.
     * `bounded=False`: evaluate all candidates, also those that by their lower bounds cannot be

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.explore.answer.objectives import UNKNOWN
-from stagewright.explore.answer.search import Ranking
+from stagewright.explore.answer.ranking import Ranking
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.lots import STOPPED
 from stagewright.explore.space.enumeration import Removed
@@ -188,7 +188,7 @@ def left(of: Ranking) -> list[str]:
     told = [
         f"{_candidates(count)} {STOPPED}"
         if why == STOPPED
-        else f"{_candidates(count)} cannot be evaluated in columns: {why}"
+        else f"{_candidates(count)} cannot be estimated: {why}"
         for why, count in ordered
     ]
     bounded = [f"{_candidates(len(each.per_token))} bounded out: they {each.reason}"
@@ -219,25 +219,53 @@ def certainty(of: Ranking) -> str:
         return (
             "proven: every other candidate has been simulated, or its lower bound is above the best"
         )
-    unseen, left = of.unseen, of.open
     told: list[str] = []
-    if len(of.gaps):
-        low, high = (_off(gap - 1) for gap in (of.gaps.min(), of.gaps.max()))
-        span = low if low == high else f"{low} to {high}"
-        told.append(f"simulated times are {span} off those in columns")
-    if unseen:
-        were = many(unseen, "candidate was", "candidates were")
-        told.append(f"{were} neither evaluated nor simulated")
-    if of.how.objectives[0] in ("time", "mfu"):
-        could = f"{_candidates(left)} beyond those simulated could still be faster"
-        told.append(could if left else "no candidate beyond those simulated can be faster")
-        if left and unseen:
-            told[-1] += " by their lower bounds; --exact or a larger --most simulates more"
-        elif left:
-            told[-1] += ", if columns were as much too slow; --exact or a larger --top tells"
-    if of.front_left:
-        told.append(
-            f"{_candidates(of.front_left)} of the front in columns not simulated; a larger --top "
-            "simulates more"
-        )
-    return "; ".join(told) or "all candidates have been simulated"
+    every = of.simulated + len(of.refused) == of.candidates
+    if every:
+        told.append("all candidates have been simulated")
+    for name in of.how.objectives:
+        gaps = of.gaps_of(name)
+        if len(gaps):
+            low, high = (_off(gap - 1) for gap in (gaps.min(), gaps.max()))
+            told.append(f"simulated {_AS_SEEN[name]} {low if low == high else f'{low} to {high}'} "
+                        "off the estimate")  # fmt: skip
+    if of.unseen:
+        were = many(of.unseen, "candidate was", "candidates were")
+        told.append(f"{were} neither estimated nor simulated")
+    if len(of.best) and not every:
+        told.append(_still_open(of))
+    return "; ".join(told) or "no candidate has been simulated"
+
+
+def _still_open(of: Ranking) -> str:
+    """How many candidates beyond those simulated could win, and by what one knows that."""
+    names, left = of.how.objectives, of.open
+    better = _BETTER[names[0]] if len(names) == 1 else f"join the front of {in_words(names)}"
+    if not left:
+        sure = f"no candidate beyond those simulated can {better}"
+        # Bounds hold for all that nobody has estimated; of the others, estimates tell.
+        return sure if of.unseen else f"{sure}, unless its estimate is further off"
+    could = f"{_candidates(left)} beyond those simulated could still {better}"
+    exact = "--exact or " if names == ("time",) else ""
+    if of.unseen:
+        by = " by their lower bounds" if names == ("time",) else ""
+        return f"{could}{by}; {exact}a larger --most simulates more"
+    return f"{could}, if estimates were as far off; {exact}a larger --top tells"
+
+
+_AS_SEEN = {
+    **{"time": "times are", "memory": "memory is", "cost": "costs are", "energy": "energy is"},
+    "mfu": "MFU is",
+}
+"""Figures of simulated candidates beside their estimates."""
+_BETTER = {
+    **{"time": "be faster", "memory": "take less memory", "cost": "cost less per token"},
+    **{"energy": "take less energy per token", "mfu": "have a higher MFU"},
+}
+"""What a candidate does that wins."""
+
+
+def in_words(names: Sequence[str]) -> str:
+    """Objectives in words: `time, memory and MFU`."""
+    said = ["MFU" if name == "mfu" else name for name in names]
+    return said[0] if len(said) == 1 else f"{', '.join(said[:-1])} and {said[-1]}"

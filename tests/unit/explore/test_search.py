@@ -12,8 +12,9 @@ from stagewright.errors import UserError
 from stagewright.explore import exact as simulated
 from stagewright.explore import lots
 from stagewright.explore.answer.objectives import front
+from stagewright.explore.answer.ranking import Wanted
 from stagewright.explore.answer.run_file import printed_run_file, run_file, write_run_file
-from stagewright.explore.answer.search import Wanted, search
+from stagewright.explore.answer.search import search
 from stagewright.explore.candidates import HARDWARE, Candidates, Column
 from stagewright.explore.evaluate import Evaluated, evaluate
 from stagewright.explore.exact import exact, unknown
@@ -25,7 +26,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, read_settings
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.time.hardware import resolve
-from stagewright.views.search import left, limit, nearly_full, words
+from stagewright.views.search import certainty, left, limit, nearly_full, words
 
 FIXED: dict[str, Any] = {
     "model": "gpt2", "layers": 2, "seq_length": 128, "pp": 1, "vpp": 1, "zero": 1,
@@ -265,3 +266,34 @@ def test_figures_are_those_of_simulate():
         assert of.bubble[row] == step.mean.bubble
         assert of.joules[row] == step.expense().joules
     assert not found.refused
+
+
+def test_how_sure_the_answer_is_is_said_of_what_is_looked_for(told: dict[int, tuple[float, int]]):
+    rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
+    columns = made([4.0, 3.0, 2.5, 9.9], [5, 6, 8, 20])
+
+    def said(*names: str, top: int = 1) -> str:
+        return certainty(
+            search(rows, Wanted(names, top), evaluate=lambda _: Evaluated(columns, []))
+        )
+
+    assert said("memory") == (
+        "simulated memory is 0.0% off the estimate; no candidate beyond those simulated can take "
+        "less memory, unless its estimate is further off"
+    )
+    assert said("time") == (
+        "simulated times are -20.0% off the estimate; no candidate beyond those simulated can be "
+        "faster, unless its estimate is further off"
+    )
+    both = said("time", "memory")
+    assert both.startswith("simulated times are -20.0% off the estimate; simulated memory is -12.5")
+    assert both.endswith(
+        "2 candidates beyond those simulated could still join the front of time and memory, if "
+        "estimates were as far off; a larger --top tells"
+    )
+    assert certainty(search(rows, Wanted(("memory",), most=2))).endswith(
+        "2 candidates beyond those simulated could still take less memory; a larger --most "
+        "simulates more"
+    )
+    assert certainty(search(rows)) == "all candidates have been simulated"
+    assert told

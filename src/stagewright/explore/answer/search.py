@@ -8,7 +8,6 @@ left is said.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -21,14 +20,13 @@ from stagewright.explore.answer import objectives
 from stagewright.explore.answer.costs import with_costs
 from stagewright.explore.answer.promising import (
     MARGIN,
-    SLOWER,
-    Bounded,
     Evaluate,
     Promising,
     least_seconds,
     promising,
     step_tokens,
 )
+from stagewright.explore.answer.ranking import TOP, Ranking, Wanted, best_of, nothing_found
 from stagewright.explore.bounding.least_compute import lower_bounds
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
@@ -37,147 +35,11 @@ from stagewright.explore.figures import Figures
 from stagewright.explore.lots import STOPPED
 from stagewright.garbage import seldom_collected
 
-TOP = 20
 MOST = 200
 """Candidates that are simulated where columns say nothing of any, unless asked otherwise; where
 they know others, `TOP` of those that they cannot evaluate."""
 _ROUNDS = 5
 """How often the next best are simulated where none of the best fits into memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is asked of a search."""
-
-    objectives: tuple[str, ...] = ("time",)
-    top: int = TOP
-    """Candidates that are simulated, the best by columns."""
-    most: int | None = None
-    """Candidates that are simulated where columns cannot say; None: `MOST`, or `TOP`."""
-    prove: bool = False
-    """Simulate all that may be better than the best, by their lower bounds."""
-    any_memory: bool = False
-    """Candidates that do not fit into memory count, too."""
-    bounded: bool = True
-    """Candidates that cannot be among the best by their lower bounds need no figures."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ranking:
-    """Candidates with their figures, and the best of them."""
-
-    rows: Candidates
-    """All but those that are bounded out."""
-    figures: Figures
-    """Of all: as simulated where `exact`, else in columns; NaN where nobody has looked."""
-    columns: Figures
-    """Of all in columns, also of those that were simulated; NaN where columns cannot say."""
-    best: Int
-    """The simulated candidates that fit, best first; of several objectives, the front."""
-    left: Sequence[LeftOut]
-    """Candidates that columns cannot evaluate, with the reason."""
-    bounded: Sequence[Bounded]
-    """Candidates that cannot be among the best by their lower bounds in columns."""
-    refused: Mapping[int, str]
-    """What was said of candidates whose run could not be compiled or simulated."""
-    bounds: Float
-    """Lower bounds of seconds, where they were asked for, else 0; infinite of candidates that do
-    not fit into memory by their lower bounds."""
-    how: Wanted
-    stopped: bool
-    """Whether Ctrl-C has left out the rest."""
-
-    @property
-    def simulated(self) -> int:
-        """How many candidates have been simulated."""
-        return int(self.figures.exact.sum())
-
-    @property
-    def unseen(self) -> int:
-        """How many candidates nobody knows anything of."""
-        return int(np.isnan(self.figures.seconds).sum()) - len(self.refused)
-
-    @property
-    def evaluated(self) -> int:
-        """How many candidates have figures, or have been refused for a reason."""
-        return len(self.rows) - self.unseen
-
-    @property
-    def bounded_out(self) -> int:
-        """How many candidates were not evaluated, since they cannot be among the best."""
-        return sum(len(of.per_token) for of in self.bounded)
-
-    @property
-    def candidates(self) -> int:
-        """How many candidates there are."""
-        return len(self.rows) + self.bounded_out
-
-    @property
-    def gaps(self) -> Float:
-        """Seconds as simulated over seconds in columns, of the candidates that have both."""
-        both = self.figures.exact & ~np.isnan(self.columns.seconds)
-        ratio = self.figures.seconds[both] / self.columns.seconds[both]
-        return ratio[~np.isnan(ratio)]
-
-    @property
-    def open(self) -> int:
-        """How many candidates that were not simulated could still be the best.
-
-        By columns, if they were as much too slow there as the most extreme of those simulated; by
-        their lower bounds where nothing else is known. Of the first objective, where that is time.
-        """
-        if not len(self.best) or self.how.objectives[0] not in ("time", "mfu"):
-            return 0
-        tokens = np.maximum(self.figures.tokens, 1)
-        seen = ~np.isnan(self.columns.seconds)
-        gaps = self.gaps
-        slack = float(gaps.min()) if len(gaps) else 1.0
-        least = self.bounds * min(slack, 1.0)
-        least[seen] = np.maximum(least[seen], self.columns.seconds[seen] * min(slack, 1.0))
-        winner = int(self.best[0])
-        per_token = self.figures.seconds[winner] / tokens[winner]
-        left = ~self.figures.exact & ~self._too_large() & ~self.without(*self.how.objectives)
-        left[[*self.refused]] = False
-        of_rows = np.where(self.figures.tokens > 0, tokens, tokens[winner])
-        open_ = int((left & (least / of_rows < per_token)).sum())
-        seconds = self.figures.seconds[winner] / step_tokens(self.rows)[winner]
-        for each in self.bounded:
-            if each.reason == SLOWER:
-                open_ += int((each.per_token * min(slack, 1.0) < seconds).sum())
-        return open_
-
-    def without(self, *names: str) -> Bool:
-        """Which candidates have been evaluated, but have no figure for one of the objectives."""
-        values = objectives.values(self.figures, names)
-        return ~np.isnan(self.figures.seconds) & ~np.isfinite(values).all(axis=1)
-
-    @property
-    def front_left(self) -> int:
-        """How many candidates on the front of several objectives are known in columns alone."""
-        if len(self.how.objectives) < 2:
-            return 0
-        usable = self.figures.fits | self.how.any_memory
-        return int((~self.figures.exact[_best(self.figures, usable, self.how.objectives)]).sum())
-
-    @property
-    def proven(self) -> bool:
-        """Whether no candidate that was not simulated can be faster than the best."""
-        return self.how.prove and not self.stopped and len(self.best) > 0
-
-    def _too_large(self) -> Bool:
-        """Which candidates do not fit by columns, with a margin."""
-        seen = ~np.isnan(self.columns.seconds)
-        over = self.columns.peak > MARGIN * self.columns.device_memory
-        return seen & over & (not self.how.any_memory)
-
-
-class NothingFound(UserError):
-    """None of the candidates can be the answer."""
-
-    def __init__(self, why: str, ranking: Ranking, *, too_large: bool) -> None:
-        """`too_large`: since none that was evaluated fits into memory."""
-        super().__init__(why)
-        self.ranking, self.too_large = ranking, too_large
 
 
 @dataclass(slots=True)
@@ -247,27 +109,18 @@ class _SearchState:
         """The simulated candidates that fit, best first."""
         figures = self.figures()
         usable = figures.exact & (figures.fits | self.how.any_memory)
-        return _best(figures, usable, self.how.objectives)
+        return best_of(figures, usable, self.how.objectives)
 
     def listed(self) -> Int:
         """Those of one objective that are no worse than any that is known in columns alone."""
         best, names = self.ranked(), self.how.objectives
         figures = self.figures()
         rest = ~self.done & (figures.fits | self.how.any_memory)
-        order = _best(figures, rest, names)
+        order = best_of(figures, rest, names)
         if len(names) > 1 or not len(order) or not len(best):
             return best
         values = objectives.values(figures, names)[:, 0]
         return best[: max(1, int((values[best] <= values[order[0]]).sum()))]
-
-
-def _best(figures: Figures, usable: Bool, names: Sequence[str]) -> Int:
-    """Candidates by one objective, best first; of several, the front by the first of them."""
-    values = objectives.values(figures, names)
-    rows = np.flatnonzero(usable & np.isfinite(values).all(axis=1))
-    if len(names) > 1:
-        rows = rows[objectives.front(values[rows])]
-    return rows[np.lexsort((rows, *values[rows].T[::-1]))]
 
 
 @seldom_collected()
@@ -317,7 +170,7 @@ def search(
         bounds, how, state.stopped or bool(stopped),
     )  # fmt: skip
     if not len(result.best):
-        raise _nothing_found(result)
+        raise nothing_found(result)
     return result
 
 
@@ -337,9 +190,9 @@ def _simulate_best(state: _SearchState, seen: Bool) -> None:
     """Simulate the best by columns, and further ones while none of them fits."""
     columns, how = state.columns, state.how
     plausible = seen & ((columns.peak <= MARGIN * columns.device_memory) | how.any_memory)
-    order = _best(columns, plausible, how.objectives)
+    order = best_of(columns, plausible, how.objectives)
     if not len(order):  # what is looked for is not known in columns
-        order = _best(columns, plausible, ("time",))
+        order = best_of(columns, plausible, ("time",))
     if len(how.objectives) > 1 and len(order) > how.top:
         order = order[np.linspace(0, len(order) - 1, how.top).astype(np.int64)]
     for begin in range(0, _ROUNDS * how.top, how.top):
@@ -380,28 +233,3 @@ def _prove(state: _SearchState, bounds: Float) -> None:
         state.simulate(order[begin : begin + step])
         if state.stopped:
             return
-
-
-def _nothing_found(of: Ranking) -> NothingFound:
-    """Why nothing was found."""
-    figures = of.figures
-    if of.refused and len(of.refused) == of.simulated + len(of.refused):
-        why = f"none of the {len(of.rows):,} candidates runs: {next(iter(of.refused.values()))}"
-        return NothingFound(why, of, too_large=False)
-    seen = np.flatnonzero(~np.isnan(figures.seconds) & ~figures.fits)
-    if not len(seen):
-        unknown = [name for name in of.how.objectives if of.without(name).any()]
-        names = unknown or of.how.objectives
-        why = (
-            f"--objective {names[0]}: not known of any of the {len(of.rows):,} candidates: "
-            f"{objectives.UNKNOWN[names[0]]}"
-        )
-        return NothingFound(why, of, too_large=False)
-    least = int(seen[np.argmin((figures.peak - figures.device_memory)[seen])])
-    peak, room = figures.peak[least] / 1e9, figures.device_memory[least] / 1e9
-    why = (
-        f"none of the {len(seen):,} candidates evaluated fits: the least takes {peak:.4g} GB of "
-        f"{room:.4g} GB ({of.rows.run(least).describe()}); use more GPUs, more memory, or "
-        "--allow-oom to see them"
-    )
-    return NothingFound(why, of, too_large=True)

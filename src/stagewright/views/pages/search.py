@@ -8,13 +8,13 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.explore.answer.objectives import front
+from stagewright.explore.answer.ranking import Ranking
 from stagewright.explore.answer.run_file import (
     hardware_file,
     hardware_file_name,
     is_packaged,
     run_file,
 )
-from stagewright.explore.answer.search import Ranking
 from stagewright.explore.answer.sensitivity import sensitivities
 from stagewright.explore.candidates import HARDWARE
 from stagewright.explore.space.enumeration import Found
@@ -90,7 +90,7 @@ def _drawn(of: Ranking) -> Int:
 
 def _words(of: Ranking, row: int) -> str:
     seconds, peak = float(of.figures.seconds[row]), int(of.figures.peak[row])
-    how = "" if of.figures.exact[row] else ", in columns"
+    how = "" if of.figures.exact[row] else ", estimated"
     settings = tables.words(of.rows, row)
     return f"{settings}: {duration(seconds)}, {quantity(peak, 'B')}{how}"
 

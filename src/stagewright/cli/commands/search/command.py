@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
-    from stagewright.explore.answer.search import Wanted
+    from stagewright.explore.answer.ranking import Wanted
     from stagewright.explore.exact import Heard
     from stagewright.explore.figures import Figures
     from stagewright.explore.space.asked import SearchRequest
@@ -53,7 +53,7 @@ def search(
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
     from stagewright.api.searched import Search, searched, wanted
-    from stagewright.explore.answer.search import NothingFound
+    from stagewright.explore.answer.ranking import NothingFound
     from stagewright.views.search import left, nearly_full
 
     outputs = _checked(out, (model, config, settings), settings)

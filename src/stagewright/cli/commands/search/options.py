@@ -61,8 +61,7 @@ OPTIONS = (
         "--most",
         type=WholeNumber(),
         metavar="N",
-        help="Candidates to simulate of those that columns cannot evaluate. [20; 200 where columns "
-        "evaluate none]",
+        help="Candidates to simulate of those that cannot be estimated. [20; 200 where none can]",
     ),
     click.option("--exact", is_flag=True, help="Simulate all that may be faster than the best."),
     click.option("--sample", type=WholeNumber(), metavar="N", help="So many candidates at random."),
