@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -245,15 +245,17 @@ def searched(
     executor: Executor | None = None,
     progress: Heard | None = None,
     found: Found | None = None,
+    stopping: Callable[[int], None] | None = None,
 ) -> Search:
-    """The search of a space; `found`: its candidates, if they are known."""
+    """The search of a space; `found`: its candidates, if they are known; others as `search` of
+    `explore.answer.search` has them."""
     found = found or of.space.candidates(sample)
 
     def evaluate(rows: Candidates) -> Evaluated:
         return in_lots(rows, executor, progress)
 
     ranking = search_candidates(
-        found.rows, how, evaluate=evaluate, executor=executor, heard=progress
+        found.rows, how, evaluate=evaluate, executor=executor, heard=progress, stopping=stopping
     )
     return Search(found, ranking, of.notes)
 

@@ -231,8 +231,9 @@ def certainty(of: Ranking) -> str:
                         "off the estimate")  # fmt: skip
     if of.unseen:
         were = many(of.unseen, "candidate was", "candidates were")
-        told.append(f"{were} neither estimated nor simulated")
-    if len(of.best) and not every:
+        any_of = f"; any could still {_better(of)}" if of.stopped else ""
+        told.append(f"{were} neither estimated nor simulated{any_of}")
+    if len(of.best) and not every and not (of.stopped and of.unseen):
         told.append(_still_open(of))
     return "; ".join(told) or "no candidate has been simulated"
 
@@ -240,17 +241,22 @@ def certainty(of: Ranking) -> str:
 def _still_open(of: Ranking) -> str:
     """How many candidates beyond those simulated could win, and by what one knows that."""
     names, left = of.how.objectives, of.open
-    better = _BETTER[names[0]] if len(names) == 1 else f"join the front of {in_words(names)}"
     if not left:
-        sure = f"no candidate beyond those simulated can {better}"
+        sure = f"no candidate beyond those simulated can {_better(of)}"
         # Bounds hold for all that nobody has estimated; of the others, estimates tell.
         return sure if of.unseen else f"{sure}, unless its estimate is further off"
-    could = f"{_candidates(left)} beyond those simulated could still {better}"
+    could = f"{_candidates(left)} beyond those simulated could still {_better(of)}"
     exact = "--exact or " if names == ("time",) else ""
     if of.unseen:
         by = " by their lower bounds" if names == ("time",) else ""
         return f"{could}{by}; {exact}a larger --most simulates more"
     return f"{could}, if estimates were as far off; {exact}a larger --top tells"
+
+
+def _better(of: Ranking) -> str:
+    """What a candidate does that wins."""
+    names = of.how.objectives
+    return _BETTER[names[0]] if len(names) == 1 else f"join the front of {in_words(names)}"
 
 
 _AS_SEEN = {
@@ -262,7 +268,6 @@ _BETTER = {
     **{"time": "be faster", "memory": "take less memory", "cost": "cost less per token"},
     **{"energy": "take less energy per token", "mfu": "have a higher MFU"},
 }
-"""What a candidate does that wins."""
 
 
 def in_words(names: Sequence[str]) -> str:

@@ -11,12 +11,13 @@ import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.explore import exact as simulated
 from stagewright.explore import lots
+from stagewright.explore.answer import promising
 from stagewright.explore.answer.objectives import front
-from stagewright.explore.answer.ranking import Wanted
+from stagewright.explore.answer.ranking import NothingFound, Ranking, Wanted
 from stagewright.explore.answer.run_file import printed_run_file, run_file, write_run_file
 from stagewright.explore.answer.search import search
 from stagewright.explore.candidates import HARDWARE, Candidates, Column
-from stagewright.explore.evaluate import Evaluated, evaluate
+from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
 from stagewright.explore.exact import exact, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.shared.tuples import Shared
@@ -146,6 +147,58 @@ def test_ctrl_c_keeps_the_lots_that_were_evaluated(monkeypatch: pytest.MonkeyPat
     assert result.stopped
     assert result.simulated == 1
     assert left(result) == ["2 candidates left out by Ctrl-C"]
+
+
+def test_a_second_ctrl_c_ends_with_what_was_simulated(
+    told: dict[int, tuple[float, int]], monkeypatch: pytest.MonkeyPatch
+):
+    rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
+    left_out = [LeftOut(np.array([3]), lots.STOPPED, True)]
+    columns = made([4.0, 3.0, 2.0, np.nan], [5, 6, 7, 0])
+    heard: list[int] = []
+    real = simulated._simulated  # pyright: ignore[reportPrivateUsage]
+    ends = [1]
+
+    def stopping(job: Any) -> Any:
+        if job.row == ends[0]:
+            raise KeyboardInterrupt
+        return real(job)
+
+    monkeypatch.setattr(simulated, "_simulated", stopping)
+
+    def found() -> Ranking:
+        return search(
+            rows, evaluate=lambda _: Evaluated(columns, left_out), stopping=heard.append
+        )  # fmt: skip
+
+    result = found()
+    assert (result.stopped, result.simulated, heard) == (True, 1, [3])
+    assert "1 candidate was neither estimated nor simulated; any could still be" in certainty(
+        result
+    )
+    ends[0] = 0  # before any is simulated, estimates are kept
+    with pytest.raises(NothingFound, match="stopped by Ctrl-C after 3 of 4 candidates were eval"):
+        found()
+    with pytest.raises(KeyboardInterrupt):
+        search(rows)
+    assert told
+
+
+def test_ctrl_c_between_two_lots_keeps_the_first(monkeypatch: pytest.MonkeyPatch):
+    rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=[1, 2], zero=[0, 1])
+    monkeypatch.setattr(promising, "FEW", 0)
+    asked_for: list[int] = []
+
+    def evaluated(of: Candidates) -> Evaluated:
+        if asked_for:
+            raise KeyboardInterrupt
+        asked_for.append(len(of))
+        return Evaluated(made([1e9] * len(of), [5] * len(of)), [])  # others may be better
+
+    found = promising.promising(rows, evaluated, 1, any_memory=False)
+    (left_out,) = found.evaluated.left
+    assert left_out.reason == lots.STOPPED
+    assert len(left_out.candidates) == len(rows) - asked_for[0]
 
 
 def test_lots_that_share_have_the_figures_of_each_alone():

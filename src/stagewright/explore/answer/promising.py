@@ -70,7 +70,12 @@ def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bo
         return Promising(np.arange(len(rows)), evaluate(rows), None)
     least = _LeastTimes.of(rows, any_memory=any_memory)
     known = _EvaluatedSoFar(rows, evaluate)
-    _evaluate_best(least, known, best)
+    try:
+        _evaluate_best(least, known, best)
+    except KeyboardInterrupt:  # between two lots
+        if not known.parts:
+            raise
+        known.stopped = True
     if known.stopped:
         known.leave(np.flatnonzero(~known.done))
     kept = np.flatnonzero(known.done)

@@ -189,6 +189,12 @@ class NothingFound(UserError):
 def nothing_found(of: Ranking) -> NothingFound:
     """Why nothing was found."""
     figures = of.figures
+    if of.stopped and not of.simulated:
+        why = (
+            f"stopped by Ctrl-C after {of.evaluated:,} of {of.candidates:,} candidates were "
+            "evaluated, before any was simulated"
+        )
+        return NothingFound(why, of, too_large=False)
     if of.refused and len(of.refused) == of.simulated + len(of.refused):
         why = f"none of the {len(of.rows):,} candidates runs: {next(iter(of.refused.values()))}"
         return NothingFound(why, of, too_large=False)

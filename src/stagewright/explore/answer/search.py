@@ -8,6 +8,7 @@ left is said.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -90,12 +91,22 @@ class _SearchState:
             if self.heard is not None:
                 self.heard(before + done, before + total, figures)
 
-        found = exact(self.rows.take(rows), self.executor, heard)
+        try:
+            found = exact(self.rows.take(rows), self.executor, heard)
+        except KeyboardInterrupt:
+            self.stop()
+            return
         at = rows[found.rows]
         self.done[at] = True
         self.parts.append((at, with_costs(self.rows.take(at), found.figures)))
         self.refused |= {int(rows[nth]): why for nth, why in found.refused.items()}
         self.stopped = found.stopped
+
+    def stop(self) -> None:
+        """End with what is known, if anything is; else Ctrl-C goes on."""
+        if not self.parts and np.isnan(self.columns.seconds).all():
+            raise KeyboardInterrupt
+        self.stopped = True
 
     def figures(self) -> Figures:
         """The figures of all, simulated ones over those of columns."""
@@ -131,12 +142,15 @@ def search(
     evaluate: Evaluate | None = None,
     executor: Executor | None = None,
     heard: Heard | None = None,
+    stopping: Callable[[int], None] | None = None,
 ) -> Ranking:
     """Find the best candidates.
 
     `evaluate` gives the figures of all in columns, None: nothing is known before simulation.
-    `executor` runs the simulations, None: this process does. Ctrl-C ends the search with what has
-    been found by then. Raises UserError where nothing that was simulated fits, or runs.
+    `executor` runs the simulations, None: this process does. Ctrl-C ends the evaluation: `stopping`
+    hears of how many candidates, of which the best are then simulated. A second one, or one while
+    candidates are simulated, ends the search with what has been simulated by then. Raises
+    `NothingFound` where nothing that was simulated fits, or runs.
     """
     how = how or Wanted()
     if how.prove and how.objectives != ("time",):
@@ -144,34 +158,52 @@ def search(
     if "mfu" in how.objectives and rows.base.run.mode != "train":
         raise UserError(f"--objective mfu: {objectives.UNKNOWN['mfu']}")
     found = _evaluated(rows, how, evaluate)
+    if stopping is not None and _is_stopped(found):
+        stopping(int((~np.isnan(found.evaluated.figures.seconds)).sum()))
     state = _SearchState.of(rows, found, how, executor, heard)
     if found.bounded and evaluate is not None and not len(state.ranked()) and not state.stopped:
         # The best by columns do not fit: any candidate may be the best that does.
         found = Promising(np.arange(len(rows)), evaluate(rows), None)
         state = _SearchState.of(rows, found, how, executor, heard)
-    rows, columns, left = state.rows, state.columns, found.evaluated.left
-    blind = np.flatnonzero(np.isnan(columns.seconds))
-    bounds = np.zeros(len(rows))
-    if found.bounds is not None:
-        bounds = found.bounds
-    elif how.prove or len(blind):
+    stopped = _is_stopped(found)
+    rows, bounds = state.rows, np.zeros(len(state.rows))
+    try:
+        if found.bounds is not None:
+            bounds[:] = found.bounds
+        if not stopped:
+            _simulate_by_bounds(state, bounds, known=found.bounds is not None)
+    except KeyboardInterrupt:  # between two simulations
+        state.stop()
+    result = Ranking(
+        rows, state.figures(), state.columns, state.listed(), found.evaluated.left, found.bounded,
+        state.refused, bounds, how, state.stopped or stopped,
+    )  # fmt: skip
+    if not len(result.best):
+        raise nothing_found(result)
+    return result
+
+
+def _is_stopped(found: Promising) -> bool:
+    """Whether Ctrl-C has ended the evaluation."""
+    return any(each.reason == STOPPED for each in found.evaluated.left)
+
+
+def _simulate_by_bounds(state: _SearchState, bounds: Float, *, known: bool) -> None:
+    """Simulate further candidates by their lower bounds, which are written to `bounds`.
+
+    Those that nothing else is known of, and to prove the answer all that may be better.
+    """
+    rows, how = state.rows, state.how
+    blind = np.flatnonzero(np.isnan(state.columns.seconds))
+    if not known and (how.prove or len(blind)):
         some = np.arange(len(rows)) if how.prove else blind
         seconds, may_fit = least_seconds(rows.take(some), any_memory=how.any_memory)
         if how.prove:  # bounds in columns may be as far above the simulated time as columns are
             seconds = lower_bounds(rows)
         bounds[some] = np.where(may_fit, seconds, np.inf)
-    stopped = [each.candidates for each in left if each.reason == STOPPED]
-    if not stopped:
-        _simulate_blind(state, blind, bounds)
-    if how.prove and not stopped:
+    _simulate_blind(state, blind, bounds)
+    if how.prove:
         _prove(state, bounds)
-    result = Ranking(
-        rows, state.figures(), columns, state.listed(), left, found.bounded, state.refused,
-        bounds, how, state.stopped or bool(stopped),
-    )  # fmt: skip
-    if not len(result.best):
-        raise nothing_found(result)
-    return result
 
 
 def _evaluated(rows: Candidates, how: Wanted, evaluate: Evaluate | None) -> Promising:

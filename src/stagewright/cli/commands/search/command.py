@@ -18,7 +18,7 @@ from stagewright.cli.commands.search.served import search_serving, without_servi
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import JSON, search_settings
 from stagewright.cli.progress import shown
-from stagewright.errors import UserError, either
+from stagewright.errors import Stopped, UserError, either
 from stagewright.numbers import duration, many
 from stagewright.printable import printable
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
-    from stagewright.explore.answer.ranking import Wanted
+    from stagewright.explore.answer.ranking import NothingFound, Wanted
     from stagewright.explore.exact import Heard
     from stagewright.explore.figures import Figures
     from stagewright.explore.space.asked import SearchRequest
@@ -52,8 +52,7 @@ def search(
     With --serve: layouts, and how many instances of each, that serve requests over time as `serve`
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
-    from stagewright.api.searched import Search, searched, wanted
-    from stagewright.explore.answer.ranking import NothingFound
+    from stagewright.api.searched import wanted
     from stagewright.views.search import left, nearly_full
 
     outputs = _checked(out, (model, config, settings), settings)
@@ -72,19 +71,13 @@ def search(
     _check_place(place, how, request)
     outputs.check_hardware(fleet.hardware for fleet in request.space.fleets)
     shared.show_notes(request.notes)
-    begin, none = time.perf_counter(), None
+    begin = time.perf_counter()
     with shown("candidates") as bar, _executor(*engine) as executor:
-        bar.say("constraints ")
-        found = request.space.candidates(sample)
-        _tell_space(found)
-        try:
-            result = searched(request, how, executor=executor, progress=_heard(bar), found=found)
-        except NothingFound as error:
-            none = error
+        result, none = _searched(request, how, sample, executor, bar)
+    shared.show_notes(left(result.ranking))
     if none is not None:
-        shared.show_notes(left(none.ranking))
-        return end_without_best(Search(found, none.ranking, request.notes), none, out)
-    shared.show_notes((*left(result.ranking), *nearly_full(result.ranking)))
+        return end_without_best(result, none, out)
+    shared.show_notes(nearly_full(result.ranking))
     seconds = time.perf_counter() - begin
     flags = partial(_flags, result, tool, place or 1) if tool else None
     return end(result, lambda: _report(result, seconds), out, place, as_json=as_json, flags=flags)
@@ -166,6 +159,47 @@ def _executor(
     if count < 1:
         raise UserError(f"--workers: got {count}, wanted 1 or more")
     return nullcontext(Processes(count) if count > 1 else None)
+
+
+def _searched(
+    request: SearchRequest,
+    how: Wanted,
+    sample: int | None,
+    executor: Executor | None,
+    bar: ProgressBar,
+) -> tuple[Search, NothingFound | None]:
+    """The result, and why there is no best, where there is none; stderr says how it goes."""
+    from stagewright.api.searched import Search, searched
+    from stagewright.explore.answer.ranking import NothingFound
+
+    bar.say("constraints ")
+    try:
+        found = request.space.candidates(sample)
+    except KeyboardInterrupt:
+        raise Stopped("stopped before any candidate was evaluated; nothing was written") from None
+    _tell_space(found)
+
+    def stopping(count: int) -> None:
+        which = "these" if count <= how.top else f"the best {how.top:,} of these"
+        click.echo(
+            f"stagewright: stopped after {count:,} of {many(len(found.rows), *_NOUNS)}; simulating "
+            f"{which} now, which another Ctrl-C ends",
+            err=True,
+        )
+
+    try:
+        heard = _heard(bar)
+        return searched(
+            request, how, executor=executor, progress=heard, found=found, stopping=stopping
+        ), None
+    except NothingFound as none:
+        return Search(found, none.ranking, request.notes), none
+    except KeyboardInterrupt:
+        count = many(len(found.rows), *_NOUNS)
+        raise Stopped(f"stopped after 0 of {count}; nothing was written") from None
+
+
+_NOUNS = "candidate", "candidates"
 
 
 def _heard(bar: ProgressBar) -> Heard:

@@ -64,13 +64,15 @@ def end_without_best(result: Search, why: NothingFound, out: Sequence[str]) -> i
     for path in filter(is_run_file, out):
         with failures:
             raise UserError(f"{path}: not written, since there is no run to write")
+    stopped = result.ranking.stopped
     try:
         failures.tell()
     except UserError as error:
-        if not why.too_large and not result.ranking.stopped:
+        if not why.too_large and not stopped:
             raise
-        click.echo(f"stagewright: error: {printable(str(error))}", err=True)
-    return shared.INTERRUPTED if result.ranking.stopped else shared.DOES_NOT_FIT
+        kind = "" if stopped else "error: "
+        click.echo(f"stagewright: {kind}{printable(str(error))}", err=True)
+    return shared.INTERRUPTED if stopped else shared.DOES_NOT_FIT
 
 
 class Failures:
