@@ -5,7 +5,10 @@ Sphinx runs it before it reads the pages, so that they are never older than the 
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import inspect
+import itertools
 import json
 import re
 import shlex
@@ -176,7 +179,10 @@ def _with_examples(of: object) -> str:
 
 
 def _members(of: type) -> Iterable[tuple[str, str]]:
-    """Public methods and properties that the package itself defines, with their first sentence."""
+    """Public fields, methods and properties that the package itself defines, with their first
+    sentence."""
+    if dataclasses.is_dataclass(of):
+        yield from _fields(of)
     for name in dir(of):
         member = inspect.getattr_static(of, name)
         function = getattr(member, "fget", None) or getattr(member, "__func__", None) or member
@@ -190,6 +196,21 @@ def _members(of: type) -> Iterable[tuple[str, str]]:
         else:
             kept = [p for p in inspect.signature(function).parameters if p not in ("self", "cls")]
             yield f"`{name}({', '.join(kept)})`", first(function)
+
+
+def _fields(of: type) -> Iterable[tuple[str, str]]:
+    """Fields of a dataclass, as the texts below them say what they are."""
+    body = ast.parse(inspect.getsource(of)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    for field, text in itertools.pairwise(body.body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+        ):
+            words = " ".join(str(text.value.value).partition("\n\n")[0].split())
+            yield f"`{field.target.id}`", words.removesuffix(".") + "."
 
 
 # ---- what is known by name -----------------------------------------------------------------------
@@ -418,6 +439,26 @@ def keys() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+# ---- columns of a search -------------------------------------------------------------------------
+
+
+def search_columns() -> str:
+    """What the files of all candidates hold."""
+    from stagewright.views.search_columns import COLUMNS
+
+    rows = [(f"`{name}`", of.unit, of.meaning) for name, of in COLUMNS.items()]
+    return (
+        "# Columns of a search\n\n"
+        "What `stagewright search -o` writes of every candidate, a row each: columns of `.csv` and "
+        "`.parquet`, and keys of each of the `rows` of `.json` and of `best` of `--json`, which "
+        "leave out what is unknown. In Python: `found.every()`. More: [search](../search.md).\n\n"
+        "All figures of rows whose `simulated` is false are estimates, `bubble`, `exposed_...` and "
+        "`memory_...` among them. Bytes are of the fullest rank; joules and USD of a step over all "
+        "GPUs.\n\n" + table(("column", "unit", "meaning"), rows) + "\n"
+        "Of axes and categories there are those that some candidate has.\n"
+    )
+
+
 def _paths(value: Mapping[str, Any]) -> str:
     """A row for every leaf, lists by all their elements."""
     rows: dict[str, tuple[str, str, str]] = {}
@@ -452,6 +493,7 @@ PAGES = {
     "strategies": strategies,
     "ops": ops,
     "json": keys,
+    "search-columns": search_columns,
 }
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as tables
 from stagewright.views.pages.search import page
+from stagewright.views.search_columns import every
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,7 @@ class Search:
     found: Found
     """The candidates, and what constraints have removed."""
     ranking: Ranking
+    """All candidates with their figures, and which are the best."""
     notes: tuple[str, ...]
     """What was assumed."""
 
@@ -72,7 +74,7 @@ class Search:
 
     def every(self) -> Table:
         """All candidates, a row each."""
-        return tables.every(self.ranking)
+        return every(self.ranking)
 
     @property
     def certainty(self) -> str:
@@ -95,8 +97,8 @@ class Search:
         """The number of one of the best among all candidates."""
         count = len(self.ranking.best)
         if not 1 <= place <= count:
-            every = self.ranking.simulated == self.ranking.candidates
-            raise UserError(no_such_place(place, count, more=not every))
+            whole = self.ranking.simulated == self.ranking.candidates
+            raise UserError(no_such_place(place, count, more=not whole))
         return int(self.ranking.best[place - 1])
 
     def summary(self) -> dict[str, Any]:
@@ -127,8 +129,7 @@ class Search:
             left=(), bounded=(), refused={},
         )  # fmt: skip
         runs = [of.rows.run(row).describe() for row in rows.tolist()]
-        every = tables.every(alone).rows
-        return [{"run": run, **each} for run, each in zip(runs, every, strict=True)]
+        return [{"run": run, **each} for run, each in zip(runs, every(alone).rows, strict=True)]
 
     def write(self, path: str | os.PathLike[str], place: int = 1) -> list[str]:
         """Write the result, as the name's ending says; returns the files' names.
@@ -169,7 +170,7 @@ def search(
     evaluated and simulated by `executor`.
 
     `space` adds families of settings to the default space, such as `hsdp,offload` or `full`
-    (`explore.space.families`). Other names say what is wanted (`explore.answer.search.Wanted`):
+    (`explore.space.families`). Other names say what is wanted (`explore.answer.ranking.Wanted`):
 
     * `objective`: `time`, `memory`, `cost`, `energy`, `mfu`, or several, whose front is the result.
     * `top`: how many of the best by their estimates are simulated.

@@ -56,6 +56,7 @@ class ServingSearch:
     found: Found
     """The layouts, and what constraints have removed."""
     ranking: ServingRanking
+    """The choices that were played, which of them are the best, and what limits have removed."""
     load: str
     """What was served, and under which limits, in words."""
 

@@ -15,10 +15,9 @@ from stagewright.explore.space.enumeration import Removed
 from stagewright.numbers import many
 from stagewright.program.fit import NEARLY_FULL
 from stagewright.run.sections import EXPERIMENT, SETTINGS
-from stagewright.run.sections.declare import describe_value, text_of
+from stagewright.run.sections.declare import describe_value
 from stagewright.texttable import Table
 
-LISTS = {of.name for of in EXPERIMENT.values() if of.kind in (tuple, frozenset)}
 UNTIL_STOPPED = "the best of what was simulated until then"
 _LEAST = 0.005
 """Shares below this are not named."""
@@ -122,60 +121,6 @@ def removed(found: Sequence[Removed]) -> Table:
         "example": [each.example for each in found],
     }
     return Table("Removed", columns, {"removed": "count"})
-
-
-def every(of: Ranking) -> Table:
-    """All candidates, a row each: settings that differ, and figures; sizes in bytes, seconds."""
-    rows, figures = of.rows, of.figures
-    columns: dict[str, Any] = {}
-    for name, column in rows.columns.items():
-        if len(column.values) > 1:
-            table = [_cell(name, value) for value in column.values]
-            columns[name] = [table[code] for code in column.codes.tolist()]
-    unknown = np.isnan(figures.seconds)
-
-    def numbers(values: Any, *, known: Any = None) -> list[Any]:
-        """Values, of which those that are unknown are None."""
-        absent = np.isnan(values) if known is None else ~known
-        return [
-            None if no else value
-            for value, no in zip(values.tolist(), absent.tolist(), strict=True)
-        ]
-
-    seen = ~unknown
-    columns |= {
-        "gpus": rows.world_size.tolist(),
-        "seconds": numbers(figures.seconds),
-        "tokens": numbers(figures.tokens, known=seen),
-        "mfu": numbers(figures.mfu),
-        "bubble": numbers(figures.bubble),
-        **{f"exposed_{axis}": numbers(each, known=seen) for axis, each in figures.exposed.items()},
-        "peak": numbers(figures.peak, known=seen),
-        **{f"memory_{name}": numbers(each, known=seen) for name, each in figures.memory.items()},
-        "device_memory": numbers(figures.device_memory, known=seen),
-        "fits": numbers(figures.fits, known=seen),
-        "joules": numbers(figures.joules),
-        "usd": numbers(figures.usd),
-        "simulated": figures.exact.tolist(),
-        "best": _places(of),
-    }
-    if of.bounds.any():
-        columns["lower_bound"] = numbers(of.bounds, known=np.isfinite(of.bounds))
-    return Table("Candidates", columns)
-
-
-def _places(of: Ranking) -> list[int | None]:
-    """The place of each candidate among the best, from 1."""
-    places: list[int | None] = [None] * len(of.rows)
-    for nth, row in enumerate(of.best.tolist()):
-        places[row] = nth + 1
-    return places
-
-
-def _cell(name: str, value: Any) -> Any:
-    if name == HARDWARE:
-        return value.name
-    return text_of(value) if name in LISTS else value
 
 
 def left(of: Ranking) -> list[str]:

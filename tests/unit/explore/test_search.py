@@ -1,6 +1,8 @@
 """What a search answers: the best as simulated, how sure, and run files that say the same."""
 
+import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,12 @@ from stagewright.explore import lots
 from stagewright.explore.answer import promising
 from stagewright.explore.answer.objectives import front
 from stagewright.explore.answer.ranking import NothingFound, Ranking, Wanted
-from stagewright.explore.answer.run_file import printed_run_file, run_file, write_run_file
+from stagewright.explore.answer.run_file import (
+    hardware_file,
+    printed_run_file,
+    run_file,
+    write_run_file,
+)
 from stagewright.explore.answer.search import search
 from stagewright.explore.candidates import HARDWARE, Candidates, Column
 from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
@@ -22,12 +29,13 @@ from stagewright.explore.exact import exact, unknown
 from stagewright.explore.figures import Figures
 from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.space.asked import asked
-from stagewright.explore.space.systems import with_figure
+from stagewright.explore.space.systems import varied, with_figure
 from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, read_settings
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.time.hardware import resolve
 from stagewright.views.search import certainty, left, limit, nearly_full, words
+from stagewright.views.search_columns import COLUMNS
 
 FIXED: dict[str, Any] = {
     "model": "gpt2", "layers": 2, "seq_length": 128, "pp": 1, "vpp": 1, "zero": 1,
@@ -271,11 +279,11 @@ def test_words_leave_out_what_other_settings_imply():
 
 
 def test_run_files_name_hardware_by_name_only_where_the_name_says_all(tmp_path: Path):
-    varied = with_figure(resolve("h100-sxm"), "memory_gb", 96).model_copy(
+    larger = with_figure(resolve("h100-sxm"), "memory_gb", 96).model_copy(
         update={"name": "h100-sxm"}
     )
     rows = candidates(tp=1)
-    for hardware, said in ((resolve("h100-sxm"), "h100-sxm"), (varied, "h100-sxm.yaml")):
+    for hardware, said in ((resolve("h100-sxm"), "h100-sxm"), (larger, "h100-sxm.yaml")):
         column = Column(np.zeros(1, dtype=np.uint8), (hardware,))
         of = replace(rows, columns={**rows.columns, HARDWARE: column})
         assert f"hardware: {said}\n" in run_file(of, 0)
@@ -285,8 +293,45 @@ def test_run_files_name_hardware_by_name_only_where_the_name_says_all(tmp_path: 
         assert step.machine.hardware.memory_gb == hardware.memory_gb
         assert step.seconds == exact(of).figures.seconds[0]
         files = write_run_file(of, 0, tmp_path / "best.yaml")
-        assert len(files) == (1 if hardware is not varied else 2)
+        assert len(files) == (1 if hardware is not larger else 2)
     assert resolve(files[1]).memory_gb == 96
+
+
+def test_every_column_is_described_and_varied_figures_are_numbers():
+    asked: dict[str, Any] = {**FIXED, "layers": 1, "tp": [1, 2], "top": 1, "bounded": False}
+    found = sw.search(
+        asked.pop("model"), "h100-sxm", gpus=2, memory_allowance="1GB",
+        vary={"memory.gb": [70, 80]}, **asked,
+    )  # fmt: skip
+    table = found.every()
+    patterns = [re.sub(r"\b[A-Z]+|(?<=_)[A-Z]+", "*", name) for name in COLUMNS]
+    settings = {"tp", "dp"}
+    other = [name for name in table.columns
+             if not any(fnmatchcase(name, each) for each in patterns[1:])]  # fmt: skip
+    assert {*other} == settings
+    assert {*table.columns["hardware.memory_gb"]} == {70, 80}
+    assert {*table.columns["global_batch_size"]} == {32}
+    for row in table.rows:
+        assert row["tokens_per_second"] == row["tokens"] / row["seconds"]
+        of_memory = [value for name, value in row.items() if name.startswith("memory_")]
+        assert row["peak"] == sum(of_memory)
+        assert row["memory_allowance"] == 10**9
+
+
+def test_files_of_varied_hardware_say_what_is_varied(tmp_path: Path):
+    own = resolve("base: h100-sxm\nname: own\ndescription: Mine")
+    for of, lines in ((resolve("h100-sxm"), 6), (own, 100)):
+        hardware = varied(of, {"memory.gb": 96, "scale_up.size": 16})[0]
+        text = hardware_file(hardware)
+        assert (text.count("\n") <= lines) == (of is not own)
+        assert text.startswith("base: h100-sxm\n") == (of is not own)
+        read = resolve(text)
+        assert (read.name, read.memory_gb, read.scale_up.gpus) == (hardware.name, 96, 16)
+        assert read.description == (
+            f"{of.description}; with memory_gb=96, scale_up.gpus=16 in place of its own"
+        )
+        said = {"description": of.description, "sources": {}}
+        assert read.model_copy(update=said) == hardware.model_copy(update=said)
 
 
 @pytest.mark.numerics

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from stagewright.explore.candidates import Candidates
+from stagewright.explore.space.systems import figures_of
 from stagewright.files import atomic, write_text
 from stagewright.printable import escaped_controls
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
@@ -38,9 +40,62 @@ def hardware_file_name(hardware: Hardware) -> str:
     return re.sub(r"[^\w.]+", "-", hardware.name) + ".yaml"
 
 
+def varied_figures(hardware: Hardware) -> tuple[str, dict[str, float]]:
+    """The name of hardware before a search has varied figures of it, and these by their paths.
+
+    >>> from stagewright.explore.space.systems import varied
+    >>> varied_figures(varied(resolve("h100-sxm"), {"memory.gb": "96", "scale_up.size": "16"})[0])
+    ('h100-sxm', {'memory_gb': 96.0, 'scale_up.gpus': 16})
+    >>> varied_figures(resolve("h100-sxm"))
+    ('h100-sxm', {})
+    """
+    match = _VARIED.fullmatch(hardware.name)
+    if match is None:
+        return hardware.name, {}
+    known = figures_of(hardware)
+    paths = [part.partition("=")[0] for part in match[2].split(", ")]
+    return match[1], {path: known[path] for path in paths if path in known}
+
+
+_VARIED = re.compile(r"(.+?) ([\w.-]+=[-+.\w]+(?:, [\w.-]+=[-+.\w]+)*)")
+"""The name that `space.systems.varied` gives to hardware."""
+
+
 def hardware_file(hardware: Hardware) -> str:
-    """Hardware as a file in YAML."""
-    return yaml.safe_dump(_figures(hardware), sort_keys=False)
+    """Hardware as a file in YAML: figures varied of hardware of the package over that, else all."""
+    base, varied = varied_figures(hardware)
+    if not varied:
+        return _dumped(_figures(hardware))
+    said = ", ".join(f"{path}={value:.12g}" for path, value in varied.items())
+    described = {
+        "name": hardware.name,
+        "description": f"{hardware.description}; with {said} in place of its own",
+    }
+    if base in known_hardware():
+        text = _dumped({"base": base, **described, **_nested(varied)})
+        if _figures(resolve(text)) == _figures(hardware) | described:
+            return text
+    return _dumped(_figures(hardware) | described)
+
+
+def _dumped(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, width=10**6)
+
+
+def _nested(figures: Mapping[str, float]) -> dict[str, Any]:
+    """Figures by their paths as blocks of YAML have them.
+
+    >>> _nested({"memory_gb": 96, "scale_up.gpus": 16})
+    {'memory_gb': 96, 'scale_up': {'gpus': 16}}
+    """
+    values: dict[str, Any] = {}
+    for path, value in figures.items():
+        *places, last = path.split(".")
+        block = values
+        for place in places:
+            block = block.setdefault(place, {})
+        block[last] = int(value) if value == int(value) else value
+    return values
 
 
 def given(candidates: Candidates, row: int) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""All candidates of a search as columns: their settings and figures, for CSV, JSON and Parquet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stagewright.explore.answer.ranking import Ranking
+from stagewright.explore.answer.run_file import varied_figures
+from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates
+from stagewright.explore.space.systems import figures_of
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.declare import text_of
+from stagewright.texttable import Table
+from stagewright.time.hardware import Hardware
+
+LISTS = {of.name for of in EXPERIMENT.values() if of.kind in (tuple, frozenset)}
+
+
+class ColumnMeaning(NamedTuple):
+    """What a column of all candidates holds."""
+
+    unit: str
+    meaning: str
+
+
+COLUMNS: Mapping[str, ColumnMeaning] = {
+    "SETTING": ColumnMeaning("", "a setting of which candidates have several values, by its name"),
+    "hardware": ColumnMeaning("", "the name of the hardware, where there are several"),
+    "hardware.FIGURE": ColumnMeaning(
+        "as its name says", "a figure of the hardware that `--vary` varies"
+    ),
+    "gpus": ColumnMeaning("", "GPUs: tp x cp x dp x pp"),
+    "global_batch_size": ColumnMeaning("sequences", "the batch of a training step"),
+    "seconds": ColumnMeaning("s", "time of a step"),
+    "tokens": ColumnMeaning("", "new tokens of a step, over all GPUs"),
+    "tokens_per_second": ColumnMeaning("1/s", "tokens over seconds, of all GPUs together"),
+    "mfu": ColumnMeaning(
+        "fraction", "model FLOPs utilization, 0 to 1, attention counted in full; training only"
+    ),
+    "bubble": ColumnMeaning(
+        "s", "the part of a step in which the mean GPU waits for other pipeline ranks"
+    ),
+    "exposed_AXIS": ColumnMeaning(
+        "s",
+        "the part of a step in which the mean GPU waits for communication along an axis, or "
+        "(`exposed_dp+tp`) along several at once",
+    ),
+    "peak": ColumnMeaning(
+        "B", "what the fullest rank holds at its peak: the sum of all `memory_...`"
+    ),
+    "memory_CATEGORY": ColumnMeaning(
+        "B", "tensors of one category at that peak; `memory_allowance` where a run has one"
+    ),
+    "device_memory": ColumnMeaning("B", "what a rank may hold"),
+    "fits": ColumnMeaning("bool", "whether peak is at most device_memory"),
+    "joules": ColumnMeaning("J", "energy of a step over all GPUs"),
+    "usd": ColumnMeaning("USD", "cost of a step over all GPUs, where a price is known"),
+    "simulated": ColumnMeaning(
+        "bool", "true: the figures are those of `simulate`; false: all of them are estimates"
+    ),
+    "best": ColumnMeaning(
+        "", "the place in the table of the best, from 1; with several objectives, on their front"
+    ),
+    "lower_bound": ColumnMeaning(
+        "s",
+        "what a step takes at least; only with `--exact`, and where candidates cannot be estimated "
+        "or a search is stopped",
+    ),
+}
+"""Columns of `every` by name, in their order; words in capitals stand for several."""
+
+
+def every(of: Ranking) -> Table:
+    """All candidates, a row each: settings that differ, and figures (`COLUMNS`)."""
+    rows, figures = of.rows, of.figures
+    columns: dict[str, Any] = {}
+    for name, column in rows.columns.items():
+        if len(column.values) > 1:
+            table = [_cell(name, value) for value in column.values]
+            columns[name] = [table[code] for code in column.codes.tolist()]
+    columns |= _varied(rows)
+    unknown = np.isnan(figures.seconds)
+
+    def numbers(values: Any, *, known: Any = None) -> list[Any]:
+        """Values, of which those that are unknown are None."""
+        absent = np.isnan(values) if known is None else ~known
+        return [
+            None if no else value
+            for value, no in zip(values.tolist(), absent.tolist(), strict=True)
+        ]
+
+    seen = ~unknown
+    columns["gpus"] = rows.world_size.tolist()
+    if rows.base.run.mode == "train":
+        batch = rows.numbers("global_batch_size")
+        columns.setdefault("global_batch_size", numbers(batch, known=batch != ABSENT))
+    columns |= {
+        "seconds": numbers(figures.seconds),
+        "tokens": numbers(figures.tokens, known=seen),
+        "tokens_per_second": numbers(figures.tokens_per_second),
+        "mfu": numbers(figures.mfu),
+        "bubble": numbers(figures.bubble),
+        **{f"exposed_{axis}": numbers(each, known=seen) for axis, each in figures.exposed.items()},
+        "peak": numbers(figures.peak, known=seen),
+        **{f"memory_{name}": numbers(each, known=seen) for name, each in figures.memory.items()},
+        "device_memory": numbers(figures.device_memory, known=seen),
+        "fits": numbers(figures.fits, known=seen),
+        "joules": numbers(figures.joules),
+        "usd": numbers(figures.usd),
+        "simulated": figures.exact.tolist(),
+        "best": _places(of),
+    }
+    if of.bounds.any():
+        columns["lower_bound"] = numbers(of.bounds, known=np.isfinite(of.bounds))
+    return Table("Candidates", columns)
+
+
+def _varied(rows: Candidates) -> dict[str, list[float | None]]:
+    """The figures of the hardware that are varied, a column for each."""
+    column = rows.columns[HARDWARE]
+    systems: tuple[Hardware, ...] = column.values
+    if len(systems) < 2:
+        return {}
+    names = dict.fromkeys(path for of in systems for path in varied_figures(of)[1])
+    known = [figures_of(of) for of in systems]
+    codes: list[int] = column.codes.tolist()
+    return {f"hardware.{path}": [known[code].get(path) for code in codes] for path in names}
+
+
+def _places(of: Ranking) -> list[int | None]:
+    """The place of each candidate among the best, from 1."""
+    places: list[int | None] = [None] * len(of.rows)
+    for nth, row in enumerate(of.best.tolist()):
+        places[row] = nth + 1
+    return places
+
+
+def _cell(name: str, value: Any) -> Any:
+    if name == HARDWARE:
+        return value.name
+    return text_of(value) if name in LISTS else value
