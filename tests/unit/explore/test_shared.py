@@ -179,7 +179,6 @@ def test_rows_of_layers_are_those_of_whole_tables():
     for layers, wanted in ((2, base), (5, base + 3 * more), (0, none)):
         found = joined.at(cases, np.array([float(layers)]), some)
         assert found.expanded().tolist() == wanted[some][:, cases].tolist()
-    assert joined.added(cases, some).tolist() == more[None, some][:, :, cases].tolist()
     alike = np.unique(np.concatenate([base, more, none]), axis=1, return_inverse=True)[1]
     assert (
         np.equal.outer(*2 * [joined.classes(slice(None))]) == np.equal.outer(alike, alike)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -81,6 +81,12 @@ def search(
     seconds = time.perf_counter() - begin
     flags = partial(_flags, result, tool, place or 1) if tool else None
     return end(result, lambda: _report(result, seconds), out, place, as_json=as_json, flags=flags)
+
+
+def _flags(result: Search, tool: str, place: int) -> Sequence[str]:
+    """The flags of a framework; what it has no flags for is noted."""
+    shared.show_notes(result.flag_notes(tool, place))
+    return result.flags(tool, place)
 
 
 def _checked(out: tuple[str, ...], given: object, settings: dict[str, Any]) -> Outputs:
