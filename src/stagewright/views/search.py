@@ -12,7 +12,7 @@ from stagewright.explore.answer.ranking import Ranking
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.lots import STOPPED
 from stagewright.explore.space.enumeration import Removed
-from stagewright.numbers import many
+from stagewright.numbers import many, side_by_side
 from stagewright.program.fit import NEARLY_FULL
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.declare import describe_value
@@ -87,24 +87,36 @@ def _shares(of: Ranking, row: int) -> dict[str, float]:
 
 
 def limit(of: Ranking, row: int) -> str:
-    """What a candidate spends most of its time on, and memory where little of it is left."""
+    """What a candidate spends most of its time on, and memory where it has little of it or none."""
     shares = _shares(of, row)
     kernels = 1 - sum(shares.values())
     name, share = max({"kernels and launches": kernels, **shares}.items(), key=lambda item: item[1])
     told = f"{name} {share:.0%}"
-    held = _held(of, row)
+    if not of.figures.fits[row]:
+        return f"{told}, {_too_large(of, row)}"
+    held = _tensors(of, row)
     return f"{told}, memory {held:.0%}" if held > NEARLY_FULL else told
 
 
-def _held(of: Ranking, row: int) -> float:
-    """The share of its memory that the fullest rank of a candidate holds at its peak."""
-    return float(of.figures.peak[row]) / max(float(of.figures.device_memory[row]), 1.0)
+def _tensors(of: Ranking, row: int) -> float:
+    """The share of its memory that tensors of the fullest rank of a candidate take at its peak."""
+    beside = of.figures.memory.get("allowance")
+    held = float(of.figures.peak[row]) - (0.0 if beside is None else float(beside[row]))
+    return held / max(float(of.figures.device_memory[row]), 1.0)
+
+
+def _too_large(of: Ranking, row: int) -> str:
+    figures = of.figures
+    held, room = side_by_side(int(figures.peak[row]), int(figures.device_memory[row]), "B")
+    return f"does not fit: needs {held} of {room}"
 
 
 def nearly_full(of: Ranking) -> list[str]:
-    """A sentence where the best leaves little memory to what is no tensor."""
+    """A sentence where the best leaves little memory to what is no tensor, or does not fit."""
     row = int(of.best[0])
-    held = _held(of, row)
+    if not of.figures.fits[row]:
+        return [f"the best {_too_large(of, row)}"]
+    held = _tensors(of, row)
     if held <= NEARLY_FULL or of.rows.run(row).memory_allowance is not None:
         return []
     return [

@@ -239,6 +239,24 @@ def test_a_best_that_leaves_little_memory_is_told(told: dict[int, tuple[float, i
     assert not nearly_full(search(left))  # whoever says what the rest needs is not asked to
 
 
+def test_what_does_not_fit_is_said_so_and_the_allowance_is_no_tensor(
+    told: dict[int, tuple[float, int]],
+):
+    rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
+    found = search(rows, Wanted(any_memory=True))
+    assert nearly_full(found) == ["the best does not fit: needs 20 B of 10 B"]
+    best = int(found.best[0])
+    assert limit(found, best).endswith("%, does not fit: needs 20 B of 10 B")
+    told[4] = 2.0, 10
+    found = search(rows)
+    best = int(found.best[0])
+    assert limit(found, best).endswith("memory 100%")
+    split = {"parameters": 0 * found.figures.peak + 6, "allowance": 0 * found.figures.peak + 4}
+    kept = replace(found, figures=replace(found.figures, memory=split))
+    assert limit(kept, best).endswith("%")
+    assert "memory" not in limit(kept, best)
+
+
 def test_fronts_of_three_are_those_of_two_with_a_constant():
     draw = np.random.default_rng(1)
     values = draw.integers(0, 12, (60, 2)).astype(float)
