@@ -60,6 +60,10 @@ def _figure(value: float) -> str:
     return f"{value:.4g}"
 
 
+def _rate(value: float) -> str:
+    return f"{value:,.1f}"
+
+
 def _count(value: float) -> str:
     return f"{value:,}"
 
@@ -67,6 +71,7 @@ def _count(value: float) -> str:
 _FORMATS: dict[str, Callable[[float], str]] = {
     **{"s": duration, "share": _share, "whole share": _whole_share},
     **{"error": _error, "figure": _figure, "exact": _exact, "count": _count},
+    "rate": _rate,
     "parameters": lambda value: parameters(int(value)),
 }
 
@@ -80,7 +85,8 @@ class Table:
     units: Mapping[str, str] = field(default_factory=dict[str, str])
     """Unit by column. `B` and `FLOP` are shown with prefixes, `s` as a duration, `share` in
     percent, `error` in percent with its sign, `figure` in four digits, `exact` in all, `count` with
-    commas, `parameters` as in `70.6B`; numbers with the unit `""` are shown unchanged."""
+    commas, `rate` with commas and a tenth, `parameters` as in `70.6B`; numbers with the unit `""`
+    are shown unchanged."""
     grouped: str = ""
     """A column whose value is shown only where it differs from the row above."""
 

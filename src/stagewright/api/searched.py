@@ -64,8 +64,8 @@ class Search:
         """One of the best as a run."""
         return self.ranking.rows.run(self.row(place))
 
-    def best(self, most: int = TOP) -> Table:
-        """The best, with the reason."""
+    def best(self, most: int | None = None) -> Table:
+        """The best, or the front, with what limits each; without `most`, as many as `top`."""
         return tables.best(self.ranking, most)
 
     def removed(self) -> Table:

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.explore.answer.objectives import UNKNOWN
-from stagewright.explore.answer.ranking import Ranking
+from stagewright.explore.answer.ranking import TOP, Ranking
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.lots import STOPPED
 from stagewright.explore.space.enumeration import Removed
@@ -23,9 +22,15 @@ _LEAST = 0.005
 """Shares below this are not named."""
 
 
-def best(of: Ranking, most: int = 20) -> Table:
-    """The best candidates: their settings, time, memory, and what limits them."""
-    rows = of.best[:most]
+def shown(of: Ranking) -> int:
+    """How many of the best are shown."""
+    return min(len(of.best), max(TOP, of.how.top))
+
+
+def best(of: Ranking, most: int | None = None) -> Table:
+    """The best candidates: their settings, time, memory, and what limits them; `most` of them, or
+    as many as `shown`."""
+    rows = of.best[: shown(of) if most is None else most]
     figures = of.figures.take(rows)
     shares = [_shares(of, row) for row in rows.tolist()]
     columns: dict[str, list[Any]] = {
@@ -48,9 +53,35 @@ def best(of: Ranking, most: int = 20) -> Table:
             columns[unit] = (value / np.maximum(figures.tokens, 1)).tolist()
     if figures.mfu.size and np.isnan(figures.mfu).all():
         del columns["MFU"]
-    units = {"#": "", "step": "s", "tokens/s per GPU": "figure", "MFU": "share", "memory": "B"}
+    units = {"#": "", "step": "s", "tokens/s per GPU": "rate", "MFU": "share", "memory": "B"}
     units |= {"bubble": "share", "USD per Mtoken": "figure", "J per token": "figure"}
-    return Table("Best", columns, {name: unit for name, unit in units.items() if name in columns})
+    title, names = "Best", of.how.objectives
+    if len(names) > 1:
+        title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}"
+    return Table(title, columns, {name: unit for name, unit in units.items() if name in columns})
+
+
+def listed(of: Ranking) -> str:
+    """Why fewer candidates are listed than were simulated, in a sentence; empty: all are."""
+    figures, count = of.figures, shown(of)
+    if count == of.simulated:
+        return ""
+    fits = figures.fits | of.how.any_memory
+    too_large = int((figures.exact & ~fits).sum())
+    unknown = int((figures.exact & fits & of.without(*of.how.objectives)).sum())
+    behind = of.simulated - too_large - unknown - len(of.best)
+    front = len(of.how.objectives) > 1
+    why = {
+        "does not fit|do not fit": too_large,
+        "has no such figure|have no such figure": unknown,
+        "is not on the front|are not on the front"
+        if front
+        else "is behind a candidate that is only estimated|are behind candidates that are only "
+        "estimated": behind,
+        "is further down|are further down": len(of.best) - count,
+    }
+    said = [f"{n:,} {words.split('|')[n > 1]}" for words, n in why.items() if n]
+    return f"{count:,} of {of.simulated:,} simulated candidates are listed: {', '.join(said)}"
 
 
 def words(rows: Candidates, row: int) -> str:
@@ -68,7 +99,10 @@ def words(rows: Candidates, row: int) -> str:
             continue  # a word that other settings imply, such as 1f1b without virtual stages
         elif value != EXPERIMENT[name].default_of(run.framework):
             said.append(_word(name, value))
-    return " ".join(said) or "defaults"
+    if said:
+        return " ".join(said)
+    differ = any(len(column.values) > 1 for column in rows.columns.values())
+    return "defaults" if differ else "as given"
 
 
 def _word(name: str, value: Any) -> str:
@@ -151,8 +185,11 @@ def left(of: Ranking) -> list[str]:
     bounded = [f"{_candidates(len(each.per_token))} bounded out: they {each.reason}"
                for each in of.bounded]  # fmt: skip
     without = {name: int(of.without(name).sum()) for name in of.how.objectives}
-    aside = [f"{_candidates(count)} left aside, of which {name} is not known: {UNKNOWN[name]}"
-             for name, count in without.items() if count]  # fmt: skip
+    aside = [
+        f"{_candidates(count)} left aside, of which {name} is not known: {of.why_unknown(name)}"
+        for name, count in without.items()
+        if count
+    ]
     return bounded + told + aside
 
 

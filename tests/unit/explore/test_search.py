@@ -34,7 +34,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, read_settings
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.time.hardware import resolve
-from stagewright.views.search import certainty, left, limit, nearly_full, words
+from stagewright.views.search import best, certainty, left, limit, listed, nearly_full, words
 from stagewright.views.search_columns import COLUMNS
 
 FIXED: dict[str, Any] = {
@@ -264,13 +264,40 @@ def test_fronts_of_three_are_those_of_two_with_a_constant():
     assert (front(values) == front(wide)).all()
 
 
+def test_a_front_is_called_one_and_what_is_not_listed_is_said(told: dict[int, tuple[float, int]]):
+    rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
+    both = search(rows, Wanted(("time", "memory")))
+    assert best(both).title == "Pareto front of time and memory, by time"
+    assert listed(both) == "3 of 4 simulated candidates are listed: 1 does not fit"
+    told[1] = 9.0, 9
+    assert listed(search(rows, Wanted(("time", "memory")))) == (
+        "2 of 4 simulated candidates are listed: 1 does not fit, 1 is not on the front"
+    )
+    columns = made([2.4, 2.5, 2.6, 9.0], [5, 5, 5, 20])
+    some = search(rows, Wanted(top=2), evaluate=lambda _: Evaluated(columns, []))
+    assert best(some).title == "Best"
+    assert listed(some) == (
+        "1 of 2 simulated candidates are listed: 1 is behind a candidate that is only estimated"
+    )
+    alone = search(rows, Wanted(top=4), evaluate=lambda _: Evaluated(columns, []))
+    assert listed(alone) == ""  # the fourth cannot fit, and was not simulated
+    assert best(alone).units["tokens/s per GPU"] == "rate"
+
+
+def test_a_candidate_of_which_nothing_varies_is_as_given():
+    assert words(candidates(tp=1), 0) == "as given"
+
+
 def test_what_limits_the_answer_is_said():
     rows = candidates(micro_batch_size=[4, 8], tp=1)
     fast = made([1.0, 2.0], [5, 5])
     columns = replace(fast, usd=np.array([np.nan, 3.0]))
     found = search(rows, Wanted(("cost",)), evaluate=lambda of: Evaluated(columns, []))
     assert found.without("cost").tolist()[0]
-    assert "1 candidate left aside, of which cost is not known" in left(found)[-1]
+    assert left(found)[-1] == (
+        "1 candidate left aside, of which cost is not known: h100-sxm: no price is known; give "
+        "--price or --costs"
+    )
     with pytest.raises(UserError, match="--objective mfu: only training"):
         search(asked({"model": "gpt2", "mode": "decode", "tp": 1, "pp": 1}, hardware=["h100-sxm"],
                      gpus=1).space.candidates().rows, Wanted(("mfu",)))  # fmt: skip

@@ -10,7 +10,7 @@ by token. Several objectives make a front: the candidates that no other beats in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,11 +65,28 @@ OBJECTIVES: Mapping[str, Objective] = {
 UNKNOWN: Mapping[str, str] = {
     "time": "no time is known",
     "memory": "no memory is known",
-    "cost": "their hardware has no price; give --price or --costs",
-    "energy": "their hardware has no figures of power",
+    "cost": "{hardware}: no price is known; give --price or --costs",
+    "energy": "{hardware}: no figures of power are known",
     "mfu": "only training has an MFU; use --objective time",
 }
-"""Why the objective of a candidate that has been evaluated is not known."""
+"""Why the objective of a candidate that has been evaluated is not known, on which hardware."""
+
+
+def why_unknown(name: str, hardware: Iterable[str]) -> str:
+    """Why an objective is not known of candidates on some hardware.
+
+    >>> why_unknown("cost", ["a100", "b200", "a100"])
+    'a100 and b200: no price is known; give --price or --costs'
+    """
+    names = [*dict.fromkeys(hardware)]
+    if len(names) > _NAMED:
+        names = [*names[:_NAMED], f"{len(names) - _NAMED:,} others"]
+    said = " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
+    return UNKNOWN[name].format(hardware=said)
+
+
+_NAMED = 3
+"""Hardware that is named; of more, the number is."""
 
 
 def known(names: Sequence[str]) -> tuple[str, ...]:

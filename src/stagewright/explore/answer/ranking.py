@@ -11,7 +11,7 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.explore.answer import objectives
 from stagewright.explore.answer.promising import MARGIN, SLOWER, Bounded, step_tokens
-from stagewright.explore.candidates import Candidates
+from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.evaluate import LeftOut
 from stagewright.explore.figures import Figures
 
@@ -151,6 +151,12 @@ class Ranking:
         values = objectives.values(self.figures, names)
         return ~np.isnan(self.figures.seconds) & ~np.isfinite(values).all(axis=1)
 
+    def why_unknown(self, name: str) -> str:
+        """Why candidates have no figure for an objective."""
+        column = self.rows.columns[HARDWARE]
+        codes = np.unique(column.codes[self.without(name)]).tolist()
+        return objectives.why_unknown(name, (column.values[code].name for code in codes))
+
     @property
     def proven(self) -> bool:
         """Whether no candidate that was not simulated can be faster than the best."""
@@ -204,7 +210,7 @@ def nothing_found(of: Ranking) -> NothingFound:
         names = unknown or of.how.objectives
         why = (
             f"--objective {names[0]}: not known of any of the {len(of.rows):,} candidates: "
-            f"{objectives.UNKNOWN[names[0]]}"
+            f"{of.why_unknown(names[0])}"
         )
         return NothingFound(why, of, too_large=False)
     least = int(seen[np.argmin((figures.peak - figures.device_memory)[seen])])

@@ -44,19 +44,22 @@ class _Shown(NamedTuple):
 
 def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
     """The page as HTML; the sensitivities of the best are simulated for it, if there is one."""
-    rows = _drawn(ranking)
+    rows, names = _drawn(ranking), ranking.how.objectives
     run, table = "None of the candidates is the answer", None
     if len(ranking.best):
         best = int(ranking.best[0])
         machine, at = ranking.rows.machine(best), float(ranking.figures.seconds[best])
-        run = f"{ranking.rows.run(best).describe()} on {machine}: {duration(at)} per step"
+        first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
+        run = f"{first}{ranking.rows.run(best).describe()} on {machine}: {duration(at)} per step"
         table = _sensitivity_table(ranking, best)
+    stopped = f"stopped: {tables.UNTIL_STOPPED}" if ranking.stopped else ""
+    what = f"the Pareto front of {tables.in_words(names)}" if names[1:] else "the best"
     return render(
         "search.html",
-        title=f"{ranking.rows.model.name}: the best of {many(found.of, 'candidate', 'candidates')}",
+        title=f"{ranking.rows.model.name}: {what} of {many(found.of, 'candidate', 'candidates')}",
         run=run,
         certainty=tables.certainty(ranking),
-        notes=(*notes, f"stopped: {tables.UNTIL_STOPPED}") if ranking.stopped else notes,
+        notes=[*notes, *filter(None, (stopped, tables.listed(ranking)))],
         best=tables.best(ranking),
         removed=tables.removed(found.removed),
         combinations=found.combinations,
@@ -83,7 +86,7 @@ def _drawn(of: Ranking) -> Int:
     """The candidates that are drawn, ascending: all that the page names, and others evenly."""
     known = np.flatnonzero(~np.isnan(of.figures.seconds))
     values = np.stack([of.figures.seconds[known], of.figures.peak[known].astype(float)], axis=1)
-    kept = {*of.best[:20].tolist(), *known[front(values)].tolist()}
+    kept = {*of.best[: tables.shown(of)].tolist(), *known[front(values)].tolist()}
     others = known[np.linspace(0, len(known) - 1, min(MOST_POINTS, len(known))).astype(int)]
     return np.array(sorted(kept | {*others.tolist()}), dtype=np.int64)
 

@@ -234,11 +234,18 @@ def _tell_space(found: Found) -> None:
 def _report(result: Search, seconds: float) -> None:
     """Print the best, and how sure that is."""
     from stagewright.texttable import print_table
-    from stagewright.views.search import UNTIL_STOPPED
+    from stagewright.views.search import UNTIL_STOPPED, in_words, listed
 
     ranking = result.ranking
-    out = shared.console()
-    out.print(f"best: {result.describe()}")
+    out, names = shared.console(), ranking.how.objectives
+    first = "best"
+    if len(names) > 1:
+        out.print(
+            f"Pareto front of {in_words(names)}: {many(len(ranking.best), *_NOUNS)} that no other "
+            "beats in all of these"
+        )
+        first = f"the one with the best {in_words(names[:1])}"
+    out.print(f"{first}: {result.describe()}")
     if ranking.stopped:
         out.print(f"stopped: {UNTIL_STOPPED}")
     print_table(result.best(), out)
@@ -247,6 +254,8 @@ def _report(result: Search, seconds: float) -> None:
         f"{ranking.evaluated:,} of {ranking.candidates:,} candidates evaluated{bounded}, "
         f"{ranking.simulated:,} of them simulated, in {seconds:.1f} s"
     )
+    if few := listed(ranking):
+        out.print(few)
     out.print(result.certainty)
 
 
