@@ -127,6 +127,7 @@ class Search:
             of, rows=of.rows.take(rows), figures=of.figures.take(rows),
             columns=of.columns.take(rows), bounds=of.bounds[rows], best=np.arange(len(rows)),
             left=(), bounded=(), refused={},
+            launches={nth: of.launches[row] for nth, row in enumerate(rows.tolist())},
         )  # fmt: skip
         runs = [of.rows.run(row).describe() for row in rows.tolist()]
         return [{"run": run, **each} for run, each in zip(runs, every(alone).rows, strict=True)]

@@ -32,6 +32,8 @@ class Exact:
     """By their numbers among those that were given, ascending."""
     figures: Figures
     """Of these rows. Where a run was refused, `seconds` is NaN."""
+    launches: Mapping[int, float]
+    """Seconds of a step in which the mean GPU waits for the host's launches, by row."""
     refused: Mapping[int, str]
     """What was said of rows whose run could not be compiled or simulated."""
     stopped: bool
@@ -49,6 +51,7 @@ class _Result(NamedTuple):
     row: int
     figures: Figures
     refused: str
+    launches: float = 0.0
 
 
 def exact(
@@ -78,14 +81,16 @@ def exact(
     known = sorted(done)
     figures = Figures.concatenated([done[row].figures for row in known] or [unknown(0)])
     refused = {row: done[row].refused for row in known if done[row].refused}
-    return Exact(np.array(known, dtype=np.int64), figures, refused, stopped)
+    launches = {row: done[row].launches for row in known if row not in refused}
+    return Exact(np.array(known, dtype=np.int64), figures, launches, refused, stopped)
 
 
 def _simulated(job: _Job) -> _Result:
     """The figures of one candidate."""
     of = job.candidate
     try:
-        return _Result(job.row, figures_of(step_of(of, 0), of.cluster(0).price), "")
+        step = step_of(of, 0)
+        return _Result(job.row, figures_of(step, of.cluster(0).price), "", step.mean.launches)
     except UserError as error:
         return _Result(job.row, unknown(1), str(error))
 

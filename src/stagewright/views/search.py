@@ -124,7 +124,11 @@ def limit(of: Ranking, row: int) -> str:
     """What a candidate spends most of its time on, and memory where it has little of it or none."""
     shares = _shares(of, row)
     kernels = 1 - sum(shares.values())
-    name, share = max({"kernels and launches": kernels, **shares}.items(), key=lambda item: item[1])
+    busy = {"kernels and launches": kernels}
+    if row in of.launches:
+        launches = of.launches[row] / float(of.figures.seconds[row])
+        busy = {"kernels": kernels - launches, "launches": launches}
+    name, share = max({**busy, **shares}.items(), key=lambda item: item[1])
     told = f"{name} {share:.0%}"
     if not of.figures.fits[row]:
         return f"{told}, {_too_large(of, row)}"

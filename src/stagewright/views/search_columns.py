@@ -43,6 +43,9 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
     "bubble": ColumnMeaning(
         "s", "the part of a step in which the mean GPU waits for other pipeline ranks"
     ),
+    "launches": ColumnMeaning(
+        "s", "the part in which it waits for the host's launches; of simulated candidates alone"
+    ),
     "exposed_AXIS": ColumnMeaning(
         "s",
         "the part of a step in which the mean GPU waits for communication along an axis, or "
@@ -103,6 +106,7 @@ def every(of: Ranking) -> Table:
         "tokens_per_second": numbers(figures.tokens_per_second),
         "mfu": numbers(figures.mfu),
         "bubble": numbers(figures.bubble),
+        "launches": [of.launches.get(row) for row in range(len(rows))],
         **{f"exposed_{axis}": numbers(each, known=seen) for axis, each in figures.exposed.items()},
         "peak": numbers(figures.peak, known=seen),
         **{f"memory_{name}": numbers(each, known=seen) for name, each in figures.memory.items()},

@@ -408,7 +408,11 @@ def test_figures_are_those_of_simulate():
         assert of.mfu[row] == step.mfu
         assert of.bubble[row] == step.mean.bubble
         assert of.joules[row] == step.expense().joules
+        assert found.launches[row] == step.mean.launches
     assert not found.refused
+    best_row = int((result := search(rows)).best[0])
+    launches = result.launches[best_row] / result.figures.seconds[best_row]
+    assert limit(result, best_row) == f"launches {launches:.0%}"
 
 
 def test_how_sure_the_answer_is_is_said_of_what_is_looked_for(told: dict[int, tuple[float, int]]):

@@ -52,6 +52,8 @@ class Ranking:
     """Candidates that columns cannot evaluate, with the reason."""
     bounded: Sequence[Bounded]
     """Candidates that cannot be among the best by their lower bounds in columns."""
+    launches: Mapping[int, float]
+    """Seconds of a step in which the mean GPU waits for launches, of candidates simulated."""
     refused: Mapping[int, str]
     """What was said of candidates whose run could not be compiled or simulated."""
     bounds: Float

@@ -55,6 +55,7 @@ class _SearchState:
     done: Bool = field(init=False)
     stopped: bool = False
     parts: list[tuple[Int, Figures]] = field(default_factory=list[tuple[Int, Figures]])
+    launches: dict[int, float] = field(default_factory=dict[int, float])
     refused: dict[int, str] = field(default_factory=dict[int, str])
 
     def __post_init__(self) -> None:
@@ -99,6 +100,7 @@ class _SearchState:
         at = rows[found.rows]
         self.done[at] = True
         self.parts.append((at, with_costs(self.rows.take(at), found.figures)))
+        self.launches |= {int(rows[nth]): seconds for nth, seconds in found.launches.items()}
         self.refused |= {int(rows[nth]): why for nth, why in found.refused.items()}
         self.stopped = found.stopped
 
@@ -176,7 +178,7 @@ def search(
         state.stop()
     result = Ranking(
         rows, state.figures(), state.columns, state.listed(), found.evaluated.left, found.bounded,
-        state.refused, bounds, how, state.stopped or stopped,
+        state.launches, state.refused, bounds, how, state.stopped or stopped,
     )  # fmt: skip
     if not len(result.best):
         raise nothing_found(result)
