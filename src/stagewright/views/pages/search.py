@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.explore.answer.objectives import front
-from stagewright.explore.answer.ranking import Ranking
+from stagewright.explore.answer.ranking import Ranking, nothing_found
 from stagewright.explore.answer.run_file import (
     hardware_file,
     hardware_file_name,
@@ -45,8 +45,10 @@ class _Shown(NamedTuple):
 def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
     """The page as HTML; the sensitivities of the best are simulated for it, if there is one."""
     rows, names = _drawn(ranking), ranking.how.objectives
-    run, table = "None of the candidates is the answer", None
-    if len(ranking.best):
+    run, table = "", None
+    if not len(ranking.best):
+        run = str(nothing_found(ranking))
+    else:
         best = int(ranking.best[0])
         machine, at = ranking.rows.machine(best), float(ranking.figures.seconds[best])
         first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
