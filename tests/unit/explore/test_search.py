@@ -375,7 +375,7 @@ def test_files_of_varied_hardware_say_what_is_varied(tmp_path: Path):
         assert read.description == (
             f"{of.description}; with memory_gb=96, scale_up.gpus=16 in place of its own"
         )
-        said = {"description": of.description, "sources": {}}
+        said: dict[str, Any] = {"description": of.description, "sources": {}}
         assert read.model_copy(update=said) == hardware.model_copy(update=said)
 
 
