@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -163,8 +164,10 @@ def _no_number(text: str) -> NoReturn:
 def from_yaml(text: str, where: object) -> Any:
     """A YAML value, of plain types; `where` is the file, for errors.
 
-    >>> from_yaml("tp: 8", "run.yaml")
-    {'tp': 8}
+    What looks like a time is text: YAML 1.1 reads `1:8` as 68, where people mean 1 to 8.
+
+    >>> from_yaml("tp: 8", "run.yaml"), from_yaml("tp: 1:8", "run.yaml")
+    ({'tp': 8}, {'tp': '1:8'})
     """
     try:
         value = yaml.load(text, _Loader)
@@ -188,8 +191,26 @@ def own_yaml(text: str) -> Any:
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
+def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """How plain words are read: as YAML 1.1 has it, but that no number has a colon."""
+    numbers = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
+
+    def read_as(tag: str, pattern: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
+        if tag not in numbers:
+            return tag, pattern
+        return tag, re.compile(f"(?![^:]*:){pattern.pattern}", pattern.flags)
+
+    known: Any = yaml.SafeLoader.yaml_implicit_resolvers
+    return {first: [read_as(*each) for each in every] for first, every in known.items()}
+
+
 class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the process
-    """A SafeLoader that refuses aliases, and repeated keys, of which YAML would keep the last."""
+    """A SafeLoader that refuses aliases, and repeated keys, of which YAML would keep the last.
+
+    It knows no numbers to the base 60.
+    """
+
+    yaml_implicit_resolvers = _resolvers()
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):  # pyright: ignore

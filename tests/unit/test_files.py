@@ -111,6 +111,16 @@ def test_yaml_that_is_refused(text: str, message: str):
         from_yaml(text, "f.yaml")
 
 
+def test_numbers_with_colons_are_text():
+    text = "tp: 1:8\nnodes: 190:20:30\nx: [+1:4, 1:30.5]\ny: [0x10, -2, 1.5, .5, 1.0e+5, .inf]"
+    assert from_yaml(text, "f.yaml") == {
+        "tp": "1:8",
+        "nodes": "190:20:30",
+        "x": ["+1:4", "1:30.5"],
+        "y": [16, -2, 1.5, 0.5, 1e5, float("inf")],
+    }
+
+
 def test_head_of_a_manifest(tmp_path: Path):
     path = tmp_path / "manifest.json"
     files = ",\n".join(f'    "workload.{n}.et": {{"bytes": 1}}' for n in range(3))
