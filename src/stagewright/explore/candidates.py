@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from stagewright.arrays import Bool, Int, distinct_numbers
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
+from stagewright.run.requests import read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -43,6 +44,9 @@ Codes = NDArray[np.unsignedinteger[Any]]
 
 ABSENT = -1
 """In columns of numbers: the setting is None, so that its default follows from the others."""
+
+_PLAIN = frozenset({int, float, str, bool, tuple, type(None)})
+"""Types of figures that are no block of figures."""
 
 HARDWARE = "hardware"
 """The column of systems; its values are of `Hardware`, not names."""
@@ -190,6 +194,34 @@ class Candidates:
         alike = self.distinct(*(name for name in self.columns if name in names))
         return distinct_numbers([alike.of, self.world_size], self.count)[1]
 
+    @property
+    def device_memory(self) -> Int:
+        """Bytes that a rank may use [candidates]."""
+        alike = self.distinct(HARDWARE, "device_memory")
+        found: list[int] = []
+        for row in alike.first.tolist():
+            asked = self.column("device_memory").at(row)
+            found.append(self.hardware(row).memory if asked is None else read_bytes(asked))
+        return np.array(found, dtype=np.int64)[alike.of]
+
+    def regardless_of_memory(self) -> Candidates:
+        """The same runs, where of machines that differ in the size of their memory alone the first
+        stands for all: a step takes the same time on each, and holds the same bytes."""
+        column = self.columns[HARDWARE]
+        if len(column.values) == 1:
+            return self
+        known: dict[tuple[object, ...], int] = {}
+        blocks: dict[int, object] = {}
+        number = [
+            known.setdefault(_apart_from_memory(of, blocks), len(known)) for of in column.values
+        ]
+        if len(known) == len(column.values):
+            return self
+        first = dict(zip(number[::-1], column.values[::-1], strict=True))
+        values = tuple(first[code] for code in range(len(known)))
+        codes = np.array(number, dtype=code_type(len(known)))[column.codes]
+        return replace(self, columns={**self.columns, HARDWARE: Column(codes, values)})
+
     def take(self, rows: Int | Bool | slice) -> Candidates:
         """Some of the candidates, in the order of `rows`."""
         columns = {name: column[rows] for name, column in self.columns.items()}
@@ -232,6 +264,25 @@ class Candidates:
     def _given(self, row: int, names: Iterable[str]) -> dict[str, Any]:
         known = set(names)
         return {name: of.at(row) for name, of in self.columns.items() if name in known}
+
+
+def _apart_from_memory(hardware: Hardware, blocks: dict[int, object]) -> tuple[object, ...]:
+    """All figures of hardware but the size of its memory, and not its name.
+
+    `blocks` are blocks of figures that have been seen, which variants share, by their identity.
+    """
+
+    def figures(of: object) -> object:
+        if type(of) in _PLAIN:
+            return of
+        block = id(of)
+        if block not in blocks:
+            inner = cast("Mapping[str, Any]", of if isinstance(of, Mapping) else vars(of))
+            blocks[block] = tuple([(name, figures(value)) for name, value in inner.items()])
+        return blocks[block]
+
+    own = vars(hardware).items()
+    return tuple([figures(of) for name, of in own if name not in ("name", "memory_gb")])
 
 
 def _named(section: str) -> set[str]:

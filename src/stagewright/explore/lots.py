@@ -9,6 +9,7 @@ same to the byte.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -60,11 +61,17 @@ def in_lots(
     """The figures of all candidates, as `evaluate` has them; `heard` as in `exact`.
 
     Inference is not evaluated in columns: all its candidates are left. Ctrl-C leaves out the lots
-    that have not been evaluated (`STOPPED`).
+    that have not been evaluated (`STOPPED`). Candidates on machines that differ in the size of
+    their memory alone are evaluated once.
     """
     if candidates.base.run.mode != "train":
         every = np.arange(len(candidates))
         return Evaluated(unknown(len(candidates)), [LeftOut(every, "inference", True)])
+    alike = candidates.regardless_of_memory()
+    if alike is not candidates:
+        once = alike.distinct(*alike.columns)
+        found = in_lots(alike.take(once.first), executor, heard)
+        return _of_each(candidates, once.of, found)
     done: list[_Done] = []
     figures = unknown(len(candidates))
     count = 0
@@ -94,6 +101,16 @@ def in_lots(
         for each in lot.evaluated.left
     ]
     return Evaluated(figures.ordered_as([lot.evaluated.figures for lot in done]), left)
+
+
+def _of_each(candidates: Candidates, of: Int, found: Evaluated) -> Evaluated:
+    """What is known of candidates from the evaluation of those that stand for them, by number."""
+    figures = replace(found.figures.take(of), device_memory=candidates.device_memory)
+    left = [
+        each._replace(candidates=np.flatnonzero(np.isin(of, each.candidates)))
+        for each in found.left
+    ]
+    return Evaluated(figures, left)
 
 
 def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:

@@ -37,7 +37,7 @@ from stagewright.explore.bounding.stages import (
 )
 from stagewright.explore.bounding.weights import StageWeights
 from stagewright.explore.bounding.zero import Moved, ShardedStates
-from stagewright.explore.candidates import HARDWARE, Candidates, Distinct
+from stagewright.explore.candidates import Candidates, Distinct
 from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Responses
 from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
@@ -46,7 +46,6 @@ from stagewright.explore.structures import NUMBERS, PIPELINE, structures
 from stagewright.explore.templates import Kind, unlike
 from stagewright.explore.timing import JoinedFigures, KnownOnMachine, MachineTiming, Templates
 from stagewright.program.columns import CATEGORIES
-from stagewright.run.requests import read_bytes
 from stagewright.run.sections import SETTINGS
 from stagewright.schedule.schedules import IN_TURN
 from stagewright.time.experts.dispatch import Routed
@@ -94,20 +93,10 @@ def rough_bounds(candidates: Candidates) -> CandidateBounds:
 def _bounds_of(candidates: Candidates, *, rough: bool) -> CandidateBounds:
     zero = np.zeros(len(candidates))
     shared = is_not_plain(candidates) & rough
-    found = CandidateBounds(zero, zero.copy(), _device_memory(candidates), shared)
+    found = CandidateBounds(zero, zero.copy(), candidates.device_memory, shared)
     if candidates.base.run.mode == "train" and len(candidates):
-        _Relaxation(candidates, rough=rough).bound(found)
+        _Relaxation(candidates.regardless_of_memory(), rough=rough).bound(found)
     return found
-
-
-def _device_memory(candidates: Candidates) -> Int:
-    """Bytes that a rank of each candidate may use."""
-    alike = candidates.distinct(HARDWARE, "device_memory")
-    found: list[int] = []
-    for row in alike.first.tolist():
-        asked = candidates.run(row).device_memory
-        found.append(candidates.hardware(row).memory if asked is None else read_bytes(asked))
-    return np.array(found, dtype=np.int64)[alike.of]
 
 
 class _Relaxation:

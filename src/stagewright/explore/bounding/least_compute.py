@@ -33,6 +33,7 @@ def lower_bounds(candidates: Candidates) -> Float:
     bounds = np.zeros(len(candidates))
     if candidates.base.run.mode != "train":
         return bounds
+    candidates = candidates.regardless_of_memory()
     names = ("seq_length", "decoder_seq_length", "document_length", "precision")
     alike = candidates.distinct(
         HARDWARE, *names, "moe_expert_capacity_factor", "lora_rank", "freeze", "trainable"
