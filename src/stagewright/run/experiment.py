@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,9 +110,15 @@ def section_of(
     """
     given = {name: values[name] for name in _names(section) if name in values}
     try:
-        return TypeAdapter(section).validate_python(given)
+        return _reader(section).validate_python(given)
     except ValidationError as error:
         raise invalid(error, {**EXPERIMENT, **SERVING}, path, overrides or {}) from None
+
+
+@cache
+def _reader(section: type[_Section]) -> TypeAdapter[_Section]:
+    """What reads a section; to make one takes milliseconds, and a search reads many values."""
+    return TypeAdapter(section)
 
 
 def with_settings(section: _Section, values: Mapping[str, Any]) -> _Section:

@@ -126,17 +126,19 @@ _RANKS = RunCheck(
     _all(training_rules.RANKS),
 )
 
+BATCH_CHECK = RunCheck(
+    "micro_batch_size x dp divides the global batch",
+    ("global_batch_size", "micro_batch_size", "dp"),
+    _all(training_rules.BATCH),
+)
+
 _TRAINING = (
     RunCheck(
         "the sequence is split evenly",
         (*_SEQUENCE, "document_length"),
         check_sequence,
     ),
-    RunCheck(
-        "micro_batch_size x dp divides the global batch",
-        ("global_batch_size", "micro_batch_size", "dp"),
-        _all(training_rules.BATCH),
-    ),
+    BATCH_CHECK,
     RunCheck(
         "the schedule takes the stages and microbatches",
         (*_STAGES, "microbatch_group_size_per_vp_stage"),

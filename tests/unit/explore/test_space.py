@@ -2,11 +2,15 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stagewright.errors import UserError
+from stagewright.explore.bounding.bounds import bounds
+from stagewright.explore.evaluate import evaluate
+from stagewright.explore.lots import in_lots
 from stagewright.explore.space.asked import asked
 from stagewright.explore.space.defaults import default_axes, default_batch, policies
 from stagewright.explore.space.families import axes_of, words
@@ -62,6 +66,15 @@ def test_a_setting_that_does_nothing_is_tried_once():
     assert [(run.tp, run.sequence_parallel) for run in runs] == [(1, False), (2, False), (2, True)]
 
 
+def test_a_setting_that_does_nothing_anywhere_is_not_spread_out():
+    found = space({"zero": (0, 1), "prefetch": tuple(range(3, 10_003))}, gpus=2).candidates()
+    assert len(found.rows) == 2
+    assert found.combinations == 20_000
+    assert [(each.why, each.count) for each in found.removed] == [
+        ("prefetch changes something", 19_998)
+    ]
+
+
 def test_listed_dp_is_kept_to():
     found = space({"tp": (1, 2, 4), "dp": (2,)}).candidates()
     assert [found.rows.run(row).describe() for row in range(len(found.rows))] == [
@@ -84,6 +97,65 @@ def test_a_sample_is_drawn_evenly_and_the_same_again():
     assert [first.rows.run(r) for r in range(5)] == [again.rows.run(r) for r in range(5)]
 
 
+def test_a_sample_of_a_large_space_is_drawn_evenly_from_few_of_it():
+    axes: dict[str, Any] = {
+        "zero": (1, 3), "micro_batch_size": tuple(range(1, 5001)),
+        "seq_length": tuple(range(1, 10_001)), "prefetch": tuple(range(100)),
+    }  # fmt: skip
+    of = space(axes, gpus=4, global_batch_size=32)
+    assert of.combinations == 10**10
+    first, again = (of.candidates(sample=300) for _ in range(2))
+    rows = first.rows
+    lengths = rows.numbers("seq_length")
+    assert lengths.tolist() == again.rows.numbers("seq_length").tolist()
+    # Batches of 1, 2, 4 and 8 divide it, gpt2 has 1,024 positions, and prefetch does nothing but
+    # with zero=3.
+    whole = 4 * 1024 * (100 + 1)
+    assert 0.7 * whole < first.of < 1.4 * whole
+    assert {*rows.numbers("micro_batch_size").tolist()} == {1, 2, 4, 8}
+    assert (rows.numbers("zero") == 1).sum() < 20
+    assert len({*lengths.tolist()}) > 200
+    assert 450 < lengths.mean() < 580
+
+
+def test_constraints_look_at_many_batches_at_once():
+    batches, sizes = tuple(range(1, 201)), tuple(range(1, 101))
+    axes = {"global_batch_size": batches, "micro_batch_size": sizes}
+    found = space(axes, gpus=2, layers=2).candidates()
+    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    assert {(run.global_batch_size, run.micro_batch_size) for run in runs} == {
+        (batch, size) for batch in batches for size in sizes if batch % (2 * size) == 0
+    }
+    assert found.combinations == len(runs) + sum(each.count for each in found.removed)
+    assert found.removed[0].example.startswith("global_batch_size=1 is not divisible by")
+
+
+def test_too_many_checks_are_refused_with_their_number():
+    lengths, sizes = tuple(range(1, 1001)), tuple(range(1, 1001))
+    axes = {"seq_length": lengths, "micro_batch_size": sizes, "global_batch_size": (None,)}
+    of = space(axes, gpus=None, global_batch_size=None)
+    with pytest.raises(
+        UserError, match=r"1e\+06 combinations: micro_batch_size x seq_length alone"
+    ):
+        of.candidates()
+
+
+def test_machines_that_differ_in_memory_alone_are_evaluated_once():
+    vary = {"memory.gb": "2.5,3,80", "scale_up.size": "4,8"}
+    given = {"model": "gpt2", "layers": 2, "tp": "1,2", "pp": 1, "zero": 3, "recompute": "none"}
+    own = {"micro_batch_size": "8,16", "global_batch_size": 64, "sequence_parallel": False}
+    rows = asked(given | own, hardware=[H100], gpus=4, vary=vary).space.candidates().rows
+    assert len(rows.regardless_of_memory().columns["hardware"].values) == 2
+    found, each = in_lots(rows).figures, evaluate(rows).figures
+    assert found.seconds.tolist() == each.seconds.tolist()
+    assert found.peak.tolist() == each.peak.tolist()
+    assert found.device_memory.tolist() == each.device_memory.tolist()
+    assert {*found.device_memory.tolist()} == {2_500_000_000, 3_000_000_000, 80_000_000_000}
+    last = rows.take(slice(len(rows) - 1, len(rows)))
+    assert bounds(rows).device_memory[-1] == bounds(last).device_memory[0] == 80_000_000_000
+    assert bounds(rows).bytes[-1] == bounds(last).bytes[0] > 0
+
+
 def test_hardware_is_an_axis():
     systems = [Fleet(of, 8) for of in varied(H100, {"memory.gb": "80:96:16", "scale_up.size": 4})]
     base = Experiment(Run(model="gpt2", global_batch_size=16), ClusterSection(), Execution())
@@ -91,6 +163,14 @@ def test_hardware_is_an_axis():
     held = [found.rows.hardware(row).memory_gb for row in range(len(found.rows))]
     assert held == [80, 80, 96, 96]
     assert {found.rows.hardware(row).scale_up.gpus for row in range(4)} == {4}
+    assert found.rows.hardware(0).name == "h100-sxm memory.gb=80, scale_up.size=4"
+
+
+def test_figures_below_others_are_replaced():
+    (found,) = varied(H100, {"gemm.bf16.fraction": "0.5", "scale-out.bandwidth_gb_s": "25"})
+    assert found.gemm["bf16"] == H100.gemm["bf16"].model_copy(update={"fraction": 0.5})
+    assert found.gemm["fp8"] == H100.gemm["fp8"]
+    assert found.scale_out == H100.scale_out.model_copy(update={"bandwidth_gb_s": 25})
 
 
 def test_the_default_space_of_experts_runs():
@@ -111,7 +191,7 @@ def test_the_default_space_of_experts_runs():
         ({"tp": (8,)}, "tp=8 does not divide the 12 attention heads of gpt2"),
         ({"zero": (4,)}, "zero is 4, wanted at most 3"),
         ({"batch_size": (4,)}, "batch_size is a setting of inference"),
-        ({"model": ("gpt2", "gpt2-xl")}, "model takes one value in a search, got 2"),
+        ({"model": ("gpt2", "gpt2-xl")}, "model is not searched over, got a list of 2 values"),
         ({"prefetch": (-1,)}, "prefetch is -1, wanted 0 or more"),
         (
             {
@@ -160,7 +240,9 @@ def test_figures_that_no_hardware_has():
         varied(H100, {"scale_up.gpus": "8.5"})
     with pytest.raises(UserError, match=r"got none, wanted numbers; .* say 80"):
         varied(H100, {"memory.gb": "none,96"})
-    with pytest.raises(UserError, match="memory_gb is given twice"):
+    with pytest.raises(UserError, match=r"did you mean 'memory.gb'\? See `stagewright hardware"):
+        varied(H100, {"memory.xx": "80"})
+    with pytest.raises(UserError, match="memory_gb is given twice, also as --vary memory"):
         varied(H100, {"memory.gb": "80", "memory_gb": "96"})
 
 
@@ -174,6 +256,9 @@ def test_figures_that_no_hardware_has():
         ({"schedule": "1f1b,1f1c"}, "unknown schedule '1f1c'"),
         ({"order": "foo"}, "order is 'foo', wanted each of"),
         ({"vary": {"order": "tp-cp-ep-dp-pp,dp"}}, "order is 'dp', wanted each of"),
+        ({"vary": {"price": "1", "memory.gb": "1:100000:x1.01"}}, "price is not searched over"),
+        ({"layers": "1,1"}, "layers is not searched over, got a list of 1 value; .* --layers"),
+        ({"vary": {"memory.gb": "1:9999"}, "gpus": "1:99"}, "989,901 machines, wanted at most"),
         ({"durations": "measured.csv"}, "a search computes all durations"),
         ({"price": 2.0, "costs": "costs.yaml"}, "price and costs both say"),
     ],
@@ -183,6 +268,36 @@ def test_nothing_that_is_asked_for_is_passed_over(given: dict[str, Any], said: s
     vary, gpus = own.pop("vary", {}), own.pop("gpus")
     with pytest.raises(UserError, match=said):
         asked({"model": "gpt2", **own}, hardware=[H100], gpus=gpus, vary=vary)
+
+
+def test_a_run_file_may_say_how_many_gpus_and_figures_of_hardware(tmp_path: Path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: gpt2\nhardware: h100-sxm\ngpus: 4,8\nmemory.gb: [80, 141]\ntp: 1:2\n")
+    fleets = asked({}, path).space.fleets
+    assert [(of.hardware.memory_gb, of.gpus) for of in fleets] == [
+        (80, 4), (80, 8), (141, 4), (141, 8)
+    ]  # fmt: skip
+    over = asked({}, path, gpus=2, vary={"memory_gb": "96"})
+    assert [(of.hardware.memory_gb, of.gpus) for of in over.space.fleets] == [(96, 2)]
+    assert over.space.axes["tp"] == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tp: [1, two]", "run.yaml: tp: got 'two', wanted a whole number"),
+        ("tp: []", "run.yaml: tp: the list is empty"),
+        ("micro_batch_size: [1, .nan]", "run.yaml: micro_batch_size is nan"),
+        ("tp: [0, 1]", "run.yaml: tp is 0, wanted 1 or more"),
+        ("gpus: 0", "run.yaml: gpus: got 0, wanted 1 to"),
+        ("memory.tb: [1, 2]", "run.yaml: memory.tb: neither a setting nor a figure of h100-sxm"),
+    ],
+)
+def test_what_a_run_file_says_wrong_is_told_with_its_name(tmp_path: Path, text: str, said: str):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"model: gpt2\nhardware: h100-sxm\n{text}\n")
+    with pytest.raises(UserError, match=said):
+        asked({}, path, gpus=None if "gpus" in text else 4)
 
 
 def test_hardware_that_is_named_twice_is_tried_once():

@@ -9,26 +9,40 @@ its run is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Bool, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.run.rule import ALL, EACH, RunCheck
-from stagewright.run.rules import AS_GIVEN, checks
+from stagewright.run.rules import AS_GIVEN, BATCH_CHECK, checks
 from stagewright.run.settings import Run
 from stagewright.run.training_rules import AXES_ONCE
 from stagewright.schedule.schedules import check_name
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
+
+MOST_CHECKS = 300_000
+"""Distinct tuples of settings that one constraint is asked about: of more it would take minutes."""
+_MANY = 1000
+"""Tuples from which on a constraint that can do so looks at whole columns."""
+
+
+class TooManyChecks(Exception):
+    """A constraint would have to be asked about more tuples than `MOST_CHECKS`."""
+
+    def __init__(self, reads: Iterable[str], count: int) -> None:
+        """`reads` are the settings that vary."""
+        super().__init__()
+        self.reads, self.count = tuple(reads), count
 
 
 @dataclass(slots=True, eq=False)
@@ -41,15 +55,27 @@ class Constraint:
     """The columns that decide it; `ALL`: any."""
     check: Callable[[Candidates, int], None]
     """Raises a UserError if a candidate, by its row, is refused."""
+    refuses_rows: Callable[[Candidates], Bool] | None = None
+    """The same as `check` of all candidates at once; None: nothing is quicker than `check`."""
     examples: list[str] = field(default_factory=list[str])
     """What the first run was told that was refused in these words, whatever their numbers."""
     _known: dict[tuple[Any, ...], int] = field(default_factory=dict[tuple[Any, ...], int])
 
     def refused(self, rows: Candidates) -> Int:
-        """Which candidates it refuses: the number of their example, -1 of those that may be had."""
+        """Which candidates it refuses: the number of their example, -1 of those that may be had.
+
+        Raises `TooManyChecks`.
+        """
         reads = tuple(rows.columns) if self.reads == ALL else self.reads
         names = [name for name in reads if name in rows.columns]
         tuples = rows.distinct(*names)
+        if self.refuses_rows is not None and len(tuples) > _MANY:
+            refused = self.refuses_rows(rows)
+            example = self._refuses(rows, int(np.argmax(refused))) if refused.any() else -1
+            return np.where(refused, example, -1)
+        if len(tuples) > MOST_CHECKS:
+            vary = (name for name in names if len(rows.columns[name].values) > 1)
+            raise TooManyChecks(vary, len(tuples))
         codes = [rows.columns[name].codes[tuples.first].tolist() for name in names]
         keys = list(zip(*codes, strict=True)) if codes else [()] * len(tuples)
         bad = np.full(len(tuples), -1)
@@ -118,7 +144,15 @@ def _of_run(check: RunCheck) -> Constraint:
     def of(rows: Candidates, row: int) -> None:
         check.check(rows.run(row).unresolved(), rows.model)
 
-    return Constraint(check.name, check.reads, of)
+    quick = _splits_no_batch if check is BATCH_CHECK else None
+    return Constraint(check.name, check.reads, of, quick)
+
+
+def _splits_no_batch(rows: Candidates) -> Bool:
+    """Which candidates have a batch that their microbatches do not make."""
+    batch = rows.numbers("global_batch_size")
+    rest = batch % (rows.numbers("micro_batch_size") * rows.numbers("dp"))
+    return (batch != ABSENT) & (rest != 0)
 
 
 def _beyond_runs(mode: str, model: ModelConfig) -> list[Constraint]:

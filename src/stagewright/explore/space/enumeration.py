@@ -13,8 +13,10 @@ from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError, either
 from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.explore.space.constraints import (
+    MOST_CHECKS,
     SAME_RUN,
     Constraint,
+    TooManyChecks,
     constraints,
     same_words,
 )
@@ -28,12 +30,14 @@ from stagewright.time.hardware import Hardware
 
 MOST_CANDIDATES = 30_000_000
 """More are refused: each takes about 20 bytes, and a search of so many minutes."""
-_PIECE = 1 << 21
+PIECE = 1 << 21
 """Combinations that are spread out at once."""
 _SPREAD = 8
 """Of a sample, so many times the candidates that are kept are spread out at once."""
 _PARENTS = 256
 """Of a sample, as many candidates at least are spread out."""
+_FEW_VALUES = 64
+"""Of a sample, settings of more values are not spread out whole: some of their values are drawn."""
 _SEED = 20260
 _GPUS = "gpus"
 DIVIDES = "tp x cp x pp divides the GPUs"
@@ -85,7 +89,7 @@ class Enumeration:
     """Combinations of the axes that have not been crossed."""
     degrees: tuple[int, ...] = ()
     """All that dp may be, where it fills the GPUs."""
-    piece: int = _PIECE
+    piece: int = PIECE
     """Combinations that are spread out at once, and candidates from which on a sample is drawn."""
     drawn: float = 1.0
     """The share of candidates that was kept where a sample is drawn."""
@@ -102,6 +106,7 @@ class Enumeration:
         axes: Mapping[str, tuple[Any, ...]],
         policies: Iterable[Constraint] = (),
         sample: int | None = None,
+        piece: int = PIECE,
     ) -> Self:
         """The rows of the fleets, where nothing has been crossed; as the fields of `Space`."""
         combinations = len(fleets) * math.prod(map(len, axes.values()))
@@ -118,21 +123,26 @@ class Enumeration:
         rows = Candidates(base, model, columns, len(counts))
         rules = [*constraints(base.run.mode, model), *policies]
         left = math.prod(len(values) for values in axes.values())
-        start = cls(rows, axes, sample, combinations, rules, left, degrees)
-        start.rows = rows.take(start._kept(rows, start.due()))
+        start = cls(rows, axes, sample, combinations, rules, left, degrees, piece)
+        if sample is not None:
+            start._draw(_SPREAD * start._most)
+        start.rows = start.rows.take(start._kept(start.rows, start.due()))
         return start
 
     def cross(self, name: str, values: tuple[Any, ...]) -> None:
         """Spread out one setting, and drop what is refused."""
         self.left //= len(values)
+        filled = name == "dp" and _GPUS in self.rows.columns
+        if not filled and self._is_idle(name, values):
+            values = values[:1]
         if len(self.rows) * len(values) > 4 * MOST_CANDIDATES and self.sample is None:
             raise too_many(len(self.rows) * len(values) * self.left)
-        filled = name == "dp" and _GPUS in self.rows.columns
+        drawn: list[tuple[Candidates, Int]] = []
         if self.sample is not None:  # spread out few of many, as few of what comes of them are kept
-            many = max(len(self.rows), 1)
-            before = min(1.0, max(_SPREAD * self._most / len(values), _PARENTS) / many)
-            self.rows = self._thinned(self.rows, before)
-            self.drawn *= before
+            if filled or name == "order" or len(values) <= _FEW_VALUES:
+                self._draw(max(_SPREAD * self._most / len(values), _PARENTS))
+            else:
+                drawn.append(self._drawn(name, values))
         due: list[Constraint] | None = None
         pieces: list[Candidates] = []
         share = 1.0
@@ -140,8 +150,12 @@ class Enumeration:
         for begin in range(0, max(len(self.rows), 1), step):
             piece = self.rows.take(slice(begin, begin + step))
             piece = self._filled(piece, values) if filled else _spread(piece, name, values)
-            due = self.due(piece) if due is None else due
             parents = np.arange(len(piece)) // len(values)
+            if drawn:
+                other, of = drawn.pop()
+                parents = np.concatenate([parents, len(piece) + of])
+                piece = _concatenated([piece, other])
+            due = self.due(piece) if due is None else due
             kept = self._kept(piece, due)
             piece, parents = piece.take(kept), parents[kept]
             if not filled and len(values) > 1:
@@ -154,6 +168,45 @@ class Enumeration:
                 pieces, share = [self._thinned(each, 0.5) for each in pieces], share / 2
         self.rows = _concatenated(pieces)
         self.drawn *= share
+
+    def _is_idle(self, name: str, values: tuple[Any, ...]) -> bool:
+        """Whether a setting does nothing for all candidates, and nobody asks for its value: then
+        its further values are removed without being spread out."""
+        rows = self.rows
+        asked = (rule for rule in self.rules if rule.reads == ALL or name in rule.reads)
+        if len(values) == 1 or not len(rows) or any(asked) or not self._idle(rows, name).all():
+            return False
+        second = _spread(rows.take(slice(1)), name, values[:2])
+        self._note_same(second, 1, name, len(rows) * (len(values) - 1))
+        return True
+
+    def _draw(self, most: float) -> None:
+        """Keep about so many candidates, drawn at random."""
+        share = min(1.0, most / max(len(self.rows), 1))
+        self.rows = self._thinned(self.rows, share)
+        self.drawn *= share
+
+    def _drawn(self, name: str, values: tuple[Any, ...]) -> tuple[Candidates, Int]:
+        """Some of all candidates with some of a setting's many values, each pair as likely as any
+        other, and which candidate each pair has. They are no longer among the rows.
+
+        Candidates for which the setting does nothing stay: of their values the first is kept
+        (`_without_same`), and which one is first is known where all are there.
+        """
+        rows, count = self.rows, len(values)
+        share = min(1.0, _SPREAD * self._most / max(len(rows) * count, 1))
+        idle = self._idle(rows, name)
+        some = np.flatnonzero(~idle)
+        pairs = len(some) * count
+        size = self.random.binomial(pairs, share)
+        chosen = np.sort(self.random.choice(pairs, size, replace=False, shuffle=False))
+        self.rows = self._thinned(rows.take(idle), share)
+        self.drawn *= share
+        of, code = np.divmod(chosen, count)
+        found = rows.take(some[of])
+        column = Column(code.astype(code_type(count)), values)
+        columns = {**found.columns, name: column}
+        return Candidates(rows.base, rows.model, columns, len(chosen)), of
 
     @property
     def _most(self) -> int:
@@ -175,7 +228,11 @@ class Enumeration:
     def _kept(self, rows: Candidates, due: Iterable[Constraint]) -> Int:
         kept = np.arange(len(rows))
         for rule in due:
-            refused = rule.refused(rows.take(kept)) if len(kept) < len(rows) else rule.refused(rows)
+            some = rows.take(kept) if len(kept) < len(rows) else rows
+            try:
+                refused = rule.refused(some)
+            except TooManyChecks as many:
+                raise too_many_checks(many, len(some) * self.left / self.drawn) from None
             counts = np.bincount(refused + 1, minlength=1 + len(rule.examples)).tolist()
             for example, count in zip(rule.examples, counts[1:], strict=True):
                 if count:
@@ -221,11 +278,7 @@ class Enumeration:
 
     def _without_same(self, rows: Candidates, parents: Int, name: str) -> Candidates:
         """One candidate of those that differ only in a setting that does nothing there."""
-        idle = np.zeros(len(rows), dtype=bool)
-        for values in (*EXPERIMENT[name].idle, *SAME_RUN.get(name, ())):
-            if not self.axes.keys() & values.keys() - rows.columns.keys():
-                each = [rows.column(other).is_one_of(value) for other, value in values.items()]
-                idle |= np.logical_and.reduce(each)
+        idle = self._idle(rows, name)
         again = np.zeros(len(rows), dtype=bool)
         where = np.flatnonzero(idle)
         again[where[1:]] = parents[where[1:]] == parents[where[:-1]]
@@ -233,9 +286,22 @@ class Enumeration:
             again |= self._of_same_order(rows, parents)
         if not again.any():
             return rows
-        example = f"{rows.run(int(np.argmax(again))).describe()}: the same as without {name}"
-        self._note(f"{name} changes something", int(again.sum()), example)
+        self._note_same(rows, int(np.argmax(again)), name, int(again.sum()))
         return rows.take(~again)
+
+    def _note_same(self, rows: Candidates, row: int, name: str, count: int) -> None:
+        """Note candidates, one of them by its row, that are the same whatever a setting is."""
+        example = f"{rows.run(row).describe()}: the same as without {name}"
+        self._note(f"{name} changes something", count, example)
+
+    def _idle(self, rows: Candidates, name: str) -> Bool:
+        """For which candidates a setting does nothing, as far as their settings are known."""
+        idle = np.zeros(len(rows), dtype=bool)
+        for values in (*EXPERIMENT[name].idle, *SAME_RUN.get(name, ())):
+            if not self.axes.keys() & values.keys() - rows.columns.keys():
+                each = [rows.column(other).is_one_of(value) for other, value in values.items()]
+                idle |= np.logical_and.reduce(each)
+        return idle
 
     def _of_same_order(self, rows: Candidates, parents: Int) -> Bool:
         """Which orders only move axes of one rank, and number ranks as another one does."""
@@ -295,6 +361,15 @@ def too_many(count: float) -> UserError:
     return UserError(
         f"the space has about {count:.2g} candidates, wanted at most {MOST_CANDIDATES:,}; give "
         "fewer values, or --sample N for so many of them drawn at random"
+    )
+
+
+def too_many_checks(found: TooManyChecks, combinations: float) -> UserError:
+    """What is said where a constraint would be asked about too many tuples of settings."""
+    return UserError(
+        f"the space has up to {combinations:.2g} combinations: {' x '.join(found.reads)} alone are "
+        f"{found.count:,}, wanted at most {MOST_CHECKS:,}; give fewer values, or --sample N for so "
+        "many of them drawn at random"
     )
 
 

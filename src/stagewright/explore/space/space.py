@@ -28,10 +28,17 @@ from typing import Any, Self
 
 from stagewright.errors import UserError
 from stagewright.explore.space.constraints import Constraint, check_value
-from stagewright.explore.space.enumeration import MOST_CANDIDATES, Enumeration, Found, too_many
+from stagewright.explore.space.enumeration import (
+    MOST_CANDIDATES,
+    PIECE,
+    Enumeration,
+    Found,
+    too_many,
+)
 from stagewright.explore.space.systems import Fleet
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
+from stagewright.numbers import many
 from stagewright.run.experiment import Experiment, with_settings
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.settings import Run
@@ -45,6 +52,11 @@ _FIRST = (
 
 FEW = 250
 """Candidates by which the size of a large space is estimated."""
+_LARGE = 30 * MOST_CANDIDATES
+"""Combinations from which on the size is estimated before they are enumerated, and from which on a
+sample is of few of them."""
+_PIECES = (1 << 9, 1 << 14, PIECE)
+"""Of a large space, how many combinations are spread out at once: more where too few can be run."""
 
 WORKLOAD = ("model", "as_family", "layers", "vocab", "mtp_num_layers", "mode", "framework")
 """Settings that say what is done, which all candidates have in common."""
@@ -73,10 +85,12 @@ class Space:
         axes: Mapping[str, Sequence[Any]],
         model: ModelConfig | None = None,
         policies: Iterable[Constraint] = (),
+        origins: Mapping[str, str] | None = None,
     ) -> Self:
         """A space whose values have been checked one by one; UserError for a value that none has.
 
-        `model` replaces the configuration that the model's name stands for.
+        `model` replaces the configuration that the model's name stands for. `origins` begin errors
+        about settings by name: a file and a colon.
         """
         run = base.run
         of = model or resolve(run.model, run.as_family or "")
@@ -84,12 +98,13 @@ class Space:
         every = tuple(fleets)
         if not every:
             raise UserError("a search needs hardware; name some with --hardware")
-        for name in axes:
-            if name in WORKLOAD or name in _ELSEWHERE:
-                raise UserError(
-                    f"{name} takes one value in a search, got {len(axes[name])}; choose one"
-                )
-        checked = {name: _checked(base, of, name, axes[name]) for name in _in_order(axes)}
+        check_searched(axes)
+        checked: dict[str, tuple[Any, ...]] = {}
+        for name in _in_order(axes):
+            try:
+                checked[name] = _checked(base, of, name, axes[name])
+            except UserError as error:
+                raise UserError(f"{(origins or {}).get(name, '')}{error}") from None
         known = any(fleet.gpus for fleet in every)
         if "dp" not in checked and not known:
             checked["dp"] = (run.dp,)
@@ -108,21 +123,34 @@ class Space:
         The draw is the same each time. `progress` hears which setting is crossed next, and how many
         candidates there are. Raises UserError where there are too many, or none.
         """
-        if sample is None and self.combinations > 1000 * MOST_CANDIDATES:
+        if self.combinations > _LARGE:
             # A few of them tell the size, before any time is spent on all.
-            few = self._crossing(FEW)
-            few.piece = 8 * FEW
-            self._cross(few, None)
-            size = len(few.rows) / few.drawn
-            if size > MOST_CANDIDATES:
-                raise too_many(size)
+            few = self._few(FEW if sample is None else sample, progress)
+            if sample is not None:
+                return few.result()
+            if len(few.rows) / few.drawn > MOST_CANDIDATES:
+                raise too_many(len(few.rows) / few.drawn)
         every = self._crossing(sample)
         self._cross(every, progress)
         return every.result()
 
-    def _crossing(self, sample: int | None) -> Enumeration:
+    def _few(self, sample: int, progress: Callable[[str, int], None] | None) -> Enumeration:
+        """Candidates of a large space, of which few are spread out unless most are refused."""
+        few, *more = _PIECES
+        crossing = self._crossing(sample, few)
+        self._cross(crossing, progress)
+        for piece in more:
+            if len(crossing.rows) >= sample or crossing.drawn == 1:
+                break
+            crossing = self._crossing(sample, piece)
+            self._cross(crossing, progress)
+        return crossing
+
+    def _crossing(self, sample: int | None, piece: int = PIECE) -> Enumeration:
         """Where nothing has been crossed."""
-        return Enumeration.of(self.base, self.model, self.fleets, self.axes, self.policies, sample)
+        return Enumeration.of(
+            self.base, self.model, self.fleets, self.axes, self.policies, sample, piece
+        )
 
     def _cross(self, crossing: Enumeration, progress: Callable[[str, int], None] | None) -> None:
         """Cross all settings."""
@@ -130,6 +158,18 @@ class Space:
             if progress is not None:
                 progress(name, len(crossing.rows))
             crossing.cross(name, values)
+
+
+def check_searched(axes: Mapping[str, Sequence[Any]]) -> None:
+    """Raise a UserError for lists of settings that all candidates have in common."""
+    for name in axes:
+        if name in WORKLOAD or name in _ELSEWHERE:
+            flag = "as the model" if name == "model" else f"by {EXPERIMENT[name].flag}"
+            count = many(len(axes[name]), "value", "values")
+            raise UserError(
+                f"{name} is not searched over, got a list of {count}; all candidates have the "
+                f"same: give one {flag}"
+            )
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
@@ -142,9 +182,13 @@ def _checked(
     base: Experiment, model: ModelConfig, name: str, values: Sequence[Any]
 ) -> tuple[Any, ...]:
     """Values of one setting, as the setting's type has them; UserError for one that it has not."""
+    setting = EXPERIMENT[name]
+    looked_at = {*_ends(setting.kind, values)}
     found: list[Any] = []
     for value in values:
-        if name in SETTINGS:
+        if looked_at and value is not None and value not in looked_at:
+            found.append(float(value) if setting.kind is float else value)
+        elif name in SETTINGS:
             # A list may hold what only suits other values of other settings.
             run = Run.of(base.run.model_dump(exclude_unset=True), {name: value})
             check_value(run, model)
@@ -152,12 +196,26 @@ def _checked(
         else:
             beside = {"launch_mode": "cuda_graph"} if name == "cuda_graph_modules" else {}
             given: dict[str, Any] = {**beside, name: value}
-            if EXPERIMENT[name].section == "cluster":
+            if setting.section == "cluster":
                 found.append(getattr(with_settings(base.cluster, given), name))
             else:
                 found.append(getattr(with_settings(base.execution, given), name))
     ordered = list(dict.fromkeys(found))
-    if EXPERIMENT[name].idle:
+    if setting.idle:
         # Where the setting does nothing, its first value stands for all.
-        ordered.sort(key=lambda value: value != EXPERIMENT[name].default)
+        ordered.sort(key=lambda value: value != setting.default)
     return tuple(ordered)
+
+
+def _ends(kind: object, values: Sequence[Any]) -> list[Any]:
+    """Of many numbers those that decide whether all may be had; none: each has to be looked at.
+
+    What a setting takes of numbers is a range, so that its ends decide. Two defaults, that of the
+    framework and the usual one, are taken in any mode: of three numbers one is neither.
+    """
+    types: tuple[type, ...] = (int,) if kind is int else (int, float)
+    numbers = {value for value in values if value is not None}
+    if kind not in (int, float) or len(numbers) < 4 or any(type(v) not in types for v in numbers):
+        return []
+    ordered = sorted(numbers)
+    return [*ordered[:2], ordered[-1]]

@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,6 +24,12 @@ MOST_SYSTEMS = 100_000
 
 _SAME = {"size": "gpus"}
 """Last words of figures that stand for others: the size of a scale-up domain is its GPUs."""
+_DOCUMENTED = {
+    "memory_gb": "memory.gb",
+    "memory_bandwidth_gb_s": "memory.bandwidth_gb_s",
+    "scale_up.gpus": "scale_up.size",
+}
+"""What the documentation calls figures, by path, where that is another name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +77,11 @@ def path_of(name: str, hardware: Hardware) -> str:
     for path in (written, ".".join([*head, _SAME.get(last, last)]), written.replace(".", "_")):
         if path in known:
             return path
+    hint = did_you_mean(written, [_DOCUMENTED.get(p, p) for p in known]).removesuffix("?")
+    see = f"see `stagewright hardware {hardware.name}`"
     raise UserError(
         f"--vary {name}: neither a setting nor a figure of {hardware.name}"
-        f"{did_you_mean(written, known)}; see `stagewright hardware {hardware.name}`"
+        + (f"{hint}? {see[0].upper()}{see[1:]}" if hint else f"; {see}")
     )
 
 
@@ -91,7 +100,10 @@ def varied(hardware: Hardware, figures: Mapping[str, object]) -> list[Hardware]:
     for name, values in figures.items():
         path = path_of(name, hardware)
         if path in lists:
-            raise UserError(f"--vary {name}: {path} is given twice; give one list of both")
+            raise UserError(
+                f"--vary {name}: {path} is given twice, also as --vary {names[path]}; give one "
+                "list of both"
+            )
         names[path] = name
         found = values_of(float, values, f"--vary {name}")
         lists[path] = tuple(value for value in found if value is not None)
@@ -100,26 +112,73 @@ def varied(hardware: Hardware, figures: Mapping[str, object]) -> list[Hardware]:
                 f"--vary {name}: got none, wanted numbers; for the value that {hardware.name} has "
                 f"say {figures_of(hardware)[path]:g}"
             )
-    count = 1
-    for values in lists.values():
-        count *= len(values)
+    count = math.prod(map(len, lists.values()))
     if count > MOST_SYSTEMS:
         raise UserError(
             f"--vary makes {count:,} systems of {hardware.name}, wanted at most {MOST_SYSTEMS:,}; "
             "give fewer values, or steps"
         )
+    if not lists:
+        return [hardware]
+    whole = figures_of(hardware)
+    for path, values in lists.items():
+        lists[path] = _read(hardware, path, values, names, is_count=isinstance(whole[path], int))
     return [
-        _with_figures(hardware, dict(zip(lists, each, strict=True)), names)
+        _replaced(hardware, dict(zip(lists, each, strict=True)), names)
         for each in itertools.product(*lists.values())
     ]
+
+
+def _read(
+    hardware: Hardware,
+    path: str,
+    values: Iterable[float],
+    names: Mapping[str, str],
+    *,
+    is_count: bool,
+) -> tuple[float, ...]:
+    """The values of a figure as the hardware has them; UserError for one that no hardware has.
+
+    What a figure may be is a range, and each figure is checked by itself: the least and the largest
+    value decide for all.
+    """
+    every = tuple(values)
+    for value in every if is_count else ():
+        if value % 1:
+            raise UserError(f"--vary {names.get(path, path)}: got {value:g}, wanted a whole number")
+    for value in {min(every): None, max(every): None}:
+        _with_figures(hardware, {path: value}, names)
+    return tuple(map(int, every)) if is_count else every
+
+
+def _replaced(
+    hardware: Hardware, figures: Mapping[str, float], names: Mapping[str, str]
+) -> Hardware:
+    """The hardware with other figures that have been checked, by path."""
+
+    def replaced(block: Any, path: Sequence[str], value: float) -> Any:
+        first, *rest = path
+        if isinstance(block, Mapping):
+            inner = cast("Mapping[str, Any]", block)
+            return {**inner, first: replaced(inner[first], rest, value) if rest else value}
+        new = replaced(getattr(block, first), rest, value) if rest else value
+        return block.model_copy(update={first: new})
+
+    for path, value in figures.items():
+        hardware = replaced(hardware, path.split("."), value)
+    return hardware.model_copy(update={"name": _named(hardware.name, figures, names)})
+
+
+def _named(name: str, figures: Mapping[str, float], names: Mapping[str, str]) -> str:
+    """What hardware with other figures is called: by the figures, as the user names them."""
+    said = ", ".join(f"{names.get(path, path)}={value:.12g}" for path, value in figures.items())
+    return f"{name} {said}"
 
 
 def _with_figures(
     hardware: Hardware, figures: Mapping[str, float], names: Mapping[str, str]
 ) -> Hardware:
     """The hardware with other figures, by path; `names` are what the user calls some of them."""
-    if not figures:
-        return hardware
     values = hardware.model_dump()
     whole = figures_of(hardware)
     for path, value in figures.items():
@@ -127,12 +186,8 @@ def _with_figures(
         block = values
         for place in places:
             block = block[place]
-        is_count = isinstance(whole[path], int)
-        if is_count and value % 1:
-            raise UserError(f"--vary {names.get(path, path)}: got {value:g}, wanted a whole number")
-        block[last] = int(value) if is_count else value
-    said = ", ".join(f"{path}={value:.12g}" for path, value in figures.items())
-    values["name"] = f"{hardware.name} {said}"
+        block[last] = int(value) if isinstance(whole[path], int) and not value % 1 else value
+    values["name"] = _named(hardware.name, figures, names)
     try:
         return Hardware.model_validate(values)
     except ValidationError as error:
