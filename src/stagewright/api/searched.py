@@ -207,9 +207,11 @@ def search(
     return searched(of, how, sample, executor)
 
 
-def _words(space: object) -> str:
+def _words(space: object) -> str | None:
     """Families of settings as one text: of a text, or of a list of words."""
-    words = cast("list[object]", [*space]) if isinstance(space, list | tuple) else [space or ""]
+    if space is None or space in ([], ()):
+        return None
+    words = cast("list[object]", [*space]) if isinstance(space, list | tuple) else [space]
     if not all(isinstance(word, str) for word in words):
         raise UserError(f"space is {space!r}, wanted words such as 'hsdp,offload'")
     return ",".join(map(str, words))

@@ -31,8 +31,10 @@ def check_words(words: Sequence[str], command: click.Command) -> None:
     """Refuse names of one setting that contradict each other, and words that are no options.
 
     An option that is repeated by the same name replaces its first value, as elsewhere: scripts
-    append to a common line. Two names of one setting with two values are a mistake.
+    append to a common line. Two names of one setting with two values are a mistake. To a search,
+    where a setting takes a list, two values by the same name may mean either.
     """
+    once = any(parameter.name == "vary" for parameter in command.params)
     by_name = _parameters(command)
     seen: dict[str, GivenOption] = {}
     for word in _words(words, by_name, command):
@@ -40,7 +42,20 @@ def check_words(words: Sequence[str], command: click.Command) -> None:
         several = word.parameter.nargs != 1 or getattr(word.parameter, "multiple", False)
         if before.name != word.name and before.value != word.value and not several:
             raise UserError(f"{before} and {word} contradict each other; keep one")
+        if once and before.value != word.value and not several:
+            raise _given_twice(before, word)
         seen[str(word.parameter.name)] = word
+
+
+def _given_twice(before: GivenOption, word: GivenOption) -> UserError:
+    """What is said of an option of a search that has two values."""
+    from stagewright.explore.space.space import is_searched
+
+    name = word.name
+    use = "give it once"
+    if is_searched(str(word.parameter.name)):
+        use += f"; a list is {name} {before.value},{word.value}"
+    return UserError(f"{name} is given twice, as {before.value} and {word.value}; {use}")
 
 
 class Sorted(NamedTuple):
@@ -154,6 +169,11 @@ def _check_other(text: str, before: GivenOption | None, command: click.Command) 
     if before is not None and (_NUMBER.fullmatch(text) or text.lower() in _TRUTH):
         other = "" if before.parameter.secondary_opts == [] else f" or {_opposite(before)}"
         raise UserError(f"{before} takes no value, got {text}; use {before.name}{other} alone")
+    if before is not None and {*text.lower().split(",")} <= {*_TRUTH}:
+        use = f"use {before.name} alone"
+        if any(parameter.name == "vary" for parameter in command.params):
+            use = f"say --vary {before.parameter.name}={text}"
+        raise UserError(f"{before} takes no value, got {text}; {use}")
     if re.fullmatch(r"-[A-Za-z][\w-]+", text):
         raise UserError(no_such_option(text, command))
     name, equals, value = text.partition("=")

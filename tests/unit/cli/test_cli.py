@@ -355,6 +355,35 @@ WRONG: list[tuple[list[str], str]] = [
         f"unknown command 'generat'; wanted one of {', '.join(cli.commands.commands)}; "
         "did you mean 'generate'?",
     ),
+    (
+        ["search", "gpt2", "--tp", "1", "--tp", "2"],
+        "--tp is given twice, as 1 and 2; give it once; a list is --tp 1,2",
+    ),
+    (
+        ["search", "gpt2", "--as", "megatron", "--as", "torchtitan"],
+        "--as is given twice, as megatron and torchtitan; give it once",
+    ),
+    (
+        ["search", "gpt2", "-o", "all.csv", "-o", "all.csv"],
+        "all.csv: would be written twice; choose another name",
+    ),
+    (
+        ["search", "gpt2", "--sequence-parallel", "on,off"],
+        "--sequence-parallel takes no value, got on,off; say --vary sequence_parallel=on,off",
+    ),
+    (
+        ["search", "gpt2", "--gpus", "4", "--hardware", "h100-sxm", "--hardware", ""],
+        "--hardware: a name is empty; wanted names such as h100-sxm,h200",
+    ),
+    (
+        ["search", "gpt2", "--objective", "time,memory"],
+        "--objective time,memory: one name each; give --objective time --objective memory",
+    ),
+    (
+        ["search", "gpt2", "--gpus", "4", "--hardware", "h100-sxm", "--space", ""],
+        "--space: got '', in which a word is empty; wanted default, full, hsdp, offload, "
+        "placement, stages, overlap, recompute, schedules, or several of these",
+    ),
     (["show"], "no model given; name a preset (see `stagewright models`) or a config.json"),
     (["generate", "gpt2"], "Missing option '-o' / '--out'."),
     (["show", "gpt2", "--tp"], "Option '--tp' requires an argument."),

@@ -187,7 +187,7 @@ def test_the_default_space_of_experts_runs():
 @pytest.mark.parametrize(
     ("axes", "said"),
     [
-        ({"tp": (3,)}, "none of the 1 combinations can be run: 8 GPUs are not a multiple of"),
+        ({"tp": (3,)}, "the only combination cannot be run: 8 GPUs are not a multiple of"),
         ({"tp": (8,)}, "tp=8 does not divide the 12 attention heads of gpt2"),
         ({"zero": (4,)}, "zero is 4, wanted at most 3"),
         ({"batch_size": (4,)}, "batch_size is a setting of inference"),
@@ -222,6 +222,14 @@ def test_spaces_that_are_refused(axes: dict[str, Any], said: str):
         (int, "", "the list is empty"),
         (int, [], "the list is empty"),
         (int, "1:2:3:4", "cannot read"),
+        (int, "4,,8", "x: got '4,,8', in which an entry is empty; wanted values such as 1,2,4"),
+        (int, "4,", "in which an entry is empty"),
+        (int, [[1, 2], [3]], r"x: got \[1, 2\], a list within a list; wanted one list"),
+        (("none", "full"), "full,,none", "is empty; wanted words with commas .*: none, full"),
+        (tuple, "12,/12", "is empty; wanted lists with / .* such as 9,7/8,8, and none for"),
+        (tuple, "/", "got '/', in which an entry is empty"),
+        (frozenset, "dp,none", "none as one of several; .* dp/tp,dp, and none for an empty one"),
+        (bool, "", "the list is empty, wanted on, off, or on,off"),
         (bool, "maybe", "wanted on or off"),
         (dict, "5=1.2", "takes no list"),
     ],
@@ -254,6 +262,7 @@ def test_figures_that_no_hardware_has():
         ({"vary": {"gpus": "4,8"}}, "GPUs are no setting; give --gpus 4,8"),
         ({"gpus": 10**23}, "--gpus: got 100000000000000000000000, wanted 1 to 4,194,304"),
         ({"schedule": "1f1b,1f1c"}, "unknown schedule '1f1c'"),
+        ({"order": "tp,dp"}, "wanted each of .* once, .*; between commas are several orders"),
         ({"order": "foo"}, "order is 'foo', wanted each of"),
         ({"vary": {"order": "tp-cp-ep-dp-pp,dp"}}, "order is 'dp', wanted each of"),
         ({"vary": {"price": "1", "memory.gb": "1:100000:x1.01"}}, "price is not searched over"),
@@ -289,6 +298,7 @@ def test_a_run_file_may_say_how_many_gpus_and_figures_of_hardware(tmp_path: Path
         ("tp: []", "run.yaml: tp: the list is empty"),
         ("micro_batch_size: [1, .nan]", "run.yaml: micro_batch_size is nan"),
         ("tp: [0, 1]", "run.yaml: tp is 0, wanted 1 or more"),
+        ("tp: [[1, 2], [3]]", r"run.yaml: tp: got \[1, 2\], a list within a list"),
         ("gpus: 0", "run.yaml: gpus: got 0, wanted 1 to"),
         ("memory.tb: [1, 2]", "run.yaml: memory.tb: neither a setting nor a figure of h100-sxm"),
     ],
@@ -363,6 +373,8 @@ def test_families_add_settings_and_copies_of_sharded_states_fill_domains():
     }  # fmt: skip
     with pytest.raises(UserError, match="did you mean 'offload'"):
         words("ofload")
+    with pytest.raises(UserError, match="--space: got 'hsdp,', in which a word is empty"):
+        words("hsdp,")
     with pytest.raises(UserError, match="of training, got mode=decode"):
         axes_of(words("full"), Run(model="gpt2", mode="decode"), model_of("gpt2"), [])
 

@@ -92,6 +92,10 @@ _NAMED = 3
 def known(names: Sequence[str]) -> tuple[str, ...]:
     """The names of objectives, each once; UserError for another one."""
     for name in names:
+        several = [word.strip() for word in name.split(",")]
+        if len(several) > 1 and all(word in OBJECTIVES for word in several):
+            repeated = " ".join(f"--objective {word}" for word in several)
+            raise UserError(f"--objective {name}: one name each; give {repeated}")
         if name not in OBJECTIVES:
             raise UserError(
                 f"--objective {name}: wanted {either(OBJECTIVES)}{did_you_mean(name, OBJECTIVES)}"

@@ -43,7 +43,7 @@ def asked(
     gpus: object = None,
     vary: Mapping[str, Any] | None = None,
     model: ModelConfig | None = None,
-    families: str = "",
+    families: str | None = None,
 ) -> SearchRequest:
     """The space that settings ask for; any of them may be a list or a range (`listed`).
 

@@ -344,7 +344,9 @@ class Enumeration:
             most = sorted(told, key=lambda each: -each[1])[:2]
             first = "; ".join(f"{example} ({round(count):,} such)" for example, count in most)
             why = first or "nothing is left"
-            raise UserError(f"none of the {combinations:,} combinations can be run: {why}")
+            none = f"none of the {combinations:,} combinations can be run"
+            alone = "the only combination cannot be run"
+            raise UserError(f"{alone if combinations == 1 else none}: {why}")
         whole = round(len(rows) / self.drawn)
         if self.sample is not None and len(rows) > self.sample:
             kept = self.random.choice(len(rows), self.sample, replace=False)

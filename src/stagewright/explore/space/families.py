@@ -77,12 +77,19 @@ FAMILIES: Mapping[str, Callable[[Run, ModelConfig, Sequence[Fleet]], Axes]] = {
 }
 
 
-def words(text: str) -> tuple[str, ...]:
-    """The families that `--space` names; UserError for another word."""
-    named = [word.strip() for word in text.split(",") if word.strip()]
+def words(text: str | None) -> tuple[str, ...]:
+    """The families that `--space` names; UserError for another word. None: nothing is added."""
+    if text is None:
+        return ()
+    named = [word.strip() for word in text.split(",")]
+    known = (DEFAULT, FULL, *FAMILIES)
     for word in named:
-        if word not in (*FAMILIES, DEFAULT, FULL):
-            known = (DEFAULT, FULL, *FAMILIES)
+        if not word:
+            raise UserError(
+                f"--space: got {text!r}, in which a word is empty; wanted {', '.join(known)}, or "
+                "several of these"
+            )
+        if word not in known:
             raise UserError(
                 f"--space {word}: wanted {', '.join(known)}, or several of these"
                 f"{did_you_mean(word, known)}"

@@ -9,6 +9,9 @@
 | `none,1:4`  | what follows where nothing is given, and 1 to 4     |
 | `on,off`    | of a switch: both                                   |
 | `9,7/8,8`   | of a setting that is a list itself: lists between / |
+| `dp/none`   | of such a setting: the list of dp, and none at all  |
+
+No entry may be empty.
 
 >>> values_of(int, "1:8:x2,12"), values_of(bool, "on,off"), values_of(tuple, "9,7/8,8")
 ((1, 2, 4, 8, 12), (True, False), ((9, 7), (8, 8)))
@@ -18,7 +21,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any, cast
 
@@ -30,7 +33,11 @@ MOST_VALUES = 10_000
 Kind = type | tuple[str, ...]
 
 _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
-_NOTATION = "such as 1,2,4 or 1:8 or 8:64:8 or 1:64:x2"
+_NUMBERS = "values such as 1,2,4 or 1:8 or 8:64:8 or 1:64:x2"
+_LISTS: Mapping[type, str] = {
+    tuple: "lists with / between them, such as 9,7/8,8, and none for the default",
+    frozenset: "lists with / between them, such as dp/tp,dp, and none for an empty one",
+}
 
 
 def is_listed(kind: Kind, value: object) -> bool:
@@ -56,12 +63,17 @@ def is_listed(kind: Kind, value: object) -> bool:
 def values_of(kind: Kind, value: object, name: str = "value") -> tuple[Any, ...]:
     """The values that a list, a range or a single value stands for, in order, each once.
 
-    `name` is the setting's, for errors. Raises UserError for what is no number, for ranges that
-    hold nothing, and for more than `MOST_VALUES`.
+    `name` is the setting's, for errors. Raises UserError for what is no number, for an empty entry,
+    for ranges that hold nothing, and for more than `MOST_VALUES`.
     """
     if isinstance(value, list | tuple):
         items = cast("Sequence[object]", value)
         nested = [tuple(cast("list[Any]", i)) if isinstance(i, list) else i for i in items]
+        for item in items if kind not in (tuple, frozenset) else ():
+            if isinstance(item, list | tuple):
+                raise UserError(
+                    f"{name}: got {shown(cast('object', item))}, a list within a list; wanted one list"
+                )
         of_each = [(i,) if kind in (tuple, frozenset) else values_of(kind, i, name) for i in nested]
         found = [each for some in of_each for each in some]
     elif isinstance(value, str):
@@ -69,7 +81,7 @@ def values_of(kind: Kind, value: object, name: str = "value") -> tuple[Any, ...]
     else:
         found = [_checked(value, name)]
     if not found:
-        raise UserError(f"{name}: the list is empty, wanted values {_NOTATION}")
+        raise UserError(f"{name}: the list is empty, wanted {_wanted(kind)}")
     if kind is frozenset:
         found = [each if each is None else frozenset(each) for each in found]
     return tuple(dict.fromkeys(found))
@@ -83,20 +95,18 @@ def _checked(value: object, name: str) -> object:
 
 def _of_text(kind: Kind, text: str, name: str) -> Iterator[Any]:
     """The values of one text."""
+    if not text.strip():
+        return
+    if kind is dict:
+        raise UserError(f"{name}: takes no list; give one")
     if kind in (tuple, frozenset):
         for each in text.split("/"):
             if each.strip().lower() == "none":
                 yield None if kind is tuple else ()
-                continue
-            words = tuple(word.strip() for word in each.split(",") if word.strip())
-            numbers = all(word.isdecimal() and word.isascii() for word in words)
-            yield tuple(map(int, words)) if words and numbers else words
+            else:
+                yield _list_of(each, text, name, _wanted(kind))
         return
-    if kind is dict:
-        raise UserError(f"{name}: takes no list; give one")
-    for word in (word.strip() for word in text.split(",")):
-        if not word:
-            continue
+    for word in _entries(text, text, name, _wanted(kind)):
         if word.lower() == "none" and not isinstance(kind, tuple):
             yield None
         elif kind is bool:
@@ -109,11 +119,39 @@ def _of_text(kind: Kind, text: str, name: str) -> Iterator[Any]:
             yield word
 
 
+def _wanted(kind: Kind) -> str:
+    """What a list of values of a setting looks like."""
+    if isinstance(kind, tuple):
+        return f"words with commas between them: {', '.join(kind)}"
+    if kind is bool:
+        return "on, off, or on,off"
+    if kind in _LISTS:
+        return _LISTS[kind]
+    return _NUMBERS if kind in (int, float) else "words with commas between them"
+
+
+def _entries(text: str, whole: str, name: str, wanted: str) -> list[str]:
+    """The words between commas; UserError where one is empty."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(words):
+        raise UserError(f"{name}: got {shown(whole)}, in which an entry is empty; wanted {wanted}")
+    return words
+
+
+def _list_of(text: str, whole: str, name: str, wanted: str) -> tuple[Any, ...]:
+    """One value of a setting that is a list itself."""
+    words = tuple(_entries(text, whole, name, wanted))
+    if any(word.lower() == "none" for word in words):
+        raise UserError(f"{name}: got {shown(whole)}, with none as one of several; wanted {wanted}")
+    numbers = all(word.isdecimal() and word.isascii() for word in words)
+    return tuple(map(int, words)) if numbers else words
+
+
 def _numbers(whole: bool, text: str, name: str) -> Iterator[float]:
     """A number, or those of a range."""
     first, *rest = text.split(":")
     if len(rest) > 2:
-        raise UserError(f"{name}: cannot read {shown(text)}, wanted values {_NOTATION}")
+        raise UserError(f"{name}: cannot read {shown(text)}, wanted {_NUMBERS}")
     low = _number(whole, first, text, name)
     if not rest:
         yield low
@@ -145,9 +183,7 @@ def _number(whole: bool, word: str, text: str, name: str) -> float:
         value = int(word) if whole else float(word)
     except ValueError:
         what = "a whole number" if whole else "a number"
-        raise UserError(
-            f"{name}: got {shown(text)}, wanted {what}, or values {_NOTATION}"
-        ) from None
+        raise UserError(f"{name}: got {shown(text)}, wanted {what}, or {_NUMBERS}") from None
     if not math.isfinite(value):
         raise UserError(f"{name} is {value}, wanted a finite number")
     return value

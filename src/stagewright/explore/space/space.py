@@ -104,7 +104,9 @@ class Space:
             try:
                 checked[name] = _checked(base, of, name, axes[name])
             except UserError as error:
-                raise UserError(f"{(origins or {}).get(name, '')}{error}") from None
+                more = "; between commas are several orders" if name == "order" else ""
+                said = f"{(origins or {}).get(name, '')}{error}"
+                raise UserError(said + more * (len(axes[name]) > 1)) from None
         known = any(fleet.gpus for fleet in every)
         if "dp" not in checked and not known:
             checked["dp"] = (run.dp,)
@@ -158,6 +160,11 @@ class Space:
             if progress is not None:
                 progress(name, len(crossing.rows))
             crossing.cross(name, values)
+
+
+def is_searched(name: str) -> bool:
+    """Whether a name is that of a setting of which a search takes several values."""
+    return name in EXPERIMENT and name not in WORKLOAD and name not in _ELSEWHERE
 
 
 def check_searched(axes: Mapping[str, Sequence[Any]]) -> None:

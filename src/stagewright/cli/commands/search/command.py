@@ -14,7 +14,11 @@ from stagewright.cli import shared
 from stagewright.cli.commands.search.ending import end, end_without_best
 from stagewright.cli.commands.search.options import search_options
 from stagewright.cli.commands.search.outputs import Outputs, is_run_file, texts_of
-from stagewright.cli.commands.search.served import search_serving, without_serving
+from stagewright.cli.commands.search.served import (
+    hardware_names,
+    search_serving,
+    without_serving,
+)
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import JSON, search_settings
 from stagewright.cli.progress import shown
@@ -128,12 +132,11 @@ def _request(model: str | None, config: str | None, settings: dict[str, Any]) ->
 
     vary, gpus = _pairs(settings.pop("vary")), settings.pop("gpus")
     families = settings.pop("space")
-    texts = settings.pop("hardware") or ()
-    hardware = [name for text in texts for name in str(text).split(",") if name]
+    hardware = hardware_names(settings.pop("hardware"))
     given = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = model
-    return asked(given, config, hardware=hardware, gpus=gpus, vary=vary, families=families or "")
+    return asked(given, config, hardware=hardware, gpus=gpus, vary=vary, families=families)
 
 
 def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:
@@ -226,7 +229,10 @@ def _tell_space(found: Found) -> None:
     sample = f", of which {len(found.rows):,} are drawn" if found.sampled else ""
     combinations = many(found.combinations, "combination", "combinations")
     lines = [f"{combinations}: {found.of:,} can be run{sample}"]
-    lines += [f"{each.count:,} removed: {each.why} ({each.example})" for each in found.removed]
+    lines += [
+        f"{each.count:,} removed by the rule that {each.why} ({each.example})"
+        for each in found.removed
+    ]
     for line in lines:
         click.echo(f"stagewright: {printable(line)}", err=True)
 

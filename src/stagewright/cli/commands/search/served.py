@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -36,6 +36,14 @@ def without_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in own}
 
 
+def hardware_names(texts: Sequence[str] | None) -> list[str]:
+    """The names in all `--hardware`, several in one with commas; UserError for an empty one."""
+    names = [name.strip() for text in texts or () for name in text.split(",")]
+    if not all(names):
+        raise UserError("--hardware: a name is empty; wanted names such as h100-sxm,h200")
+    return names
+
+
 def search_serving(
     model: str | None,
     config: str | None,
@@ -60,7 +68,7 @@ def search_serving(
         given["osl"] = given.pop("output_length")
     if model is not None:
         given["model"] = model
-    hardware = [name for text in given.pop("hardware", ()) for name in str(text).split(",") if name]
+    hardware = hardware_names(given.pop("hardware", ()))
     question = asked_serving(given, config, hardware=hardware, vary=vary)
     outputs.check_hardware(fleet.hardware for fleet in question.request.space.fleets)
     shared.show_notes(question.request.notes)
