@@ -44,6 +44,14 @@ class TooManyChecks(Exception):
         super().__init__()
         self.reads, self.count = tuple(reads), count
 
+    def as_user_error(self, combinations: float) -> UserError:
+        """What is said of a space of so many combinations."""
+        return UserError(
+            f"the space has up to {combinations:.2g} combinations: {' x '.join(self.reads)} alone "
+            f"are {self.count:,}, wanted at most {MOST_CHECKS:,}; give fewer values, or --sample N "
+            "for so many of them drawn at random"
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Constraint:

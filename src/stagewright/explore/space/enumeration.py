@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -13,12 +13,18 @@ from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError, either
 from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.explore.space.constraints import (
-    MOST_CHECKS,
     SAME_RUN,
     Constraint,
     TooManyChecks,
     constraints,
     same_words,
+)
+from stagewright.explore.space.spread import (
+    column_of_systems,
+    compact,
+    concatenated,
+    paired,
+    spread,
 )
 from stagewright.explore.space.systems import Fleet, divisors_of
 from stagewright.model.config import ModelConfig
@@ -26,7 +32,6 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.rule import ALL
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import Run
-from stagewright.time.hardware import Hardware
 
 MOST_CANDIDATES = 30_000_000
 """More are refused: each takes about 20 bytes, and a search of so many minutes."""
@@ -74,6 +79,15 @@ class Found:
         return self.of > len(self.rows)
 
 
+class Sample(NamedTuple):
+    """How a sample is drawn."""
+
+    wanted: int
+    """Candidates."""
+    piece: int = PIECE
+    """Combinations that are spread out at once."""
+
+
 @dataclass(slots=True)
 class Enumeration:
     """Candidates while their settings are crossed."""
@@ -105,14 +119,13 @@ class Enumeration:
         fleets: Sequence[Fleet],
         axes: Mapping[str, tuple[Any, ...]],
         policies: Iterable[Constraint] = (),
-        sample: int | None = None,
-        piece: int = PIECE,
+        sample: Sample | None = None,
     ) -> Self:
         """The rows of the fleets, where nothing has been crossed; as the fields of `Space`."""
         combinations = len(fleets) * math.prod(map(len, axes.values()))
         counts = [fleet.gpus for fleet in fleets]
         degrees: tuple[int, ...] = ()
-        columns = {HARDWARE: _column([fleet.hardware for fleet in fleets])}
+        columns = {HARDWARE: column_of_systems([fleet.hardware for fleet in fleets])}
         axes = dict(axes)
         if any(counts):
             given = axes.pop("dp", None)
@@ -123,8 +136,9 @@ class Enumeration:
         rows = Candidates(base, model, columns, len(counts))
         rules = [*constraints(base.run.mode, model), *policies]
         left = math.prod(len(values) for values in axes.values())
-        start = cls(rows, axes, sample, combinations, rules, left, degrees, piece)
+        start = cls(rows, axes, None, combinations, rules, left, degrees)
         if sample is not None:
+            start.sample, start.piece = sample
             start._draw(_SPREAD * start._most)
         start.rows = start.rows.take(start._kept(start.rows, start.due()))
         return start
@@ -149,12 +163,12 @@ class Enumeration:
         step = max(1, self.piece // len(values))
         for begin in range(0, max(len(self.rows), 1), step):
             piece = self.rows.take(slice(begin, begin + step))
-            piece = self._filled(piece, values) if filled else _spread(piece, name, values)
+            piece = self._filled(piece, values) if filled else spread(piece, name, values)
             parents = np.arange(len(piece)) // len(values)
             if drawn:
                 other, of = drawn.pop()
                 parents = np.concatenate([parents, len(piece) + of])
-                piece = _concatenated([piece, other])
+                piece = concatenated([piece, other])
             due = self.due(piece) if due is None else due
             kept = self._kept(piece, due)
             piece, parents = piece.take(kept), parents[kept]
@@ -166,7 +180,7 @@ class Enumeration:
                     share_done = min(1.0, (begin + step) / len(self.rows))
                     raise too_many(sum(map(len, pieces)) / share_done * self.left)
                 pieces, share = [self._thinned(each, 0.5) for each in pieces], share / 2
-        self.rows = _concatenated(pieces)
+        self.rows = concatenated(pieces)
         self.drawn *= share
 
     def _is_idle(self, name: str, values: tuple[Any, ...]) -> bool:
@@ -176,7 +190,7 @@ class Enumeration:
         asked = (rule for rule in self.rules if rule.reads == ALL or name in rule.reads)
         if len(values) == 1 or not len(rows) or any(asked) or not self._idle(rows, name).all():
             return False
-        second = _spread(rows.take(slice(1)), name, values[:2])
+        second = spread(rows.take(slice(1)), name, values[:2])
         self._note_same(second, 1, name, len(rows) * (len(values) - 1))
         return True
 
@@ -194,7 +208,8 @@ class Enumeration:
         (`_without_same`), and which one is first is known where all are there.
         """
         rows, count = self.rows, len(values)
-        share = min(1.0, _SPREAD * self._most / max(len(rows) * count, 1))
+        most = min(_SPREAD * self._most, 2 * PIECE)
+        share = min(1.0, most / max(len(rows) * count, 1))
         idle = self._idle(rows, name)
         some = np.flatnonzero(~idle)
         pairs = len(some) * count
@@ -202,11 +217,8 @@ class Enumeration:
         chosen = np.sort(self.random.choice(pairs, size, replace=False, shuffle=False))
         self.rows = self._thinned(rows.take(idle), share)
         self.drawn *= share
-        of, code = np.divmod(chosen, count)
-        found = rows.take(some[of])
-        column = Column(code.astype(code_type(count)), values)
-        columns = {**found.columns, name: column}
-        return Candidates(rows.base, rows.model, columns, len(chosen)), of
+        of, value = np.divmod(chosen, count)
+        return paired(rows, name, values, some[of], value), of
 
     @property
     def _most(self) -> int:
@@ -232,7 +244,7 @@ class Enumeration:
             try:
                 refused = rule.refused(some)
             except TooManyChecks as many:
-                raise too_many_checks(many, len(some) * self.left / self.drawn) from None
+                raise many.as_user_error(len(some) * self.left / self.drawn) from None
             counts = np.bincount(refused + 1, minlength=1 + len(rule.examples)).tolist()
             for example, count in zip(rule.examples, counts[1:], strict=True):
                 if count:
@@ -352,7 +364,7 @@ class Enumeration:
             kept = self.random.choice(len(rows), self.sample, replace=False)
             rows = rows.take(np.sort(kept))
         columns = {name: of for name, of in rows.columns.items() if name != _GPUS}
-        columns = {name: _compact(of) for name, of in columns.items()}
+        columns = {name: compact(of) for name, of in columns.items()}
         return Found(
             Candidates(rows.base, rows.model, columns, len(rows)), combinations, listed, whole
         )
@@ -363,15 +375,6 @@ def too_many(count: float) -> UserError:
     return UserError(
         f"the space has about {count:.2g} candidates, wanted at most {MOST_CANDIDATES:,}; give "
         "fewer values, or --sample N for so many of them drawn at random"
-    )
-
-
-def too_many_checks(found: TooManyChecks, combinations: float) -> UserError:
-    """What is said where a constraint would be asked about too many tuples of settings."""
-    return UserError(
-        f"the space has up to {combinations:.2g} combinations: {' x '.join(found.reads)} alone are "
-        f"{found.count:,}, wanted at most {MOST_CHECKS:,}; give fewer values, or --sample N for so "
-        "many of them drawn at random"
     )
 
 
@@ -390,58 +393,3 @@ def _with_dp(
         result[name] = axes[name]
     result["dp"] = given or (None,)
     return result | {name: values for name, values in axes.items() if name not in before}
-
-
-def _column(systems: Sequence[Hardware]) -> Column:
-    """A column of hardware, which cannot be hashed."""
-    number: dict[int, int] = {}
-    codes = [number.setdefault(id(hardware), len(number)) for hardware in systems]
-    values = tuple({id(hardware): hardware for hardware in systems}.values())
-    return Column(np.array(codes, dtype=code_type(len(values))), values)
-
-
-def _spread(rows: Candidates, name: str, values: tuple[Any, ...]) -> Candidates:
-    """Each candidate with each of the values, in order."""
-    count = len(rows) * len(values)
-    if len(values) == 1:
-        columns = {**rows.columns, name: Column.constant(values[0], count)}
-        return Candidates(rows.base, rows.model, columns, count)
-    columns = {
-        other: Column.constant(of.values[0], count)
-        if len(of.values) == 1
-        else Column(np.repeat(of.codes, len(values)), of.values)
-        for other, of in rows.columns.items()
-    }
-    codes = np.tile(np.arange(len(values), dtype=code_type(len(values))), len(rows))
-    columns[name] = Column(codes, values)
-    return Candidates(rows.base, rows.model, columns, count)
-
-
-def _concatenated(pieces: Sequence[Candidates]) -> Candidates:
-    """Pieces of the same columns behind each other."""
-    first = pieces[0]
-    if len(pieces) == 1:
-        return first
-    count = sum(map(len, pieces))
-    columns = {
-        name: Column.constant(of.values[0], count)
-        if len(of.values) == 1
-        else Column(np.concatenate([piece.columns[name].codes for piece in pieces]), of.values)
-        for name, of in first.columns.items()
-    }
-    return Candidates(first.base, first.model, columns, count)
-
-
-def _compact(column: Column) -> Column:
-    """The column without values that no candidate has."""
-    if len(column.values) == 1:
-        return column
-    used: Bool = np.zeros(len(column.values), dtype=bool)
-    used[column.codes] = True
-    if used.all():
-        return column
-    values = tuple(v for v, there in zip(column.values, used.tolist(), strict=True) if there)
-    number = np.cumsum(used) - 1
-    if len(values) == 1:
-        return Column.constant(values[0], len(column))
-    return Column(number[column.codes].astype(code_type(len(values))), values)

@@ -71,9 +71,8 @@ def values_of(kind: Kind, value: object, name: str = "value") -> tuple[Any, ...]
         nested = [tuple(cast("list[Any]", i)) if isinstance(i, list) else i for i in items]
         for item in items if kind not in (tuple, frozenset) else ():
             if isinstance(item, list | tuple):
-                raise UserError(
-                    f"{name}: got {shown(cast('object', item))}, a list within a list; wanted one list"
-                )
+                got = shown(cast("object", item))
+                raise UserError(f"{name}: got {got}, a list within a list; wanted one list")
         of_each = [(i,) if kind in (tuple, frozenset) else values_of(kind, i, name) for i in nested]
         found = [each for some in of_each for each in some]
     elif isinstance(value, str):

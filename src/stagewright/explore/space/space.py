@@ -33,6 +33,7 @@ from stagewright.explore.space.enumeration import (
     PIECE,
     Enumeration,
     Found,
+    Sample,
     too_many,
 )
 from stagewright.explore.space.systems import Fleet
@@ -132,27 +133,25 @@ class Space:
                 return few.result()
             if len(few.rows) / few.drawn > MOST_CANDIDATES:
                 raise too_many(len(few.rows) / few.drawn)
-        every = self._crossing(sample)
+        every = self._crossing(None if sample is None else Sample(sample))
         self._cross(every, progress)
         return every.result()
 
     def _few(self, sample: int, progress: Callable[[str, int], None] | None) -> Enumeration:
         """Candidates of a large space, of which few are spread out unless most are refused."""
         few, *more = _PIECES
-        crossing = self._crossing(sample, few)
+        crossing = self._crossing(Sample(sample, few))
         self._cross(crossing, progress)
         for piece in more:
             if len(crossing.rows) >= sample or crossing.drawn == 1:
                 break
-            crossing = self._crossing(sample, piece)
+            crossing = self._crossing(Sample(sample, piece))
             self._cross(crossing, progress)
         return crossing
 
-    def _crossing(self, sample: int | None, piece: int = PIECE) -> Enumeration:
+    def _crossing(self, sample: Sample | None) -> Enumeration:
         """Where nothing has been crossed."""
-        return Enumeration.of(
-            self.base, self.model, self.fleets, self.axes, self.policies, sample, piece
-        )
+        return Enumeration.of(self.base, self.model, self.fleets, self.axes, self.policies, sample)
 
     def _cross(self, crossing: Enumeration, progress: Callable[[str, int], None] | None) -> None:
         """Cross all settings."""
