@@ -334,6 +334,12 @@ def test_dp_of_any_number_of_gpus_divides_the_batch_by_default():
     assert default_batch(Run(model="gpt2"), gpt2, [64, 96, 160]) % 15 == 0
 
 
+def test_the_batch_by_default_is_of_the_longest_sequence():
+    of = asked({"model": "gpt2", "seq_length": "256,512"}, hardware=[H100], gpus=4)
+    assert of.space.axes["global_batch_size"] == (8192,)
+    assert "(4,194,304 tokens)" in of.notes[0]
+
+
 def test_orders_that_number_ranks_alike_are_tried_once():
     orders = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "cp-tp-ep-dp-pp", "ep-dp-tp-cp-pp")
     found = space({"tp": (1, 2), "pp": (1, 2), "order": orders}).candidates()

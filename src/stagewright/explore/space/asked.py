@@ -235,10 +235,11 @@ def _completed(
     of = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
     check_value(run, of)
     if run.mode == "train" and "global_batch_size" not in known:
-        length = axes.get("seq_length", (run.seq_length,))[0]
+        length = _longest(axes.get("seq_length", (run.seq_length,)))
         gpus = [fleet.gpus or 1 for fleet in fleets]
-        batch = default_batch(run.model_copy(update={"seq_length": length}), of, gpus)
-        tokens = batch * (run.resolved(of).seq_length or 0)
+        longest = run.model_copy(update={"seq_length": length})
+        batch = default_batch(longest, of, gpus)
+        tokens = batch * (longest.resolved(of).seq_length or 0)
         axes["global_batch_size"] = (batch,)
         notes.append(
             f"global_batch_size={batch} ({tokens:,} tokens) is assumed; give --global-batch-size"
@@ -250,3 +251,11 @@ def _completed(
     axes |= {name: tuple(values) for name, values in tried.items() if name not in idle}
     space = Space.of(base, fleets, axes, model, policies(known), origins)
     return SearchRequest(space, tuple(notes))
+
+
+def _longest(lengths: Sequence[Any]) -> Any:
+    """The longest of some lengths of sequences, so that no step has more tokens than are told;
+    None: that of the model. What is no length is refused elsewhere."""
+    if all(isinstance(length, int) for length in lengths):
+        return max(lengths)
+    return None if None in lengths else lengths[0]
