@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from stagewright.explore.candidates import Candidates
-from stagewright.explore.space.systems import figures_of
+from stagewright.explore.space.systems import figures_of, known_path
 from stagewright.files import atomic, write_text
 from stagewright.printable import escaped_controls
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
@@ -34,8 +34,8 @@ def _figures(hardware: Hardware) -> dict[str, Any]:
 def hardware_file_name(hardware: Hardware) -> str:
     """The file that run files name for hardware that has no name of the package.
 
-    >>> hardware_file_name(resolve("h100-sxm").model_copy(update={"name": "h100-sxm memory_gb=96"}))
-    'h100-sxm-memory_gb-96.yaml'
+    >>> hardware_file_name(resolve("h100-sxm").model_copy(update={"name": "h100-sxm memory.gb=96"}))
+    'h100-sxm-memory.gb-96.yaml'
     """
     return re.sub(r"[^\w.]+", "-", hardware.name) + ".yaml"
 
@@ -53,8 +53,8 @@ def varied_figures(hardware: Hardware) -> tuple[str, dict[str, float]]:
     if match is None:
         return hardware.name, {}
     known = figures_of(hardware)
-    paths = [part.partition("=")[0] for part in match[2].split(", ")]
-    return match[1], {path: known[path] for path in paths if path in known}
+    paths = [known_path(part.partition("=")[0], known) for part in match[2].split(", ")]
+    return match[1], {path: known[path] for path in paths if path is not None}
 
 
 _VARIED = re.compile(r"(.+?) ([\w.-]+=[-+.\w]+(?:, [\w.-]+=[-+.\w]+)*)")

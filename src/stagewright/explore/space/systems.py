@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -72,17 +72,25 @@ def path_of(name: str, hardware: Hardware) -> str:
     ('scale_up.gpus', 'memory_gb')
     """
     known = figures_of(hardware)
-    written = name.replace("-", "_")
-    *head, last = written.split(".")
-    for path in (written, ".".join([*head, _SAME.get(last, last)]), written.replace(".", "_")):
-        if path in known:
-            return path
-    hint = did_you_mean(written, [_DOCUMENTED.get(p, p) for p in known]).removesuffix("?")
+    path = known_path(name, known)
+    if path is not None:
+        return path
+    hint = did_you_mean(
+        name.replace("-", "_"), [_DOCUMENTED.get(p, p) for p in known]
+    ).removesuffix("?")
     see = f"see `stagewright hardware {hardware.name}`"
     raise UserError(
         f"--vary {name}: neither a setting nor a figure of {hardware.name}"
         + (f"{hint}? {see[0].upper()}{see[1:]}" if hint else f"; {see}")
     )
+
+
+def known_path(name: str, known: Collection[str]) -> str | None:
+    """The path of a figure as people write it, of those that are known; None: of none."""
+    written = name.replace("-", "_")
+    *head, last = written.split(".")
+    ways = written, ".".join([*head, _SAME.get(last, last)]), written.replace(".", "_")
+    return next((path for path in ways if path in known), None)
 
 
 def with_figure(hardware: Hardware, path: str, value: float) -> Hardware:
