@@ -13,7 +13,6 @@ import yaml
 from stagewright.explore.candidates import Candidates
 from stagewright.explore.space.systems import figures_of, known_path
 from stagewright.files import atomic, write_text
-from stagewright.printable import escaped_controls
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.hardware import names as known_hardware
@@ -187,6 +186,6 @@ def write_run_file(candidates: Candidates, row: int, path: str | Path) -> list[s
         return [str(place)]
     beside = hardware_beside(place)
     with atomic(place) as run, atomic(beside) as own:
-        run.write_text(escaped_controls(run_file(candidates, row, str(beside))), encoding="utf-8")
-        own.write_text(escaped_controls(hardware_file(hardware)), encoding="utf-8")
+        write_text(run, run_file(candidates, row, str(beside)))
+        write_text(own, hardware_file(hardware))
     return [str(place), str(beside)]
