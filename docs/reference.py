@@ -449,13 +449,16 @@ def search_columns() -> str:
     rows = [(f"`{name}`", of.unit, of.meaning) for name, of in COLUMNS.items()]
     return (
         "# Columns of a search\n\n"
-        "What `stagewright search -o` writes of every candidate, a row each: columns of `.csv` and "
-        "`.parquet`, and keys of each of the `rows` of `.json` and of `best` of `--json`, which "
-        "leave out what is unknown. In Python: `found.every()`. More: [search](../search.md).\n\n"
+        "`stagewright search -o` writes a row for each candidate. These are the columns of `.csv` and "
+        "`.parquet`, and the keys of each of the `rows` of `.json` and of `best` of `--json`, which "
+        "leave out what is unknown. In Python, `found.every()` is the same table without candidates "
+        "that were bounded out; with `bounded=False`, `sw.search` evaluates all. More: "
+        "[search](../search.md).\n\n"
         "All figures of rows whose `simulated` is false are estimates, `bubble`, `exposed_...` and "
         "`memory_...` among them. Bytes are of the fullest rank; joules and USD of a step over all "
         "GPUs.\n\n" + table(("column", "unit", "meaning"), rows) + "\n"
-        "Of axes and categories there are those that some candidate has.\n"
+        "There is an `exposed_AXIS` for each axis, and a `memory_CATEGORY` for each category, that "
+        "some candidate has.\n"
     )
 
 

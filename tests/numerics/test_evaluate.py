@@ -365,6 +365,22 @@ def test_bytes_are_counted_over_time_where_transfers_that_free_memory_lag_behind
     ]
     of = candidates(rows, hardware="mi300x", model="gemma2-9b", layers=8, seq_length=1024, pp=2,
                     tp=2, dp=2, global_batch_size=16)  # fmt: skip
+    assert np.abs(memory_gaps(of)).max() < 0.001
+
+
+def test_what_collectives_and_messages_hold_beside_later_kernels():
+    # A gather for gradients of weights runs beside the kernels before it: without, 1.4% too few.
+    of = candidates([{"tp": 4}], model="llama3-8b", layers=8, pp=2, micro_batch_size=2,
+                    global_batch_size=16, recompute="full", sequence_parallel=True)  # fmt: skip
+    assert np.abs(memory_gaps(of)).max() < 0.001
+    # The message of a stage is on its way during the next action: without, 1.6% too few.
+    of = candidates([{"tp": 8}], model="llama2-7b", pp=4, vpp=3, dp=2, micro_batch_size=8,
+                    global_batch_size=128, recompute="full", zero=3)  # fmt: skip
+    assert np.abs(memory_gaps(of)).max() < 0.001
+
+
+def memory_gaps(of):
+    """Relative gaps of the bytes in columns to those of each candidate simulated alone."""
     alone = [simulate(compile(of.run(n), of.model), of.machine(n), of.execution(n)).fit.peak
              for n in range(len(of))]  # fmt: skip
-    assert np.abs(evaluate(of).figures.peak / alone - 1).max() < 0.001
+    return evaluate(of).figures.peak / alone - 1

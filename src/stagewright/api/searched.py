@@ -73,7 +73,7 @@ class Search:
         return tables.removed(self.found.removed)
 
     def every(self) -> Table:
-        """All candidates, a row each."""
+        """A row for each candidate that was not bounded out: see `reference/search-columns.md`."""
         return every(self.ranking)
 
     @property

@@ -28,6 +28,7 @@ from stagewright.run.settings import Run
 from stagewright.time.columns.chunks import in_chunks
 from stagewright.time.columns.durations import Columns
 from stagewright.time.columns.meshes import MeshColumns
+from stagewright.time.columns.neighbours import NeighbourMessages
 from stagewright.time.columns.row_kinds import Known, RowKinds
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.hardware import Hardware
@@ -259,9 +260,17 @@ class MachineTiming:
             message = self.templates.message(made.base)
             self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond)
             if not self.usual and _late(of, ranks[0]):
-                late = LatePeaks(made, self.templates.holding[of], ranks, timed, peaks)
+                sent = NeighbourMessages(message, stride, beyond, self._pp, self.machine)
+                late = LatePeaks(
+                    made, self.templates.holding[of], ranks, timed, peaks, sent.seconds(0, 1)
+                )
                 self._late[id(self._figures[key])] = late
         return self._figures[key]
+
+    @property
+    def _pp(self) -> Int:
+        """The ranks of pipelines, all of which have as many ranks as the machine: [tuples]."""
+        return np.maximum(self.machine.gpus // self.of.ranks_of_stage, 1)
 
     def _rows(self, of: StructureTemplate) -> list[list[tuple[RowKinds, Int]]]:
         """What the rows of each program of a template take, by class, and what a GPU draws in those
@@ -279,12 +288,10 @@ class MachineTiming:
         columns = Columns(
             assembly.kernels, len(self.of), self.machine.hardware, self.durations, self.routed
         )
-        # All configurations here have as many ranks as the machine.
-        pp = np.maximum(self.machine.gpus // self.of.ranks_of_stage, 1)
         meshes = MeshColumns(
             assembly.program,
             self.of.mesh,
-            pp,
+            self._pp,
             self.machine,
             self.durations.groups,
             self.of.orders,

@@ -27,7 +27,7 @@ class ColumnMeaning(NamedTuple):
 
 
 COLUMNS: Mapping[str, ColumnMeaning] = {
-    "SETTING": ColumnMeaning("", "a setting of which candidates have several values, by its name"),
+    "SETTING": ColumnMeaning("", "a setting in which candidates differ"),
     "hardware": ColumnMeaning("", "the name of the hardware, where there are several"),
     "hardware.FIGURE": ColumnMeaning(
         "as its name says", "a figure of the hardware that `--vary` varies"
@@ -41,7 +41,10 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
         "fraction", "model FLOPs utilization, 0 to 1, attention counted in full; training only"
     ),
     "bubble": ColumnMeaning(
-        "s", "the part of a step in which the mean GPU waits for other pipeline ranks"
+        "s",
+        "the part of a step in which the mean GPU waits for other pipeline ranks (printed tables "
+        "show shares); estimates count waits for messages between stages and, with ZeRO-3, for "
+        "late gathers here",
     ),
     "launches": ColumnMeaning(
         "s", "the part in which it waits for the host's launches; of simulated candidates alone"
@@ -69,8 +72,8 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
     ),
     "lower_bound": ColumnMeaning(
         "s",
-        "what a step takes at least; only with `--exact`, and where candidates cannot be estimated "
-        "or a search is stopped",
+        "a lower bound of the time of a step: of the simulated step with `--exact`, else of its "
+        "estimate; where the search computed bounds",
     ),
 }
 """Columns of `every` by name, in their order; words in capitals stand for several."""

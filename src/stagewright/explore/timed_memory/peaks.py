@@ -124,12 +124,14 @@ class LatePeaks:
         issued: Sequence[Sequence[RankActions]],
         timed: Sequence[Sequence[ClassRows]],
         peaks: Peaks,
+        message: Float,
     ) -> None:
-        """Ranks by program (`StructureTemplate.assemblies`), and `peaks` in the order of issue."""
+        """Ranks by program (`StructureTemplate.assemblies`), and `peaks` in the order of issue;
+        `message`: seconds of a message between stages, [tuples]."""
         self.template, self.in_order, self.cases = template, peaks, peaks.cases
         programs = [
             [
-                _ProgramRank(of, TimedRank.of(assembly.program, each.places, rows))
+                _ProgramRank(of, TimedRank.of(assembly.program, each.places, rows, message))
                 for of, each, rows in zip(*ranks, strict=True)
             ]
             for assembly, ranks in zip(
@@ -243,7 +245,7 @@ class LatePeaks:
     def _late(self, of: _PlayedMoment) -> Float:
         """Bytes that may still be there while an action runs, at most: [tuples]."""
         own = self._frees(of.what, of.kinds, of.layers)
-        return reduce(np.maximum, [self._frees(*step) for step in of.after], own)
+        return reduce(np.maximum, [self._frees(*step) for step in of.after], own).sum(axis=0)
 
     def _rows(
         self, what: str | tuple[str, ...], kinds: tuple[int, ...], layers: tuple[int, ...]
@@ -269,14 +271,12 @@ class LatePeaks:
     def _frees(
         self, what: str | tuple[str, ...], kinds: tuple[int, ...], layers: tuple[int, ...]
     ) -> Float:
-        """Bytes that two lots of transfers beside kernels free in an action, at most: [tuples].
-
-        More are never under way (`time.simulate.issue`).
-        """
+        """Bytes that an action frees behind later kernels, at most: with two lots of transfers, as
+        more are never under way (`time.simulate.issue`), and with messages: [2, tuples]."""
         key = what, kinds, layers
         if key not in self._freed:
             found = self._rows(what, kinds, layers)
-            self._freed[key] = np.zeros(len(self.tuples))
+            self._freed[key] = np.zeros((2, len(self.tuples)))
             if found is not None:
                 each, _, moment = found
                 of = each.timed.places
@@ -284,8 +284,11 @@ class LatePeaks:
                 own = of.data & (rows >= moment.begin) & (rows < moment.end)
                 lot = np.cumsum(of.issue.stream == 0)[own]
                 counts = each.of.live.last_at(rows[own], np.unique(lot, return_inverse=True)[1])
-                size = np.sort(each.of.sizes.total(counts), axis=0)
-                self._freed[key] = size[-2:].sum(axis=0)[self.cases]
+                lots = np.sort(each.of.sizes.total(counts), axis=0)[-2:].sum(axis=0)
+                sent = rows[each.timed.sends & (rows >= moment.begin) & (rows < moment.end)]
+                counts = each.of.live.last_at(sent, np.zeros_like(sent))
+                messages = each.of.sizes.total(counts).sum(axis=0)
+                self._freed[key] = np.stack([lots, messages])[:, self.cases]
         return self._freed[key]
 
     def _behind(self, after: tuple[_StepBefore, ...]) -> _Before:

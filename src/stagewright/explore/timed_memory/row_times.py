@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
+from stagewright.explore.actions import RECEIVES, SENDS
 from stagewright.explore.class_rows import ClassPlaces, ClassRows
 from stagewright.program.columns import Program
 
@@ -44,11 +45,25 @@ class TimedRank(NamedTuple):
     rows: ClassRows
     streams: tuple[Hashable, ...]
     """What each stream is, in whichever program (`time.simulate.issue.streams_of`)."""
+    message: Float
+    """Seconds of a message to another rank of the pipeline: [tuples]."""
 
     @classmethod
-    def of(cls, program: Program, places: ClassPlaces, rows: ClassRows) -> TimedRank:
+    def of(
+        cls, program: Program, places: ClassPlaces, rows: ClassRows, message: Float
+    ) -> TimedRank:
         """Of a program's rank class."""
-        return cls(places, rows, (0, *program.communicators, *program.peers, "load", "store"))
+        streams = (0, *program.communicators, *program.peers, "load", "store")
+        return cls(places, rows, streams, message)
+
+    @property
+    def sends(self) -> Bool:
+        """By place, whether it is a message to another rank: one to the same rank takes no time
+        and a place that receives waits for it."""
+        flags, order = self.places.flags, self.places.issue
+        found = (flags & SENDS) > 0
+        found[order.needs[np.repeat(flags & RECEIVES, np.diff(order.pointer)) > 0]] = False
+        return found
 
     @property
     def main(self) -> Bool:
@@ -80,6 +95,8 @@ class TimedRank(NamedTuple):
         known = {n: of.known.rows[n][some] for n in {seconds[place] for place in own}}
         launch = of.launch if of.launch.shape[1] == 1 else of.launch[:, some]
         frees: list[int] = self.places.frees.tolist()
+        sends: list[bool] = self.sends.tolist()
+        message = self.message[some]
         latest = self._latest(own[0] if own else 0)
         streams, lots = dict(before.streams), dict(before.lots)
         open_: set[int] = set()  # kinds of transfers of which the last lot may go on
@@ -113,7 +130,8 @@ class TimedRank(NamedTuple):
             if len(launch):
                 host = host + launch[place]
                 np.maximum(start, host, out=start)
-            ends[place] = finished = np.add(start, known[seconds[place]], out=done[row])
+            took = message if sends[place] else known[seconds[place]]
+            ends[place] = finished = np.add(start, took, out=done[row])
             if nth == 0:
                 gpu = finished
             elif nth > 0:

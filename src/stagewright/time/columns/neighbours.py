@@ -21,7 +21,8 @@ class NeighbourMessages(NamedTuple):
     """Distance between the ranks of two neighbouring stages: [configurations]."""
     beyond: Int
     """Ranks of a stage along axes slower than the pipeline's: [configurations]."""
-    pp: int
+    pp: int | Int
+    """Ranks of a pipeline, of all or of each: [configurations]."""
     machine: Machine
 
     def take(self, configurations: Int) -> Self:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What `-o` names, and what must not be lost for it."""
+    """The files that `-o` names, and the files read that they must not replace."""
 
     paths: tuple[str, ...]
     force: bool

@@ -40,7 +40,8 @@ def flags(candidates: Candidates, row: int, tool: str) -> list[str]:
 
 
 def notes(candidates: Candidates, row: int, tool: str) -> list[str]:
-    """What a user of the flags must know, who may take the lines that begin with dashes alone."""
+    """What the user should be told beside the flags: comments among them are lost where only the
+    lines that begin with dashes are kept."""
     lines = _written(candidates, row, tool)
     names = [*dict.fromkeys(line.missing for line in lines if line.missing)]
     count = f"{len(names)} settings have" if len(names) > 1 else "1 setting has"

@@ -39,7 +39,7 @@ OF_FIGURES = frozenset({
     "model", "hardware", "framework", "as_family", "mode", "memory_allowance", "device_memory",
     "expert_load", "streams", "overlap_slowdown", "pipeline_drain",
 })  # fmt: skip
-"""Settings that say what is timed, on what and how exactly, and nothing to a framework."""
+"""Settings of the timing alone: frameworks have no use for them."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,8 @@ class TrainedRun:
 
     @property
     def gradient_axis(self) -> str | None:
-        """The axis that says whether reductions of gradients overlap; None: there are none."""
+        """The axis whose `no_overlap` says whether reductions of gradients overlap; None: there are
+        none."""
         if self.run.dp > 1:
             return "dp"
         return "cp" if self.run.cp > 1 else None

@@ -104,7 +104,8 @@ def _sharding(of: TrainedRun) -> Lines:
 
 
 def _batch(of: TrainedRun) -> Lines:
-    """The sizes are asserted to be there, even where they are 1."""
+    """Sizes, also where they are 1: Megatron-LM requires that of microbatches, and would set the
+    global batch to one microbatch of each rank of dp."""
     run = of.run
     yield _flag("seq-length", run.seq_length)
     if run.decoder_seq_length is not None:

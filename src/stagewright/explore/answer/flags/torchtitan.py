@@ -59,7 +59,8 @@ _PARTLY = ("dp shards parameters, gradients and optimizer states together, or no
 
 
 def _sharding(of: TrainedRun) -> Lines:
-    """All of a rank's state is sharded, or nothing; cp always shards."""
+    """Parameters, gradients and states are sharded together or not at all; with cp they always
+    are."""
     run = of.run
     if of.gradient_axis and (run.zero in (1, 2) or (run.zero == 0 and run.cp > 1)):
         only, use = _WHOLE if run.zero == 0 else _PARTLY
