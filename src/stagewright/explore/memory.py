@@ -60,6 +60,9 @@ class ByLayers:
 _NO_SUCH_MOMENT = -1e18
 """Bytes at a moment that a stage has not: less than any other."""
 
+_LEAST_LAYERS = {"first": 1, "last": 1, "next": 2}
+"""Layers of a variant that a stage has at least where it has such a place (`Spot`)."""
+
 _REMEMBERED = 4096
 """Cases of which it is remembered what stages hold: some hundred kinds of bytes for each."""
 
@@ -169,7 +172,8 @@ class Peaks:
         most = np.full(len(cases), _NO_SUCH_MOMENT)
         for (when, spot), of in self.stages[kinds].items():
             where, nth, action = spot
-            if when != what or (where in ("first", "last") and not layers[action][nth]):
+            least = _LEAST_LAYERS.get(where, 0)
+            if when != what or (least and layers[action][nth] < least):
                 continue
             other = (played[0], played[1][spot]) if played and spot in played[1] else None
             if layers in of.pairs:
@@ -234,10 +238,19 @@ def _by_layers(
         if template.stands_for(layers, kinds)
     }
     none = np.full_like(next(iter(base.values())), _NO_SUCH_MOMENT)
+
+    def grown(at: tuple[str, Spot]) -> Float:
+        """What each layer more adds: next to the last layer as much as in it, since of two layers
+        the next to last is the first one as well."""
+        what, (where, nth, action) = at
+        like = (what, ("last", nth, action)) if where == "next" else at
+        own = base.get(like, none)
+        return np.stack([one.get(like, own) - own for one in more])
+
     return {
         at: ByLayers(
-            (own := base.get(at, none)),
-            np.stack([one.get(at, own) - own for one in more]),
+            base.get(at, none),
+            grown(at),
             template.layers,
             {layers: alone.get(at, none) for layers, alone in few.items()},
             {layers: pair.get(at, none) for layers, pair in pairs.items()},

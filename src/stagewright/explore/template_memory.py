@@ -32,8 +32,9 @@ from stagewright.schedule.in_flight import (
 from stagewright.time.cost import needless
 
 Spot = tuple[str, int, int]
-"""Where in an action: in the `first` or in the `last` layer of a variant, or `before`, `between` or
-`after` all layers; the number of the variant; and which of two actions that overlap."""
+"""Where in an action: in the `first`, in the `last` or in the `next` to last layer of a variant, or
+`before`, `between` or `after` all layers; the number of the variant; and which of two actions that
+overlap. In the next to last one a backward still has what it reduces of the last one."""
 NOWHERE: Spot = ("", 0, 0)
 """The place of what is held at no place of an action."""
 KEPT, HALVED, HELD, UPDATED = "kept", "halved", "held", "updated"
@@ -355,6 +356,8 @@ class TemplateRank:
             for nth, layers in self.variants[stage].items():
                 spots["first", nth, of] = layer == layers.min()
                 spots["last", nth, of] = layer == layers.max()
+                if len(layers) > 1:
+                    spots["next", nth, of] = layer == np.sort(layers)[-2]
         if len(inside):
             spots["before", 0, 0] = mine & (row < inside[0])
             spots["between", 0, 0] = mine & (layer < 0) & (row > inside[0]) & (row < inside[-1])

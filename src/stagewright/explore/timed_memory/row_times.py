@@ -38,6 +38,10 @@ class RowTimes(NamedTuple):
     end: Float
 
 
+_MESSAGE = -1
+"""In place of the number of a row's seconds, for a message to another rank."""
+
+
 class TimedRank(NamedTuple):
     """The rows of a rank class, and what they take."""
 
@@ -73,6 +77,10 @@ class TimedRank(NamedTuple):
         found[order.rows[order.stream == 0]] = True
         return found
 
+    def _took(self, number: int) -> Float:
+        """Seconds of rows of a kind, by its number: [tuples]."""
+        return self.message if number == _MESSAGE else self.rows.known.rows[number]
+
     def _latest(self, place: int) -> set[int]:
         """The last place of each stream before one."""
         _, back = np.unique(self.places.issue.stream[:place][::-1], return_index=True)
@@ -90,13 +98,11 @@ class TimedRank(NamedTuple):
         pointer: list[int] = order.pointer.tolist()
         needs: list[int] = order.needs.tolist()
         stream: list[int] = order.stream.tolist()
-        seconds: list[int] = of.seconds.tolist()
+        seconds: list[int] = np.where(self.sends, _MESSAGE, of.seconds).tolist()
         waits = None if of.waits is None else of.waits.tolist()
-        known = {n: of.known.rows[n][some] for n in {seconds[place] for place in own}}
+        known = {n: self._took(n)[some] for n in {seconds[place] for place in own}}
         launch = of.launch if of.launch.shape[1] == 1 else of.launch[:, some]
         frees: list[int] = self.places.frees.tolist()
-        sends: list[bool] = self.sends.tolist()
-        message = self.message[some]
         latest = self._latest(own[0] if own else 0)
         streams, lots = dict(before.streams), dict(before.lots)
         open_: set[int] = set()  # kinds of transfers of which the last lot may go on
@@ -130,8 +136,7 @@ class TimedRank(NamedTuple):
             if len(launch):
                 host = host + launch[place]
                 np.maximum(start, host, out=start)
-            took = message if sends[place] else known[seconds[place]]
-            ends[place] = finished = np.add(start, took, out=done[row])
+            ends[place] = finished = np.add(start, known[seconds[place]], out=done[row])
             if nth == 0:
                 gpu = finished
             elif nth > 0:
