@@ -25,6 +25,18 @@ class FlagLine(NamedTuple):
     """A comment on all figures."""
 
 
+Lines = Iterator[FlagLine]
+
+
+def flag(name: str, *values: object) -> FlagLine:
+    """A flag of a framework with its values.
+
+    >>> flag("cuda-graph-modules", "attn", "moe").text
+    '--cuda-graph-modules attn moe'
+    """
+    return FlagLine(" ".join([f"--{name}", *map(text_of, values)]))
+
+
 def without_flag(name: str, value: object, why: str = "") -> FlagLine:
     """The comment on a setting for which the framework has no flag.
 

@@ -6,24 +6,18 @@ configurations that it makes options of: `TransformerConfig`, `ModelParallelConf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from shlex import quote
 
 from stagewright.explore.answer.flags.lines import (
     FlagLine,
+    Lines,
     TrainedRun,
+    flag,
     habits_line,
     without_flag,
 )
 from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.declare import text_of
-
-Lines = Iterator[FlagLine]
-
-
-def _flag(name: str, *values: object) -> FlagLine:
-    return FlagLine(" ".join([f"--{name}", *(text_of(value) for value in values)]))
-
 
 # ---- parallelism ---------------------------------------------------------------------------------
 
@@ -40,15 +34,15 @@ def _degrees(of: TrainedRun) -> Lines:
     run = of.run
     for axis, name in _DEGREES.items():
         if getattr(run, axis) > 1:
-            yield _flag(name, getattr(run, axis))
+            yield flag(name, getattr(run, axis))
     if run.etp not in (None, run.tp):
-        yield _flag("expert-tensor-parallel-size", run.etp)
+        yield flag("expert-tensor-parallel-size", run.etp)
     if run.tp > 1 and run.sequence_parallel:
-        yield _flag("sequence-parallel")
+        yield flag("sequence-parallel")
     if run.cp > 1 and run.cp_comm_type != "p2p":
-        yield _flag("cp-comm-type", run.cp_comm_type)
+        yield flag("cp-comm-type", run.cp_comm_type)
     if run.order == "tp-cp-ep-pp-dp":
-        yield _flag("use-tp-pp-dp-mapping")
+        yield flag("use-tp-pp-dp-mapping")
     elif run.order != EXPERIMENT["order"].default:
         yield without_flag("order", run.order)
 
@@ -74,15 +68,15 @@ def _stages(of: TrainedRun) -> Lines:
             yield without_flag("layers_per_stage", split, why)
         else:
             layout = _layout(split, of.model.mtp_num_layers or 0)
-            yield _flag("pipeline-model-parallel-layout", quote(layout))
+            yield flag("pipeline-model-parallel-layout", quote(layout))
     elif run.vpp > 1 and patterned:
         yield without_flag("vpp", run.vpp, "bars in --hybrid-layer-pattern say it")
     elif run.vpp > 1:
-        yield _flag("num-virtual-stages-per-pipeline-rank", run.vpp)
+        yield flag("num-virtual-stages-per-pipeline-rank", run.vpp)
     if run.pp > 1 and run.schedule not in ("1f1b", "interleaved"):
         yield without_flag("schedule", run.schedule)
     if run.vpp > 1 and run.microbatch_group not in (None, run.pp):
-        yield _flag("microbatch-group-size-per-virtual-pipeline-stage", run.microbatch_group)
+        yield flag("microbatch-group-size-per-virtual-pipeline-stage", run.microbatch_group)
 
 
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
@@ -91,27 +85,27 @@ _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 def _sharding(of: TrainedRun) -> Lines:
     run = of.run
     if run.zero == 1:
-        yield _flag("use-distributed-optimizer")
+        yield flag("use-distributed-optimizer")
     elif run.zero:
-        yield _flag("use-megatron-fsdp")
-        yield _flag("data-parallel-sharding-strategy", _STRATEGIES[run.zero])
-        yield _flag("ckpt-format", "fsdp_dtensor")  # asserted
+        yield flag("use-megatron-fsdp")
+        yield flag("data-parallel-sharding-strategy", _STRATEGIES[run.zero])
+        yield flag("ckpt-format", "fsdp_dtensor")  # asserted
     copies = run.dp // (run.dp_shard or run.dp)
     if run.zero and copies > 1:
-        yield _flag("num-distributed-optimizer-instances", copies)
+        yield flag("num-distributed-optimizer-instances", copies)
     if run.zero > 1 and run.grad_reduce_dtype:
-        yield _flag("megatron-fsdp-grad-comm-dtype", run.grad_reduce_dtype)
+        yield flag("megatron-fsdp-grad-comm-dtype", run.grad_reduce_dtype)
 
 
 def _batch(of: TrainedRun) -> Lines:
     """Sizes, also where they are 1: Megatron-LM requires that of microbatches, and would set the
     global batch to one microbatch of each rank of dp."""
     run = of.run
-    yield _flag("seq-length", run.seq_length)
+    yield flag("seq-length", run.seq_length)
     if run.decoder_seq_length is not None:
-        yield _flag("decoder-seq-length", run.decoder_seq_length)
-    yield _flag("micro-batch-size", run.micro_batch_size)
-    yield _flag("global-batch-size", run.global_batch_size)
+        yield flag("decoder-seq-length", run.decoder_seq_length)
+    yield flag("micro-batch-size", run.micro_batch_size)
+    yield flag("global-batch-size", run.global_batch_size)
 
 
 # ---- overlap -------------------------------------------------------------------------------------
@@ -122,17 +116,17 @@ def _overlap(of: TrainedRun) -> Lines:
     run, how, axis = of.run, of.how, of.gradient_axis
     overlaps = axis is not None and axis not in how.no_overlap
     if overlaps or run.zero > 1:  # Megatron-FSDP turns it on, whatever is said
-        yield _flag("overlap-grad-reduce")
+        yield flag("overlap-grad-reduce")
     if how.overlap_param_gather and run.zero and axis:
         if overlaps or run.zero > 1:
-            yield _flag("overlap-param-gather")
+            yield flag("overlap-param-gather")
         else:
             why = "it needs --overlap-grad-reduce, which no_overlap leaves out"
             yield without_flag("overlap_param_gather", True, why)
     for other in sorted(how.no_overlap):
         yield from _waits(of, other)
     if how.tp_comm_overlap and run.tp > 1 and run.sequence_parallel:
-        yield _flag("tp-comm-overlap")
+        yield flag("tp-comm-overlap")
     if how.overlap_moe_expert_parallel_comm:
         yield from _expert_overlap(of)
 
@@ -148,8 +142,8 @@ def _waits(of: TrainedRun, axis: str) -> Lines:
     elif axis != "pp":
         yield without_flag("no_overlap", axis)
     elif run.vpp > 1:  # without virtual stages they wait in any case
-        flag = _flag("no-overlap-p2p-communication")
-        yield flag if run.pp > 2 else without_flag("no_overlap", axis, "it needs pp above 2")
+        line = flag("no-overlap-p2p-communication")
+        yield line if run.pp > 2 else without_flag("no_overlap", axis, "it needs pp above 2")
 
 
 def _expert_overlap(of: TrainedRun) -> Lines:
@@ -163,7 +157,7 @@ def _expert_overlap(of: TrainedRun) -> Lines:
     }
     broken = [why for why, holds in asserted.items() if not holds]
     name = "overlap_moe_expert_parallel_comm"
-    yield without_flag(name, True, broken[0]) if broken else _flag(name.replace("_", "-"))
+    yield without_flag(name, True, broken[0]) if broken else flag(name.replace("_", "-"))
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -173,11 +167,11 @@ def _recompute(of: TrainedRun) -> Lines:
     run = of.run
     if run.recompute == "none":
         return
-    yield _flag("recompute-granularity", run.recompute)
+    yield flag("recompute-granularity", run.recompute)
     if run.recompute == "full":
         count = run.recompute_num_layers
-        yield _flag("recompute-method", "uniform" if count is None else "block")
-        yield _flag("recompute-num-layers", count or 1)
+        yield flag("recompute-method", "uniform" if count is None else "block")
+        yield flag("recompute-num-layers", count or 1)
         return
     # In fp8 with scales of earlier steps, only attention is computed again.
     delayed = run.precision == "fp8" and run.fp8_recipe in (None, "delayed")
@@ -190,7 +184,7 @@ def _recompute(of: TrainedRun) -> Lines:
     if run.recompute_modules != ("core_attn",):
         modules = [name for each in run.recompute_modules if (name := names[each])]
         if modules:
-            yield _flag("recompute-modules", *modules)
+            yield flag("recompute-modules", *modules)
         for each in run.recompute_modules:
             if not names[each]:
                 yield without_flag("recompute_modules", each)
@@ -203,7 +197,7 @@ def _offload(of: TrainedRun) -> Lines:
         why = "it needs pp=1, recompute=none and a layer that is not offloaded"
         name = "cpu_offloading_num_layers"
         yield (
-            _flag("cpu-offloading-num-layers", layers)
+            flag("cpu-offloading-num-layers", layers)
             if offloads
             else without_flag(name, layers, why)
         )
@@ -212,13 +206,13 @@ def _offload(of: TrainedRun) -> Lines:
         yield without_flag("optimizer_cpu_offload", True, "it needs optimizer=adamw")
         return
     if run.optimizer_cpu_offload or moments:
-        yield _flag("use-precision-aware-optimizer")  # asserted
+        yield flag("use-precision-aware-optimizer")  # asserted
     for name in moments:
-        yield _flag(name.replace("_", "-"), getattr(run, name))
+        yield flag(name.replace("_", "-"), getattr(run, name))
     if run.optimizer_cpu_offload:
-        yield _flag("optimizer-cpu-offload")
+        yield flag("optimizer-cpu-offload")
         if run.optimizer_offload_fraction not in (None, 1):
-            yield _flag("optimizer-offload-fraction", run.optimizer_offload_fraction)
+            yield flag("optimizer-offload-fraction", run.optimizer_offload_fraction)
 
 
 # ---- what is computed ----------------------------------------------------------------------------
@@ -239,18 +233,18 @@ def _experts(of: TrainedRun) -> Lines:
     run = of.run
     if not of.routed:
         return
-    yield _flag("moe-grouped-gemm")
+    yield flag("moe-grouped-gemm")
     flex = of.how.moe_flex_dispatcher and run.moe_token_dispatcher_type == "alltoall"
-    yield _flag("moe-token-dispatcher-type", "flex" if flex else run.moe_token_dispatcher_type)
+    yield flag("moe-token-dispatcher-type", "flex" if flex else run.moe_token_dispatcher_type)
     for name, default in _OF_EXPERTS.items():
         value = getattr(run, name)
         if value != default:
-            flag = name.replace("_", "-")
-            yield _flag(flag) if value is True else _flag(flag, value)
+            option = name.replace("_", "-")
+            yield flag(option) if value is True else flag(option, value)
     if run.moe_router_enable_expert_bias:
-        yield _flag("moe-router-enable-expert-bias")
+        yield flag("moe-router-enable-expert-bias")
     if run.moe_apply_probs == "input":
-        yield _flag("moe-apply-probs-on-input")
+        yield flag("moe-apply-probs-on-input")
     elif run.moe_apply_probs == "output":
         yield without_flag("moe_apply_probs", run.moe_apply_probs)
 
@@ -273,43 +267,43 @@ def _precision(of: TrainedRun) -> Lines:
         yield without_flag("precision", run.precision)
     if run.precision == "fp8" and run.fp8_recipe not in (None, "delayed"):
         known = run.fp8_recipe in _RECIPES
-        flag = _flag("fp8-recipe", run.fp8_recipe)
-        yield flag if known else without_flag("fp8_recipe", run.fp8_recipe)
+        line = flag("fp8-recipe", run.fp8_recipe)
+        yield line if known else without_flag("fp8_recipe", run.fp8_recipe)
 
 
 def _kernels(of: TrainedRun) -> Lines:
     run, (attention, hidden) = of.run, of.dropouts
     if not run.flash_attention:  # by default Transformer Engine takes a fused kernel
-        yield _flag("attention-backend", "unfused")
+        yield flag("attention-backend", "unfused")
     if run.operators == "fused":
-        yield _flag("cross-entropy-loss-fusion")
+        yield flag("cross-entropy-loss-fusion")
     if attention != 0.1:
-        yield _flag("attention-dropout", attention)
+        yield flag("attention-dropout", attention)
     if hidden != 0.1:
-        yield _flag("hidden-dropout", hidden)
+        yield flag("hidden-dropout", hidden)
     if run.make_vocab_size_divisible_by != 128:
-        yield _flag("make-vocab-size-divisible-by", run.make_vocab_size_divisible_by)
+        yield flag("make-vocab-size-divisible-by", run.make_vocab_size_divisible_by)
 
 
 def _optimizer(of: TrainedRun) -> Lines:
     run = of.run
     if run.optimizer == "sgd":
-        yield _flag("optimizer", "sgd")
+        yield flag("optimizer", "sgd")
         if run.sgd_momentum != 0.9:
-            yield _flag("sgd-momentum", run.sgd_momentum)
+            yield flag("sgd-momentum", run.sgd_momentum)
     if not run.clip_grad:
-        yield _flag("clip-grad", 0.0)
+        yield flag("clip-grad", 0.0)
 
 
 def _launches(of: TrainedRun) -> Lines:
     """The default is to launch kernels one by one."""
     mode, modules = of.how.launch_mode, sorted(of.how.cuda_graph_modules)
     if mode == "cuda_graph" and modules:
-        yield _flag("cuda-graph-impl", "transformer_engine")
-        yield _flag("cuda-graph-modules", *modules)
+        yield flag("cuda-graph-impl", "transformer_engine")
+        yield flag("cuda-graph-modules", *modules)
     elif mode == "cuda_graph":
-        yield _flag("cuda-graph-impl", "full_iteration")
-        yield _flag("no-check-for-nan-in-loss-and-grad")  # asserted
+        yield flag("cuda-graph-impl", "full_iteration")
+        yield flag("no-check-for-nan-in-loss-and-grad")  # asserted
     elif mode not in (None, "eager"):
         yield without_flag("launch_mode", mode)
 
@@ -324,9 +318,9 @@ _OF_MODEL = {
 
 def _model(of: TrainedRun) -> Lines:
     """What replaces sizes of the model; the others are not said."""
-    for name, flag in _OF_MODEL.items():
+    for name, option in _OF_MODEL.items():
         if name in of.given:
-            yield _flag(flag, of.given[name])
+            yield flag(option, of.given[name])
 
 
 # ---- all -----------------------------------------------------------------------------------------

@@ -7,34 +7,29 @@ always said. Batches are counted in tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from stagewright.explore.answer.flags.lines import (
     FlagLine,
+    Lines,
     TrainedRun,
+    flag,
     habits_line,
     without_flag,
 )
-
-Lines = Iterator[FlagLine]
-
-
-def _flag(name: str, *values: object) -> FlagLine:
-    return FlagLine(" ".join([f"--{name}", *map(str, values)]))
-
 
 # ---- parallelism ---------------------------------------------------------------------------------
 
 
 def _degrees(of: TrainedRun) -> Lines:
     run = of.run
-    yield _flag("parallelism.tensor_parallel_degree", run.tp)
+    yield flag("parallelism.tensor_parallel_degree", run.tp)
     if run.tp > 1 and not run.sequence_parallel:
-        yield _flag("parallelism.no_enable_sequence_parallel")
-    yield _flag("parallelism.context_parallel_degree", run.cp)
+        yield flag("parallelism.no_enable_sequence_parallel")
+    yield flag("parallelism.context_parallel_degree", run.cp)
     if run.cp > 1 and run.cp_comm_type != "all_gather":
         yield without_flag("cp_comm_type", run.cp_comm_type)
-    yield _flag("parallelism.pipeline_parallel_degree", run.pp)
+    yield flag("parallelism.pipeline_parallel_degree", run.pp)
     if of.routed:
         yield from _expert_degrees(of)
 
@@ -47,7 +42,7 @@ def _expert_degrees(of: TrainedRun) -> Lines:
         why = f"its ranks are tp x cp x those of dp that shard parameters, which are {shared}"
         yield without_flag("ep", run.ep, why)
     else:
-        yield _flag("parallelism.expert_parallel_degree", run.ep)
+        yield flag("parallelism.expert_parallel_degree", run.ep)
     etp = run.tp if run.etp is None else run.etp
     if run.ep > 1 and etp > 1:
         yield without_flag("etp", etp, "with ep, experts are whole")
@@ -70,11 +65,11 @@ def _sharding(of: TrainedRun) -> Lines:
         yield FlagLine(text, "zero")
         return
     copies = run.dp if run.zero == 0 else run.dp // (run.dp_shard or run.dp)
-    yield _flag("parallelism.data_parallel_replicate_degree", copies)
-    yield _flag("parallelism.data_parallel_shard_degree", run.dp // copies)
+    yield flag("parallelism.data_parallel_replicate_degree", copies)
+    yield flag("parallelism.data_parallel_shard_degree", run.dp // copies)
     if run.zero == 3 and run.reshard_after_forward != (run.pp == 1):  # the default without pp
         policy = "always" if run.reshard_after_forward else "never"
-        yield _flag("parallelism.fsdp_reshard_after_forward", policy)
+        yield flag("parallelism.fsdp_reshard_after_forward", policy)
 
 
 _SCHEDULES = {
@@ -95,14 +90,14 @@ def _stages(of: TrainedRun) -> Lines:
         return
     known = _SCHEDULES.get((str(run.schedule), run.vpp > 1))
     yield (
-        _flag("parallelism.pipeline_parallel_schedule", known)
+        flag("parallelism.pipeline_parallel_schedule", known)
         if known
         else without_flag("schedule", run.schedule)
     )
-    yield _flag("parallelism.num_pp_microbatches", run.microbatches)
+    yield flag("parallelism.num_pp_microbatches", run.microbatches)
     less = run.first_stage_less_layers, run.last_stage_less_layers
-    yield _flag("parallelism.pipeline_parallel_first_stage_less_layers", less[0])
-    yield _flag("parallelism.pipeline_parallel_last_stage_less_layers", less[1])
+    yield flag("parallelism.pipeline_parallel_first_stage_less_layers", less[0])
+    yield flag("parallelism.pipeline_parallel_last_stage_less_layers", less[1])
     if run.unresolved().layers_per_stage is not None:
         yield without_flag("layers_per_stage", split)
     elif run.vpp > 1:
@@ -110,7 +105,7 @@ def _stages(of: TrainedRun) -> Lines:
         layers = of.model.depth + sum(less)
         each = math.ceil(layers / run.virtual_stages)
         if math.ceil(layers / each) == run.virtual_stages:
-            yield _flag("parallelism.pipeline_parallel_layers_per_stage", each)
+            yield flag("parallelism.pipeline_parallel_layers_per_stage", each)
         else:
             yield without_flag("vpp", run.vpp, "no whole number of layers makes so many stages")
 
@@ -119,9 +114,9 @@ def _batch(of: TrainedRun) -> Lines:
     """A microbatch is what a rank of dp computes at once."""
     run = of.run
     length, batch = run.seq_length or 0, run.global_batch_size or 0
-    yield _flag("training.max_context_length", length)
-    yield _flag("training.num_tokens_per_microbatch_per_dp_rank", run.micro_batch_size * length)
-    yield _flag("training.num_tokens_per_train_step", batch * length)
+    yield flag("training.max_context_length", length)
+    yield flag("training.num_tokens_per_microbatch_per_dp_rank", run.micro_batch_size * length)
+    yield flag("training.num_tokens_per_train_step", batch * length)
 
 
 # ---- what is computed ----------------------------------------------------------------------------
@@ -132,9 +127,9 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 def _precision(of: TrainedRun) -> Lines:
     run = of.run
     if run.params_dtype in _DTYPES:
-        yield _flag("training.dtype", _DTYPES[run.params_dtype])
+        yield flag("training.dtype", _DTYPES[run.params_dtype])
     if run.precision in _DTYPES:
-        yield _flag("training.mixed_precision_param", _DTYPES[run.precision])
+        yield flag("training.mixed_precision_param", _DTYPES[run.precision])
     else:
         yield without_flag("precision", run.precision)
     if run.grad_reduce_dtype == "bf16":
@@ -147,10 +142,10 @@ def _compile(of: TrainedRun) -> Lines:
     fused = {"operators": run.operators == "fused", "fuse": run.fuse}
     compiled = mode == "compile" or (mode in (None, "cuda_graph") and all(fused.values()))
     if compiled:
-        yield _flag("compile.enable")
-        yield _flag("compile.components", "model,loss")
+        yield flag("compile.enable")
+        yield flag("compile.components", "model,loss")
     else:
-        yield _flag("compile.no_enable")
+        yield flag("compile.no_enable")
     for name, is_fused in fused.items():
         if is_fused != compiled:
             value = getattr(run, name)
@@ -159,7 +154,7 @@ def _compile(of: TrainedRun) -> Lines:
             )
     if of.how.tp_comm_overlap and run.tp > 1 and run.sequence_parallel:
         if compiled:
-            yield _flag("compile.enable_async_tensor_parallel")
+            yield flag("compile.enable_async_tensor_parallel")
         else:
             yield without_flag("tp_comm_overlap", True, "it needs compiled blocks")
     if mode is None and run.framework == "torchtitan" and not compiled:
@@ -174,9 +169,9 @@ def _graphs(of: TrainedRun) -> Lines:
     run, how = of.run, of.how
     captured = how.launch_mode == "cuda_graph"
     if captured and run.pp == 1 and run.ep == 1 and not how.cuda_graph_modules:
-        yield _flag("training.no_disable_cuda_graphs")
+        yield flag("training.no_disable_cuda_graphs")
         return
-    yield _flag("training.disable_cuda_graphs")
+    yield flag("training.disable_cuda_graphs")
     if captured:
         yield without_flag("launch_mode", how.launch_mode, "of whole steps, without pp and ep")
 
