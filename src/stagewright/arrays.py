@@ -89,6 +89,18 @@ def taken(columns: Sequence[Float], some: Int) -> Float:
     return found
 
 
+def product(counts: NDArray[Any], each: Float) -> Float:
+    """The sums of counts [rows, things] of what each thing is: [things, columns].
+
+    As numpy's `@`, in one thread: the threads of BLAS spin for longer than tables of a few thousand
+    numbers take.
+
+    >>> product(np.array([[1, 2]]), np.array([[3.0], [0.5]])).tolist()
+    [[4.0]]
+    """
+    return np.einsum("rt,tc->rc", counts.astype(np.float64), each)
+
+
 def latest(times: Sequence[Float]) -> Float:
     """The latest of some moments, of which there is one: seconds of any shape."""
     return reduce(np.maximum, times)

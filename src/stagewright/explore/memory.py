@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from stagewright.arrays import Float, Int, distinct_values
+from stagewright.arrays import Float, Int, distinct_values, product
 from stagewright.explore.occupancy import Holding, Occupancy
 from stagewright.explore.template_memory import Spot, TemplateRank, of_pairs
 from stagewright.explore.templates import StructureTemplate, mean_layers, nearest
@@ -129,8 +129,7 @@ class Peaks:
         """Bytes by category of configurations with these tuples, in a pipeline of these states."""
         cases, of_row = distinct_values(self.cases[tuples])
         each = np.stack([self._held(one, cases) for one in found.holdings])
-        # Products of such small tables take longer with the threads of BLAS.
-        total = np.einsum("sh,hk->sk", found.counts, each.sum(axis=1))
+        total = product(found.counts, each.sum(axis=1))
         most = found.counts[total.argmax(axis=0)]
         best = np.einsum("ch,hkc->kc", most, each).astype(np.int64)
         by = {name: of[of_row] for name, of in zip(CATEGORIES, best, strict=True)}
@@ -143,7 +142,7 @@ class Peaks:
         `scale` is that part: [categories, configurations].
         """
         each = np.stack([self.holding(one, self.cases[tuples], scale) for one in found.holdings])
-        total = found.counts @ (each * scale).sum(axis=1)
+        total = product(found.counts, (each * scale).sum(axis=1))
         return total.max(axis=0) + self.allowance[tuples]
 
     def _held(self, one: Holding, cases: Int) -> Float:

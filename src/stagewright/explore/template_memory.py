@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int, distinct_columns, is_any
+from stagewright.arrays import Bool, Float, Int, distinct_columns, is_any, product
 from stagewright.explore.templates import RETURN, StructureTemplate
 from stagewright.explore.timed_memory.live import Live
 from stagewright.lower.assembly.assemble import AssembledRank
@@ -124,13 +124,13 @@ class Sizes:
 
     def total(self, counts: Int) -> Float:
         """Bytes of all categories of counts [rows, sizes]: [rows, tuples]."""
-        return counts.astype(np.float64) @ self._every
+        return product(counts, self._every)
 
     def bytes(self, counts: Int) -> Float:
         """Bytes by category of counts [rows, sizes]: [rows, categories, tuples]."""
         found = np.zeros((len(counts), len(CATEGORIES), self.tuples))
         for nth, mine, size in self._of_categories:
-            found[:, nth] = counts[:, mine].astype(np.float64) @ size
+            found[:, nth] = product(counts[:, mine], size)
         return found
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Float, Int, product
 from stagewright.explore.bounding.stages import kind_of
 from stagewright.explore.memory import Peaks
 from stagewright.explore.template_memory import HELD, NOWHERE
@@ -34,5 +34,5 @@ class StageWeights(NamedTuple):
             peaks.stages[kind_of(s, stages),][HELD, NOWHERE].at(cases, layers[:, s].tolist())
             for s in range(stages)
         ]
-        of_layers = np.tensordot(layers.T, each, axes=1)[:, cases]
+        of_layers = product(layers.T, each)[:, cases]
         return cls(of_layers, np.stack([of[_WEIGHTS] for of in every]))

@@ -25,6 +25,7 @@ import numpy as np
 from stagewright.arrays import Float, Int, distinct_columns
 from stagewright.explore.actions import StepKind
 from stagewright.explore.pipeline.effects import Effect, Move
+from stagewright.explore.pipeline.launches import Effects, without_launches
 from stagewright.explore.pipeline.ordered_steps import OrderedSteps, ordered_steps
 from stagewright.explore.pipeline.rank_times import RankEnds, RankTimes
 from stagewright.explore.pipeline.stretches import stretches
@@ -39,7 +40,7 @@ Given = Callable[[StepKind, bool], Effect]
 class _Timed:
     """What the steps of orders and their messages take, found when it is first asked for."""
 
-    given: Given
+    effects: Effects
     message: Callable[[int, int], Float]
     moves: dict[tuple[int, tuple[bool, ...]], tuple[Effect, Move]] = field(
         default_factory=dict[tuple[int, tuple[bool, ...]], "tuple[Effect, Move]"]
@@ -49,7 +50,7 @@ class _Timed:
 
     def move(self, kind: StepKind, once: bool, comes: tuple[bool, ...]) -> Move:
         """A kind of step of an order."""
-        effect = self.given(kind, once)
+        effect = self.effects[kind, once]
         key = id(effect), comes
         if key not in self.moves:
             self.moves[key] = effect, Move.of(effect, comes)
@@ -100,8 +101,9 @@ def play_each(
     What orders begin with alike is played once, for one of the configurations for which all of it
     takes as long.
     """
-    timed = _Timed(given, message)
     every, parts = [ordered_steps(order) for order in orders], stretches((*orders,))
+    steps = dict.fromkeys((kind, once) for of in every for kind, once, _ in of.kinds)
+    timed = _Timed(without_launches({step: given(*step) for step in steps}), message)
     longest = every[-1]
     first, like = timed.equally_timed(longest, [part.shared for part in parts])
     played = np.arange(len(first))

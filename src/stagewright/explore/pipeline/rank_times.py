@@ -6,7 +6,8 @@ they are on and however long they take.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
@@ -61,11 +62,10 @@ class RankTimes(NamedTuple):
             slots[slot] = self.sent.pop(action)
         columns = {id(each): each for move in moves.values() for each in move.seconds}
         number = {of: nth for nth, of in enumerate(columns)}
-        rows = {what: [number[id(of)] for of in move.seconds] for what, move in moves.items()}
+        rows = {what: tuple(number[id(of)] for of in move.seconds) for what, move in moves.items()}
         took, delayed = taken([*columns.values()], mine), taken(delays, mine)
-        for steps in _steps_at_once(
-            some, {what: move.pattern for what, move in moves.items()}, rows
-        ):
+        patterns = tuple((what, move.pattern) for what, move in moves.items())
+        for steps in _steps_at_once(some, patterns, (*rows.items(),)):
             self._play(steps, took, delayed, slots)
         for action, slot in some.behind.items():
             self.sent[action] = slots[slot].copy()
@@ -122,19 +122,22 @@ class _AlikeSteps(NamedTuple):
     """The slots of that."""
 
 
+@lru_cache(maxsize=256)  # of the many sets of configurations that are played in one order
 def _steps_at_once(
-    some: Waves, patterns: Mapping[int, Pattern], rows: Mapping[int, list[int]]
-) -> Iterator[_AlikeSteps]:
+    some: Waves,
+    patterns: tuple[tuple[int, Pattern], ...],
+    rows: tuple[tuple[int, tuple[int, ...]], ...],
+) -> Sequence[_AlikeSteps]:
     """Those of the steps of each wave that are alike; `patterns` and `rows` of what they take by
     kind of step."""
-    number = {pattern: nth for nth, pattern in enumerate(dict.fromkeys(patterns.values()))}
-    kinds = 1 + max(patterns, default=0)
+    number = {pattern: nth for nth, pattern in enumerate(dict.fromkeys(of for _, of in patterns))}
+    kinds = 1 + max((what for what, _ in patterns), default=0)
     pattern, seconds = (
         np.zeros(kinds, dtype=np.int64),
-        np.zeros((kinds, max(map(len, rows.values()), default=0)), np.int64),
+        np.zeros((kinds, max((len(of) for _, of in rows), default=0)), np.int64),
     )
-    for what, of in patterns.items():
-        pattern[what], seconds[what, : len(rows[what])] = number[of], rows[what]
+    for (what, of), (_, own) in zip(patterns, rows, strict=True):
+        pattern[what], seconds[what, : len(own)] = number[of], own
     sends = some.target >= 0
     key = (some.wave * len(number) + pattern[some.what]) * 4 + sends @ np.array([1, 2])
     order = np.argsort(key, kind="stable")
@@ -150,8 +153,7 @@ def _steps_at_once(
         zip(*(_rows(column, edges) for column in some.target[order].T), strict=True),
         strict=True,
     )
-    for nth, *columns in alike:
-        yield _AlikeSteps(every[nth], *columns)
+    return [_AlikeSteps(every[nth], *columns) for nth, *columns in alike]
 
 
 def _rows(numbers: Int, edges: Int) -> list[_Rows]:

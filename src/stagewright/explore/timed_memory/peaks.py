@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int, distinct_values
+from stagewright.arrays import Bool, Float, Int, distinct_values, product
 from stagewright.explore.actions import STORES
 from stagewright.explore.class_rows import ClassRows
 from stagewright.explore.memory import Peaks
@@ -179,7 +179,7 @@ class LatePeaks:
         more = np.stack([of.more[tuples] for of in known])
         moments = np.array([of.moment is not None for of in known])
         of_state = ((found.counts > 0) & moments).argmax(axis=1)
-        total = found.counts @ bytes_
+        total = product(found.counts, bytes_)
         upper = total + more[of_state]
         least = np.full(len(tuples), -np.inf)
         played = np.zeros(len(total), dtype=bool)
