@@ -240,6 +240,14 @@ def test_weights_and_their_gradients_along_cp_alone():
     assert np.abs(gaps(of)).max() < 1e-6
 
 
+def test_activations_exchanged_on_the_stream_of_gradients_wait_for_their_reductions():
+    base = {"seq_length": 2048, "layers": 8, "tp": 2, "pp": 2, "vpp": 2, "etp": 1}
+    rows = [{"zero": zero} for zero in (2, 3)]
+    for own in ({"cp": 2, "ep": 2, "cp_comm_type": "a2a"}, {"dp": 4, "ep": 4}):
+        of = candidates(rows, model="mixtral-8x7b", global_batch_size=16, **base, **own)
+        assert np.abs(gaps(of)).max() < 1e-6
+
+
 def test_gradients_reduced_among_shards_and_then_among_replicas():
     """Gathers of later actions wait for reductions among shards, not for those among replicas."""
     some = ("1f1b", 1, 3), ("interleaved", 2, 3), ("zbv", 2, 3), ("interleaved", 2, 2)

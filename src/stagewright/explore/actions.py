@@ -95,6 +95,9 @@ class ActionPlaces:
     beside: Int
     """By place, the kind of its stream (`STREAMS`) where it runs on beside later actions; else 0:
     communication along dp, what happens once per step, and transfers to the host."""
+    queue: Int
+    """As `beside`, and of others on a stream that reduces gradients of microbatches: the first
+    place of an action on a stream is behind what that has transferred before."""
     stream: Int
     axis: Int
     """By place, a number of `axes`."""
@@ -106,7 +109,9 @@ class ActionPlaces:
     @cached_property
     def content(self) -> bytes:
         """What is equal for equal rows."""
-        columns = self.pointer, self.needs, self.flags, self.beside, self.stream, self.axis
+        columns = (
+            self.pointer, self.needs, self.flags, self.beside, self.queue, self.stream, self.axis
+        )  # fmt: skip
         arrays = [of.astype(np.int64) for of in columns]
         return digest([len(of) for of in arrays], *arrays, self.axes, self.handed_on, self.pair)
 
@@ -175,7 +180,7 @@ def _inputs(of: ActionPlaces, flags: Sequence[int], launch: Sequence[Float]) -> 
     """The inputs that anything of an action is behind, `GPU` first."""
     waits = {~need for need in (*of.needs.tolist(), *(need for need, _ in of.handed_on))}
     receives = {bool(flag & BACKWARD) for flag in flags if flag & RECEIVES}
-    there = {GPU, *waits.intersection(STREAMS), *of.beside.tolist()}
+    there = {GPU, *waits.intersection(STREAMS), *of.queue.tolist()}
     if launch:
         there.add(HOST)
     if receives and (False in receives or not of.pair):
@@ -214,9 +219,16 @@ def _played(
     """An action of rows with these flags: what they take, and the host, by place."""
     lists: list[list[int]] = [
         of.tolist()
-        for of in (places.pointer, places.needs, places.beside, places.stream, places.axis)
+        for of in (
+            places.pointer,
+            places.needs,
+            places.beside,
+            places.queue,
+            places.stream,
+            places.axis,
+        )
     ]
-    pointer, needs, beside, streams, axis = lists
+    pointer, needs, beside, queue, streams, axis = lists
     pair, axes, configurations = places.pair, places.axes, len(drawn)
     count = INPUTS + pair
     own = _inputs(places, flags, launch)  # ends are behind these only: [of these, configurations]
@@ -226,6 +238,7 @@ def _played(
     kernel, thread = inputs[GPU], inputs[HOST]
     of_streams = {of: inputs[of] for of in STREAMS}
     chains: dict[int, dict[int, Float]] = {of: {} for of in STREAMS}  # by stream
+    begun: set[int] = set()  # streams
     last_layer: dict[int, Float] = {}
     never = np.full((len(own), configurations), NEVER)
     sent = [never, never]
@@ -241,9 +254,10 @@ def _played(
         way = int(pair and bool(flag & BACKWARD))
         of_stream, stream = beside[place], streams[place]
         awaited = [inputs[~need] if need < 0 else ends[need] for need in mine]
-        if of_stream and stream not in chains[of_stream]:
+        if queue[place] and stream not in begun:
             # Issue orders leave this out where kernels between imply it, here or there.
-            awaited.append(inputs[of_stream])
+            awaited.append(inputs[queue[place]])
+            begun.add(stream)
         if flag & RECEIVES:
             awaited.append(inputs[MESSAGE + way])
         if not mine:

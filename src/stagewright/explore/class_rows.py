@@ -67,6 +67,9 @@ class ClassPlaces:
     axes: tuple[str, ...]
     beside: Int
     """By place: the kind of stream of a transfer that runs on beside later actions, or 0."""
+    queue: Int
+    """By place: as `beside`, and of others on a stream that reduces gradients of microbatches: they
+    start behind these."""
     frees: Int
     """By place: `REDUCES` or `STORES` where kernels behind the next transfer of this kind wait for
     the end, since it frees memory; else 0."""
@@ -105,7 +108,10 @@ class ClassPlaces:
             + BACKWARD * backward
         )  # fmt: skip
         beside = _kinds_of_streams(kind == STORE, order.stream, data, reduces)
-        return cls(tasks, order, kind, message, flags, axis, axes, beside, frees)
+        of_stream = np.zeros(int(order.stream.max(initial=0)) + 2, dtype=np.int64)  # receives: -1
+        of_stream[order.stream[reduces]] = beside[reduces]
+        queue = np.maximum(beside, of_stream[order.stream])
+        return cls(tasks, order, kind, message, flags, axis, axes, beside, queue, frees)
 
     @property
     def data(self) -> Bool:
@@ -134,7 +140,8 @@ class ClassPlaces:
             handed.append((place, self.axes[int(self.axis[need])]))
         return ActionPlaces(
             pointer - pointer[0], needs, self._with_layers(begin, end), self.beside[begin:end],
-            order.stream[begin:end], self.axis[begin:end], self.axes, (*handed,), pair,
+            self.queue[begin:end], order.stream[begin:end], self.axis[begin:end], self.axes,
+            (*handed,), pair,
         )  # fmt: skip
 
     def _with_layers(self, begin: int, end: int) -> Int:

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from stagewright.explore.pipeline.effects import plain
+from stagewright.explore.actions import GPU, HOST, MESSAGE
+from stagewright.explore.pipeline import play as playing
+from stagewright.explore.pipeline.effects import Effect, plain
+from stagewright.explore.pipeline.launches import without_launches
 from stagewright.explore.pipeline.play import play, play_each
 from stagewright.explore.pipeline.rounds import rounds, slowest_loop
 from stagewright.schedule.play import play as play_one
@@ -113,3 +116,40 @@ def test_orders_that_begin_alike_take_as_long_as_each_alone(schedule, pp, counts
     ):
         alone = play(order, given, message)
         np.testing.assert_array_equal(found.gpu, alone.gpu[:, own])
+
+
+def launched(kernels, first, host):
+    """A step whose kernels take so long, behind the launch of the `first`, and so long on the
+    host."""
+    ends = (kernels, (GPU, MESSAGE)), (kernels + first, (HOST,))
+    return Effect((ends, ((host, (HOST,)),), *[()] * (MESSAGE - 2)), (ends,))
+
+
+def inputs(part):
+    return sorted(own for _, every in part for own in every)
+
+
+def test_kernels_wait_for_launches_in_the_first_step_alone_where_hosts_are_ahead(monkeypatch):
+    draw = np.random.default_rng(5)
+    order = make("interleaved", 4, 8, 2)
+
+    def given(kernels, host):
+        first = np.full(len(kernels), 0.25)
+        return lambda step, complete: launched(kernels, first, host)
+
+    def message(a, b):
+        return np.full(6, 0.1)
+
+    kernels = draw.uniform(1, 2, 6)
+    for host, ahead in ((kernels / 2, True), (np.append(kernels[1:] / 2, 3.0), False)):
+        step = given(kernels, host)
+        effects = {(((0, "F"),), once): step(((0, "F"),), once) for once in (False, True)}
+        usual, first = (without_launches(effects)[((0, "F"),), once] for once in (False, True))
+        assert (HOST in inputs(usual.moments[GPU])) is not ahead
+        assert HOST in inputs(first.moments[GPU])
+        found = play(order, step, message)
+        with monkeypatch.context() as patched:
+            patched.setattr(playing, "without_launches", lambda effects: effects)
+            whole = play(order, step, message)
+        for own, of in zip(found, whole, strict=True):
+            np.testing.assert_array_equal(own, of)
