@@ -1,7 +1,7 @@
 """A search in columns: the configurations that a CPU-second evaluates, and the gaps to `simulate`.
 
     python benchmarks/search.py [--runs N] [--seed S] [--only CASE] [--sample N] [--whole]
-                                [--no-gaps] [--no-rate]
+                                [--no-gaps] [--no-rate] [--batches LIST]
                                 [--calculon CHECKOUT] [--calculon-python PYTHON]
 
 A search settles every candidate: most by lower bounds of their time and memory, the others by their
@@ -10,12 +10,13 @@ figures in columns, and the best 20 by simulation; `--whole` evaluates all of th
 Cases are the default spaces of models on machines; `calculon` is its default space on Calculon's
 machine, and `calculon-own` Calculon's own space of 7,126,368 configurations as far as settings say
 it (`calculon.yaml`, which says what has no counterpart): 1,130,448 of ours, of which none is
-counted twice. `calculon-batches` is that space with the global batch free: eight batches from 512
-to 65,536 sequences, evaluated whole, lot by lot as a search does, from the space to the fastest
-that fits. The gap is taken over N runs of each, drawn at
-random; `--sample` evaluates so many of the candidates, which are then fewer for each structure and
-cost more. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342
-configurations per CPU-second, AIConfigurator 24 points, each on the machine of its authors.
+counted twice. `calculon-batches` is that space with the global batch free, evaluated whole, lot by
+lot as a search does, from the space to the fastest that fits: sixteen batches from 512 to 98,304
+sequences, or those of `--batches`, a list or a range as settings take it. The gap is taken over N
+runs of each, drawn at random; `--sample` evaluates so many of the candidates, which are then fewer
+for each structure and cost more. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon)
+evaluates 181 to 342 configurations per CPU-second, AIConfigurator 24 points, each on the machine of
+its authors.
 `--calculon` runs Calculon's own search from a checkout of one's own on this machine as well, with
 an interpreter that has what it needs (pandas, psutil), so that both rates are of one machine.
 """
@@ -62,6 +63,8 @@ CASES = {
 """Model, hardware, GPUs and further settings by name."""
 OWN = "calculon-own"
 BATCHES = "calculon-batches"
+SEQUENCES = ",".join(str(each << octave) for octave in range(8) for each in (512, 768))
+"""The batches of `calculon-batches`, in sequences: two in each octave."""
 CALCULON = (181, 342)
 """Configurations per CPU-second (Isaev et al., SC23, and its companion studies)."""
 
@@ -173,11 +176,11 @@ def _show_calculon(checkout: str, interpreter: str) -> None:
           flush=True)  # fmt: skip
 
 
-def _show_batches() -> None:
+def _show_batches(batches: str) -> None:
     """The rate at which Calculon's space of several batches is evaluated whole, from its
     enumeration to the candidate that handles most tokens per second of those that fit."""
     begin = time.process_time()
-    rows = calculon("512:65536:x2")
+    rows = calculon(batches)
     enumerated = time.process_time() - begin
     found = in_lots(rows)
     figures = found.figures
@@ -201,13 +204,14 @@ def main() -> None:
     options.add_argument("--whole", action="store_true")
     options.add_argument("--no-gaps", action="store_true")
     options.add_argument("--no-rate", action="store_true")
+    options.add_argument("--batches", default=SEQUENCES, metavar="LIST")
     options.add_argument("--calculon", metavar="CHECKOUT", help="a checkout of Calculon")
     options.add_argument("--calculon-python", default=sys.executable, metavar="PYTHON")
     given = options.parse_args()
     if given.calculon:
         _show_calculon(given.calculon, given.calculon_python)
     if given.only == BATCHES:
-        _show_batches()
+        _show_batches(given.batches)
         return
     draw = np.random.default_rng(given.seed)
     every: tuple[list[float], list[float]] = [], []

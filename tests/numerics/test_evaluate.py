@@ -302,6 +302,14 @@ def test_experts_where_only_tp_and_cp_differ_are_evaluated_together():
     assert np.abs(gaps(of)).max() < 1e-3
 
 
+def test_experts_that_are_split_alike_have_one_structure_however_many_ranks():
+    rows = [{"tp": tp, "dp": dp, "ep": ep} for tp, dp, ep in ((2, 8, 2), (4, 16, 4), (8, 32, 8))]
+    of = candidates(rows, model="mixtral-8x7b", layers=2, etp=1, sequence_parallel=True,
+                    global_batch_size=64)  # fmt: skip
+    assert len(structures(of).found) == 1
+    assert np.abs(gaps(of)).max() < 1e-3
+
+
 def test_stages_of_one_layer_with_transfers_in_every_microbatch():
     names = ("pp", "vpp", "zero", "cpu_offloading_num_layers", "first_stage_less_layers")
     some = (2, 2, 3, None, 1), (4, 1, 2, None, 0), (2, 2, 1, 1, 0)

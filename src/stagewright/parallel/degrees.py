@@ -211,11 +211,11 @@ def _state_groups(
 def _common_axes(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -> list[AxisUse]:
     """The coarsest axes that both factorizations of the same ranks consist of, fastest first."""
     result: list[AxisUse] = []
-    left = [list(x) for x in experts if x[1] > 1]
+    left = [x for x in experts if x[1] > 1]
     for name, size in dense:
         rest = size
         while rest > 1:
-            expert, most = str(left[0][0]), int(left[0][1])
+            (expert, most), *others = left
             piece = gcd(rest, most)
             if piece not in (rest, most):
                 raise UserError(
@@ -225,9 +225,8 @@ def _common_axes(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -
             whole = piece == size
             result.append(AxisUse(name if whole else f"{name}_{expert}", piece, name, expert))
             rest //= piece
-            left[0][1] = most // piece
-            if left[0][1] == 1:
-                left.pop(0)
+            most //= piece
+            left = others if most == 1 else [(expert, most), *others]
     return result
 
 
