@@ -53,7 +53,7 @@ def _lead(effects: Iterable[Effect]) -> Float | None:
             if behind is None:
                 return None
             found.append(behind - seconds)
-    return np.minimum.reduce(found) if found else None
+    return np.minimum.reduce(found)
 
 
 def _without_host(of: Effect, lead: Float) -> Effect:

@@ -42,10 +42,10 @@ class _Timed:
 
     effects: Effects
     message: Callable[[int, int], Float]
-    moves: dict[tuple[int, tuple[bool, ...]], tuple[Effect, Move]] = field(
-        default_factory=dict[tuple[int, tuple[bool, ...]], "tuple[Effect, Move]"]
+    moves: dict[tuple[int, tuple[bool, ...]], Move] = field(
+        default_factory=dict[tuple[int, tuple[bool, ...]], Move]
     )
-    """Each with its effect: while that is held, no other has the id in the key."""
+    """By id of an effect, and which of its step's actions wait for a message."""
     delays: dict[tuple[int, int], Float] = field(default_factory=dict[tuple[int, int], Float])
 
     def move(self, kind: StepKind, once: bool, comes: tuple[bool, ...]) -> Move:
@@ -53,8 +53,8 @@ class _Timed:
         effect = self.effects[kind, once]
         key = id(effect), comes
         if key not in self.moves:
-            self.moves[key] = effect, Move.of(effect, comes)
-        return self.moves[key][1]
+            self.moves[key] = Move.of(effect, comes)
+        return self.moves[key]
 
     def delay(self, way: tuple[int, int]) -> Float:
         """The seconds of a message."""

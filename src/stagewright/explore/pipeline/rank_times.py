@@ -62,10 +62,12 @@ class RankTimes(NamedTuple):
             slots[slot] = self.sent.pop(action)
         columns = {id(each): each for move in moves.values() for each in move.seconds}
         number = {of: nth for nth, of in enumerate(columns)}
-        rows = {what: tuple(number[id(of)] for of in move.seconds) for what, move in moves.items()}
+        kinds = tuple(
+            _StepOfTable(what, move.pattern, tuple(number[id(of)] for of in move.seconds))
+            for what, move in moves.items()
+        )
         took, delayed = taken([*columns.values()], mine), taken(delays, mine)
-        patterns = tuple((what, move.pattern) for what, move in moves.items())
-        for steps in _steps_at_once(some, patterns, (*rows.items(),)):
+        for steps in _steps_at_once(some, kinds):
             self._play(steps, took, delayed, slots)
         for action, slot in some.behind.items():
             self.sent[action] = slots[slot].copy()
@@ -122,21 +124,24 @@ class _AlikeSteps(NamedTuple):
     """The slots of that."""
 
 
-@lru_cache(maxsize=256)  # of the many sets of configurations that are played in one order
-def _steps_at_once(
-    some: Waves,
-    patterns: tuple[tuple[int, Pattern], ...],
-    rows: tuple[tuple[int, tuple[int, ...]], ...],
-) -> Sequence[_AlikeSteps]:
-    """Those of the steps of each wave that are alike; `patterns` and `rows` of what they take by
-    kind of step."""
-    number = {pattern: nth for nth, pattern in enumerate(dict.fromkeys(of for _, of in patterns))}
-    kinds = 1 + max((what for what, _ in patterns), default=0)
+class _StepOfTable(NamedTuple):
+    """What the steps of one kind make, and what they take: rows of a table."""
+
+    what: int
+    pattern: Pattern
+    seconds: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)  # many sets of configurations are played in one order
+def _steps_at_once(some: Waves, kinds: tuple[_StepOfTable, ...]) -> Sequence[_AlikeSteps]:
+    """Those of the steps of each wave that are alike, by the kinds of steps."""
+    number = {of: nth for nth, of in enumerate(dict.fromkeys(kind.pattern for kind in kinds))}
+    count = 1 + max((kind.what for kind in kinds), default=0)
     pattern, seconds = (
-        np.zeros(kinds, dtype=np.int64),
-        np.zeros((kinds, max((len(of) for _, of in rows), default=0)), np.int64),
+        np.zeros(count, dtype=np.int64),
+        np.zeros((count, max((len(kind.seconds) for kind in kinds), default=0)), np.int64),
     )
-    for (what, of), (_, own) in zip(patterns, rows, strict=True):
+    for what, of, own in kinds:
         pattern[what], seconds[what, : len(own)] = number[of], own
     sends = some.target >= 0
     key = (some.wave * len(number) + pattern[some.what]) * 4 + sends @ np.array([1, 2])
