@@ -52,8 +52,11 @@ def collectives_seconds(op: str, local_bytes: Float, group: Placement, machine: 
 def _options(op: str, whole: Amount, group: Placement, machine: Machine) -> dict[str, Amount]:
     """Seconds by each algorithm that may be taken: by the machine's, where that can do it."""
     uses = tiers_used(group, machine)
+    unknown = {*_unknown_to(machine)} - {machine.algorithm}
     options: dict[str, Amount] = {}
     for name, model in _ALGORITHMS.items():
+        if name in unknown:
+            continue
         found = [s for size in MessageSize if (s := model(op, whole, uses, size)) is not None]
         if found:
             options[name] = reduce(_smaller, found)
@@ -63,8 +66,7 @@ def _options(op: str, whole: Amount, group: Placement, machine: Machine) -> dict
     if op == "all_reduce" and direct and len(uses) == 1 and group.counts[0] == group.ranks:
         link = machine.hardware.scale_up.bandwidth_gb_s * uses[0].share
         options["direct"] = direct_all_reduce(whole, group.ranks, link, direct)
-    unknown = _unknown_to(machine)
-    return {name: seconds for name, seconds in options.items() if name not in unknown}
+    return options
 
 
 def _unknown_to(machine: Machine) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Float, distinct_rows
+from stagewright.arrays import Bool, Float, distinct_rows, sorted_values
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
@@ -99,11 +99,12 @@ class Placements:
     def placements(self, slot: int, which: RankClass) -> list[Placement]:
         """The placements of the groups of communicator `slot` that have members in a rank class."""
         ids = self.groups[slot]
-        wanted = np.unique(ids[which.ranks])
-        ranks = np.flatnonzero(np.isin(ids, wanted[wanted > 0]))
+        ranks = which.ranks[ids[which.ranks] > 0]
+        wanted = sorted_values(ids[ranks])
+        if len(ranks) < len(wanted) * np.count_nonzero(ids == wanted[0]):  # others are members
+            ranks = np.flatnonzero(np.isin(ids, wanted))
         ranks = ranks[np.argsort(ids[ranks], kind="stable")]
-        groups = len(wanted[wanted > 0])
-        return placements(self.machine, ranks.reshape(groups, -1).astype(np.int64))
+        return placements(self.machine, ranks.reshape(len(wanted), -1).astype(np.int64))
 
     def routed(self, which: RankClass, routed: Routed | None) -> Routed | None:
         """`routed` as the ranks of a class send tokens: those that prefill, in large messages."""
@@ -146,7 +147,7 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
 
     moves = tasks.kind == TaskKind.COLLECTIVE
     rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
-    slots = [int(s) for s in np.unique(tasks.slot[moves])]
+    slots = [int(s) for s in sorted_values(tasks.slot[moves])]
     where = {s: placed.placements(s, which) for s in slots}
     exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
     most = int(tasks.comm_bytes[exchanged].max(initial=0))
@@ -170,7 +171,7 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
 
     messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
     rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
-    levels = {int(s): placed.level(int(s), which) for s in np.unique(tasks.slot[messages])}
+    levels = {int(s): placed.level(int(s), which) for s in sorted_values(tasks.slot[messages])}
     sent = [
         message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine) for i in rows
     ]

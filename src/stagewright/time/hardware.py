@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from stagewright.errors import UserError, did_you_mean, either
-from stagewright.files import from_yaml, read_text
+from stagewright.files import from_yaml, own_yaml, read_text
 from stagewright.time.constants import AttentionFit, ExpertFit, FigureBlock, GemmFit
 from stagewright.time.inference_fits import InferenceFit
 
@@ -248,9 +248,9 @@ def names() -> list[str]:
 def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
     """The hardware of a name in `names()`, or of a YAML file: its path or lines; or a UserError."""
     if "\n" in (name := str(name_or_path)):
-        return _load(name, "hardware")
+        return _load(from_yaml(name, "hardware"), "hardware")
     if name.endswith((".yaml", ".yml")) or os.sep in name:
-        return _load(read_text(name, "hardware in YAML"), name)
+        return _load(from_yaml(read_text(name, "hardware in YAML"), name), name)
     if name not in names():
         raise UserError(
             f"unknown hardware {name!r}{did_you_mean(name.lower(), names())}; "
@@ -261,15 +261,20 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
 
 @cache
 def _known(name: str) -> Hardware:
-    return _load((_folder() / f"{name}.yaml").read_text(encoding="utf-8"), name)
+    return _load(_own(name), name)
+
+
+def _own(name: str) -> Any:
+    """What a file has that the package carries."""
+    return own_yaml((_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _folder() -> Any:
     return files("stagewright") / "data" / "hardware"
 
 
-def _load(text: str, where: str) -> Hardware:
-    values, sources = _with_base(text, where, (os.path.normpath(where),))
+def _load(raw: Any, where: str) -> Hardware:
+    values, sources = _with_base(raw, where, (os.path.normpath(where),))
     try:
         hardware = Hardware(**values, sources=sources)
     except ValidationError as error:
@@ -291,10 +296,10 @@ def _load(text: str, where: str) -> Hardware:
 
 
 def _with_base(
-    text: str, where: str, seen: tuple[str, ...] = ()
+    raw: Any, where: str, seen: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a file and their sources, over those of its base."""
-    raw = from_yaml(text, where)
+    """The values of a file, of which `raw` is what it has, and their sources, over those of its
+    base."""
     if not isinstance(raw, dict):
         raise UserError(f"{where}: got {shown(raw)}, wanted keys such as peak_bf16_tflops: 989.4")
     given = {str(key): value for key, value in cast("dict[object, Any]", raw).items()}
@@ -315,9 +320,10 @@ def _with_base(
             f"{either(n for n in names() if n not in seen)}, or the path of another .yaml file"
         )
     if found is None:
-        below, name = (_folder() / f"{base}.yaml").read_text(encoding="utf-8"), str(base)
+        below, name = _own(str(base)), str(base)
     else:
-        below, name = read_text(found, f"hardware in YAML, the base of {where}"), found
+        text = read_text(found, f"hardware in YAML, the base of {where}")
+        below, name = from_yaml(text, found), found
     under, under_sources = _with_base(below, name, (*seen, name))
     for key in [k for k in under_sources if k.split(".")[0] in values and "." not in k]:
         del under_sources[key]

@@ -18,7 +18,7 @@ from typing import NamedTuple, Self, get_args
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, distinct_rows
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.cluster import Algorithm, Topology
 from stagewright.time.constants import GemmFit
@@ -272,7 +272,9 @@ def placements_in(tiers: Sequence[Tier], groups: Int) -> list[Placement]:
         count = -(-distinct // above)
         columns += [count, np.where(count > 1, gaps, 1)]
         distinct = above
-    rows = np.unique(np.stack(columns, axis=1), axis=0)
+    first, _ = distinct_rows(columns)
+    rows = np.stack(columns, axis=1)[first]
+    rows = rows[np.lexsort(rows.T[::-1])]
     return [
         Placement(size, tuple(int(x) for x in row[::2]), tuple(int(x) for x in row[1::2]))
         for row in rows

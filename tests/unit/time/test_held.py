@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from stagewright.lower.compile import compile
+from stagewright.program.memory import deltas
 from stagewright.program.memory import timeline as by_row
 from stagewright.run.settings import Run
-from stagewright.time.simulate.memory import memory_timeline
-from stagewright.time.simulate.timeline import Lane, timeline
+from stagewright.time.simulate.memory import memory_timeline, peak
+from stagewright.time.simulate.timeline import TICK, Lane, timeline
 from timed import RUNS, durations
 
 
@@ -40,15 +41,16 @@ def test_memory_over_time_is_what_is_there(run: str) -> None:
             assert int(found.size[:, at].sum()) == counted(lane, tick)
         fewer = found.sampled(10)
         assert len(fewer.ticks) <= 10
-        assert fewer.peak == found.peak == found.at_peak()["peak"]
+        most = peak(lane, deltas(lane.of))
+        assert fewer.peak == found.peak == sum(most.by_category.values())
+        first = int(found.size.sum(axis=0).argmax())
+        assert most.seconds == found.ticks[first] * TICK
+        assert [*most.by_category.values()] == [size for size in found.size[:, first] if size]
 
 
 def test_without_overlap_it_is_memory_over_rows() -> None:
     program = compile(Run(**RUNS["dp"] | {"dp": 1, "global_batch_size": 1})).program
     (of,) = program.classes
     (lane,) = timeline(program, [np.full(len(of.tasks), 1e-6)]).lanes
-    found = memory_timeline(lane)
-    assert found.peak == by_row(of).sum(axis=0).max()
-    assert all(
-        of.memory[name] == size for name, size in found.at_peak().items() if name in of.memory
-    )
+    assert memory_timeline(lane).peak == by_row(of).sum(axis=0).max()
+    assert peak(lane, deltas(of)).by_category.items() <= of.memory.items()

@@ -69,6 +69,11 @@ class LinearRows:
     """What the last rows are of: those of waits (`ActionColumns.waits`)."""
     few: Mapping[tuple[float, ...], Int] = field(default_factory=dict[tuple[float, ...], Int])
     """As `base`, of stages with other layers of each variant (`templates.Kind.few`)."""
+    _distinct: dict[Hashable, tuple[list[Int], Int]] = field(
+        default_factory=dict[Hashable, tuple[list[Int], Int]], init=False
+    )
+    """Of rows that have been asked for: the distinct ones in the base and what is added to it, and
+    which of these each row is."""
 
     @classmethod
     def of(
@@ -126,16 +131,18 @@ class LinearRows:
         """Some rows of some cases, with so many layers of each variant."""
         counts: list[float] = layers.tolist()
         has = nearest(counts, self.few, self.layers)
-        base = self.few.get(has, self.base)
-        further = [
-            (more[rows], count - own)
-            for more, count, own in zip(self.more, counts, has, strict=True)
-            if count != own
-        ]
-        first, of = distinct_rows([base[rows], *(more for more, _ in further)])
-        found = self._taken(base[rows][first], cases)
-        for more, count in further:
-            found += self._taken(more[first], cases) * count
+        further = [count - own for count, own in zip(counts, has, strict=True)]
+        differ = tuple(nth for nth, count in enumerate(further) if count)
+        key = has, differ, rows.start, rows.stop
+        if key not in self._distinct:
+            base = self.few.get(has, self.base)
+            every = [base[rows], *(self.more[nth][rows] for nth in differ)]
+            first, of = distinct_rows(every)
+            self._distinct[key] = [each[first] for each in every], of
+        (base, *others), of = self._distinct[key]
+        found = self._taken(base, cases)
+        for nth, more in zip(differ, others, strict=True):
+            found += self._taken(more, cases) * further[nth]
         return EqualRows(found, of)
 
     def _taken(self, rows: Int, cases: Int) -> Float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int, is_any
+from stagewright.arrays import Bool, Int, distinct_numbers, is_any
 from stagewright.lower.assembly.assemble import AssembledRank
 from stagewright.program.columns import TaskKind, Tasks
 
@@ -80,11 +80,11 @@ class Live:
         return counts, *self._by_rows(there[apart])
 
     def _by_rows(self, some: Int) -> tuple[Int, Int]:
-        pairs, of = np.unique(
-            np.stack([self.issued[some], self.last[some]], axis=1), axis=0, return_inverse=True
-        )
+        issued, last = self.issued[some], self.last[some]
+        distinct, of = distinct_numbers([issued + 1, last + 1], len(some))
+        pairs = np.stack([issued, last], axis=1)[distinct]
         counts = np.zeros((len(pairs), self.count), dtype=np.int64)
-        np.add.at(counts, (of.ravel(), self.number[some]), 1)
+        np.add.at(counts, (of, self.number[some]), 1)
         return pairs, counts
 
     def always(self, row: int, stage: int) -> Int:

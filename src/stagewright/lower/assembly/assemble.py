@@ -287,6 +287,8 @@ def _write_dependencies(
         else:
             actions = rank.by_microbatch[s, h][microbatch]
         value[:, alike] = rank.rows(actions, places)
+        if not rank.borrows:
+            continue
         owner = rank.stages[s].backward if h else rank.stages[s].forward
         gathers = np.flatnonzero(owner.gathers[places])
         if len(gathers) and (rank.supplier[actions] != actions).any():

@@ -80,6 +80,8 @@ class RankRows:
         self._unshards = weights.before
         self.supplier = self._suppliers(weights)
         """Per action, the action that has gathered the weights it uses: itself, or one before."""
+        self.borrows = bool((self.supplier != np.arange(len(self.supplier))).any())
+        """Whether some action uses weights that another one has gathered."""
         self.once = self._once_per_step()
         """Stage and half -> the action that does what happens once per step: the first forward, the
         last of each half of a backward."""

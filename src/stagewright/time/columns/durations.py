@@ -66,6 +66,11 @@ class Columns:
     """A token is sent once to each rank that has experts for it (`experts.dispatch`)."""
 
     @cached_property
+    def sustained(self) -> Hardware:
+        """The hardware at the clocks of a step."""
+        return self.hardware.sustained()
+
+    @cached_property
     def each(self) -> Sequence[KernelNumbers]:
         """The numbers of each kernel."""
         known = self.known.numbers
@@ -139,7 +144,7 @@ class Columns:
         flops = self.stacked([self.each[n].flops for n in mine])
         traffic = self.stacked([self.each[n].traffic for n in mine])
         kernels = Kernels(size, flops.ravel(), traffic.ravel(), dtype, backward)
-        seconds = kernels_seconds(name, kernels, self.hardware.sustained())
+        seconds = kernels_seconds(name, kernels, self.sustained)
         return seconds.reshape(len(mine), self.count)
 
     def of_rows(self, tasks: Tasks, kernel: Int, meshes: MeshColumns) -> RowKinds:
@@ -252,7 +257,7 @@ class Columns:
             batch, m, n, k, traffic = (column[0] for column in whole[:5])
             seconds = gemm_seconds(
                 batch, m, n, k,
-                traffic=traffic, dtype=tasks.dtypes[int(dtype[0])], on=self.hardware.sustained(),
+                traffic=traffic, dtype=tasks.dtypes[int(dtype[0])], on=self.sustained,
             )  # fmt: skip
             number = self.known.rows.number
             known[key] = JointProduct([*map(number, whole.share * seconds)], [*map(number, result)])

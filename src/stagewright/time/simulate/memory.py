@@ -7,6 +7,7 @@ issue order ends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,14 +29,6 @@ class MemoryTimeline:
         """The most at any time."""
         return int(self.size.sum(axis=0).max(initial=0))
 
-    def at_peak(self) -> dict[str, float]:
-        """The time of the peak (`seconds`), its bytes (`peak`), and the bytes by category."""
-        held = self.size.sum(axis=0)
-        at = int(held.argmax())
-        parts = {name: int(b) for name, b in zip(CATEGORIES, self.size[:, at], strict=True) if b}
-        peak = int(held.max(initial=0))
-        return {"seconds": int(self.ticks[at]) * TICK, "peak": peak, **parts}
-
     def pairs(self) -> list[tuple[float, int]]:
         """Pairs of seconds and bytes of all categories."""
         seconds = (self.ticks * TICK).tolist()
@@ -52,9 +45,36 @@ class MemoryTimeline:
         return MemoryTimeline(self.ticks[chosen], self.size[:, chosen])
 
 
+class Peak(NamedTuple):
+    """What a lane holds when it holds most."""
+
+    seconds: float
+    """When that is first so."""
+    by_category: dict[str, int]
+    """Bytes; those of which there are none are left out."""
+
+
 def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:
     """The memory of a lane over the step; `change` are the `deltas` of its class, if known."""
-    start, allocated, freed = change or deltas(lane.of)
+    ticks, changes, order = _changes(lane, change or deltas(lane.of))
+    last = _last_of_each(ticks)
+    return MemoryTimeline(ticks[last], changes[:, order].cumsum(axis=1)[:, last])
+
+
+def peak(lane: Lane, change: Deltas) -> Peak:
+    """The peak of `memory_timeline`, in a third of its time."""
+    ticks, changes, order = _changes(lane, change)
+    last = _last_of_each(ticks)
+    at = last[int(changes.sum(axis=0)[order].cumsum()[last].argmax())]
+    held = changes[:, order[: at + 1]].sum(axis=1)
+    parts = {name: size for name, size in zip(CATEGORIES, held.tolist(), strict=True) if size}
+    return Peak(int(ticks[at]) * TICK, parts)
+
+
+def _changes(lane: Lane, of: Deltas) -> tuple[Int, Int, Int]:
+    """When the bytes that a lane holds change: ticks, ascending. By how much, [categories, changes]
+    in an order of their own, of which the third gives that of the ticks."""
+    start, allocated, freed = of
     rows = lane.issue.rows
     ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
     ready[rows], end[rows] = lane.ready, lane.end
@@ -62,6 +82,9 @@ def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:
     ticks = np.concatenate([[0], end[go], ready[come]])
     changes = np.concatenate([start[:, None], -freed[:, go], allocated[:, come]], axis=1)
     order = np.argsort(ticks, kind="stable")  # at equal times, frees come before allocations
-    ticks, size = ticks[order], changes[:, order].cumsum(axis=1)
-    last = np.flatnonzero(np.diff(ticks, append=ticks[-1] + 1))
-    return MemoryTimeline(ticks[last], size[:, last])
+    return ticks[order], changes, order
+
+
+def _last_of_each(ticks: Int) -> Int:
+    """The last of each run of equal times."""
+    return np.flatnonzero(np.diff(ticks, append=ticks[-1] + 1))

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -36,7 +36,7 @@ from stagewright.lower.inference.disaggregated import prefill_run
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
-from stagewright.program.memory import deltas
+from stagewright.program.memory import Deltas, deltas
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -51,10 +51,10 @@ from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.launches import host_work, launch_mode
-from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline
+from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline, peak
 from stagewright.time.simulate.serving import Served, ServingGroup, limiting, served
 from stagewright.time.simulate.steady import in_flight, steady_step
-from stagewright.time.simulate.timeline import Progress, Timeline, timeline
+from stagewright.time.simulate.timeline import Lane, Progress, Timeline, timeline
 from stagewright.time.simulate.utilization import (
     Flops,
     SequenceFlops,
@@ -145,13 +145,14 @@ class SimulatedStep:
     @cached_property
     def memory(self) -> list[MemoryTimeline]:
         """Memory over time of each lane."""
-        classes = itertools.groupby(self.line.lanes, key=lambda lane: id(lane.of))
-        timelines: list[MemoryTimeline] = []
-        for _, of_class in classes:
+        return [memory_timeline(lane, change) for lane, change in self._changes()]
+
+    def _changes(self) -> Iterator[tuple[Lane, Deltas]]:
+        """Each lane with the changes of what its class holds."""
+        for _, of_class in itertools.groupby(self.line.lanes, key=lambda lane: id(lane.of)):
             lanes = list(of_class)
             change = deltas(lanes[0].of)
-            timelines += [memory_timeline(lane, change) for lane in lanes]
-        return timelines
+            yield from ((lane, change) for lane in lanes)
 
     @cached_property
     def held(self) -> list[Held]:
@@ -160,14 +161,11 @@ class SimulatedStep:
         In inference, where memory is constant, the bytes are those of the program.
         """
         held: list[Held] = []
-        for lane, over in zip(self.line.lanes, self.memory, strict=True):
-            each = held_at_peak(lane.of)
-            at = over.at_peak()
-            if at.pop("peak"):
-                seconds = at.pop("seconds")
+        for lane, change in self._changes():
+            each, most = held_at_peak(lane.of), peak(lane, change)
+            if most.by_category:
                 rest = {k: v for k, v in each.by_category.items() if k == "allowance"}
-                parts = {k: int(v) for k, v in at.items()} | rest
-                each = Held(lane.of, parts, seconds)
+                each = Held(lane.of, most.by_category | rest, most.seconds)
             held.append(each)
         return held
 
