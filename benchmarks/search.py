@@ -4,19 +4,19 @@
                                 [--no-gaps] [--no-rate] [--batches LIST]
                                 [--calculon CHECKOUT] [--calculon-python PYTHON]
 
-A search settles every candidate: most by lower bounds of their time and memory, the others by their
+A search decides every candidate: most by lower bounds of their time and memory, the others by their
 figures in columns, and the best 20 by simulation; `--whole` evaluates all of them in columns.
 
-Cases are the default spaces of models on machines; `calculon` is its default space on Calculon's
-machine, and `calculon-own` Calculon's own space of 7,126,368 configurations as far as settings say
-it (`calculon.yaml`, which says what has no counterpart): 1,130,448 of ours, of which none is
-counted twice. `calculon-batches` is that space with the global batch free, evaluated whole, lot by
-lot as a search does, from the space to the fastest that fits: sixteen batches from 512 to 98,304
-sequences, or those of `--batches`, a list or a range as settings take it. The gap is taken over N
-runs of each, drawn at random; `--sample` evaluates so many of the candidates, which are then fewer
-for each structure and cost more. Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon)
-evaluates 181 to 342 configurations per CPU-second, AIConfigurator 24 points, each on the machine of
-its authors.
+Cases are the default spaces of models on machines; `calculon` is that of GPT-3 175B on the machine
+of Calculon's study. Two more run only when `--only` names them. `calculon-own` is Calculon's own
+space of 7,126,368 configurations as far as settings say it (`calculon.yaml`, which says what has no
+counterpart): 1,130,448 of ours, of which none is counted twice. `calculon-batches` is that space
+with the global batch free, evaluated whole, lot by lot as a search does, from the space to the
+fastest that fits: sixteen batches from 512 to 98,304 sequences, or those of `--batches`, a list or
+a range as settings take it. The gap is taken over N runs of each, drawn at random. `--sample N`
+takes N of the candidates at random: fewer of them share a structure, so that each costs more.
+Calculon (Isaev et al., SC23; github.com/calculon-ai/calculon) evaluates 181 to 342 configurations
+per CPU-second, AIConfigurator 24 points, each on the machine of its authors.
 `--calculon` runs Calculon's own search from a checkout of one's own on this machine as well, with
 an interpreter that has what it needs (pandas, psutil), so that both rates are of one machine.
 """

@@ -73,9 +73,13 @@ class ActionColumns:
 
 
 MAIN, SENDS, RECEIVES, BACKWARD, WAITS, EARLY, LATE = (1 << n for n in range(7))
-"""What a place is: a kernel of the model's stream; a message to another rank of the pipeline, and
-from one; part of a backward; what the host waits for the end of; what is issued before transfers
-beside of a second layer, and what is not issued before those of the last one."""
+"""What a place is, as bits.
+
+`MAIN`: a kernel of the model's stream. `SENDS`, `RECEIVES`: a message to another rank of the
+pipeline, or from one. `BACKWARD`: part of a backward. `WAITS`: the host waits for its end. `EARLY`:
+issued before the second layer's transfers that run beside kernels. `LATE`: issued with those of the
+last layer or behind them.
+"""
 
 
 StepKind: TypeAlias = "tuple[tuple[int, str], ...]"
@@ -194,8 +198,8 @@ def _clock(kernels: Float, launch: Sequence[Float], host: int) -> Callable[[Floa
     """From a moment by input to the seconds since an action began, [configurations]; `kernels` are
     the seconds of those of the model's stream, `host` is the row of that input.
 
-    The host is far ahead of the kernels, but where launches take longer than these do: there
-    the kernels before have just run, as they were launched.
+    The host is far ahead of the kernels, except where launches take longer than kernels run: there
+    each kernel ends when the host launches the next one.
     """
     late = np.sum(launch, axis=0) - kernels
     if not (late > 0).any():
@@ -312,7 +316,7 @@ def _played(
         behind = np.maximum(behind, end[GPU] - kernel[GPU])
 
     def by_input(end: Float, own_input: int = GPU) -> Float:
-        """By input, with those that nothing is behind but they themselves."""
+        """By every input: those that nothing else of the action is behind have their own moment."""
         every = np.full((count, configurations), NEVER)
         every[own_input] = 0.0
         every[own] = end

@@ -280,7 +280,8 @@ def cuts(program: Program, places: ClassPlaces, rank: RankRows) -> Cuts:
     tasks, order, at = places.tasks, places.issue, places.issue.rows
     slots = [n for n, of in enumerate(program.communicators) if "pp" in of.axes]
     meets = (places.kind == COLLECTIVE) & is_any(tasks.slot[at], slots)
-    # Two ranks that hold the same reduce gradients before, and gather parameters, both alike.
+    # Ranks that hold the same stages reduce gradients earlier, and gather parameters at the same
+    # time: gathers make none of them wait for another.
     meets &= (at >= rank.end) & (tasks.collective[at] != _ALL_GATHER)
     met = np.flatnonzero(meets)
     inside = np.flatnonzero((tasks.microbatch[at] >= 0) & (at < rank.end))

@@ -1,4 +1,4 @@
-"""Candidates simulated one by one: the same figures that columns have, each from its own run.
+"""Candidates simulated one by one: figures of the same kinds as columns have, each of its own run.
 
 Many go to several processes, or to a Ray cluster; the figures are the same, whoever found them, and
 a run that Ctrl-C stops keeps what it has found.

@@ -114,7 +114,7 @@ def _of_each(candidates: Candidates, of: Int, found: Evaluated) -> Evaluated:
 
 
 def _lots(candidates: Candidates) -> Sequence[_NumberedLot]:
-    """Candidates by what they agree in: all settings but numbers, and those of the pipeline."""
+    """Candidates by what they agree in: all settings except numbers and the pipeline's."""
     apart = apart_from_graphs(candidates.model)
     names = [name for name in candidates.columns if name in SETTINGS and name not in apart]
     alike = candidates.distinct(*names)

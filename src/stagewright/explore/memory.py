@@ -239,8 +239,8 @@ def _by_layers(
     none = np.full_like(next(iter(base.values())), _NO_SUCH_MOMENT)
 
     def grown(at: tuple[str, Spot]) -> Float:
-        """What each layer more adds: next to the last layer as much as in it, since of two layers
-        the next to last is the first one as well."""
+        """What each layer more adds. The layer next to the last grows as the last one does: among
+        the base's two layers it is the first as well, so that it cannot be told by itself."""
         what, (where, nth, action) = at
         like = (what, ("last", nth, action)) if where == "next" else at
         own = base.get(like, none)

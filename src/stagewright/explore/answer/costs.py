@@ -1,4 +1,4 @@
-"""What steps cost who owns the machine: the price of a GPU-hour follows from a file of costs."""
+"""What steps cost the owner of the machine: a file of costs gives the price of a GPU-hour."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stagewright.time.expense.ownership import costs_of
 def with_costs(rows: Candidates, figures: Figures) -> Figures:
     """Figures of candidates whose USD are those of the file of costs, where there is one.
 
-    The energy of a step over its time is the power that a part of the costs is for.
+    Power, which a part of the costs is for, is the energy of a step divided by its time.
     """
     cluster = rows.base.cluster
     costs = costs_of(cluster.price, cluster.costs)

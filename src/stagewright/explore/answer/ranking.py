@@ -105,8 +105,8 @@ class Ranking:
     def open(self) -> int:
         """How many candidates that were not simulated could still be the best, or on the front.
 
-        By their estimates, if they were as much too pessimistic as the most extreme of those
-        simulated; by lower bounds of their time where nothing else is known.
+        Their estimates are taken to be too high by the largest gap of those that were simulated;
+        where nothing else is known, lower bounds of their time are taken.
         """
         if not len(self.best):
             return 0

@@ -1,9 +1,10 @@
-"""The best of many candidates: all evaluated, the best simulated, and how sure the answer is.
+"""The best of many candidates: evaluated, the best of these simulated, and how sure the answer is.
 
-All are evaluated in columns where columns can. The best by these figures are simulated one by one,
-and the answer is the best as simulated. Where nothing in columns is known of a candidate, its lower
-bound (`bounds`) says how good it could be: the most promising are simulated first, and what is
-left is said.
+Candidates that may be among the best are evaluated in columns, the others are bounded out
+(`promising`). The best by their figures are simulated one by one, and the answer is the best as
+simulated. Where columns cannot evaluate a candidate, a lower bound of its time
+(`promising.least_seconds`) says how good it could be: candidates with the lowest bounds are
+simulated first, and the answer says how many are left.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def search(
 ) -> Ranking:
     """Find the best candidates.
 
-    `evaluate` gives the figures of all in columns, None: nothing is known before simulation.
+    `evaluate` gives the figures of candidates in columns, None: all are simulated, or by bounds.
     `executor` runs the simulations, None: this process does. Ctrl-C ends the evaluation: `stopping`
     hears of how many candidates, of which the best are then simulated. A second one, or one while
     candidates are simulated, ends the search with what has been simulated by then. Raises

@@ -53,8 +53,9 @@ def kinds_of_relaxed(rows: Candidates) -> Int:
 def relaxed(rows: Candidates) -> Candidates:
     """Candidates without ZeRO, with two microbatches, and with dp where something depends on it.
 
-    Where no experts are spread over the ranks of dp, all that is left of dp and pp are the ranks
-    between two neighbours of tp and cp: these are those of dp, in an order with dp before tp.
+    Where no experts are spread over the ranks of dp, dp and pp count only as the distance between
+    neighbours along tp and cp: a dp of as many ranks stands for both, in an order with dp before
+    tp.
     """
     count = len(rows)
     dp, order = rows.column("dp"), rows.column(ORDER)
@@ -108,8 +109,9 @@ def _before_tp(rows: Candidates) -> tuple[Column, Column]:
 def _ranks_of_a_position(rows: Candidates) -> Int:
     """Ranks in a position of the machine's outermost tier: [candidates].
 
-    Groups whose neighbours are as many ranks apart, or more, lie alike: each rank in a position of
-    its own. Where neighbours in the tier matter, nothing does.
+    Groups whose neighbours are as many ranks apart, or more, have one rank in each position, and
+    communicate alike. In a ring or a torus the distance between positions matters too, so that no
+    number of ranks is large enough (`_FAR`).
     """
     systems = rows.distinct(HARDWARE, "topology").of
     first, of = distinct_numbers([systems, rows.world_size], len(rows))

@@ -1,9 +1,9 @@
 """Steps whose kernels never wait for their launch, since the host is far enough ahead of them.
 
-A step adds to the moment of its rank's kernels, and to that of its host. Where each adds more to
-the former, by `lead` seconds at least, the host is `lead` ahead of the kernels once a rank has done
-its first step, and stays so: what is behind the host by no more than `lead` longer than it is
-behind the kernels does not wait for it.
+A step adds to the moment of its rank's kernels, and to that of its host. Where each step adds more
+to the former, by `lead` seconds at least, the host is `lead` ahead of the kernels once a rank has
+done its first step, and stays so. What begins h seconds after the host's moment at the earliest,
+and k seconds after the kernels', does not wait for the host if h - k is at most `lead`.
 """
 
 from __future__ import annotations

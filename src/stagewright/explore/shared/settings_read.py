@@ -33,7 +33,8 @@ class BySettingsRead:
         """Nothing was made yet."""
         self._made: dict[Hashable, dict[tuple[str, ...], dict[Hashable, Any]]] = {}
         self._runs: list[Run] = []
-        """Of which something was made: no other number has the identity of one of theirs."""
+        """Of which something was made: while these are kept, no other number has the id of one of
+        theirs."""
 
     def __len__(self) -> int:
         """How much was made."""

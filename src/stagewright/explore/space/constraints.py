@@ -130,10 +130,8 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
 
 
 def check_value(run: Run, model: ModelConfig) -> None:
-    """Raise a UserError for a run with a setting that its mode has not, or a value that none has.
-
-    That is an unknown schedule, or an order that is none of the axes.
-    """
+    """Raise a UserError for a run with a setting that its mode lacks, or with a value that no mode
+    allows: an unknown schedule, or an order that does not list the axes."""
     if run.schedule is not None:
         check_name(run.schedule)
     AXES_ONCE.check(run, model)

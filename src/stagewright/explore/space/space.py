@@ -216,8 +216,9 @@ def _checked(
 def _ends(kind: object, values: Sequence[Any]) -> list[Any]:
     """Of many numbers those that decide whether all may be had; none: each has to be looked at.
 
-    What a setting takes of numbers is a range, so that its ends decide. Two defaults, that of the
-    framework and the usual one, are taken in any mode: of three numbers one is neither.
+    What a setting takes of numbers is a range, so that its ends decide. A mode that lacks the
+    setting refuses all values but defaults, of which there are two at most (the framework's and the
+    usual one): of three numbers, one is no default.
     """
     types: tuple[type, ...] = (int,) if kind is int else (int, float)
     numbers = {value for value in values if value is not None}
