@@ -261,12 +261,7 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
 
 @cache
 def _known(name: str) -> Hardware:
-    return _load(_own(name), name)
-
-
-def _own(name: str) -> Any:
-    """What a file has that the package carries."""
-    return own_yaml((_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
+    return _load(own_yaml((_folder() / f"{name}.yaml").read_text("utf-8")), name)
 
 
 def _folder() -> Any:
@@ -298,8 +293,7 @@ def _load(raw: Any, where: str) -> Hardware:
 def _with_base(
     raw: Any, where: str, seen: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a file, of which `raw` is what it has, and their sources, over those of its
-    base."""
+    """The values of a file, as read, and their sources, over those of its base."""
     if not isinstance(raw, dict):
         raise UserError(f"{where}: got {shown(raw)}, wanted keys such as peak_bf16_tflops: 989.4")
     given = {str(key): value for key, value in cast("dict[object, Any]", raw).items()}
@@ -320,7 +314,7 @@ def _with_base(
             f"{either(n for n in names() if n not in seen)}, or the path of another .yaml file"
         )
     if found is None:
-        below, name = _own(str(base)), str(base)
+        below, name = own_yaml((_folder() / f"{base}.yaml").read_text("utf-8")), str(base)
     else:
         text = read_text(found, f"hardware in YAML, the base of {where}")
         below, name = from_yaml(text, found), found
