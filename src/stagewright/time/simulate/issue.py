@@ -25,7 +25,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, is_any
 from stagewright.program.along import TasksAlong, along
 from stagewright.program.columns import (
     COLLECTIVE,
@@ -154,7 +154,7 @@ def _settles(tasks: Tasks, owner: Int, needed: Int) -> Bool:
     size = len(tasks)
     backward = tasks.phase == _BACKWARD
     reduces = backward & (tasks.kind == COLLECTIVE)
-    reduces &= np.isin(tasks.collective, [COLLECTIVES.index(c) for c in _REDUCTIONS])
+    reduces &= is_any(tasks.collective, [COLLECTIVES.index(c) for c in _REDUCTIONS])
     settles = backward & (tasks.kind == COMPUTE) & (np.diff(tasks.data_ptr) > 0)
     while True:
         other = _any(owner, ~(reduces | settles)[needed], size)
