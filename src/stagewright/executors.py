@@ -161,6 +161,7 @@ def _spread(
 ) -> None:
     """Run jobs in so many processes."""
     context = multiprocessing.get_context("spawn")
+    others = {*multiprocessing.active_children()}
     with ProcessPoolExecutor(count, mp_context=context, initializer=_leave_interrupts) as pool:
         busy = [pool.submit(function, job) for job in jobs]
         try:
@@ -168,6 +169,8 @@ def _spread(
                 done(future.result())
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in {*multiprocessing.active_children()} - others:
+                process.terminate()  # in the middle of its job, whose result nobody hears of
             raise
 
 
