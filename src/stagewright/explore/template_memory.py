@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -107,10 +108,8 @@ class Sizes:
         return self.numbers[key]
 
     def join_tuples(self) -> Int:
-        """Let tuples whose sizes are all equal be one case; returns the case of each tuple.
-
-        The sizes of all ranks have to be known by then.
-        """
+        """Once the sizes of all ranks are known, let tuples whose sizes are all equal be one case;
+        returns the case of each tuple."""
         every = np.stack(self.rows)
         first, of = distinct_columns(every)
         every = every[:, first]
@@ -170,6 +169,12 @@ class TemplateRank:
                     layers.setdefault(variant, []).append(placed.layer)
             self.variants[number] = {variant: np.array(of) for variant, of in layers.items()}
 
+    def certain(self) -> Self:
+        """The same with what is there at least (`Live.certain`)."""
+        found = copy(self)
+        found.live = self.live.certain(self.rank.of.tasks)
+        return found
+
     def layers_of(self, stages: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The layers of each variant on some stages."""
         count = self.variant_count
@@ -177,8 +182,7 @@ class TemplateRank:
 
     def _numbers(self, stage: int, kind: str) -> list[int]:
         """The actions of a kind of a stage."""
-        of = enumerate(self.actions)
-        return [i for i, a in of if a.stage == stage and a.kind == kind]
+        return [i for i, a in enumerate(self.actions) if a[:2] == (stage, kind)]
 
     def _action(self, stage: int, kind: str, microbatch: int) -> int:
         """The number of an action."""
@@ -193,9 +197,8 @@ class TemplateRank:
         """The backward of the usual microbatch, or its first half."""
         m = self._usual(stage)
         return next(
-            i for i, a in enumerate(self.actions)
-            if (a.stage, a.microbatch) == (stage, m) and a.kind in "BI"
-        )  # fmt: skip
+            i for i, a in enumerate(self.actions) if a[::2] == (stage, m) and a.kind in "BI"
+        )
 
     def _moments(self, stage: int) -> dict[str, int]:
         """An action for each moment of a stage that there is, but for those that overlap."""
@@ -237,8 +240,7 @@ class TemplateRank:
 
     def _halved(self, stage: int) -> Int:
         """What a microbatch keeps between the halves of its backward: instances by size."""
-        inputs = self._numbers(stage, "I")
-        if not inputs:
+        if not (inputs := self._numbers(stage, "I")):
             return self.live.none
         i = inputs[min(1, len(inputs) - 1)]
         m = self.actions[i].microbatch
@@ -249,9 +251,9 @@ class TemplateRank:
         """What a microbatch has of a stage that is between two of its actions while a row runs."""
         of = zip(self.begin, self.actions, strict=True)
         later = {a.kind for at, a in of if a[::2] == (stage, microbatch) and at > row}
-        if not later:
-            return self.live.none
-        return self._halved(stage) if later == {"W"} else self._kept(stage)
+        if later == {"W"}:
+            return self._halved(stage)
+        return self._kept(stage) if later else self.live.none
 
     @property
     def stages(self) -> Sequence[tuple[int, ...]]:
@@ -300,8 +302,7 @@ class TemplateRank:
         for moment, i in self._moments(stage).items():
             peaks |= self._peaks(moment, self._of_action(stage, i), (stage,))
         total = len(self.rank.of.tasks)
-        step = self.moment(STEP, (stage,))
-        if step is not None:
+        if (step := self.moment(STEP, (stage,))) is not None:
             peaks |= self._peaks(STEP, step, (stage,))
         first, last = self._action(stage, "F", self._usual(stage)), self._backward(stage)
         held = live.through(self.begin[first], self.ends[last] - 1, -1, [stage])
@@ -372,13 +373,12 @@ def of_pairs(
 ) -> dict[tuple[tuple[int, ...], ...], Mapping[tuple[str, Spot], Float]]:
     """What two stages of these kinds hold whose actions overlap, by their layers."""
     found: dict[tuple[tuple[int, ...], ...], Mapping[tuple[str, Spot], Float]] = {}
-    for ranks in programs:
-        for rank in ranks:
-            for of in rank.stages:
-                layers = rank.layers_of(of)
-                own = tuple(rank.kinds.stage(s) for s in of)
-                if len(of) > 1 and own == kinds and layers not in found:
-                    found[layers] = rank.held_at(of)
+    for rank in itertools.chain.from_iterable(programs):
+        for of in rank.stages:
+            layers = rank.layers_of(of)
+            own = tuple(rank.kinds.stage(s) for s in of)
+            if len(of) > 1 and own == kinds and layers not in found:
+                found[layers] = rank.held_at(of)
     return found
 
 

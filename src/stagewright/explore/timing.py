@@ -48,16 +48,20 @@ class TemplateFigures(NamedTuple):
     """Distance between the ranks of two neighbouring stages: [tuples]."""
     beyond: Int
     """Ranks of a stage along axes slower than the pipeline's: [tuples]."""
+    certain: Peaks | None = None
+    """What is held at least, however long transfers take (`Templates.certain`)."""
 
     @classmethod
     def concatenated(cls, parts: list[TemplateFigures]) -> TemplateFigures:
         """Those of several structures of one form: their tuples behind each other."""
+        certain = [of.certain for of in parts if of.certain is not None]
         return TemplateFigures(
             Responses.concatenated([of.responses for of in parts]),
             Peaks.concatenated([of.peaks for of in parts]),
             np.concatenate([of.message for of in parts]),
             np.concatenate([of.stride for of in parts]),
             np.concatenate([of.beyond for of in parts]),
+            Peaks.concatenated(certain) if certain else None,
         )
 
 
@@ -142,6 +146,12 @@ class Templates:
             self._known[of] = made, Peaks.of(made, self.holding[of], cases, allowance_of(run))
         return self._known[of]
 
+    def certain(self, of: Kind, run: Run) -> Peaks:
+        """The memory of a template that was made, as `Live` has it where it is `certain`."""
+        made, peaks = self._known[of]
+        ranks = [[each.certain() for each in ranks] for ranks in self.holding[of]]
+        return Peaks.of(made, ranks, peaks.cases, allowance_of(run))
+
     def ranks(self, of: Kind, how: Execution) -> list[list[RankActions]]:
         """The actions of each program of a template that was made, by class, as they are issued."""
         how = how.only(*ISSUED_BY)
@@ -220,8 +230,8 @@ class MachineTiming:
         """`on`: what other structures, and other ways to execute, have found on the machine;
         `routed`: how a flexible dispatcher sends tokens.
 
-        `usual`: responses are those of actions that do nothing that happens once per step, and
-        there is no energy.
+        `usual`: responses are those of actions that do nothing that happens once per step, there
+        is no energy, and memory is known at least (`TemplateFigures.certain`), too.
         """
         self.templates, self.machine, self.how, self.on = templates, machine, how, on
         self.routed, self.usual = routed, usual
@@ -258,7 +268,8 @@ class MachineTiming:
             found = responses(made, ranks, timed, self.on.played, usual=self.usual)
             stride, beyond = self.templates.distances
             message = self.templates.message(made.base)
-            self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond)
+            certain = self.templates.certain(of, run) if self.usual else None
+            self._figures[key] = TemplateFigures(found, peaks, message, stride, beyond, certain)
             if not self.usual and _late(of, ranks[0]):
                 sent = NeighbourMessages(message, stride, beyond, self._pp, self.machine)
                 late = LatePeaks(

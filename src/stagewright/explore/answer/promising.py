@@ -92,7 +92,7 @@ def least_seconds(rows: Candidates, *, any_memory: bool) -> tuple[Float, Bool]:
     """
     if rows.base.run.mode != "train":
         return np.zeros(len(rows)), np.ones(len(rows), dtype=bool)
-    least = bounds(rows)
+    least = bounds(rows, simulated=True)
     seconds = np.maximum(least.seconds * least_factor(rows), lower_bounds(rows))
     return seconds, any_memory | _may_fit(least)
 

@@ -38,13 +38,18 @@ from stagewright.explore.bounding.stages import (
 from stagewright.explore.bounding.weights import StageWeights
 from stagewright.explore.bounding.zero import Moved, ShardedStates
 from stagewright.explore.candidates import Candidates, Distinct
-from stagewright.explore.memory import Peaks
 from stagewright.explore.responses import Responses
 from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.structures import NUMBERS, PIPELINE, structures
 from stagewright.explore.templates import Kind, unlike
-from stagewright.explore.timing import JoinedFigures, KnownOnMachine, MachineTiming, Templates
+from stagewright.explore.timing import (
+    JoinedFigures,
+    KnownOnMachine,
+    MachineTiming,
+    TemplateFigures,
+    Templates,
+)
 from stagewright.program.columns import CATEGORIES
 from stagewright.run.sections import SETTINGS
 from stagewright.schedule.schedules import IN_TURN
@@ -78,9 +83,10 @@ class CandidateBounds(NamedTuple):
     """Whether the bounds of the candidate alone may be higher."""
 
 
-def bounds(candidates: Candidates) -> CandidateBounds:
-    """The bounds of all candidates of a training step."""
-    return _bounds_of(candidates, rough=False)
+def bounds(candidates: Candidates, *, simulated: bool = False) -> CandidateBounds:
+    """The bounds of all candidates of a training step; `simulated`: bytes are those that a
+    simulated step holds at least, where estimates may say more."""
+    return _bounds_of(candidates, rough=False, simulated=simulated)
 
 
 def rough_bounds(candidates: Candidates) -> CandidateBounds:
@@ -90,12 +96,14 @@ def rough_bounds(candidates: Candidates) -> CandidateBounds:
     return _bounds_of(candidates, rough=True)
 
 
-def _bounds_of(candidates: Candidates, *, rough: bool) -> CandidateBounds:
+def _bounds_of(candidates: Candidates, *, rough: bool, simulated: bool = False) -> CandidateBounds:
     zero = np.zeros(len(candidates))
     shared = is_not_plain(candidates) & rough
     found = CandidateBounds(zero, zero.copy(), candidates.device_memory, shared)
     if candidates.base.run.mode == "train" and len(candidates):
-        _Relaxation(candidates.regardless_of_memory(), rough=rough).bound(found)
+        relaxation = _Relaxation(candidates.regardless_of_memory(), rough=rough)
+        relaxation.timed |= simulated
+        relaxation.bound(found)
     return found
 
 
@@ -120,6 +128,9 @@ class _Relaxation:
         # FSDP reduces gradients before it adds them: a rank adds its part.
         self.of_parts = (self.zero >= 2) & ~candidates.column("framework").is_one_of("megatron")
         self.alone = (self.microbatches == 1) | self.of_parts
+        # Estimates count memory over time (`timed_memory`): transfers may begin late.
+        self.timed = (self.zero >= 2) | candidates.column("grad_reduce").is_one_of("microbatch")
+        self.timed |= ~candidates.column("schedule").is_one_of(*IN_TURN, None)
         self.bandwidth = np.zeros(len(self.rows), dtype=np.float32)
         for group in range(int(self.machines.max()) + 1):
             mine = np.flatnonzero(self.machines == group)
@@ -147,7 +158,7 @@ class _Relaxation:
                 found.seconds[of_rows] = _ROUNDING * least[distinct.of]
                 held = self._held(shape, every, of_rows)
                 tuples, rows = every[held.first], of_rows[held.first]
-                found.bytes[of_rows] = self._bytes(shape, figures.peaks, tuples, rows)[held.of]
+                found.bytes[of_rows] = self._bytes(shape, figures, tuples, rows)[held.of]
 
     # ---- relaxed candidates and their templates --------------------------------------------------
 
@@ -318,11 +329,14 @@ class _Relaxation:
     def _held(self, shape: PipelineShape, tuples: Int, rows: Int) -> Distinct:
         """Candidates of one pipeline, by what decides what they hold."""
         counts = played(shape.pipeline, self.microbatches[rows])
-        numbers = self.zero, self.shards, self.mixed, self.on_host, self.rough, self.of_parts
+        numbers = (
+            self.zero, self.shards, self.mixed, self.on_host, self.rough, self.of_parts, self.timed,
+        )  # fmt: skip
         return _distinct((tuples, counts, *(of[rows] for of in numbers)))
 
-    def _bytes(self, shape: PipelineShape, peaks: Peaks, tuples: Int, rows: Int) -> Float:
+    def _bytes(self, shape: PipelineShape, of: TemplateFigures, tuples: Int, rows: Int) -> Float:
         """At least what the fullest rank holds."""
+        assert of.certain is not None, "templates of bounds say what is certain"
         scale = np.ones((len(CATEGORIES), len(rows)))
         for name, stage in _SPLIT.items():
             split = self.zero[rows] >= stage
@@ -339,12 +353,14 @@ class _Relaxation:
         counts = played(shape.pipeline, self.microbatches[rows])
         held = np.zeros(len(rows))
         for count in np.unique(counts).tolist():
-            mine = counts == count
             try:
                 found = least_occupancy(shape.pipeline, count, shape.by_stage)
             except UserError:  # a run that is refused
                 continue
-            held[mine] = peaks.least(found, tuples[mine], scale[:, mine])
+            for peaks, timed in ((of.peaks, False), (of.certain, True)):
+                mine = (counts == count) & (self.timed[rows] == timed)
+                if mine.any():
+                    held[mine] = peaks.least(found, tuples[mine], scale[:, mine])
         return np.where(self.mixed[rows], 0.0, held)  # what is in flight differs
 
 

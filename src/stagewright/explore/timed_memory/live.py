@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from typing import Self
 
 import numpy as np
 
@@ -23,6 +25,13 @@ class Live:
         self.issued, self.last = values.first.astype(np.int64), values.last.astype(np.int64)
         ready = _ready(rank.of.tasks)
         self.first = np.where(self.issued >= 0, ready[self.issued], self.issued)
+
+    def certain(self, tasks: Tasks) -> Self:
+        """The same where values are there only between kernels that need them: so much is there
+        however long transfers take, and whenever they begin."""
+        found = copy(self)
+        found.first, found.last = _certain(tasks, self.issued, self.last)
+        return found
 
     @property
     def none(self) -> Int:
@@ -112,3 +121,40 @@ def _ready(tasks: Tasks) -> Int:
         np.maximum.at(behind, np.repeat(rows, np.diff(pointer)), needed)
     apart = (tasks.kind == TaskKind.COLLECTIVE) & (behind >= 0)
     return np.where(apart, behind + 1, rows)
+
+
+def _certain(tasks: Tasks, first: Int, last: Int) -> tuple[Int, Int]:
+    """Of values with these first and last rows, the kernels between which they are certainly there;
+    behind all rows: none are known.
+
+    What a transfer makes is there when the first kernel runs that reads it; what a transfer is the
+    last to read, when the last kernel ran that the transfer has to wait for.
+    """
+    total = len(tasks)
+    kernel = tasks.kind == TaskKind.COMPUTE
+    owner, needed = tasks.reads
+    reader = np.full(total, total)
+    np.minimum.at(reader, needed[kernel[owner]], owner[kernel[owner]])
+    rows = np.arange(total)
+    begin = np.where(first >= 0, np.where(kernel, rows, reader)[np.maximum(first, 0)], first)
+    end = np.where(last < total, _waited_for(tasks, kernel)[np.minimum(last, total - 1)], last)
+    return np.where(begin <= end, begin, total), end
+
+
+def _waited_for(tasks: Tasks, kernel: Bool) -> Int:
+    """By row, the last kernel that has run before it begins; of a kernel, itself.
+
+    A transfer waits for what it reads and, a collective, for those of its communicator before it.
+    """
+    found: list[int] = np.where(kernel, np.arange(len(tasks)), -1).tolist()
+    pointer: list[int] = tasks.data_ptr.tolist()
+    needed: list[int] = tasks.data.tolist()
+    latest: dict[int, int] = {}
+    slots: list[int] = np.where(tasks.kind == TaskKind.COLLECTIVE, tasks.slot, -1).tolist()
+    for row in np.flatnonzero(~kernel).tolist():
+        slot = slots[row]
+        behind = [found[need] for need in needed[pointer[row] : pointer[row + 1]]]
+        found[row] = max([*behind, latest.get(slot, -1)])
+        if slot >= 0:
+            latest[slot] = found[row]
+    return np.array(found, dtype=np.int64)
