@@ -53,7 +53,7 @@ class Search:
     def describe(self, place: int = 1) -> str:
         """One of the best in words."""
         row = self.row(place)
-        return f"{self.ranking.rows.run(row).describe()} on {self.ranking.rows.machine(row)}"
+        return f"{self.ranking.rows.describe(row)} on {self.ranking.rows.machine(row)}"
 
     @property
     def seconds(self) -> float:
@@ -129,7 +129,7 @@ class Search:
             left=(), bounded=(), refused={},
             launches={nth: of.launches[row] for nth, row in enumerate(rows.tolist())},
         )  # fmt: skip
-        runs = [of.rows.run(row).describe() for row in rows.tolist()]
+        runs = [of.rows.describe(row) for row in rows.tolist()]
         return [{"run": run, **each} for run, each in zip(runs, every(alone).rows, strict=True)]
 
     def write(self, path: str | os.PathLike[str], place: int = 1) -> list[str]:

@@ -34,6 +34,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.declare import setting_in_words
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import Hardware
@@ -242,6 +243,17 @@ class Candidates:
     def execution(self, row: int) -> Execution:
         """How one candidate is executed."""
         return replace(self.base.execution, **self._given(row, _named("execution")))
+
+    def describe(self, row: int) -> str:
+        """The run of one candidate, and what of its execution is not the default."""
+        run, how = self.run(row), self.execution(row)
+        values = {name: getattr(how, name) for name in sorted(_named("execution"))}
+        differ = [
+            setting_in_words(name, value)
+            for name, value in values.items()
+            if value != EXPERIMENT[name].default_of(run.framework)
+        ]
+        return " ".join([run.describe(), *differ])
 
     def cluster(self, row: int) -> ClusterSection:
         """The machine of one candidate by its settings; `hardware` says which hardware it has."""

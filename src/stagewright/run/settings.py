@@ -34,7 +34,7 @@ from stagewright.run.files import is_manifest, read_settings, settings_of
 from stagewright.run.pipeline_split import compute_split, even_split, layout_split, split_with_ends
 from stagewright.run.requests import ranks_of_text, read_prefill
 from stagewright.run.sections import EXPERIMENT, SETTINGS, Settings, frameworks
-from stagewright.run.sections.declare import AXES, describe_value, text_of
+from stagewright.run.sections.declare import AXES, setting_in_words, text_of
 from stagewright.run.sections.foreign import OTHERS
 from stagewright.run.sections.inference import PrefillRanks
 from stagewright.run.sections.other_names import Pending
@@ -363,14 +363,12 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         """
         words = [self.model]
         for name, value in self.given().items():
-            if isinstance(value, bool):
-                words.append(name if value else f"no {name}")
-            elif name == "requests" and not isinstance(value, str):
+            if name == "requests" and not isinstance(value, str):
                 words.append(f"requests={lengths.describe(value)}")
             elif name == "expert_load" and not isinstance(value, str):
                 words.append("expert_load=...")
             else:
-                words.append(describe_value(name, value))
+                words.append(setting_in_words(name, value))
         return printable(" ".join(words))
 
 

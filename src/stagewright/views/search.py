@@ -14,7 +14,7 @@ from stagewright.explore.space.enumeration import Removed
 from stagewright.numbers import many, side_by_side
 from stagewright.program.fit import NEARLY_FULL
 from stagewright.run.sections import EXPERIMENT, SETTINGS
-from stagewright.run.sections.declare import describe_value
+from stagewright.run.sections.declare import setting_in_words
 from stagewright.texttable import Table
 
 UNTIL_STOPPED = "the best of what was simulated until then"
@@ -86,7 +86,7 @@ def listed(of: Ranking) -> str:
 
 def words(rows: Candidates, row: int) -> str:
     """The settings of a candidate that others have otherwise, without those that are defaults."""
-    said: list[str] = []
+    differ: list[str] = []
     run = rows.run(row)
     given = run.given()
     for name, column in rows.columns.items():
@@ -94,21 +94,15 @@ def words(rows: Candidates, row: int) -> str:
             continue
         value = column.at(row)
         if name == HARDWARE:
-            said.append(value.name)
+            differ.append(value.name)
         elif isinstance(value, str) and name in SETTINGS and name not in given:
             continue  # a word that other settings imply, such as 1f1b without virtual stages
         elif value != EXPERIMENT[name].default_of(run.framework):
-            said.append(_word(name, value))
-    if said:
-        return " ".join(said)
-    differ = any(len(column.values) > 1 for column in rows.columns.values())
-    return "defaults" if differ else "as given"
-
-
-def _word(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return name if value else f"no {name}"
-    return describe_value(name, value)
+            differ.append(setting_in_words(name, value))
+    if differ:
+        return " ".join(differ)
+    several = any(len(column.values) > 1 for column in rows.columns.values())
+    return "defaults" if several else "as given"
 
 
 def _shares(of: Ranking, row: int) -> dict[str, float]:

@@ -46,6 +46,8 @@ class Bounded(NamedTuple):
     reason: str
     per_token: Float
     """Seconds that they take at least, over their tokens (`step_tokens`)."""
+    nearest: str = ""
+    """Of those that do not fit: the one that lacks least memory, and how much it holds at least."""
 
 
 class Promising(NamedTuple):
@@ -80,8 +82,11 @@ def promising(rows: Candidates, evaluate: Evaluate, best: int, *, any_memory: bo
         known.leave(np.flatnonzero(~known.done))
     kept = np.flatnonzero(known.done)
     reasons = (SLOWER, least.fits), (TOO_LARGE, ~least.fits)
-    rest = [Bounded(why, least.per_token[~known.done & of]) for why, of in reasons]
-    bounded = [of for of in rest if len(of.per_token)]
+    bounded = [
+        Bounded(why, least.per_token[mine], "" if why == SLOWER else least.nearest(mine))
+        for why, of in reasons
+        if (mine := ~known.done & of).any()
+    ]
     return Promising(kept, known.evaluated(), least.seconds[kept], bounded)
 
 
@@ -116,6 +121,7 @@ class _LeastTimes:
     fits: Bool
     """Whether the candidate may fit into memory, or need not."""
     rough: Bool
+    bytes: Float
     any_memory: bool
 
     @classmethod
@@ -124,7 +130,8 @@ class _LeastTimes:
         least, tokens = rough_bounds(rows), step_tokens(rows)
         seconds = np.maximum(least.seconds, lower_bounds(rows))
         fits = any_memory | _may_fit(least)
-        return cls(rows, tokens, seconds, seconds / tokens, fits, least.rough, any_memory)
+        per_token, bytes_ = seconds / tokens, least.bytes
+        return cls(rows, tokens, seconds, per_token, fits, least.rough, bytes_, any_memory)
 
     def lowest(self, best: int) -> float:
         """The bound per token of the candidate with `best` candidates of lower bounds before it.
@@ -145,7 +152,15 @@ class _LeastTimes:
         self.seconds[at] = np.maximum(least.seconds, self.seconds[at])
         self.per_token[at] = self.seconds[at] / self.tokens[at]
         self.fits[at] = self.any_memory | _may_fit(least)
-        self.rough[at] = False
+        self.rough[at], self.bytes[at] = False, least.bytes
+
+    def nearest(self, some: Bool) -> str:
+        """Of some candidates, the one that lacks least memory, and how much it holds at least."""
+        rows = np.flatnonzero(some)
+        device = self.rows.device_memory[rows]
+        row = int((self.bytes[rows] - device).argmin())
+        held, room = self.bytes[rows[row]] / 1e9, device[row] / 1e9
+        return f"{held:.4g} GB of {room:.4g} GB at least ({self.rows.describe(int(rows[row]))})"
 
 
 def _may_fit(least: CandidateBounds) -> Bool:

@@ -207,6 +207,11 @@ def nothing_found(of: Ranking) -> NothingFound:
         why = f"none of the {len(of.rows):,} candidates runs: {next(iter(of.refused.values()))}"
         return NothingFound(why, of, too_large=False)
     seen = np.flatnonzero(~np.isnan(figures.seconds) & ~figures.fits)
+    help_ = "use more GPUs, more memory, or --allow-oom to see them"
+    nearest = next((each.nearest for each in of.bounded if each.nearest), "")
+    if nearest and not len(seen):
+        why = f"none of the {of.candidates:,} candidates fits: the least takes {nearest}; {help_}"
+        return NothingFound(why, of, too_large=True)
     if not len(seen):
         unknown = [name for name in of.how.objectives if of.without(name).any()]
         names = unknown or of.how.objectives
@@ -217,9 +222,9 @@ def nothing_found(of: Ranking) -> NothingFound:
         return NothingFound(why, of, too_large=False)
     least = int(seen[np.argmin((figures.peak - figures.device_memory)[seen])])
     peak, room = figures.peak[least] / 1e9, figures.device_memory[least] / 1e9
+    how = "" if figures.exact[least] else " by its estimate"
     why = (
         f"none of the {len(seen):,} candidates evaluated fits: the least takes {peak:.4g} GB of "
-        f"{room:.4g} GB ({of.rows.run(least).describe()}); use more GPUs, more memory, or "
-        "--allow-oom to see them"
+        f"{room:.4g} GB{how} ({of.rows.describe(least)}); {help_}"
     )
     return NothingFound(why, of, too_large=True)

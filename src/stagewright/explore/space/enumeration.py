@@ -303,7 +303,7 @@ class Enumeration:
 
     def _note_same(self, rows: Candidates, row: int, name: str, count: int) -> None:
         """Note candidates, one of them by its row, that are the same whatever a setting is."""
-        example = f"{rows.run(row).describe()}: the same as without {name}"
+        example = f"{rows.describe(row)}: the same as without {name}"
         self._note(f"{name} changes something", count, example)
 
     def _idle(self, rows: Candidates, name: str) -> Bool:

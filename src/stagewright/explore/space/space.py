@@ -10,7 +10,7 @@ is there, so that what cannot be run is never spread out. dp follows from the nu
 >>> base = Experiment(Run(model="gpt2", global_batch_size=16), ClusterSection(), Execution())
 >>> space = Space.of(base, [Fleet(resolve("h100-sxm"), 8)], {"tp": (1, 2, 8), "zero": (0, 1)})
 >>> found = space.candidates()
->>> [found.rows.run(row).describe() for row in range(len(found.rows))]
+>>> [found.rows.describe(row) for row in range(len(found.rows))]
 ['gpt2 dp=8 global_batch_size=16', 'gpt2 dp=8 global_batch_size=16 zero=1', \
 'gpt2 tp=2 dp=4 global_batch_size=16', 'gpt2 tp=2 dp=4 global_batch_size=16 zero=1']
 >>> [(removed.why, removed.count) for removed in found.removed]

@@ -237,6 +237,17 @@ def describe_value(name: str, value: object) -> str:
     return f"{name}={text_of(value)}"
 
 
+def setting_in_words(name: str, value: object) -> str:
+    """A setting with its value, a switch by its name alone.
+
+    >>> setting_in_words("sequence_parallel", True), setting_in_words("fuse", False)
+    ('sequence_parallel', 'no fuse')
+    """
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return describe_value(name, value)
+
+
 def text_of(value: object) -> str:
     """A value as an option takes it: the items of a list between commas.
 

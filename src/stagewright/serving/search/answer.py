@@ -148,7 +148,7 @@ class _LayoutSearch:
 
     def able(self, of: ReadyLayout) -> bool:
         """Whether some number of instances may serve the load."""
-        name, gpus = self.rows.run(of.row).describe(), of.service.gpus
+        name, gpus = self.rows.describe(of.row), of.service.gpus
         if of.bounds.why:
             self.refuse(KEEPS, f"{name}: {of.bounds.why}")
         elif of.bounds.least * gpus > self.target.most_gpus:
@@ -168,7 +168,7 @@ class _LayoutSearch:
     def play_fewest(self, of: ReadyLayout, work: Workload) -> None:
         """The fewest instances that keep the limits, between the bound and the most."""
         gpus = of.service.gpus
-        name = self.rows.run(of.row).describe()
+        name = self.rows.describe(of.row)
         if self._beaten(of):
             self.refuse(BEATEN, f"{name} needs {of.bounds.least * gpus} GPUs or more")
             return

@@ -52,7 +52,7 @@ def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
         best = int(ranking.best[0])
         machine, at = ranking.rows.machine(best), float(ranking.figures.seconds[best])
         first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
-        run = f"{first}{ranking.rows.run(best).describe()} on {machine}: {duration(at)} per step"
+        run = f"{first}{ranking.rows.describe(best)} on {machine}: {duration(at)} per step"
         table = _sensitivity_table(ranking, best)
     stopped = f"stopped: {tables.UNTIL_STOPPED}" if ranking.stopped else ""
     what = f"the Pareto front of {tables.in_words(names)}" if names[1:] else "the best"
