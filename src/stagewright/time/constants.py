@@ -8,10 +8,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 
 class FigureBlock(BaseModel):
@@ -21,13 +23,40 @@ class FigureBlock(BaseModel):
         frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse texts and switches in the place of numbers, which pydantic would convert.
+
+        YAML 1.1 reads 1e3 as text.
+        """
+        wanted = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", value):
+            return value
+        if isinstance(value, str | bool) and wanted in (float, int, float | None, int | None):
+            raise PydanticCustomError("float_type", "wanted a number")
+        return value
+
     @field_validator("*")
     @classmethod
     def _within_reason(cls, value: Any) -> Any:
         """Refuse figures beyond those of any device: products of such figures are infinite."""
         if isinstance(value, int | float) and abs(value) > MOST:
-            raise ValueError(f"wanted at most {MOST:g}; check the unit")
+            most = f"wanted at most {MOST:g}; check the unit"
+            raise PydanticCustomError("beyond_reason", "{most}", {"most": most})
         return value
+
+
+def wanted_of(message: str) -> str:
+    """What pydantic says of a figure, in the words of an error.
+
+    >>> wanted_of("Input should be greater than 0"), wanted_of("Input should be a finite number")
+    ('wanted a number greater than 0', 'wanted a finite number')
+    """
+    text = message.removeprefix("Value error, ")
+    return text.replace("Input should be a ", "wanted a ").replace(
+        "Input should be", "wanted a number"
+    )
 
 
 MOST = 1e12

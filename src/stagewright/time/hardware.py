@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import from_yaml, own_yaml, read_text
-from stagewright.time.constants import AttentionFit, ExpertFit, FigureBlock, GemmFit
+from stagewright.time.constants import AttentionFit, ExpertFit, FigureBlock, GemmFit, wanted_of
 from stagewright.time.inference_fits import InferenceFit
 
 Topology = Literal["switch", "fully_connected", "ring", "torus"]
@@ -395,4 +395,4 @@ def _describe_error(error: ValidationError) -> str:
         case "float_parsing" | "float_type":
             return f"{name} is {shown(first['input'])}, wanted a number"
         case _:
-            return f"{name} is {shown(first['input'])}: {first['msg']}"
+            return f"{name} is {shown(first['input'])}: {wanted_of(first['msg'])}"

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.explore.answer.ranking import TOP, Ranking
+from stagewright.errors import either
+from stagewright.explore.answer.ranking import Ranking
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.lots import STOPPED
 from stagewright.explore.space.enumeration import Removed
@@ -24,7 +25,7 @@ _LEAST = 0.005
 
 def shown(of: Ranking) -> int:
     """How many of the best are shown."""
-    return min(len(of.best), max(TOP, of.how.top))
+    return min(len(of.best), of.how.top)
 
 
 def best(of: Ranking, most: int | None = None) -> Table:
@@ -36,6 +37,7 @@ def best(of: Ranking, most: int | None = None) -> Table:
     columns: dict[str, list[Any]] = {
         "#": [nth + 1 for nth in range(len(rows))],
         "settings": [words(of.rows, row) for row in rows.tolist()],
+        "GPUs": of.rows.take(rows).world_size.tolist(),
         "step": figures.seconds.tolist(),
         "tokens/s per GPU": (figures.tokens_per_second / of.rows.take(rows).world_size).tolist(),
         "MFU": [None if np.isnan(share) else share for share in figures.mfu.tolist()],
@@ -51,14 +53,31 @@ def best(of: Ranking, most: int | None = None) -> Table:
         if name in of.how.objectives:
             value = figures.usd * 1e6 if name == "cost" else figures.joules
             columns[unit] = (value / np.maximum(figures.tokens, 1)).tolist()
+    if len({*of.rows.world_size.tolist()}) == 1:
+        del columns["GPUs"]
     if figures.mfu.size and np.isnan(figures.mfu).all():
         del columns["MFU"]
-    units = {"#": "", "step": "s", "tokens/s per GPU": "rate", "MFU": "share", "memory": "B"}
-    units |= {"bubble": "share", "USD per Mtoken": "figure", "J per token": "figure"}
+    units = {"#": "", "GPUs": "count", "step": "s", "tokens/s per GPU": "rate", "MFU": "share"}
+    units |= {"memory": "B", "bubble": "share"}
+    units |= {"USD per Mtoken": "figure", "J per token": "figure"}
     title, names = "Best", of.how.objectives
     if len(names) > 1:
         title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}"
     return Table(title, columns, {name: unit for name, unit in units.items() if name in columns})
+
+
+def not_listed(of: Ranking) -> str:
+    """Which hardware none of the best has, in a sentence; empty: each has some."""
+    column = of.rows.columns[HARDWARE]
+    there = {column.at(row).name for row in of.best[: shown(of)].tolist()}
+    lacking = [hardware.name for hardware in column.values if hardware.name not in there]
+    if not lacking or len(lacking) > _FEW_SYSTEMS:
+        return ""
+    return f"none of those listed is on {either(lacking)}: search such hardware alone for its best"
+
+
+_FEW_SYSTEMS = 8
+"""Most kinds of hardware that are named one by one."""
 
 
 def listed(of: Ranking) -> str:

@@ -71,7 +71,9 @@ class Found:
     removed: tuple[Removed, ...]
     """By constraint, the one that removed most first."""
     of: int
-    """Candidates of the whole space; more than `rows` where these are a sample (an estimate)."""
+    """Candidates of the whole space; more than `rows` where these are a sample."""
+    estimated: bool = False
+    """Whether `of` and the counts of `removed` are estimates, of what was drawn at random."""
 
     @property
     def sampled(self) -> bool:
@@ -354,9 +356,19 @@ class Enumeration:
         if not len(rows):
             told = [each for by_words in self.removed.values() for each in by_words.items()]
             most = sorted(told, key=lambda each: -each[1])[:2]
-            first = "; ".join(f"{example} ({round(count):,} such)" for example, count in most)
+            drawn = self.drawn < 1
+            first = "; ".join(
+                f"{example} (about {count:.2g} such)" if drawn
+                else f"{example} ({round(count):,} such)"
+                for example, count in most
+            )  # fmt: skip
             why = first or "nothing is left"
             none = f"none of the {combinations:,} combinations can be run"
+            if drawn:
+                none = (
+                    f"none of the combinations that were drawn of {combinations:.3g} can be run, "
+                    "others may; give fewer values"
+                )
             alone = "the only combination cannot be run"
             raise UserError(f"{alone if combinations == 1 else none}: {why}")
         whole = round(len(rows) / self.drawn)
@@ -366,7 +378,11 @@ class Enumeration:
         columns = {name: of for name, of in rows.columns.items() if name != _GPUS}
         columns = {name: compact(of) for name, of in columns.items()}
         return Found(
-            Candidates(rows.base, rows.model, columns, len(rows)), combinations, listed, whole
+            Candidates(rows.base, rows.model, columns, len(rows)),
+            combinations,
+            listed,
+            whole,
+            self.drawn < 1,
         )
 
 

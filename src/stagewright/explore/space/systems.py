@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.explore.space.listed import values_of
+from stagewright.time.constants import wanted_of
 from stagewright.time.hardware import Hardware
 
 MOST_SYSTEMS = 100_000
@@ -201,7 +202,7 @@ def _with_figures(
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(str(part) for part in first["loc"])
-        wanted = first["msg"].removeprefix("Input should be ")
+        wanted = wanted_of(first["msg"])
         raise UserError(
-            f"--vary {names.get(path, path)}: got {first['input']:g}, wanted a number {wanted}"
+            f"--vary {names.get(path, path)}: got {first['input']:g}, {wanted}"
         ) from None

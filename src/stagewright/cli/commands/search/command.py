@@ -179,6 +179,7 @@ def _searched(
 ) -> tuple[Search, NothingFound | None]:
     """The result, and why there is no best, where there is none; stderr says how it goes."""
     from stagewright.api.searched import Search, searched
+    from stagewright.explore.answer.promising import FEW
     from stagewright.explore.answer.ranking import NothingFound
 
     bar.say("constraints ")
@@ -187,6 +188,9 @@ def _searched(
     except KeyboardInterrupt:
         raise Stopped("stopped before any candidate was evaluated; nothing was written") from None
     _tell_space(found)
+    if not how.bounded and len(found.rows) > FEW and how.objectives == ("time",):
+        every = f"all {len(found.rows):,} candidates are evaluated, since -o lists them"
+        shared.show_notes([f"{every}; without such a file bounds spare most of that"])
 
     def stopping(count: int) -> None:
         which = "these" if count <= how.top else f"the best {how.top:,} of these"
@@ -228,9 +232,10 @@ def _tell_space(found: Found) -> None:
     """Say on stderr how large the space is, and what has been removed from it."""
     sample = f", of which {len(found.rows):,} are drawn" if found.sampled else ""
     combinations = many(found.combinations, "combination", "combinations")
-    lines = [f"{combinations}: {found.of:,} can be run{sample}"]
+    about = "about " if found.estimated else ""
+    lines = [f"{combinations}: {about}{found.of:,} can be run{sample}"]
     lines += [
-        f"{each.count:,} removed by the rule that {each.why} ({each.example})"
+        f"{about}{each.count:,} removed by the rule that {each.why} ({each.example})"
         for each in found.removed
     ]
     for line in lines:
@@ -240,15 +245,15 @@ def _tell_space(found: Found) -> None:
 def _report(result: Search, seconds: float) -> None:
     """Print the best, and how sure that is."""
     from stagewright.texttable import print_table
-    from stagewright.views.search import UNTIL_STOPPED, in_words, listed
+    from stagewright.views.search import UNTIL_STOPPED, in_words, listed, not_listed
 
     ranking = result.ranking
     out, names = shared.console(), ranking.how.objectives
     first = "best"
     if len(names) > 1:
         out.print(
-            f"Pareto front of {in_words(names)}: {many(len(ranking.best), *_NOUNS)} that no other "
-            "beats in all of these"
+            f"Pareto front of {in_words(names)}: of {many(ranking.simulated, *_NOUNS)} that were "
+            f"simulated, {len(ranking.best):,} that no other one beats in all of these"
         )
         first = f"the one with the best {in_words(names[:1])}"
     out.print(f"{first}: {result.describe()}")
@@ -262,6 +267,8 @@ def _report(result: Search, seconds: float) -> None:
     )
     if few := listed(ranking):
         out.print(few)
+    if others := not_listed(ranking):
+        out.print(others)
     out.print(result.certainty)
 
 
