@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -47,3 +49,16 @@ def test_processes_are_started_that_have_work_of_two_seconds(
     assert found == [-number for number in range(jobs)]
     assert sum(counts) == started
     assert started or len(found) == here
+
+
+def test_a_run_that_stops_ends_its_processes() -> None:
+    before = {*multiprocessing.active_children()}
+
+    def stop(_: None) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # though two jobs would go on for an hour
+        Processes(3, worth=0).run(time.sleep, [0.0, 3600.0, 3600.0], stop)
+    for process in {*multiprocessing.active_children()} - before:
+        process.join(60)
+        assert process.exitcode is not None

@@ -45,18 +45,17 @@ def representatives(tasks: Tasks) -> Representatives | None:
     differ in more than their number.
 
     Tasks of one name, stage and phase that agree in all their figures are alike, whatever they took
-    where they were measured.
+    where they were measured; several of a microbatch are told apart by their order.
     """
     if int(tasks.microbatch.max(initial=0)) + 1 < _FEWEST:
         return None
     rows = np.flatnonzero(tasks.microbatch <= 0)
     first = rows[tasks.microbatch[rows] == 0]
-    stages = int(tasks.stage.max()) + 2
-    key = (tasks.name.astype(np.int64) * stages + tasks.stage + 1) * len(PHASES) + tasks.phase
+    if not len(first):
+        return None
+    key = _keys(tasks)
     first = first[np.argsort(key[first], kind="stable")]
     known = key[first]
-    if not len(first) or (known[1:] == known[:-1]).any():
-        return None
     others = np.flatnonzero(tasks.microbatch > 0)
     at = np.minimum(np.searchsorted(known, key[others]), len(first) - 1)
     like = np.arange(len(tasks))
@@ -69,6 +68,20 @@ def representatives(tasks: Tasks) -> Representatives | None:
     place[rows] = np.arange(len(rows))
     of = place[like]
     return Representatives(_only(tasks, rows, of), of)
+
+
+def _keys(tasks: Tasks) -> Int:
+    """Numbers of tasks: equal where name, stage and phase are, and as many tasks of the microbatch
+    before a task agree with it in these."""
+    stages = int(tasks.stage.max()) + 2
+    named = (tasks.name.astype(np.int64) * stages + tasks.stage + 1) * len(PHASES) + tasks.phase
+    each = named * (int(tasks.microbatch.max()) + 2) + tasks.microbatch + 1
+    order = np.argsort(each, kind="stable")
+    rows = np.arange(len(each))
+    begins = np.append(True, np.diff(each[order]) != 0)
+    nth = np.empty_like(rows)
+    nth[order] = rows - np.maximum.accumulate(np.where(begins, rows, 0))
+    return named * (int(nth.max()) + 1) + nth
 
 
 def _only(tasks: Tasks, rows: Int, of: Int) -> Tasks:

@@ -228,6 +228,51 @@ def test_nothing_fits_or_runs(told: dict[int, tuple[float, int]]):
     assert told
 
 
+def test_where_no_estimate_fits_the_nearest_are_simulated(monkeypatch: pytest.MonkeyPatch):
+    rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
+    columns = made([1.0, 2.0, 3.0, 4.0], [14, 11, 13, 11])
+    asked_for: list[int] = []
+
+    def exactly(some: Candidates, *_: object) -> simulated.Exact:
+        asked_for.extend(some.numbers("micro_batch_size").tolist())
+        peak = [12 if each == 2 else 10 for each in asked_for]
+        figures = made([1.0] * len(some), peak, exact=True)
+        return simulated.Exact(np.arange(len(some)), figures, {}, {}, False)
+
+    monkeypatch.setattr("stagewright.explore.answer.search.exact", exactly)
+    found = search(rows, evaluate=lambda _: Evaluated(columns, []))
+    assert asked_for == [2, 8]  # 10% too large by their estimates; the others are 30% and more
+    assert found.rows.run(int(found.best[0])).micro_batch_size == 8
+
+
+def test_a_space_that_cannot_fit_is_not_evaluated():
+    rows = asked({"model": "llama3.1-405b"}, hardware=["h100-sxm"], gpus=8).space.candidates().rows
+
+    def evaluated(_: Candidates) -> Evaluated:
+        raise AssertionError("bounds of memory say enough")
+
+    with pytest.raises(NothingFound, match=r"candidates fits: the least takes 913.2 GB of 80 GB"):
+        search(rows, evaluate=evaluated)
+
+
+def test_a_candidate_is_described_with_its_execution():
+    rows = candidates(overlap_param_gather=[True], no_overlap="dp", tp=1, zero=1)
+    words = "gpt2 dp=4 layers=2 micro_batch_size=8 seq_length=128 zero=1"
+    assert rows.describe(0) == f"{words} no_overlap=dp overlap_param_gather"
+
+
+def test_splits_that_put_the_same_layers_on_each_stage_are_one_candidate():
+    ends = {"first_stage_less_layers": [0, 1], "last_stage_less_layers": [0, 1]}
+    found = asked(
+        {**FIXED, "layers": 8, "pp": 2, "tp": 2, "vpp": 2, "schedule": None, **ends},
+        hardware=["h100-sxm"], gpus=4,
+    ).space.candidates()  # fmt: skip
+    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    splits = [run.resolved(found.rows.model).layers_per_stage for run in runs]
+    assert len({*splits}) == len(splits) == 3
+    assert "the same as without first_stage_less_layers" in found.removed[-1].example
+
+
 def test_a_best_that_leaves_little_memory_is_told(told: dict[int, tuple[float, int]]):
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
     assert not nearly_full(search(rows))  # 7 of 10

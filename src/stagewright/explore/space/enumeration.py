@@ -19,6 +19,7 @@ from stagewright.explore.space.constraints import (
     constraints,
     same_words,
 )
+from stagewright.explore.space.same_runs import of_same_order, of_same_stages
 from stagewright.explore.space.spread import (
     column_of_systems,
     compact,
@@ -297,7 +298,7 @@ class Enumeration:
         where = np.flatnonzero(idle)
         again[where[1:]] = parents[where[1:]] == parents[where[:-1]]
         if name == "order":
-            again |= self._of_same_order(rows, parents)
+            again |= of_same_order(rows, parents, self.axes.keys() - rows.columns.keys())
         if not again.any():
             return rows
         self._note_same(rows, int(np.argmax(again)), name, int(again.sum()))
@@ -317,28 +318,6 @@ class Enumeration:
                 idle |= np.logical_and.reduce(each)
         return idle
 
-    def _of_same_order(self, rows: Candidates, parents: Int) -> Bool:
-        """Which orders only move axes of one rank, and number ranks as another one does."""
-        late = self.axes.keys() - rows.columns.keys()
-        degrees = {axis: rows.numbers(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
-        split = {axis: of | (axis in late) for axis, of in degrees.items()}
-        axes = [value.split("-") for value in rows.column("order").values]
-        column = rows.column("order").codes
-        known: dict[tuple[str, ...], int] = {}
-        number = np.zeros(len(rows), dtype=np.int64)
-        pattern = sum(flag.astype(np.int64) << nth for nth, flag in enumerate(split.values()))
-        for bits in np.unique(pattern).tolist():
-            there = {axis for nth, axis in enumerate(split) if bits >> nth & 1}
-            of_value = [
-                known.setdefault(tuple(axis for axis in order if axis in there), len(known))
-                for order in axes
-            ]
-            mine = pattern == bits
-            number[mine] = np.array(of_value)[column[mine]]
-        again = np.ones(len(rows), dtype=bool)
-        again[np.unique(parents * len(known) + number, return_index=True)[1]] = False
-        return again
-
     def _thinned(self, rows: Candidates, share: float) -> Candidates:
         """Candidates drawn at random, each with the same probability."""
         if share == 1:
@@ -348,6 +327,11 @@ class Enumeration:
     def result(self) -> Found:
         """The candidates; UserError where there are none."""
         rows, combinations = self.rows, self.combinations
+        again = of_same_stages(rows)
+        if again.any():
+            row, ends = int(np.argmax(again)), "first_stage_less_layers or last_stage_less_layers"
+            self._note_same(rows, row, ends, int(again.sum()))
+            rows = rows.take(~again)
         every = [
             Removed(why, round(sum(told.values())), max(told, key=lambda words: told[words]))
             for why, told in self.removed.items()
