@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +22,6 @@ from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
 from stagewright.lower.inference.joined import Meshes
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
-from stagewright.program.representatives import by_representatives
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.experts.dispatch import Routed, dispatch_seconds, slowed_beside
@@ -115,9 +113,9 @@ class Placements:
             return routed._replace(low_latency=False)
         return routed
 
-    def copying_seconds(self, tasks: Tasks) -> Seconds:
-        """Seconds of copying rows around all-to-alls of experts, by task."""
-        mesh = self.program.mesh
+    def copying_seconds(self, which: RankClass) -> Seconds:
+        """Seconds of copying rows around all-to-alls of experts, by task of a rank class."""
+        tasks, mesh = which.tasks, self.program.mesh
         sharing = slots_of_tokens(self.program, tasks)
         if not sharing:
             return np.zeros(len(tasks))
@@ -132,17 +130,8 @@ class Placements:
 
 
 def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None = None) -> Seconds:
+    tasks, machine = which.tasks, placed.machine
     routed = placed.routed(which, routed)
-    # Hidden dispatches slow the kernels of all microbatches together, and each was measured alone.
-    together = which.tasks.duration is not None or (routed is not None and routed.hidden)
-    alone = partial(_seconds_of_tasks, placed, which, routed)
-    return alone(which.tasks) if together else by_representatives(which.tasks, alone)
-
-
-def _seconds_of_tasks(
-    placed: Placements, which: RankClass, routed: Routed | None, tasks: Tasks
-) -> Seconds:
-    machine = placed.machine
     seconds = np.zeros(len(tasks))
     computes = tasks.kind == TaskKind.COMPUTE
     columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
@@ -154,7 +143,7 @@ def _seconds_of_tasks(
         seconds[within_products(tasks)] = 0.0
         seconds += bias_seconds(tasks, machine.hardware)
         if not routed:
-            seconds += placed.copying_seconds(tasks)
+            seconds += placed.copying_seconds(which)
 
     moves = tasks.kind == TaskKind.COLLECTIVE
     rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)

@@ -131,7 +131,7 @@ def _certain(tasks: Tasks, first: Int, last: Int) -> tuple[Int, Int]:
     last to read, when the last kernel ran that the transfer has to wait for.
     """
     total = len(tasks)
-    kernel = tasks.kind == TaskKind.COMPUTE
+    kernel = (tasks.kind == TaskKind.COMPUTE) & (tasks.slot < 0)  # of the model's stream
     owner, needed = tasks.reads
     reader = np.full(total, total)
     np.minimum.at(reader, needed[kernel[owner]], owner[kernel[owner]])

@@ -36,7 +36,6 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.table import OPS, Timing
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
-from stagewright.program.representatives import by_representatives
 from stagewright.program.shapes import GEMM, ops_of
 from stagewright.run.requests import groups
 from stagewright.run.sections.execution import Execution
@@ -142,7 +141,8 @@ def launch_mode(run: Run, how: Execution, hardware: Hardware) -> str:
     Megatron-LM runs eagerly, torchtitan compiles its blocks; servers capture steps of decode as
     CUDA graphs. vLLM compiles steps with prompts; TensorRT-LLM (`torch_compile_config` is off) and
     SGLang before 0.5.10 run them eagerly. SGLang 0.5.10 captures them in pieces
-    (`--disable-piecewise-cuda-graph` turns that off), not modelled. A TPU's step is one program.
+    (`--disable-piecewise-cuda-graph` turns that off), which is not modelled. A step of a TPU is one
+    program.
     """
     if how.launch_mode is not None:
         return how.launch_mode
@@ -245,7 +245,7 @@ def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardw
         waits &= ~captured
     eager = "operators" if not run.fuse else "eager" if run.mode == "train" else "serving"
     cost = LAUNCH_COSTS[eager if mode == "eager" else mode]
-    kernels = by_representatives(tasks, lambda some: _kernels(some, run))
+    kernels = _kernels(tasks, run)
     if mode == "compile":
         kernels[_follows_fusable(tasks)] = 0
     loop = (tasks.kind == TaskKind.COMPUTE) & (tasks.phase == _OPTIMIZER)

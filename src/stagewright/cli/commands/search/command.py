@@ -57,6 +57,8 @@ def search(
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
     from stagewright.api.searched import wanted
+    from stagewright.explore.exact import step_of
+    from stagewright.views.deviations import known
     from stagewright.views.search import left, nearly_full
 
     outputs = _checked(out, (model, config, settings), settings)
@@ -82,6 +84,9 @@ def search(
     if none is not None:
         return end_without_best(result, none, out)
     shared.show_notes(nearly_full(result.ranking))
+    if result.ranking.rows.model.num_experts:  # whose steps differ most from what was measured
+        best = step_of(result.ranking.rows, int(result.ranking.best[0]))
+        shared.show_notes(known(best))
     seconds = time.perf_counter() - begin
     flags = partial(_flags, result, tool, place or 1) if tool else None
     return end(result, lambda: _report(result, seconds), out, place, as_json=as_json, flags=flags)
