@@ -153,7 +153,7 @@ def search(
 ) -> Ranking:
     """Find the best candidates.
 
-    `evaluate` gives the figures of candidates in columns, None: all are simulated, or by bounds.
+    `evaluate` gives the figures of candidates in columns; None: nothing is known before simulation.
     `executor` runs the simulations, None: this process does. Ctrl-C ends the evaluation: `stopping`
     hears of how many candidates, of which the best are then simulated. A second one, or one while
     candidates are simulated, ends the search with what has been simulated by then. Raises

@@ -36,7 +36,8 @@ def of_same_order(rows: Candidates, parents: Int, late: Collection[str]) -> Bool
 def of_same_stages(rows: Candidates) -> Bool:
     """Which candidates have the layers on each stage that one before them has, and differ from it
     only in how many layers the ends of the pipeline count for."""
-    if not any(name in rows.columns and len(rows.columns[name].values) > 1 for name in _ENDS):
+    several = any(len(rows.columns[n].values) > 1 for n in _ENDS if n in rows.columns)
+    if not several or not len(rows):
         return np.zeros(len(rows), dtype=bool)
     others = rows.distinct(*(name for name in rows.columns if name not in _ENDS)).of
     splits = rows.distinct("pp", "vpp", "layers_per_stage", "pipeline_split", *_ENDS)

@@ -257,8 +257,8 @@ def _report(result: Search, seconds: float) -> None:
     first = "best"
     if len(names) > 1:
         out.print(
-            f"Pareto front of {in_words(names)}: of {many(ranking.simulated, *_NOUNS)} that were "
-            f"simulated, {len(ranking.best):,} that no other one beats in all of these"
+            f"Pareto front of {in_words(names)}: {len(ranking.best):,} of {ranking.simulated:,} "
+            "simulated candidates, none of which another one beats in all of these"
         )
         first = f"the one with the best {in_words(names[:1])}"
     out.print(f"{first}: {result.describe()}")
