@@ -33,7 +33,7 @@ class FigureBlock(BaseModel):
         wanted = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", value):
             return value
-        if isinstance(value, str | bool) and wanted in (float, int, float | None, int | None):
+        if isinstance(value, str | bool) and wanted in _NUMBERS:
             raise PydanticCustomError("float_type", "wanted a number")
         return value
 
@@ -59,6 +59,8 @@ def wanted_of(message: str) -> str:
     )
 
 
+_NUMBERS: tuple[Any, ...] = (float, int, float | None, int | None)
+"""The types of fields that are numbers."""
 MOST = 1e12
 """The largest figure of a device that is believed, whatever its unit."""
 
