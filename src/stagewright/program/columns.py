@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
-from stagewright.arrays import Int
+from stagewright.arrays import Int, sorted_values
 from stagewright.graph.node import PHASES as PHASES
 from stagewright.program.communicators import Communication, Communicator, Peer, Users
 
@@ -244,6 +244,21 @@ class Program(Communication):
             for ids, ranks in self.blocks_of_groups()
             for group, members in zip(ids, ranks, strict=True)
         }
+
+
+def groups_met(ids: Int, ranks: Int) -> Int:
+    """The members of each group that some ranks are in: [groups, ranks].
+
+    `ids`: by rank of the world the group that it is in, 0: none; groups are of one size.
+
+    >>> groups_met(np.array([7, 9, 7, 9, 0]), np.array([1, 4]))
+    array([[1, 3]])
+    """
+    own = ranks[ids[ranks] > 0]
+    wanted = sorted_values(ids[own])
+    if len(own) < len(wanted) * np.count_nonzero(ids == wanted[0]):  # others are members
+        own = np.flatnonzero(np.isin(ids, wanted))
+    return own[np.argsort(ids[own], kind="stable")].reshape(len(wanted), -1).astype(np.int64)
 
 
 def among(ranks: Int, wanted: Int) -> Int:

@@ -12,7 +12,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run import lengths, requests
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.declare import AXES, Setting, describe_value
+from stagewright.run.sections.declare import AXES, setting_in_words
 from stagewright.run.settings import Run
 
 
@@ -52,7 +52,7 @@ def _idle(experiment: Experiment) -> Iterator[str]:
             continue
         why = next((case for case in setting.idle if _holds(case, values)), None)
         if why is not None and run.mode in setting.modes:
-            yield f"{_words(setting, value)} does nothing with {_case(why)}"
+            yield f"{setting_in_words(setting.name, value)} does nothing with {_case(why)}"
 
 
 def _axes(experiment: Experiment) -> Iterator[str]:
@@ -66,10 +66,4 @@ def _holds(case: Mapping[str, Any], values: Mapping[str, Any]) -> bool:
 
 
 def _case(case: Mapping[str, Any]) -> str:
-    return " and ".join(_words(EXPERIMENT[name], value) for name, value in case.items())
-
-
-def _words(setting: Setting, value: Any) -> str:
-    if isinstance(value, bool):
-        return setting.name if value else f"no {setting.name}"
-    return describe_value(setting.name, value)
+    return " and ".join(setting_in_words(name, value) for name, value in case.items())

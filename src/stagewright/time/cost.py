@@ -21,7 +21,15 @@ from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
 from stagewright.lower.inference.joined import Meshes
-from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
+from stagewright.program.columns import (
+    COLLECTIVES,
+    PHASES,
+    Program,
+    RankClass,
+    TaskKind,
+    Tasks,
+    groups_met,
+)
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.experts.dispatch import Routed, dispatch_seconds, slowed_beside
@@ -98,13 +106,7 @@ class Placements:
 
     def placements(self, slot: int, which: RankClass) -> list[Placement]:
         """The placements of the groups of communicator `slot` that have members in a rank class."""
-        ids = self.groups[slot]
-        ranks = which.ranks[ids[which.ranks] > 0]
-        wanted = sorted_values(ids[ranks])
-        if len(ranks) < len(wanted) * np.count_nonzero(ids == wanted[0]):  # others are members
-            ranks = np.flatnonzero(np.isin(ids, wanted))
-        ranks = ranks[np.argsort(ids[ranks], kind="stable")]
-        return placements(self.machine, ranks.reshape(len(wanted), -1).astype(np.int64))
+        return placements(self.machine, groups_met(self.groups[slot], which.ranks))
 
     def routed(self, which: RankClass, routed: Routed | None) -> Routed | None:
         """`routed` as the ranks of a class send tokens: those that prefill, in large messages."""

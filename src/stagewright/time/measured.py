@@ -30,7 +30,15 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import COLLECTIVES, Program, RankClass, Shape, TaskKind, Tasks
+from stagewright.program.columns import (
+    COLLECTIVES,
+    Program,
+    RankClass,
+    Shape,
+    TaskKind,
+    Tasks,
+    groups_met,
+)
 
 COLUMNS = ("kernel", "shape", "dtype", "duration_us")
 UNREAD = ("count", "flops", "bytes")
@@ -203,12 +211,8 @@ def _extent(program: Program, of: RankClass, slot: int) -> tuple[int, int]:
 
     Of the groups that a class is in, the one with the widest span: it is the slowest.
     """
-    ids = program.group_of(slot)
-    mine = np.unique(ids[of.ranks])
-    ranks = np.flatnonzero(np.isin(ids, mine[mine > 0]))
-    groups = np.unique(ids[ranks])
-    ordered = ranks[np.argsort(ids[ranks], kind="stable")].reshape(len(groups), -1)
-    return ordered.shape[1], int((ordered[:, -1] - ordered[:, 0]).max()) + 1
+    groups = groups_met(program.group_of(slot), of.ranks)
+    return groups.shape[1], int((groups[:, -1] - groups[:, 0]).max()) + 1
 
 
 def describe_extents(shape: Shape) -> str:

@@ -34,12 +34,13 @@ def best(of: Ranking, most: int | None = None) -> Table:
     rows = of.best[: shown(of) if most is None else most]
     figures = of.figures.take(rows)
     shares = [_shares(of, row) for row in rows.tolist()]
+    gpus = of.rows.take(rows).world_size
     columns: dict[str, list[Any]] = {
         "#": [nth + 1 for nth in range(len(rows))],
         "settings": [words(of.rows, row) for row in rows.tolist()],
-        "GPUs": of.rows.take(rows).world_size.tolist(),
+        "GPUs": gpus.tolist(),
         "step": figures.seconds.tolist(),
-        "tokens/s per GPU": (figures.tokens_per_second / of.rows.take(rows).world_size).tolist(),
+        "tokens/s per GPU": (figures.tokens_per_second / gpus).tolist(),
         "MFU": [None if np.isnan(share) else share for share in figures.mfu.tolist()],
         "memory": figures.peak.tolist(),
         "bubble": [each.get("bubble", 0.0) for each in shares],
@@ -53,7 +54,8 @@ def best(of: Ranking, most: int | None = None) -> Table:
         if name in of.how.objectives:
             value = figures.usd * 1e6 if name == "cost" else figures.joules
             columns[unit] = (value / np.maximum(figures.tokens, 1)).tolist()
-    if len({*of.rows.world_size.tolist()}) == 1:
+    worlds = of.rows.world_size
+    if (worlds == worlds[:1]).all():
         del columns["GPUs"]
     if figures.mfu.size and np.isnan(figures.mfu).all():
         del columns["MFU"]

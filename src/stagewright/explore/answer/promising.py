@@ -157,10 +157,15 @@ class _LeastTimes:
     def nearest(self, some: Bool) -> str:
         """Of some candidates, the one that lacks least memory, and how much it holds at least."""
         rows = np.flatnonzero(some)
-        device = self.rows.device_memory[rows]
-        row = int((self.bytes[rows] - device).argmin())
-        held, room = self.bytes[rows[row]] / 1e9, device[row] / 1e9
-        return f"{held:.4g} GB of {room:.4g} GB at least ({self.rows.describe(int(rows[row]))})"
+        device = self.rows.device_memory
+        row = int(rows[(self.bytes - device)[rows].argmin()])
+        words = held_of_room(float(self.bytes[row]), int(device[row]))
+        return f"{words} at least ({self.rows.describe(row)})"
+
+
+def held_of_room(held: float, room: int) -> str:
+    """The bytes that a candidate holds, of those that it may."""
+    return f"{held / 1e9:.4g} GB of {room / 1e9:.4g} GB"
 
 
 def _may_fit(least: CandidateBounds) -> Bool:

@@ -10,7 +10,13 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.explore.answer import objectives
-from stagewright.explore.answer.promising import MARGIN, SLOWER, Bounded, step_tokens
+from stagewright.explore.answer.promising import (
+    MARGIN,
+    SLOWER,
+    Bounded,
+    held_of_room,
+    step_tokens,
+)
 from stagewright.explore.candidates import HARDWARE, Candidates
 from stagewright.explore.evaluate import LeftOut
 from stagewright.explore.figures import Figures
@@ -221,10 +227,10 @@ def nothing_found(of: Ranking) -> NothingFound:
         )
         return NothingFound(why, of, too_large=False)
     least = int(seen[np.argmin((figures.peak - figures.device_memory)[seen])])
-    peak, room = figures.peak[least] / 1e9, figures.device_memory[least] / 1e9
     how = "" if figures.exact[least] else " by its estimate"
+    words = held_of_room(float(figures.peak[least]), int(figures.device_memory[least]))
     why = (
-        f"none of the {len(seen):,} candidates evaluated fits: the least takes {peak:.4g} GB of "
-        f"{room:.4g} GB{how} ({of.rows.describe(least)}); {help_}"
+        f"none of the {len(seen):,} candidates evaluated fits: the least takes {words}{how} "
+        f"({of.rows.describe(least)}); {help_}"
     )
     return NothingFound(why, of, too_large=True)

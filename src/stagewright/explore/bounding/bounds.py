@@ -101,16 +101,15 @@ def _bounds_of(candidates: Candidates, *, rough: bool, simulated: bool = False) 
     shared = is_not_plain(candidates) & rough
     found = CandidateBounds(zero, zero.copy(), candidates.device_memory, shared)
     if candidates.base.run.mode == "train" and len(candidates):
-        relaxation = _Relaxation(candidates.regardless_of_memory(), rough=rough)
-        relaxation.timed |= simulated
-        relaxation.bound(found)
+        alike = candidates.regardless_of_memory()
+        _Relaxation(alike, rough=rough, simulated=simulated).bound(found)
     return found
 
 
 class _Relaxation:
     """Candidates (rows), and those that they relax to."""
 
-    def __init__(self, candidates: Candidates, *, rough: bool) -> None:
+    def __init__(self, candidates: Candidates, *, rough: bool, simulated: bool) -> None:
         self.on_host = candidates.column("optimizer_cpu_offload").is_one_of(True)
         # Forwards hide communication of backwards, and the other way round.
         self.mixed = candidates.column("overlap_moe_expert_parallel_comm").is_one_of(True)
@@ -128,9 +127,9 @@ class _Relaxation:
         # FSDP reduces gradients before it adds them: a rank adds its part.
         self.of_parts = (self.zero >= 2) & ~candidates.column("framework").is_one_of("megatron")
         self.alone = (self.microbatches == 1) | self.of_parts
-        # Estimates count memory over time (`timed_memory`): transfers may begin late.
-        self.timed = (self.zero >= 2) | candidates.column("grad_reduce").is_one_of("microbatch")
-        self.timed |= ~candidates.column("schedule").is_one_of(*IN_TURN, None)
+        # Memory is counted over time (`timed_memory`), and transfers may begin late.
+        self.timed = candidates.column("grad_reduce").is_one_of("microbatch") | simulated
+        self.timed |= (self.zero >= 2) | ~candidates.column("schedule").is_one_of(*IN_TURN, None)
         self.bandwidth = np.zeros(len(self.rows), dtype=np.float32)
         for group in range(int(self.machines.max()) + 1):
             mine = np.flatnonzero(self.machines == group)

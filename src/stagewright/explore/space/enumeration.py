@@ -340,15 +340,11 @@ class Enumeration:
         if not len(rows):
             told = [each for by_words in self.removed.values() for each in by_words.items()]
             most = sorted(told, key=lambda each: -each[1])[:2]
-            drawn = self.drawn < 1
-            first = "; ".join(
-                f"{example} (about {count:.2g} such)" if drawn
-                else f"{example} ({round(count):,} such)"
-                for example, count in most
-            )  # fmt: skip
-            why = first or "nothing is left"
+            number = "about {:.2g}" if self.drawn < 1 else "{:,.0f}"
+            such = [f"{example} ({number.format(count)} such)" for example, count in most]
+            why = "; ".join(such) or "nothing is left"
             none = f"none of the {combinations:,} combinations can be run"
-            if drawn:
+            if self.drawn < 1:
                 none = (
                     f"none of the combinations that were drawn of {combinations:.3g} can be run, "
                     "others may; give fewer values"

@@ -275,5 +275,5 @@ def describe_need(name: str, values: tuple[Any, ...]) -> str:
     ('zero=2 or 3', 'no sequence_parallel')
     """
     if len(values) == 1 and isinstance(values[0], bool):
-        return name if values[0] else f"no {name}"
+        return setting_in_words(name, values[0])
     return f"{name}={either(values)}"
