@@ -197,7 +197,7 @@ def column(name: str, row: Callable[[Any], int], value: Any) -> Callable[[RankCl
         new = getattr(c.tasks, name).copy()
         at = row(c.tasks)
         new[at] = value(new[at]) if callable(value) else value
-        return replace(c, tasks=replace(c.tasks, **{name: new}))
+        return replace(c, work=c.work.with_tasks(replace(c.tasks, **{name: new})))
 
     return change
 
@@ -219,7 +219,8 @@ def without_order(row: Callable[[Any], int]) -> Callable[[RankClass], RankClass]
         pointer = t.order_ptr.copy()
         pointer[at + 1 :] -= end - start
         order = np.delete(t.order, range(start, end))
-        return replace(c, tasks=replace(t, order_ptr=pointer, order=order))
+        tasks = replace(t, order_ptr=pointer, order=order)
+        return replace(c, work=c.work.with_tasks(tasks))
 
     return change
 

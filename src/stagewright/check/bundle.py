@@ -75,16 +75,20 @@ def difference(one: Program, two: Program, *, but: str = "") -> str:
     if len(one.classes) != len(two.classes):
         return "the number of rank classes"
     for a, b in zip(one.classes, two.classes, strict=True):
-        pairs = [(a, b), (a.tasks, b.tasks), (a.values, b.values)]
-        for x, y in pairs:
-            for name in (field.name for field in fields(x)):
+        compared = [
+            (a, b, ("ranks", "pipeline_rank", "memory")),
+            (a.tasks, b.tasks, tuple(field.name for field in fields(Tasks))),
+            (a.values, b.values, tuple(field.name for field in fields(Values))),
+        ]
+        for x, y, names in compared:
+            for name in names:
                 if name != but and not _same(getattr(x, name), getattr(y, name)):
                     return f"{name} of pipeline rank {a.pipeline_rank}"
     return ""
 
 
 def _same(one: object, two: object) -> bool:
-    """Whether two fields are equal; tables of columns are compared by their own fields."""
+    """Whether two fields are equal."""
     if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
         return np.array_equal(one, two)  # pyright: ignore
-    return one == two or isinstance(one, Tasks | Values)
+    return one == two

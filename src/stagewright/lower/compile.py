@@ -61,5 +61,5 @@ def _with_allowance(program: Program, run: Run) -> Program:
     allowance = allowance_of(run)
     if not allowance:
         return program
-    classes = [replace(c, memory={**c.memory, "allowance": allowance}) for c in program.classes]
+    classes = [replace(c, allowance=allowance) for c in program.classes]
     return replace(program, classes=tuple(classes))

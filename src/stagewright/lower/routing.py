@@ -31,7 +31,7 @@ from stagewright.program.columns import (
     TaskKind,
     Values,
 )
-from stagewright.program.memory import at_peak
+from stagewright.program.step import RankWork
 from stagewright.run.expert_load import lines_of
 from stagewright.run.settings import Run
 
@@ -255,9 +255,7 @@ class _Growing:
             shape=shape, shapes=shapes,
         )  # fmt: skip
         values = self._held(sent, got)
-        return replace(
-            self.none, ranks=ranks, tasks=loaded, values=values, memory=at_peak(values, len(tasks))
-        )
+        return replace(self.none, ranks=ranks, work=RankWork.given(loaded, values=values))
 
     def _held(self, sent: Int, got: Int) -> Values:
         values = self.none.values

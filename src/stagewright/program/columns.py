@@ -1,182 +1,39 @@
 """The numeric program of every rank, as columns: the seam between the graph and all its readers.
 
-Ranks that differ only in who their partners are form a class and share one `Tasks` table. A task
-names its partners by *slot*: an index into `Program.communicators` for a collective, into
-`Program.peers` for a send or receive. Which group or rank a slot means to one rank is arithmetic on
-the mesh (`communicators`), so that one more rank costs a row of arithmetic and not a graph.
+Ranks that differ only in who their partners are form a class and share the work of their pipeline
+rank (`step.RankWork`). A task names its partners by *slot*: an index into `Program.communicators`
+for a collective, into `Program.peers` for a send or receive. Which group or rank a slot means to
+one rank is arithmetic on the mesh (`communicators`), so that one more rank costs a row of
+arithmetic and not a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int, sorted_values
 from stagewright.graph.node import PHASES as PHASES
 from stagewright.program.communicators import Communication, Communicator, Peer, Users
-
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-
-
-class TaskKind(IntEnum):
-    """What a task does: computes, or moves bytes between ranks, or to and from the host."""
-
-    COMPUTE = 0
-    COLLECTIVE = 1
-    SEND = 2
-    RECV = 3
-    LOAD = 4  # from the memory of the host
-    STORE = 5  # to it
-
-
-# As plain numbers, for columns of kinds: Python 3.11 looks up a member by a function of its own.
-COMPUTE, COLLECTIVE, SEND, RECV, LOAD, STORE = map(int, TaskKind)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the duration of a kernel depends on: its kind, and its extents on one rank.
-
-    The kind is `gemm` (batch, m, n, k: `batch` matrices of m x n, each a sum over k), `attention`
-    or `attention_bwd` (batch, heads, kv_heads, q, k, d, v; causal; window: 0, or the keys that a
-    query sees), or else the names of the fused ops, with the letters of their index expression.
-
-    >>> print(Shape("gemm", (("batch", 1), ("m", 4096), ("n", 14336), ("k", 8192))))
-    gemm batch=1 m=4096 n=14336 k=8192
-    """
-
-    kernel: str
-    extents: tuple[tuple[str, int], ...]
-    joint: tuple[str, ...] = ()
-    """For a product that runs as a part of a larger one: the name of that one, and the result."""
-    head: int = 0
-    """For a product of attention that no kernel fuses: the width of a head; 0: another kernel."""
-
-    def __str__(self) -> str:
-        return " ".join([self.kernel, *(f"{name}={extent}" for name, extent in self.extents)])
-
-    def sizes(self) -> dict[str, int]:
-        """The extents by name, and the width of a head where there is one (`head`)."""
-        return dict(self.extents) | ({"head": self.head} if self.head else {})
-
-    def fields(self) -> dict[str, Any]:
-        """The shape as JSON has it: `joint` only where there is one."""
-        fields: dict[str, Any] = {"kernel": self.kernel, "extents": self.extents}
-        return fields | ({"joint": self.joint} if self.joint else {})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tasks:
-    """One row per task, in issue order; every dependency points to an earlier row.
-
-    Units: `flops` floating-point operations (2 per multiply-add); `traffic` bytes read and written
-    in device memory; `comm_bytes` bytes of the local input of a collective (of an all_gather: the
-    shard that this rank gives; of an all_reduce, reduce_scatter or all_to_all: the whole tensor on
-    this rank), or of a message. All members of a group have the same `comm_bytes`; of an uneven
-    exchange it is the size of the even exchange that takes as long (see `local_bytes`).
-
-    Kernels run on one stream, slot -1, but for small ones whose slot is that of a communicator:
-    they stand between its collectives and run on the stream of these.
-
-    Dependencies are CSR: row `i` reads the results of rows `data[data_ptr[i]:data_ptr[i + 1]]`, and
-    likewise waits for the rows in `order` so that the schedule holds: one compute stream, one or
-    several communication streams.
-    """
-
-    kind: NDArray[np.uint8]  # TaskKind
-    name: NDArray[np.int32]  # index into names
-    op: NDArray[np.int32]  # index into ops
-    phase: NDArray[np.uint8]  # index into PHASES
-    stage: NDArray[np.int32]  # virtual pipeline stage
-    layer: NDArray[np.int32]  # -1: outside the layers
-    microbatch: NDArray[np.int32]  # -1: once per step
-    flops: Int  # 0 unless COMPUTE
-    traffic: Int  # 0 unless COMPUTE
-    collective: NDArray[np.int8]  # index into COLLECTIVES, -1 unless COLLECTIVE
-    dtype: NDArray[np.int8]  # index into dtypes: what is computed in or sent
-    comm_bytes: Int  # 0 for COMPUTE
-    slot: NDArray[np.int16]  # COLLECTIVE: communicator; SEND, RECV: peer; COMPUTE: see below
-    tag: NDArray[np.int32]  # SEND, RECV: equal on both ends; else -1
-    shape: NDArray[np.int32]  # COMPUTE: index into shapes; -1: has none
-    data_ptr: Int
-    data: NDArray[np.int32]
-    order_ptr: Int
-    order: NDArray[np.int32]
-    names: tuple[str, ...]
-    ops: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    duration: Int | None = None  # measured ns, 0: not measured; None: no durations
-    uneven_bytes: Int | None = None  # `local_bytes` where these are not `comm_bytes`
-
-    def __len__(self) -> int:
-        return len(self.kind)
-
-    def __repr__(self) -> str:
-        return f"<{len(self)} tasks>"
-
-    @property
-    def reads(self) -> tuple[Int, Int]:
-        """All data dependencies as two columns: the reading row, and the row it reads from."""
-        owner = np.repeat(np.arange(len(self)), np.diff(self.data_ptr))
-        return owner, self.data.astype(np.int64)
-
-    @property
-    def local_bytes(self) -> Int:
-        """Bytes of the local input of each collective, or of each message, on these ranks."""
-        return self.comm_bytes if self.uneven_bytes is None else self.uneven_bytes
-
-
-CATEGORIES = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "gathered_parameters",
-    "activations",
-    "communication",
-    "workspace",
+from stagewright.program.step import RankWork
+from stagewright.program.tables import (
+    CATEGORIES as CATEGORIES,
+    COLLECTIVE as COLLECTIVE,
+    COLLECTIVES as COLLECTIVES,
+    COMPUTE as COMPUTE,
+    LOAD as LOAD,
+    NO_VALUES as NO_VALUES,
+    RECV as RECV,
+    SEND as SEND,
+    STORE as STORE,
+    Shape as Shape,
+    TaskKind as TaskKind,
+    Tasks as Tasks,
+    Values as Values,
 )
-"""What memory is held for. `activations` are made in forward, or recomputed, and kept for backward;
-`gathered_parameters` are weights gathered or cast for a use; `communication` are receive buffers;
-`workspace` is what else one action makes and consumes, gradients of activations included."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Values:
-    """The values that a rank holds in a step, with the live range of each.
-
-    The columns up to `size` have a row per value of a stage; those from `value` on have a row per
-    value and microbatch. A value is live from before task row `first` (-1: from the start) until
-    after task row `last` (the number of rows: to the end).
-    """
-
-    name: NDArray[np.int32]  # index into names
-    stage: NDArray[np.int32]
-    layer: NDArray[np.int32]  # -1: outside the layers
-    category: NDArray[np.uint8]  # index into CATEGORIES
-    size: Int  # bytes
-    value: NDArray[np.int32]  # a row of the columns above
-    microbatch: NDArray[np.int32]  # -1: once per step
-    first: NDArray[np.int32]
-    last: NDArray[np.int32]
-    names: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        return f"<{len(self.value)} values of a step>"
-
-
-def _no_values() -> Values:
-    none, number = np.zeros(0, np.int32), np.zeros(0, np.int64)
-    return Values(none, none, none, none.astype(np.uint8), number, none, none, none, none, ())
-
-
-NO_VALUES = _no_values()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,12 +42,31 @@ class RankClass:
 
     ranks: Int  # ascending
     pipeline_rank: int
-    tasks: Tasks
-    memory: Mapping[str, int]  # bytes per rank at the peak, by category, and their sum, `peak`
-    values: Values = NO_VALUES
+    work: RankWork
+    allowance: int = 0
+    """Bytes that are set aside on each rank beside its tensors (`memory_allowance`)."""
 
     def __repr__(self) -> str:
         return f"<stage {self.pipeline_rank}: {len(self.ranks)} ranks, {len(self.tasks)} tasks>"
+
+    @property
+    def tasks(self) -> Tasks:
+        """Rows of all copies of the actions, in program order."""
+        return self.work.tasks
+
+    @property
+    def values(self) -> Values:
+        """Values in memory, with their live ranges."""
+        return self.work.values
+
+    @property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes per rank at the peak in issue order, by category, and their sum, `peak`.
+
+        With `allowance` beside them where there is one.
+        """
+        held = self.work.memory
+        return {**held, "allowance": self.allowance} if self.allowance else held
 
     @property
     def users(self) -> Users:

@@ -21,36 +21,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Int
 from stagewright.program.columns import CATEGORIES, RankClass, Values
+from stagewright.program.step import Deltas as Deltas
+from stagewright.program.step import changed_bytes, summed
 
 _Ints = NDArray[np.integer[Any]]
 
 
-class Deltas(NamedTuple):
-    """Changes of the bytes held by category, in the order of `CATEGORIES`.
-
-    While row i runs, `start + allocated[:, : i + 1].sum(1) - freed[:, :i].sum(1)` bytes are held.
-    With the times at which rows start and end, these changes give memory over time.
-    """
-
-    start: Int  # [categories]
-    allocated: Int  # [categories, rows], before the row
-    freed: Int  # [categories, rows], after the row
-
-
 def deltas(of: RankClass) -> Deltas:
     """The bytes that every row of a rank class allocates and frees."""
-    rows, v = len(of.tasks), of.values
-    category, size = v.category[v.value].astype(np.int64), v.size[v.value]
-
-    def per_row(row: _Ints, chosen: Bool) -> Int:
-        cell = (category * rows + row)[chosen]
-        return _summed(cell, size[chosen], len(CATEGORIES) * rows).reshape(len(CATEGORIES), rows)
-
-    before = v.first < 0
-    start = _summed(category[before], size[before], len(CATEGORIES))
-    return Deltas(start, per_row(v.first, ~before), per_row(v.last, v.last < rows))
+    return changed_bytes(of.values, len(of.tasks))
 
 
 def timeline(of: RankClass) -> Int:
@@ -116,8 +97,8 @@ def groups_alive(values: Values, row: int) -> list[ValueGroup]:
 def live(values: Values, rows: int) -> Int:
     """Bytes of all categories together held while each row runs."""
     size = values.size[values.value]
-    allocated = _summed(np.maximum(values.first, 0), size, rows)
-    freed = _summed(values.last + 1, size, rows + 2)
+    allocated = summed(np.maximum(values.first, 0), size, rows)
+    freed = summed(values.last + 1, size, rows + 2)
     return np.cumsum(allocated - freed[:rows])
 
 
@@ -130,7 +111,7 @@ def at_peak(values: Values, rows: int) -> dict[str, int]:
     """Bytes by category at the peak, and their sum, `peak`."""
     there = alive(values, peak_row(values, rows))
     sizes = values.size[values.value[there]]
-    by = _summed(values.category[values.value[there]], sizes, len(CATEGORIES))
+    by = summed(values.category[values.value[there]], sizes, len(CATEGORIES))
     held = {name: int(size) for name, size in zip(CATEGORIES, by, strict=True)}
     return held | {"peak": sum(held.values())}
 
@@ -138,8 +119,3 @@ def at_peak(values: Values, rows: int) -> dict[str, int]:
 def alive(values: Values, row: int) -> _Ints:
     """Indices of the instances that are live while a row runs."""
     return np.flatnonzero((values.first <= row) & (values.last >= row))
-
-
-def _summed(at: _Ints, size: Int, length: int) -> Int:
-    # Sums of bytes of one rank are exact in double precision: they are far below 2**53.
-    return np.bincount(at, weights=size, minlength=length).astype(np.int64)

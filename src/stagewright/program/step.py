@@ -4,19 +4,38 @@ An *action* is what a rank does in one step of its schedule: a forward, a backwa
 of one stage for one microbatch; two that overlap (`Overlap`) are one action of two parts. The rows
 after all actions (norms, optimizer) are the last action of a rank. Copies of an action differ in
 microbatch and stage only, so that rows, durations and issue rules are needed once per action.
+
+Tables that are given (a bundle, an import, joined programs) have one action with all their rows.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.program.columns import Tasks
-from stagewright.program.memory import Deltas
+from stagewright.program.tables import CATEGORIES, NO_VALUES, Tasks, Values
 
 KINDS = "FBIWU"
 """Kinds of the parts of an action: those of the schedule, and `U`, which gathers weights ahead."""
+
+
+class Deltas(NamedTuple):
+    """Changes of the bytes held by category, in the order of `CATEGORIES`.
+
+    While row i runs, `start + allocated[:, : i + 1].sum(1) - freed[:, :i].sum(1)` bytes are held.
+    With the times at which rows start and end, these changes give memory over time.
+    """
+
+    start: Int  # [categories]
+    allocated: Int  # [categories, rows], before the row
+    freed: Int  # [categories, rows], after the row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,3 +99,150 @@ class MemoryChanges:
     """[copies]: index into `profiles`."""
     profiles: tuple[Deltas, ...]
     """Allocated before and freed after each row of an action; `start` of each is 0."""
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the first row with the most in program order; their sum, `peak`."""
+        net = np.stack([(p.allocated - p.freed).sum(axis=1) for p in self.profiles])[self.kind]
+        before = self.start + np.concatenate([np.zeros_like(net[:1]), net[:-1].cumsum(axis=0)])
+        held = [p.allocated.cumsum(axis=1) - p.freed.cumsum(axis=1) + p.freed for p in self.profiles]
+        total = [h.sum(axis=0) for h in held]
+        most = np.array([t.max(initial=-1) for t in total])  # -1: without rows
+        copy = int(np.argmax(before.sum(axis=1) + most[self.kind])) if len(before) else 0
+        at = before[copy] if len(before) else self.start
+        if len(before) and total[self.kind[copy]].size:
+            profile = int(self.kind[copy])
+            at = at + held[profile][:, int(np.argmax(total[profile]))]
+        by = {name: int(size) for name, size in zip(CATEGORIES, at, strict=True)}
+        return by | {"peak": sum(by.values())}
+
+
+class RankWork(ABC):
+    """What a pipeline rank does in a step, by action; row by row where that is asked for."""
+
+    @property
+    @abstractmethod
+    def actions(self) -> Actions:
+        """The distinct actions: of this rank, and of others where ranks share them."""
+
+    @property
+    @abstractmethod
+    def order(self) -> ActionOrder:
+        """The copies of the actions."""
+
+    @property
+    @abstractmethod
+    def changes(self) -> MemoryChanges:
+        """What the copies allocate and free."""
+
+    @property
+    @abstractmethod
+    def tasks(self) -> Tasks:
+        """The rows of all copies, in program order."""
+
+    @property
+    @abstractmethod
+    def values(self) -> Values:
+        """The values in memory, with the live range of each."""
+
+    @property
+    @abstractmethod
+    def memory(self) -> Mapping[str, int]:
+        """Bytes at the peak in program order, by category, and their sum, `peak`."""
+
+    def with_tasks(self, tasks: Tasks) -> RankWork:
+        """Other rows, with values and memory as they are."""
+        return _Given(tasks, self)
+
+    @staticmethod
+    def given(
+        tasks: Tasks, memory: Mapping[str, int] | None = None, values: Values = NO_VALUES
+    ) -> RankWork:
+        """The work of explicit tables: one action. Memory follows from `values` if not given."""
+        return _Given(tasks, _Held(memory, values))
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """Values, and the peak of memory where that is known."""
+
+    at_peak: Mapping[str, int] | None
+    values: Values
+
+    @property
+    def memory(self) -> Mapping[str, int] | None:
+        return self.at_peak
+
+
+@dataclass(frozen=True, eq=False)
+class _Given(RankWork):
+    """The work of explicit tables."""
+
+    rows: Tasks
+    held: _Held | RankWork
+
+    @property
+    def tasks(self) -> Tasks:
+        return self.rows
+
+    @property
+    def values(self) -> Values:
+        return self.held.values
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        held = self.held.memory
+        return self.changes.at_peak() if held is None else held
+
+    @cached_property
+    def actions(self) -> Actions:
+        size = len(self.rows)
+        nothing = np.zeros(len(self.rows.data), dtype=bool)
+        return Actions(self.rows, np.array([0, size]), np.zeros(size, dtype=np.int64), nothing)
+
+    @cached_property
+    def order(self) -> ActionOrder:
+        return _OneCopy(self.rows)
+
+    @cached_property
+    def changes(self) -> MemoryChanges:
+        found = changed_bytes(self.values, len(self.rows))
+        profile = found._replace(start=np.zeros_like(found.start))
+        return MemoryChanges(found.start, np.zeros(1, dtype=np.int64), (profile,))
+
+
+class _OneCopy:
+    """The order of one action that has all rows of a table."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tag = tasks.tag
+        self.action = np.zeros(1, dtype=np.int64)
+        self.begin = np.array([0, len(tasks)])
+        self.kind, self.stage, self.microbatch = (np.full((1, 2), -1) for _ in range(3))
+
+    def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
+        """No needs are carried."""
+        nothing = np.zeros((1, len(needs)), dtype=np.int64)
+        return nothing, nothing
+
+    def tags(self, action: int, rows: Int) -> Int:
+        """Those of the table."""
+        return self._tag[rows].astype(np.int64)[None]
+
+
+def changed_bytes(values: Values, rows: int) -> Deltas:
+    """The bytes that each row of a table with these values allocates and frees."""
+    category, size = values.category[values.value].astype(np.int64), values.size[values.value]
+
+    def per_row(row: NDArray[np.integer[Any]], chosen: Bool) -> Int:
+        cell = (category * rows + row)[chosen]
+        return summed(cell, size[chosen], len(CATEGORIES) * rows).reshape(len(CATEGORIES), rows)
+
+    before = values.first < 0
+    start = summed(category[before], size[before], len(CATEGORIES))
+    return Deltas(start, per_row(values.first, ~before), per_row(values.last, values.last < rows))
+
+
+def summed(at: NDArray[np.integer[Any]], size: Int, length: int) -> Int:
+    """The sum of sizes at each of so many places."""
+    # Sums of bytes of one rank are exact in double precision: they are far below 2**53.
+    return np.bincount(at, weights=size, minlength=length).astype(np.int64)

@@ -267,7 +267,8 @@ def with_least_bytes(program: Program, least: int) -> Program:
         first = (np.diff(tasks.data_ptr) == 0) & (np.diff(tasks.order_ptr) == 0)
         first &= (tasks.kind == TaskKind.COMPUTE) & (tasks.flops < FLOPS_PER_NS)
         traffic = np.where(first, np.maximum(tasks.traffic, least), tasks.traffic)
-        classes.append(replace(of, tasks=replace(tasks, traffic=traffic)))
+        work = of.work.with_tasks(replace(tasks, traffic=traffic))
+        classes.append(replace(of, work=work))
     return replace(program, classes=tuple(classes))
 
 

@@ -257,7 +257,7 @@ def with_collectives(program: Program, table: Durations) -> tuple[Program, Count
             total += len(rows)
             known += len(rows) if table.of(shape, "") else 0
         tasks = dataclasses.replace(of.tasks, duration=duration)
-        classes[nth] = dataclasses.replace(of, tasks=tasks)
+        classes[nth] = dataclasses.replace(of, work=of.work.with_tasks(tasks))
     counts = Counts(matched.kernels, matched.measured, total, known)
     return dataclasses.replace(program, classes=tuple(classes)), counts
 
@@ -294,6 +294,7 @@ def measured(program: Program, table: Durations) -> tuple[Program, Matched]:
                 name = f"{tasks.shapes[shape]} {tasks.dtypes[dtype]}"
                 missing[name] = missing.get(name, 0) + count
         duration: Int = nanoseconds[tasks.shape, tasks.dtype] * (tasks.kind == TaskKind.COMPUTE)
-        classes[i] = dataclasses.replace(of, tasks=dataclasses.replace(tasks, duration=duration))
+        timed = dataclasses.replace(tasks, duration=duration)
+        classes[i] = dataclasses.replace(of, work=of.work.with_tasks(timed))
     order = tuple(sorted(missing.items(), key=lambda x: (-x[1], x[0])))
     return dataclasses.replace(program, classes=tuple(classes)), Matched(total, known, order)

@@ -23,6 +23,7 @@ from stagewright.program.columns import (
 )
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.program.fold import fold
+from stagewright.program.step import RankWork
 from stagewright.run.settings import Run
 from stagewright.trace.formats import chakra
 
@@ -144,7 +145,7 @@ def rings(draw: st.DrawFn) -> Program:
         if draw(st.booleans()):
             rows.append((TaskKind.COLLECTIVE, 0, -1))
         at = np.arange(mesh.world_size) // mesh.stride("pp") % mesh.size("pp") == stage
-        classes.append(RankClass(np.flatnonzero(at), stage, talking(rows), {}))
+        classes.append(RankClass(np.flatnonzero(at), stage, RankWork.given(talking(rows), {})))
     return Program(mesh, tuple(classes), who, (*peers, *back))
 
 

@@ -229,7 +229,7 @@ def test_collectives_that_rendezvous_cannot_count_are_told() -> None:
     assert adapted(compiled.program, "h100-sxm").entry["notes"] == []
     (of,) = compiled.program.classes
     sizes = np.where(of.tasks.kind == TaskKind.COLLECTIVE, 2**31, of.tasks.comm_bytes)
-    large = replace(of, tasks=replace(of.tasks, comm_bytes=sizes))
+    large = replace(of, work=of.work.with_tasks(replace(of.tasks, comm_bytes=sizes)))
     program = replace(compiled.program, classes=(large,))
     (note,) = adapted(program, "h100-sxm").entry["notes"]
     assert "--rendezvous-protocol counts bytes in 32 bits" in note

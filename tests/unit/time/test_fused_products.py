@@ -103,7 +103,7 @@ def test_what_was_measured_stays() -> None:
     (of,) = program.classes
     is_v = np.array(t.names)[t.name] == "layer0.v"
     known = replace(t, duration=np.where(is_v, 10**6, 0))
-    changed = replace(program, classes=(replace(of, tasks=known),))
+    changed = replace(program, classes=(replace(of, work=of.work.with_tasks(known)),))
     (seconds,) = task_seconds(changed, Machine.of(H100, gpus=4))
     assert (seconds[is_v] == 1e-3).all()
     n = Q + KV  # of what was not measured

@@ -79,7 +79,7 @@ def test_what_was_measured_stays() -> None:
     (of,) = program.classes
     measured = np.where(of.tasks.kind == TaskKind.COMPUTE, 10**6, 0)
     tasks = replace(of.tasks, duration=measured)
-    known = replace(program, classes=(replace(of, tasks=tasks),))
+    known = replace(program, classes=(replace(of, work=of.work.with_tasks(tasks)),))
     (cut,) = task_seconds(known, MACHINE, tp_comm_overlap=True)
     assert np.array_equal(cut[measured > 0], measured[measured > 0] * 1e-9)
 

@@ -21,6 +21,7 @@ from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
+from stagewright.program.step import RankWork
 from stagewright.trace.formats import chakra, et_def, wire
 from stagewright.trace.formats import json as readable
 
@@ -75,7 +76,7 @@ def example_program() -> Program:
     made = tasks(rows)
     return Program(
         mesh=Mesh((("tp", 2), ("pp", 2))),
-        classes=tuple(RankClass(np.arange(2) + 2 * pp, pp, made, {}) for pp in range(2)),
+        classes=tuple(RankClass(np.arange(2) + 2 * pp, pp, RankWork.given(made, {})) for pp in range(2)),
         communicators=(Communicator(("tp",)),),
         peers=(Peer("pp", 1), Peer("pp", -1)),
     )
@@ -100,7 +101,7 @@ def programs(draw: st.DrawFn) -> Program:
         rows = [draw(row(nth, len(names), len(ops))) for nth in range(draw(st.integers(0, 9)))]
         at = np.arange(mesh.world_size) // mesh.stride("pp") == stage
         made = replace(tasks(rows), names=names, ops=ops)
-        classes.append(RankClass(np.flatnonzero(at), stage, made, {}))
+        classes.append(RankClass(np.flatnonzero(at), stage, RankWork.given(made, {})))
     return Program(mesh, tuple(classes), communicators, (Peer("pp", 1), Peer("pp", -1)))
 
 
@@ -295,7 +296,8 @@ def test_groups_one_a_line():
 
 def test_name_with_a_comma_is_refused():
     program = example_program()
-    of = replace(program.classes[0], tasks=replace(program.classes[0].tasks, names=("a,b",)))
+    first = program.classes[0]
+    of = replace(first, work=first.work.with_tasks(replace(first.tasks, names=("a,b",))))
     with pytest.raises(UserError, match="'a,b' holds a comma"):
         chakra.encode(replace(program, classes=(of,)), 0, PROVENANCE)
 

@@ -25,6 +25,7 @@ from stagewright.errors import UserError
 from stagewright.executors import ray_cluster
 from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
+from stagewright.program.step import RankWork
 from stagewright.trace.formats import chakra
 from stagewright.trace.storage import LocalFolder
 from stagewright.trace.write import write
@@ -68,7 +69,7 @@ def example() -> Program:
     mesh = Mesh((("tp", 4), ("pp", 3)))
     return Program(
         mesh=mesh,
-        classes=tuple(RankClass(np.arange(4) + 4 * pp, pp, tasks(40 + pp), {}) for pp in range(3)),
+        classes=tuple(RankClass(np.arange(4) + 4 * pp, pp, RankWork.given(tasks(40 + pp), {})) for pp in range(3)),
         communicators=(Communicator(("tp",)),),
         peers=(Peer("pp", 1),),
     )

@@ -17,6 +17,7 @@ from stagewright.model.presets import PRESETS
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
+from stagewright.program.step import RankWork
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import gpipe
 from stagewright.trace.recorded import manifest
@@ -75,8 +76,8 @@ def compiled() -> Any:
     program = Program(
         mesh=Mesh((("tp", 2), ("pp", 2))),
         classes=(
-            RankClass(np.array([0, 1]), 0, first, {"parameters": 64, "peak": 128}),
-            RankClass(np.array([2, 3]), 1, last, {"parameters": 32, "peak": 96}),
+            RankClass(np.array([0, 1]), 0, RankWork.given(first, {"parameters": 64, "peak": 128})),
+            RankClass(np.array([2, 3]), 1, RankWork.given(last, {"parameters": 32, "peak": 96})),
         ),
         communicators=(Communicator(("tp",)), Communicator(("pp",), only=(0, 1))),
         peers=(Peer("pp", 1), Peer("pp", -1)),
@@ -169,7 +170,7 @@ def test_tables_print_brackets_as_they_are():
 def test_tables_join_classes_that_communicate_alike():
     same = compiled()
     first = same.program.classes[0]
-    again = RankClass(np.array([2, 3]), 1, first.tasks, first.memory)
+    again = RankClass(np.array([2, 3]), 1, first.work)
     program = same.program
     same.program = Program(program.mesh, (first, again), program.communicators, program.peers)
     stream = io.StringIO()

@@ -12,6 +12,8 @@ take turns: where one would wait for what it communicates, the other goes on.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,24 +42,204 @@ from stagewright.lower.assembly.segments import (
 from stagewright.lower.assembly.stages import Stage, StagesMade
 from stagewright.lower.assembly.streams import order_by_streams
 from stagewright.lower.kernels.kernel import Kernel
-from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
-from stagewright.program.memory import at_peak
+from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks, Values
+from stagewright.program.step import (
+    KINDS,
+    ActionOrder,
+    Actions,
+    Deltas,
+    MemoryChanges,
+    RankWork,
+    changed_bytes,
+)
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.places import Place, places
 
 MAX_TAG = 500_000_000  # ASTRA-sim takes message tags modulo this
 
 
+class AssembledWork(RankWork):
+    """The work of a pipeline rank, made of its stages' segments when it is asked for."""
+
+    def __init__(
+        self,
+        rank: RankRows,
+        tables: Tables,
+        of_kernels: Mapping[str, NDArray[Any]],
+        streams: str,
+    ) -> None:
+        self._rank, self._tables, self._of_kernels, self._streams = (
+            rank, tables, of_kernels, streams,
+        )  # fmt: skip
+
+    @cached_property
+    def _rows(self) -> tuple[Tasks, Int]:
+        return _tasks(self._rank, self._tables, self._of_kernels, self._streams)
+
+    @property
+    def tasks(self) -> Tasks:
+        return self._rows[0]
+
+    @property
+    def kernel(self) -> Int:
+        """The kernel that each row is a copy of."""
+        return self._rows[1]
+
+    @cached_property
+    def values(self) -> Values:
+        stages = self._rank.stages.items()
+        return live_ranges({s: stage.values.values for s, stage in stages}, self._rank)
+
+    @cached_property
+    def _cut(self) -> tuple[Actions, ActionOrder, MemoryChanges]:
+        return _cut(self._rank, self.tasks, changed_bytes(self.values, len(self.tasks)))
+
+    @property
+    def actions(self) -> Actions:
+        return self._cut[0]
+
+    @property
+    def order(self) -> ActionOrder:
+        return self._cut[1]
+
+    @property
+    def changes(self) -> MemoryChanges:
+        return self._cut[2]
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        return self.changes.at_peak()
+
+
+class _ExpandedOrder:
+    """The copies of a rank's actions, with what they need as the rows of the rank say."""
+
+    def __init__(self, action: Int, begin: Int, parts: Int, tasks: Tasks) -> None:
+        self.action, self.begin, self._tasks = action, begin, tasks
+        self.kind, self.stage, self.microbatch = parts
+        self._first = np.concatenate([[0], np.cumsum(_lengths(action, begin))])
+
+    def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
+        copies = np.flatnonzero(self.action == action)
+        pointer = self._tasks.data_ptr
+        at = pointer[self.begin[copies]][:, None] + needs - self._needs(action)
+        row = self._tasks.data[at].astype(np.int64)
+        copy = np.searchsorted(self.begin, row, side="right") - 1
+        return copy, self._first[self.action[copy]] + row - self.begin[copy]
+
+    def _needs(self, action: int) -> int:
+        """Where the needs of an action begin among those of all actions."""
+        pointer = self._tasks.data_ptr
+        count = 0
+        for before in range(action):
+            copy = int(np.flatnonzero(self.action == before)[0])
+            count += int(pointer[self.begin[copy + 1]] - pointer[self.begin[copy]])
+        return count
+
+    def tags(self, action: int, rows: Int) -> Int:
+        copies = np.flatnonzero(self.action == action)
+        at = self.begin[copies][:, None] + rows - self._first[action]
+        return self._tasks.tag[at].astype(np.int64)
+
+
+def _lengths(action: Int, begin: Int) -> Int:
+    _, first = np.unique(action, return_index=True)
+    return np.diff(begin)[first]
+
+
+def _cut(rank: RankRows, tasks: Tasks, deltas: Deltas) -> tuple[Actions, ActionOrder, MemoryChanges]:
+    begin: list[int] = []
+    parts: list[list[list[int]]] = []
+    keys: dict[tuple[int, ...], int] = {}
+    action: list[int] = []
+    i = 0
+    part_of: dict[int, Int] = {}
+    tags: list[Int] = []
+    for size in rank.sizes:
+        some = rank.actions[i : i + size]
+        key = tuple(int(f) for f in rank.form_of[i : i + size])
+        number = keys.setdefault(key, len(keys))
+        if number not in part_of:
+            forms = [rank.forms[f] for f in key]
+            part, tag = (np.empty(sum(len(f.keep) for f in forms), dtype=np.int64) for _ in range(2))
+            for nth, f in enumerate(forms):
+                part[f.offset] = nth
+                tag[f.offset] = f.segment.columns["tag"][f.keep]
+            tags.append(tag)
+            part_of[number] = part
+        action.append(number)
+        begin.append(int(rank.begin[i]))
+        row = [[KINDS.index(a.kind), a.stage, a.microbatch] for a in some]
+        parts.append([*row, *[[-1] * 3] * (2 - size)])
+        i += size
+    if len(rank.after):
+        part_of[len(keys)] = np.zeros(len(rank.after), dtype=np.int64)
+        tags.append(rank.after.columns["tag"])
+        action.append(len(keys))
+        begin.append(rank.end)
+        parts.append([[-1] * 3] * 2)
+    actions = np.array(action, dtype=np.int64)
+    begins = np.array([*begin, rank.total], dtype=np.int64)
+    columns = np.array(parts, dtype=np.int64).reshape(-1, 2, 3).transpose(2, 0, 1)
+    order = _ExpandedOrder(actions, begins, columns, tasks)
+    first = {int(a): n for n, a in reversed([*enumerate(actions.tolist())])}
+    rows = np.concatenate(
+        [np.arange(begins[first[a]], begins[first[a] + 1]) for a in range(len(first))]
+    )
+    part = np.concatenate([part_of[a] for a in range(len(first))])
+    of_action = np.repeat(np.arange(len(first)), [len(part_of[a]) for a in range(len(first))])
+    counts = np.diff(tasks.data_ptr)[rows]
+    pointer = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    entry = np.repeat(tasks.data_ptr[rows] - pointer[:-1], counts) + np.arange(pointer[-1])
+    needed = tasks.data[entry].astype(np.int64)
+    copy = np.searchsorted(begins, needed, side="right") - 1
+    owner = np.repeat(of_action, counts)
+    carried = copy != np.array([first[a] for a in range(len(first))], dtype=np.int64)[owner]
+    needed = order._first[actions[copy]] + needed - begins[copy]
+    microbatch = np.where(tasks.microbatch[rows] < 0, -1, 1 + 2 * of_action + part)
+    for a, n in first.items():
+        for p in range(2):
+            stage = int(columns[1][n, p])
+            if columns[0][n, p] == 0 and rank.by_microbatch[stage, 0][columns[2][n, p]] == rank.once[stage, 0]:
+                microbatch[(of_action == a) & (part == p) & (microbatch >= 0)] = 0
+    table = replace(
+        tasks,
+        **{c: getattr(tasks, c)[rows] for c in COLUMNS if c not in ("microbatch", "kernel", "tag")},
+        tag=np.concatenate(tags).astype(np.int32),
+        microbatch=microbatch.astype(np.int32), data_ptr=pointer, data=needed.astype(np.int32),
+        order_ptr=np.zeros(len(rows) + 1, np.int64), order=np.zeros(0, np.int32),
+    )  # fmt: skip
+    # Memory: distinct profiles.
+    profiles: dict[tuple[int, bytes, bytes], int] = {}
+    kind: list[int] = []
+    found: list[Deltas] = []
+    nothing = np.zeros_like(deltas.start)
+    for n, a in enumerate(actions.tolist()):
+        some = slice(int(begins[n]), int(begins[n + 1]))
+        up, down = deltas.allocated[:, some], deltas.freed[:, some]
+        number = profiles.setdefault((a, up.tobytes(), down.tobytes()), len(found))
+        if number == len(found):
+            found.append(Deltas(nothing, up, down))
+        kind.append(number)
+    changes = MemoryChanges(deltas.start, np.array(kind, dtype=np.int64), tuple(found))
+    every = np.concatenate([[0], np.cumsum([len(part_of[a]) for a in range(len(first))])])
+    return Actions(table, every, part, carried), order, changes
+
+
 class AssembledRank(NamedTuple):
     """One pipeline rank of an assembly, and what its columns were made of."""
 
     of: RankClass
-    kernel: Int
-    """The kernel that each row is a copy of, as an index into `Assembly.kernels`."""
+    work: AssembledWork
     values: Sequence[Value]
     """Those of `RankClass.values`, in the same order."""
     rows: RankRows
     """Its actions, and where each begins."""
+
+    @property
+    def kernel(self) -> Int:
+        """The kernel that each row is a copy of, as an index into `Assembly.kernels`."""
+        return self.work.kernel
 
 
 class Assembly(NamedTuple):
@@ -105,12 +287,10 @@ def assemble(
     found: list[AssembledRank] = []
     for p, on_rank in enumerate(ranks):
         rows = RankRows([*on_rank.values()], order[p], after[p], habits.unit_weights())
-        tasks, kernel = _tasks(rows, tables, of_kernels, streams)
-        values = live_ranges({s: stage.values.values for s, stage in on_rank.items()}, rows)
-        members = numbers[pipeline_rank == p]
-        of = RankClass(members, p, tasks, at_peak(values, len(tasks)), values)
+        work = AssembledWork(rows, tables, of_kernels, streams)
+        of = RankClass(numbers[pipeline_rank == p], p, work)
         every = [v for stage in on_rank.values() for v in stage.values.values]
-        found.append(AssembledRank(of, kernel, every, rows))
+        found.append(AssembledRank(of, work, every, rows))
     partners = tuple(tables.communicators.table), tuple(tables.peers.table)
     program = Program(mesh, tuple(rank.of for rank in found), *partners)
     return Assembly(program, tuple(tables.kernels.table), found)

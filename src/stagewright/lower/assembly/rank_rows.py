@@ -78,6 +78,8 @@ class RankRows:
             steps = [*(Action(s, UNSHARD, first[s].microbatch) for s in order), *steps]
         self.actions = [a for step in steps for a in parts(step)]
         self._unshards = weights.before
+        self.sizes = [len(parts(step)) for step in steps]
+        """How many actions each step has."""
         self.supplier = self._suppliers(weights)
         """Per action, the action that has gathered the weights it uses: itself, or one before."""
         self.borrows = bool((self.supplier != np.arange(len(self.supplier))).any())

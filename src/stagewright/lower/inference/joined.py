@@ -137,7 +137,8 @@ def joined(
             add = _with_sends if way == 1 else _with_receives
             for rows, ranks in alike.items():
                 more = add(tasks, rows, dtype, waiting) if rows else tasks
-                classes.append(replace(c, ranks=np.array(ranks, np.int64), tasks=more))
+                work = c.work if more is c.tasks else c.work.with_tasks(more)
+                classes.append(replace(c, ranks=np.array(ranks, np.int64), work=work))
     return Joined(
         _side_by_side([p.mesh for p in programs]),
         tuple(classes), tuple(communicators), tuple(peers), tuple(group_index), tuple(partners),

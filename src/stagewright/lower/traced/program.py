@@ -33,7 +33,7 @@ from stagewright.program.columns import (
     Values,
 )
 from stagewright.program.communicators import Communicator
-from stagewright.program.memory import at_peak
+from stagewright.program.step import RankWork
 
 _KINDS = {
     "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather",
@@ -245,10 +245,8 @@ class _RankWalk:
             slots[name] = same.setdefault(axes, len(same))
         tasks = self._tasks(slots)
         values = self._values(len(tasks))
-        of = RankClass(
-            np.arange(on.mesh.world_size, dtype=np.int64), 0, tasks,
-            at_peak(values, len(tasks)), values,
-        )  # fmt: skip
+        ranks = np.arange(on.mesh.world_size, dtype=np.int64)
+        of = RankClass(ranks, 0, RankWork.given(tasks, values=values))
         return Program(on.mesh, (of,), _communicators(on, slots), ())
 
     def _tasks(self, slots: dict[str, int]) -> Tasks:

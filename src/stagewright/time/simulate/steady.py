@@ -93,7 +93,8 @@ def repeated(of: Program, steps: int, tokens: int) -> Program:
             way = _Tokens(TaskKind.RECV, behind, tag, tokens * TOKEN)
         elif each.pipeline_rank == last:
             way = _Tokens(TaskKind.SEND, ahead, tag, tokens * TOKEN)
-        again.append(replace(each, tasks=_Steps(each.tasks, steps, way).tasks()))
+        work = each.work.with_tasks(_Steps(each.tasks, steps, way).tasks())
+        again.append(replace(each, work=work))
     return replace(of, classes=tuple(again))
 
 

@@ -37,6 +37,7 @@ from stagewright.program.columns import (
     among,
 )
 from stagewright.program.communicators import Communicator, Peer, Users
+from stagewright.program.step import RankWork
 from stagewright.trace.formats import json as readable
 from stagewright.trace.formats.archive import CONTENTS, DIGEST, SEAL, Damage, SealedArchive
 
@@ -290,7 +291,10 @@ class Bundle:
         for nth, (of, mine) in enumerate(zip(self.contents.classes, self.ranks, strict=True)):
             if wanted is None or len(among(mine, wanted)):
                 tasks, values = self._tasks(nth), self._values(nth)
-                classes.append(RankClass(mine, of.pipeline_rank, tasks, dict(of.memory), values))
+                memory = dict(of.memory)
+                allowance = memory.pop("allowance", 0)
+                work = RankWork.given(tasks, memory, values)
+                classes.append(RankClass(mine, of.pipeline_rank, work, allowance))
         contents = self.contents
         return Program(contents.mesh, tuple(classes), contents.communicators, contents.peers)
 
