@@ -4,7 +4,7 @@
 >>> from stagewright.time.hardware import resolve
 >>> program = sw.compile(sw.Run(model="gpt2", dp=8)).program
 >>> (seconds,) = task_seconds(program, Machine.of(resolve("h100-sxm"), gpus=8))
->>> len(seconds) == len(program.classes[0].tasks), bool((seconds >= 0).all())
+>>> len(seconds) == len(program.classes[0].work.actions.tasks), bool((seconds >= 0).all())
 (True, True)
 """
 
@@ -72,7 +72,7 @@ def task_seconds(
     tp_comm_overlap: bool = False,
     routed: Routed | None = None,
 ) -> list[Seconds]:
-    """Per rank class the duration of each of its tasks in seconds, alone on its GPU and links.
+    """Per rank class the duration of each row of its actions in seconds, alone on its GPU and links.
 
     A collective takes as long as in the slowest group of the class; SEND and RECV both carry the
     duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and count
@@ -85,11 +85,17 @@ def task_seconds(
             f"the program is for {program.mesh.world_size} ranks and the machine has "
             f"{machine.gpus} GPUs; make them equal"
         )
-    placed = Placements(program, machine)
-    seconds = [_class_seconds(placed, which, routed) for which in program.classes]
+    timed = _Timed(Placements(program, machine), routed)
+    seconds = [timed.seconds(which) for which in program.classes]
     if tp_comm_overlap:
+        split: dict[tuple[int, bytes], Seconds] = {}
+        for which, alone in zip(program.classes, seconds, strict=True):
+            tasks = which.work.actions.tasks
+            key = id(tasks), alone.tobytes()
+            if key not in split:
+                split[key] = with_tp_overlap(program, tasks, alone, machine.hardware)
         seconds = [
-            with_tp_overlap(program, which.tasks, alone, machine.hardware)
+            split[id(which.work.actions.tasks), alone.tobytes()]
             for which, alone in zip(program.classes, seconds, strict=True)
         ]
     return seconds
@@ -115,9 +121,9 @@ class Placements:
             return routed._replace(low_latency=False)
         return routed
 
-    def copying_seconds(self, which: RankClass) -> Seconds:
-        """Seconds of copying rows around all-to-alls of experts, by task of a rank class."""
-        tasks, mesh = which.tasks, self.program.mesh
+    def copying_seconds(self, tasks: Tasks) -> Seconds:
+        """Seconds of copying rows around all-to-alls of experts, by task."""
+        mesh = self.program.mesh
         sharing = slots_of_tokens(self.program, tasks)
         if not sharing:
             return np.zeros(len(tasks))
@@ -131,56 +137,97 @@ class Placements:
         return int(tier_of(self.machine, which.ranks, peers).max(initial=0))
 
 
-def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None = None) -> Seconds:
-    tasks, machine = which.tasks, placed.machine
-    routed = placed.routed(which, routed)
-    seconds = np.zeros(len(tasks))
-    computes = tasks.kind == TaskKind.COMPUTE
-    columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
-    rows, back = _unique(columns, computes)
-    seconds[computes] = kernel_seconds(tasks, rows, machine.hardware)[back]
-    seconds = with_fused_products(tasks, seconds, machine.hardware)
-    seconds[weighed_within(tasks)] = 0.0
-    if trains(tasks):
-        seconds[within_products(tasks)] = 0.0
-        seconds += bias_seconds(tasks, machine.hardware)
-        if not routed:
-            seconds += placed.copying_seconds(which)
+class _Timed:
+    """Durations of the rows of actions; what classes share is timed once."""
 
-    moves = tasks.kind == TaskKind.COLLECTIVE
-    rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
-    slots = [int(s) for s in sorted_values(tasks.slot[moves])]
-    where = {s: placed.placements(s, which) for s in slots}
-    exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
-    most = int(tasks.comm_bytes[exchanged].max(initial=0))
+    def __init__(self, placed: Placements, routed: Routed | None) -> None:
+        self.placed, self.routed = placed, routed
+        self.known: dict[tuple[int, Routed | None], Seconds] = {}
+        self.exchanges: dict[tuple[str, int, Placement, Routed | None], float] = {}
 
-    def moved(i: int, group: Placement) -> float:
-        op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
-        if routed and op == "all_to_all" and among_experts(placed.program, int(tasks.slot[i])):
+    def seconds(self, which: RankClass) -> Seconds:
+        """Seconds of the rows of the actions of a class."""
+        tasks, machine = which.work.actions.tasks, self.placed.machine
+        routed = self.placed.routed(which, self.routed)
+        key = id(tasks), routed
+        if key not in self.known:
+            self.known[key] = self._kernels(which, tasks, routed)
+        seconds = self.known[key].copy()
+
+        moves = tasks.kind == TaskKind.COLLECTIVE
+        rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
+        slots = [int(s) for s in sorted_values(tasks.slot[moves])]
+        where = {s: self.placed.placements(s, which) for s in slots}
+        exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
+        most = int(tasks.comm_bytes[exchanged].max(initial=0))
+
+        def moved(i: int, group: Placement) -> float:
+            op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
+            dispatches = None
+            if op == "all_to_all" and routed:
+                slot = int(tasks.slot[i])
+                dispatches = routed if among_experts(self.placed.program, slot) else None
+            exchange = op, size, group, dispatches
+            if exchange not in self.exchanges:
+                if dispatches is None:
+                    took = collective_seconds(op, size, group, machine)[0]
+                else:
+                    took = dispatch_seconds(size, group, machine, dispatches)
+                self.exchanges[exchange] = took
             # Gates, one number for each row, are sent with the tokens.
-            return dispatch_seconds(size, group, machine, routed) if 16 * size > most else 0.0
-        return collective_seconds(op, size, group, machine)[0]
+            sent = dispatches is None or 16 * size > most
+            return self.exchanges[exchange] if sent else 0.0
 
-    longest = [max(moved(int(i), group) for group in where[int(tasks.slot[i])]) for i in rows]
-    seconds[moves] = np.array(longest)[back] if longest else 0.0
-    if routed and routed.hidden:
-        beside = computes & (tasks.microbatch >= 0)
-        seconds[beside] = slowed_beside(seconds[beside], seconds[exchanged], machine.hardware)
+        # Of actions of other ranks a class may not be in the groups.
+        longest = [
+            max((moved(int(i), group) for group in where[int(tasks.slot[i])]), default=0.0)
+            for i in rows
+        ]
+        seconds[moves] = np.array(longest)[back] if longest else 0.0
+        if routed and routed.hidden:
+            copies = np.bincount(
+                which.work.order.action, minlength=len(which.work.actions.begin) - 1
+            )
+            times = np.repeat(copies, np.diff(which.work.actions.begin)).astype(float)
+            beside = (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch >= 0)
+            seconds[beside] = slowed_beside(
+                seconds[beside], seconds[exchanged], machine.hardware,
+                times[beside], times[exchanged],
+            )  # fmt: skip
 
-    copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
-    to_host = machine.hardware.host_bandwidth_gb_s * 1e9
-    seconds = np.where(copies, tasks.comm_bytes / to_host, seconds)
+        copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
+        to_host = machine.hardware.host_bandwidth_gb_s * 1e9
+        seconds = np.where(copies, tasks.comm_bytes / to_host, seconds)
 
-    messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
-    rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
-    levels = {int(s): placed.level(int(s), which) for s in sorted_values(tasks.slot[messages])}
-    sent = [
-        message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine) for i in rows
-    ]
-    seconds[messages] = np.array(sent)[back] if sent else 0.0
-    if tasks.duration is not None:  # a measured duration replaces the computed one
-        seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
-    return seconds
+        messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
+        rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
+        of_slots = sorted_values(tasks.slot[messages])
+        levels = {int(s): self.placed.level(int(s), which) for s in of_slots}
+        sent = [
+            message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine)
+            for i in rows
+        ]
+        seconds[messages] = np.array(sent)[back] if sent else 0.0
+        if tasks.duration is not None:  # a measured duration replaces the computed one
+            seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
+        return seconds
+
+    def _kernels(self, which: RankClass, tasks: Tasks, routed: Routed | None) -> Seconds:
+        """Seconds of kernels, 0 of all else: those of every class with these actions."""
+        hardware = self.placed.machine.hardware
+        seconds = np.zeros(len(tasks))
+        computes = tasks.kind == TaskKind.COMPUTE
+        columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
+        rows, back = _unique(columns, computes)
+        seconds[computes] = kernel_seconds(tasks, rows, hardware)[back]
+        seconds = with_fused_products(tasks, seconds, hardware)
+        seconds[weighed_within(tasks)] = 0.0
+        if trains(tasks):
+            seconds[within_products(tasks)] = 0.0
+            seconds += bias_seconds(tasks, hardware)
+            if not routed:
+                seconds += self.placed.copying_seconds(tasks)
+        return seconds
 
 
 def needless(tasks: Tasks) -> Bool:

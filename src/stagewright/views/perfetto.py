@@ -21,7 +21,7 @@ from stagewright.arrays import Int
 from stagewright.files import atomic
 from stagewright.program.along import axis_of
 from stagewright.program.columns import CATEGORIES, PHASES, TaskKind
-from stagewright.time.simulate.issue import streams_of
+from stagewright.time.simulate.order import num_streams
 from stagewright.time.simulate.memory import memory_timeline
 from stagewright.time.simulate.timeline import Lane, Timeline
 
@@ -106,13 +106,13 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
 def _thread(line: Timeline, lane: Lane) -> Int:
     """The thread of each place: streams in order, then receives by peer."""
     slot = lane.of.tasks.slot[lane.issue.rows].astype(np.int64)
-    receives = _KERNELS + streams_of(line.program) + slot
+    receives = _KERNELS + num_streams(line.program) + slot
     return np.where(lane.kind == TaskKind.RECV, receives, lane.issue.stream + _KERNELS)
 
 
 def _host(line: Timeline) -> int:
     """The thread of the host, after those of receives."""
-    return _KERNELS + streams_of(line.program) + len(line.program.peers)
+    return _KERNELS + num_streams(line.program) + len(line.program.peers)
 
 
 def _launches(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:

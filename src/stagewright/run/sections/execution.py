@@ -27,7 +27,7 @@ GRAPH_MODULES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe")
 ISSUED_BY = (
     "streams", "no_overlap", "prefetch", "overlap_param_gather", "overlap_moe_expert_parallel_comm"
 )  # fmt: skip
-"""The settings of an execution that its issue orders follow from (`time.simulate.issue`)."""
+"""The settings of an execution that its issue orders follow from (`time.simulate.order`)."""
 
 LAUNCHED_BY = (
     "launch_mode", "serving_engine", "cuda_graph_modules", "collective_checks", "p2p_metadata_s"

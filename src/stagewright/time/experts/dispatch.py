@@ -160,12 +160,18 @@ def dispatches_seconds(
     return np.where(local_bytes > 0, start * 1e-6 + np.max(sent, axis=0), 0.0)
 
 
-def slowed_beside(kernels: Float, dispatching: Float, on: Hardware) -> Float:
-    """Seconds of kernels that dispatches keep multiprocessors from, all of these beside kernels."""
-    if not kernels.any():
+def slowed_beside(
+    kernels: Float, dispatching: Float, on: Hardware, times: Float, dispatches: Float
+) -> Float:
+    """Seconds of kernels that dispatches keep multiprocessors from, all of these beside kernels.
+
+    A step runs each kernel so many `times`, and each dispatch as often as `dispatches` say.
+    """
+    total = float((kernels * times).sum())
+    if not total:
         return kernels
-    lost = dispatching.sum() * MULTIPROCESSORS / on.compute_units
-    return kernels * (1 + lost / kernels.sum())
+    lost = float((dispatching * dispatches).sum()) * MULTIPROCESSORS / on.compute_units
+    return kernels * (1 + lost / total)
 
 
 def _once(local_bytes: Float, use: TierUse, routed: Routed, *, inside: bool) -> Float:

@@ -1,75 +1,17 @@
-"""Lanes of ranks with equal timing, and the messages and collectives that connect rank classes."""
+"""Which tasks of lanes belong together: messages and their sends, collectives of several classes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stagewright.arrays import Float, Int, distinct_rows
-from stagewright.program.columns import Program, RankClass, TaskKind
-from stagewright.time.simulate.issue import Issue
-
-
-def lane_of_rank(program: Program, factor: Float) -> Int:
-    """For each rank the number of its lane: ranks with equal timing.
-
-    Ranks of a lane are of one class, have one `factor`, and communicate with the same lanes. Lanes
-    are numbered by class, and within a class by their first rank.
-    """
-    ranks = np.arange(program.mesh.world_size)
-    lane = np.zeros(len(ranks), dtype=np.int64)
-    for nth, of in enumerate(program.classes):
-        lane[of.ranks] = nth
-    lane = _numbered([lane, factor])
-    groups = [_GroupRanks.of(program.group_of(slot)) for slot in range(len(program.communicators))]
-    peers = [program.peer_of(slot) for slot in range(len(program.peers))]
-    # Which peer of its peers a rank is: on a ring, the rank before is the next rank of that rank.
-    back = [forth[other] == ranks for forth in peers for other in peers]
-    lane = _numbered([lane, *back])
-    while True:
-        columns = [lane, *(of.lanes(lane) for of in groups), *(lane[to] for to in peers)]
-        finer = _numbered(columns)
-        if finer.max() == lane.max():
-            return lane
-        lane = finer
-
-
-def _numbered(columns: Sequence[NDArray[Any]]) -> Int:
-    """A number per row, equal for equal rows, ordered by first column, then first occurrence."""
-    first, number = distinct_rows(columns)
-    order = np.lexsort((first, columns[0][first]))
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return rank[number]
-
-
-class _GroupRanks(NamedTuple):
-    """The groups of a communicator: all of one size."""
-
-    ranks: Int
-    """(groups, size)"""
-    world: int
-
-    @classmethod
-    def of(cls, ids: Int) -> _GroupRanks:
-        """The groups by the number of each rank's; 0: none."""
-        inside = np.flatnonzero(ids > 0)
-        order = inside[np.argsort(ids[inside], kind="stable")]
-        size = int((ids == ids[order[0]]).sum()) if len(order) else 1
-        return cls(order.reshape(-1, size), len(ids))
-
-    def lanes(self, lane: Int) -> Int:
-        """For each rank a number for the set of lanes in its group; -1 for ranks without one."""
-        kinds: dict[bytes, int] = {}
-        sets = np.sort(lane[self.ranks], axis=1)
-        kind = [kinds.setdefault(lanes.tobytes(), len(kinds)) for lanes in sets]
-        result = np.full(self.world, -1, dtype=np.int64)
-        result[self.ranks] = np.array(kind, dtype=np.int64)[:, None]
-        return result
+from stagewright.arrays import Int
+from stagewright.time.simulate.order import IssueOrder
+from stagewright.time.simulate.waves import Waves
 
 
 class Received(NamedTuple):
@@ -90,120 +32,88 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoints:
-    """The lanes of a program, and the messages and collectives that connect them."""
+    """The messages and collectives that connect lanes, by place in issue order."""
 
     lanes: tuple[Int, ...]  # by class: numbers of its lanes
-    example: Int  # by lane: its first rank
     class_of: Int  # by lane
-    lane_of: Int  # by rank
     received: tuple[Received, ...]  # by class
     meetings: tuple[Meeting, ...]
     groups: tuple[Int, ...]  # by slot, by lane: number of the group; -1: in no group
 
-    @property
-    def count(self) -> int:
-        """The number of lanes."""
-        return len(self.example)
+
+def endpoints(waves: Waves, issues: Sequence[IssueOrder]) -> Endpoints:
+    """The messages and collectives of all classes, whose tasks are issued in these orders."""
+    place: list[Int] = []
+    for order in issues:
+        of_row = np.empty_like(order.rows)
+        of_row[order.rows] = np.arange(len(order))
+        place.append(of_row)
+
+    def places(of: Int) -> Int:
+        """Places of class, instance and position."""
+        found = np.zeros(len(of), np.int64)
+        for nth in np.unique(of[:, 0]).tolist():
+            mine = of[:, 0] == nth
+            rows = waves.expanded_rows(nth, of[mine, 1], of[mine, 2])
+            found[mine] = place[nth][rows]
+        return found
+
+    lanes = waves.lanes
+    received: list[Received] = []
+    at, sent = places(waves.received.of), places(waves.senders)
+    for nth, mine in enumerate(lanes.by_class):
+        own = waves.received.of[:, 0] == nth
+        columns = [at[own], waves.received.lane[own], waves.received.key[own, 1], sent[own]]
+        inside = _within(waves, nth)
+        if len(inside[0]):
+            pair = [places(np.insert(of, 0, nth, axis=1)) for of in inside]
+            each = np.arange(len(mine))
+            columns = [
+                np.concatenate([column, more])
+                for column, more in zip(columns, (
+                    np.repeat(pair[0], len(mine)), np.tile(each, len(pair[0])),
+                    np.tile(mine, len(pair[0])), np.repeat(pair[1], len(mine)),
+                ), strict=True)
+            ]  # fmt: skip
+        order = np.lexsort((columns[1], columns[0]))
+        table = [column[order].reshape(-1, len(mine)) for column in columns]
+        received.append(Received(table[0][:, 0], table[2], table[3]))
+    return Endpoints(
+        lanes.by_class, lanes.class_of, tuple(received), tuple(_meetings(waves, places)),
+        lanes.groups,
+    )  # fmt: skip
 
 
-def endpoints(program: Program, issues: Sequence[Issue], lane_of: Int) -> Endpoints:
-    """Match the sends, receives and shared collectives of the classes of a program."""
-    lanes = tuple(np.unique(lane_of[of.ranks]) for of in program.classes)
-    _, example = np.unique(lane_of, return_index=True)
-    class_of = np.repeat(np.arange(len(lanes)), [len(of_class) for of_class in lanes])
-    groups: list[Int] = []
-    for slot in range(len(program.communicators)):
-        ids = program.group_of(slot)
-        least = np.full(int(ids.max()) + 1, len(lane_of), dtype=np.int64)
-        np.minimum.at(least, ids, lane_of)
-        groups.append(np.where(ids > 0, least[ids], -1)[example])
-    meetings = tuple(_meetings(program, issues, groups, class_of))
-    received = tuple(_Messages(program, issues, lane_of, example, class_of).received(lanes))
-    return Endpoints(lanes, example, class_of, lane_of, received, meetings, tuple(groups))
+def _within(waves: Waves, nth: int) -> tuple[Int, Int]:
+    """Receives within units of a class and their sends: instances and positions of each."""
+    t = waves.table_of[nth]
+    edges, unit = waves.edges[t], waves.tables[t].rules.unit
+    ends: list[list[Int]] = [[np.zeros((0, 2), np.int64)], [np.zeros((0, 2), np.int64)]]
+    for u in np.unique(unit[edges.waiter]).tolist():
+        instances = np.flatnonzero(waves.sequence[nth].unit == u)
+        mine = unit[edges.waiter] == u
+        for found, positions in zip(ends, edges, strict=True):
+            pairs = np.meshgrid(instances, positions[mine], indexing="ij")
+            found.append(np.stack(pairs, axis=-1).reshape(-1, 2))
+    return np.concatenate(ends[0]), np.concatenate(ends[1])
 
 
-class _Messages:
-    """Matches sends with receives: between two ranks along an axis, the n-th of each tag."""
-
-    def __init__(
-        self, program: Program, issues: Sequence[Issue], lane_of: Int, example: Int, class_of: Int
-    ) -> None:
-        self.lane_of, self.example, self.class_of = lane_of, example, class_of
-        self.peers = [program.peer_of(slot) for slot in range(len(program.peers))]
-        self.axes = [peer.axis for peer in program.peers]
-        self.ends: list[dict[TaskKind, dict[int, tuple[Int, Int]]]] = [
-            {kind: self._ends(of, order, kind) for kind in (TaskKind.SEND, TaskKind.RECV)}
-            for of, order in zip(program.classes, issues, strict=True)
-        ]
-
-    def _ends(self, of: RankClass, order: Issue, kind: TaskKind) -> dict[int, tuple[Int, Int]]:
-        """Places and tags of a class's sends or receives, by slot."""
-        mine = np.flatnonzero(of.tasks.kind[order.rows] == kind)
-        slot, tag = of.tasks.slot[order.rows[mine]], of.tasks.tag[order.rows[mine]]
-        used = sorted({int(s) for s in slot})
-        return {s: (mine[slot == s], tag[slot == s].astype(np.int64)) for s in used}
-
-    def received(self, lanes: Sequence[Int]) -> Iterator[Received]:
-        """The messages that each class receives."""
-        for numbers in lanes:
-            by_lane = [self._of_lane(int(number)) for number in numbers]
-            columns = zip(*by_lane, strict=True)
-            place, sender, sent = (np.stack(column, axis=1) for column in columns)
-            yield Received(place[:, 0], sender, sent)
-
-    def _of_lane(self, lane: int) -> tuple[Int, Int, Int]:
-        """The places at which a lane receives, with the sending lane and the place of the send."""
-        rank = int(self.example[lane])
-        ends = self.ends[int(self.class_of[lane])][TaskKind.RECV]
-        matched: list[Int] = [np.zeros((3, 0), dtype=np.int64)]
-        # On a ring of two ranks, the rank before is also the rank after.
-        for other, axis in sorted({(int(self.peers[s][rank]), self.axes[s]) for s in ends}):
-            mine = self._sorted(ends, rank, other, axis)
-            number = int(self.lane_of[other])
-            theirs = self.ends[int(self.class_of[number])][TaskKind.SEND]
-            at = self._sorted(theirs, other, rank, axis)
-            if not np.array_equal(mine[0], at[0]):
-                raise ValueError(
-                    f"rank {rank} receives {mine.shape[1]} messages from rank {other} along "
-                    f"{axis}, which sends {at.shape[1]}, or others"
-                )
-            matched.append(np.stack([mine[1], np.full_like(mine[1], number), at[1]]))
-        table = np.concatenate(matched, axis=1)
-        place, sender, sent = table[:, np.argsort(table[0])]
-        return place, sender, sent
-
-    def _sorted(self, ends: Mapping[int, tuple[Int, Int]], rank: int, other: int, axis: str) -> Int:
-        """Tags and places of the messages of a rank with another along an axis, by tag."""
-        messages = [
-            np.stack([tag, place])
-            for slot, (place, tag) in ends.items()
-            if self.axes[slot] == axis and self.peers[slot][rank] == other
-        ]
-        table = np.concatenate([np.zeros((2, 0), dtype=np.int64), *messages], axis=1)
-        return table[:, np.lexsort((table[1], table[0]))]
-
-
-def _meetings(
-    program: Program, issues: Sequence[Issue], groups: Sequence[Int], class_of_lane: Int
-) -> list[Meeting]:
-    """Collectives whose groups span several classes, matched in order: the n-th of each class."""
-    result: list[Meeting] = []
-    for slot, group in enumerate(groups):
-        home = np.arange(len(program.classes))  # class -> first class connected to it
-        for number in np.unique(group[group >= 0]).tolist():
-            met = np.unique(class_of_lane[group == number])
-            home[np.isin(home, home[met])] = home[met].min()
-        for first in np.unique(home).tolist():
-            classes = np.flatnonzero(home == first).tolist()
-            if len(classes) < 2:
-                continue
-            places: list[Int] = []
-            for nth in classes:
-                tasks, rows = program.classes[nth].tasks, issues[nth].rows
-                mine = (tasks.kind[rows] == TaskKind.COLLECTIVE) & (tasks.slot[rows] == slot)
-                places.append(np.flatnonzero(mine))
-            if len({len(at) for at in places}) > 1:
-                raise ValueError(f"classes {classes} do not meet on {program.label_of(slot)}")
-            table = np.stack(places, axis=1)
-            result += [Meeting(slot, tuple(classes), tuple(row)) for row in table.tolist()]
-    return result
+def _meetings(waves: Waves, places) -> list[Meeting]:  # type: ignore[no-untyped-def]
+    """Collectives whose groups span several classes."""
+    met: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    for batch in waves.batches:
+        if not batch.meets:
+            continue
+        begin = np.array([run.begin for run in waves.runs[batch.table].runs])[batch.run]
+        nth = waves.lanes.class_of[batch.lane]
+        wave = np.repeat(np.arange(waves.count), np.diff(batch.wave))
+        at = places(np.stack([nth, batch.instance, begin], axis=1))
+        columns = wave.tolist(), batch.meeting.tolist(), nth.tolist(), at.tolist()
+        for level, meeting, c, place in zip(*columns, strict=True):
+            met[level, meeting][c] = place
+    count = len(waves.lanes.by_class)
+    return [
+        Meeting(meeting // count, tuple(sorted(of)), tuple(of[c] for c in sorted(of)))
+        for (_, meeting), of in sorted(met.items())
+        if len(of) > 1
+    ]

@@ -18,37 +18,39 @@ from stagewright.run.settings import Run
 _FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
-def order(tasks: Tasks) -> Int:
-    """Rows in issue order: each backward action and the forward action after it take turns.
+def order(tasks: Tasks, row: Int, unit: Int, member: Int) -> Int:
+    """Order in which units issue rows: each backward action and the forward after it take turns.
 
-    An action is what a rank does for a microbatch of a stage, in one direction. A turn ends with an
-    all-to-all of tokens; the much smaller all-to-alls of routing weights end none.
+    `row`, `unit` and `member` are those of `units.Units`; pairs are within a unit. An action is
+    what a rank does for a microbatch of a stage, in one direction. A turn ends with an all-to-all
+    of tokens; the much smaller all-to-alls of routing weights end none.
     """
-    action = _actions(tasks)
-    rows = np.arange(len(tasks))
+    microbatch, phase, stage = (
+        column[row].astype(np.int64) for column in (tasks.microbatch, tasks.phase, tasks.stage)
+    )
+    way = np.where(phase == _OPTIMIZER, 2, phase != _FORWARD)
+    copy = np.append(True, (np.diff(unit) != 0) | (np.diff(member) != 0))[: len(row)]
+    # Rows once per step join the action before them.
+    inside = (microbatch >= 0) | (way != 1) | copy
+    at = np.maximum.accumulate(np.where(inside, np.arange(len(row)), 0))
+    columns = np.stack([stage[at], microbatch[at], way[at], unit, member])
+    action = np.cumsum(np.append(False, (np.diff(columns, axis=1) != 0).any(axis=0)))
+
     first = np.flatnonzero(np.diff(action, prepend=-1))
-    forward = tasks.phase[first] == _FORWARD
-    inside = (tasks.microbatch[first] >= 0) & (tasks.phase[first] != _OPTIMIZER)
+    forward = way[first] == 0
+    paired = (microbatch[first] >= 0) & (way[first] != 2)
     # Backward, and next to it forward: the second joins the first.
     second = np.zeros(len(first), dtype=bool)
-    second[1:] = forward[1:] & ~forward[:-1] & inside[1:] & inside[:-1]
+    second[1:] = forward[1:] & ~forward[:-1] & paired[1:] & paired[:-1]
+    second[1:] &= unit[first[1:]] == unit[first[:-1]]
     group = np.cumsum(~second) - 1
 
-    moves = tasks.collective == COLLECTIVES.index("all_to_all")
-    moves &= 2 * tasks.comm_bytes >= tasks.comm_bytes[moves].max(initial=0)
+    moves = tasks.collective[row] == COLLECTIVES.index("all_to_all")
+    size = tasks.comm_bytes[row]
+    moves &= 2 * size >= size[moves].max(initial=0)
     before = np.cumsum(moves) - moves
     turn = before - before[first][action]
-    return np.lexsort((rows, second[action], turn, group[action]))
-
-
-def _actions(tasks: Tasks) -> Int:
-    """Number of each row's action, ascending; once-per-step rows join the action before them."""
-    microbatch, phase = tasks.microbatch.astype(np.int64), tasks.phase.astype(np.int64)
-    way = np.where(phase == _OPTIMIZER, 2, phase != _FORWARD)
-    inside = (microbatch >= 0) | (way != 1)
-    at = np.maximum.accumulate(np.where(inside, np.arange(len(tasks)), 0))
-    columns = np.stack([tasks.stage[at].astype(np.int64), microbatch[at], way[at]])
-    return np.cumsum(np.append(False, (np.diff(columns, axis=1) != 0).any(axis=0)))
+    return np.lexsort((np.arange(len(row)), second[action], turn, group[action]))
 
 
 def check(run: Run) -> None:

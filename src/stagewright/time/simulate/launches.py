@@ -35,7 +35,14 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.table import OPS, Timing
-from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
+from stagewright.program.columns import (
+    COLLECTIVES,
+    PHASES,
+    Program,
+    RankClass,
+    TaskKind,
+    Tasks,
+)
 from stagewright.program.shapes import GEMM, ops_of
 from stagewright.run.requests import groups
 from stagewright.run.sections.execution import Execution
@@ -166,34 +173,31 @@ def _computes_prompts(run: Run) -> bool:
 def host_work(
     program: Program, run: Run, how: Execution, hardware: Hardware
 ) -> list[HostWork] | None:
-    """The launches of each rank class; None: the host is never waited for."""
+    """The launches of each rank class, by row of its actions; None: the host is never waited for."""
     mode = launch_mode(run, how, hardware)
     if mode == "ahead":
         return None
     # The ranks that compute prompts come first.
     prompts = run.model_copy(update={"mode": "prefill"})
     first = run.prefill_ranks.world_size if run.prefill_ranks else 0
-    modes = [
-        launch_mode(prompts, how, hardware) if of.ranks[0] < first else mode
-        for of in program.classes
-    ]
-    work = [
-        _of_class(of.tasks, each, run, how, hardware)
-        for of, each in zip(program.classes, modes, strict=True)
-    ]
-    if how.collective_checks:
-        checks = _checks(program, hardware)
-        work = [
-            each._replace(seconds=(each.seconds.T + _of_collectives(of.tasks, checks)).T)
-            for of, each in zip(program.classes, work, strict=True)
-        ]
-    if run.bucket == "rank" and run.zero:
-        sizes = np.array([*(group.size for group in _groups(program)), 0])
-        seconds = PART_COPY * 1e-6 * hardware.host_factor * sizes
-        work = [
-            each._replace(seconds=(each.seconds.T + _of_parts(of.tasks, seconds)).T)
-            for of, each in zip(program.classes, work, strict=True)
-        ]
+    checks = _checks(program, hardware) if how.collective_checks else None
+    sizes = np.array([*(group.size for group in _groups(program)), 0])
+    copies = PART_COPY * 1e-6 * hardware.host_factor * sizes
+    known: dict[tuple[int, str], HostWork] = {}
+    work: list[HostWork] = []
+    for of in program.classes:
+        tasks = of.work.actions.tasks
+        launched = launch_mode(prompts, how, hardware) if of.ranks[0] < first else mode
+        key = id(tasks), launched
+        if key not in known:
+            made = _of_tasks(tasks, launched, run, how, hardware)
+            if checks is not None:
+                made = made._replace(seconds=made.seconds + _of_collectives(tasks, checks))
+            known[key] = made
+        each = known[key]
+        if run.bucket == "rank" and run.zero:
+            each = each._replace(seconds=each.seconds + _of_parts(of, copies))
+        work.append(each)
     return work
 
 
@@ -203,18 +207,24 @@ def _groups(program: Program) -> list[Int]:
     return [program.members(slot, first) for slot in range(len(program.communicators))]
 
 
-def _of_parts(tasks: Tasks, by_slot: Float) -> Float:
+def _of_parts(of: RankClass, by_slot: Float) -> Float:
     """The seconds of copying what one gather of all updated parameters brings.
 
     nanotron's `all_gather_coalesced` copies the part that each rank of the group has of each
     parameter. Weights that are one product are one parameter.
     """
+    tasks, order = of.work.actions.tasks, of.work.order
     gathers = tasks.collective == COLLECTIVES.index("all_gather")
     updates = np.array(["adamw" in ops_of(op) or "sgd" in ops_of(op) for op in tasks.ops])[tasks.op]
     joint = joint_rows(_unmeasured(tasks))
-    once = (tasks.phase[joint.rows] == _FORWARD) & (tasks.microbatch[joint.rows] == 0)
-    merged = int(once.sum()) - len(np.unique(joint.whole[once]))
-    parameters = int(updates.sum()) - merged
+    forward = (tasks.phase[joint.rows] == _FORWARD) & (tasks.microbatch[joint.rows] == 0)
+    _, first = np.unique(joint.whole[forward], return_index=True)
+    merged = np.zeros(len(tasks), np.int64)
+    merged[joint.rows[forward]] = 1
+    merged[joint.rows[forward][first]] = 0
+    each = np.concatenate([[0], np.cumsum(updates.astype(np.int64) - merged)])
+    of_action = np.diff(each[of.work.actions.begin])
+    parameters = int(of_action[order.action].sum())
     inside = gathers & (tasks.phase == _OPTIMIZER)
     return np.where(inside, by_slot[tasks.slot] * parameters, 0.0)
 
@@ -234,7 +244,7 @@ def _checks(program: Program, hardware: Hardware) -> Float:
     return np.array([*micros, 0.0]) * 1e-6
 
 
-def _of_class(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardware) -> HostWork:
+def _of_tasks(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardware) -> HostWork:
     waits = _waits(tasks, run)
     captured = np.zeros(len(tasks), dtype=bool)
     if mode == "blocking":

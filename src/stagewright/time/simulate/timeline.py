@@ -1,34 +1,38 @@
 """When every task of a program starts and ends.
 
 One rank stands for all ranks with equal timing, its *lane*: a rank class, unless factors make its
-ranks differ. A class of one lane is advanced segment by segment (`max_plus`), any other
-task by task (`walk`). Messages and collectives of several classes connect the classes.
+ranks differ. Distinct actions have one transfer matrix each; the step is executed wave by wave
+(`waves`). Tasks get times of their own only when they are asked for (`Timeline.lanes`).
 
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
 >>> program = compile(Run(model="gpt2", pp=2, layers=2, seq_length=8)).program
->>> line = timeline(program, [np.full(len(of.tasks), 1e-6) for of in program.classes])
+>>> line = timeline(program, [np.full(len(of.work.actions.tasks), 1e-6) for of in program.classes])
 >>> [len(lane.ranks) for lane in line.lanes], round(line.seconds * 1e6)
 ([1, 1], 168)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
-from stagewright.program.columns import Program, RankClass, TaskKind
+from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskKind
+from stagewright.program.step import RankWork
 from stagewright.run.sections.execution import Execution
-from stagewright.time.simulate.endpoints import Endpoints, endpoints, lane_of_rank
+from stagewright.time.simulate.endpoints import Endpoints, endpoints
 from stagewright.time.simulate.host import HostThread, HostWork, Since
-from stagewright.time.simulate.issue import Issue, issue
-from stagewright.time.simulate.system import Progress, System
+from stagewright.time.simulate.lanes import Lanes
+from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_order
+from stagewright.time.simulate.transfer import Matrices, transfer_matrices
+from stagewright.time.simulate.waves import Executed, Progress, Timing, Waves, execute, tables_of
 
 TICK = 1e-12
 """Seconds per tick. Times are whole ticks; 64 bits hold a hundred days of them."""
@@ -47,7 +51,7 @@ class Lane:
 
     of: RankClass
     ranks: Int
-    issue: Issue
+    issue: IssueOrder
     kind: NDArray[np.uint8]
     since: Since | None  # when the host last paused; None: launches take no time
     launched: Int  # ticks, as all times
@@ -57,13 +61,25 @@ class Lane:
 
     @property
     def main(self) -> Bool:
-        """Which places are kernels of the main stream, which run one at a time."""
+        """Mask of kernels of the main stream, which run one at a time."""
         return self.issue.stream == 0
 
     @property
     def aside(self) -> Bool:
-        """Which places are kernels that add up reduced gradients on a communication stream."""
+        """Mask of kernels that add up reduced gradients on a communication stream."""
         return (self.kind == TaskKind.COMPUTE) & ~self.main
+
+
+class RunTimes(NamedTuple):
+    """Times of one run of a unit, in all instances of a lane."""
+
+    instances: Int
+    positions: Int
+    ready: Int
+    """[instances, positions]: ticks."""
+    end: Int
+    took: Int
+    """Durations; of a receive that of its message."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,20 +88,145 @@ class Timeline:
 
     program: Program
     how: Execution
-    lanes: tuple[Lane, ...]
-    endpoints: Endpoints
-    steady: bool = False
-    """Whether the step is one of many in a pipeline that never drains (`steady`)."""
+    waves: Waves
+    timings: tuple[Timing, ...]
+    matrices: tuple[Matrices, ...]
+    hosts: Sequence[HostWork] | None
+    window: tuple[int, int] | None = None
+    """The first and the last tick of the step, where it is one of many in a pipeline that never
+    drains (`steady`)."""
+
+    @property
+    def steady(self) -> bool:
+        """Whether the step is one of many in a pipeline that never drains."""
+        return self.window is not None
+
+    @cached_property
+    def _ends(self) -> Int:
+        """By lane, the end of its last task."""
+        return lane_ends(self.waves, execute(self.waves, self.timings, self.matrices).times)
 
     @cached_property
     def ticks(self) -> int:
         """The end of the last task, in ticks."""
-        return max((int(lane.end.max(initial=0)) for lane in self.lanes), default=0)
+        if self.window is not None:
+            return self.window[1] - self.window[0]
+        return int(self._ends.max(initial=0))
 
     @property
     def seconds(self) -> float:
         """The duration of the step."""
         return self.ticks * TICK
+
+    @cached_property
+    def ranks(self) -> tuple[Int, ...]:
+        """The ranks of each lane."""
+        of_rank = self.waves.lanes.of_rank
+        order = np.argsort(of_rank, kind="stable")
+        return tuple(np.split(order, np.cumsum(np.bincount(of_rank))[:-1]))
+
+    def class_of(self, lane: int) -> RankClass:
+        """The rank class of a lane."""
+        return self.program.classes[int(self.waves.lanes.class_of[lane])]
+
+    @cached_property
+    def _executed(self) -> Executed:
+        return execute(self.waves, self.timings, self.matrices, record=True)
+
+    def runs(self, lane: int) -> Iterator[RunTimes]:
+        """The times of a lane, run by run of its units."""
+        waves, executed = self.waves, self._executed
+        t = waves.table_of[int(waves.lanes.class_of[lane])]
+        timing = int(self.timings[t].of_lane[lane])
+        matrices, runs = self.matrices[t], waves.runs[t]
+        for number, batch in enumerate(waves.batches):
+            mine = np.flatnonzero(batch.lane == lane) if batch.table == t else []
+            if not len(mine):
+                continue
+            order = mine[np.argsort(batch.run[mine], kind="stable")]
+            bounds = np.flatnonzero(np.diff(batch.run[order])) + 1
+            for some in np.split(order, bounds):
+                run = runs.runs[int(batch.run[some[0]])]
+                if run.begin == run.end:
+                    continue
+                positions = np.arange(run.begin, run.end)
+                took = self.timings[t].given[timing, positions][None]
+                if batch.meets:
+                    ready, start, end = (of[some][:, None] for of in executed.met[number])
+                    took = end - start
+                else:
+                    begun = executed.inputs[number][some][:, None]
+                    width = begun.shape[2]
+                    ready, end = (
+                        (of[timing, run.begin : run.end, :width] + begun).max(axis=2)
+                        for of in (matrices.ready, matrices.ends)
+                    )
+                yield RunTimes(batch.instance[some], positions, ready, end, took)
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The tasks of all lanes, with their times."""
+        return tuple(self._lane(nth) for nth in range(self.waves.lanes.count))
+
+    @cached_property
+    def issues(self) -> tuple[IssueOrder, ...]:
+        """By class, its tasks in issue order."""
+        return tuple(issue_order(self.program, of.tasks, self.how) for of in self.program.classes)
+
+    @cached_property
+    def endpoints(self) -> Endpoints:
+        """Messages and shared collectives of all lanes."""
+        return endpoints(self.waves, self.issues)
+
+    def _lane(self, lane: int) -> Lane:
+        nth = int(self.waves.lanes.class_of[lane])
+        of, issue = self.program.classes[nth], self.issues[nth]
+        end, took = np.zeros((2, len(issue)), np.int64)
+        for run in self.runs(lane):
+            rows = self.waves.expanded_rows(nth, run.instances[:, None], run.positions)
+            end[rows], took[rows] = run.end, run.took
+        end, took, kind = end[issue.rows], took[issue.rows], of.tasks.kind[issue.rows]
+        ready = np.zeros_like(end)
+        waiting = np.flatnonzero(np.diff(issue.pointer))
+        if len(waiting):
+            ready[waiting] = np.maximum.reduceat(end[issue.needs], issue.pointer[waiting])
+        since, launched = None, np.zeros_like(end)
+        if self.hosts is not None:
+            host = self.hosts[nth]
+            rows = table_rows(of.work)[issue.rows]
+            thread = HostThread.of(host, rows, TICK)
+            launched, since = thread.launched(end[:, None])[:, 0], thread.since(end)
+        ready = np.maximum(ready, launched)
+        # A receive whose message has already arrived takes no time.
+        arrived = (kind == RECV) & (end == ready)
+        begin = np.where((kind == COMPUTE) | arrived, ready, end - took)
+        times = [launched, ready, begin, end]
+        if self.window is not None:
+            first, last = self.window
+            times = [np.clip(of, first, last) - first for of in times]
+            if since is not None:
+                since = since._replace(end=np.clip(since.end, first, last) - first)
+        return Lane(of, self.ranks[lane], issue, kind, since, *times)
+
+
+def table_rows(work: RankWork) -> Int:
+    """By row of a rank's tasks, the row of its `Actions`."""
+    order, actions = work.order, work.actions
+    counts = np.diff(order.begin)
+    return np.arange(int(order.begin[-1])) + np.repeat(
+        actions.begin[order.action] - order.begin[:-1], counts
+    )
+
+
+def lane_ends(waves: Waves, times: Int) -> Int:
+    """By lane, the latest time that a register of it holds, but for launches."""
+    ends = np.zeros(waves.lanes.count, np.int64)
+    for nth, lanes in enumerate(waves.lanes.by_class):
+        registers = len(waves.tables[waves.table_of[nth]].rules.registers)
+        first, width = int(waves.base[nth]), len(lanes)
+        held = times[first : first + registers * width].reshape(registers, width)
+        ends[lanes] = held[1:].max(axis=0, initial=0)
+    return ends
 
 
 def timeline(
@@ -96,41 +237,51 @@ def timeline(
     progress: Progress | None = None,
     hosts: Sequence[HostWork] | None = None,
 ) -> Timeline:
-    """Run a program whose tasks take `seconds`, an array by row for each class.
+    """Run a program whose tasks take `seconds`: by class, by row of its `Actions`.
 
     `factors` multiply the duration of kernels of some ranks: stragglers. The duration of a message
     is that of its SEND; that of a collective of several classes the longest that they give.
     `progress` is called now and then with the tasks done so far, of all classes, and in all.
-    `hosts` are the launches of each class; None: they take no time.
+    `hosts` are the launches of each class, by row of its `Actions`; None: they take no time.
     """
     how = how or Execution()
-    issues = [issue(program, of.tasks, how) for of in program.classes]
+    if crosses_actions(how):
+        program, seconds, hosts = _row_by_row(program, seconds, hosts)
     factor = _factors(program, factors or {})
-    who = endpoints(program, issues, lane_of_rank(program, factor))
-    each = zip(program.classes, seconds, issues, strict=True)
-    durations = [_ticks(of, given, order) for of, given, order in each]
-    for meeting in who.meetings:  # a collective takes all its ranks equally long
-        met = list(zip(meeting.classes, meeting.places, strict=True))
-        longest = max(int(durations[nth][place]) for nth, place in met)
-        for nth, place in met:
-            durations[nth][place] = longest
-    threads: list[HostThread | None] = [None] * len(issues)
+    ticks = [_ticks(of, given) for of, given in zip(program.classes, seconds, strict=True)]
+    lanes = Lanes.of(program, factor)
+    waves = Waves(program, tables_of(program, how), lanes)
+    timings = tuple(
+        _timing(waves, t, ticks, factor[lanes.example], hosts) for t in range(len(waves.tables))
+    )
+    matrices = tuple(
+        transfer_matrices(runs, _without_meetings(runs.asked.meets, timing), timing.cost, waits)
+        for runs, timing in zip(waves.runs, timings, strict=True)
+        for waits in [None if timing.waits is None else timing.waits & ~runs.asked.meets]
+    )
+    line = Timeline(program, how, waves, timings, matrices, hosts)
+    if progress is not None:
+        execute(waves, timings, matrices, progress=progress)
+    return line
+
+
+def _without_meetings(meets: Bool, timing: Timing) -> Int:
+    """Durations of positions, those of meetings left out."""
+    return np.where(meets, 0, timing.duration)
+
+
+def _row_by_row(
+    program: Program, seconds: Sequence[Float], hosts: Sequence[HostWork] | None
+) -> tuple[Program, Sequence[Float], Sequence[HostWork] | None]:
+    """A program whose classes have one action with all their rows, and the same durations."""
+    rows = [table_rows(of.work) for of in program.classes]
+    classes = tuple(replace(of, work=of.work.with_tasks(of.tasks)) for of in program.classes)
+    seconds = [each[at] for each, at in zip(seconds, rows, strict=True)]
     if hosts is not None:
-        threads = [
-            HostThread.of(work, order.rows, TICK) for work, order in zip(hosts, issues, strict=True)
+        hosts = [
+            HostWork(of.seconds[at], of.waits[at]) for of, at in zip(hosts, rows, strict=True)
         ]
-    system = System(program, how, issues, durations, factor[who.example], who, threads)
-    system.run(progress)
-    lanes: list[Lane] = []
-    for each, of, numbers in zip(system.classes, program.classes, who.lanes, strict=True):
-        times = each.times()
-        for column, number in enumerate(numbers.tolist()):
-            ranks = of.ranks[who.lane_of[of.ranks] == number]
-            at = [t[:, column] for t in times]
-            host = threads[each.nth]
-            since = None if host is None else host.since(at[-1])
-            lanes.append(Lane(of, ranks, issues[each.nth], each.ports.kind, since, *at))
-    return Timeline(program, how, tuple(lanes), who)
+    return replace(program, classes=classes), seconds, hosts
 
 
 def _factors(program: Program, given: Mapping[int, float]) -> Float:
@@ -145,15 +296,52 @@ def _factors(program: Program, given: Mapping[int, float]) -> Float:
     return factor
 
 
-def _ticks(of: RankClass, seconds: Float, order: Issue) -> Int:
-    if len(seconds) != len(of.tasks):
-        raise ValueError(f"{len(seconds)} durations for {len(of.tasks)} tasks")
+def _ticks(of: RankClass, seconds: Float) -> Int:
+    """Durations in ticks, by row of the class's actions."""
+    actions, order = of.work.actions, of.work.order
+    if len(seconds) != len(actions.tasks):
+        raise ValueError(f"{len(seconds)} durations for {len(actions.tasks)} tasks")
     if (seconds < 0).any() or np.isnan(seconds).any():
         raise ValueError("durations must be numbers, and not negative")
-    if seconds.sum() > LONGEST:
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])[actions.begin]
+    total = float(np.diff(sums)[order.action].sum())
+    if total > LONGEST:
         raise UserError(
-            f"the tasks of rank {of.ranks[0]} take {seconds.sum():.3g} s in all, and a step may "
+            f"the tasks of rank {of.ranks[0]} take {total:.3g} s in all, and a step may "
             f"take {LONGEST:.0e} s (11 days) at most; check the figures of the hardware, or use "
             "a smaller batch or shorter sequences"
         )
-    return np.rint(seconds[order.rows] / TICK).astype(np.int64)
+    return np.rint(seconds / TICK).astype(np.int64)
+
+
+def _timing(
+    waves: Waves, t: int, ticks: Sequence[Int], factor: Float, hosts: Sequence[HostWork] | None
+) -> Timing:
+    """The distinct durations and launches of the lanes of a table; `factor` by lane."""
+    table, lanes = waves.tables[t], waves.lanes
+    rows, kind = table.rules.rows, table.actions.tasks.kind[table.rules.rows]
+    of_lane = np.zeros(lanes.count, np.int64)
+    known: dict[tuple[bytes, ...], int] = {}
+    columns: list[tuple[Int, Int | None, Bool | None]] = []
+    for nth in table.classes:
+        cost = waits = None
+        if hosts is not None:
+            cost = np.rint(hosts[nth].seconds[rows] / TICK).astype(np.int64)
+            waits = hosts[nth].waits[rows]
+        for lane in lanes.by_class[nth].tolist():
+            given = ticks[nth][rows]
+            if factor[lane] != 1:
+                slowed = np.rint(given * factor[lane]).astype(np.int64)
+                given = np.where(kind == COMPUTE, slowed, given)
+            parts = (given, *(() if cost is None or waits is None else (cost, waits)))
+            key = tuple(part.tobytes() for part in parts)
+            if key not in known:
+                known[key] = len(columns)
+                columns.append((given, cost, waits))
+            of_lane[lane] = known[key]
+    given = np.stack([of for of, _, _ in columns])
+    duration = np.where(kind == RECV, 0, given)
+    if hosts is None:
+        return Timing(duration, None, None, of_lane, given)
+    cost, waits = (np.stack([of[k] for of in columns]) for k in (1, 2))
+    return Timing(duration, cost, waits.astype(bool), of_lane, given)

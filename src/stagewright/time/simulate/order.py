@@ -1,0 +1,695 @@
+"""Issue order: the stream of each task, and what it waits for, within units and across them.
+
+Streams are those of a CUDA training process: one for compute, one per NCCL communicator, one per
+pipeline peer for sends, one for loads from the host (H2D) and one for stores to it (D2H). A task
+starts once the previous task on its stream and all its dependencies have ended. A task without
+dependencies, such as a weight all-gather or a posted receive, starts after the kernel issued before
+it. A small kernel whose `slot` names a communicator runs on that one's stream.
+
+A *unit* is what is issued without a break: a copy of an action, or several that take turns. The
+rules are applied once per distinct unit. What a unit needs of those before it is the state of a few
+*registers* (the end of the last kernel, of the last task on a stream), and *carried* ends of tasks
+that no register implies. A rank whose rows are one unit has no state to carry: the same rules then
+give all its dependencies (`issue_order`).
+
+Tasks are issued in program order, with these exceptions:
+
+- Weight all-gathers are prefetched, `Execution.prefetch` blocks ahead of their first reader.
+- Kernels that accumulate reduced gradients run on the communication stream (FSDP2's
+  `foreach_reduce`), so that no kernel of the model waits for a reduce-scatter.
+- A gradient that is reduced a second time (layer norms over tp, with sequence parallelism) is
+  reduced after the backward pass (Megatron-LM's `finalize_model_grads`). Without data-parallel
+  overlap, all once-per-step reductions are.
+- With `overlap_moe_expert_parallel_comm`, two microbatches take turns (`ep_overlap`).
+
+Outstanding transfers are limited to two groups, as frameworks do (`_limit_outstanding`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.arrays import Bool, Float, Int, is_any
+from stagewright.program.along import TasksAlong, along
+from stagewright.program.columns import (
+    COLLECTIVE,
+    COLLECTIVES,
+    COMPUTE,
+    LOAD,
+    PHASES,
+    RECV,
+    SEND,
+    STORE,
+    Program,
+    Tasks,
+)
+from stagewright.run.sections.execution import Execution
+from stagewright.time.simulate import ep_overlap
+from stagewright.time.simulate.units import UnitRows, Units, whole
+
+COMPUTE_STREAM = 0
+NO_STREAM = -1
+"""Stream of a receive: it is posted, and occupies none."""
+
+_FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
+_ALL_GATHER = COLLECTIVES.index("all_gather")
+_REDUCTIONS = (COLLECTIVES.index("reduce_scatter"), COLLECTIVES.index("all_reduce"))
+
+
+class Edges(NamedTuple):
+    """Dependencies: task `waiter[i]` starts after task `dep[i]` has ended."""
+
+    waiter: Int
+    dep: Int
+
+
+class Register(IntEnum):
+    """What a register holds: an end in ticks."""
+
+    LAUNCHED = 0
+    """The host has launched all tasks so far, and waited."""
+    KERNEL = 1
+    """The last kernel of the compute stream."""
+    BLOCKING = 2
+    """The last kernel, or communication that does not overlap with kernels."""
+    STREAM = 3
+    """The last task on a stream."""
+    FREED = 4
+    """The last transfer on a stream that frees memory."""
+    AWAITED = 5
+    """The transfer on a stream that kernels wait for before more memory is freed."""
+    OPENED = 6
+    """`AWAITED` if a group of transfers is open as the unit begins, else `FREED`: an input only."""
+
+
+RegisterKey = tuple[Register, int, int]
+"""A register: what it holds, the kind of transfer (`_limit_outstanding`), and the stream."""
+
+LAUNCHED: RegisterKey = (Register.LAUNCHED, 0, 0)
+KERNEL: RegisterKey = (Register.KERNEL, 0, 0)
+BLOCKING: RegisterKey = (Register.BLOCKING, 0, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class CommInfo:
+    """Communication of tasks that does not depend on how the framework executes them."""
+
+    program: Program
+    tasks: Tasks
+
+    @cached_property
+    def axes(self) -> TasksAlong:
+        """Parallel axis of each communication task."""
+        return along(self.program, self.tasks)
+
+    @cached_property
+    def accumulates_grads(self) -> Bool:
+        """Mask of kernels that only add reduced gradients to each other."""
+        return _accumulates_grads(self.tasks, Edges(*self.tasks.reads))
+
+    @cached_property
+    def microbatch_reductions(self) -> Bool:
+        """Mask of per-microbatch gradient reductions over dp, or over cp where dp is 1.
+
+        Each frees the unreduced gradient when it ends. Reductions over cp of key and value
+        gradients are not among them: kernels of the backward pass read their results.
+        """
+        tasks = self.tasks
+        reductions = (tasks.phase == _BACKWARD) & (tasks.microbatch >= 0)
+        reductions &= tasks.kind == COLLECTIVE
+        if not reductions.any():
+            return reductions
+        over_dp = reductions & self._reduces_over("dp")
+        over_cp = reductions & self._reduces_over("cp")
+        if over_cp.any():
+            reads = Edges(*tasks.reads)
+            over_cp &= ~_read_before_optimizer(tasks, reads, ignored=self.accumulates_grads)
+        return over_dp | over_cp
+
+    def _reduces_over(self, axis: str) -> Bool:
+        """Mask of reduce-scatters and all-reduces over one parallel axis."""
+        axes = self.axes
+        return axes.of_tasks(
+            [
+                collective in _REDUCTIONS and degree == axis
+                for (*_, collective), degree in zip(axes.keys, axes.degrees, strict=True)
+            ]
+        )
+
+
+class Limits(NamedTuple):
+    """Groups of one kind of memory-freeing transfers, as far as other units must know."""
+
+    kind: int
+    streams: tuple[int, ...]
+    open_at_end: Int
+    """[units]: 1 if a transfer is issued after the last kernel of the unit, 0 if none is; -1: the
+    unit has neither kernels nor such transfers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IssueRules:
+    """The rows of distinct units in issue order, and what each waits for.
+
+    Position `i` holds row `rows[i]` of the tasks. `edges` are between positions of one unit.
+    """
+
+    unit: Int
+    """[positions], ascending."""
+    member: Int
+    """[positions]: which copy of the unit the row is of."""
+    rows: Int
+    stream: Int
+    is_kernel: Bool
+    """Kernels of the compute stream."""
+    edges: Edges
+    carried: UnitRows
+    """Needs of rows of other units that no register implies; `at` are positions."""
+    registers: tuple[RegisterKey, ...]
+    reads: tuple[Int, Int]
+    """Positions, and the registers (by number) that they wait for."""
+    writes: tuple[Int, Int, Int]
+    """Units, registers, and the positions whose ends the registers then hold."""
+    moves: tuple[Int, Int, Int]
+    """Units, registers, and the registers whose values on entry they then hold."""
+    limits: tuple[Limits, ...]
+    position: Int
+    """By row of `Units`: its position."""
+
+    def register(self, key: RegisterKey) -> int:
+        """The number of a register; -1: no unit has it."""
+        return self.registers.index(key) if key in self.registers else -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IssueOrder:
+    """Tasks of a rank in issue order, with streams and dependencies.
+
+    Position `i` holds row `rows[i]` of the rank's `Tasks`. It waits for the positions
+    `needs[pointer[i]:pointer[i + 1]]` (CSR), all of them earlier; dependencies that follow from
+    others are omitted. `stream[i]` is `COMPUTE_STREAM`, a positive number, or `NO_STREAM`.
+    """
+
+    rows: Int
+    stream: Int
+    pointer: Int
+    needs: Int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def issue_order(program: Program, tasks: Tasks, how: Execution) -> IssueOrder:
+    """Issue order of all rows of a rank, as one unit."""
+    rules = issue_rules(program, whole(tasks), how)
+    return IssueOrder(rules.rows, rules.stream, *_csr(rules.edges, len(rules.rows)))
+
+
+def with_edges(order: IssueOrder, edges: Edges) -> IssueOrder:
+    """The same order with further dependencies between positions."""
+    if not len(edges.waiter):
+        return order
+    size = len(order)
+    waiter = np.repeat(np.arange(size), np.diff(order.pointer))
+    joined = Edges(np.append(waiter, edges.waiter), np.append(order.needs, edges.dep))
+    return IssueOrder(order.rows, order.stream, *_csr(joined, size, presorted=True))
+
+
+def num_streams(program: Program) -> int:
+    """Streams of a rank: compute, one per communicator, one per peer, loads, stores.
+
+    They are numbered in this order.
+    """
+    return 1 + len(program.communicators) + len(program.peers) + 2
+
+
+def issue_rules(
+    program: Program, units: Units, how: Execution, comm: CommInfo | None = None
+) -> IssueRules:
+    """Issue rules of distinct units; pass `comm` to reuse it for several executions.
+
+    What moves tasks from one action to another that is not next to it (`crosses_actions`) needs
+    units of whole ranks.
+    """
+    tasks = units.tasks
+    comm = comm or CommInfo(program, tasks)
+    on_comm_stream = np.zeros(len(tasks), dtype=bool)
+    local = Edges(*units.edges)
+    if how.streams != "one":
+        on_comm_stream = comm.accumulates_grads
+        if how.overlap_param_gather:
+            local = _gather_params_before_forward(tasks, local)
+            on_comm_stream = _accumulates_grads(tasks, local)
+    order = _issue_positions(units, local, on_comm_stream[units.row], how)
+    position = np.empty_like(order)
+    position[order] = np.arange(len(order))
+    rows, unit = units.row[order], units.unit[order]
+    size = len(rows)
+    local = Edges(position[local.waiter], position[local.dep])
+    carried = units.carried._replace(at=position[units.carried.at])
+    on_comm_stream = on_comm_stream[rows]
+
+    kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
+    stream = _streams(program, kind, slot, how)
+    is_kernel = (stream == COMPUTE_STREAM) & ~on_comm_stream
+    if on_comm_stream.any():
+        stream = _move_to_stream_of_collective(stream, on_comm_stream, local, rows, carried)
+    has_input = np.zeros(size, dtype=bool)
+    has_input[local.waiter] = True
+    has_input[carried.at] = True
+    # A load from the host starts when it is issued, although it depends on its store.
+    starts_when_issued = np.flatnonzero((~has_input | (kind == LOAD)) & (kind != COMPUTE))
+
+    state = _State(unit, int(units.unit.max(initial=-1)) + 1)
+    blocking = _without_overlap(comm, how)[rows]
+    state.chain(np.flatnonzero(is_kernel), KERNEL)
+    if blocking.any():
+        state.chain(np.flatnonzero(is_kernel | blocking), BLOCKING)
+    for number in range(1, int(stream.max(initial=0)) + 1):
+        state.chain(np.flatnonzero(stream == number), (Register.STREAM, 0, number))
+    previous = _previous_kernel(is_kernel)[starts_when_issued]
+    inside = previous >= state.begin[unit[starts_when_issued]]
+    state.edges.append(Edges(starts_when_issued[inside], previous[inside]))
+    state.read(starts_when_issued[~inside], KERNEL)
+    limits: list[Limits] = []
+    if how.streams == "separate":
+        for nth, frees_memory in enumerate((comm.microbatch_reductions[rows], kind == STORE)):
+            if frees_memory.any():
+                limits.append(
+                    _limit_outstanding(
+                        nth, frees_memory, is_kernel, starts_when_issued, stream, state
+                    )
+                )
+    example = units.source_rows()
+    source = np.where(example < 0, -1, position[example]) if size else example
+    implied = _implied(carried, source, local, stream, is_kernel, starts_when_issued)
+    waiter, dep = (np.concatenate(column) for column in zip(local, *state.edges, strict=True))
+    return IssueRules(
+        unit, units.member[order], rows, stream, is_kernel,
+        _without_implied(Edges(waiter, dep), stream, is_kernel), carried.select(~implied),
+        tuple(state.registers), *state.columns(), tuple(limits), position,
+    )  # fmt: skip
+
+
+def crosses_actions(how: Execution) -> bool:
+    """Whether an execution moves tasks to other actions than the one before the optimizer."""
+    return how.streams != "one" and (how.overlap_param_gather or how.prefetch != 1)
+
+
+# ---- order ---------------------------------------------------------------------------------------
+
+
+def _issue_positions(units: Units, local: Edges, on_comm_stream: Bool, how: Execution) -> Int:
+    """Rows of units in issue order, by sort keys that start as the program order."""
+    size = len(units.row)
+    if how.streams == "one":
+        return np.arange(size)
+    tasks, row = units.tasks, units.row
+    sort_key = np.arange(size, dtype=np.float64)
+    if how.overlap_moe_expert_parallel_comm:
+        sort_key[ep_overlap.order(tasks, row, units.unit, units.member)] = np.arange(size)
+    has_input = np.zeros(size, dtype=bool)
+    has_input[local.waiter] = True
+    has_input[units.carried.at] = True
+    gathers = (tasks.kind[row] == COLLECTIVE) & ~has_input
+    if how.prefetch == 1:
+        # The program has the others one block ahead already.
+        gathers &= tasks.phase[row] == _OPTIMIZER
+    if gathers.any():
+        is_kernel = (tasks.kind[row] == COMPUTE) & ~on_comm_stream
+        _prefetch(units, local, is_kernel, gathers, how.prefetch, sort_key)
+    deferred = deferred_past_backward(tasks, Edges(*tasks.reads), how)[row]
+    optimizer = np.flatnonzero(tasks.phase[row] == _OPTIMIZER)
+    end = np.searchsorted(units.unit, np.arange(int(units.unit.max(initial=0)) + 2))
+    for u in np.unique(units.unit[deferred]).tolist():
+        first = optimizer[np.searchsorted(optimizer, end[u]) :][:1]
+        before = sort_key[first[0]] if len(first) and first[0] < end[u + 1] else end[u + 1]
+        sort_key[deferred & (units.unit == u)] = before - 0.5
+    return np.argsort(sort_key, kind="stable")
+
+
+def _prefetch(
+    units: Units, local: Edges, is_kernel: Bool, gathers: Bool, depth: int, sort_key: Float
+) -> None:
+    """Move all-gathers `depth` blocks ahead of their first reader, within its action.
+
+    Writes `sort_key`.
+    """
+    size = len(units.row)
+    kernels = np.flatnonzero(is_kernel)
+    starts_action, starts_block = _action_and_block_starts(units.tasks, units.row[kernels])
+    first_kernel_of_block = kernels[starts_block]
+    block = np.cumsum(starts_block) - 1  # of each kernel
+    first_block_of_action = np.maximum.accumulate(np.where(starts_action, block, 0))
+
+    first_reader = np.full(size, size, dtype=np.int64)
+    np.minimum.at(first_reader, local.dep, np.where(is_kernel[local.waiter], local.waiter, size))
+    moved = np.flatnonzero(gathers & (first_reader < size))
+    reader = np.searchsorted(kernels, first_reader[moved])
+    target_block = np.maximum(block[reader] - depth, first_block_of_action[reader])
+    sort_key[moved] = sort_key[first_kernel_of_block[target_block]] - 0.5
+
+
+def deferred_past_backward(tasks: Tasks, reads: Edges, how: Execution) -> Bool:
+    """Mask of once-per-step backward tasks that are issued just before the optimizer.
+
+    All of them without data-parallel overlap; otherwise those that depend on a once-per-step
+    collective: second reductions, and what follows them.
+    """
+    size = len(tasks)
+    once_per_step = (tasks.microbatch < 0) & (tasks.phase == _BACKWARD)
+    if how.streams == "one":
+        return np.zeros(size, dtype=bool)
+    if "dp" in how.no_overlap:
+        return once_per_step
+    first_reductions = once_per_step & (tasks.kind == COLLECTIVE)
+    deferred = once_per_step & _has_dependency_in(first_reductions, reads, size)
+    while True:
+        more = deferred | (once_per_step & _has_dependency_in(deferred, reads, size))
+        if np.array_equal(more, deferred):
+            return deferred
+        deferred = more
+
+
+def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> Edges:
+    """Move parameter all-gathers from the optimizer to the forward pass (overlap_param_gather).
+
+    They no longer wait for the optimizer: in a steady state they gather what the previous step
+    has updated. The first forward kernel of a block waits for the block's all-gather. Kernels and
+    all-gathers visit the blocks of a stage in the same order, so one pass matches them.
+    """
+    gathers = (tasks.kind == COLLECTIVE) & (tasks.phase == _OPTIMIZER)
+    gathers &= tasks.collective == _ALL_GATHER
+    kernels = np.flatnonzero((tasks.kind == COMPUTE) & (tasks.phase == _FORWARD))
+    _, starts_block = _action_and_block_starts(tasks, kernels)
+    block_starts: dict[int, list[int]] = {}  # by stage: block starts of its first forward action
+    for row in kernels[starts_block].tolist():
+        starts = block_starts.setdefault(int(tasks.stage[row]), [])
+        if not starts or tasks.microbatch[starts[0]] == tasks.microbatch[row]:
+            starts.append(row)
+
+    moved: list[tuple[int, int]] = []  # (kernel, all-gather)
+    for stage, starts in block_starts.items():
+        block = 0
+        for gather in np.flatnonzero(gathers & (tasks.stage == stage)).tolist():
+            same_layer = tasks.layer[starts[block:]] == tasks.layer[gather]
+            if same_layer.any():
+                block += int(same_layer.argmax())
+                moved.append((starts[block], gather))
+    readers, moved_gathers = np.array(moved, dtype=np.int64).reshape(-1, 2).T
+    unmoved = ~np.isin(reads.waiter, moved_gathers)
+    return Edges(
+        np.concatenate([reads.waiter[unmoved], readers]),
+        np.concatenate([reads.dep[unmoved], moved_gathers]),
+    )
+
+
+def _action_and_block_starts(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
+    """Masks over kernels: the first of an action, and the first of a block within one."""
+    backward = tasks.phase[kernels] != _FORWARD
+    action = np.stack([tasks.stage[kernels], tasks.microbatch[kernels], backward.astype(np.int32)])
+    starts_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
+    return starts_action, starts_action | np.append(True, np.diff(tasks.layer[kernels]) != 0)
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+def _accumulates_grads(tasks: Tasks, reads: Edges) -> Bool:
+    """Mask of kernels that only add reduced gradients to each other.
+
+    Greatest fixed point: kernels of the backward pass that read only reductions or each other,
+    and that nothing but each other and the optimizer reads.
+    """
+    size = len(tasks)
+    backward = tasks.phase == _BACKWARD
+    reductions = backward & (tasks.kind == COLLECTIVE) & is_any(tasks.collective, _REDUCTIONS)
+    accumulates = backward & (tasks.kind == COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    while True:
+        reads_others = _has_dependency_in(~(reductions | accumulates), reads, size)
+        is_read = _read_before_optimizer(tasks, reads, ignored=accumulates)
+        fewer = accumulates & ~reads_others & ~is_read
+        if np.array_equal(fewer, accumulates):
+            return accumulates
+        accumulates = fewer
+
+
+def _read_before_optimizer(tasks: Tasks, reads: Edges, ignored: Bool) -> Bool:
+    """Mask of tasks whose result is read outside the optimizer, by a task not `ignored`."""
+    counts = ~ignored[reads.waiter] & (tasks.phase[reads.waiter] != _OPTIMIZER)
+    is_read = np.zeros(len(tasks), dtype=bool)
+    is_read[reads.dep[counts]] = True
+    return is_read
+
+
+def _has_dependency_in(mask: Bool, reads: Edges, size: int) -> Bool:
+    """Mask of tasks with at least one dependency in `mask`."""
+    result = np.zeros(size, dtype=bool)
+    result[reads.waiter[mask[reads.dep]]] = True
+    return result
+
+
+# ---- streams -------------------------------------------------------------------------------------
+
+
+def _streams(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution) -> Int:
+    """Stream of each task. With `streams="one"`, all communication shares stream 1."""
+    is_compute = kind == COMPUTE
+    if how.streams == "one":
+        stream = np.ones(len(kind), dtype=np.int64)
+    else:
+        stream = 1 + slot + np.where(kind == SEND, len(program.communicators), 0)
+        stream[kind == LOAD] = num_streams(program) - 2
+        stream[kind == STORE] = num_streams(program) - 1
+        is_compute &= slot < 0
+    stream[is_compute] = COMPUTE_STREAM
+    stream[kind == RECV] = NO_STREAM
+    return stream
+
+
+def _move_to_stream_of_collective(
+    stream: Int, moved: Bool, local: Edges, rows: Int, carried: UnitRows
+) -> Int:
+    """Streams with the `moved` kernels on the stream of the collective that they read.
+
+    Sums of sums follow the sums that they read.
+    """
+    stream = stream.copy()
+    example = np.full(int(rows.max(initial=0)) + 1, -1)
+    example[rows] = np.arange(len(rows))
+    elsewhere = np.where(carried.row < len(example), carried.row, 0)
+    waiter = np.concatenate([local.waiter, carried.at])
+    dep = np.concatenate([local.dep, example[elsewhere]])
+    edge = moved[waiter] & (dep >= 0)
+    order = np.argsort(waiter[edge], kind="stable")
+    for to, source in zip(waiter[edge][order].tolist(), dep[edge][order].tolist(), strict=True):
+        stream[to] = stream[source]
+    return stream
+
+
+def _without_overlap(comm: CommInfo, how: Execution) -> Bool:
+    """Mask of communication that blocks the compute stream (`no_overlap`)."""
+    if not how.no_overlap or how.streams == "one":
+        return np.zeros(len(comm.tasks), dtype=bool)
+    axes = comm.axes
+    return axes.of_tasks([degree in how.no_overlap for degree in axes.degrees])
+
+
+def _previous_kernel(is_kernel: Bool) -> Int:
+    """Position of the last kernel before each position, -1 if there is none."""
+    latest = np.maximum.accumulate(np.where(is_kernel, np.arange(len(is_kernel)), -1))
+    return np.concatenate([[-1], latest[:-1]]) if len(is_kernel) else latest
+
+
+# ---- dependencies --------------------------------------------------------------------------------
+
+
+class _State:
+    """Edges within units, and what units read and write of registers."""
+
+    def __init__(self, unit: Int, count: int) -> None:
+        """`unit` by position; `count` units."""
+        self.unit, self.count = unit, count
+        self.begin = np.searchsorted(unit, np.arange(count + 1))
+        self.registers: dict[RegisterKey, int] = {LAUNCHED: 0, KERNEL: 1}
+        self.edges: list[Edges] = []
+        self._reads: list[Int] = []
+        self._writes: list[Int] = []
+        self._moves: list[Int] = []
+
+    def register(self, key: RegisterKey) -> int:
+        """The number of a register."""
+        return self.registers.setdefault(key, len(self.registers))
+
+    def read(self, positions: Int, key: RegisterKey) -> None:
+        """Positions that wait for what a register holds as their unit begins."""
+        number = np.full(len(positions), self.register(key))
+        self._reads.append(np.stack([positions, number]))
+
+    def write(self, unit: int, key: RegisterKey, position: int) -> None:
+        """At its end, a unit leaves the end of a position in a register."""
+        self._writes.append(np.array([[unit], [self.register(key)], [position]]))
+
+    def move(self, unit: int, key: RegisterKey, source: RegisterKey) -> None:
+        """At its end, a unit leaves in a register what another one held as it began."""
+        numbers = [[unit], [self.register(key)], [self.register(source)]]
+        self._moves.append(np.array(numbers))
+
+    def chain(self, positions: Int, key: RegisterKey) -> None:
+        """Positions that run one after another; the last of each unit is in a register."""
+        if not len(positions):
+            return
+        unit = self.unit[positions]
+        first = np.append(True, np.diff(unit) != 0)
+        later = np.flatnonzero(~first)
+        self.edges.append(Edges(positions[later], positions[later - 1]))
+        self.read(positions[first], key)
+        last = np.append(first[1:], True)
+        number = np.full(int(last.sum()), self.register(key))
+        self._writes.append(np.stack([unit[last], number, positions[last]]))
+
+    def columns(self) -> tuple[tuple[Int, Int], tuple[Int, Int, Int], tuple[Int, Int, Int]]:
+        """All reads, writes and moves, as columns."""
+        reads = np.concatenate([np.zeros((2, 0), np.int64), *self._reads], axis=1)
+        writes = np.concatenate([np.zeros((3, 0), np.int64), *self._writes], axis=1)
+        moves = np.concatenate([np.zeros((3, 0), np.int64), *self._moves], axis=1)
+        return (reads[0], reads[1]), (writes[0], writes[1], writes[2]), (
+            moves[0], moves[1], moves[2]
+        )  # fmt: skip
+
+
+def _limit_outstanding(
+    kind: int, frees_memory: Bool, is_kernel: Bool, starts_when_issued: Int, stream: Int,
+    state: _State,
+) -> Limits:  # fmt: skip
+    """Backpressure: at most two groups of memory-freeing transfers are outstanding.
+
+    A group is a run of such transfers without a kernel between them. Once a group is issued, the
+    next kernel waits for all earlier groups, so that buffers cannot pile up behind a slow network:
+
+    - gradient reductions: FSDP2's `post_backward` makes kernels wait for the event of
+      `reduce_scatter_state` before each `foreach_reduce` (torch 2.13, `_fsdp_param_group.py`).
+      DeepSpeed's `average_tensor` waits for its reduction stream, since it fills two buckets in
+      turn (`stage_1_and_2.py`). Megatron-FSDP calls `wait_for_previous_grad_reduce` before
+      `mark_bucket_ready` (`param_and_grad_buffer.py`);
+    - activation offload: Transformer Engine's `synchronize_on_group_commit_forward` makes kernels
+      wait for `d2h_stream` before it stores another group (`cpu_offload.py`).
+
+    Tasks in `starts_when_issued` inherit the wait of the kernel that they follow. Whether the first
+    transfer of a unit opens a group, the units before it decide: `Register.OPENED`.
+    """
+    streams = tuple(sorted({*stream[frees_memory].tolist()}))
+    for s in streams:
+        state.register((Register.FREED, kind, s))
+        state.register((Register.AWAITED, kind, s))
+    waits = is_kernel.copy()
+    waits[starts_when_issued] = True
+    marks = np.flatnonzero(frees_memory | waits)
+    ends = np.searchsorted(marks, state.begin)
+    open_at_end = np.full(state.count, -1)
+    edges: list[tuple[int, int]] = []
+    for u in range(state.count):
+        freed: dict[int, RegisterKey | int] = {s: (Register.FREED, kind, s) for s in streams}
+        awaited: dict[int, RegisterKey | int] = {s: (Register.AWAITED, kind, s) for s in streams}
+        fresh = True  # kernels do not wait for `awaited` yet
+        opens = True  # the next transfer opens a group
+        for position in marks[ends[u] : ends[u + 1]].tolist():
+            if frees_memory[position]:
+                if opens:
+                    first = open_at_end[u] < 0
+                    awaited = {
+                        s: (Register.OPENED, kind, s) if first else freed[s] for s in streams
+                    }
+                    opens, fresh = False, True
+                freed[int(stream[position])] = position
+                open_at_end[u] = 1
+                continue
+            if is_kernel[position]:
+                opens = True
+                open_at_end[u] = 0
+                if not fresh:
+                    continue
+                fresh = False
+            for source in awaited.values():
+                if isinstance(source, int):
+                    edges.append((position, source))
+                else:
+                    state.read(np.array([position]), source)
+        for s in streams:
+            for register, source in ((Register.FREED, freed[s]), (Register.AWAITED, awaited[s])):
+                key = (register, kind, s)
+                if isinstance(source, int):
+                    state.write(u, key, source)
+                elif source != key:
+                    state.move(u, key, source)
+    pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
+    state.edges.append(Edges(pairs[:, 0], pairs[:, 1]))
+    return Limits(kind, streams, open_at_end)
+
+
+def _implied(
+    carried: UnitRows, source: Int, local: Edges, stream: Int, is_kernel: Bool,
+    starts_when_issued: Int,
+) -> Bool:  # fmt: skip
+    """Which carried needs follow from registers.
+
+    A need of a task that a kernel of its unit waits for is implied where the waiter comes after a
+    kernel; and so is one of a task that its own stream has waited for. `source` has the positions
+    that stand for what is needed.
+    """
+    at, dep = carried.at, source
+    after_kernel = is_kernel.copy()
+    after_kernel[starts_when_issued] = True
+    after_kernel[local.waiter[is_kernel[local.dep]]] = True
+    before_kernel = is_kernel.copy()
+    before_kernel[local.dep[is_kernel[local.waiter]]] = True
+    implied = after_kernel[at] & before_kernel[dep]
+    on_stream = stream > COMPUTE_STREAM
+    implied |= on_stream[at] & (stream[at] == stream[dep])
+    size = len(stream)
+    awaited = np.unique(stream[local.waiter] * size + local.dep)
+    implied |= on_stream[at] & np.isin(stream[at] * size + dep, awaited)
+    return implied & (dep >= 0)
+
+
+def _without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
+    """Transitive reduction with respect to the compute stream.
+
+    Kernels run in order. A task that waits for kernel k therefore waits for every kernel before
+    k, and for everything that those waited for.
+    """
+    waiter, dep = edges
+    size = len(stream)
+    positions = np.arange(size)
+    first_kernel_after = np.full(size, size, dtype=np.int64)  # first that waits for a position
+    np.minimum.at(first_kernel_after, dep, np.where(is_kernel[waiter], waiter, size))
+    first_kernel_after[is_kernel] = positions[is_kernel]
+    last_kernel_before = np.full(size, -1, dtype=np.int64)  # last that a position waits for
+    np.maximum.at(last_kernel_before, waiter, np.where(is_kernel[dep], dep, -1))
+    for number in range(1, int(stream.max(initial=0)) + 1):
+        on_stream = np.flatnonzero(stream == number)
+        last_kernel_before[on_stream] = np.maximum.accumulate(last_kernel_before[on_stream])
+    np.maximum.at(last_kernel_before, waiter, last_kernel_before[dep])
+    needed = first_kernel_after[dep] > last_kernel_before[waiter]
+    needed |= dep == last_kernel_before[waiter]
+    keys = np.sort(waiter[needed] * size + dep[needed])
+    keys = keys[np.diff(keys, prepend=-1) > 0]
+    return Edges(keys // max(size, 1), keys % max(size, 1))
+
+
+def _csr(edges: Edges, size: int, *, presorted: bool = False) -> tuple[Int, Int]:
+    """Distinct edges in CSR form: pointers of `size` waiters, and their dependencies in order.
+
+    `presorted`: the edges are a few sorted runs, which a merge sort joins in linear time.
+    """
+    keys = np.sort(edges.waiter * size + edges.dep, kind="stable" if presorted else None)
+    keys = keys[np.diff(keys, prepend=-1) > 0]
+    pointers = np.concatenate([[0], np.cumsum(np.bincount(keys // size, minlength=size))])
+    return pointers.astype(np.int64), keys % size

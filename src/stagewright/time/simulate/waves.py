@@ -1,0 +1,815 @@
+"""Waves: the runs of all ranks, so ordered that those of one wave need nothing of each other.
+
+Every time that a run reads or leaves has a *slot*: registers of a lane, and ends that a copy of a
+unit leaves for others. Which slots a run reads, and in which wave it is, follows from the schedule
+and from what waits for what; durations play no part. Executing all waves with matrices gives all
+times.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.arrays import Bool, Int
+from stagewright.errors import UserError
+from stagewright.program.columns import COLLECTIVE, RECV, SEND, Program
+from stagewright.program.step import ActionOrder, Actions
+from stagewright.run.sections.execution import Execution
+from stagewright.time.simulate.lanes import Lanes
+from stagewright.time.simulate.order import (
+    LAUNCHED,
+    CommInfo,
+    Edges,
+    IssueRules,
+    Register,
+    deferred_past_backward,
+    issue_rules,
+)
+from stagewright.time.simulate.transfer import (
+    CARRIED,
+    LOCAL,
+    MESSAGE,
+    NEVER,
+    REGISTER,
+    Asked,
+    Matrices,
+    Runs,
+)
+from stagewright.time.simulate.units import Units, UnitSequence, units_of
+
+Progress = Callable[[int, int], None]
+"""Called with the number of tasks done and the number of all tasks."""
+
+_WIDTHS = (8, 16, 32)
+"""Matrices of at most so many inputs and outputs are multiplied together; wider ones apart."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The issue rules of classes that share actions, and what each of these classes issues."""
+
+    actions: Actions
+    classes: tuple[int, ...]
+    units: Units
+    sequences: tuple[UnitSequence, ...]
+    """By class of `classes`."""
+    rules: IssueRules
+
+
+def tables_of(program: Program, how: Execution) -> list[Table]:
+    """The rules of all classes of a program; classes that share actions share a table."""
+    sharing: dict[int, list[int]] = {}
+    for nth, of in enumerate(program.classes):
+        sharing.setdefault(id(of.work.actions.begin), []).append(nth)
+    tables: list[Table] = []
+    for classes in sharing.values():
+        works = [program.classes[nth].work for nth in classes]
+        actions = works[0].actions
+        tasks = actions.tasks
+        deferred = deferred_past_backward(tasks, Edges(*tasks.reads), how)
+        units, sequences = units_of(
+            actions, [work.order for work in works], deferred,
+            in_turns=how.overlap_moe_expert_parallel_comm and how.streams != "one",
+        )  # fmt: skip
+        rules = issue_rules(program, units, how, CommInfo(program, tasks))
+        tables.append(Table(actions, tuple(classes), units, tuple(sequences), rules))
+    return tables
+
+
+class _Messages(NamedTuple):
+    """Ends of messages, a row each: class, instance and position, and what both ends agree on."""
+
+    of: Int
+    """[messages, 3]: class, instance, position."""
+    lane: Int
+    """The lane within its class."""
+    key: Int
+    """[messages, 4]: axis, sending lane, receiving lane, tag."""
+
+
+class Waves:
+    """The plan of a step: slots, waves, and which class issues which run when."""
+
+    def __init__(self, program: Program, tables: Sequence[Table], lanes: Lanes) -> None:
+        """Raises UserError where ranks wait for each other in a circle."""
+        self.program, self.tables, self.lanes = program, tables, lanes
+        count = len(program.classes)
+        self.table_of = [0] * count
+        self.sequence: list[UnitSequence] = [tables[0].sequences[0]] * count
+        for t, table in enumerate(tables):
+            for nth, sequence in zip(table.classes, table.sequences, strict=True):
+                self.table_of[nth], self.sequence[nth] = t, sequence
+        self.connected = [
+            lanes.connected(slot, count) for slot in range(len(program.communicators))
+        ]
+        sent, received = self._messages()
+        self._cut(sent, received)
+        self._number_slots()
+        self._match(sent, received)
+        self._place()
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def _messages(self) -> tuple[_Messages, _Messages]:
+        """Sends and receives between lanes or units; those within a unit become its edges."""
+        axes = [peer.axis for peer in self.program.peers]
+        numbers = {axis: n for n, axis in enumerate(dict.fromkeys(axes))}
+        self.edges: list[Edges] = []
+        ends: dict[int, list[tuple[Int, Int, Int]]] = {SEND: [], RECV: []}
+        for table in self.tables:
+            rules, tasks = table.rules, table.actions.tasks
+            kind = tasks.kind[rules.rows]
+            positions = np.flatnonzero((kind == SEND) | (kind == RECV))
+            slot = tasks.slot[rules.rows[positions]].astype(np.int64)
+            own = np.ones(len(self.program.peers), dtype=bool)
+            for nth in table.classes:
+                mine = self.lanes.by_class[nth]
+                own &= np.array(
+                    [bool((to[mine] == mine).all()) for to in self.lanes.peers], dtype=bool
+                )
+            inside = own[slot] if len(slot) else np.zeros(0, dtype=bool)
+            axis = np.array([numbers[axes[s]] for s in slot.tolist()], dtype=np.int64)
+            self.edges.append(_within(rules, tasks.tag, positions[inside], axis[inside], kind))
+            between, slots, axis = positions[~inside], slot[~inside], axis[~inside]
+            for nth, sequence in zip(table.classes, table.sequences, strict=True):
+                for what in (SEND, RECV):
+                    chosen = kind[between] == what
+                    ends[what] += self._of_class(
+                        table, nth, sequence, between[chosen], slots[chosen], axis[chosen], what
+                    )
+        none = np.zeros((0, 3), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), np.int64)
+        made = [
+            _Messages(*(np.concatenate(c) for c in zip(none, *ends[what], strict=True)))
+            for what in (SEND, RECV)
+        ]
+        return made[0], made[1]
+
+    def _of_class(
+        self, table: Table, nth: int, sequence: UnitSequence, positions: Int, slots: Int, axis: Int,
+        what: int,
+    ) -> Iterator[tuple[Int, Int, Int]]:  # fmt: skip
+        """The sends, or receives, of all copies of a class and of each of its lanes."""
+        rules, order = table.rules, self.program.classes[nth].work.order
+        for unit in np.unique(rules.unit[positions]).tolist():
+            instances = np.flatnonzero(sequence.unit == unit)
+            if not len(instances):
+                continue
+            for m, action in enumerate(table.units.actions[unit]):
+                mine = (rules.unit[positions] == unit) & (rules.member[positions] == m)
+                if not mine.any():
+                    continue
+                copies = sequence.copies[instances, m]
+                at = np.searchsorted(np.flatnonzero(order.action == action), copies)
+                tags = order.tags(action, rules.rows[positions[mine]])[at]
+                shape = tags.shape
+                of = np.stack([
+                    np.full(shape, nth), np.broadcast_to(instances[:, None], shape),
+                    np.broadcast_to(positions[mine], shape),
+                ], axis=-1).reshape(-1, 3)  # fmt: skip
+                for number, lane in enumerate(self.lanes.by_class[nth].tolist()):
+                    other = np.array([int(to[lane]) for to in self.lanes.peers])[slots[mine]]
+                    pair = (np.full(shape, lane), np.broadcast_to(other, shape))
+                    if what == RECV:
+                        pair = pair[::-1]
+                    key = np.stack([np.broadcast_to(axis[mine], shape), *pair, tags], axis=-1)
+                    yield of, np.full(len(of), number), key.reshape(-1, 4)
+
+    def _match(self, sent: _Messages, received: _Messages) -> None:
+        """Find the slot that each received message is in, and who leaves it there."""
+        orders = [_by_key(ends) for ends in (sent, received)]
+        keys = [ends.key[order] for ends, order in zip((sent, received), orders, strict=True)]
+        if not np.array_equal(*keys):
+            raise ValueError(self._unmatched(*keys))
+        of, lane = sent.of[orders[0]], sent.lane[orders[0]]
+        back = np.empty_like(orders[1])
+        back[orders[1]] = np.arange(len(back))
+        self.received = received
+        self.senders = of[back]
+        """By received message: class, instance and position of its send."""
+        self.arrivals = self._flat(of, lane)[back]
+        """By received message: the slot of its end."""
+
+    def _unmatched(self, sent: Int, received: Int) -> str:
+        """What is received and not sent, or the other way round."""
+        pairs = [{*map(tuple, keys[:, :3].tolist())} for keys in (sent, received)]
+        axes = [*dict.fromkeys(peer.axis for peer in self.program.peers)]
+        for axis, source, target in sorted(pairs[0] | pairs[1]):
+            there = [
+                keys[(keys[:, :3] == (axis, source, target)).all(axis=1)]
+                for keys in (sent, received)
+            ]
+            if not np.array_equal(*there):
+                ranks = [int(self.lanes.example[lane]) for lane in (target, source)]
+                return (
+                    f"rank {ranks[0]} receives {len(there[1])} messages from rank {ranks[1]} along "
+                    f"{axes[axis]}, which sends {len(there[0])}, or others"
+                )
+        return "messages of lanes differ"
+
+    # ---- runs ------------------------------------------------------------------------------------
+
+    def _cut(self, sent: _Messages, received: _Messages) -> None:
+        """Cut the units of each table into runs."""
+        self.runs: list[Runs] = []
+        self.carried: list[list[tuple[Int, Int]]] = [[] for _ in self.program.classes]
+        """By class, by carried need: instances and positions of its sources, by instance of its
+        unit."""
+        wanted = [np.zeros(len(table.rules.rows), dtype=bool) for table in self.tables]
+        for nth in range(len(self.program.classes)):
+            self._find_carried(nth, wanted[self.table_of[nth]])
+        for t, table in enumerate(self.tables):
+            rules = table.rules
+            masks: list[Bool] = []
+            for ends in (received, sent):
+                mask = np.zeros(len(rules.rows), dtype=bool)
+                mask[ends.of[np.isin(ends.of[:, 0], table.classes), 2]] = True
+                masks.append(mask)
+            receives, sends = masks
+            # Actions of a schedule begin when all their messages are there. Others may wait for
+            # what depends on their own first tasks.
+            cuts = receives & (self._whole(table)[rules.unit] | self._from_own_class(received, t))
+            cuts[1:] &= ~cuts[:-1]
+            asked = Asked(self._meetings(table), receives, sends, wanted[t], cuts)
+            self.runs.append(Runs(rules, asked, len(table.units.actions), self.edges[t]))
+
+    def _meetings(self, table: Table) -> Bool:
+        """By position, whether it is a collective of several lanes."""
+        tasks, rows = table.actions.tasks, table.rules.rows
+        kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
+        meets = np.zeros(len(rows), dtype=bool)
+        lanes = np.concatenate([self.lanes.by_class[nth] for nth in table.classes])
+        for s in np.unique(slot[kind == COLLECTIVE]).tolist():
+            group = self.lanes.groups[s]
+            members = np.bincount(group[group >= 0], minlength=1)
+            mine = group[lanes]
+            if (members[mine[mine >= 0]] > 1).any():
+                meets |= (kind == COLLECTIVE) & (slot == s)
+        return meets
+
+    def _whole(self, table: Table) -> Bool:
+        """By unit, whether it is no action of a schedule but rows that were given."""
+        result = np.zeros(len(table.units.actions), dtype=bool)
+        for nth, sequence in zip(table.classes, table.sequences, strict=True):
+            kind = self.program.classes[nth].work.order.kind
+            given = (kind[:, 0] < 0)[sequence.copies[:, 0]]
+            result[sequence.unit[given]] = True
+        return result
+
+    def _from_own_class(self, received: _Messages, t: int) -> Bool:
+        """By position, whether it receives from another lane of its class."""
+        result = np.zeros(len(self.tables[t].rules.rows), dtype=bool)
+        mine = np.isin(received.of[:, 0], self.tables[t].classes)
+        own = self.lanes.class_of[received.key[:, 1]] == received.of[:, 0]
+        result[received.of[mine & own, 2]] = True
+        return result
+
+    def _find_carried(self, nth: int, wanted: Bool) -> None:
+        """By carried need of a class: its instances, and the instances and positions of sources."""
+        table = self.tables[self.table_of[nth]]
+        rules, units, sequence = table.rules, table.units, self.sequence[nth]
+        order, begin = self.program.classes[nth].work.order, table.actions.begin
+        needs = rules.carried
+        nothing = np.zeros(0, np.int64)
+        self.carried[nth] = [(nothing, nothing)] * len(needs.at)
+        owner = rules.unit[needs.at]
+        first = np.zeros((len(units.actions), 1 + max(map(len, units.actions))), np.int64)
+        for (u, m), at in units.first.items():
+            first[u, m] = at
+        for unit in np.unique(owner).tolist():
+            instances = np.flatnonzero(sequence.unit == unit)
+            for m, action in enumerate(units.actions[unit]):
+                mine = np.flatnonzero((owner == unit) & (needs.member == m))
+                if not len(mine) or not len(instances):
+                    continue
+                copies = sequence.copies[instances, m]
+                source = np.repeat(copies[:, None], len(mine), axis=1)
+                row = np.repeat(needs.row[mine][None], len(copies), axis=0)
+                taken = np.flatnonzero(needs.entry[mine] >= 0)
+                if len(taken):
+                    at = np.searchsorted(np.flatnonzero(order.action == action), copies)
+                    other = order.sources(action, needs.entry[mine[taken]])
+                    source[:, taken], row[:, taken] = other[0][at], other[1][at]
+                where = sequence.instance[source]
+                offset = row - begin[order.action[source]]
+                found = units.index[first[sequence.unit[where], sequence.member[source]] + offset]
+                late = found < 0  # deferred to the last unit
+                last = len(sequence.unit) - 1
+                where[late] = last
+                member = sequence.deferred[source[late]]
+                found[late] = units.index[first[sequence.unit[last], member] + offset[late]]
+                found = rules.position[found]
+                wanted[found] = True
+                for k, number in enumerate(mine.tolist()):
+                    self.carried[nth][number] = where[:, k], found[:, k]
+
+    def _number_slots(self) -> None:
+        """Give slots to registers, to ends within a unit, and to what each instance leaves."""
+        count = len(self.program.classes)
+        self.stored: list[Int] = []
+        """By table, by position: its number among what its unit leaves for others; -1: none."""
+        self.local: list[Int] = []
+        """By table, by position: its number among ends within units; -1: none."""
+        per_unit: list[Int] = []
+        for runs, table in zip(self.runs, self.tables, strict=True):
+            size, units = len(table.rules.rows), len(table.units.actions)
+            unit = table.rules.unit
+            stored = np.full(size, -1)
+            local = np.full(size, -1)
+            left = np.flatnonzero(runs.asked.wanted | runs.asked.sends)
+            per_unit.append(np.bincount(unit[left], minlength=units))
+            stored[left] = np.arange(len(left)) - np.searchsorted(unit[left], unit[left])
+            kept = sorted({p.number for run in runs.runs for p in run.outputs if p.what == LOCAL})
+            local[kept] = np.arange(len(kept))
+            self.stored.append(stored)
+            self.local.append(local)
+        self.width = np.array([len(lanes) for lanes in self.lanes.by_class])
+        self.base = np.zeros(count + 1, np.int64)
+        self.first: list[Int] = []
+        """By class, by instance: the first slot of what it leaves for others."""
+        for nth in range(count):
+            t = self.table_of[nth]
+            fixed = len(self.tables[t].rules.registers) + int(self.local[t].max(initial=-1)) + 1
+            each = per_unit[t][self.sequence[nth].unit]
+            self.first.append(fixed + np.cumsum(each) - each)
+            slots = fixed + int(each.sum())
+            self.base[nth + 1] = self.base[nth] + slots * self.width[nth]
+        self.nothing = int(self.base[-1])
+        """The slot of a time that never was."""
+        self.unused = self.nothing + 1
+        """The slot of outputs that pad a matrix."""
+
+    def _flat(self, of: Int, lane: Int) -> Int:
+        """Slots of ends that instances leave; `of` are class, instance and position."""
+        slot = np.zeros(len(of), np.int64)
+        for nth in np.unique(of[:, 0]).tolist():
+            mine = of[:, 0] == nth
+            stored = self.stored[self.table_of[nth]]
+            slot[mine] = self.first[nth][of[mine, 1]] + stored[of[mine, 2]]
+        return self.base[of[:, 0]] + slot * self.width[of[:, 0]] + lane
+
+    # ---- waves -----------------------------------------------------------------------------------
+
+    def _items(self) -> None:
+        """Number the runs that each class issues, one after another."""
+        self.item_begin: list[Int] = []
+        self.item_run: list[Int] = []
+        for nth, sequence in enumerate(self.sequence):
+            runs = self.runs[self.table_of[nth]]
+            counts = np.array([len(mine) for mine in runs.of_unit])[sequence.unit]
+            first = np.array([mine[0] if mine else 0 for mine in runs.of_unit])[sequence.unit]
+            begin = np.concatenate([[0], np.cumsum(counts)])
+            offset = np.arange(int(begin[-1])) - np.repeat(begin[:-1], counts)
+            self.item_begin.append(begin)
+            self.item_run.append(np.repeat(first, counts) + offset)
+
+    def _item(self, of: Int) -> Int:
+        """The items of class, instance and position."""
+        items = np.zeros(len(of), np.int64)
+        for nth in np.unique(of[:, 0]).tolist():
+            mine = of[:, 0] == nth
+            runs = self.runs[self.table_of[nth]]
+            first = np.array([r[0] if r else 0 for r in runs.of_unit])
+            run = runs.run_of[of[mine, 2]]
+            unit = self.sequence[nth].unit[of[mine, 1]]
+            items[mine] = self.item_begin[nth][of[mine, 1]] + run - first[unit]
+        return items
+
+    def _levels(self) -> list[Int]:
+        """By class, the wave of each of its items.
+
+        As `schedule.play` with actions of one unit of time each: an item is in the wave after those
+        that it needs, and after the one before it on its class.
+        """
+        count = len(self.program.classes)
+        needs: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in range(count)]
+        items, sent = self._item(self.received.of), self._item(self.senders)
+        pairs = np.stack([self.received.of[:, 0], items, self.senders[:, 0], sent], axis=1)
+        for c, item, other, needed in np.unique(pairs, axis=0).tolist():
+            needs[c][item].append((other, needed))
+        slots: list[Int] = []
+        stops: list[list[int]] = []
+        for nth in range(count):
+            table, runs = self.tables[self.table_of[nth]], self.runs[self.table_of[nth]]
+            rows = table.rules.rows
+            slot = np.array([
+                int(table.actions.tasks.slot[rows[run.begin]]) if run.meets else -1
+                for run in runs.runs
+            ] or [-1])[self.item_run[nth]]  # fmt: skip
+            slots.append(slot)
+            stops.append(sorted({*np.flatnonzero(slot >= 0).tolist(), *needs[nth]}))
+        levels = [np.full(len(run), -1) for run in self.item_run]
+        at, now, stopped = [0] * count, [0] * count, [0] * count
+        met: dict[tuple[int, int], int] = defaultdict(int)
+        came: dict[tuple[int, int, int], list[int]] = defaultdict(list)
+        waiting: list[dict[int, list[int]]] = [{} for _ in range(count)]
+        stuck: dict[int, tuple[int, int] | tuple[int, int, int]] = {}
+        ready = [*range(count)][::-1]
+
+        def advance(c: int, end: int) -> None:
+            """Put the items of a class up to `end` into waves, one after another."""
+            if end > at[c]:
+                levels[c][at[c] : end] = now[c] + np.arange(end - at[c])
+                now[c] += end - at[c]
+                at[c] = end
+                for item in [i for i in waiting[c] if i < end]:
+                    ready.extend(waiting[c].pop(item))
+
+        while ready:
+            c = ready.pop()
+            stuck.pop(c, None)
+            while True:
+                stop = stops[c][stopped[c]] if stopped[c] < len(stops[c]) else len(levels[c])
+                advance(c, stop)
+                if stop == len(levels[c]):
+                    break
+                missing = next(((o, i) for o, i in needs[c].get(stop, ()) if levels[o][i] < 0), None)
+                if missing is not None:
+                    waiting[missing[0]].setdefault(missing[1], []).append(c)
+                    stuck[c] = missing
+                    break
+                after = [int(levels[o][i]) + 1 for o, i in needs[c].get(stop, ())]
+                now[c] = max([now[c], *after])
+                slot = int(slots[c][stop])
+                if slot < 0:
+                    stopped[c] += 1
+                    advance(c, stop + 1)
+                    continue
+                home = self.connected[slot]
+                key = slot, int(home[c]), met[c, slot]
+                here = came[key]
+                here.append(c)
+                if len(here) < int((home == home[c]).sum()):
+                    stuck[c] = key
+                    break
+                latest = max(now[member] for member in here)
+                for member in here:
+                    now[member] = latest
+                    met[member, slot] += 1
+                    stopped[member] += 1
+                    stuck.pop(member, None)
+                    advance(member, at[member] + 1)
+                    if member != c:
+                        ready.append(member)
+        if any(a < len(of) for a, of in zip(at, levels, strict=True)):
+            raise UserError(self._deadlock(at, stuck, came))
+        return levels
+
+    def _deadlock(
+        self, at: Sequence[int], stuck: dict[int, tuple[int, int] | tuple[int, int, int]],
+        came: dict[tuple[int, int, int], list[int]],
+    ) -> str:  # fmt: skip
+        """Which rank waits for which, until the circle closes."""
+        chain: list[int] = []
+        words: list[str] = []
+        nth = min(c for c, of in enumerate(self.item_run) if at[c] < len(of))
+        while nth in stuck and nth not in chain:
+            chain.append(nth)
+            key = stuck[nth]
+            if len(key) == 3:
+                home = self.connected[key[0]]
+                members = np.flatnonzero(home == key[1]).tolist()
+                missing = next(c for c in members if c not in came[key])
+                task = self._task(nth, at[nth])
+                words.append(f"waits in {task} for rank {self._rank(missing)}")
+            else:
+                missing, item = key
+                task = self._task(missing, item)
+                words.append(f"waits for {task} from rank {self._rank(missing)}")
+            nth = missing
+        story = ", which ".join(words)
+        if nth not in stuck:
+            story += ", which has ended"
+        return f"deadlock: rank {self._rank(chain[0])} {story}; change the order of the schedule"
+
+    def _rank(self, nth: int) -> int:
+        """The first rank of a class, for messages."""
+        return int(self.program.classes[nth].ranks[0])
+
+    def _task(self, nth: int, item: int) -> str:
+        """What an item of a class sends, or where it meets, as people call it."""
+        t = self.table_of[nth]
+        runs = self.runs[t]
+        run = runs.runs[int(self.item_run[nth][item])]
+        instance = int(np.searchsorted(self.item_begin[nth], item, side="right")) - 1
+        sends = [p for p in range(run.begin, run.end) if runs.asked.sends[p]]
+        position = sends[-1] if sends and not run.meets else run.begin
+        row = int(self.expanded_rows(nth, np.array([instance]), np.array([position]))[0])
+        tasks = self.program.classes[nth].tasks
+        name, microbatch = tasks.names[int(tasks.name[row])], int(tasks.microbatch[row])
+        return f"{name} of microbatch {microbatch}" if microbatch >= 0 else name
+
+    def expanded_rows(self, nth: int, instances: Int, positions: Int) -> Int:
+        """Rows of a class's expanded tasks; instances and positions are broadcast."""
+        table, sequence = self.tables[self.table_of[nth]], self.sequence[nth]
+        order = self.program.classes[nth].work.order
+        copy = sequence.copies[instances, table.rules.member[positions]]
+        offset = table.rules.rows[positions] - table.actions.begin[order.action[copy]]
+        return order.begin[copy] + offset
+
+    def _place(self) -> None:
+        """Put all items into waves, with the slots that they read and write."""
+        self._items()
+        levels = self._levels()
+        arrival: dict[tuple[int, int], list[Int]] = defaultdict(list)
+        received = self.received.of
+        for nth in range(len(self.program.classes)):
+            mine = np.flatnonzero(received[:, 0] == nth)
+            for position in np.unique(received[mine, 2]).tolist():
+                arrival[nth, position] = [mine[received[mine, 2] == position]]
+        parts: dict[tuple[int, int, bool], list[_Items]] = defaultdict(list)
+        for nth, level in enumerate(levels):
+            t = self.table_of[nth]
+            runs, sequence = self.runs[t], self.sequence[nth]
+            opened = self._opened(nth)
+            for unit in np.unique(sequence.unit).tolist():
+                instances = np.flatnonzero(sequence.unit == unit)
+                for k, number in enumerate(runs.of_unit[unit]):
+                    run = runs.runs[number]
+                    items = self.item_begin[nth][instances] + k
+                    some = self._slots_of(nth, number, instances, level[items], opened, arrival)
+                    widest = max(len(run.inputs), len(run.outputs))
+                    width = next((w for w in _WIDTHS if widest <= w), 0)
+                    parts[t, width, run.meets].append(some)
+        last = 1 + max((int(level.max(initial=-1)) for level in levels), default=-1)
+        self.batches = [
+            Batch.of(t, meets, some, last, self.nothing, self.unused)
+            for (t, _, meets), some in sorted(parts.items(), key=lambda each: each[0])
+        ]
+        self.count = last
+
+    def _opened(self, nth: int) -> dict[int, Bool]:
+        """By kind of transfer, by instance: whether a group of transfers is open as it begins."""
+        sequence, found = self.sequence[nth], dict[int, Bool]()
+        for limits in self.tables[self.table_of[nth]].rules.limits:
+            after = limits.open_at_end[sequence.unit]
+            at = np.maximum.accumulate(np.where(after >= 0, np.arange(len(after)), -1))
+            before = np.concatenate([[-1], at[:-1]]) if len(at) else at
+            found[limits.kind] = (before >= 0) & (after[before] > 0)
+        return found
+
+    def _slots_of(
+        self, nth: int, number: int, instances: Int, level: Int, opened: dict[int, Bool],
+        arrival: dict[tuple[int, int], list[Int]],
+    ) -> _Items:  # fmt: skip
+        """One run of all instances of its unit on all lanes of a class."""
+        t = self.table_of[nth]
+        rules, run = self.tables[t].rules, self.runs[t].runs[number]
+        lanes, width = self.lanes.by_class[nth], int(self.width[nth])
+        registers = len(rules.registers)
+        shape = len(instances), width
+        each = np.arange(width)
+
+        def flat(slot: Int | int) -> Int:
+            slots = np.broadcast_to(np.asarray(slot, np.int64), (len(instances),))
+            return self.base[nth] + slots[:, None] * width + each
+
+        def register(which: int) -> Int:
+            what, kind, stream = rules.registers[which]
+            if what != Register.OPENED:
+                return flat(which)
+            awaited = rules.register((Register.AWAITED, kind, stream))
+            freed = rules.register((Register.FREED, kind, stream))
+            return flat(np.where(opened[kind][instances], awaited, freed))
+
+        ins = np.empty((*shape, len(run.inputs)), np.int64)
+        for column, port in enumerate(run.inputs):
+            if port.what == REGISTER:
+                ins[:, :, column] = register(port.number)
+            elif port.what == LOCAL:
+                ins[:, :, column] = flat(registers + int(self.local[t][port.number]))
+            elif port.what == CARRIED:
+                where, position = self.carried[nth][port.number]
+                ins[:, :, column] = flat(self.first[nth][where] + self.stored[t][position])
+            else:
+                (mine,) = arrival[nth, port.number]
+                at = np.searchsorted(instances, self.received.of[mine, 1])
+                ins[at, self.received.lane[mine], column] = self.arrivals[mine]
+        outs = np.empty((*shape, len(run.outputs)), np.int64)
+        for column, port in enumerate(run.outputs):
+            if port.what == REGISTER:
+                outs[:, :, column] = register(port.number)
+            elif port.what == LOCAL:
+                outs[:, :, column] = flat(registers + int(self.local[t][port.number]))
+            else:
+                outs[:, :, column] = flat(self.first[nth][instances] + self.stored[t][port.number])
+        meeting, group = 0, lanes
+        if run.meets:
+            slot = int(self.tables[t].actions.tasks.slot[rules.rows[run.begin]])
+            meeting = slot * len(self.connected[slot]) + int(self.connected[slot][nth])
+            of = self.lanes.groups[slot][lanes]
+            group = np.where(of < 0, self.lanes.count + lanes, of)
+        columns = (
+            np.repeat(level, width), np.full(len(instances) * width, number),
+            np.tile(lanes, len(instances)), np.repeat(instances, width),
+            np.full(len(instances) * width, meeting), np.tile(group, len(instances)),
+        )  # fmt: skip
+        return _Items(*columns, ins.reshape(-1, ins.shape[2]), outs.reshape(-1, outs.shape[2]))
+
+
+class _Items(NamedTuple):
+    """Runs on lanes, a row each."""
+
+    level: Int
+    run: Int
+    lane: Int
+    instance: Int
+    meeting: Int
+    """Equal for lanes whose classes meet."""
+    group: Int
+    """Equal for lanes that meet in one group."""
+    ins: Int
+    outs: Int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """Runs of one table that are executed together in each wave; rows are sorted by wave."""
+
+    table: int
+    meets: bool
+    wave: Int
+    """[waves + 1]: where the rows of each begin."""
+    run: Int
+    lane: Int
+    instance: Int
+    meeting: Int
+    group: Int
+    ins: Int
+    """[rows, inputs]: slots, padded with that of no time."""
+    outs: Int
+    """[rows, outputs]: slots, padded with the unused one."""
+
+    @classmethod
+    def of(
+        cls, table: int, meets: bool, some: Sequence[_Items], waves: int, nothing: int, unused: int
+    ) -> Batch:
+        """Join runs of different widths."""
+
+        def padded(columns: Sequence[Int], value: int) -> Int:
+            width = max(of.shape[1] for of in columns)
+            return np.concatenate([
+                np.pad(of, ((0, 0), (0, width - of.shape[1])), constant_values=value)
+                for of in columns
+            ])  # fmt: skip
+
+        level, run, lane, instance, meeting, group = (
+            np.concatenate(column) for column in zip(*(of[:6] for of in some), strict=True)
+        )
+        by_level = np.argsort(level, kind="stable")
+        order = np.lexsort((lane, group, meeting, level)) if meets else by_level
+        ins = padded([of.ins for of in some], nothing)[order]
+        outs = padded([of.outs for of in some], unused)[order]
+        wave = np.searchsorted(level[order], np.arange(waves + 1))
+        columns = run[order], lane[order], instance[order], meeting[order], group[order]
+        return cls(table, meets, wave, *columns, ins, outs)
+
+
+def _within(
+    rules: IssueRules, tag: NDArray[np.int32], positions: Int, axis: Int, kind: NDArray[np.uint8]
+) -> Edges:
+    """Receives and their sends among messages that a lane sends to itself, within each unit."""
+    ends: dict[int, dict[tuple[int, ...], list[int]]] = {
+        SEND: defaultdict(list), RECV: defaultdict(list)
+    }  # fmt: skip
+    for position, a in zip(positions.tolist(), axis.tolist(), strict=True):
+        row = rules.rows[position]
+        key = int(rules.unit[position]), int(rules.member[position]), a, int(tag[row])
+        ends[int(kind[position])][key].append(position)
+    pairs = [
+        pair
+        for key, received in ends[RECV].items()
+        for pair in itertools.zip_longest(received, ends[SEND].get(key, ()))
+    ]
+    if any(receive is None or send is None or send >= receive for receive, send in pairs):
+        raise ValueError("a rank class receives what it has not sent yet")
+    columns = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+    return Edges(columns[:, 0], columns[:, 1])
+
+
+def _by_key(ends: _Messages) -> Int:
+    """Messages in order of what both ends agree on: of equal ones in the order of issue."""
+    of, key = ends.of, ends.key
+    return np.lexsort((of[:, 2], of[:, 1], key[:, 3], key[:, 2], key[:, 1], key[:, 0]))
+
+
+# ---- execution -----------------------------------------------------------------------------------
+
+
+class Timing(NamedTuple):
+    """Durations and launches of the positions of a table, in ticks: [timings, positions]."""
+
+    duration: Int
+    """Of a receive 0; of a collective of several lanes its own, which counts only there."""
+    cost: Int | None
+    """Of the launch of each; None: launches take no time."""
+    waits: Bool | None
+    """Whether the host waits for the end of each."""
+    of_lane: Int
+    """By lane of the program: which timing it has; any number for lanes of other tables."""
+    given: Int
+    """[timings, positions]: durations as they were given, those of receives too."""
+
+
+class Executed(NamedTuple):
+    """Times of all slots after the last wave, and what each row of each batch began with."""
+
+    times: Int
+    inputs: list[Int]
+    """By batch: [rows, inputs]; empty unless asked for."""
+    met: list[tuple[Int, Int, Int]]
+    """By batch of meetings: when each row was ready, when it began, and when it ended."""
+
+
+def execute(
+    waves: Waves, timings: Sequence[Timing], matrices: Sequence[Matrices], *,
+    record: bool = False, progress: Progress | None = None,
+) -> Executed:  # fmt: skip
+    """Execute all waves; `timings` and `matrices` are by table."""
+    times = np.zeros(waves.unused + 1, np.int64)
+    times[waves.nothing] = NEVER
+    stacks: list[tuple[Int, Int]] = []
+    for batch in waves.batches:
+        runs, of = waves.runs[batch.table], timings[batch.table]
+        stacks.append(
+            (
+                _stacked(runs, matrices[batch.table], batch),
+                of.of_lane[batch.lane] * len(runs.runs) + batch.run,
+            )
+        )
+    inputs: list[list[Int]] = [[] for _ in waves.batches]
+    met: list[list[Int]] = [[] for _ in waves.batches]
+    total = sum(len(batch.run) for batch in waves.batches)
+    done = 0
+    bounds = [batch.wave.tolist() for batch in waves.batches]
+    for wave in range(waves.count):
+        for number, batch in enumerate(waves.batches):
+            a, b = bounds[number][wave], bounds[number][wave + 1]
+            if a == b:
+                continue
+            stack, index = stacks[number]
+            begun = times[batch.ins[a:b]]
+            if record:
+                inputs[number].append(begun)
+            left = (stack[index[a:b]] + begun[:, None, :]).max(axis=2)
+            if batch.meets:
+                left, begun = _met(batch, a, b, left, waves, timings[batch.table])
+                if record:
+                    met[number].append(begun)
+            times[batch.outs[a:b]] = left
+            done += b - a
+        if progress is not None:
+            progress(done, total)
+    joined = [np.concatenate(i) if i else np.zeros((0, 0), np.int64) for i in inputs]
+    of_met = [np.concatenate(m, axis=1) if m else np.zeros((3, 0), np.int64) for m in met]
+    return Executed(times, joined, [(of[0], of[1], of[2]) for of in of_met])
+
+
+def _met(
+    batch: Batch, a: int, b: int, left: Int, waves: Waves, timing: Timing
+) -> tuple[Int, Int]:
+    """What meetings leave, and when lanes are ready, begin and end; `left` is without waiting."""
+    runs = waves.runs[batch.table].runs
+    position = np.array([run.begin for run in runs])[batch.run[a:b]]
+    of = timing.of_lane[batch.lane[a:b]]
+
+    def latest(numbers: Int, new: Bool) -> Int:
+        first = np.flatnonzero(new)
+        return np.repeat(np.maximum.reduceat(numbers, first), np.diff(np.append(first, b - a)))
+
+    new = np.diff(batch.meeting[a:b], prepend=-1) != 0
+    ready = left[:, 1]
+    start = latest(ready, new | (np.diff(batch.group[a:b], prepend=-1) != 0))
+    end = start + latest(timing.duration[of, position], new)
+    launched = left[:, 0]
+    if timing.waits is not None:
+        launched = np.where(timing.waits[of, position], np.maximum(launched, end), launched)
+    result = np.repeat(end[:, None], left.shape[1], axis=1)
+    result[:, 0] = launched
+    return result, np.stack([ready, start, end])
+
+
+def _stacked(runs: Runs, matrices: Matrices, batch: Batch) -> Int:
+    """The matrices of the runs of a batch: [timings x runs, outputs, inputs]."""
+    timings, size, width = matrices.ends.shape
+    wanted = np.unique(batch.run).tolist()
+    unused = size + len(runs.runs) + width
+    source = np.full((len(runs.runs), batch.outs.shape[1]), unused)
+    for number in wanted:
+        run = runs.runs[number]
+        rows = [p if p >= 0 else size + len(runs.runs) - 1 - p for p in run.sources]
+        source[number, : len(rows)] = rows
+        source[number, 0] = size + number
+    same = np.full((width, width), NEVER, np.int64)
+    np.fill_diagonal(same, 0)
+    never = np.full((1, width), NEVER, np.int64)
+    fixed = np.broadcast_to(np.concatenate([same, never]), (timings, width + 1, width))
+    rows = np.concatenate([matrices.ends, matrices.launched, fixed], axis=1)
+    columns = batch.ins.shape[1]
+    return rows[:, source, :columns].reshape(-1, source.shape[1], columns)
