@@ -14,9 +14,6 @@ from stagewright.run.sections.declare import (
     setting,
 )
 
-MOST_SLOWDOWN = 1.0
-"""Kernels that share the GPU with a collective take twice as long at most: a collective occupies
-few of the GPU's units, so that more is a percentage where a fraction was wanted."""
 
 MOST_METADATA_S = 10.0
 """More seconds for a message are milliseconds where seconds were wanted."""
@@ -132,12 +129,6 @@ class Execution:
         "Decode with pp: time one step from an empty pipeline to an empty one, not one of many.",
     )
     """By default pp batches are in flight, as in vLLM; see `time.simulate.steady`."""
-    overlap_slowdown: float = setting(
-        0.0,
-        "Kernels take 1 + X times as long while a collective runs beside them.",
-        metavar="X",
-    )
-
     def only(self, *names: str) -> Self:
         """The execution with these settings, and the defaults of all others."""
         return type(self)(**{name: getattr(self, name) for name in names})
@@ -161,8 +152,3 @@ class Execution:
             )
         if self.prefetch < 0:
             raise UserError(f"prefetch is {self.prefetch}, wanted 0 or more")
-        if not 0 <= self.overlap_slowdown <= MOST_SLOWDOWN:
-            raise UserError(
-                f"overlap_slowdown is {self.overlap_slowdown}, wanted a fraction from 0 to "
-                f"{MOST_SLOWDOWN:g}, such as 0.1 for kernels that take 10% longer"
-            )

@@ -6,6 +6,7 @@ issue order ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,8 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.program.columns import CATEGORIES
 from stagewright.program.memory import Deltas, deltas
-from stagewright.time.simulate.timeline import TICK, Lane
+from stagewright.program.step import MemoryChanges
+from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,21 +56,62 @@ class Peak(NamedTuple):
     """Bytes; those of which there are none are left out."""
 
 
+def peak(line: Timeline, lane: int) -> Peak:
+    """The peak of a lane's memory over time, from the times of its actions: no rows are expanded.
+
+    A value is there from when the first task that touches it could start until the last one ends.
+    """
+    changes = line.class_of(lane).work.changes
+    events = [*_events(line, lane, changes)]
+    ticks = np.concatenate([[0], *(ticks.ravel() for ticks, _ in events)])
+    sizes = np.concatenate([
+        [int(changes.start.sum())],
+        *(np.broadcast_to(size.sum(axis=0), ticks.shape).ravel() for ticks, size in events),
+    ])  # fmt: skip
+    if line.window is not None:
+        ticks = np.clip(ticks, *line.window) - line.window[0]
+    order = np.argsort(ticks, kind="stable")
+    last = _last_of_each(ticks[order])
+    at = int(ticks[order[last[int(sizes[order].cumsum()[last].argmax())]]])
+    held = changes.start.copy()
+    limit = at if line.window is None else at + line.window[0]
+    for when, size in events:
+        held += size @ (when <= limit).sum(axis=0)
+    parts = {name: size for name, size in zip(CATEGORIES, held.tolist(), strict=True) if size}
+    return Peak(at * TICK, parts)
+
+
+def _events(
+    line: Timeline, lane: int, changes: MemoryChanges
+) -> Iterator[tuple[Int, Int]]:
+    """Changes of a lane's bytes: ticks [copies, rows], and by how much: [categories, rows]."""
+    waves = line.waves
+    nth = int(waves.lanes.class_of[lane])
+    table, sequence = waves.tables[waves.table_of[nth]], waves.sequence[nth]
+    order, begin = line.program.classes[nth].work.order, table.actions.begin
+    for run in line.runs(lane):
+        members = table.rules.member[run.positions]
+        for member in np.unique(members).tolist():
+            mine = np.flatnonzero(members == member)
+            copies = sequence.copies[run.instances, member]
+            kinds = changes.kind[copies]
+            rows = table.rules.rows[run.positions[mine]] - begin[order.action[copies[0]]]
+            for kind in np.unique(kinds).tolist():
+                some = np.flatnonzero(kinds == kind)
+                profile = changes.profiles[kind]
+                for size, ticks in (
+                    (-profile.freed[:, rows], run.end), (profile.allocated[:, rows], run.ready)
+                ):  # fmt: skip
+                    there = np.flatnonzero(size.any(axis=0))
+                    if len(there):
+                        yield ticks[np.ix_(some, mine[there])], size[:, there]
+
+
 def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:
     """The memory of a lane over the step; `change` are the `deltas` of its class, if known."""
     ticks, changes, order = _changes(lane, change or deltas(lane.of))
     last = _last_of_each(ticks)
     return MemoryTimeline(ticks[last], changes[:, order].cumsum(axis=1)[:, last])
-
-
-def peak(lane: Lane, change: Deltas) -> Peak:
-    """The peak of `memory_timeline`, in a third of its time."""
-    ticks, changes, order = _changes(lane, change)
-    last = _last_of_each(ticks)
-    at = last[int(changes.sum(axis=0)[order].cumsum()[last].argmax())]
-    held = changes[:, order[: at + 1]].sum(axis=1)
-    parts = {name: size for name, size in zip(CATEGORIES, held.tolist(), strict=True) if size}
-    return Peak(int(ticks[at]) * TICK, parts)
 
 
 def _changes(lane: Lane, of: Deltas) -> tuple[Int, Int, Int]:

@@ -2,21 +2,24 @@
 
 As many batches as stages are in flight (vLLM's batch queue): while the last stage computes one
 batch, the others compute batches behind it, and the first stage begins a batch's next step when the
-tokens that the last one sampled have come back. So the program of a step is repeated, a message of
-tokens from the last stage to the first closes the circle, and the time between the ends of two
-steps is the time per output token of every request.
+tokens that the last one sampled have come back. So a rank repeats the rows of its step, as copies
+of one action; a message of tokens from the last stage to the first closes the circle, and the time
+between the ends of two steps is the time per output token of every request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
+from stagewright.program.step import ActionOrder, Actions, MemoryChanges, RankWork
+from stagewright.program.tables import Values
 from stagewright.run.settings import Run
 from stagewright.time.simulate.timeline import Timeline
 
@@ -40,40 +43,21 @@ def steady_step(of: Program, tokens: int, simulated: Callable[[Program], Timelin
     steps = FEWEST
     while True:
         line = simulated(repeated(of, steps, tokens))
-        ends = np.stack([_ends(lane.end, lane.of.tasks, lane.issue.rows, steps)
-                         for lane in line.lanes])  # fmt: skip
+        ends = np.stack([_ends(line, lane, steps) for lane in range(line.waves.lanes.count)])
         # The steps before the last two are whole: the first stage is one step ahead of the last.
         took = np.diff(ends, axis=1)[:, : steps - 2]
         if len(np.unique(took[:, -2:])) == 1 or 2 * steps > MOST:
-            return _window(line, *ends.max(axis=0)[steps - 3 : steps - 1].tolist())
+            begin, end = ends.max(axis=0)[steps - 3 : steps - 1].tolist()
+            return replace(line, window=(begin, end))
         steps *= 2
 
 
-def _ends(end: Int, tasks: Tasks, rows: Int, steps: int) -> Int:
-    """The end of each step on a lane, whose places have these ends and rows."""
-    batch = tasks.microbatch[rows].astype(np.int64)
-    step = batch * steps // (int(batch.max()) + 1)
+def _ends(line: Timeline, lane: int, steps: int) -> Int:
+    """The end of each step on a lane."""
     last = np.zeros(steps, dtype=np.int64)
-    np.maximum.at(last, step, end)
+    for run in line.runs(lane):
+        np.maximum.at(last, run.instances, run.end.max(axis=1))
     return last
-
-
-def _window(line: Timeline, begin: int, end: int) -> Timeline:
-    """The timeline between two moments, which starts at 0."""
-
-    def inside(times: Int) -> Int:
-        return np.clip(times, begin, end) - begin
-
-    lanes = tuple(
-        replace(lane, **{
-            name: inside(getattr(lane, name)) for name in ("launched", "ready", "begin", "end")
-        }, since=lane.since and lane.since._replace(end=inside(lane.since.end)))
-        for lane in line.lanes
-    )  # fmt: skip
-    return replace(line, lanes=lanes, steady=True)
-
-
-# ---- the program of many steps -------------------------------------------------------------------
 
 
 def repeated(of: Program, steps: int, tokens: int) -> Program:
@@ -88,13 +72,14 @@ def repeated(of: Program, steps: int, tokens: int) -> Program:
     tag = 1 + max(int(each.tasks.tag.max()) for each in of.classes)
     again: list[RankClass] = []
     for each in of.classes:
-        way = None
+        size = tokens * TOKEN
         if each.pipeline_rank == first:
-            way = _Tokens(TaskKind.RECV, behind, tag, tokens * TOKEN)
+            message = {"kind": TaskKind.RECV, "slot": behind, "tag": tag, "comm_bytes": size}
         elif each.pipeline_rank == last:
-            way = _Tokens(TaskKind.SEND, ahead, tag, tokens * TOKEN)
-        work = each.work.with_tasks(_Steps(each.tasks, steps, way).tasks())
-        again.append(replace(each, work=work))
+            message = {"kind": TaskKind.SEND, "slot": ahead, "tag": tag, "comm_bytes": size}
+        else:
+            message = {}
+        again.append(replace(each, work=RepeatedWork(each.work, steps, message)))
     return replace(of, classes=tuple(again))
 
 
@@ -104,90 +89,161 @@ def _slot(classes: Sequence[RankClass], pipeline_rank: int, kind: TaskKind) -> i
     return int(tasks.slot[tasks.kind == kind][0])
 
 
-class _Tokens(NamedTuple):
-    """The message of sampled tokens: sent behind a batch, or received before it."""
+class RepeatedWork(RankWork):
+    """Several steps of a rank's work: each is a copy of an action that has all rows of a step.
 
-    kind: TaskKind
-    slot: int
-    tag: int
-    size: int  # bytes
+    The first stage receives the tokens of a batch before it, but in its first step; the last stage
+    sends them after it, but in its last step.
+    """
 
+    def __init__(self, step: RankWork, steps: int, message: dict[str, int]) -> None:
+        """`message` has the columns of the message of tokens; empty for stages without one."""
+        self.step, self.steps = step, steps
+        whole = step.tasks
+        with_tokens = _with_tokens(whole, message) if message else whole
+        first, last = (
+            with_tokens if message.get("kind") == kind else whole
+            for kind in (TaskKind.SEND, TaskKind.RECV)
+        )
+        self._steps = (first, with_tokens, last)
 
-class _Steps:
-    """The tasks of a step several times, with a message of tokens between two steps of a batch."""
+    @cached_property
+    def actions(self) -> Actions:
+        """The first step, one between, and the last step."""
+        tasks = _joined(self._steps)
+        begin = np.cumsum([0, *map(len, self._steps)])
+        size, needs = len(tasks), len(tasks.data)
+        return Actions(tasks, begin, np.zeros(size, np.int64), np.zeros(needs, dtype=bool))
 
-    def __init__(self, of: Tasks, steps: int, way: _Tokens | None) -> None:
-        self.of, self.steps, self.way = of, steps, way
-        self.batches = int(of.microbatch.max()) + 1
-        rows: list[Int] = []
-        step: list[Int] = []
-        for nth in range(steps):
-            for batch in range(self.batches):
-                mine = np.flatnonzero(of.microbatch == batch)
-                if way and way.kind == TaskKind.RECV and nth > 0:
-                    mine = np.concatenate([[-1 - batch], mine])
-                if way and way.kind == TaskKind.SEND and nth < steps - 1:
-                    mine = np.concatenate([mine, [-1 - batch]])
-                rows.append(mine)
-                step.append(np.full(len(mine), nth))
-        self.rows = np.concatenate(rows)
-        """The row that each task repeats; -1 - batch: the message of a batch's tokens."""
-        self.step = np.concatenate(step)
-        place = np.zeros((steps, len(of)), dtype=np.int64)
-        real = self.rows >= 0
-        place[self.step[real], self.rows[real]] = np.flatnonzero(real)
-        self.place = place
+    @cached_property
+    def order(self) -> ActionOrder:
+        """The steps one after another."""
+        action = np.ones(self.steps, np.int64)
+        action[0], action[-1] = 0, 2
+        return _Repeated(action, self.actions)
 
-    def tasks(self) -> Tasks:
-        """The repeated table."""
-        message = self.rows < 0
-        tables = ("data", "order", "data_ptr", "order_ptr")
-        columns: dict[str, Any] = {
-            f.name: column[np.maximum(self.rows, 0)]
-            for f in fields(Tasks)
-            for column in [getattr(self.of, f.name)]
-            if f.name not in tables and isinstance(column, np.ndarray)
-        }
-        batch = np.where(message, -1 - self.rows, columns["microbatch"])
-        columns["microbatch"] = (batch + self.step * self.batches).astype(np.int32)
-        if self.way is not None:
-            none = dict.fromkeys(("flops", "traffic"), 0) | dict.fromkeys(
-                ("collective", "shape"), -1
+    @property
+    def changes(self) -> MemoryChanges:
+        """None: what a step of decode holds is there all the time."""
+        held = self.step.changes
+        nothing = tuple(
+            held.profiles[0]._replace(
+                allocated=np.zeros((len(held.start), len(each)), np.int64),
+                freed=np.zeros((len(held.start), len(each)), np.int64),
             )
-            sent = {"kind": self.way.kind, "slot": self.way.slot, "tag": self.way.tag}
-            sizes = {"comm_bytes": self.way.size, "uneven_bytes": self.way.size, "duration": 0}
-            for name, value in (none | sent | sizes).items():
-                if name in columns:
-                    columns[name][message] = value
-        columns |= self._needs("data", self._extra()) | self._needs("order", {})
-        return replace(self.of, **columns)
+            for each in self._steps
+        )
+        return MemoryChanges(held.start, self.order.action, nothing)
 
-    def _extra(self) -> dict[int, int]:
-        """By task, the task whose result it reads besides: a batch's tokens, or its last kernel."""
-        found: dict[int, int] = {}
-        compute = self.of.kind == TaskKind.COMPUTE
-        for message in np.flatnonzero(self.rows < 0).tolist():
-            batch, step = -1 - int(self.rows[message]), int(self.step[message])
-            kernels = np.flatnonzero(compute & (self.of.microbatch == batch))
-            if self.way is not None and self.way.kind == TaskKind.SEND:
-                found[message] = int(self.place[step, kernels[-1]])
-            else:
-                found[int(self.place[step, kernels[0]])] = message
-        return found
+    @cached_property
+    def tasks(self) -> Tasks:
+        """The rows of all steps."""
+        batches = int(self.step.tasks.microbatch.max()) + 1
+        steps = [self._steps[a] for a in self.order.action.tolist()]
+        return _joined([
+            replace(each, microbatch=(each.microbatch + n * batches).astype(np.int32))
+            for n, each in enumerate(steps)
+        ])  # fmt: skip
 
-    def _needs(self, name: str, extra: dict[int, int]) -> dict[str, Any]:
-        """A dependency table, with one dependency more of some tasks."""
-        pointer, needs = getattr(self.of, f"{name}_ptr"), getattr(self.of, name)
-        row = np.maximum(self.rows, 0)
-        count = np.where(self.rows < 0, 0, np.diff(pointer)[row])
-        owner = np.repeat(np.arange(len(row)), count)
-        nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-        needed = self.place[self.step[owner], needs[pointer[row][owner] + nth]]
-        owner = np.concatenate([owner, np.array([*extra], dtype=np.int64)])
-        needed = np.concatenate([needed, np.array([*extra.values()], dtype=np.int64)])
-        turn = np.lexsort((needed, owner))
-        ends = np.cumsum(np.bincount(owner, minlength=len(row)))
-        return {
-            f"{name}_ptr": np.concatenate([[0], ends]).astype(np.int64),
-            name: needed[turn].astype(needs.dtype),
-        }
+    @property
+    def values(self) -> Values:
+        """Those of one step."""
+        return self.step.values
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """That of one step."""
+        return dict(self.step.memory)
+
+
+class _Repeated:
+    """The order of whole steps."""
+
+    def __init__(self, action: Int, actions: Actions) -> None:
+        self.action = action
+        self.begin = np.concatenate([[0], np.cumsum(np.diff(actions.begin)[action])])
+        self.kind, self.stage, self.microbatch = (np.full((len(action), 2), -1) for _ in range(3))
+        self._tag = actions.tasks.tag.astype(np.int64)
+
+    def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
+        """No needs are carried: tokens come as messages."""
+        nothing = np.zeros((int((self.action == action).sum()), len(needs)), np.int64)
+        return nothing, nothing
+
+    def tags(self, action: int, rows: Int) -> Int:
+        """Equal in all steps: messages come in the order of steps."""
+        return np.repeat(self._tag[rows][None], int((self.action == action).sum()), axis=0)
+
+
+def _joined(tables: Sequence[Tasks]) -> Tasks:
+    """Tables with the same names, ops and shapes one after another."""
+    starts = np.cumsum([0, *map(len, tables)])
+    columns: dict[str, Any] = {}
+    for f in fields(Tasks):
+        parts = [getattr(of, f.name) for of in tables]
+        if not isinstance(parts[0], np.ndarray):
+            continue
+        if f.name in ("data", "order"):
+            parts = [of + np.asarray(a, of.dtype) for of, a in zip(parts, starts, strict=False)]
+        if f.name in ("data_ptr", "order_ptr"):
+            ends = np.cumsum([0, *(int(of[-1]) for of in parts)])
+            parts = [[0], *(of[1:] + a for of, a in zip(parts, ends, strict=False))]
+        columns[f.name] = np.concatenate(parts)
+    columns["data_ptr"] = columns["data_ptr"].astype(np.int64)
+    columns["order_ptr"] = columns["order_ptr"].astype(np.int64)
+    return replace(tables[0], **columns)
+
+
+def _with_tokens(of: Tasks, message: dict[str, int]) -> Tasks:
+    """A step with a message of tokens before each batch, or after it."""
+    receives = message["kind"] == TaskKind.RECV
+    batches = int(of.microbatch.max()) + 1
+    rows: list[Int] = []
+    for batch in range(batches):
+        mine = np.flatnonzero(of.microbatch == batch)
+        own = np.array([-1 - batch])
+        rows += [own, mine] if receives else [mine, own]
+    row = np.concatenate(rows)
+    there = row >= 0
+    place = np.zeros(len(of), np.int64)
+    place[row[there]] = np.flatnonzero(there)
+    columns: dict[str, Any] = {
+        f.name: column[np.maximum(row, 0)]
+        for f in fields(Tasks)
+        for column in [getattr(of, f.name)]
+        if f.name not in ("data", "order", "data_ptr", "order_ptr")
+        and isinstance(column, np.ndarray)
+    }
+    columns["microbatch"][~there] = -1 - row[~there]
+    none = dict.fromkeys(("flops", "traffic", "duration"), 0)
+    none |= dict.fromkeys(("collective", "shape"), -1)
+    for name, value in (none | message | {"uneven_bytes": message["comm_bytes"]}).items():
+        if name in columns:
+            columns[name][~there] = value
+    # A batch's first kernel reads its tokens; they are those of its last kernel.
+    extra: list[tuple[int, int]] = []
+    for at in np.flatnonzero(~there).tolist():
+        kernels = np.flatnonzero((of.kind == TaskKind.COMPUTE) & (of.microbatch == -1 - row[at]))
+        end = int(place[kernels[0 if receives else -1]])
+        extra.append((end, at) if receives else (at, end))
+    columns |= _needs(of, "data", row, place, extra) | _needs(of, "order", row, place, [])
+    return replace(of, **columns)
+
+
+def _needs(
+    of: Tasks, name: str, row: Int, place: Int, extra: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """A dependency table of rows in new places, with further dependencies."""
+    pointer, needs = getattr(of, f"{name}_ptr"), getattr(of, name)
+    count = np.where(row < 0, 0, np.diff(pointer)[np.maximum(row, 0)])
+    owner = np.repeat(np.arange(len(row)), count)
+    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    needed = place[needs[pointer[np.maximum(row, 0)][owner] + nth]]
+    pairs = np.array(extra, dtype=np.int64).reshape(-1, 2)
+    owner, needed = np.append(owner, pairs[:, 0]), np.append(needed, pairs[:, 1])
+    turn = np.lexsort((needed, owner))
+    ends = np.cumsum(np.bincount(owner, minlength=len(row)))
+    return {
+        f"{name}_ptr": np.concatenate([[0], ends]).astype(np.int64),
+        name: needed[turn].astype(needs.dtype),
+    }

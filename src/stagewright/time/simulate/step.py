@@ -22,9 +22,8 @@ nothing were masked:
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -36,7 +35,7 @@ from stagewright.lower.inference.disaggregated import prefill_run
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
-from stagewright.program.memory import Deltas, deltas
+from stagewright.program.memory import deltas
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -54,7 +53,7 @@ from stagewright.time.simulate.launches import host_work, launch_mode
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline, peak
 from stagewright.time.simulate.serving import Served, ServingGroup, limiting, served
 from stagewright.time.simulate.steady import in_flight, steady_step
-from stagewright.time.simulate.timeline import Lane, Progress, Timeline, timeline
+from stagewright.time.simulate.timeline import Progress, Timeline, timeline
 from stagewright.time.simulate.utilization import (
     Flops,
     SequenceFlops,
@@ -145,14 +144,8 @@ class SimulatedStep:
     @cached_property
     def memory(self) -> list[MemoryTimeline]:
         """Memory over time of each lane."""
-        return [memory_timeline(lane, change) for lane, change in self._changes()]
-
-    def _changes(self) -> Iterator[tuple[Lane, Deltas]]:
-        """Each lane with the changes of what its class holds."""
-        for _, of_class in itertools.groupby(self.line.lanes, key=lambda lane: id(lane.of)):
-            lanes = list(of_class)
-            change = deltas(lanes[0].of)
-            yield from ((lane, change) for lane in lanes)
+        changes = {id(lane.of): deltas(lane.of) for lane in self.line.lanes}
+        return [memory_timeline(lane, changes[id(lane.of)]) for lane in self.line.lanes]
 
     @cached_property
     def held(self) -> list[Held]:
@@ -161,12 +154,13 @@ class SimulatedStep:
         In inference, where memory is constant, the bytes are those of the program.
         """
         held: list[Held] = []
-        for lane, change in self._changes():
-            each, most = held_at_peak(lane.of), peak(lane, change)
+        for lane in range(self.line.waves.lanes.count):
+            of, most = self.line.class_of(lane), peak(self.line, lane)
             if most.by_category:
-                rest = {k: v for k, v in each.by_category.items() if k == "allowance"}
-                each = Held(lane.of, most.by_category | rest, most.seconds)
-            held.append(each)
+                allowance = {"allowance": of.allowance} if of.allowance else {}
+                held.append(Held(of, most.by_category | allowance, most.seconds))
+            else:
+                held.append(held_at_peak(of))
         return held
 
     @property
@@ -383,7 +377,7 @@ def executed(
         overlap = how.tp_comm_overlap
         seconds = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
         pairs = zip(program.classes, seconds, strict=True)
-        seconds = [in_engine.seconds(of.tasks, alone) for of, alone in pairs]
+        seconds = [in_engine.seconds(of.work.actions.tasks, alone) for of, alone in pairs]
         hosts = host_work(program, run, how, machine.hardware)
         return timeline(program, seconds, how, factors, progress, hosts)
 

@@ -107,17 +107,21 @@ def executed_flops(program: Program, needed: SequenceFlops | None = None) -> Flo
     """FLOPs that the kernels of all ranks execute, recomputation and padding included.
 
     In full, the FLOPs of a pass through a layer's attention are multiplied by the ratio of all its
-    pairs of query and key to the pairs that its mask leaves. Without `needed` (inference, where
+    pairs of query and key to the pairs that its mask leaves: layers that share an action have one
+    mask. Without `needed` (inference, where
     each request has a length of its own) both figures are those that kernels execute.
     """
     layers = dict(needed.attention) if needed else dict[int, Flops]()
     causal, masked = 0, 0.0
     for of in program.classes:
-        tasks, ranks = of.tasks, len(of.ranks)
-        causal += exact_sum(tasks.flops) * ranks
+        actions, ranks = of.work.actions, len(of.ranks)
+        tasks = actions.tasks
+        copies = np.bincount(of.work.order.action, minlength=len(actions.begin) - 1)
+        executed = tasks.flops * np.repeat(copies, np.diff(actions.begin))
+        causal += exact_sum(executed) * ranks
         fused = _timed_as(tasks, Timing.ATTENTION, Timing.ATTENTION_BACKWARD)
         for layer, pairs in layers.items():
-            flops = exact_sum(tasks.flops[fused & (tasks.layer == layer)]) * ranks
+            flops = exact_sum(executed[fused & (tasks.layer == layer)]) * ranks
             masked += flops * (pairs.full / pairs.causal - 1)
     return Flops(causal + masked, float(causal))
 

@@ -662,8 +662,7 @@ class Batch:
         level, run, lane, instance, meeting, group = (
             np.concatenate(column) for column in zip(*(of[:6] for of in some), strict=True)
         )
-        by_level = np.argsort(level, kind="stable")
-        order = np.lexsort((lane, group, meeting, level)) if meets else by_level
+        order = np.argsort(level, kind="stable")
         ins = padded([of.ins for of in some], nothing)[order]
         outs = padded([of.outs for of in some], unused)[order]
         wave = np.searchsorted(level[order], np.arange(waves + 1))
@@ -749,6 +748,7 @@ def execute(
     done = 0
     bounds = [batch.wave.tolist() for batch in waves.batches]
     for wave in range(waves.count):
+        meeting: list[tuple[int, slice, Int]] = []
         for number, batch in enumerate(waves.batches):
             a, b = bounds[number][wave], bounds[number][wave + 1]
             if a == b:
@@ -758,12 +758,16 @@ def execute(
             if record:
                 inputs[number].append(begun)
             left = (stack[index[a:b]] + begun[:, None, :]).max(axis=2)
-            if batch.meets:
-                left, begun = _met(batch, a, b, left, waves, timings[batch.table])
-                if record:
-                    met[number].append(begun)
-            times[batch.outs[a:b]] = left
             done += b - a
+            if batch.meets:
+                meeting.append((number, slice(a, b), left))
+            else:
+                times[batch.outs[a:b]] = left
+        if meeting:
+            for number, rows, left, moments in _met(waves, timings, meeting):
+                times[waves.batches[number].outs[rows]] = left
+                if record:
+                    met[number].append(moments)
         if progress is not None:
             progress(done, total)
     joined = [np.concatenate(i) if i else np.zeros((0, 0), np.int64) for i in inputs]
@@ -772,27 +776,43 @@ def execute(
 
 
 def _met(
-    batch: Batch, a: int, b: int, left: Int, waves: Waves, timing: Timing
-) -> tuple[Int, Int]:
-    """What meetings leave, and when lanes are ready, begin and end; `left` is without waiting."""
-    runs = waves.runs[batch.table].runs
-    position = np.array([run.begin for run in runs])[batch.run[a:b]]
-    of = timing.of_lane[batch.lane[a:b]]
+    waves: Waves, timings: Sequence[Timing], meeting: Sequence[tuple[int, slice, Int]]
+) -> Iterator[tuple[int, slice, Int, Int]]:
+    """What the meetings of a wave leave: batch and rows, times of outputs, and when lanes are
+    ready, begin and end. Given are batches, rows, and outputs as if none waited for others."""
+    parts: list[tuple[Int, ...]] = []
+    for number, rows, left in meeting:
+        batch = waves.batches[number]
+        timing = timings[batch.table]
+        begin = np.array([run.begin for run in waves.runs[batch.table].runs])
+        of, position = timing.of_lane[batch.lane[rows]], begin[batch.run[rows]]
+        waits = np.zeros(len(of), np.int64)
+        if timing.waits is not None:
+            waits = timing.waits[of, position].astype(np.int64)
+        ticks = timing.duration[of, position]
+        parts.append((batch.meeting[rows], batch.group[rows], left[:, 1], ticks, waits))
+    meets, group, ready, ticks, waits = (np.concatenate(c) for c in zip(*parts, strict=True))
+    order = np.lexsort((group, meets))
+    new = np.diff(meets[order], prepend=-1) != 0
 
     def latest(numbers: Int, new: Bool) -> Int:
         first = np.flatnonzero(new)
-        return np.repeat(np.maximum.reduceat(numbers, first), np.diff(np.append(first, b - a)))
+        counts = np.diff(np.append(first, len(numbers)))
+        result = np.empty_like(numbers)
+        result[order] = np.repeat(np.maximum.reduceat(numbers[order], first), counts)
+        return result
 
-    new = np.diff(batch.meeting[a:b], prepend=-1) != 0
-    ready = left[:, 1]
-    start = latest(ready, new | (np.diff(batch.group[a:b], prepend=-1) != 0))
-    end = start + latest(timing.duration[of, position], new)
-    launched = left[:, 0]
-    if timing.waits is not None:
-        launched = np.where(timing.waits[of, position], np.maximum(launched, end), launched)
-    result = np.repeat(end[:, None], left.shape[1], axis=1)
-    result[:, 0] = launched
-    return result, np.stack([ready, start, end])
+    start = latest(ready, new | (np.diff(group[order], prepend=-1) != 0))
+    end = start + latest(ticks, new)
+    moments = np.stack([ready, start, end])
+    at = 0
+    for number, rows, left in meeting:
+        mine = slice(at, at + len(left))
+        at += len(left)
+        result = np.repeat(end[mine, None], left.shape[1], axis=1)
+        later = np.maximum(left[:, 0], end[mine])
+        result[:, 0] = np.where(waits[mine] > 0, later, left[:, 0])
+        yield number, rows, result, moments[:, mine]
 
 
 def _stacked(runs: Runs, matrices: Matrices, batch: Batch) -> Int:
