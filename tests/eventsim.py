@@ -31,11 +31,6 @@ class Rank:
     factor: Fraction
     head: list[int] = field(default_factory=list)
     stream: dict[int, int] = field(default_factory=dict)
-    left: Fraction = Fraction(0)  # work of the running kernel
-    since: Fraction = Fraction(0)
-    kernel: int = -1
-    beside: int = 0  # collectives in flight
-    version: int = 0
     launches: list[int] = field(default_factory=list)  # rows in the order of the host
     cost: list[int] = field(default_factory=list)  # of launching a row
     joined: list[bool] = field(default_factory=list)  # rows whose end the host waits for
@@ -71,14 +66,14 @@ def simulate(
                 cost=[int(ticks) for ticks in cost],
                 joined=[bool(flag) for flag in joined],
             )
-    return Clock(ranks, how.overlap_slowdown).run()
+    return Clock(ranks).run()
 
 
 class Clock:
     """The event loop."""
 
-    def __init__(self, ranks: list[Rank], slowdown: float) -> None:
-        self.ranks, self.slowdown = ranks, Fraction(slowdown)
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.ranks = ranks
         self.start = [[Fraction(-1)] * len(r.kind) for r in ranks]
         self.end = [[Fraction(-1)] * len(r.kind) for r in ranks]
         self.missing = [[len(n) + bool(r.launches) for n in r.needs] for r in ranks]
@@ -89,7 +84,7 @@ class Clock:
                 for need in needs:
                     users[need].append(row)
             self.users.append(users)
-        self.events: list[tuple[Fraction, int, str, int, int, int]] = []
+        self.events: list[tuple[Fraction, int, str, int, int]] = []
         self.count = itertools.count()
         self.here: dict[object, list[tuple[int, int]]] = defaultdict(list)  # waiting at a group
         self.size: dict[object, int] = defaultdict(int)
@@ -109,7 +104,7 @@ class Clock:
             self.launch(r, now)
             self.look(r, now)
         while self.events:
-            now, _, what, r, row, version = heapq.heappop(self.events)
+            now, _, what, r, row = heapq.heappop(self.events)
             rank = self.ranks[r]
             if what == "launch":
                 self.missing[r][row] -= 1
@@ -117,21 +112,15 @@ class Clock:
                     self.launch(r, now)
                 self.look(r, now)
                 continue
-            if what == "kernel":
-                if version != rank.version or rank.kernel != row:
-                    continue
-                rank.kernel = -1
-            elif rank.kind[row] == TaskKind.COLLECTIVE:
-                self.rate(r, now, -1)
-            elif rank.kind[row] == TaskKind.SEND:
+            if rank.kind[row] == TaskKind.SEND:
                 self.arrive(rank.partner[row], now)
             self.finish(r, row, now)
         for r, ends in enumerate(self.end):
             assert min(ends) >= 0, f"rank {r} never ends row {ends.index(Fraction(-1))}"
         return list(zip(self.start, self.end, strict=True))
 
-    def push(self, at: Fraction, what: str, r: int, row: int, version: int = 0) -> None:
-        heapq.heappush(self.events, (at, next(self.count), what, r, row, version))
+    def push(self, at: Fraction, what: str, r: int, row: int) -> None:
+        heapq.heappush(self.events, (at, next(self.count), what, r, row))
 
     def finish(self, r: int, row: int, now: Fraction) -> None:
         self.end[r][row] = now
@@ -173,14 +162,9 @@ class Clock:
 
     def begin(self, r: int, row: int, now: Fraction) -> None:
         rank = self.ranks[r]
-        if rank.kind[row] == TaskKind.COMPUTE and rank.stream[row] == 0:
+        if rank.kind[row] == TaskKind.COMPUTE:
             self.start[r][row] = now
-            rank.kernel, rank.since = row, now
-            rank.left = Fraction(round(rank.duration[row] * rank.factor))
-            self.plan(r, now)
-        elif rank.kind[row] == TaskKind.COMPUTE:
-            self.start[r][row] = now
-            self.push(now + round(rank.duration[row] * rank.factor), "aside", r, row)
+            self.push(now + round(rank.duration[row] * rank.factor), "kernel", r, row)
         elif rank.kind[row] in (TaskKind.SEND, TaskKind.LOAD, TaskKind.STORE):
             self.start[r][row] = now
             self.push(now + rank.duration[row], "send", r, row)
@@ -190,7 +174,6 @@ class Clock:
             if len(self.here[group]) == self.size[group]:
                 for member, at in self.here.pop(group):
                     self.start[member][at] = now
-                    self.rate(member, now, +1)
                     self.push(now + self.ranks[member].duration[at], "collective", member, at)
 
     def arrive(self, key: object, now: Fraction) -> None:
@@ -199,23 +182,6 @@ class Clock:
             self.push(now, "receive", r, row)
         else:
             self.sent[key].append(now)
-
-    def rate(self, r: int, now: Fraction, change: int) -> None:
-        """A collective begins or ends beside the running kernel."""
-        rank = self.ranks[r]
-        if rank.kernel >= 0:
-            speed = 1 / (1 + self.slowdown) if rank.beside else Fraction(1)
-            rank.left -= (now - rank.since) * speed
-            rank.since = now
-        rank.beside += change
-        if rank.kernel >= 0:
-            self.plan(r, now)
-
-    def plan(self, r: int, now: Fraction) -> None:
-        rank = self.ranks[r]
-        rank.version += 1
-        slow = 1 + self.slowdown if rank.beside else Fraction(1)
-        self.push(now + rank.left * slow, "kernel", r, rank.kernel, rank.version)
 
 
 def _partners(program: Program, tasks: Tasks, rank: int) -> list[object]:

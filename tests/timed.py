@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -38,17 +39,26 @@ WAYS = {
     "late": Execution(prefetch=0),
     "ahead": Execution(prefetch=3),
     "next": Execution(overlap_param_gather=True),
-    "slow": Execution(overlap_slowdown=0.25, overlap_param_gather=True),
 }
 
 
 def durations(program: Program, seed: int, alike: bool) -> list[Int]:
-    """Ticks by class and row; `alike`: rows of one name take the same."""
+    """Ticks by class and row of its actions; `alike`: rows of one name take the same."""
     random = np.random.default_rng(seed)
     by_name = random.integers(1, 10**7, 10**4)
+    known: dict[int, Int] = {}
     result: list[Int] = []
     for of in program.classes:
-        t = of.tasks
-        ticks = by_name[t.name] if alike else random.integers(1, 10**7, len(t))
-        result.append(np.where(t.slot >= 0, by_name[t.slot] % 997 + t.comm_bytes % 10**6, ticks))
+        t = of.work.actions.tasks
+        if id(t) not in known:
+            ticks = by_name[t.name] if alike else random.integers(1, 10**7, len(t))
+            moves = by_name[t.slot] % 997 + t.comm_bytes % 10**6
+            known[id(t)] = np.where(t.slot >= 0, moves, ticks)
+        result.append(known[id(t)])
     return result
+
+
+def row_by_row(program: Program) -> Program:
+    """The program with one action per class, which has all its rows."""
+    classes = [replace(of, work=of.work.with_tasks(of.tasks)) for of in program.classes]
+    return replace(program, classes=tuple(classes))

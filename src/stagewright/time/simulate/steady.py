@@ -110,7 +110,7 @@ class RepeatedWork(RankWork):
     @cached_property
     def actions(self) -> Actions:
         """The first step, one between, and the last step."""
-        tasks = _joined(self._steps)
+        tasks = self._numbered(self._steps)
         begin = np.cumsum([0, *map(len, self._steps)])
         size, needs = len(tasks), len(tasks.data)
         return Actions(tasks, begin, np.zeros(size, np.int64), np.zeros(needs, dtype=bool))
@@ -138,8 +138,11 @@ class RepeatedWork(RankWork):
     @cached_property
     def tasks(self) -> Tasks:
         """The rows of all steps."""
+        return self._numbered([self._steps[a] for a in self.order.action.tolist()])
+
+    def _numbered(self, steps: Sequence[Tasks]) -> Tasks:
+        """Steps one after another, whose batches have numbers of their own."""
         batches = int(self.step.tasks.microbatch.max()) + 1
-        steps = [self._steps[a] for a in self.order.action.tolist()]
         return _joined([
             replace(each, microbatch=(each.microbatch + n * batches).astype(np.int32))
             for n, each in enumerate(steps)
