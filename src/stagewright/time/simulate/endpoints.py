@@ -104,7 +104,7 @@ def _meetings(waves: Waves, places) -> list[Meeting]:  # type: ignore[no-untyped
     for batch in waves.batches:
         if not batch.meets:
             continue
-        begin = np.array([run.begin for run in waves.runs[batch.table].runs])[batch.run]
+        begin = waves.begin(batch)
         nth = waves.lanes.class_of[batch.lane]
         wave = np.repeat(np.arange(waves.count), np.diff(batch.wave))
         at = places(np.stack([nth, batch.instance, begin], axis=1))

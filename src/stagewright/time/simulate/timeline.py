@@ -31,7 +31,7 @@ from stagewright.time.simulate.endpoints import Endpoints, endpoints
 from stagewright.time.simulate.host import HostThread, HostWork, Since
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_order
-from stagewright.time.simulate.transfer import Matrices, transfer_matrices
+from stagewright.time.simulate.transfer import Evaluated, Runs, evaluate
 from stagewright.time.simulate.waves import Executed, Progress, Timing, Waves, execute, tables_of
 
 TICK = 1e-12
@@ -90,7 +90,7 @@ class Timeline:
     how: Execution
     waves: Waves
     timings: tuple[Timing, ...]
-    matrices: tuple[Matrices, ...]
+    evaluated: tuple[tuple[Evaluated, ...], ...]
     hosts: Sequence[HostWork] | None
     window: tuple[int, int] | None = None
     """The first and the last tick of the step, where it is one of many in a pipeline that never
@@ -104,7 +104,7 @@ class Timeline:
     @cached_property
     def _ends(self) -> Int:
         """By lane, the end of its last task."""
-        return lane_ends(self.waves, execute(self.waves, self.timings, self.matrices).times)
+        return lane_ends(self.waves, execute(self.waves, self.timings, self.evaluated).times)
 
     @cached_property
     def ticks(self) -> int:
@@ -131,14 +131,14 @@ class Timeline:
 
     @cached_property
     def _executed(self) -> Executed:
-        return execute(self.waves, self.timings, self.matrices, record=True)
+        return execute(self.waves, self.timings, self.evaluated, record=True)
 
     def runs(self, lane: int) -> Iterator[RunTimes]:
         """The times of a lane, run by run of its units."""
         waves, executed = self.waves, self._executed
         t = waves.table_of[int(waves.lanes.class_of[lane])]
         timing = int(self.timings[t].of_lane[lane])
-        matrices, runs = self.matrices[t], waves.runs[t]
+        runs = waves.runs[t]
         for number, batch in enumerate(waves.batches):
             mine = np.flatnonzero(batch.lane == lane) if batch.table == t else []
             if not len(mine):
@@ -146,7 +146,8 @@ class Timeline:
             order = mine[np.argsort(batch.run[mine], kind="stable")]
             bounds = np.flatnonzero(np.diff(batch.run[order])) + 1
             for some in np.split(order, bounds):
-                run = runs.runs[int(batch.run[some[0]])]
+                group = runs.groups[batch.group]
+                run = runs.runs[int(group.runs[batch.run[some[0]]])]
                 if run.begin == run.end:
                     continue
                 positions = np.arange(run.begin, run.end)
@@ -156,10 +157,10 @@ class Timeline:
                     took = end - start
                 else:
                     begun = executed.inputs[number][some][:, None]
-                    width = begun.shape[2]
+                    rows = group.row[positions]
+                    alone = self.evaluated[t][batch.group]
                     ready, end = (
-                        (of[timing, run.begin : run.end, :width] + begun).max(axis=2)
-                        for of in (matrices.ready, matrices.ends)
+                        (of[timing, rows] + begun).max(axis=2) for of in (alone.ready, alone.ends)
                     )
                 yield RunTimes(batch.instance[some], positions, ready, end, took)
 
@@ -254,20 +255,18 @@ def timeline(
     timings = tuple(
         _timing(waves, t, ticks, factor[lanes.example], hosts) for t in range(len(waves.tables))
     )
-    matrices = tuple(
-        transfer_matrices(runs, _without_meetings(runs.asked.meets, timing), timing.cost, waits)
-        for runs, timing in zip(waves.runs, timings, strict=True)
-        for waits in [None if timing.waits is None else timing.waits & ~runs.asked.meets]
-    )
-    line = Timeline(program, how, waves, timings, matrices, hosts)
+    evaluated = tuple(_evaluated(runs, of) for runs, of in zip(waves.runs, timings, strict=True))
+    line = Timeline(program, how, waves, timings, evaluated, hosts)
     if progress is not None:
-        execute(waves, timings, matrices, progress=progress)
+        execute(waves, timings, evaluated, progress=progress)
     return line
 
 
-def _without_meetings(meets: Bool, timing: Timing) -> Int:
-    """Durations of positions, those of meetings left out."""
-    return np.where(meets, 0, timing.duration)
+def _evaluated(runs: Runs, timing: Timing) -> tuple[Evaluated, ...]:
+    """The matrices of all runs of a table; those of meetings end when they are ready."""
+    duration = np.where(runs.asked.meets, 0, timing.duration)
+    waits = None if timing.waits is None else timing.waits & ~runs.asked.meets
+    return tuple(evaluate(group, duration, timing.cost, waits) for group in runs.groups)
 
 
 def _row_by_row(

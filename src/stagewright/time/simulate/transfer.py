@@ -10,8 +10,11 @@ their lanes is ready.
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +22,8 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.time.simulate.order import LAUNCHED, Edges, IssueRules
 
+WIDTHS = (8, 16, 32)
+"""Matrices of at most so many inputs and outputs are evaluated together; wider ones apart."""
 NEVER = -(1 << 60)
 """No dependency: two of these, and any time, are within 64 bits."""
 REGISTER, LOCAL, CARRIED, MESSAGE = range(4)
@@ -92,7 +97,6 @@ class Runs:
             bounds += mine
         self.run_of = run_of
         self._connect(rules, asked, bounds)
-        self._schedule()
 
     def _connect(
         self, rules: IssueRules, asked: Asked, bounds: Sequence[tuple[int, int, int]]
@@ -156,84 +160,166 @@ class Runs:
         across = self.run_of[edges.waiter] != self.run_of[edges.dep]
         return edges.waiter[across].tolist(), edges.dep[across].tolist()
 
-    def _schedule(self) -> None:
-        """Positions of all runs side by side: the first of each, then the second, and so on."""
-        begin = np.array([run.begin for run in self.runs], dtype=np.int64)
-        length = np.array([run.end for run in self.runs], dtype=np.int64) - begin
-        waiter, dep = self.rules.edges
-        within = self.run_of[waiter] == self.run_of[dep]
-        waiter, dep = waiter[within], dep[within]  # sorted by waiter
-        size = len(self.rules.rows)
-        inside = self.run_of[self.messages.waiter] == self.run_of[self.messages.dep]
-        sent = np.full(size, -1)
-        sent[self.messages.waiter[inside]] = self.messages.dep[inside]
-        receives = np.zeros(size, dtype=bool)
-        receives[self.messages.waiter[inside]] = True
-        receives[self.arrivals[0]] = True
-        pointer = np.concatenate([[0], np.cumsum(np.bincount(waiter, minlength=size))])
-        longest = np.argsort(-length, kind="stable")
-        count = np.bincount(length, minlength=1)
-        alive = len(length) - np.cumsum(count)  # runs of more than k positions
-        self.steps: list[tuple[Int, Int, Int, Int, Int, Int, Int]] = []
-        for k in range(int(length.max(initial=0))):
-            live = longest[: int(alive[k])]
-            at = begin[live] + k
-            counts = pointer[at + 1] - pointer[at]
-            some = np.flatnonzero(counts)
-            total = int(counts.sum())
-            starts = np.cumsum(counts[some]) - counts[some]
-            flat = np.arange(total) - np.repeat(starts, counts[some])
-            needs = dep[flat + np.repeat(pointer[at[some]], counts[some])]
-            late = np.flatnonzero(receives[at])
-            self.steps.append((at, live, some, starts, needs, late, sent[at[late]]))
-        self.width = max((len(run.inputs) for run in self.runs), default=1)
+    @cached_property
+    def groups(self) -> list[RunGroup]:
+        """Runs with about as many inputs, whose positions are evaluated side by side."""
+        wide = np.array([_width(run) for run in self.runs], dtype=np.int64)
+        return [
+            RunGroup(self, np.flatnonzero(wide == width), int(width))
+            for width in np.unique(wide).tolist()
+        ]
 
 
-class Matrices(NamedTuple):
-    """Matrices of all runs for several timings, padded with `NEVER` to the widest inputs."""
+def _width(run: Run) -> int:
+    """The width that the matrices of a run are padded to."""
+    widest = max(len(run.inputs), len(run.outputs))
+    return next((width for width in WIDTHS if widest <= width), max(WIDTHS) + 1)
+
+
+class RunGroup:
+    """Runs whose matrices have one width, and their positions in the order of evaluation.
+
+    Step k evaluates the k-th position of every run that has one. Positions of a step are next to
+    each other, longer runs first, so that runs that are still going on are the first of a step.
+    """
+
+    def __init__(self, runs: Runs, numbers: Int, width: int) -> None:
+        """`numbers` are indices into `runs.runs`."""
+        begin, end = (
+            np.array([getattr(runs.runs[n], what) for n in numbers.tolist()], dtype=np.int64)
+            for what in ("begin", "end")
+        )
+        self.runs = numbers[np.argsort(begin - end, kind="stable")]
+        """Indices into `Runs.runs`, longest first."""
+        mine = [runs.runs[n] for n in self.runs.tolist()]
+        self.inputs = max(len(run.inputs) for run in mine)
+        self.outputs = max(len(run.outputs) for run in mine)
+        self.width = width
+        begin, length = (
+            np.array(column, dtype=np.int64)
+            for column in zip(*((run.begin, run.end - run.begin) for run in mine), strict=True)
+        )
+        total = int(length.sum())
+        k = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
+        position = np.repeat(begin, length) + k
+        order = np.argsort(k, kind="stable")
+        self.position = position[order]
+        """By row of the evaluation, the position."""
+        self.steps = np.concatenate([[0], np.cumsum(np.bincount(k))]) if total else np.zeros(1, int)
+        size = len(runs.rules.rows)
+        row = np.full(size + 1, total)  # the last: no position
+        row[self.position] = np.arange(total)
+        self.row = row
+        """By position, the row; positions of other groups: the number of rows."""
+        self.fill = self._own(runs.fill)
+        self.arrivals = self._own(runs.arrivals)
+        waiter, dep = runs.rules.edges
+        inside = (runs.run_of[waiter] == runs.run_of[dep]) & (row[waiter] < total)
+        self.needs, self.further = self._needs(row[waiter[inside]], row[dep[inside]])
+        waiter, dep = runs.messages
+        inside = (runs.run_of[waiter] == runs.run_of[dep]) & (row[waiter] < total)
+        self.sent = dict(zip(row[waiter[inside]].tolist(), row[dep[inside]].tolist(), strict=True))
+        """Rows that receive what a row of the same run sends."""
+        self.outs = self._outs(mine)
+
+    def _own(self, fill: tuple[Int, Int]) -> tuple[Int, Int]:
+        """Rows and columns of inputs that positions of the group wait for."""
+        rows = self.row[fill[0]]
+        mine = rows < len(self.position)
+        return rows[mine], fill[1][mine]
+
+    def _needs(self, waiter: Int, dep: Int) -> tuple[list[Int], dict[int, list[tuple[int, Int]]]]:
+        """The first needs of all rows, as columns; and of steps, rows that have more."""
+        total = len(self.position)
+        order = np.argsort(waiter, kind="stable")
+        waiter, dep = waiter[order], dep[order]
+        nth = np.arange(len(waiter)) - np.searchsorted(waiter, waiter)
+        columns: list[Int] = []
+        for number in range(min(2, int(nth.max(initial=-1)) + 1)):
+            column = np.full(total, total)
+            column[waiter[nth == number]] = dep[nth == number]
+            columns.append(column)
+        further: dict[int, list[tuple[int, Int]]] = defaultdict(list)
+        for row in np.unique(waiter[nth > 1]).tolist():
+            step = int(np.searchsorted(self.steps, row, side="right")) - 1
+            further[step].append((row, dep[(waiter == row) & (nth > 1)]))
+        return columns, further
+
+    def _outs(self, mine: Sequence[Run]) -> Int:
+        """By run and output, the row of the extended evaluation that it is; see `Evaluated`."""
+        total, width = len(self.position), self.inputs
+        outs = np.full((len(mine), self.outputs), total)
+        for nth, run in enumerate(mine):
+            rows = [int(self.row[p]) if p >= 0 else total - p for p in run.sources]
+            outs[nth, : len(rows)] = rows
+            outs[nth, 0] = total + 1 + width + nth
+        return outs
+
+
+class Evaluated(NamedTuple):
+    """The runs of a group, evaluated at each input alone, for several timings.
+
+    Rows of `ends` are those of the group; one that never is; the inputs themselves; and of each run
+    when the host has launched it, and waited.
+    """
 
     ends: Int
-    """[timings, positions, inputs]: the end of each position; of a meeting, when it is ready."""
+    """[timings, rows, inputs]: the end of each position; of a meeting, when it is ready."""
     ready: Int
-    """[timings, positions, inputs]: when each is launched and all it waits for has ended; without
-    the message that a receive waits for."""
-    launched: Int
-    """[timings, runs, inputs]: when the host has launched a run, and waited."""
+    """[timings, rows of the group, inputs]: when each is launched and all it waits for has ended;
+    without the message that a receive waits for."""
 
 
-def transfer_matrices(
-    runs: Runs, duration: Int, cost: Int | None = None, waits: Bool | None = None
-) -> Matrices:
-    """Matrices of all runs. `duration`, `cost` (of launches) and `waits` (whether the host waits for
-    the end) are [timings, positions], in ticks; no `cost`: launches take no time."""
-    timings, size = duration.shape
-    width = runs.width
-    ends = np.full((timings, size, width), NEVER, np.int64)
-    ready = np.full_like(ends, NEVER)
-    ready[:, runs.fill[0], runs.fill[1]] = 0
-    message = np.full((size, width), NEVER, np.int64)
-    message[runs.arrivals[0], runs.arrivals[1]] = 0
-    thread = np.full((timings, len(runs.runs), width), NEVER, np.int64)
+def evaluate(
+    group: RunGroup, duration: Int, cost: Int | None = None, waits: Bool | None = None
+) -> Evaluated:
+    """Evaluate runs at unit vectors. `duration`, `cost` (of launches) and `waits` (whether the host
+    waits for the end) are [timings, positions], in ticks; no `cost`: launches take no time."""
+    timings, total, width = len(duration), len(group.position), group.inputs
+    ends = np.full((timings, total + 1 + width + len(group.runs), width), NEVER, np.int64)
+    ends[:, group.fill[0], group.fill[1]] = 0
+    ends[:, total + 1 + np.arange(width), np.arange(width)] = 0
+    thread = ends[:, total + 1 + width :]
     thread[:, :, 0] = 0
-    joins = waits is not None and bool(waits.any())
-    for at, live, some, starts, needs, late, sent in runs.steps:
-        here = ready[:, at]
-        if len(some):
-            latest = np.maximum.reduceat(ends[:, needs], starts, axis=1)
-            here[:, some] = np.maximum(here[:, some], latest)
-        if cost is not None:
-            mine = thread[:, live] + cost[:, at, None]
-            np.maximum(here, mine, out=here)
-        ready[:, at] = here
-        if len(late):
-            came = np.where((sent >= 0)[:, None], ends[:, sent], message[at[late]])
-            here[:, late] = np.maximum(here[:, late], np.maximum(came, message[at[late]]))
-        here += duration[:, at, None]
-        ends[:, at] = here
-        if cost is not None:
-            if joins and waits is not None:
-                mine = np.where(waits[:, at, None], np.maximum(mine, here), mine)
-            thread[:, live] = mine
-    for times in (ends, ready, thread):
-        np.maximum(times, NEVER, out=times)
-    return Matrices(ends, ready, thread)
+    ready = np.empty((timings, total, width), np.int64)
+    ticks = duration[:, group.position, None]
+    launch = None if cost is None else cost[:, group.position, None]
+    joins = None if waits is None else waits[:, group.position]
+    arrives = np.full((total, width), NEVER, np.int64)
+    arrives[group.arrivals] = 0
+    late = np.zeros(total, dtype=bool)
+    late[group.arrivals[0]] = True
+    late[[*group.sent]] = True
+    bounds = group.steps.tolist()
+    any_late = np.logical_or.reduceat(np.append(late, False), group.steps[:-1]) if total else late
+    any_join = np.zeros(len(bounds) - 1, dtype=bool)
+    if joins is not None and total:
+        joined = np.append(joins.any(axis=0), False)
+        any_join = np.logical_or.reduceat(joined, group.steps[:-1])
+    slow = {*np.flatnonzero(any_late).tolist(), *group.further}
+    for k, (a, b) in enumerate(itertools.pairwise(bounds)):
+        here = ends[:, a:b]
+        for column in group.needs:
+            np.maximum(here, ends[:, column[a:b]], out=here)
+        if k in slow:
+            for row, needs in group.further.get(k, ()):
+                np.maximum(ends[:, row], ends[:, needs].max(axis=1), out=ends[:, row])
+        if launch is not None:
+            launched = thread[:, : b - a]
+            launched += launch[:, a:b]
+            np.maximum(here, launched, out=here)
+        ready[:, a:b] = here
+        if k in slow and any_late[k]:
+            np.maximum(here, arrives[a:b], out=here)
+            for row in np.flatnonzero(late[a:b]) + a:
+                if int(row) in group.sent:
+                    came = ends[:, group.sent[int(row)]]
+                    np.maximum(ends[:, row], came, out=ends[:, row])
+        here += ticks[:, a:b]
+        if any_join[k] and launch is not None and joins is not None:
+            launched = thread[:, : b - a]
+            wait = joins[:, a:b, None]
+            np.maximum(launched, np.where(wait, here, NEVER), out=launched)
+    np.maximum(ends, NEVER, out=ends)
+    np.maximum(ready, NEVER, out=ready)
+    return Evaluated(ends, ready)

@@ -39,16 +39,14 @@ from stagewright.time.simulate.transfer import (
     NEVER,
     REGISTER,
     Asked,
-    Matrices,
+    Evaluated,
+    RunGroup,
     Runs,
 )
 from stagewright.time.simulate.units import Units, UnitSequence, units_of
 
 Progress = Callable[[int, int], None]
 """Called with the number of tasks done and the number of all tasks."""
-
-_WIDTHS = (8, 16, 32)
-"""Matrices of at most so many inputs and outputs are multiplied together; wider ones apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -218,9 +216,9 @@ class Waves:
     def _cut(self, sent: _Messages, received: _Messages) -> None:
         """Cut the units of each table into runs."""
         self.runs: list[Runs] = []
-        self.carried: list[list[tuple[Int, Int]]] = [[] for _ in self.program.classes]
-        """By class, by carried need: instances and positions of its sources, by instance of its
-        unit."""
+        self.carried: list[dict[int, tuple[Int, Int]]] = [{} for _ in self.program.classes]
+        """By class and unit: instances and positions of the sources of its carried needs, [instances
+        of the unit, needs]."""
         wanted = [np.zeros(len(table.rules.rows), dtype=bool) for table in self.tables]
         for nth in range(len(self.program.classes)):
             self._find_carried(nth, wanted[self.table_of[nth]])
@@ -276,17 +274,21 @@ class Waves:
         rules, units, sequence = table.rules, table.units, self.sequence[nth]
         order, begin = self.program.classes[nth].work.order, table.actions.begin
         needs = rules.carried
-        nothing = np.zeros(0, np.int64)
-        self.carried[nth] = [(nothing, nothing)] * len(needs.at)
         owner = rules.unit[needs.at]
         first = np.zeros((len(units.actions), 1 + max(map(len, units.actions))), np.int64)
         for (u, m), at in units.first.items():
             first[u, m] = at
         for unit in np.unique(owner).tolist():
             instances = np.flatnonzero(sequence.unit == unit)
+            if not len(instances):
+                continue
+            of_unit = np.flatnonzero(owner == unit)
+            sources = np.zeros((2, len(instances), len(of_unit)), np.int64)
+            self.carried[nth][unit] = sources[0], sources[1]
             for m, action in enumerate(units.actions[unit]):
-                mine = np.flatnonzero((owner == unit) & (needs.member == m))
-                if not len(mine) or not len(instances):
+                of_member = np.flatnonzero(needs.member[of_unit] == m)
+                mine = of_unit[of_member]
+                if not len(mine):
                     continue
                 copies = sequence.copies[instances, m]
                 source = np.repeat(copies[:, None], len(mine), axis=1)
@@ -306,8 +308,7 @@ class Waves:
                 found[late] = units.index[first[sequence.unit[last], member] + offset[late]]
                 found = rules.position[found]
                 wanted[found] = True
-                for k, number in enumerate(mine.tolist()):
-                    self.carried[nth][number] = where[:, k], found[:, k]
+                sources[0][:, of_member], sources[1][:, of_member] = where, found
 
     def _number_slots(self) -> None:
         """Give slots to registers, to ends within a unit, and to what each instance leaves."""
@@ -488,6 +489,12 @@ class Waves:
             story += ", which has ended"
         return f"deadlock: rank {self._rank(chain[0])} {story}; change the order of the schedule"
 
+    def begin(self, batch: Batch) -> Int:
+        """The first position of each run of a batch."""
+        runs = self.runs[batch.table]
+        begin = np.array([run.begin for run in runs.runs])
+        return begin[runs.groups[batch.group].runs[batch.run]]
+
     def _rank(self, nth: int) -> int:
         """The first rank of a class, for messages."""
         return int(self.program.classes[nth].ranks[0])
@@ -524,6 +531,10 @@ class Waves:
             for position in np.unique(received[mine, 2]).tolist():
                 arrival[nth, position] = [mine[received[mine, 2] == position]]
         parts: dict[tuple[int, int, bool], list[_Items]] = defaultdict(list)
+        group_of: list[dict[int, int]] = [
+            {n: g for g, group in enumerate(runs.groups) for n in group.runs.tolist()}
+            for runs in self.runs
+        ]
         for nth, level in enumerate(levels):
             t = self.table_of[nth]
             runs, sequence = self.runs[t], self.sequence[nth]
@@ -534,13 +545,11 @@ class Waves:
                     run = runs.runs[number]
                     items = self.item_begin[nth][instances] + k
                     some = self._slots_of(nth, number, instances, level[items], opened, arrival)
-                    widest = max(len(run.inputs), len(run.outputs))
-                    width = next((w for w in _WIDTHS if widest <= w), 0)
-                    parts[t, width, run.meets].append(some)
+                    parts[t, group_of[t][number], run.meets].append(some)
         last = 1 + max((int(level.max(initial=-1)) for level in levels), default=-1)
         self.batches = [
-            Batch.of(t, meets, some, last, self.nothing, self.unused)
-            for (t, _, meets), some in sorted(parts.items(), key=lambda each: each[0])
+            Batch.of(t, group, self.runs[t].groups[group], meets, some, last, self)
+            for (t, group, meets), some in sorted(parts.items(), key=lambda each: each[0])
         ]
         self.count = last
 
@@ -566,39 +575,44 @@ class Waves:
         shape = len(instances), width
         each = np.arange(width)
 
-        def flat(slot: Int | int) -> Int:
-            slots = np.broadcast_to(np.asarray(slot, np.int64), (len(instances),))
-            return self.base[nth] + slots[:, None] * width + each
+        def flat(slot: Int) -> Int:
+            return self.base[nth] + slot[:, None] * width + each
 
         def register(which: int) -> Int:
-            what, kind, stream = rules.registers[which]
-            if what != Register.OPENED:
-                return flat(which)
+            _, kind, stream = rules.registers[which]
             awaited = rules.register((Register.AWAITED, kind, stream))
             freed = rules.register((Register.FREED, kind, stream))
             return flat(np.where(opened[kind][instances], awaited, freed))
 
         ins = np.empty((*shape, len(run.inputs)), np.int64)
-        for column, port in enumerate(run.inputs):
-            if port.what == REGISTER:
-                ins[:, :, column] = register(port.number)
-            elif port.what == LOCAL:
-                ins[:, :, column] = flat(registers + int(self.local[t][port.number]))
-            elif port.what == CARRIED:
-                where, position = self.carried[nth][port.number]
-                ins[:, :, column] = flat(self.first[nth][where] + self.stored[t][position])
-            else:
-                (mine,) = arrival[nth, port.number]
-                at = np.searchsorted(instances, self.received.of[mine, 1])
-                ins[at, self.received.lane[mine], column] = self.arrivals[mine]
+        what, number_of = np.array(run.inputs, dtype=np.int64).T
+        fixed = np.where(what == LOCAL, registers + self.local[t][np.where(
+            what == LOCAL, number_of, 0)], number_of)  # fmt: skip
+        ins[:] = self.base[nth] + fixed * width + each[:, None]
+        for column in np.flatnonzero(what == REGISTER).tolist():
+            if rules.registers[int(number_of[column])][0] == Register.OPENED:
+                ins[:, :, column] = register(int(number_of[column]))
+        columns = np.flatnonzero(what == CARRIED)
+        if len(columns):
+            first = np.searchsorted(rules.unit[rules.carried.at], run.unit)
+            where, position = (
+                of[:, number_of[columns] - first] for of in self.carried[nth][run.unit]
+            )
+            slot = self.first[nth][where] + self.stored[t][position]
+            ins[:, :, columns] = self.base[nth] + slot[:, None] * width + each[:, None]
+        for column in np.flatnonzero(what == MESSAGE).tolist():
+            (mine,) = arrival[nth, int(number_of[column])]
+            at = np.searchsorted(instances, self.received.of[mine, 1])
+            ins[at, self.received.lane[mine], column] = self.arrivals[mine]
         outs = np.empty((*shape, len(run.outputs)), np.int64)
-        for column, port in enumerate(run.outputs):
-            if port.what == REGISTER:
-                outs[:, :, column] = register(port.number)
-            elif port.what == LOCAL:
-                outs[:, :, column] = flat(registers + int(self.local[t][port.number]))
-            else:
-                outs[:, :, column] = flat(self.first[nth][instances] + self.stored[t][port.number])
+        what, number_of = np.array(run.outputs, dtype=np.int64).T
+        fixed = np.where(what == LOCAL, registers + self.local[t][np.where(
+            what == LOCAL, number_of, 0)], number_of)  # fmt: skip
+        outs[:] = self.base[nth] + fixed * width + each[:, None]
+        columns = np.flatnonzero(what >= MESSAGE)
+        if len(columns):
+            slot = self.first[nth][instances][:, None] + self.stored[t][number_of[columns]]
+            outs[:, :, columns] = self.base[nth] + slot[:, None] * width + each[:, None]
         meeting, group = 0, lanes
         if run.meets:
             slot = int(self.tables[t].actions.tasks.slot[rules.rows[run.begin]])
@@ -633,14 +647,18 @@ class Batch:
     """Runs of one table that are executed together in each wave; rows are sorted by wave."""
 
     table: int
+    group: int
+    """Of `Runs.groups`."""
     meets: bool
     wave: Int
     """[waves + 1]: where the rows of each begin."""
     run: Int
+    """Which run of the group each row is."""
     lane: Int
     instance: Int
     meeting: Int
-    group: Int
+    together: Int
+    """Equal for lanes that meet in one group."""
     ins: Int
     """[rows, inputs]: slots, padded with that of no time."""
     outs: Int
@@ -648,26 +666,30 @@ class Batch:
 
     @classmethod
     def of(
-        cls, table: int, meets: bool, some: Sequence[_Items], waves: int, nothing: int, unused: int
-    ) -> Batch:
-        """Join runs of different widths."""
+        cls, table: int, number: int, group: RunGroup, meets: bool, some: Sequence[_Items],
+        count: int, waves: Waves,
+    ) -> Batch:  # fmt: skip
+        """Join runs of a group, whose inputs and outputs are padded."""
 
-        def padded(columns: Sequence[Int], value: int) -> Int:
-            width = max(of.shape[1] for of in columns)
-            return np.concatenate([
-                np.pad(of, ((0, 0), (0, width - of.shape[1])), constant_values=value)
-                for of in columns
-            ])  # fmt: skip
+        def padded(columns: Sequence[Int], width: int, value: int) -> Int:
+            joined = np.full((sum(map(len, columns)), width), value)
+            at = 0
+            for of in columns:
+                joined[at : at + len(of), : of.shape[1]] = of
+                at += len(of)
+            return joined
 
-        level, run, lane, instance, meeting, group = (
+        level, run, lane, instance, meeting, together = (
             np.concatenate(column) for column in zip(*(of[:6] for of in some), strict=True)
         )
         order = np.argsort(level, kind="stable")
-        ins = padded([of.ins for of in some], nothing)[order]
-        outs = padded([of.outs for of in some], unused)[order]
-        wave = np.searchsorted(level[order], np.arange(waves + 1))
-        columns = run[order], lane[order], instance[order], meeting[order], group[order]
-        return cls(table, meets, wave, *columns, ins, outs)
+        ins = padded([of.ins for of in some], group.inputs, waves.nothing)[order]
+        outs = padded([of.outs for of in some], group.outputs, waves.unused)[order]
+        wave = np.searchsorted(level[order], np.arange(count + 1))
+        place = np.argsort(group.runs)
+        run = place[np.searchsorted(group.runs[place], run)]
+        columns = run[order], lane[order], instance[order], meeting[order], together[order]
+        return cls(table, number, meets, wave, *columns, ins, outs)
 
 
 def _within(
@@ -727,21 +749,19 @@ class Executed(NamedTuple):
 
 
 def execute(
-    waves: Waves, timings: Sequence[Timing], matrices: Sequence[Matrices], *,
+    waves: Waves, timings: Sequence[Timing], evaluated: Sequence[Sequence[Evaluated]], *,
     record: bool = False, progress: Progress | None = None,
 ) -> Executed:  # fmt: skip
-    """Execute all waves; `timings` and `matrices` are by table."""
+    """Execute all waves; `timings` are by table, `evaluated` by table and group of runs."""
     times = np.zeros(waves.unused + 1, np.int64)
     times[waves.nothing] = NEVER
     stacks: list[tuple[Int, Int]] = []
     for batch in waves.batches:
-        runs, of = waves.runs[batch.table], timings[batch.table]
-        stacks.append(
-            (
-                _stacked(runs, matrices[batch.table], batch),
-                of.of_lane[batch.lane] * len(runs.runs) + batch.run,
-            )
-        )
+        group = waves.runs[batch.table].groups[batch.group]
+        ends = evaluated[batch.table][batch.group].ends
+        stack = ends[:, group.outs].reshape(-1, group.outputs, group.inputs)
+        timing = timings[batch.table].of_lane[batch.lane]
+        stacks.append((stack, timing * len(group.runs) + batch.run))
     inputs: list[list[Int]] = [[] for _ in waves.batches]
     met: list[list[Int]] = [[] for _ in waves.batches]
     total = sum(len(batch.run) for batch in waves.batches)
@@ -784,13 +804,12 @@ def _met(
     for number, rows, left in meeting:
         batch = waves.batches[number]
         timing = timings[batch.table]
-        begin = np.array([run.begin for run in waves.runs[batch.table].runs])
-        of, position = timing.of_lane[batch.lane[rows]], begin[batch.run[rows]]
+        of, position = timing.of_lane[batch.lane[rows]], waves.begin(batch)[rows]
         waits = np.zeros(len(of), np.int64)
         if timing.waits is not None:
             waits = timing.waits[of, position].astype(np.int64)
         ticks = timing.duration[of, position]
-        parts.append((batch.meeting[rows], batch.group[rows], left[:, 1], ticks, waits))
+        parts.append((batch.meeting[rows], batch.together[rows], left[:, 1], ticks, waits))
     meets, group, ready, ticks, waits = (np.concatenate(c) for c in zip(*parts, strict=True))
     order = np.lexsort((group, meets))
     new = np.diff(meets[order], prepend=-1) != 0
@@ -813,23 +832,3 @@ def _met(
         later = np.maximum(left[:, 0], end[mine])
         result[:, 0] = np.where(waits[mine] > 0, later, left[:, 0])
         yield number, rows, result, moments[:, mine]
-
-
-def _stacked(runs: Runs, matrices: Matrices, batch: Batch) -> Int:
-    """The matrices of the runs of a batch: [timings x runs, outputs, inputs]."""
-    timings, size, width = matrices.ends.shape
-    wanted = np.unique(batch.run).tolist()
-    unused = size + len(runs.runs) + width
-    source = np.full((len(runs.runs), batch.outs.shape[1]), unused)
-    for number in wanted:
-        run = runs.runs[number]
-        rows = [p if p >= 0 else size + len(runs.runs) - 1 - p for p in run.sources]
-        source[number, : len(rows)] = rows
-        source[number, 0] = size + number
-    same = np.full((width, width), NEVER, np.int64)
-    np.fill_diagonal(same, 0)
-    never = np.full((1, width), NEVER, np.int64)
-    fixed = np.broadcast_to(np.concatenate([same, never]), (timings, width + 1, width))
-    rows = np.concatenate([matrices.ends, matrices.launched, fixed], axis=1)
-    columns = batch.ins.shape[1]
-    return rows[:, source, :columns].reshape(-1, source.shape[1], columns)
