@@ -298,9 +298,17 @@ def issue_rules(
     )  # fmt: skip
 
 
-def crosses_actions(how: Execution) -> bool:
-    """Whether an execution moves tasks to other actions than the one before the optimizer."""
-    return how.streams != "one" and (how.overlap_param_gather or how.prefetch != 1)
+def crosses_actions(tasks: Tasks, how: Execution) -> bool:
+    """Whether an execution moves gathers to other actions than those that the program has them in.
+
+    Then a rank's rows are one unit: what an action gathers depends on those around it.
+    """
+    if how.streams == "one":
+        return False
+    if how.overlap_param_gather:
+        return True
+    gathers = (tasks.kind == COLLECTIVE) & (np.diff(tasks.data_ptr) == 0)
+    return how.prefetch != 1 and bool(gathers.any())
 
 
 # ---- order ---------------------------------------------------------------------------------------

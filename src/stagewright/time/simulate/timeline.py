@@ -246,7 +246,7 @@ def timeline(
     `hosts` are the launches of each class, by row of its `Actions`; None: they take no time.
     """
     how = how or Execution()
-    if crosses_actions(how):
+    if any(crosses_actions(of.work.actions.tasks, how) for of in program.classes):
         program, seconds, hosts = _row_by_row(program, seconds, hosts)
     factor = _factors(program, factors or {})
     ticks = [_ticks(of, given) for of, given in zip(program.classes, seconds, strict=True)]
