@@ -104,7 +104,7 @@ def _events(
                 ):  # fmt: skip
                     there = np.flatnonzero(size.any(axis=0))
                     if len(there):
-                        yield ticks[np.ix_(some, mine[there])], size[:, there]
+                        yield ticks(mine[there])[some], size[:, there]
 
 
 def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:

@@ -56,7 +56,7 @@ def _ends(line: Timeline, lane: int, steps: int) -> Int:
     """The end of each step on a lane."""
     last = np.zeros(steps, dtype=np.int64)
     for run in line.runs(lane):
-        np.maximum.at(last, run.instances, run.end.max(axis=1))
+        np.maximum.at(last, run.instances, run.end(np.arange(len(run.positions))).max(axis=1))
     return last
 
 

@@ -14,6 +14,7 @@ ranks differ. Distinct actions have one transfer matrix each; the step is execut
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,12 +27,12 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskKind
 from stagewright.program.step import RankWork
-from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.time.simulate.endpoints import Endpoints, endpoints
 from stagewright.time.simulate.host import HostThread, HostWork, Since
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_order
-from stagewright.time.simulate.transfer import Evaluated, Runs, evaluate
+from stagewright.time.simulate.transfer import NEVER, Evaluated, Runs, evaluate
 from stagewright.time.simulate.waves import Executed, Progress, Timing, Waves, execute, tables_of
 
 TICK = 1e-12
@@ -71,15 +72,46 @@ class Lane:
 
 
 class RunTimes(NamedTuple):
-    """Times of one run of a unit, in all instances of a lane."""
+    """Times of one run of a unit, in all instances of a lane: ticks, [instances, positions]."""
 
     instances: Int
     positions: Int
-    ready: Int
-    """[instances, positions]: ticks."""
-    end: Int
-    took: Int
-    """Durations; of a receive that of its message."""
+    begun: Int
+    """[instances, inputs]: what each instance began with; of a meeting when it is ready, begins and
+    ends."""
+    alone: Evaluated | None
+    """None: a meeting."""
+    rows: Int
+    """By position, the row of `alone`."""
+    timing: int
+    durations: Int
+    """By position; of a receive that of its message."""
+
+    def ready(self, chosen: Int) -> Int:
+        """When some of the positions are ready; `chosen` are indices."""
+        if self.alone is None:
+            return self.begun[:, :1]
+        return self._after(self.alone.ready[self.timing, self.rows[chosen]])
+
+    def end(self, chosen: Int) -> Int:
+        """When some of the positions end."""
+        if self.alone is None:
+            return self.begun[:, 2:]
+        return self._after(self.alone.ends[self.timing, self.rows[chosen]])
+
+    def took(self) -> Int:
+        """How long each position takes."""
+        if self.alone is None:
+            return self.begun[:, 2:] - self.begun[:, 1:2]
+        return np.broadcast_to(self.durations, (len(self.begun), len(self.durations)))
+
+    def _after(self, matrix: Int) -> Int:
+        """The latest of all inputs plus what `matrix` adds to each."""
+        latest = self.begun[:, :1] + matrix[:, 0]
+        for column in range(1, matrix.shape[1]):
+            if (matrix[:, column] > NEVER).any():
+                np.maximum(latest, self.begun[:, column, None] + matrix[:, column], out=latest)
+        return latest
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +123,7 @@ class Timeline:
     waves: Waves
     timings: tuple[Timing, ...]
     evaluated: tuple[tuple[Evaluated, ...], ...]
+    executed: Executed
     hosts: Sequence[HostWork] | None
     window: tuple[int, int] | None = None
     """The first and the last tick of the step, where it is one of many in a pipeline that never
@@ -102,16 +135,11 @@ class Timeline:
         return self.window is not None
 
     @cached_property
-    def _ends(self) -> Int:
-        """By lane, the end of its last task."""
-        return lane_ends(self.waves, execute(self.waves, self.timings, self.evaluated).times)
-
-    @cached_property
     def ticks(self) -> int:
         """The end of the last task, in ticks."""
         if self.window is not None:
             return self.window[1] - self.window[0]
-        return int(self._ends.max(initial=0))
+        return int(lane_ends(self.waves, self.executed.times).max(initial=0))
 
     @property
     def seconds(self) -> float:
@@ -129,13 +157,9 @@ class Timeline:
         """The rank class of a lane."""
         return self.program.classes[int(self.waves.lanes.class_of[lane])]
 
-    @cached_property
-    def _executed(self) -> Executed:
-        return execute(self.waves, self.timings, self.evaluated, record=True)
-
     def runs(self, lane: int) -> Iterator[RunTimes]:
         """The times of a lane, run by run of its units."""
-        waves, executed = self.waves, self._executed
+        waves, executed = self.waves, self.executed
         t = waves.table_of[int(waves.lanes.class_of[lane])]
         timing = int(self.timings[t].of_lane[lane])
         runs = waves.runs[t]
@@ -151,18 +175,14 @@ class Timeline:
                 if run.begin == run.end:
                     continue
                 positions = np.arange(run.begin, run.end)
-                took = self.timings[t].given[timing, positions][None]
+                durations = self.timings[t].given[timing, positions]
+                alone, begun = self.evaluated[t][batch.group], executed.inputs[number]
                 if batch.meets:
-                    ready, start, end = (of[some][:, None] for of in executed.met[number])
-                    took = end - start
-                else:
-                    begun = executed.inputs[number][some][:, None]
-                    rows = group.row[positions]
-                    alone = self.evaluated[t][batch.group]
-                    ready, end = (
-                        (of[timing, rows] + begun).max(axis=2) for of in (alone.ready, alone.ends)
-                    )
-                yield RunTimes(batch.instance[some], positions, ready, end, took)
+                    alone, begun = None, executed.met[number]
+                yield RunTimes(
+                    batch.instance[some], positions, begun[some], alone, group.row[positions],
+                    timing, durations,
+                )  # fmt: skip
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
@@ -185,7 +205,8 @@ class Timeline:
         end, took = np.zeros((2, len(issue)), np.int64)
         for run in self.runs(lane):
             rows = self.waves.expanded_rows(nth, run.instances[:, None], run.positions)
-            end[rows], took[rows] = run.end, run.took
+            end[rows] = run.end(np.arange(len(run.positions)))
+            took[rows] = run.took()
         end, took, kind = end[issue.rows], took[issue.rows], of.tasks.kind[issue.rows]
         ready = np.zeros_like(end)
         waiting = np.flatnonzero(np.diff(issue.pointer))
@@ -250,16 +271,28 @@ def timeline(
         program, seconds, hosts = _row_by_row(program, seconds, hosts)
     factor = _factors(program, factors or {})
     ticks = [_ticks(of, given) for of, given in zip(program.classes, seconds, strict=True)]
-    lanes = Lanes.of(program, factor)
-    waves = Waves(program, tables_of(program, how), lanes)
+    waves = _waves_of(program, how, factor)
+    lanes = waves.lanes
     timings = tuple(
         _timing(waves, t, ticks, factor[lanes.example], hosts) for t in range(len(waves.tables))
     )
     evaluated = tuple(_evaluated(runs, of) for runs, of in zip(waves.runs, timings, strict=True))
-    line = Timeline(program, how, waves, timings, evaluated, hosts)
-    if progress is not None:
-        execute(waves, timings, evaluated, progress=progress)
-    return line
+    executed = execute(waves, timings, evaluated, progress)
+    return Timeline(program, how, waves, timings, evaluated, executed, hosts)
+
+
+def _waves_of(program: Program, how: Execution, factor: Float) -> Waves:
+    """The waves of a program; those of the last programs are known, whatever their machines."""
+    key = id(program), how.only(*ISSUED_BY), factor.tobytes()
+    for known, of, waves in _KNOWN:
+        if known == key and of is program:
+            return waves
+    waves = Waves(program, tables_of(program, how), Lanes.of(program, factor))
+    _KNOWN.append((key, program, waves))
+    return waves
+
+
+_KNOWN: deque[tuple[tuple[int, Execution, bytes], Program, Waves]] = deque(maxlen=2)
 
 
 def _evaluated(runs: Runs, timing: Timing) -> tuple[Evaluated, ...]:

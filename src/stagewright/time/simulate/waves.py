@@ -743,14 +743,14 @@ class Executed(NamedTuple):
 
     times: Int
     inputs: list[Int]
-    """By batch: [rows, inputs]; empty unless asked for."""
-    met: list[tuple[Int, Int, Int]]
+    """By batch: [rows, inputs]."""
+    met: list[Int]
     """By batch of meetings: when each row was ready, when it began, and when it ended."""
 
 
 def execute(
-    waves: Waves, timings: Sequence[Timing], evaluated: Sequence[Sequence[Evaluated]], *,
-    record: bool = False, progress: Progress | None = None,
+    waves: Waves, timings: Sequence[Timing], evaluated: Sequence[Sequence[Evaluated]],
+    progress: Progress | None = None,
 ) -> Executed:  # fmt: skip
     """Execute all waves; `timings` are by table, `evaluated` by table and group of runs."""
     times = np.zeros(waves.unused + 1, np.int64)
@@ -762,8 +762,8 @@ def execute(
         stack = ends[:, group.outs].reshape(-1, group.outputs, group.inputs)
         timing = timings[batch.table].of_lane[batch.lane]
         stacks.append((stack, timing * len(group.runs) + batch.run))
-    inputs: list[list[Int]] = [[] for _ in waves.batches]
-    met: list[list[Int]] = [[] for _ in waves.batches]
+    inputs = [np.empty_like(batch.ins) for batch in waves.batches]
+    met = [np.empty((len(batch.run) if batch.meets else 0, 3), np.int64) for batch in waves.batches]
     total = sum(len(batch.run) for batch in waves.batches)
     done = 0
     bounds = [batch.wave.tolist() for batch in waves.batches]
@@ -774,9 +774,7 @@ def execute(
             if a == b:
                 continue
             stack, index = stacks[number]
-            begun = times[batch.ins[a:b]]
-            if record:
-                inputs[number].append(begun)
+            begun = inputs[number][a:b] = times[batch.ins[a:b]]
             left = (stack[index[a:b]] + begun[:, None, :]).max(axis=2)
             done += b - a
             if batch.meets:
@@ -786,13 +784,10 @@ def execute(
         if meeting:
             for number, rows, left, moments in _met(waves, timings, meeting):
                 times[waves.batches[number].outs[rows]] = left
-                if record:
-                    met[number].append(moments)
+                met[number][rows] = moments.T
         if progress is not None:
             progress(done, total)
-    joined = [np.concatenate(i) if i else np.zeros((0, 0), np.int64) for i in inputs]
-    of_met = [np.concatenate(m, axis=1) if m else np.zeros((3, 0), np.int64) for m in met]
-    return Executed(times, joined, [(of[0], of[1], of[2]) for of in of_met])
+    return Executed(times, inputs, met)
 
 
 def _met(
