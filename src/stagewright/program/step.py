@@ -89,6 +89,33 @@ class ActionOrder(Protocol):
         ...
 
 
+class Profiles(tuple[Deltas, ...]):
+    """Changes of memory by row of actions, each from nothing."""
+
+    @cached_property
+    def net(self) -> Int:
+        """Bytes that are held longer: [profiles, categories]."""
+        return np.stack([(p.allocated - p.freed).sum(axis=1) for p in self])
+
+    @cached_property
+    def most(self) -> Int:
+        """The most bytes held while a row runs, -1 of profiles without rows: [profiles]."""
+        return np.array([self._held(p).sum(axis=0).max(initial=-1) for p in self])
+
+    def at_most(self, profile: int) -> Int:
+        """Bytes by category while the first row runs that has the most."""
+        held = self._held(self[profile])
+        if not held.size:
+            return np.zeros(len(held), dtype=np.int64)
+        return held[:, int(np.argmax(held.sum(axis=0)))]
+
+    @staticmethod
+    def _held(profile: Deltas) -> Int:
+        """Bytes by category while each row runs: [categories, rows]."""
+        held = (profile.allocated - profile.freed).cumsum(axis=1)
+        return held + profile.freed
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryChanges:
     """Bytes that the copies of a rank's actions allocate and free."""
@@ -97,21 +124,17 @@ class MemoryChanges:
     """[categories]: held before the first row."""
     kind: Int
     """[copies]: index into `profiles`."""
-    profiles: tuple[Deltas, ...]
+    profiles: Profiles
     """Allocated before and freed after each row of an action; `start` of each is 0."""
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the first row with the most in program order; their sum, `peak`."""
-        net = np.stack([(p.allocated - p.freed).sum(axis=1) for p in self.profiles])[self.kind]
-        before = self.start + np.concatenate([np.zeros_like(net[:1]), net[:-1].cumsum(axis=0)])
-        held = [p.allocated.cumsum(axis=1) - p.freed.cumsum(axis=1) + p.freed for p in self.profiles]
-        total = [h.sum(axis=0) for h in held]
-        most = np.array([t.max(initial=-1) for t in total])  # -1: without rows
-        copy = int(np.argmax(before.sum(axis=1) + most[self.kind])) if len(before) else 0
-        at = before[copy] if len(before) else self.start
-        if len(before) and total[self.kind[copy]].size:
-            profile = int(self.kind[copy])
-            at = at + held[profile][:, int(np.argmax(total[profile]))]
+        net = self.profiles.net[self.kind]
+        before = self.start + net.cumsum(axis=0) - net
+        at = self.start
+        if len(before):
+            copy = int(np.argmax(before.sum(axis=1) + self.profiles.most[self.kind]))
+            at = before[copy] + self.profiles.at_most(int(self.kind[copy]))
         by = {name: int(size) for name, size in zip(CATEGORIES, at, strict=True)}
         return by | {"peak": sum(by.values())}
 
@@ -207,26 +230,26 @@ class _Given(RankWork):
     def changes(self) -> MemoryChanges:
         found = changed_bytes(self.values, len(self.rows))
         profile = found._replace(start=np.zeros_like(found.start))
-        return MemoryChanges(found.start, np.zeros(1, dtype=np.int64), (profile,))
+        return MemoryChanges(found.start, np.zeros(1, dtype=np.int64), Profiles((profile,)))
 
 
 class _OneCopy:
     """The order of one action that has all rows of a table."""
 
     def __init__(self, tasks: Tasks) -> None:
-        self._tag = tasks.tag
+        self._tasks = tasks
         self.action = np.zeros(1, dtype=np.int64)
         self.begin = np.array([0, len(tasks)])
         self.kind, self.stage, self.microbatch = (np.full((1, 2), -1) for _ in range(3))
 
     def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
         """No needs are carried."""
-        nothing = np.zeros((1, len(needs)), dtype=np.int64)
-        return nothing, nothing
+        row = self._tasks.data[needs].astype(np.int64)[None]
+        return np.zeros_like(row), row
 
     def tags(self, action: int, rows: Int) -> Int:
         """Those of the table."""
-        return self._tag[rows].astype(np.int64)[None]
+        return self._tasks.tag[rows].astype(np.int64)[None]
 
 
 def changed_bytes(values: Values, rows: int) -> Deltas:

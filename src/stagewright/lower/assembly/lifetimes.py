@@ -49,15 +49,6 @@ class Value:
     """A row without which the value is not there: that row may belong to another microbatch's
     action."""
 
-    def of_stage(self, stage: int, layer: int) -> Value:
-        """The same value of another stage, whose rows touch it as those of this stage do."""
-        touches = [(whose, stage, row) for whose, _, row in self.touches]
-        needs = self.needs and (self.needs[0], stage, self.needs[2])
-        return Value(
-            self.name, layer, self.phase, self.category, self.size, self.whole, self.lasts,
-            self.lasts_halved, self.fixed, touches, needs,
-        )  # fmt: skip
-
     def touch(self, at: Touch, phase: str) -> None:
         """A row of this phase needs the value: one that backward needs is an activation."""
         if self.fixed:

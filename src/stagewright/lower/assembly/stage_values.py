@@ -8,13 +8,13 @@ the same rank (the turn of a V).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.lower.assembly.lifetimes import Touch, Value
 from stagewright.lower.assembly.lowered_block import Crossing, Placed, nearest_maker
-from stagewright.lower.assembly.segments import FORWARD, Segment, SegmentBuilder, relabelled
+from stagewright.lower.assembly.segments import FORWARD, Segment, SegmentBuilder
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.program.columns import TaskKind
@@ -50,18 +50,8 @@ class ActionRows:
         return self.whose == FORWARD
 
     def finished(self) -> Segment:
-        """The rows with numbers."""
+        """The rows as columns."""
         return self.segment.finish((self.whose, self.stage), self.once, self.weight, self.gathers)
-
-    def of_stage(self, stage: int, blocks: Mapping[str, Placed]) -> ActionRows:
-        """The rows of another stage with the same blocks: by their labels here, those there.
-
-        All that the rows depend on is within their stage.
-        """
-        segment = SegmentBuilder(self.segment.tables)
-        segment.rows = relabelled(self.segment.rows, stage, blocks)
-        segment.deps = [(row, whose, stage, at) for row, whose, _, at in self.segment.deps]
-        return replace(self, stage=stage, segment=segment)
 
     def at(self, row: int) -> Touch:
         """A touch from one of the rows."""
@@ -70,7 +60,7 @@ class ActionRows:
     @property
     def of_all_microbatches(self) -> list[int]:
         """The rows that every microbatch has, those of messages so far among them."""
-        return sorted({*range(len(self.segment.rows))} - {*self.once})
+        return sorted({*range(len(self.segment.kernels))} - {*self.once})
 
     def last_rows(self) -> dict[int, int]:
         """The last row of each block, blocks in the order of the action."""
@@ -109,20 +99,6 @@ class StageValues:
         action may use what the one before it has gathered."""
 
     # ---- recording -------------------------------------------------------------------------------
-
-    def repeat(self, of: StageValues) -> None:
-        """Take the values of a stage that is alike, whose rows have been made, as this stage's."""
-        layers = {a.layer: b.layer for a, b in zip(of.blocks, self.blocks, strict=True)}
-        stage = self.place.stage
-        mine = {id(v): v.of_stage(stage, layers.get(v.layer, v.layer)) for v in of.values}
-        self.values = [*mine.values()]
-        self._of_node = [{n: mine[id(v)] for n, v in nodes.items()} for nodes in of._of_node]
-        self._received = {c: mine[id(v)] for c, v in of._received.items()}
-        self._reloaded = {i: mine[id(v)] for i, v in of._reloaded.items()}
-        for pairs, theirs in (
-            (self.first_gradients, of.first_gradients), (self.kept_weights, of.kept_weights)
-        ):  # fmt: skip
-            pairs += [(mine[id(a)], mine[id(b)]) for a, b in theirs]
 
     def receive(self, c: LiveValue, name: str, task: Kernel, at: Touch, buffers: int) -> None:
         """Record a message from another rank; `buffers`: how many are allocated all the time."""

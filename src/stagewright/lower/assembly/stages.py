@@ -8,7 +8,7 @@ half follows from the graph: the first half is all that the gradient of a block'
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.buckets import Item, Row, merge_messages, one_by_one
@@ -27,9 +27,7 @@ from stagewright.lower.assembly.segments import (
     FORWARD,
     LAST,
     Dependency,
-    Segment,
     SegmentBuilder,
-    Tables,
 )
 from stagewright.lower.assembly.stage_values import ActionRows, StageValues
 from stagewright.lower.kernels import kernel
@@ -44,51 +42,87 @@ _MESSAGES = (TaskKind.SEND, TaskKind.RECV)
 _GATHER_ONCE, _REDUCE_ONCE = TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE
 
 
-@dataclass(slots=True, eq=False)
-class StagesMade:
-    """Stages that have rows, the first of each kind, for those that are alike."""
+@dataclass(frozen=True, slots=True)
+class StageAt:
+    """A stage in its place; equal to those whose rows differ in numbers and names only.
 
+    Rows name the stage and the layers and labels of its blocks, as far as blocks are layers.
+    """
+
+    blocks: Sequence[Placed] = field(compare=False)
+    place: Place = field(compare=False)
+    arriving: tuple[Crossing, ...]
+    """Values that the stage before hands to this one."""
+    leaving: tuple[Crossing, ...]
+    pipeline_ranks: int = field(compare=False)
+    habits: Habit
     trains: bool
-    """Whether stages have rows of backward."""
-    first: dict[Hashable, Stage] = field(default_factory=dict[Hashable, "Stage"])
-    """By kind."""
-    actions: dict[tuple[Stage, bool], ActionRows] = field(
-        default_factory=dict[tuple["Stage", bool], ActionRows]
-    )
-    """Of these, by direction."""
-    segments: dict[tuple[Stage, bool], Segment] = field(
-        default_factory=dict[tuple["Stage", bool], Segment]
-    )
-    """Numbered for some stage of the kind."""
+    """Whether there are backwards."""
+    content: tuple[Hashable, ...]
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Sequence[Placed],
+        place: Place,
+        between: Sequence[tuple[Crossing, ...]],
+        pipeline_ranks: int,
+        habits: Habit,
+        *,
+        trains: bool,
+        layers: Mapping[int, Hashable] | None = None,
+    ) -> StageAt:
+        """`between` is what goes from each stage of the model to the one after; `layers` with other
+        entries are not alike though their blocks are equal."""
+        stage = place.stage
+        arriving = between[stage - 1] if stage else ()
+        leaving = between[stage] if stage < len(between) else ()
+        at = cls(blocks, place, arriving, leaving, pipeline_ranks, habits, trains, ())
+        labels = [p.label for p in blocks]
+        content = tuple(
+            (p.block, p.layer >= 0 or p.label, labels.index(p.label), (layers or {}).get(p.layer))
+            for p in blocks
+        )
+        shifts = tuple(None if r is None else at.shift(r) for r in (place.before, place.after))
+        return replace(at, content=(*shifts, *content))
+
+    @property
+    def alone(self) -> bool:
+        """Whether the stage hands values on as messages only, not to others of its rank."""
+        return not self.place.shared and self.place.rank not in (self.place.before, self.place.after)
+
+    def shift(self, other: int) -> int:
+        """How many ranks further along the pipeline another rank is."""
+        ranks = self.pipeline_ranks
+        shift = (other - self.place.rank) % ranks
+        return shift - (ranks if shift > ranks // 2 else 0)
 
 
 class Stage:
-    """A virtual pipeline stage on one pipeline rank: its forward and its backward action.
+    """The forward and the backward action of a virtual pipeline stage, as rows.
 
     Both have all the rows that the action of any microbatch has. The first microbatch's forward
     also gathers weights that stay for the step, the last one's backward also reduces gradients;
     other microbatches leave these rows out (`Segment.once`). A half of a backward has the rows of
     that half.
+
+    Stages that are equal as `StageAt` share one of these: its stage number, ranks, layers and
+    labels are those of the first of them.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[Placed],
-        place: Place,
-        between: Sequence[tuple[Crossing, ...]],
-        tables: Tables,
-        habits: Habit,
-    ) -> None:
-        """No rows yet; `between` is what goes from each stage of the model to the one after."""
-        self.blocks, self.place, self.tables, self.habits = blocks, place, tables, habits
-        self.stage, self.stages = place.stage, len(between) + 1
-        self.arriving = between[self.stage - 1] if self.stage else ()
-        self.leaving = between[self.stage] if self.stage < len(between) else ()
-        self.values = StageValues(blocks, place, self.arriving, self.leaving)
+    def __init__(self, at: StageAt) -> None:
+        """No rows yet."""
+        self.blocks, self.place, self.habits = at.blocks, at.place, at.habits
+        self.stage, self.shift = at.place.stage, at.shift
+        self.arriving, self.leaving, self.alone = at.arriving, at.leaving, at.alone
+        self.values = StageValues(at.blocks, at.place, at.arriving, at.leaving)
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
         # Per block, where each task stands: whose row, and the place there.
-        self.where: list[dict[Kernel, tuple[int, int]]] = [{} for _ in blocks]
-        self.forward = self.backward = SegmentBuilder(tables).finish((FORWARD, self.stage))
+        self.where: list[dict[Kernel, tuple[int, int]]] = [{} for _ in at.blocks]
+        self.forward = SegmentBuilder().finish((FORWARD, self.stage))
+        self.backward = SegmentBuilder().finish((BACKWARD, self.stage))
+        self.messages = 1
+        """The most messages that one action exchanges along one axis."""
 
     def join(self, on_rank: Mapping[int, Stage]) -> None:
         """Say which stages, by number, are on the same rank: these hand values on in memory."""
@@ -97,64 +131,20 @@ class Stage:
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def build(self, made: StagesMade, *, forward: bool) -> None:
-        """Make the rows of one direction; `made` are the stages that have rows already.
+    def build(self, *, forward: bool) -> None:
+        """Make the rows of one direction.
 
         Of neighbours on one rank, the one that the other depends on must have its rows before.
         """
-        key = self._kind()
-        if key is None:
-            segment = self._rows(forward=forward).finished()
-        else:
-            first = made.first.setdefault(key, self)
-            if forward:
-                self._take(first, made)
-            segment = self._numbered(first, made, forward=forward)
+        segment = self._rows(forward=forward).finished()
         if forward:
             self.forward = segment
         else:
             self.backward = segment
 
-    def _kind(self) -> Hashable | None:
-        """Equal for stages whose rows differ only in the numbers and names of stage and layers.
-
-        None: the stage hands values on to another one of its rank, whose number its rows name.
-        """
-        around = self.place.before, self.place.after
-        if self.place.shared or self.place.rank in around:
-            return None
-        labels = [p.label for p in self.blocks]
-        blocks = [
-            (id(p.block), p.layer >= 0 or p.label, labels.index(p.label)) for p in self.blocks
-        ]
-        shifts = [None if at is None else self._shift(at) for at in around]
-        handed = [
-            (x.name, id(x.size), x.dtype, x.gradient) for x in (*self.arriving, *self.leaving)
-        ]
-        return (*shifts, len(blocks), *blocks, len(self.arriving), *handed)
-
-    def _take(self, first: Stage, made: StagesMade) -> None:
-        """Make the rows of all directions, not numbered yet; or take those of a stage alike."""
-        if first is self:
-            directions = (True, False) if made.trains else (True,)
-            made.actions |= {(self, way): self._rows(forward=way) for way in directions}
-        else:
-            self.values.repeat(first.values)
-            self.where = first.where
-
-    def _numbered(self, first: Stage, made: StagesMade, *, forward: bool) -> Segment:
-        """The rows of one direction, which are those of a stage alike but for stage and layers."""
-        action, key = made.actions[first, forward], (first, forward)
-        mine = {a.label: b for a, b in zip(first.blocks, self.blocks, strict=True)}
-        if key not in made.segments:
-            here = action if first is self else action.of_stage(self.stage, mine)
-            made.segments[key] = here.finished()
-            return made.segments[key]
-        return action.segment.repeated(made.segments[key], self.stage, mine)
-
     def _rows(self, *, forward: bool) -> ActionRows:
         """The rows of one direction, what they need, and what they touch."""
-        segment = SegmentBuilder(self.tables)
+        segment = SegmentBuilder()
         whose = FORWARD if forward else BACKWARD
         action = ActionRows(whose, self.stage, segment, [{} for _ in self.blocks])
         self._receive(action)
@@ -164,16 +154,16 @@ class Stage:
         numbers: dict[tuple[int, Kernel], int] = {}
         for group in self._grouped(forward=forward):
             i, t = group[0]
-            label, layer, tag = self.blocks[i].label, self.blocks[i].layer, -1
+            block, tag = i, -1
             if len(group) > 1:
-                t, label, layer = merge_messages(group), "", -1
+                t, block = merge_messages(group), -1
             if t.kind in _MESSAGES:
                 pair = i, t.twin or t
                 if pair not in numbers:
                     messages += 1
                     numbers[pair] = messages
                 tag = numbers[pair]
-            row = segment.add(t, label, layer, self.stage, tag)
+            row = segment.add(t, block, tag)
             if t.part in _ONCE:
                 action.once.append(row)
             elif t.part in _EACH_PASS:
@@ -184,7 +174,7 @@ class Stage:
             self.values.release_with_block(action)
         self._send(action)
         self.habits.prolong(self.values, action)
-        self.tables.messages = max(self.tables.messages, messages + 1)
+        self.messages = max(self.messages, messages + 1)
         return action
 
     def _record(self, item: Item, row: int, action: ActionRows) -> None:
@@ -248,7 +238,7 @@ class Stage:
                 row, t = self._broadcast(source, value, action)
             else:
                 t = self._message(TaskKind.RECV, source, value, forward=action.forward)
-                row = action.segment.add(t, "", -1, self.stage, tag=nth)
+                row = action.segment.add(t, tag=nth)
             name = f"{_message_name(value, forward=action.forward)}received"
             received = LiveValue(value.name, not action.forward)
             buffers = self.habits.message_buffers()
@@ -269,7 +259,7 @@ class Stage:
         part = TaskPart.FORWARD if action.forward else TaskPart.BACKWARD
         t = Kernel(name, "broadcast", TaskKind.COLLECTIVE, phase, part,
                    axes=("pp",), comm_bytes=value.size, dtype=value.dtype)  # fmt: skip
-        row = action.segment.add(t, "", -1, self.stage)
+        row = action.segment.add(t)
         if source == self.place.rank:
             handed = LiveValue(value.name, not action.forward)
             near = self.on_rank[self.stage + (-1 if action.forward else 1)]
@@ -287,7 +277,7 @@ class Stage:
             return  # what ranks share has a neighbour on its own rank
         for nth, value in enumerate(self._messages(self.leaving, self.arriving, action)):
             t = self._message(TaskKind.SEND, target, value, forward=action.forward)
-            row = action.segment.add(t, "", -1, self.stage, tag=nth)
+            row = action.segment.add(t, tag=nth)
             handed = LiveValue(value.name, not action.forward)
             dependency = self.handed_on(row, handed)
             action.segment.deps += [dependency] if dependency is not None else []
@@ -310,14 +300,8 @@ class Stage:
         part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
         return Kernel(
             f"{_message_name(value, forward=forward)}{op}", op, kind, phase, part,
-            axes=("pp",), shift=self._shift(other), comm_bytes=value.size, dtype=value.dtype,
+            axes=("pp",), shift=self.shift(other), comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
-
-    def _shift(self, other: int) -> int:
-        """How many ranks further along the pipeline another rank is."""
-        ranks = self.tables.pipeline_ranks
-        shift = (other - self.place.rank) % ranks
-        return shift - (ranks if shift > ranks // 2 else 0)
 
     # ---- dependencies ----------------------------------------------------------------------------
 
@@ -325,10 +309,10 @@ class Stage:
         """The dependency of a row on what the stage hands on: forward, or a gradient back."""
         return self._handed_to(row, -1 if c.gradient else len(self.blocks), c)
 
-    def once_per_step(self, row: int, i: int, d: Kernel) -> Dependency:
-        """The dependency of row `row` after all actions on a task of block `i`."""
+    def once_per_step(self, i: int, d: Kernel) -> tuple[int, int]:
+        """Where rows after all actions find a task of block `i`: whose row, and the place."""
         whose, place = self.where[i][d]
-        return row, FIRST if whose == FORWARD else LAST, self.stage, place
+        return FIRST if whose == FORWARD else LAST, place
 
     def _dependency(self, row: int, i: int, d: kernel.Dependency | None) -> Dependency | None:
         """The dependency of a row on what a task of block `i` needs."""
