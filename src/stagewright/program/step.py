@@ -11,7 +11,7 @@ Tables that are given (a bundle, an import, joined programs) have one action wit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -86,6 +86,11 @@ class ActionOrder(Protocol):
     def tags(self, action: int, rows: Int) -> Int:
         """Message numbers, equal on both ends, of rows of all copies of an action: [copies of it,
         rows]."""
+        ...
+
+    def structure(self) -> Sequence[object]:
+        """Arrays and objects from which `sources` and `tags` follow, besides the columns above and
+        `Actions`: orders in which these are equal, or the same, give equal answers."""
         ...
 
 
@@ -250,6 +255,11 @@ class _OneCopy:
     def tags(self, action: int, rows: Int) -> Int:
         """Those of the table."""
         return self._tasks.tag[rows].astype(np.int64)[None]
+
+    def structure(self) -> Sequence[object]:
+        """Nothing besides the table."""
+        return ()
+
 
 
 def changed_bytes(values: Values, rows: int) -> Deltas:

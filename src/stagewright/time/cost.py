@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Float, distinct_rows, sorted_values
+from stagewright.arrays import Bool, Float, Int, distinct_rows, sorted_values
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
@@ -28,7 +28,6 @@ from stagewright.program.columns import (
     RankClass,
     TaskKind,
     Tasks,
-    groups_met,
 )
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds
@@ -48,7 +47,7 @@ from stagewright.time.fused_products import (
     within_products,
 )
 from stagewright.time.hardware import Hardware
-from stagewright.time.network import Machine, Placement, placements, tier_of
+from stagewright.time.network import Machine, Placement, placements_by_rank, tier_of
 from stagewright.time.roofline import (
     QUERIES,
     AttentionTiles,
@@ -109,10 +108,15 @@ class Placements:
         self.program = program
         self.machine = machine
         self.groups = [program.group_of(slot) for slot in range(len(program.communicators))]
+        self._placed: dict[int, tuple[list[Placement], Int]] = {}
 
     def placements(self, slot: int, which: RankClass) -> list[Placement]:
         """The placements of the groups of communicator `slot` that have members in a rank class."""
-        return placements(self.machine, groups_met(self.groups[slot], which.ranks))
+        if slot not in self._placed:
+            self._placed[slot] = placements_by_rank(self.machine, self.groups[slot])
+        distinct, of_rank = self._placed[slot]
+        mine = of_rank[which.ranks]
+        return [distinct[n] for n in sorted_values(mine[mine >= 0]).tolist()]
 
     def routed(self, which: RankClass, routed: Routed | None) -> Routed | None:
         """`routed` as the ranks of a class send tokens: those that prefill, in large messages."""

@@ -259,36 +259,63 @@ def placements(machine: Machine, groups: Int) -> list[Placement]:
 
 def placements_in(tiers: Sequence[Tier], groups: Int) -> list[Placement]:
     """As `placements`, in a network of these tiers."""
-    blocks = np.sort(_shifted_apart(tiers, groups), axis=1)
+    return _placed(tiers, groups)[0]
+
+
+def placements_by_rank(machine: Machine, ids: Int) -> tuple[list[Placement], Int]:
+    """The distinct placements of groups of one size, and by rank which one its group has.
+
+    `ids`: by rank of the world the group that it is in, 0: none, for which the number is -1.
+    """
+    inside = np.flatnonzero(ids > 0)
+    order = inside[np.argsort(ids[inside], kind="stable")]
+    size = int((ids == ids[order[0]]).sum())
+    groups = order.reshape(-1, size)
+    distinct, of_group = _placed(machine.tiers, groups)
+    of_rank = np.full(len(ids), -1)
+    of_rank[groups] = of_group[:, None]
+    return distinct, of_rank
+
+
+def _placed(tiers: Sequence[Tier], groups: Int) -> tuple[list[Placement], Int]:
+    """The distinct placements of groups, and which one each group has."""
+    apart, of_group = _shifted_apart(tiers, groups)
+    blocks = np.sort(apart, axis=1)
     size = blocks.shape[1]
     distinct = np.full(len(blocks), size, dtype=np.int64)
     columns: list[Int] = []
     for tier in tiers:
         at = blocks % tier.size
-        apart = np.where(np.diff(blocks, axis=1) > 0, np.diff(at, axis=1), 0)
-        gaps = np.where(apart > 0, apart, tier.size).min(axis=1, initial=tier.size)
+        moved = np.diff(blocks, axis=1) > 0
+        steps = np.where(moved, np.diff(at, axis=1), 0)
+        gaps = np.where(steps > 0, steps, tier.size).min(axis=1, initial=tier.size)
         blocks = blocks // tier.size
         above = (np.diff(blocks, axis=1) > 0).sum(axis=1) + 1
         count = -(-distinct // above)
         columns += [count, np.where(count > 1, gaps, 1)]
         distinct = above
-    first, _ = distinct_rows(columns)
+    first, number = distinct_rows(columns)
     rows = np.stack(columns, axis=1)[first]
-    rows = rows[np.lexsort(rows.T[::-1])]
-    return [
+    order = np.lexsort(rows.T[::-1])
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    found = [
         Placement(size, tuple(int(x) for x in row[::2]), tuple(int(x) for x in row[1::2]))
-        for row in rows
+        for row in rows[order]
     ]
+    return found, rank[number][of_group]
 
 
-def _shifted_apart(tiers: Sequence[Tier], groups: Int) -> Int:
+def _shifted_apart(tiers: Sequence[Tier], groups: Int) -> tuple[Int, Int]:
     """Groups without those that lie as others do, since they differ by whole blocks of the
-    outermost tier from these. Most communicators have groups that differ by shifts alone."""
+    outermost tier from these; and which of them each group lies as. Most communicators have groups
+    that differ by shifts alone."""
     first = groups[:, :1]
     if not (groups - first == groups[0] - groups[0, 0]).all():
-        return groups
+        return groups, np.arange(len(groups))
     block = math.prod(tier.size for tier in tiers[:-1])
-    return groups[np.unique(first % block, return_index=True)[1]]
+    _, index, of_group = np.unique(first[:, 0] % block, return_index=True, return_inverse=True)
+    return groups[index], of_group.ravel()
 
 
 def tier_of(machine: Machine, a: Int, b: Int) -> Int:

@@ -180,3 +180,12 @@ class RankOrder:
         tag = (boundary * 2 + ~forward) * table.messages + local
         tags = (tag + microbatch * (self._num_stages * 2 * table.messages)) % MAX_TAG
         return np.where((local >= 0) & (microbatch >= 0), tags, local)
+
+    def structure(self) -> Sequence[object]:
+        """Needs, what gathers weights for what, and how messages are numbered."""
+        table, of = self.table, self.schedule
+        borrowed = [table.stages[n] for n in sorted({*self.contents.tolist()})] if self.borrows else []
+        return (
+            *table.needs, table.need_part, self.supplier, self.contents, self.after,
+            self._num_stages, table.messages, of.stages, *borrowed,
+        )  # fmt: skip

@@ -112,9 +112,13 @@ class _GroupRanks(NamedTuple):
 
     def lanes(self, lane: Int) -> Int:
         """For each rank a number for the set of lanes in its group; -1 for ranks without one."""
-        kinds: dict[bytes, int] = {}
         sets = np.sort(lane[self.ranks], axis=1)
-        kind = [kinds.setdefault(lanes.tobytes(), len(kinds)) for lanes in sets]
+        kind = sets[:, 0].copy()  # of groups within a lane that lane
+        several = np.flatnonzero(sets[:, 0] != sets[:, -1])
+        kinds: dict[bytes, int] = {}
+        first = int(lane.max(initial=0)) + 1
+        for group in several.tolist():
+            kind[group] = first + kinds.setdefault(sets[group].tobytes(), len(kinds))
         result = np.full(self.world, -1, dtype=np.int64)
-        result[self.ranks] = np.array(kind, dtype=np.int64)[:, None]
+        result[self.ranks] = kind[:, None]
         return result

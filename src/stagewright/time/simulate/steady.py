@@ -177,6 +177,10 @@ class _Repeated:
         """Equal in all steps: messages come in the order of steps."""
         return np.repeat(self._tag[rows][None], int((self.action == action).sum()), axis=0)
 
+    def structure(self) -> Sequence[object]:
+        """Nothing besides the table."""
+        return ()
+
 
 def _joined(tables: Sequence[Tasks]) -> Tasks:
     """Tables with the same names, ops and shapes one after another."""

@@ -14,10 +14,10 @@ ranks differ. Distinct actions have one transfer matrix each; the step is execut
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -107,10 +107,14 @@ class RunTimes(NamedTuple):
 
     def _after(self, matrix: Int) -> Int:
         """The latest of all inputs plus what `matrix` adds to each."""
-        latest = self.begun[:, :1] + matrix[:, 0]
-        for column in range(1, matrix.shape[1]):
-            if (matrix[:, column] > NEVER).any():
-                np.maximum(latest, self.begun[:, column, None] + matrix[:, column], out=latest)
+        always = np.flatnonzero((matrix > NEVER).all(axis=0))
+        first = int(always[np.argmax(self.begun[:, always].sum(axis=0))]) if len(always) else 0
+        latest = self.begun[:, first, None] + matrix[:, first]
+        # Most inputs never decide: they are not later than the first one, whatever is added.
+        ahead = (self.begun - self.begun[:, first, None]).max(axis=0)
+        more = (matrix - matrix[:, first, None]).max(axis=0, initial=NEVER)
+        for column in np.flatnonzero((ahead + more > 0) & (matrix > NEVER).any(axis=0)).tolist():
+            np.maximum(latest, self.begun[:, column, None] + matrix[:, column], out=latest)
         return latest
 
 
@@ -120,6 +124,7 @@ class Timeline:
 
     program: Program
     how: Execution
+    lanes_of: Lanes
     waves: Waves
     timings: tuple[Timing, ...]
     evaluated: tuple[tuple[Evaluated, ...], ...]
@@ -149,7 +154,7 @@ class Timeline:
     @cached_property
     def ranks(self) -> tuple[Int, ...]:
         """The ranks of each lane."""
-        of_rank = self.waves.lanes.of_rank
+        of_rank = self.lanes_of.of_rank
         order = np.argsort(of_rank, kind="stable")
         return tuple(np.split(order, np.cumsum(np.bincount(of_rank))[:-1]))
 
@@ -271,28 +276,64 @@ def timeline(
         program, seconds, hosts = _row_by_row(program, seconds, hosts)
     factor = _factors(program, factors or {})
     ticks = [_ticks(of, given) for of, given in zip(program.classes, seconds, strict=True)]
-    waves = _waves_of(program, how, factor)
-    lanes = waves.lanes
+    lanes = Lanes.of(program, factor)
+    waves = _waves_of(program, how, lanes)
     timings = tuple(
         _timing(waves, t, ticks, factor[lanes.example], hosts) for t in range(len(waves.tables))
     )
     evaluated = tuple(_evaluated(runs, of) for runs, of in zip(waves.runs, timings, strict=True))
     executed = execute(waves, timings, evaluated, progress)
-    return Timeline(program, how, waves, timings, evaluated, executed, hosts)
+    return Timeline(program, how, lanes, waves, timings, evaluated, executed, hosts)
 
 
-def _waves_of(program: Program, how: Execution, factor: Float) -> Waves:
-    """The waves of a program; those of the last programs are known, whatever their machines."""
-    key = id(program), how.only(*ISSUED_BY), factor.tobytes()
-    for known, of, waves in _KNOWN:
-        if known == key and of is program:
-            return waves
-    waves = Waves(program, tables_of(program, how), Lanes.of(program, factor))
-    _KNOWN.append((key, program, waves))
+def _waves_of(program: Program, how: Execution, lanes: Lanes) -> Waves:
+    """The waves of a program; programs of equal structure share them, whatever their sizes."""
+    key = _structure(program, how, lanes)
+    waves = _KNOWN.get(key)
+    if waves is None:
+        waves = Waves(program, tables_of(program, how), lanes)
+        if len(_KNOWN) >= _MOST_KNOWN:
+            del _KNOWN[next(iter(_KNOWN))]
+        if waves.count < _LONG:
+            _KNOWN[key] = waves
     return waves
 
 
-_KNOWN: deque[tuple[tuple[int, Execution, bytes], Program, Waves]] = deque(maxlen=2)
+_MOST_KNOWN, _LONG = 16, 20_000
+"""Structures whose waves are kept, and the waves of one that is too long for it."""
+_KNOWN: dict[bytes, Waves] = {}
+
+
+def _structure(program: Program, how: Execution, lanes: Lanes) -> bytes:
+    """What is equal for programs whose units, messages and meetings are."""
+    found = blake2b(digest_size=16)
+
+    def add(*parts: object) -> None:
+        for part in parts:
+            found.update(
+                part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode()
+                if isinstance(part, str | int | tuple | frozenset) else b"%d" % id(part)
+            )  # fmt: skip
+            found.update(b";")
+
+    degrees = [program.degrees_of(slot) for slot in range(len(program.communicators))]
+    names = [tuple(program.mesh.degree_of(n) for names in of for n in names) for of in degrees]
+    add(repr(how.only(*ISSUED_BY)), repr(program.communicators), repr(names))
+    add(repr(program.peers), lanes.class_of, *lanes.groups, *lanes.peers)
+    tables: dict[int, int] = {}
+    for of in program.classes:
+        actions, order = of.work.actions, of.work.order
+        add(order.action, order.begin, order.kind, order.stage, order.microbatch)
+        add(*order.structure(), tables.setdefault(id(actions.begin), len(tables)))
+        if len(tables) > tables[id(actions.begin)] + 1:
+            continue
+        tasks = actions.tasks
+        add(actions.begin, actions.part, actions.carried, tasks.data_ptr, tasks.data)
+        add(tasks.kind, tasks.phase, tasks.stage, tasks.layer, tasks.microbatch, tasks.collective)
+        add(tasks.slot, tasks.tag)
+        if how.overlap_moe_expert_parallel_comm:
+            add(tasks.comm_bytes)
+    return found.digest()
 
 
 def _evaluated(runs: Runs, timing: Timing) -> tuple[Evaluated, ...]:

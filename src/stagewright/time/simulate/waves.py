@@ -394,7 +394,7 @@ class Waves:
         pairs = np.stack([self.received.of[:, 0], items, self.senders[:, 0], sent], axis=1)
         for c, item, other, needed in np.unique(pairs, axis=0).tolist():
             needs[c][item].append((other, needed))
-        slots: list[Int] = []
+        slots: list[list[int]] = []
         stops: list[list[int]] = []
         for nth in range(count):
             table, runs = self.tables[self.table_of[nth]], self.runs[self.table_of[nth]]
@@ -403,9 +403,9 @@ class Waves:
                 int(table.actions.tasks.slot[rows[run.begin]]) if run.meets else -1
                 for run in runs.runs
             ] or [-1])[self.item_run[nth]]  # fmt: skip
-            slots.append(slot)
+            slots.append(slot.tolist())
             stops.append(sorted({*np.flatnonzero(slot >= 0).tolist(), *needs[nth]}))
-        levels = [np.full(len(run), -1) for run in self.item_run]
+        levels = [[-1] * len(run) for run in self.item_run]
         at, now, stopped = [0] * count, [0] * count, [0] * count
         met: dict[tuple[int, int], int] = defaultdict(int)
         came: dict[tuple[int, int, int], list[int]] = defaultdict(list)
@@ -416,11 +416,12 @@ class Waves:
         def advance(c: int, end: int) -> None:
             """Put the items of a class up to `end` into waves, one after another."""
             if end > at[c]:
-                levels[c][at[c] : end] = now[c] + np.arange(end - at[c])
+                levels[c][at[c] : end] = range(now[c], now[c] + end - at[c])
                 now[c] += end - at[c]
                 at[c] = end
-                for item in [i for i in waiting[c] if i < end]:
-                    ready.extend(waiting[c].pop(item))
+                if waiting[c]:
+                    for item in [i for i in waiting[c] if i < end]:
+                        ready.extend(waiting[c].pop(item))
 
         while ready:
             c = ready.pop()
@@ -430,14 +431,19 @@ class Waves:
                 advance(c, stop)
                 if stop == len(levels[c]):
                     break
-                missing = next(((o, i) for o, i in needs[c].get(stop, ()) if levels[o][i] < 0), None)
+                latest, missing = now[c], None
+                for other, item in needs[c].get(stop, ()):
+                    level = levels[other][item]
+                    if level < 0:
+                        missing = other, item
+                        break
+                    latest = max(latest, level + 1)
                 if missing is not None:
                     waiting[missing[0]].setdefault(missing[1], []).append(c)
                     stuck[c] = missing
                     break
-                after = [int(levels[o][i]) + 1 for o, i in needs[c].get(stop, ())]
-                now[c] = max([now[c], *after])
-                slot = int(slots[c][stop])
+                now[c] = latest
+                slot = slots[c][stop]
                 if slot < 0:
                     stopped[c] += 1
                     advance(c, stop + 1)
@@ -460,7 +466,7 @@ class Waves:
                         ready.append(member)
         if any(a < len(of) for a, of in zip(at, levels, strict=True)):
             raise UserError(self._deadlock(at, stuck, came))
-        return levels
+        return [np.array(of, dtype=np.int64) for of in levels]
 
     def _deadlock(
         self, at: Sequence[int], stuck: dict[int, tuple[int, int] | tuple[int, int, int]],
