@@ -24,7 +24,7 @@ from stagewright.time.measured import Counts, load, with_collectives
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
-from stagewright.time.simulate.timeline import Progress
+from stagewright.time.simulate.execute import Progress
 from stagewright.views import tables
 from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages import notebook

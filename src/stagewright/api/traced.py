@@ -6,7 +6,8 @@ from stagewright.program.columns import Program
 from stagewright.time.cost import task_seconds
 from stagewright.time.network import Machine
 from stagewright.time.simulate.breakdown import TracedStep
-from stagewright.time.simulate.timeline import Progress, timeline
+from stagewright.time.simulate.execute import Progress
+from stagewright.time.simulate.timeline import timeline
 
 
 def simulate_traced(

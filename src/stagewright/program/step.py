@@ -78,8 +78,8 @@ class ActionOrder(Protocol):
     def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
         """Where carried needs of an action are met: copies and rows, each [copies of it, needs].
 
-        `needs` are entries of `tasks.data` of rows of the action. Rows are those of `Actions.tasks`,
-        in the action that the source copy is of.
+        `needs` are entries of `tasks.data` of rows of the action. Rows are rows of
+        `Actions.tasks`, in the action that the source copy is of.
         """
         ...
 

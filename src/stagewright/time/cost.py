@@ -71,7 +71,7 @@ def task_seconds(
     tp_comm_overlap: bool = False,
     routed: Routed | None = None,
 ) -> list[Seconds]:
-    """Per rank class the duration of each row of its actions in seconds, alone on its GPU and links.
+    """Seconds of each row of the actions of each rank class, alone on its GPU and links.
 
     A collective takes as long as in the slowest group of the class; SEND and RECV both carry the
     duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and count

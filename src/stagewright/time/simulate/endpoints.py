@@ -60,10 +60,15 @@ def endpoints(waves: Waves, issues: Sequence[IssueOrder]) -> Endpoints:
 
     lanes = waves.lanes
     received: list[Received] = []
-    at, sent = places(waves.received.of), places(waves.senders)
+    at, sent = places(waves.messages.received.of), places(waves.messages.sent.of)
     for nth, mine in enumerate(lanes.by_class):
-        own = waves.received.of[:, 0] == nth
-        columns = [at[own], waves.received.lane[own], waves.received.key[own, 1], sent[own]]
+        own = waves.messages.received.of[:, 0] == nth
+        columns = [
+            at[own],
+            waves.messages.received.lane[own],
+            waves.messages.received.key[own, 1],
+            sent[own],
+        ]
         inside = _within(waves, nth)
         if len(inside[0]):
             pair = [places(np.insert(of, 0, nth, axis=1)) for of in inside]
@@ -87,7 +92,7 @@ def endpoints(waves: Waves, issues: Sequence[IssueOrder]) -> Endpoints:
 def _within(waves: Waves, nth: int) -> tuple[Int, Int]:
     """Receives within units of a class and their sends: instances and positions of each."""
     t = waves.table_of[nth]
-    edges, unit = waves.edges[t], waves.tables[t].rules.unit
+    edges, unit = waves.messages.within[t], waves.tables[t].rules.unit
     ends: list[list[Int]] = [[np.zeros((0, 2), np.int64)], [np.zeros((0, 2), np.int64)]]
     for u in np.unique(unit[edges.waiter]).tolist():
         instances = np.flatnonzero(waves.sequence[nth].unit == u)

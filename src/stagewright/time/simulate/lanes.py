@@ -43,9 +43,7 @@ class Lanes:
             first = np.full(int(ids.max()) + 1, len(of_rank), dtype=np.int64)
             np.minimum.at(first, ids, of_rank)
             groups.append(np.where(ids > 0, first[ids], -1)[example])
-        peers = tuple(
-            of_rank[program.peer_of(slot, example)] for slot in range(len(program.peers))
-        )
+        peers = tuple(of_rank[program.peer_of(slot, example)] for slot in range(len(program.peers)))
         return cls(of_rank, example, class_of, by_class, tuple(groups), peers)
 
     @property

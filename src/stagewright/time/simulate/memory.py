@@ -81,9 +81,7 @@ def peak(line: Timeline, lane: int) -> Peak:
     return Peak(at * TICK, parts)
 
 
-def _events(
-    line: Timeline, lane: int, changes: MemoryChanges
-) -> Iterator[tuple[Int, Int]]:
+def _events(line: Timeline, lane: int, changes: MemoryChanges) -> Iterator[tuple[Int, Int]]:
     """Changes of a lane's bytes: ticks [copies, rows], and by how much: [categories, rows]."""
     waves = line.waves
     nth = int(waves.lanes.class_of[lane])

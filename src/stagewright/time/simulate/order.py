@@ -27,7 +27,6 @@ Outstanding transfers are limited to two groups, as frameworks do (`_limit_outst
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -50,9 +49,10 @@ from stagewright.program.columns import (
     Program,
     Tasks,
 )
+from stagewright.program.step import Actions
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
-from stagewright.time.simulate.units import UnitRows, Units, whole
+from stagewright.time.simulate.units import UnitRows, Units, UnitSequence, units_of, whole
 
 COMPUTE_STREAM = 0
 NO_STREAM = -1
@@ -296,6 +296,38 @@ def issue_rules(
         _without_implied(Edges(waiter, dep), stream, is_kernel), carried.select(~implied),
         tuple(state.registers), *state.columns(), tuple(limits), position,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The issue rules of classes that share actions, and what each of these classes issues."""
+
+    actions: Actions
+    classes: tuple[int, ...]
+    units: Units
+    sequences: tuple[UnitSequence, ...]
+    """By class of `classes`."""
+    rules: IssueRules
+
+
+def tables_of(program: Program, how: Execution) -> list[Table]:
+    """The rules of all classes of a program; classes that share actions share a table."""
+    sharing: dict[int, list[int]] = {}
+    for nth, of in enumerate(program.classes):
+        sharing.setdefault(id(of.work.actions.begin), []).append(nth)
+    tables: list[Table] = []
+    for classes in sharing.values():
+        works = [program.classes[nth].work for nth in classes]
+        actions = works[0].actions
+        tasks = actions.tasks
+        deferred = deferred_past_backward(tasks, Edges(*tasks.reads), how)
+        units, sequences = units_of(
+            actions, [work.order for work in works], deferred,
+            in_turns=how.overlap_moe_expert_parallel_comm and how.streams != "one",
+        )  # fmt: skip
+        rules = issue_rules(program, units, how, CommInfo(program, tasks))
+        tables.append(Table(actions, tuple(classes), units, tuple(sequences), rules))
+    return tables
 
 
 def crosses_actions(tasks: Tasks, how: Execution) -> bool:

@@ -49,11 +49,12 @@ from stagewright.time.roofline import peak_flops
 from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
+from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.launches import host_work, launch_mode
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline, peak
 from stagewright.time.simulate.serving import Served, ServingGroup, limiting, served
 from stagewright.time.simulate.steady import in_flight, steady_step
-from stagewright.time.simulate.timeline import Progress, Timeline, timeline
+from stagewright.time.simulate.timeline import Timeline, timeline
 from stagewright.time.simulate.utilization import (
     Flops,
     SequenceFlops,

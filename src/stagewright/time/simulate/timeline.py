@@ -29,11 +29,12 @@ from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskK
 from stagewright.program.step import RankWork
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.time.simulate.endpoints import Endpoints, endpoints
+from stagewright.time.simulate.execute import Executed, Progress, Timing, execute
 from stagewright.time.simulate.host import HostThread, HostWork, Since
 from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_order
+from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_order, tables_of
 from stagewright.time.simulate.transfer import NEVER, Evaluated, Runs, evaluate
-from stagewright.time.simulate.waves import Executed, Progress, Timing, Waves, execute, tables_of
+from stagewright.time.simulate.waves import Waves
 
 TICK = 1e-12
 """Seconds per tick. Times are whole ticks; 64 bits hold a hundred days of them."""
@@ -351,9 +352,7 @@ def _row_by_row(
     classes = tuple(replace(of, work=of.work.with_tasks(of.tasks)) for of in program.classes)
     seconds = [each[at] for each, at in zip(seconds, rows, strict=True)]
     if hosts is not None:
-        hosts = [
-            HostWork(of.seconds[at], of.waits[at]) for of, at in zip(hosts, rows, strict=True)
-        ]
+        hosts = [HostWork(of.seconds[at], of.waits[at]) for of, at in zip(hosts, rows, strict=True)]
     return replace(program, classes=classes), seconds, hosts
 
 

@@ -158,9 +158,7 @@ def _sequence(
     by_code = np.zeros(len(index), np.int64)
     for k in np.argsort(index).tolist():
         copies = tuple(c for c in groups[index[k]].tolist() if c >= 0)
-        by_code[k] = number(
-            tuple((int(order.action[c]), WITHOUT_DEFERRED) for c in copies), copies
-        )
+        by_code[k] = number(tuple((int(order.action[c]), WITHOUT_DEFERRED) for c in copies), copies)
     unit = by_code[back.ravel()]
     width = max(groups.shape[1], len(last))
     table = np.full((len(groups) + bool(last), width), -1)
@@ -172,7 +170,9 @@ def _sequence(
         instance[groups[there, m]], member[groups[there, m]] = there, m
     deferred = np.full(len(order.action), -1)
     if last:
-        key = tuple((int(order.action[c]), DEFERRED if m < late else ALL) for m, c in enumerate(last))
+        key = tuple(
+            (int(order.action[c]), DEFERRED if m < late else ALL) for m, c in enumerate(last)
+        )
         unit = np.append(unit, number(key, last))
         table[-1, : len(last)] = last
         deferred[[*last[:late]]] = np.arange(late)

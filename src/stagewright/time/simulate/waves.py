@@ -2,94 +2,34 @@
 
 Every time that a run reads or leaves has a *slot*: registers of a lane, and ends that a copy of a
 unit leaves for others. Which slots a run reads, and in which wave it is, follows from the schedule
-and from what waits for what; durations play no part. Executing all waves with matrices gives all
-times.
+and from what waits for what; durations play no part (`execute`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
-from stagewright.program.columns import COLLECTIVE, RECV, SEND, Program
-from stagewright.program.step import ActionOrder, Actions
-from stagewright.run.sections.execution import Execution
+from stagewright.program.columns import COLLECTIVE, Program
 from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.order import (
-    LAUNCHED,
-    CommInfo,
-    Edges,
-    IssueRules,
-    Register,
-    deferred_past_backward,
-    issue_rules,
-)
+from stagewright.time.simulate.messages import messages
+from stagewright.time.simulate.order import Register, Table
 from stagewright.time.simulate.transfer import (
     CARRIED,
     LOCAL,
     MESSAGE,
-    NEVER,
     REGISTER,
     Asked,
-    Evaluated,
     RunGroup,
     Runs,
 )
-from stagewright.time.simulate.units import Units, UnitSequence, units_of
-
-Progress = Callable[[int, int], None]
-"""Called with the number of tasks done and the number of all tasks."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Table:
-    """The issue rules of classes that share actions, and what each of these classes issues."""
-
-    actions: Actions
-    classes: tuple[int, ...]
-    units: Units
-    sequences: tuple[UnitSequence, ...]
-    """By class of `classes`."""
-    rules: IssueRules
-
-
-def tables_of(program: Program, how: Execution) -> list[Table]:
-    """The rules of all classes of a program; classes that share actions share a table."""
-    sharing: dict[int, list[int]] = {}
-    for nth, of in enumerate(program.classes):
-        sharing.setdefault(id(of.work.actions.begin), []).append(nth)
-    tables: list[Table] = []
-    for classes in sharing.values():
-        works = [program.classes[nth].work for nth in classes]
-        actions = works[0].actions
-        tasks = actions.tasks
-        deferred = deferred_past_backward(tasks, Edges(*tasks.reads), how)
-        units, sequences = units_of(
-            actions, [work.order for work in works], deferred,
-            in_turns=how.overlap_moe_expert_parallel_comm and how.streams != "one",
-        )  # fmt: skip
-        rules = issue_rules(program, units, how, CommInfo(program, tasks))
-        tables.append(Table(actions, tuple(classes), units, tuple(sequences), rules))
-    return tables
-
-
-class _Messages(NamedTuple):
-    """Ends of messages, a row each: class, instance and position, and what both ends agree on."""
-
-    of: Int
-    """[messages, 3]: class, instance, position."""
-    lane: Int
-    """The lane within its class."""
-    key: Int
-    """[messages, 4]: axis, sending lane, receiving lane, tag."""
+from stagewright.time.simulate.units import UnitSequence
 
 
 class Waves:
@@ -107,113 +47,14 @@ class Waves:
         self.connected = [
             lanes.connected(slot, count) for slot in range(len(program.communicators))
         ]
-        sent, received = self._messages()
-        self._cut(sent, received)
+        self.messages = messages(program, tables, lanes)
+        self._cut()
         self._number_slots()
-        self._match(sent, received)
         self._place()
-
-    # ---- messages --------------------------------------------------------------------------------
-
-    def _messages(self) -> tuple[_Messages, _Messages]:
-        """Sends and receives between lanes or units; those within a unit become its edges."""
-        axes = [peer.axis for peer in self.program.peers]
-        numbers = {axis: n for n, axis in enumerate(dict.fromkeys(axes))}
-        self.edges: list[Edges] = []
-        ends: dict[int, list[tuple[Int, Int, Int]]] = {SEND: [], RECV: []}
-        for table in self.tables:
-            rules, tasks = table.rules, table.actions.tasks
-            kind = tasks.kind[rules.rows]
-            positions = np.flatnonzero((kind == SEND) | (kind == RECV))
-            slot = tasks.slot[rules.rows[positions]].astype(np.int64)
-            own = np.ones(len(self.program.peers), dtype=bool)
-            for nth in table.classes:
-                mine = self.lanes.by_class[nth]
-                own &= np.array(
-                    [bool((to[mine] == mine).all()) for to in self.lanes.peers], dtype=bool
-                )
-            inside = own[slot] if len(slot) else np.zeros(0, dtype=bool)
-            axis = np.array([numbers[axes[s]] for s in slot.tolist()], dtype=np.int64)
-            self.edges.append(_within(rules, tasks.tag, positions[inside], axis[inside], kind))
-            between, slots, axis = positions[~inside], slot[~inside], axis[~inside]
-            for nth, sequence in zip(table.classes, table.sequences, strict=True):
-                for what in (SEND, RECV):
-                    chosen = kind[between] == what
-                    ends[what] += self._of_class(
-                        table, nth, sequence, between[chosen], slots[chosen], axis[chosen], what
-                    )
-        none = np.zeros((0, 3), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), np.int64)
-        made = [
-            _Messages(*(np.concatenate(c) for c in zip(none, *ends[what], strict=True)))
-            for what in (SEND, RECV)
-        ]
-        return made[0], made[1]
-
-    def _of_class(
-        self, table: Table, nth: int, sequence: UnitSequence, positions: Int, slots: Int, axis: Int,
-        what: int,
-    ) -> Iterator[tuple[Int, Int, Int]]:  # fmt: skip
-        """The sends, or receives, of all copies of a class and of each of its lanes."""
-        rules, order = table.rules, self.program.classes[nth].work.order
-        for unit in np.unique(rules.unit[positions]).tolist():
-            instances = np.flatnonzero(sequence.unit == unit)
-            if not len(instances):
-                continue
-            for m, action in enumerate(table.units.actions[unit]):
-                mine = (rules.unit[positions] == unit) & (rules.member[positions] == m)
-                if not mine.any():
-                    continue
-                copies = sequence.copies[instances, m]
-                at = np.searchsorted(np.flatnonzero(order.action == action), copies)
-                tags = order.tags(action, rules.rows[positions[mine]])[at]
-                shape = tags.shape
-                of = np.stack([
-                    np.full(shape, nth), np.broadcast_to(instances[:, None], shape),
-                    np.broadcast_to(positions[mine], shape),
-                ], axis=-1).reshape(-1, 3)  # fmt: skip
-                for number, lane in enumerate(self.lanes.by_class[nth].tolist()):
-                    other = np.array([int(to[lane]) for to in self.lanes.peers])[slots[mine]]
-                    pair = (np.full(shape, lane), np.broadcast_to(other, shape))
-                    if what == RECV:
-                        pair = pair[::-1]
-                    key = np.stack([np.broadcast_to(axis[mine], shape), *pair, tags], axis=-1)
-                    yield of, np.full(len(of), number), key.reshape(-1, 4)
-
-    def _match(self, sent: _Messages, received: _Messages) -> None:
-        """Find the slot that each received message is in, and who leaves it there."""
-        orders = [_by_key(ends) for ends in (sent, received)]
-        keys = [ends.key[order] for ends, order in zip((sent, received), orders, strict=True)]
-        if not np.array_equal(*keys):
-            raise ValueError(self._unmatched(*keys))
-        of, lane = sent.of[orders[0]], sent.lane[orders[0]]
-        back = np.empty_like(orders[1])
-        back[orders[1]] = np.arange(len(back))
-        self.received = received
-        self.senders = of[back]
-        """By received message: class, instance and position of its send."""
-        self.arrivals = self._flat(of, lane)[back]
-        """By received message: the slot of its end."""
-
-    def _unmatched(self, sent: Int, received: Int) -> str:
-        """What is received and not sent, or the other way round."""
-        pairs = [{*map(tuple, keys[:, :3].tolist())} for keys in (sent, received)]
-        axes = [*dict.fromkeys(peer.axis for peer in self.program.peers)]
-        for axis, source, target in sorted(pairs[0] | pairs[1]):
-            there = [
-                keys[(keys[:, :3] == (axis, source, target)).all(axis=1)]
-                for keys in (sent, received)
-            ]
-            if not np.array_equal(*there):
-                ranks = [int(self.lanes.example[lane]) for lane in (target, source)]
-                return (
-                    f"rank {ranks[0]} receives {len(there[1])} messages from rank {ranks[1]} along "
-                    f"{axes[axis]}, which sends {len(there[0])}, or others"
-                )
-        return "messages of lanes differ"
 
     # ---- runs ------------------------------------------------------------------------------------
 
-    def _cut(self, sent: _Messages, received: _Messages) -> None:
+    def _cut(self) -> None:
         """Cut the units of each table into runs."""
         self.runs: list[Runs] = []
         self.carried: list[dict[int, tuple[Int, Int]]] = [{} for _ in self.program.classes]
@@ -225,17 +66,17 @@ class Waves:
         for t, table in enumerate(self.tables):
             rules = table.rules
             masks: list[Bool] = []
-            for ends in (received, sent):
+            for ends in (self.messages.received, self.messages.sent):
                 mask = np.zeros(len(rules.rows), dtype=bool)
                 mask[ends.of[np.isin(ends.of[:, 0], table.classes), 2]] = True
                 masks.append(mask)
             receives, sends = masks
             # Actions of a schedule begin when all their messages are there. Others may wait for
             # what depends on their own first tasks.
-            cuts = receives & (self._whole(table)[rules.unit] | self._from_own_class(received, t))
+            cuts = receives & (self._whole(table)[rules.unit] | self._from_own_class(t))
             cuts[1:] &= ~cuts[:-1]
             asked = Asked(self._meetings(table), receives, sends, wanted[t], cuts)
-            self.runs.append(Runs(rules, asked, len(table.units.actions), self.edges[t]))
+            self.runs.append(Runs(rules, asked, len(table.units.actions), self.messages.within[t]))
 
     def _meetings(self, table: Table) -> Bool:
         """By position, whether it is a collective of several lanes."""
@@ -260,8 +101,9 @@ class Waves:
             result[sequence.unit[given]] = True
         return result
 
-    def _from_own_class(self, received: _Messages, t: int) -> Bool:
+    def _from_own_class(self, t: int) -> Bool:
         """By position, whether it receives from another lane of its class."""
+        received = self.messages.received
         result = np.zeros(len(self.tables[t].rules.rows), dtype=bool)
         mine = np.isin(received.of[:, 0], self.tables[t].classes)
         own = self.lanes.class_of[received.key[:, 1]] == received.of[:, 0]
@@ -390,8 +232,10 @@ class Waves:
         """
         count = len(self.program.classes)
         needs: list[dict[int, list[tuple[int, int]]]] = [defaultdict(list) for _ in range(count)]
-        items, sent = self._item(self.received.of), self._item(self.senders)
-        pairs = np.stack([self.received.of[:, 0], items, self.senders[:, 0], sent], axis=1)
+        sent, received = self.messages.sent.of, self.messages.received.of
+        pairs = np.stack(
+            [received[:, 0], self._item(received), sent[:, 0], self._item(sent)], axis=1
+        )
         for c, item, other, needed in np.unique(pairs, axis=0).tolist():
             needs[c][item].append((other, needed))
         slots: list[list[int]] = []
@@ -530,12 +374,13 @@ class Waves:
         """Put all items into waves, with the slots that they read and write."""
         self._items()
         levels = self._levels()
-        arrival: dict[tuple[int, int], list[Int]] = defaultdict(list)
-        received = self.received.of
+        self._arrivals = self._flat(self.messages.sent.of, self.messages.sent.lane)
+        received = self.messages.received.of
+        arrival: dict[tuple[int, int], Int] = {}
         for nth in range(len(self.program.classes)):
             mine = np.flatnonzero(received[:, 0] == nth)
             for position in np.unique(received[mine, 2]).tolist():
-                arrival[nth, position] = [mine[received[mine, 2] == position]]
+                arrival[nth, position] = mine[received[mine, 2] == position]
         parts: dict[tuple[int, int, bool], list[_Items]] = defaultdict(list)
         group_of: list[dict[int, int]] = [
             {n: g for g, group in enumerate(runs.groups) for n in group.runs.tolist()}
@@ -571,7 +416,7 @@ class Waves:
 
     def _slots_of(
         self, nth: int, number: int, instances: Int, level: Int, opened: dict[int, Bool],
-        arrival: dict[tuple[int, int], list[Int]],
+        arrival: dict[tuple[int, int], Int],
     ) -> _Items:  # fmt: skip
         """One run of all instances of its unit on all lanes of a class."""
         t = self.table_of[nth]
@@ -607,9 +452,10 @@ class Waves:
             slot = self.first[nth][where] + self.stored[t][position]
             ins[:, :, columns] = self.base[nth] + slot[:, None] * width + each[:, None]
         for column in np.flatnonzero(what == MESSAGE).tolist():
-            (mine,) = arrival[nth, int(number_of[column])]
-            at = np.searchsorted(instances, self.received.of[mine, 1])
-            ins[at, self.received.lane[mine], column] = self.arrivals[mine]
+            mine = arrival[nth, int(number_of[column])]
+            received = self.messages.received
+            at = np.searchsorted(instances, received.of[mine, 1])
+            ins[at, received.lane[mine], column] = self._arrivals[mine]
         outs = np.empty((*shape, len(run.outputs)), np.int64)
         what, number_of = np.array(run.outputs, dtype=np.int64).T
         fixed = np.where(what == LOCAL, registers + self.local[t][np.where(
@@ -696,140 +542,3 @@ class Batch:
         run = place[np.searchsorted(group.runs[place], run)]
         columns = run[order], lane[order], instance[order], meeting[order], together[order]
         return cls(table, number, meets, wave, *columns, ins, outs)
-
-
-def _within(
-    rules: IssueRules, tag: NDArray[np.int32], positions: Int, axis: Int, kind: NDArray[np.uint8]
-) -> Edges:
-    """Receives and their sends among messages that a lane sends to itself, within each unit."""
-    ends: dict[int, dict[tuple[int, ...], list[int]]] = {
-        SEND: defaultdict(list), RECV: defaultdict(list)
-    }  # fmt: skip
-    for position, a in zip(positions.tolist(), axis.tolist(), strict=True):
-        row = rules.rows[position]
-        key = int(rules.unit[position]), int(rules.member[position]), a, int(tag[row])
-        ends[int(kind[position])][key].append(position)
-    pairs = [
-        pair
-        for key, received in ends[RECV].items()
-        for pair in itertools.zip_longest(received, ends[SEND].get(key, ()))
-    ]
-    if any(receive is None or send is None or send >= receive for receive, send in pairs):
-        raise ValueError("a rank class receives what it has not sent yet")
-    columns = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return Edges(columns[:, 0], columns[:, 1])
-
-
-def _by_key(ends: _Messages) -> Int:
-    """Messages in order of what both ends agree on: of equal ones in the order of issue."""
-    of, key = ends.of, ends.key
-    return np.lexsort((of[:, 2], of[:, 1], key[:, 3], key[:, 2], key[:, 1], key[:, 0]))
-
-
-# ---- execution -----------------------------------------------------------------------------------
-
-
-class Timing(NamedTuple):
-    """Durations and launches of the positions of a table, in ticks: [timings, positions]."""
-
-    duration: Int
-    """Of a receive 0; of a collective of several lanes its own, which counts only there."""
-    cost: Int | None
-    """Of the launch of each; None: launches take no time."""
-    waits: Bool | None
-    """Whether the host waits for the end of each."""
-    of_lane: Int
-    """By lane of the program: which timing it has; any number for lanes of other tables."""
-    given: Int
-    """[timings, positions]: durations as they were given, those of receives too."""
-
-
-class Executed(NamedTuple):
-    """Times of all slots after the last wave, and what each row of each batch began with."""
-
-    times: Int
-    inputs: list[Int]
-    """By batch: [rows, inputs]."""
-    met: list[Int]
-    """By batch of meetings: when each row was ready, when it began, and when it ended."""
-
-
-def execute(
-    waves: Waves, timings: Sequence[Timing], evaluated: Sequence[Sequence[Evaluated]],
-    progress: Progress | None = None,
-) -> Executed:  # fmt: skip
-    """Execute all waves; `timings` are by table, `evaluated` by table and group of runs."""
-    times = np.zeros(waves.unused + 1, np.int64)
-    times[waves.nothing] = NEVER
-    stacks: list[tuple[Int, Int]] = []
-    for batch in waves.batches:
-        group = waves.runs[batch.table].groups[batch.group]
-        ends = evaluated[batch.table][batch.group].ends
-        stack = ends[:, group.outs].reshape(-1, group.outputs, group.inputs)
-        timing = timings[batch.table].of_lane[batch.lane]
-        stacks.append((stack, timing * len(group.runs) + batch.run))
-    inputs = [np.empty_like(batch.ins) for batch in waves.batches]
-    met = [np.empty((len(batch.run) if batch.meets else 0, 3), np.int64) for batch in waves.batches]
-    total = sum(len(batch.run) for batch in waves.batches)
-    done = 0
-    bounds = [batch.wave.tolist() for batch in waves.batches]
-    for wave in range(waves.count):
-        meeting: list[tuple[int, slice, Int]] = []
-        for number, batch in enumerate(waves.batches):
-            a, b = bounds[number][wave], bounds[number][wave + 1]
-            if a == b:
-                continue
-            stack, index = stacks[number]
-            begun = inputs[number][a:b] = times[batch.ins[a:b]]
-            left = (stack[index[a:b]] + begun[:, None, :]).max(axis=2)
-            done += b - a
-            if batch.meets:
-                meeting.append((number, slice(a, b), left))
-            else:
-                times[batch.outs[a:b]] = left
-        if meeting:
-            for number, rows, left, moments in _met(waves, timings, meeting):
-                times[waves.batches[number].outs[rows]] = left
-                met[number][rows] = moments.T
-        if progress is not None:
-            progress(done, total)
-    return Executed(times, inputs, met)
-
-
-def _met(
-    waves: Waves, timings: Sequence[Timing], meeting: Sequence[tuple[int, slice, Int]]
-) -> Iterator[tuple[int, slice, Int, Int]]:
-    """What the meetings of a wave leave: batch and rows, times of outputs, and when lanes are
-    ready, begin and end. Given are batches, rows, and outputs as if none waited for others."""
-    parts: list[tuple[Int, ...]] = []
-    for number, rows, left in meeting:
-        batch = waves.batches[number]
-        timing = timings[batch.table]
-        of, position = timing.of_lane[batch.lane[rows]], waves.begin(batch)[rows]
-        waits = np.zeros(len(of), np.int64)
-        if timing.waits is not None:
-            waits = timing.waits[of, position].astype(np.int64)
-        ticks = timing.duration[of, position]
-        parts.append((batch.meeting[rows], batch.together[rows], left[:, 1], ticks, waits))
-    meets, group, ready, ticks, waits = (np.concatenate(c) for c in zip(*parts, strict=True))
-    order = np.lexsort((group, meets))
-    new = np.diff(meets[order], prepend=-1) != 0
-
-    def latest(numbers: Int, new: Bool) -> Int:
-        first = np.flatnonzero(new)
-        counts = np.diff(np.append(first, len(numbers)))
-        result = np.empty_like(numbers)
-        result[order] = np.repeat(np.maximum.reduceat(numbers[order], first), counts)
-        return result
-
-    start = latest(ready, new | (np.diff(group[order], prepend=-1) != 0))
-    end = start + latest(ticks, new)
-    moments = np.stack([ready, start, end])
-    at = 0
-    for number, rows, left in meeting:
-        mine = slice(at, at + len(left))
-        at += len(left)
-        result = np.repeat(end[mine, None], left.shape[1], axis=1)
-        later = np.maximum(left[:, 0], end[mine])
-        result[:, 0] = np.where(waits[mine] > 0, later, left[:, 0])
-        yield number, rows, result, moments[:, mine]
