@@ -98,13 +98,12 @@ class GroupRanges:
 
 @lru_cache(maxsize=256)
 def _group_ranges(
-    stages: tuple[Stage, ...], classes: Classes, slots: tuple[int, ...], step_rows: _StepRows
+    stages: tuple[Stage, ...], classes: Classes, step_rows: _StepRows
 ) -> GroupRanges:
     columns = [value_columns(stage) for stage in stages]
     ranges = live_ranges(stages, columns, classes, step_rows.rows)
     begin = np.cumsum([0, *(len(c.names) for c in columns)])
-    at = np.array(slots, dtype=np.int64).reshape(-1, 3)
-    every = _cells(ranges, classes, at, len(stages))
+    every = _cells(ranges, classes)
     ending = np.flatnonzero(every.slot < 0)
     inside = np.flatnonzero(every.slot >= 0)
     inside = inside[np.argsort(every.slot[inside], kind="stable")]
@@ -129,8 +128,10 @@ class _StepRows:
         return hash(self.key)
 
 
-def _cells(ranges: Ranges, classes: Classes, slots: Int, stages: int) -> Cells:
-    """The cells of live ranges; `slots`: stage, slot and class of each position."""
+def _cells(ranges: Ranges, classes: Classes) -> Cells:
+    """The cells of live ranges."""
+    stages = len(classes.acting)
+    slots = np.array(classes.slots, dtype=np.int64).reshape(-1, 3)
     value, cls = np.nonzero(ranges.there & ~ranges.once[:, None])
     single = np.flatnonzero(ranges.once & ranges.there[:, 0])
     value = np.concatenate([value, single])
@@ -166,14 +167,13 @@ class RankValues:
     def groups(self) -> list[tuple[StageGroup, GroupRanges]]:
         """The stages that hand values to each other in memory, with the ranges of their values."""
         schedule, supplier = self.order.schedule, self.order.supplier
-        alone = [stage.alone for stage in self.stages]
-        waits = [value_columns(stage).waits_for_next for stage in self.stages]
+        alone = tuple(stage.alone for stage in self.stages)
+        waits = tuple(value_columns(stage).waits_for_next for stage in self.stages)
         found: list[tuple[StageGroup, GroupRanges]] = []
         for group in groups(schedule, supplier, alone, waits):
             stages = tuple(self.stages[place] for place in group.places)
             step_rows = _StepRows([self._step_rows(place) for place in group.places])
-            slots = tuple(group.slots.ravel().tolist())
-            found.append((group, _group_ranges(stages, group.classes, slots, step_rows)))
+            found.append((group, _group_ranges(stages, group.classes, step_rows)))
         return found
 
     def _step_rows(self, place: int) -> Int:
@@ -301,7 +301,7 @@ def _row(
     position, place = ranges.position(ends), ranges.place(ends)
     row = np.full(len(ends), order.total - 1)
     within = np.flatnonzero(position < of.classes.positions)
-    stage, slot, _ = group.slots[position[within]].T
+    stage, slot, _ = np.array(of.classes.slots, dtype=np.int64).reshape(-1, 3)[position[within]].T
     action = group.actions[position[within]]
     places = np.array(group.places, dtype=np.int64)[stage]
     m = microbatch[within]
@@ -352,23 +352,24 @@ class MemoryPlan:
     def _kinds(self, rank: RankValues) -> Int:
         """The profile of each copy of a rank's actions."""
         order, schedule = rank.order, rank.order.schedule
-        numbers: list[GroupRanges] = []
-        # By action of the schedule: which ranges, and the slots of its cells.
-        columns = np.zeros((3, len(schedule)), dtype=np.int64)
-        for group, ranges in rank.groups:
+        numbers = [ranges for _, ranges in rank.groups]
+        # By stage of the rank: its ranges, how many stages these are of, which one it is.
+        of_stage = np.zeros((3, len(rank.stages)), dtype=np.int64)
+        class_of = np.empty((len(rank.stages), schedule.microbatches), dtype=np.int64)
+        for number, (group, _) in enumerate(rank.groups):
             for q, place in enumerate(group.places):
-                mine = np.flatnonzero(schedule.place == place)
-                kind, microbatch = schedule.kind[mine], schedule.microbatch[mine]
-                slot = (group.class_of[microbatch] * len(group.places) + q) * SLOTS
-                columns[0, mine] = len(numbers) + 1
-                columns[1, mine] = slot + _SLOT_OF_KIND[kind]
-                before = np.where(microbatch > 0, group.class_of[microbatch - 1], -1)
-                slot = (before * len(group.places) + q) * SLOTS + NEXT + _SLOT_OF_KIND[kind]
-                waits = (before >= 0) & (kind != FORWARD) & (kind != UNSHARD)
-                empty = np.diff(ranges.first_cell) == 0
-                waits[waits] &= ~empty[slot[waits]]
-                columns[2, mine] = np.where(waits, slot + 1, 0)
-            numbers.append(ranges)
+                of_stage[:, place] = number, len(group.places), q
+                class_of[place] = group.class_of
+        number, several, q = of_stage[:, schedule.place]
+        kind, microbatch = schedule.kind, schedule.microbatch
+        slot = (class_of[schedule.place, microbatch] * several + q) * SLOTS + _SLOT_OF_KIND[kind]
+        columns = np.stack([number + 1, slot, np.zeros_like(slot)])
+        if any(stage_waits for stage_waits in map(_waits, rank.stages)):
+            before = np.where(microbatch > 0, class_of[schedule.place, microbatch - 1], -1)
+            slot = (before * several + q) * SLOTS + NEXT + _SLOT_OF_KIND[kind]
+            for at in np.flatnonzero((before >= 0) & (kind != FORWARD) & (kind != UNSHARD)):
+                first = numbers[int(number[at])].first_cell
+                columns[2, at] = (first[slot[at]] < first[slot[at] + 1]) * (slot[at] + 1)
         by_part = np.zeros((2, 3, schedule.steps), dtype=np.int64)
         by_part[schedule.part, :, schedule.step] = columns.T
         steps = order.action[: schedule.steps]
@@ -401,6 +402,10 @@ class MemoryPlan:
         if number == len(self._makers):
             self._makers.append(maker)
         return number
+
+
+def _waits(stage: Stage) -> bool:
+    return value_columns(stage).waits_for_next
 
 
 def _counts(group: StageGroup) -> Int:
