@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Int
 from stagewright.lower.assembly.rank_schedule import (
     HALVES,
     UNSHARD,
@@ -20,6 +20,7 @@ AHEAD, NEXT, SLOTS = 3, 3, 6
 """Actions of a microbatch on a stage by slot: its forward (0), each half of its backward (1, 2), the
 action that has gathered the weights of its forward ahead (3), and each half of the backward of the
 next microbatch (1 + 3, 2 + 3)."""
+_TURN: Int = np.array([1, 2, 2, 0, 2, 2])
 _ATTRIBUTE_BITS, _ENDS_BITS = 5, 2
 
 
@@ -123,8 +124,6 @@ class _Actions:
     """The actions of all microbatches on the stages of a rank."""
 
     schedule: RankSchedule
-    gathers: Bool
-    """Actions that gather the weights they use."""
     action: Int
     """-1: there is none: [slots before `NEXT` and `AHEAD`, stages, microbatches]."""
     attributes: Int
@@ -143,7 +142,7 @@ class _Actions:
         number = (schedule.kind * 2 + schedule.complete) * 2 + gathers + 1
         attributes = np.where(action >= 0, number[action], 0)
         ends = np.stack([schedule.ends[half][by[half]] for half in range(HALVES)])
-        return cls(schedule, gathers, action, attributes, np.where(by >= 0, ends, 0))
+        return cls(schedule, action, attributes, np.where(by >= 0, ends, 0))
 
     def classes(self) -> tuple[Int, Int]:
         """Keys of microbatches by stage, if it is alone; 0: it does nothing for them. And all keys
@@ -158,16 +157,16 @@ class _Actions:
 def _alone(actions: _Actions, place: int, key: Int, keys: Int) -> StageGroup:
     """The group of a stage that is alone; `key` is by microbatch."""
     number = np.searchsorted(keys, key)
-    microbatches = np.arange(len(key))[::-1]
     example = np.full(len(keys), -1, dtype=np.int64)
-    example[number[::-1]] = microbatches  # the first one of each
+    example[number[::-1]] = np.arange(len(key) - 1, -1, -1)  # the first one of each
     example[keys == 0] = -1
     there = np.flatnonzero(example >= 0)
     class_of = np.full(len(keys), -1, dtype=np.int64)
     class_of[there] = np.arange(len(there))
-    action = np.full((SLOTS, 1, len(there)), -1, dtype=np.int64)
-    action[: AHEAD + 1, 0] = actions.action[:, place, example[there]]
-    return _of_classes(actions, (place,), action, class_of[number])
+    columns = np.full((2, SLOTS, 1, len(there)), -1, dtype=np.int64)
+    columns[0, : AHEAD + 1, 0] = actions.action[:, place, example[there]]
+    columns[1, : AHEAD + 1, 0] = actions.attributes[:, place, example[there]]
+    return _of_classes(actions.schedule, (place,), *columns, class_of[number])
 
 
 def _together(actions: _Actions, places: tuple[int, ...], *, waits: bool) -> StageGroup:
@@ -175,90 +174,83 @@ def _together(actions: _Actions, places: tuple[int, ...], *, waits: bool) -> Sta
     microbatch."""
     at = list(places)
     microbatches = actions.action.shape[2]
-    action = np.full((SLOTS, len(places), microbatches), -1, dtype=np.int64)
-    action[: AHEAD + 1] = actions.action[:, at]
-    attributes = np.zeros_like(action)
-    attributes[: AHEAD + 1] = actions.attributes[:, at]
+    columns = np.full((2, SLOTS, len(places), microbatches), -1, dtype=np.int64)
+    columns[0, : AHEAD + 1] = actions.action[:, at]
+    columns[1, : AHEAD + 1] = actions.attributes[:, at]
     if waits:
-        for of in (action, attributes):
-            of[NEXT + 1 :, :, :-1] = of[1:HALVES, :, 1:]
-    order = np.argsort(np.argsort(action.reshape(-1, microbatches), axis=0, kind="stable"), axis=0)
-    columns = np.concatenate([
-        attributes.reshape(-1, microbatches), actions.ends[:, at].reshape(-1, microbatches), order
-    ])  # fmt: skip
-    active = np.flatnonzero((action[:HALVES] >= 0).any(axis=(0, 1)))
+        columns[:, NEXT + 1 :, :, :-1] = columns[:, 1:HALVES, :, 1:]
+    action, attributes = columns.reshape(2, -1, microbatches)
+    order = np.argsort(np.argsort(action, axis=0, kind="stable"), axis=0)
+    ends = actions.ends[:, at].reshape(-1, microbatches)
+    active = np.flatnonzero((columns[0, :HALVES] >= 0).any(axis=(0, 1)))
     _, example, number = np.unique(
-        columns[:, active], axis=1, return_index=True, return_inverse=True
-    )
+        np.concatenate([attributes, ends, order])[:, active],
+        axis=1, return_index=True, return_inverse=True,
+    )  # fmt: skip
     class_of = np.full(microbatches, -1, dtype=np.int64)
     class_of[active] = number.ravel()
-    return _of_classes(actions, places, action[:, :, active[example]], class_of)
+    return _of_classes(actions.schedule, places, *columns[..., active[example]], class_of)
 
 
 def _of_classes(
-    actions: _Actions, places: tuple[int, ...], action: Int, class_of: Int
+    schedule: RankSchedule, places: tuple[int, ...], action: Int, attributes: Int, class_of: Int
 ) -> StageGroup:
-    """The group, given an action of each class by slot and stage."""
-    schedule = actions.schedule
-    rows = np.argwhere(action >= 0)
-    slot, stage, cls = rows.T
-    found = action[slot, stage, cls]
+    """The group, given an action of each class and its attributes: [slots, stages, classes]."""
+    _, stages, count = action.shape
+    cells = np.flatnonzero(action.ravel() >= 0)
+    found, slot = action.ravel()[cells], cells // (stages * count)
     # Forwards of a stage alone come before its backwards, whatever lies between them.
-    turn = np.where(slot == AHEAD, 0, np.where(slot == 0, 1, 2)) * (len(places) == 1)
-    later = slot > NEXT
-    order = np.lexsort((slot, stage, cls, later, found, turn))
-    columns = np.stack([turn, found, later, cls])[:, order]
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = (np.diff(columns, axis=1) != 0).any(axis=0)  # both halves may be one action
-    position = np.empty(len(order), dtype=np.int64)
-    position[order] = np.cumsum(new) - 1
+    turn = _TURN[slot] * (stages == 1)
+    key = ((turn * len(schedule) + found) * 2 + (slot > NEXT)) * count + cells % count
+    _, first, position = np.unique(key, return_index=True, return_inverse=True)
     once: list[tuple[int, int]] = []  # slot and class, by stage and half
     for place in places:
-        for half in range(HALVES):
-            of = int(schedule.once[half, place])
+        for half, of in enumerate(schedule.once[:, place].tolist()):
             ahead = of >= 0 and schedule.kind[of] == UNSHARD
             k = int(class_of[schedule.microbatch[of]]) if of >= 0 else -1
             once.append((AHEAD if ahead else half, k))
-    attributes = np.stack([schedule.kind[found], schedule.complete[found], actions.gathers[found]])
     classes = _classes(
-        len(places),
-        action.shape[2],
-        tuple(map(tuple, np.stack([slot, stage, cls, *attributes, position], axis=1).tolist())),
+        stages,
+        count,
+        tuple(cells.tolist()),
+        tuple(attributes.ravel()[cells].tolist()),
+        tuple(position.ravel().tolist()),
         tuple(once),
         (int(class_of[0]), int(class_of[-1])),
     )
-    return StageGroup(places, classes, class_of, found[order[new]])
+    return StageGroup(places, classes, class_of, found[first])
 
 
 @lru_cache(maxsize=256)  # most stages have equal ones
 def _classes(
     stages: int,
     count: int,
-    rows: tuple[tuple[int, ...], ...],
+    cells: tuple[int, ...],
+    attributes: tuple[int, ...],
+    position: tuple[int, ...],
     once: tuple[tuple[int, int], ...],
     ends: tuple[int, int],
 ) -> Classes:
-    """The classes; `rows`: slot, stage, class, kind, complete, gathers and position of actions."""
-    acting = {
-        (slot, stage, cls): Acting(kind, bool(complete), bool(gathers), position)
-        for slot, stage, cls, kind, complete, gathers, position in rows
-    }
+    """The classes, given their actions: where each is among slots, stages and classes."""
+    acting: dict[int, Acting] = {}
     slots: dict[int, tuple[int, int, int]] = {}
-    for (slot, stage, cls), of in sorted(acting.items()):
-        slots.setdefault(of.position, (stage, slot, cls))
+    for cell, number, at in zip(cells, attributes, position, strict=True):
+        rest, gathers = divmod(number - 1, 2)
+        kind, complete = divmod(rest, 2)
+        acting[cell] = Acting(kind, bool(complete), bool(gathers), at)
+        slot, stage = divmod(cell // count, stages)
+        slots.setdefault(at, (stage, slot, cell % count))
+
+    def at(slot: int, stage: int, cls: int) -> Acting | None:
+        return acting.get((slot * stages + stage) * count + cls) if cls >= 0 else None
+
     return Classes(
         tuple(
-            tuple(
-                tuple(acting.get((slot, stage, cls)) for cls in range(count))
-                for slot in range(SLOTS)
-            )
+            tuple(tuple(at(slot, stage, cls) for cls in range(count)) for slot in range(SLOTS))
             for stage in range(stages)
         ),
         tuple(
-            tuple(
-                acting.get((slot, stage, k))
-                for slot, k in once[stage * HALVES : (stage + 1) * HALVES]
-            )
+            tuple(at(slot, stage, k) for slot, k in once[stage * HALVES : (stage + 1) * HALVES])
             for stage in range(stages)
         ),
         *ends,
