@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -97,28 +98,36 @@ class ActionOrder(Protocol):
 class Profiles(tuple[Deltas, ...]):
     """Changes of memory by row of actions, each from nothing."""
 
-    @cached_property
-    def net(self) -> Int:
-        """Bytes that are held longer: [profiles, categories]."""
-        return np.stack([(p.allocated - p.freed).sum(axis=1) for p in self])
+    net: Int
+    """Bytes that are held longer: [profiles, categories]."""
+    most: Int
+    """The most bytes held while a row runs, -1 of profiles without rows: [profiles]."""
 
-    @cached_property
-    def most(self) -> Int:
-        """The most bytes held while a row runs, -1 of profiles without rows: [profiles]."""
-        return np.array([self._held(p).sum(axis=0).max(initial=-1) for p in self])
+    @classmethod
+    def of(cls, allocated: Int, freed: Int, begin: Int) -> Profiles:
+        """Profiles whose rows stand one after the other: `begin` are the first of each, and the
+        end."""
+        start = np.zeros(len(allocated), dtype=np.int64)
+        ends = list(pairwise(begin.tolist()))
+        profiles = cls(Deltas(start, allocated[:, a:b], freed[:, a:b]) for a, b in ends)
+        held = np.zeros((len(allocated), allocated.shape[1] + 1), dtype=np.int64)
+        np.cumsum(allocated - freed, axis=1, out=held[:, 1:])
+        profiles.net = (held[:, begin[1:]] - held[:, begin[:-1]]).T
+        total = held.sum(axis=0)
+        while_running = total[1:] + freed.sum(axis=0)
+        most = np.full(len(profiles), -1, dtype=np.int64)
+        some = np.flatnonzero(np.diff(begin))
+        if len(some):
+            at = begin[some]
+            most[some] = np.maximum.reduceat(while_running, at) - total[at]
+        profiles.most = most
+        return profiles
 
     def at_most(self, profile: int) -> Int:
         """Bytes by category while the first row runs that has the most."""
-        held = self._held(self[profile])
-        if not held.size:
-            return np.zeros(len(held), dtype=np.int64)
-        return held[:, int(np.argmax(held.sum(axis=0)))]
-
-    @staticmethod
-    def _held(profile: Deltas) -> Int:
-        """Bytes by category while each row runs: [categories, rows]."""
-        held = (profile.allocated - profile.freed).cumsum(axis=1)
-        return held + profile.freed
+        start, allocated, freed = self[profile]
+        held = (allocated - freed).cumsum(axis=1) + freed
+        return held[:, int(np.argmax(held.sum(axis=0)))] if held.size else start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,9 +242,9 @@ class _Given(RankWork):
 
     @cached_property
     def changes(self) -> MemoryChanges:
-        found = changed_bytes(self.values, len(self.rows))
-        profile = found._replace(start=np.zeros_like(found.start))
-        return MemoryChanges(found.start, np.zeros(1, dtype=np.int64), Profiles((profile,)))
+        start, allocated, freed = changed_bytes(self.values, len(self.rows))
+        profiles = Profiles.of(allocated, freed, np.array([0, len(self.rows)]))
+        return MemoryChanges(start, np.zeros(1, dtype=np.int64), profiles)
 
 
 class _OneCopy:

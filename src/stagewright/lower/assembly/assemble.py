@@ -128,10 +128,10 @@ def assemble(
     values = [RankValues(o, kept=weights.kept) for o in orders]
     plan = None if weights.kept else MemoryPlan(table, values)
     numbers = np.arange(mesh.world_size, dtype=np.int64)
-    pipeline_rank = numbers // mesh.stride("pp") % pp if pp > 1 else np.zeros_like(numbers)
+    members = numbers.reshape(-1, pp, mesh.stride("pp") if pp > 1 else 1)
     classes = [
         RankClass(
-            numbers[pipeline_rank == rank],
+            members[:, rank].ravel(),
             rank,
             AssembledWork(table.actions, values[rank], plan, names, rank, streams),
         )

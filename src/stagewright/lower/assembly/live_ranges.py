@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from stagewright.program.columns import CATEGORIES
 _CATEGORY = {name: nth for nth, name in enumerate(CATEGORIES)}
 _MOST = np.iinfo(np.int64).max
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ValueColumns:
     """The values of one stage as columns; rows that touch them stand one after the other."""
 
@@ -86,12 +87,17 @@ class ValueColumns:
             pairs(stage.values.kept_weights),
         )
 
-    @property
+    @cached_property
     def touched(self) -> Bool:
-        """Values that rows touch; others are allocated all the time."""
+        """Values that rows touch."""
         return np.diff(self.begin) > 0
 
-    @property
+    @cached_property
+    def always(self) -> Int:
+        """Values that are allocated all the time."""
+        return np.flatnonzero(~self.touched)
+
+    @cached_property
     def waits_for_next(self) -> bool:
         """Whether a row of the next microbatch touches a value."""
         return bool((self.whose == NEXT).any())

@@ -142,20 +142,34 @@ def crossings(stages: Sequence[Sequence[Placed]]) -> list[tuple[Crossing, ...]]:
     """
     live: dict[str, Crossing] = {}
     live_before: list[dict[str, Crossing]] = []  # each stage, from the last on
+    known: dict[tuple[LoweredBlock, tuple[Crossing, ...]], dict[str, Crossing]] = {}
     for stage in reversed(stages):
         for block, _, _ in reversed(stage):
-            made_here = {c.name for c in block.makers if not c.gradient}
-            behind = {n: x for n, x in live.items() if n not in made_here}
-            handed = {n: Crossing(n, *x, False) for n, x in block.handed_in.items()} | behind
-            live = {
-                n: x._replace(gradient=x.gradient or LiveValue(n, True) in block.makers)
-                for n, x in handed.items()
-            }
+            key = block, tuple(live.values())
+            if key not in known:
+                known[key] = _live_before(block, live)
+            live = known[key]
         live_before.append(live)
     result: list[tuple[Crossing, ...]] = []
     made: set[str] = set()
     for stage, later in zip(stages, live_before[-2::-1], strict=False):
-        made |= {c.name for block, _, _ in stage for c in block.makers if not c.gradient}
+        made |= {name for block in {block for block, _, _ in stage} for name in _made(block)}
         names = sorted(made & later.keys(), key=lambda n: (n != STREAM, n))
         result.append(tuple(later[n] for n in names))
     return result
+
+
+def _made(block: LoweredBlock) -> set[str]:
+    """The names of values that a block makes or passes on in forward."""
+    return {c.name for c in block.makers if not c.gradient}
+
+
+def _live_before(block: LoweredBlock, live: Mapping[str, Crossing]) -> dict[str, Crossing]:
+    """The values live before a block, given those live behind it."""
+    made = _made(block)
+    behind = {n: x for n, x in live.items() if n not in made}
+    handed = {n: Crossing(n, *x, False) for n, x in block.handed_in.items()} | behind
+    return {
+        n: x._replace(gradient=x.gradient or LiveValue(n, True) in block.makers)
+        for n, x in handed.items()
+    }

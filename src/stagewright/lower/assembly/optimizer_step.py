@@ -138,39 +138,44 @@ def optimizer_step(
     A rank on which nothing trains takes part in the exchange of norms, as all others do.
     """
     kernels: list[Kernel] = []
-    columns: list[tuple[int, int]] = []  # stage, block
+    stage: list[Int] = []
+    block: list[Int] = []
     row_of = [np.zeros(len(u.tasks), dtype=np.int64) for u in updates]
     deps: list[Int] = []
     clip_row = -1
     for nth, part in enumerate(PARTS):
         if part is TaskPart.UPDATE and clip is not None:
             norms = [row_of[c][u.last_norms] for c, u in enumerate(updates)]
+            before = len(kernels)
             clip_row = _clip(kernels, deps, np.concatenate([_NOTHING, *norms]), stages, clip)
-            columns += [(-1, -1)] * (len(kernels) - len(columns))
-        items = [
-            (c, n) for c, u in enumerate(updates) for n in range(u.begin[nth], u.begin[nth + 1])
-        ]
-        if part is TaskPart.TIE:
-            items.sort(key=lambda item: updates[item[0]].tasks[item[1]].axes)
-        rows = [[item] for item in items]
-        if part is TaskPart.UPDATE:
-            rows = _arranged(stages, updates, items) or rows
-        for row in rows:
+            for column in (stage, block):
+                column.append(np.full(len(kernels) - before, -1))
+        arranged = _arranged(stages, updates, nth)
+        if arranged is None:
+            for c, u in enumerate(updates):
+                tasks = slice(u.begin[nth], u.begin[nth + 1])
+                count = tasks.stop - tasks.start
+                row_of[c][tasks] = np.arange(count) + len(kernels)
+                stage.append(np.full(count, c))
+                block.append(u.block[tasks])
+                kernels += u.tasks[tasks]
+            continue
+        for row in arranged:
             c, n = row[0]
             for other, task in row:
                 row_of[other][task] = len(kernels)
-            columns.append((c, int(updates[c].block[n]) if len(row) == 1 else -1))
+            stage.append(np.array([c]))
+            block.append(updates[c].block[[n]] if len(row) == 1 else np.array([-1]))
             kernels.append(merge_messages([(0, updates[c].tasks[n]) for c, n in row]))
     for c, u in enumerate(updates):
         inside = u.dep_whose == STEP
         at = u.dep_at.copy()
         at[inside] = np.where(at[inside] < 0, clip_row, row_of[c][at[inside]])
-        stage = np.where(inside, -1, c)
-        some = np.stack([row_of[c][u.dep_task], u.dep_whose, stage, at])
+        some = np.stack([row_of[c][u.dep_task], u.dep_whose, np.where(inside, -1, c), at])
         deps.append(some[:, at >= 0])
     every = _distinct(np.concatenate([np.zeros((4, 0), dtype=np.int64), *deps], axis=1))
-    stage, block = np.array(columns, dtype=np.int64).reshape(-1, 2).T
-    return OptimizerStep(kernels, stage, block, *every, row_of)
+    columns = (np.concatenate([_NOTHING, *column]) for column in (stage, block))
+    return OptimizerStep(kernels, *columns, *every, row_of)
 
 
 def _distinct(columns: Int) -> Int:
@@ -180,13 +185,18 @@ def _distinct(columns: Int) -> Int:
 
 
 def _arranged(
-    stages: Sequence[Stage], updates: Sequence[StageUpdates], items: Sequence[tuple[int, int]]
+    stages: Sequence[Stage], updates: Sequence[StageUpdates], nth: int
 ) -> list[list[tuple[int, int]]] | None:
-    """The rows of updates as the habits arrange them; None: as they are, a row each."""
-    if not stages:
+    """The rows of a part, each of some tasks of stages; None: in order, a row each."""
+    part = PARTS[nth]
+    if part is TaskPart.NORM:
         return None
+    items = [(c, n) for c, u in enumerate(updates) for n in range(u.begin[nth], u.begin[nth + 1])]
+    if part is TaskPart.TIE:
+        items.sort(key=lambda item: updates[item[0]].tasks[item[1]].axes)
+        return [[item] for item in items]
     tasks: Row = [(n, updates[c].tasks[task]) for n, (c, task) in enumerate(items)]
-    rows = stages[0].habits.arrange_updates(tasks)
+    rows = stages[0].habits.arrange_updates(tasks) if stages else None
     return None if rows is None else [[items[n] for n, _ in row] for row in rows]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -32,7 +33,7 @@ from stagewright.lower.assembly.rank_schedule import (
 from stagewright.lower.assembly.segments import Numbers
 from stagewright.lower.assembly.stages import Stage
 from stagewright.program.columns import CATEGORIES, Values
-from stagewright.program.step import Deltas, MemoryChanges, Profiles, changed_bytes, summed
+from stagewright.program.step import MemoryChanges, Profiles, changed_bytes, summed
 
 _SLOT_OF_KIND = np.zeros(5, dtype=np.int64)
 _SLOT_OF_KIND[[FORWARD, BACKWARD, INPUT_HALF, WEIGHT_HALF, UNSHARD]] = 0, 1, 1, 2, AHEAD
@@ -66,7 +67,7 @@ class Cells(NamedTuple):
         return Cells(*(column[some] for column in self))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class GroupRanges:
     """Live ranges of the values of some stages, and the cells that they are made of."""
 
@@ -82,15 +83,18 @@ class GroupRanges:
     ending: Cells
     """After all actions."""
 
-    def cells_of(self, slot: int) -> Cells:
-        """The cells of an action."""
-        return Cells(*(c[self.first_cell[slot] : self.first_cell[slot + 1]] for c in self.cells))
+    def ending_counts(self, group: StageGroup) -> tuple[int, ...]:
+        """How many microbatches each class has whose values are held until after all actions; 0 of
+        others."""
+        count = np.bincount(group.class_of[group.class_of >= 0], minlength=self.classes.count)
+        count[np.bincount(self.ending.cls + 1, minlength=len(count) + 1)[1:] == 0] = 0
+        return tuple(count.tolist())
 
     def sizes(self, of: Sizes) -> Int:
         """Bytes of the values of all stages."""
         return np.concatenate([of.get(s, value_columns(s).size) for s in self.stages])
 
-    @property
+    @cached_property
     def category(self) -> Int:
         """Of the values of all stages."""
         return np.concatenate([value_columns(s).category for s in self.stages])
@@ -98,13 +102,12 @@ class GroupRanges:
 
 @lru_cache(maxsize=256)
 def _group_ranges(
-    stages: tuple[Stage, ...], classes: Classes, slots: tuple[int, ...], step_rows: _StepRows
+    stages: tuple[Stage, ...], classes: Classes, step_rows: _StepRows
 ) -> GroupRanges:
     columns = [value_columns(stage) for stage in stages]
     ranges = live_ranges(stages, columns, classes, step_rows.rows)
     begin = np.cumsum([0, *(len(c.names) for c in columns)])
-    at = np.array(slots, dtype=np.int64).reshape(-1, 3)
-    every = _cells(ranges, classes, at, len(stages))
+    every = _cells(ranges, classes)
     ending = np.flatnonzero(every.slot < 0)
     inside = np.flatnonzero(every.slot >= 0)
     inside = inside[np.argsort(every.slot[inside], kind="stable")]
@@ -129,8 +132,10 @@ class _StepRows:
         return hash(self.key)
 
 
-def _cells(ranges: Ranges, classes: Classes, slots: Int, stages: int) -> Cells:
-    """The cells of live ranges; `slots`: stage, slot and class of each position."""
+def _cells(ranges: Ranges, classes: Classes) -> Cells:
+    """The cells of live ranges."""
+    stages = len(classes.acting)
+    slots = np.array(classes.slots, dtype=np.int64).reshape(-1, 3)
     value, cls = np.nonzero(ranges.there & ~ranges.once[:, None])
     single = np.flatnonzero(ranges.once & ranges.there[:, 0])
     value = np.concatenate([value, single])
@@ -166,14 +171,13 @@ class RankValues:
     def groups(self) -> list[tuple[StageGroup, GroupRanges]]:
         """The stages that hand values to each other in memory, with the ranges of their values."""
         schedule, supplier = self.order.schedule, self.order.supplier
-        alone = [stage.alone for stage in self.stages]
-        waits = [value_columns(stage).waits_for_next for stage in self.stages]
+        alone = tuple(stage.alone for stage in self.stages)
+        waits = tuple(value_columns(stage).waits_for_next for stage in self.stages)
         found: list[tuple[StageGroup, GroupRanges]] = []
         for group in groups(schedule, supplier, alone, waits):
             stages = tuple(self.stages[place] for place in group.places)
             step_rows = _StepRows([self._step_rows(place) for place in group.places])
-            slots = tuple(group.slots.ravel().tolist())
-            found.append((group, _group_ranges(stages, group.classes, slots, step_rows)))
+            found.append((group, _group_ranges(stages, group.classes, step_rows)))
         return found
 
     def _step_rows(self, place: int) -> Int:
@@ -264,7 +268,7 @@ def _instances(
     order, ranges = rank.order, of.ranges
     begin, end = of.begin[q : q + 2].tolist()
     columns = value_columns(of.stages[q])
-    always = np.flatnonzero(~columns.touched)
+    always = columns.always
     found = [np.stack([start + always, *(np.full(len(always), x) for x in (-1, -1, order.total))])]
     # Values made by the same actions, and freed by the same rule, are together.
     alike: dict[tuple[int, bool, bool, bool], list[int]] = {}
@@ -301,7 +305,7 @@ def _row(
     position, place = ranges.position(ends), ranges.place(ends)
     row = np.full(len(ends), order.total - 1)
     within = np.flatnonzero(position < of.classes.positions)
-    stage, slot, _ = group.slots[position[within]].T
+    stage, slot, _ = np.array(of.classes.slots, dtype=np.int64).reshape(-1, 3)[position[within]].T
     action = group.actions[position[within]]
     places = np.array(group.places, dtype=np.int64)[stage]
     m = microbatch[within]
@@ -321,151 +325,190 @@ def _row(
 # ---- bytes by action -----------------------------------------------------------------------------
 
 
+class _ProfileKey(NamedTuple):
+    """What the bytes that copies of an action allocate and free follow from."""
+
+    action: int
+    parts: tuple[tuple[GroupRanges, int, int], ...] = ()
+    """By part: ranges, the slot of its cells, and of those that the microbatch before frees; -1:
+    none."""
+    ends: tuple[tuple[GroupRanges, tuple[int, ...], tuple[int, ...]], ...] = ()
+    """Where the step ends: ranges, how many microbatches each class has, and the stages."""
+
+
+class _PlacedCells(NamedTuple):
+    """Cells of one `GroupRanges` in profiles."""
+
+    value: Int
+    row: Int
+    """Of all profiles one after the other."""
+    freed: Bool
+    count: Int
+    """How many values there are."""
+
+
 class MemoryPlan:
     """The memory of the ranks of a program by action: equal copies of actions have one profile."""
 
     def __init__(self, table: ActionTable, ranks: Sequence[RankValues]) -> None:
         """`ranks`: those whose values live as long as the class of their microbatch says."""
-        self._table = table
-        self._profiles: dict[tuple[object, ...], int] = {}
-        self._makers: list[_Maker] = []
-        self.kinds = [self._kinds(rank) for rank in ranks]
-        """By rank, the profile of each copy."""
-        self._ranks = ranks
+        self._table, self._ranks = table, ranks
+        self._number = Numbers[_ProfileKey]()
+        self._kinds = [self._kinds_of(rank) for rank in ranks]
+        self._own: Profiles | None = None
 
     def changes(self, rank: int, sizes: Sizes) -> MemoryChanges:
         """The changes of a rank; `sizes` as in `RankValues.expanded`."""
         return MemoryChanges(
-            _always(self._ranks[rank], sizes), self.kinds[rank], self.profiles(sizes)
+            _always(self._ranks[rank], sizes), self._kinds[rank], self.profiles(sizes)
         )
 
     def profiles(self, sizes: Sizes) -> Profiles:
         """The profiles of all ranks."""
-        if not sizes:
-            return self._own
-        return Profiles(maker.profile(sizes) for maker in self._makers)
+        if sizes:
+            return self._profiles(sizes)
+        if self._own is None:
+            self._own = self._profiles({})
+        return self._own
 
-    @cached_property
-    def _own(self) -> Profiles:
-        return Profiles(maker.profile({}) for maker in self._makers)
+    def _profiles(self, sizes: Sizes) -> Profiles:
+        total = int(self._begin[-1])
+        cell: list[Int] = []
+        size: list[Int] = []
+        freed: list[Bool] = []
+        for ranges, cells in self._cells:
+            cell.append(ranges.category[cells.value] * total + cells.row)
+            size.append(ranges.sizes(sizes)[cells.value] * cells.count)
+            freed.append(cells.freed)
+        at = np.concatenate([np.zeros(0, dtype=np.int64), *cell])
+        bytes_ = np.concatenate([np.zeros(0, dtype=np.int64), *size])
+        frees = np.concatenate([np.zeros(0, dtype=bool), *freed])
+        shape = len(CATEGORIES), total
+        up, down = (
+            summed(at[some], bytes_[some], shape[0] * total).reshape(shape)
+            for some in (~frees, frees)
+        )
+        return Profiles.of(up, down, self._begin)
 
-    def _kinds(self, rank: RankValues) -> Int:
+    # ---- which profiles --------------------------------------------------------------------------
+
+    def _kinds_of(self, rank: RankValues) -> Int:
         """The profile of each copy of a rank's actions."""
         order, schedule = rank.order, rank.order.schedule
-        numbers: list[GroupRanges] = []
-        # By action of the schedule: which ranges, and the slots of its cells.
-        columns = np.zeros((3, len(schedule)), dtype=np.int64)
-        for group, ranges in rank.groups:
-            for q, place in enumerate(group.places):
-                mine = np.flatnonzero(schedule.place == place)
-                kind, microbatch = schedule.kind[mine], schedule.microbatch[mine]
-                slot = (group.class_of[microbatch] * len(group.places) + q) * SLOTS
-                columns[0, mine] = len(numbers) + 1
-                columns[1, mine] = slot + _SLOT_OF_KIND[kind]
-                before = np.where(microbatch > 0, group.class_of[microbatch - 1], -1)
-                slot = (before * len(group.places) + q) * SLOTS + NEXT + _SLOT_OF_KIND[kind]
-                waits = (before >= 0) & (kind != FORWARD) & (kind != UNSHARD)
-                empty = np.diff(ranges.first_cell) == 0
-                waits[waits] &= ~empty[slot[waits]]
-                columns[2, mine] = np.where(waits, slot + 1, 0)
-            numbers.append(ranges)
+        numbers = [ranges for _, ranges in rank.groups]
+        columns = _slots(rank)
         by_part = np.zeros((2, 3, schedule.steps), dtype=np.int64)
         by_part[schedule.part, :, schedule.step] = columns.T
         steps = order.action[: schedule.steps]
         first, of = distinct_numbers([steps, *by_part.reshape(6, -1)], schedule.steps)
-        makers: list[int] = []
-        for copy in first.tolist():
-            action = int(steps[copy])
-            parts = [
-                (numbers[int(n) - 1], int(slot), int(later) - 1)
-                for n, slot, later in by_part[:, :, copy].tolist()
-                if n
-            ]
-            makers.append(self._maker(_Maker(self._table, action, tuple(parts), ())))
-        kinds = np.array(makers, dtype=np.int64)[of] if len(of) else of
-        ends = tuple(
-            (ranges, tuple(_counts(group).tolist()), group.places) for group, ranges in rank.groups
-        )
+        keys = [
+            _ProfileKey(
+                action,
+                tuple((numbers[n - 1], slot, later - 1) for n, slot, later in parts if n),
+            )
+            for action, parts in zip(
+                steps[first].tolist(), by_part[:, :, first].transpose(2, 0, 1).tolist(), strict=True
+            )
+        ]
+        kinds = np.array(self._number.each(keys), dtype=np.int64)[of]
+        ends = tuple((ranges, ranges.ending_counts(group), group.places)
+                     for group, ranges in rank.groups)  # fmt: skip
         if len(order.action) > schedule.steps:
-            maker = _Maker(self._table, int(order.action[-1]), (), ends)
-            return np.append(kinds, self._maker(maker))
+            return np.append(kinds, self._number(_ProfileKey(int(order.action[-1]), ends=ends)))
         rows = np.flatnonzero(np.diff(order.begin))
-        if len(rows) and any(len(ranges.ending.value) for _, ranges in rank.groups):
-            kinds = kinds.copy()
-            last = self._makers[int(kinds[rows[-1]])]
-            kinds[rows[-1]] = self._maker(_Maker(self._table, last.action, last.parts, ends))
+        if len(rows) and any(len(ranges.ending.value) for ranges in numbers):
+            key = keys[int(of[rows[-1]])]
+            kinds[rows[-1]] = self._number(key._replace(ends=ends))
         return kinds
 
-    def _maker(self, maker: _Maker) -> int:
-        number = self._profiles.setdefault(maker.key, len(self._makers))
-        if number == len(self._makers):
-            self._makers.append(maker)
-        return number
+    # ---- what they are made of -------------------------------------------------------------------
+
+    @cached_property
+    def _begin(self) -> Int:
+        """Where the rows of each profile begin among those of all, and the end."""
+        sizes = np.diff(self._table.actions.begin)
+        actions = np.array([key.action for key in self._number.table], dtype=np.int64)
+        return np.concatenate([[0], np.cumsum(sizes[actions])]).astype(np.int64)
+
+    @cached_property
+    def _cells(self) -> list[tuple[GroupRanges, _PlacedCells]]:
+        """All cells, with the ranges that they are of."""
+        table = self._table
+        parts: dict[GroupRanges, list[tuple[int, int, int]]] = {}  # profile, form, slot
+        found: list[tuple[GroupRanges, _PlacedCells]] = []
+        for profile, key in enumerate(self._number.table):
+            for nth, (ranges, slot, later) in enumerate(key.parts):
+                form = int(table.form_of[key.action, nth])
+                several = parts.setdefault(ranges, [])
+                several += [(profile, form, s) for s in (slot, later) if s >= 0]
+            found += [(ranges, self._ending(profile, key.action, ranges, counts, places))
+                      for ranges, counts, places in key.ends]  # fmt: skip
+        for ranges, several in parts.items():
+            profile, form, slot = np.array(several, dtype=np.int64).T
+            first = ranges.first_cell[slot]
+            counts = ranges.first_cell[slot + 1] - first
+            start = np.cumsum(counts) - counts
+            cells = ranges.cells.take(
+                np.repeat(first - start, counts) + np.arange(int(counts.sum()))
+            )
+            offset = table.offset(np.repeat(form, counts), cells.place)
+            row = np.repeat(self._begin[profile], counts) + offset - cells.before
+            one = np.ones(len(row), dtype=np.int64)
+            found.append((ranges, _PlacedCells(cells.value, row, cells.freed, one)))
+        return found
+
+    def _ending(
+        self,
+        profile: int,
+        action: int,
+        ranges: GroupRanges,
+        counts: tuple[int, ...],
+        places: tuple[int, ...],
+    ) -> _PlacedCells:
+        cells = ranges.ending
+        row = np.full(len(cells.place), self._begin[profile + 1] - 1)
+        for q, place in enumerate(places):
+            mine = np.flatnonzero((cells.stage == q) & (cells.place >= 0))
+            after = _step_row(self._table, action, place, cells.place[mine])
+            row[mine] = self._begin[profile] + after
+        count = np.array([*counts, 1], dtype=np.int64)[cells.cls]
+        return _PlacedCells(cells.value, row, cells.freed, count)
 
 
-def _counts(group: StageGroup) -> Int:
-    """How many microbatches each class has."""
-    return np.bincount(group.class_of[group.class_of >= 0], minlength=group.classes.count)
+def _slots(rank: RankValues) -> Int:
+    """By action of the schedule: its ranges (a number from 1 on), the slot of its cells, and one
+    more than that of those that the microbatch before frees, 0: none: [3, actions]."""
+    schedule = rank.order.schedule
+    # By stage of the rank: its ranges, how many stages these are of, which one it is.
+    of_stage = np.zeros((3, len(rank.stages)), dtype=np.int64)
+    class_of = np.empty((len(rank.stages), schedule.microbatches), dtype=np.int64)
+    for number, (group, _) in enumerate(rank.groups):
+        for q, place in enumerate(group.places):
+            of_stage[:, place] = number, len(group.places), q
+            class_of[place] = group.class_of
+    number, several, q = of_stage[:, schedule.place]
+    kind, microbatch = schedule.kind, schedule.microbatch
+    slot = (class_of[schedule.place, microbatch] * several + q) * SLOTS + _SLOT_OF_KIND[kind]
+    columns = np.stack([number + 1, slot, np.zeros_like(slot)])
+    if any(value_columns(stage).waits_for_next for stage in rank.stages):
+        before = np.where(microbatch > 0, class_of[schedule.place, microbatch - 1], -1)
+        slot = (before * several + q) * SLOTS + NEXT + _SLOT_OF_KIND[kind]
+        waits = (before >= 0) & (kind != FORWARD) & (kind != UNSHARD)
+        for n, (_, ranges) in enumerate(rank.groups):
+            mine = np.flatnonzero(waits & (number == n))
+            some = ranges.first_cell[slot[mine]] < ranges.first_cell[slot[mine] + 1]
+            columns[2, mine] = np.where(some, slot[mine] + 1, 0)
+    return columns
 
 
 def _always(rank: RankValues, sizes: Sizes) -> Int:
     """Bytes by category that are allocated all the time."""
     start = np.zeros(len(CATEGORIES), dtype=np.int64)
-    for stage in rank.stages:
+    for stage, many in Counter(rank.stages).items():
         columns = value_columns(stage)
-        always = ~columns.touched
-        size = sizes.get(stage, columns.size)[always]
-        start += summed(columns.category[always], size, len(CATEGORIES))
+        size = sizes.get(stage, columns.size)[columns.always]
+        start += many * summed(columns.category[columns.always], size, len(CATEGORIES))
     return start
-
-
-class _Maker(NamedTuple):
-    """What the profile of some copies of an action follows from."""
-
-    table: ActionTable
-    action: int
-    parts: tuple[tuple[GroupRanges, int, int], ...]
-    """Ranges, the slot of the part's cells, and that of those which the microbatch before frees."""
-    ends: tuple[tuple[GroupRanges, tuple[int, ...], tuple[int, ...]], ...]
-    """Ranges, how many microbatches of each class, and stages, where the step ends here."""
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for equal profiles."""
-        return (
-            self.action,
-            *((id(ranges), slot, later) for ranges, slot, later in self.parts),
-            *((id(ranges), counts, places) for ranges, counts, places in self.ends),
-        )
-
-    def profile(self, sizes: Sizes) -> Deltas:
-        """Bytes that each row allocates and frees."""
-        table, (begin, end) = self.table, self.table.actions.begin[self.action : self.action + 2]
-        rows = int(end - begin)
-        cell: list[tuple[Int, Int, Bool]] = []  # row and category, bytes, freed or allocated
-        for nth, (ranges, slot, later) in enumerate(self.parts):
-            form = table.form_of[self.action, nth]
-            for number in (slot, later) if later >= 0 else (slot,):
-                cells = ranges.cells_of(number)
-                row = table.offset(form, cells.place) - cells.before
-                category = ranges.category[cells.value]
-                cell.append((category * rows + row, ranges.sizes(sizes)[cells.value], cells.freed))
-        for ranges, counts, places in self.ends:
-            cells = ranges.ending
-            row = np.full(len(cells.place), rows - 1)
-            for q, place in enumerate(places):
-                mine = np.flatnonzero((cells.stage == q) & (cells.place >= 0))
-                row[mine] = _step_row(table, self.action, place, cells.place[mine])
-            category = ranges.category[cells.value]
-            many = np.array([*counts, 1], dtype=np.int64)[cells.cls]
-            size = ranges.sizes(sizes)[cells.value] * many
-            cell.append((category * rows + row, size, cells.freed))
-        at, size, freed = (np.concatenate(column) for column in zip(*cell, strict=True))
-        shape = len(CATEGORIES), rows
-        up, down = (
-            summed(at[some], size[some], shape[0] * rows).reshape(shape) for some in (~freed, freed)
-        )
-        return Deltas(np.zeros(len(CATEGORIES), dtype=np.int64), up, down)
 
 
 def _step_row(table: ActionTable, action: int, place: int, task: Int) -> Int:
@@ -477,15 +520,17 @@ def _step_row(table: ActionTable, action: int, place: int, task: Int) -> Int:
 def changes_of(order: RankOrder, values: Values) -> MemoryChanges:
     """The changes of a rank from its expanded values; equal copies of an action have one profile."""
     start, allocated, freed = changed_bytes(values, order.total)
-    profiles: dict[tuple[int, bytes, bytes], int] = {}
-    found: list[Deltas] = []
-    kind: list[int] = []
-    nothing = np.zeros_like(start)
-    for copy, action in enumerate(order.action.tolist()):
-        some = slice(int(order.begin[copy]), int(order.begin[copy + 1]))
-        up, down = allocated[:, some], freed[:, some]
-        number = profiles.setdefault((action, up.tobytes(), down.tobytes()), len(found))
-        if number == len(found):
-            found.append(Deltas(nothing, up, down))
-        kind.append(number)
-    return MemoryChanges(start, np.array(kind, dtype=np.int64), Profiles(found))
+    number = Numbers[tuple[int, bytes, bytes]]()
+    rows = [slice(a, b) for a, b in itertools.pairwise(order.begin.tolist())]
+    kind = number.each(
+        (action, allocated[:, some].tobytes(), freed[:, some].tobytes())
+        for action, some in zip(order.action.tolist(), rows, strict=True)
+    )
+    of = np.array(kind, dtype=np.int64)
+    _, first = np.unique(of, return_index=True)
+    up, down = (
+        np.concatenate([column[:, :0], *(column[:, rows[n]] for n in first.tolist())], axis=1)
+        for column in (allocated, freed)
+    )
+    begin = np.concatenate([[0], np.cumsum(np.diff(order.begin)[first])]).astype(np.int64)
+    return MemoryChanges(start, of, Profiles.of(up, down, begin))
