@@ -330,7 +330,13 @@ class TableBuilder:
         for contents, rows in self.afters:
             of = [naming[content] for content in contents]
             name += numbers.each(names_after(of, rows))
-            stage.append(np.array([*(named.stage for named in of), -1])[rows.stage])
+            # Stages with one content stay apart, by numbers that no other stage has.
+            behind = 1 + max(named.stage for named in naming)
+            numbered = [
+                behind + c if content in contents[:c] else naming[content].stage
+                for c, content in enumerate(contents)
+            ]
+            stage.append(np.array([*numbered, -1])[rows.stage])
             layer.append(layers_after(of, rows))
         columns = {"name": np.array(name), "stage": np.concatenate(stage)}
         columns["layer"] = np.concatenate(layer)

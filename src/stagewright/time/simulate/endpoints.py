@@ -1,4 +1,4 @@
-"""Which tasks of lanes belong together: messages and their sends, collectives of several classes."""
+"""Tasks of lanes that belong together: messages and their sends, collectives of classes."""
 
 from __future__ import annotations
 
@@ -60,13 +60,14 @@ def endpoints(waves: Waves, issues: Sequence[IssueOrder]) -> Endpoints:
 
     lanes = waves.lanes
     received: list[Received] = []
-    at, sent = places(waves.messages.received.of), places(waves.messages.sent.of)
+    ends = waves.messages.received
+    at, sent = places(ends.of), places(waves.messages.sent.of)
     for nth, mine in enumerate(lanes.by_class):
-        own = waves.messages.received.of[:, 0] == nth
+        own = ends.of[:, 0] == nth
         columns = [
             at[own],
-            waves.messages.received.lane[own],
-            waves.messages.received.key[own, 1],
+            ends.lane[own],
+            ends.key[own, 1],
             sent[own],
         ]
         inside = _within(waves, nth)

@@ -52,7 +52,7 @@ class Lanes:
         return len(self.example)
 
     def connected(self, slot: int, classes: int) -> Int:
-        """By class, the first class that it meets in groups of a communicator, of itself if none."""
+        """By class, the first class that it meets in groups of a communicator, or itself."""
         home = np.arange(classes)
         group = self.groups[slot]
         for number in np.unique(group[group >= 0]).tolist():

@@ -173,7 +173,7 @@ def _computes_prompts(run: Run) -> bool:
 def host_work(
     program: Program, run: Run, how: Execution, hardware: Hardware
 ) -> list[HostWork] | None:
-    """The launches of each rank class, by row of its actions; None: the host is never waited for."""
+    """Launches of each rank class, by row of its actions; None: the host is never waited for."""
     mode = launch_mode(run, how, hardware)
     if mode == "ahead":
         return None

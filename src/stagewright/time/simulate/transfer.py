@@ -88,7 +88,7 @@ class Runs:
         for u in range(units):
             a, b = int(begin[u]), int(begin[u + 1])
             edges = [a, *(a + 1 + np.flatnonzero(cuts[a + 1 : b])).tolist(), b] if b > a else []
-            mine = [(u, x, y) for x, y in zip(edges, edges[1:], strict=False)]
+            mine = [(u, x, y) for x, y in itertools.pairwise(edges)]
             if mine and asked.meets[mine[-1][1]]:
                 mine.append((u, b, b))  # registers are left by a run that is no meeting
             self.of_unit.append([*range(len(bounds), len(bounds) + len(mine))])

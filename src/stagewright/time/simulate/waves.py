@@ -58,8 +58,8 @@ class Waves:
         """Cut the units of each table into runs."""
         self.runs: list[Runs] = []
         self.carried: list[dict[int, tuple[Int, Int]]] = [{} for _ in self.program.classes]
-        """By class and unit: instances and positions of the sources of its carried needs, [instances
-        of the unit, needs]."""
+        """By class and unit: instances and positions of the sources of carried needs, each
+        [instances of the unit, needs]."""
         wanted = [np.zeros(len(table.rules.rows), dtype=bool) for table in self.tables]
         for nth in range(len(self.program.classes)):
             self._find_carried(nth, wanted[self.table_of[nth]])
