@@ -164,7 +164,7 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
     asked = Run(model="moe", seq_length=16, fuse=fuse, **settings).resolved(MOE)
     compiled = compile(asked, MOE)
     mesh, plan = parallelization(asked, MOE)
-    routing, sizes = Routing.of(asked, MOE, plan, 2 * 16), sizes_of(asked, MOE)
+    routing, sizes = Routing.of(asked, MOE, mesh, plan, 2 * 16), sizes_of(asked, MOE)
     order = compiled.order
     stages = place_blocks(asked, MOE)
     graphs = dict(
@@ -414,11 +414,13 @@ def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:
 
 
 def test_shares_are_exact() -> None:
-    plan = parallelization(Run(model="moe", dp=2, ep=2), MOE)[1]
-    routing = Routing.of(Run(model="moe", dp=2, ep=2), MOE, plan, 2 * 16)
+    run = Run(model="moe", dp=2, ep=2)
+    mesh, plan = parallelization(run, MOE)
+    routing = Routing.of(run, MOE, mesh, plan, 2 * 16)
+    extent = extent_of({}, mesh, {ROWS: routing.even()})
     assert routing.taken(Fraction(1, 3)) == Fraction(32, 3)
-    assert routing.even()(("dp",)) == 8  # of an expert, from one rank
-    assert routing.even()(()) == 16
+    assert extent(ROWS, ("dp",)) == 8  # of an expert, from one rank
+    assert extent(ROWS, ()) == 16
 
 
 def test_a_layer_without_rows_still_runs(run: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
@@ -152,10 +152,13 @@ def toposort(roots: Iterable[Node]) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes in execution order, and which of them the outside asks for, by name."""
+    """Nodes in execution order, and which of them the outside asks for, by name.
+
+    Graphs of the same nodes with the same outputs are equal.
+    """
 
     nodes: tuple[Node, ...]
-    outputs: Mapping[str, Node]
+    outputs: Mapping[str, Node] = field(hash=False)
 
     @classmethod
     def of(cls, order: Iterable[Node], outputs: Mapping[str, Node]) -> Graph:
@@ -166,11 +169,6 @@ class Graph:
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
-
-    @property
-    def content(self) -> Hashable:
-        """What is equal for graphs of the same nodes in the same order, with the same outputs."""
-        return self.nodes, (*self.outputs.items(),)
 
     def rebuild(
         self, fn: Callable[[Node, tuple[Node, ...]], Node]

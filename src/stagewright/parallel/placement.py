@@ -7,10 +7,10 @@ before all of these. Values that no row names follow their operands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
-from stagewright.algebra.layout import Layout
+from stagewright.algebra.layout import Layout, Mesh
 from stagewright.algebra.notation import Tensor
 from stagewright.algebra.size import size
 from stagewright.errors import UserError, divisors
@@ -20,21 +20,21 @@ from stagewright.graph.shard import Want
 from stagewright.parallel.activations import STREAM, activation_rows, residual
 from stagewright.parallel.context import score_dims
 from stagewright.parallel.dispatch import expert_sums
-from stagewright.parallel.parameters import ShardedDims, parameter_layout
+from stagewright.parallel.parameters import ParameterShape, parameter_layout
 from stagewright.parallel.plan import Dims, Plan
 
 BATCH, WIDTH = size("B"), size("M")
 
 
-def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
+def strategy(plan: Plan, sharded: Iterable[tuple[ParameterShape, Dims]] = ()) -> Want:
     """Where each value of a run lives, by name, role and declaration.
 
-    `sizes` are the numbers behind the dims, which say what ZeRO splits evenly.
+    `sharded` is what ZeRO splits: `parameters.sharded_dims` of the same graph.
     """
     table = {name: plan.layout(row) for name, row in plan.table.items()}
     rows, sums = activation_rows(plan), expert_sums(plan)
-    shards = ShardedDims(plan, sizes)
-    return partial(_layout, plan=plan, shards=shards, table=table, rows=rows, sums=sums)
+    by_shape = dict(sharded)
+    return partial(_layout, plan=plan, sharded=by_shape, table=table, rows=rows, sums=sums)
 
 
 def _layout(
@@ -42,7 +42,7 @@ def _layout(
     have: Layout | None,
     *,
     plan: Plan,
-    shards: ShardedDims,
+    sharded: Mapping[ParameterShape, Dims],
     table: Mapping[str, Layout],
     rows: Mapping[str, Dims],
     sums: Mapping[str, frozenset[str]],
@@ -50,7 +50,7 @@ def _layout(
     """The layout that a node shall have; None: it follows its operands, which make it `have`."""
     bound = n.binding
     if bound.param:
-        return parameter_layout(n, bound.param, have, plan, shards)
+        return parameter_layout(n, bound.param, have, plan, sharded)
     if n.role is Role.SQUARED_NORM:
         return None
     if bound.split_as:  # a state of each request
@@ -90,7 +90,9 @@ def _live_in_layout(n: Node, plan: Plan) -> Layout:
     return Layout(score_dims(plan), frozenset(plan.data if n.phase == "backward" else ()))
 
 
-def names_in_table(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: str) -> set[str]:
+def names_in_table(
+    graph: Graph, plan: Plan, mesh: Mesh, sizes: Mapping[str, int], whose: str
+) -> set[str]:
     """The names in the plan's table that a single-device graph has, each checked against it.
 
     A UserError says which row has other dims than its value, or does not divide one; `whose` is the
@@ -109,7 +111,7 @@ def names_in_table(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: st
             continue
         found.add(name)
         for dim, degrees, axes in zip(n.shape, row.axes, plan.layout(row).dims, strict=True):
-            count, ranks = dim.value(sizes), plan.mesh.size(*axes)
+            count, ranks = dim.value(sizes), mesh.size(*axes)
             if count % ranks:
                 raise UserError(
                     f"{'*'.join(degrees)}={ranks} does not divide {dim} = {count} of {name} "
