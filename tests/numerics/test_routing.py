@@ -27,7 +27,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.kernels.extent import extent_of
 from stagewright.lower.recipe import sizes_of
-from stagewright.lower.routing import ROWS, Load, Routing, Rows
+from stagewright.lower.routing import ROWS, Load, Routing
 from stagewright.lower.variants import place_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
@@ -171,7 +171,7 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
         zip(dict.fromkeys(k for s in stages for k, _ in s), compiled.blocks.values(), strict=True)
     )
 
-    def make(rows: Rows) -> Program:
+    def make(rows: ExpertRows) -> Program:
         extent = extent_of(sizes, mesh, {ROWS: rows})
         blocks = {
             kind: lower_block(graph, asked, mesh, extent, kind) for kind, graph in graphs.items()

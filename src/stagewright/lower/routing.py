@@ -40,7 +40,7 @@ ROWS = size("R")
 """The dim of token copies (rows) of an expert."""
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Mean rows of an expert, on all ranks together that the rows are split over.
 
     Before dispatch these are all that have tokens of their own; after dispatch, those that also
@@ -104,15 +104,15 @@ class Routing:
         wanted = share * self.copies
         return wanted if self.capacity is None else smallest([wanted, Fraction(self.capacity)])
 
-    def rows(self, sent: Fraction | int, got: Fraction | int) -> Rows:
-        """Rows of the experts on a rank that sends `sent` copies and receives `got`."""
+    def rows(self, sent: Fraction | int, got: Fraction | int) -> ExpertRows:
+        """ExpertRows of the experts on a rank that sends `sent` copies and receives `got`."""
         moving = frozenset(a for a in self.expert if a in self.tokens)
         parts = self.mesh.size(*self.tokens)
         before = ratio(sent * parts, self.experts)
         after = ratio(got * parts, self.senders * self.held)
-        return Rows(moving, before, after)
+        return ExpertRows(moving, before, after)
 
-    def even(self) -> Rows:
+    def even(self) -> ExpertRows:
         """As `rows`, with all experts receiving equally many copies."""
         each = self.taken(Fraction(1, self.experts))
         return self.rows(self.experts * each, self.held * self.senders * each)
@@ -161,7 +161,7 @@ class Load:
             place = place * mesh.size(axis) + ranks // mesh.stride(axis) % mesh.size(axis)
         return place + np.zeros_like(ranks)
 
-    def programs(self, make: Callable[[Rows], Program]) -> Program:
+    def programs(self, make: Callable[[ExpertRows], Program]) -> Program:
         """The programs of all ranks at this load; `make` compiles the program at equal rows.
 
         Every column is linear in the rows, so it follows from programs at zero rows and at one.

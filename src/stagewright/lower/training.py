@@ -26,7 +26,7 @@ from stagewright.lower.kernels.extent import Extent, OwnRows, Split, extent_of
 from stagewright.lower.parameters import parameters
 from stagewright.lower.pytorch.uneven_shards import by_rows
 from stagewright.lower.recipe import recipe_of, sizes_of
-from stagewright.lower.routing import ROWS, Load, Routing, Rows
+from stagewright.lower.routing import ROWS, ExpertRows, Load, Routing
 from stagewright.lower.strategy_table import check_table, table_of
 from stagewright.lower.variants import BlockVariant, PlacedVariant, labels, place_blocks, tie_tables
 from stagewright.model.config import ModelConfig
@@ -91,7 +91,7 @@ class TrainingStep:
         tokens = self.sizes["B"] * self.sizes["S"]
         return Routing.of(self.run, self.model, self.mesh, self.plan, tokens)
 
-    def extent(self, rows: Rows | None, own: OwnRows | None = None) -> Extent:
+    def extent(self, rows: ExpertRows | None, own: OwnRows | None = None) -> Extent:
         """How large dims are on a rank if experts compute this many rows; None: a dense model.
 
         `own` are the rank's rows of the weights that FSDP splits; None: the first rank's.
@@ -108,7 +108,7 @@ class TrainingStep:
         return {v: lower_block(g, run, mesh, extent, v, habits) for v, g in graphs.items()}
 
     def uneven_splits(
-        self, graphs: Mapping[BlockVariant, Graph], rows: Rows | None
+        self, graphs: Mapping[BlockVariant, Graph], rows: ExpertRows | None
     ) -> Sequence[Split]:
         """The splits by FSDP that do not divide, each once."""
         extent = self.extent(rows, OwnRows(self.plan.shard))
@@ -140,11 +140,11 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     step = TrainingStep.of(run, model, table)
     graphs = {v: step.shard(v) for v in step.variants}
 
-    def equal(rows: Rows | None, own: OwnRows | None) -> Program:
+    def equal(rows: ExpertRows | None, own: OwnRows | None) -> Program:
         """As `program`, of ranks that have these rows of the weights that FSDP splits."""
         return step.assemble(step.lower(graphs, step.extent(rows, own))).program
 
-    def program(rows: Rows | None) -> Program:
+    def program(rows: ExpertRows | None) -> Program:
         """The program of every rank if experts compute this many rows; None: a dense model."""
         plan = step.plan
         if not plan.shard_rows:
