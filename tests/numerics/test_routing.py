@@ -27,7 +27,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.kernels.extent import extent_of
 from stagewright.lower.recipe import sizes_of
-from stagewright.lower.routing import ROWS, Load, Routing
+from stagewright.lower.routing import ROWS, ExpertRows, Load, Routing
 from stagewright.lower.variants import place_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization

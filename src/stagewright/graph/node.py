@@ -137,16 +137,14 @@ def replace(old: Node, **changes: Any) -> Node:
 def toposort(roots: Iterable[Node]) -> list[Node]:
     """Every node that the roots need, once, inputs first, in the order the roots ask for them."""
     order: dict[Node, None] = {}
-    stack = [(r, False) for r in reversed(list(roots))]
+    stack = [*roots]
+    stack.reverse()
     while stack:
-        n, ready = stack.pop()
-        if n in order:
-            continue
-        if ready:
-            order[n] = None
+        waiting = [s for s in reversed(stack[-1].srcs) if s not in order]
+        if waiting:
+            stack += waiting
         else:
-            stack.append((n, True))
-            stack.extend((s, False) for s in reversed(n.srcs))
+            order[stack.pop()] = None
     return list(order)
 
 
@@ -181,8 +179,9 @@ class Graph:
         new: dict[Node, Node] = {}
         for n in self.nodes:
             new[n] = fn(n, tuple(new[s] for s in n.srcs))
-        order = toposort(new.values())
-        return Graph.of(order, {k: new[v] for k, v in self.outputs.items()}), new
+        outputs = {k: new[v] for k, v in self.outputs.items()}
+        needed = set(toposort(outputs.values()))
+        return Graph(tuple(n for n in toposort(new.values()) if n in needed), outputs), new
 
 
 def text(graph: Graph) -> str:

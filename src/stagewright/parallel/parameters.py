@@ -25,21 +25,23 @@ def parameter_layout(
     parameter: Parameter,
     have: Layout | None,
     plan: Plan,
+    used: Dims,
     sharded: Mapping[ParameterShape, Dims],
 ) -> Layout | None:
     """The layout of a node that belongs to a parameter, by its role; None: it follows its operands.
 
-    `have` is the layout that would follow, `sharded` what `sharded_dims` has found.
+    `have` is the layout that would follow, `used` where the computation reads the parameter, and
+    `sharded` what `sharded_dims` has found.
     """
     rank = len(n.shape)
     if not rank:  # a count of steps
         return Layout(())
     if n.binding.buffer:
         return None if n.role is Role.COUNT else Layout(((),) * rank)
-    used = plan.used(parameter, rank)
     shard = sharded[ParameterShape.of(n.shape, parameter, used)] if plan.zero else used
     # Of a partial sum one rank has the values, the others have zeros.
-    sums = plan.layout(parameter.placement).partial & {*plan.combined}
+    combined = {*plan.combined}
+    sums = plan.layout(parameter.placement).partial & combined if combined else frozenset[str]()
     match n.role:
         case Role.USED:
             return Layout(used, sums)

@@ -7,14 +7,15 @@ before all of these. Values that no row names follow their operands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
 
 from stagewright.algebra.layout import Layout, Mesh
 from stagewright.algebra.notation import Tensor
 from stagewright.algebra.size import size
 from stagewright.errors import UserError, divisors
 from stagewright.graph.node import Graph, Node
+from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import Want
 from stagewright.parallel.activations import STREAM, activation_rows, residual
@@ -33,8 +34,10 @@ def strategy(plan: Plan, sharded: Iterable[tuple[ParameterShape, Dims]] = ()) ->
     """
     table = {name: plan.layout(row) for name, row in plan.table.items()}
     rows, sums = activation_rows(plan), expert_sums(plan)
-    by_shape = dict(sharded)
-    return partial(_layout, plan=plan, sharded=by_shape, table=table, rows=rows, sums=sums)
+    used, by_shape = cache(plan.used), dict(sharded)
+    return partial(
+        _layout, plan=plan, used=used, sharded=by_shape, table=table, rows=rows, sums=sums
+    )
 
 
 def _layout(
@@ -42,6 +45,7 @@ def _layout(
     have: Layout | None,
     *,
     plan: Plan,
+    used: Callable[[Parameter, int], Dims],
     sharded: Mapping[ParameterShape, Dims],
     table: Mapping[str, Layout],
     rows: Mapping[str, Dims],
@@ -50,11 +54,12 @@ def _layout(
     """The layout that a node shall have; None: it follows its operands, which make it `have`."""
     bound = n.binding
     if bound.param:
-        return parameter_layout(n, bound.param, have, plan, sharded)
+        dims = used(bound.param, len(n.shape))
+        return parameter_layout(n, bound.param, have, plan, dims, sharded)
     if n.role is Role.SQUARED_NORM:
         return None
     if bound.split_as:  # a state of each request
-        return Layout((plan.data, (), *plan.used(bound.split_as, len(n.shape) - 2)))
+        return Layout((plan.data, (), *used(bound.split_as, len(n.shape) - 2)))
     if bound.asked:
         return _asked_layout(n, have, table.get(n.name), plan)
     if n.name in table and len(table[n.name].dims) == len(n.shape):

@@ -15,6 +15,7 @@ from stagewright.arithmetic import ceil
 from stagewright.graph.cost import bytes_per_value, local
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.parameter import HEADS
+from stagewright.graph.table import MOVES
 
 Mean = Fraction | Callable[[tuple[str, ...]], Fraction]
 """The mean of a dim over all ranks that split it, or as a function of the axes that do."""
@@ -107,14 +108,15 @@ class Extent:
     def __call__(self, dim: Size, axes: tuple[str, ...]) -> int | Fraction:
         """Points of a dim that `axes` split."""
         key = (dim, axes)
-        if key not in self.known:
-            if dim in self.means:
-                mean = self.means[dim]
-                whole = mean(axes) if callable(mean) else mean
-                self.known[key] = whole / self.mesh.size(*axes)
+        found = self.known.get(key)
+        if found is None:
+            mean = self.means.get(dim)
+            if mean is None:
+                found = self._part(dim.value(self.sizes), axes)
             else:
-                self.known[key] = self._part(dim.value(self.sizes), axes)
-        return self.known[key]
+                found = (mean(axes) if callable(mean) else mean) / self.mesh.size(*axes)
+            self.known[key] = found
+        return found
 
     def _part(self, count: int, axes: tuple[str, ...]) -> int:
         """Rows of `count` on one rank."""
@@ -156,15 +158,14 @@ def extent_of(
 @lru_cache(maxsize=256)
 def _names(graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
     """The symbols of sizes, and the axes, that a graph names."""
-    sizes: set[str] = set()
-    axes: set[str] = set()
+    dims = {dim for n in graph for dim in n.shape}
+    dims |= {value for n in graph for _, value in n.attrs if isinstance(value, Size)}
+    axes = {axis for n in graph for axis in n.layout.axes()}
     for n in graph:
-        attrs = (value for _, value in n.attrs)
-        for dim in (*n.shape, *(x for x in attrs if isinstance(x, Size))):
-            sizes |= dim.symbols
-        moved: Any = n.get("axes", ())
-        axes.update(n.layout.axes(), moved)
-    return frozenset(sizes), frozenset(axes)
+        if n.op in MOVES:
+            moved: Any = n["axes"]
+            axes.update(moved)
+    return frozenset(name for dim in dims for name in dim.symbols), frozenset(axes)
 
 
 def bytes_of(n: Node, extent: Extent) -> int:
