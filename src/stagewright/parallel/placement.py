@@ -8,7 +8,8 @@ before all of these. Values that no row names follow their operands.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import cache
+from typing import NamedTuple
 
 from stagewright.algebra.layout import Layout, Mesh
 from stagewright.algebra.notation import Tensor
@@ -34,54 +35,56 @@ def strategy(plan: Plan, sharded: Iterable[tuple[ParameterShape, Dims]] = ()) ->
     """
     table = {name: plan.layout(row) for name, row in plan.table.items()}
     rows, sums = activation_rows(plan), expert_sums(plan)
-    used, by_shape = cache(plan.used), dict(sharded)
-    return partial(
-        _layout, plan=plan, used=used, sharded=by_shape, table=table, rows=rows, sums=sums
-    )
+    return _Strategy(plan, cache(plan.used), dict(sharded), table, rows, sums)
 
 
-def _layout(
-    n: Node,
-    have: Layout | None,
-    *,
-    plan: Plan,
-    used: Callable[[Parameter, int], Dims],
-    sharded: Mapping[ParameterShape, Dims],
-    table: Mapping[str, Layout],
-    rows: Mapping[str, Dims],
-    sums: Mapping[str, frozenset[str]],
-) -> Layout | None:
-    """The layout that a node shall have; None: it follows its operands, which make it `have`."""
-    bound = n.binding
-    if bound.param:
-        dims = used(bound.param, len(n.shape))
-        return parameter_layout(n, bound.param, have, plan, dims, sharded)
-    if n.role is Role.SQUARED_NORM:
+class _Strategy(NamedTuple):
+    """A plan with its tables by name."""
+
+    plan: Plan
+    used: Callable[[Parameter, int], Dims]
+    sharded: Mapping[ParameterShape, Dims]
+    table: Mapping[str, Layout]
+    rows: Mapping[str, Dims]
+    sums: Mapping[str, frozenset[str]]
+
+    def __call__(self, n: Node, have: Layout | None) -> Layout | None:
+        """The layout of a node; None: it follows its operands, which make it `have`."""
+        plan, bound = self.plan, n.binding
+        if bound.param:
+            dims = self.used(bound.param, len(n.shape))
+            return parameter_layout(n, bound.param, have, plan, dims, self.sharded)
+        if n.role is Role.SQUARED_NORM:
+            return None
+        if bound.split_as:  # a state of each request
+            return Layout((plan.data, (), *self.used(bound.split_as, len(n.shape) - 2)))
+        if bound.asked:
+            return _asked_layout(n, have, self.table.get(n.name), plan)
+        if n.name in self.table and len(self.table[n.name].dims) == len(n.shape):
+            return self.table[n.name]
+        dims = self.rows.get(bound.like or n.name)
+        if n.name in STREAM and len(n.shape) == 4:
+            dims = residual(plan, 4)
+        if n.name in STREAM and plan.sequence and len(n.shape) > 2 and n.shape[1] == WIDTH:
+            raise _turned_stream(n)
+        if dims is not None:
+            left = have.partial & self.sums.get(n.name, frozenset()) if have else frozenset[str]()
+            return Layout(dims, left) if len(dims) == len(n.shape) else None
+        if bound.live_in and n.shape:
+            return _live_in_layout(n, plan)
+        outside = n.op == "input" and have is None
+        if outside and n.shape[:1] == (BATCH,):
+            return Layout((plan.data, *[()] * (len(n.shape) - 1)))
         return None
-    if bound.split_as:  # a state of each request
-        return Layout((plan.data, (), *used(bound.split_as, len(n.shape) - 2)))
-    if bound.asked:
-        return _asked_layout(n, have, table.get(n.name), plan)
-    if n.name in table and len(table[n.name].dims) == len(n.shape):
-        return table[n.name]
-    dims = rows.get(bound.like or n.name)
-    if n.name in STREAM and len(n.shape) == 4:
-        dims = residual(plan, 4)
-    if n.name in STREAM and plan.sequence and len(n.shape) > 2 and n.shape[1] == WIDTH:
-        shown = ", ".join(map(str, n.shape))
-        raise UserError(
-            f"the stream {n.name} lies as [{shown}], with the width before the positions, as "
-            "convolutions leave it: cp and sequence_parallel, which split the second dim, do not "
-            "apply; leave them out"
-        )
-    if dims is not None:
-        left = have.partial & sums.get(n.name, frozenset()) if have else frozenset[str]()
-        return Layout(dims, left) if len(dims) == len(n.shape) else None
-    if bound.live_in and n.shape:
-        return _live_in_layout(n, plan)
-    if n.op == "input" and have is None and n.shape[:1] == (BATCH,):  # whatever comes from outside
-        return Layout((plan.data, *[()] * (len(n.shape) - 1)))
-    return None
+
+
+def _turned_stream(n: Node) -> UserError:
+    shown = ", ".join(map(str, n.shape))
+    return UserError(
+        f"the stream {n.name} lies as [{shown}], with the width before the positions, as "
+        "convolutions leave it: cp and sequence_parallel, which split the second dim, do not "
+        "apply; leave them out"
+    )
 
 
 def _live_in_layout(n: Node, plan: Plan) -> Layout:
