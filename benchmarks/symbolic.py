@@ -55,7 +55,8 @@ layer = next(v for stage in place_blocks(run, model) for v, i in stage if i >= 0
 began = time.process_time()
 for _ in range(int(sys.argv[2])):
     blocks.build_for_one_device.cache_clear()
-    blocks.shard_block(layer, run, model, plan, sizes, recipe)
+    blocks.sharded.cache_clear()
+    blocks.shard_block(layer, run, model, mesh, plan, sizes, recipe)
 print(json.dumps({"symbolic": time.process_time() - began}))
 """
 

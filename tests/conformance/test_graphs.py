@@ -28,7 +28,7 @@ from stagewright.time.network import Machine
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.traced import read_traced, write_traced
 from stagewright.trace.unbundle import expand
-from stagewright.views.summary import of_bundle
+from stagewright.views.bundles import of_bundle
 
 GRAPHS = Path(__file__).parent / "graphs"
 SIZES: dict[str, Any] = {

@@ -71,7 +71,7 @@ def sharded(model: str, setup: str, of: Recipe, layer: int = 0) -> Graph:
     run = Run(model=model, seq_length=12, lora_rank=RANK, **settings).resolved(config)
     mesh, plan = parallelization(run, config)
     variant = BlockVariant("layer", kind, run.recompute == "full", training=of.training)
-    graph = shard_block(variant, run, config, plan, sizes_of(run, config), of)
+    graph = shard_block(variant, run, config, mesh, plan, sizes_of(run, config), of)
     c = case(model, "layer", of, layer)
     check(c.block.graph, verify(graph), dict(mesh.axes), c.sizes, c.values, c.truth)
     return graph

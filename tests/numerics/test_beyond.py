@@ -113,7 +113,7 @@ def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any
         layered = "layer" in part.block
         kind = BlockVariant(part.block, part.layer, layered and run.recompute == "full")
         block, sizes, values, truth = one_device(model, kind, run)
-        graph = shard_block(kind, run, config, plan, sizes, recipe_of(run, config))
+        graph = shard_block(kind, run, config, mesh, plan, sizes, recipe_of(run, config))
         same_as_one_device(block.graph, graph, axes, sizes, values, truth)
 
 

@@ -172,7 +172,7 @@ def test_blocks_compute_what_one_device_does(model: str, settings: dict[str, Any
     sizes = sizes_of(run, config)
     for kind in dict.fromkeys(kind for kind, _ in kinds):
         recipe = recipe_of(run, config)
-        graph = shard_block(kind, run, config, plan, sizes, recipe)
+        graph = shard_block(kind, run, config, mesh, plan, sizes, recipe)
         block, values, truth = one_device(model, kind, recipe, tuple(sizes.items()))
         same_as_one_device(block.graph, graph, axes, sizes, values, truth)
 

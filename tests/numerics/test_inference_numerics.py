@@ -20,7 +20,7 @@ import pytest
 from effort import pairs, some
 from spmd import TINY, ZAMBA2, Spmd, check, random_values
 from stagewright import blocks as nn
-from stagewright.algebra.layout import Layout, Mesh
+from stagewright.algebra.layout import Layout
 from stagewright.blocks import Block, Inference, Recipe
 from stagewright.graph.node import Graph, Node, toposort
 from stagewright.graph.reference.attention import FAR
@@ -396,7 +396,6 @@ def plan(mesh: Mapping[str, int], groups: int, state: int = 0, **fields: Any) ->
         if state and state % mesh[axis] == 0:
             state_groups, state = (*state_groups, axis), state // mesh[axis]
     return Plan(
-        Mesh(tuple(mesh.items())),
         data=tuple(a for a in mesh if a == "dp"),
         tensor=tensor,
         key_value=key_value,
@@ -441,7 +440,7 @@ def test_sharded(of: tuple[str, Recipe], name: str) -> None:
         here = plan(mesh, groups, state.groups if state else 0, **fields)
         if here.inner and groups % 6 == 0 and "tp_rep" not in mesh:
             pytest.skip("ranks would share key-value heads unevenly")
-        sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
+        sharded = shard(step.graph, strategy(here), inner=here.inner)
         verify(sharded)
         check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
         found = {n.name: n for n in sharded}
@@ -488,7 +487,7 @@ def test_experts_on_ranks(model: str, mesh: dict[str, int], redundant: int) -> N
         values[name] = np.concatenate([values[name]] * (held // config.num_experts))
     here = plan(mesh, config.num_query_groups)
     here = replace(here, expert=tuple(reversed(mesh)) if redundant else (list(mesh)[-1],))
-    sharded = shard(graph, strategy(here, sizes), inner=here.inner)
+    sharded = shard(graph, strategy(here), inner=here.inner)
     verify(sharded)
     check(graph, sharded, mesh, sizes, values)
     found = Counter(n.op for n in sharded if n.scope == "mlp")
@@ -528,7 +527,7 @@ def test_split_experts(model: str, name: str) -> None:
     values = step.values | {"x": np.random.default_rng(9).normal(size=(2, 2, 12))}
     here = plan(mesh, config.num_query_groups, **fields)
     here = replace(here, combined=here.expert_tensor)
-    sharded = shard(graph, strategy(here, sizes), inner=here.inner)
+    sharded = shard(graph, strategy(here), inner=here.inner)
     verify(sharded)
     check(graph, sharded, mesh, sizes, values)
     found = Counter(n.op for n in sharded if n.scope == "mlp")
@@ -575,7 +574,7 @@ def test_sharded_stripes(
     for step in steps(model, replace(STRIPED, absorb=absorb), many):
         if step.number != (2 if context else 1) or step.layer:
             continue
-        sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
+        sharded = shard(step.graph, strategy(here), inner=here.inner)
         verify(sharded)
         check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
         kept = [n for n in sharded if n.op == "state" and "Stripes" in map(str, n.shape)]
@@ -591,7 +590,7 @@ def test_a_prompt_over_ranks(model: str) -> None:
     here = plan(mesh, ALL[model].num_query_groups, context=("cp",), stripes=("cp",),
                 cp_comm_type="all_gather")  # fmt: skip
     for step in played_from(model, FRESH):
-        sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
+        sharded = shard(step.graph, strategy(here), inner=here.inner)
         verify(sharded)
         check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
         found = Counter(n.op for n in sharded if n.op in COLLECTIVE_OPS)
@@ -608,7 +607,7 @@ def test_sequence_parallel() -> None:
     ops: list[list[str]] = []
     for step in steps("llama"):
         if step.number == 1:  # three tokens
-            sharded = shard(step.graph, strategy(here, step.sizes), inner=here.inner)
+            sharded = shard(step.graph, strategy(here), inner=here.inner)
             check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
             ops.append([n.op for n in sharded if n.op in ("all_gather", "reduce_scatter")])
     layer = ["all_gather", "reduce_scatter"] * 2

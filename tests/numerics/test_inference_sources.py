@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from spmd import Spmd, check, random_values
-from stagewright.algebra.layout import Mesh
 from stagewright.blocks import Inference, Recipe
 from stagewright.graph.node import Graph, toposort
 from stagewright.graph.reference.attention import FAR
@@ -186,10 +185,9 @@ def test_every_logit_is_that_of_the_whole_sequence(model: str) -> None:
 @pytest.mark.parametrize("model", ["t5", "t5, 1.1"])
 def test_sharded(model: str, mesh: dict[str, int]) -> None:
     tensor = tuple(a for a in mesh if a == "tp")
-    here = Plan(Mesh(tuple(mesh.items())), data=tuple(a for a in mesh if a == "dp"),
-                tensor=tensor, key_value=tensor)  # fmt: skip
+    here = Plan(data=tuple(a for a in mesh if a == "dp"), tensor=tensor, key_value=tensor)
     for step in played(model):
-        sharded = shard(step.graph, strategy(here, step.sizes))
+        sharded = shard(step.graph, strategy(here))
         verify(sharded)
         check(step.graph, sharded, mesh, step.sizes, step.values, step.truth)
 

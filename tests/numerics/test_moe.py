@@ -28,6 +28,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.parallel.degrees import parallelization
+from stagewright.parallel.parameters import sharded_dims
 from stagewright.parallel.placement import strategy
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run
@@ -145,7 +146,7 @@ def sharded(model: str, settings: dict[str, Any], **form: bool) -> Sharded:
     keep = run.activation_gather == "keep"
     graph = shard(
         block.graph,
-        strategy(plan, sizes),
+        strategy(plan, sharded_dims(block.graph, plan, mesh, sizes)),
         block.primal,
         keep_gathered=keep,
         inner=plan.inner,

@@ -27,7 +27,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.kernels.extent import extent_of
 from stagewright.lower.recipe import sizes_of
-from stagewright.lower.routing import ROWS, Load, Routing, Rows
+from stagewright.lower.routing import ROWS, ExpertRows, Load, Routing
 from stagewright.lower.variants import place_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
@@ -164,14 +164,14 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
     asked = Run(model="moe", seq_length=16, fuse=fuse, **settings).resolved(MOE)
     compiled = compile(asked, MOE)
     mesh, plan = parallelization(asked, MOE)
-    routing, sizes = Routing.of(asked, MOE, plan, 2 * 16), sizes_of(asked, MOE)
+    routing, sizes = Routing.of(asked, MOE, mesh, plan, 2 * 16), sizes_of(asked, MOE)
     order = compiled.order
     stages = place_blocks(asked, MOE)
     graphs = dict(
         zip(dict.fromkeys(k for s in stages for k, _ in s), compiled.blocks.values(), strict=True)
     )
 
-    def make(rows: Rows) -> Program:
+    def make(rows: ExpertRows) -> Program:
         extent = extent_of(sizes, mesh, {ROWS: rows})
         blocks = {
             kind: lower_block(graph, asked, mesh, extent, kind) for kind, graph in graphs.items()
@@ -414,11 +414,13 @@ def test_traces_are_sound_and_made_again(tmp_path: Path) -> None:
 
 
 def test_shares_are_exact() -> None:
-    plan = parallelization(Run(model="moe", dp=2, ep=2), MOE)[1]
-    routing = Routing.of(Run(model="moe", dp=2, ep=2), MOE, plan, 2 * 16)
+    run = Run(model="moe", dp=2, ep=2)
+    mesh, plan = parallelization(run, MOE)
+    routing = Routing.of(run, MOE, mesh, plan, 2 * 16)
+    extent = extent_of({}, mesh, {ROWS: routing.even()})
     assert routing.taken(Fraction(1, 3)) == Fraction(32, 3)
-    assert routing.even()(("dp",)) == 8  # of an expert, from one rank
-    assert routing.even()(()) == 16
+    assert extent(ROWS, ("dp",)) == 8  # of an expert, from one rank
+    assert extent(ROWS, ()) == 16
 
 
 def test_a_layer_without_rows_still_runs(run: Any) -> None:

@@ -63,10 +63,10 @@ def layer(name: str, settings: tuple[tuple[str, Any], ...]) -> tuple[Graph, Run]
     model = model_of(name)
     run = Run(model=name, **dict(settings)).resolved(model)
     check_run(run, model)
-    _, plan = parallelization(run, model)
+    mesh, plan = parallelization(run, model)
     sizes, recipe = sizes_of(run, model), recipe_of(run, model)
-    graph = shard_block(BlockVariant("layer", model.layer(0)), run, model, plan, sizes, recipe)
-    return graph, run
+    variant = BlockVariant("layer", model.layer(0))
+    return shard_block(variant, run, model, mesh, plan, sizes, recipe), run
 
 
 def moved(name: str, settings: dict[str, Any]) -> Counter[str]:

@@ -27,6 +27,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.parallel.degrees import parallelization
+from stagewright.parallel.parameters import sharded_dims
 from stagewright.parallel.placement import strategy
 from stagewright.parallel.plan import Plan
 from stagewright.run.rules import check as check_run
@@ -61,7 +62,6 @@ class Setup(NamedTuple):
                 state_groups = (*state_groups, axis)
                 state //= self.mesh[axis]
         return Plan(
-            Mesh(tuple(self.mesh.items())),
             key_value=key_value,
             inner=inner,
             state_groups=state_groups,
@@ -161,7 +161,7 @@ def sharded(
         graph, primal = remat(graph, again or again_when_sharded, primal)
     result = shard(
         graph,
-        strategy(plan, c.sizes),
+        strategy(plan, sharded_dims(graph, plan, Mesh(tuple(setup.mesh.items())), c.sizes)),
         primal,
         keep_gathered=keep_gathered,
         inner=plan.inner,
@@ -344,7 +344,8 @@ def test_any_run(model: str) -> None:
             kind = BlockVariant(block, TINY[model].layer(index), run.recompute == "full")
         mesh, plan = parallelization(run, TINY[model])
         c = case(model, block, recipe_of(run, TINY[model]), index)
-        graph = shard_block(kind, run, TINY[model], plan, c.sizes, recipe_of(run, TINY[model]))
+        recipe = recipe_of(run, TINY[model])
+        graph = shard_block(kind, run, TINY[model], mesh, plan, c.sizes, recipe)
         if not even(graph, dict(mesh.axes), c.sizes):
             continue
         done += 1

@@ -13,7 +13,6 @@ import pytest
 import invariants
 from spmd import PLAIN, TINY, check, dims, random_values, single
 from stagewright import blocks as nn
-from stagewright.algebra.layout import Mesh
 from stagewright.graph.shard import shard
 from stagewright.lower.compile import compile
 from stagewright.model.config import ModelConfig
@@ -43,13 +42,12 @@ def test_ranks_compute_what_one_device_computes(model, name, mesh, sequence_para
     built, sizes = block(name, config, SHARED), dims(config)
     tensor = ("tp",) if "tp" in mesh else ()
     plan = Plan(
-        Mesh(tuple(mesh.items())),
         tensor=tensor,
         vocabulary=("pp", *tensor),
         sequence_parallel=sequence_parallel and bool(tensor),
         embedding_all_reduce=config.position == "learned",
     )
-    sharded = shard(built.graph, strategy(plan, sizes), built.primal, model_axes=plan.model_axes)
+    sharded = shard(built.graph, strategy(plan), built.primal, model_axes=plan.model_axes)
     assert any("pp" in axes for n in sharded if n.op == "param" for axes in n.layout.dims)
     check(built.graph, sharded, mesh, sizes, random_values(built.graph, sizes))
 
@@ -69,12 +67,11 @@ def test_groups_of_the_vocabulary_compute_what_one_device_computes(name, mesh, s
     sizes |= {"VocabularyGroups": groups}
     tensor = ("tp",) if "tp" in mesh else ()
     plan = Plan(
-        Mesh(tuple(mesh.items())),
         tensor=tensor,
         vocabulary=("pp", *tensor),
         sequence_parallel=sequence_parallel and bool(tensor),
     )
-    sharded = shard(built.graph, strategy(plan, sizes), built.primal, model_axes=plan.model_axes)
+    sharded = shard(built.graph, strategy(plan), built.primal, model_axes=plan.model_axes)
     check(built.graph, sharded, mesh, sizes, random_values(built.graph, sizes))
     # Pass S adds up nothing over ranks: they go on at once.
     moves = [n for n in sharded if n.op == "all_reduce" and n.phase == "forward"]

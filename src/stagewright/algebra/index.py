@@ -24,12 +24,12 @@ class Spec(NamedTuple):
     ins: tuple[tuple[Dim, ...], ...]
     out: tuple[Dim, ...]
     whole: frozenset[str]
-
-    @property
-    def contracted(self) -> frozenset[str]:
-        """Letters that are summed over: those the result lacks."""
-        kept = {x for dim in self.out for x in dim}
-        return frozenset(x for dims in self.ins for dim in dims for x in dim) - kept
+    letters: tuple[str, ...]
+    """Every letter once, those of operands first."""
+    contracted: frozenset[str]
+    """Letters that are summed over: those the result lacks."""
+    composite: tuple[Dim, ...]
+    """Every dim of several letters once."""
 
 
 _DIM = re.compile(r"\(([a-zA-Z]+)\)|([a-zA-Z])")
@@ -42,7 +42,11 @@ def parse(text: str) -> Spec:
     if not arrow:
         raise ValueError(f"index expression {text!r} has no '->'")
     whole = frozenset(c.lower() for c in text if c.isupper())
-    return Spec(tuple(_dims(t) for t in ins.split(",")), _dims(out), whole)
+    operands, result = tuple(_dims(t) for t in ins.split(",")), _dims(out)
+    dims = tuple(dict.fromkeys(d for side in (*operands, result) for d in side))
+    letters = tuple(dict.fromkeys(x for d in dims for x in d))
+    contracted = frozenset(letters) - {x for d in result for x in d}
+    return Spec(operands, result, whole, letters, contracted, tuple(d for d in dims if len(d) > 1))
 
 
 def _dims(text: str) -> tuple[Dim, ...]:
@@ -76,7 +80,7 @@ def bind(
         for dim, extent in zip(dims, shape, strict=True):
             if len(dim) != 1:
                 composite.append((dim, extent))
-            elif sizes.setdefault(dim[0], extent) != extent:
+            elif (known := sizes.setdefault(dim[0], extent)) is not extent and known != extent:
                 raise ValueError(
                     f"{show(spec)}: index {dim[0]!r} is both {sizes[dim[0]]} and {extent}"
                 )

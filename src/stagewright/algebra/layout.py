@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 MIRROR = "mirror"
@@ -144,6 +144,7 @@ class Layout:
         return self.show(tuple("" if axes else "-" for axes in self.dims))
 
 
+@cache
 def duplicated(rank: int) -> Layout:
     """The layout of a value that every rank holds whole."""
     return Layout(((),) * rank)

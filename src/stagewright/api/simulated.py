@@ -22,10 +22,10 @@ from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.measured import Counts, load, with_collectives
 from stagewright.time.network import Machine
+from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
-from stagewright.time.simulate.execute import Progress
-from stagewright.views import tables
+from stagewright.views import step_tables
 from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages import notebook
 
@@ -46,15 +46,15 @@ class Simulation(SimulatedStep):
 
     def where(self) -> Table:
         """Where the time goes, as shares of the step: of the mean GPU and of each kind of ranks."""
-        return tables.parts(self)
+        return step_tables.parts(self)
 
     def transfers(self) -> Table:
         """How long the mean GPU communicates along each axis, and how much of it is hidden."""
-        return tables.transfers(self)
+        return step_tables.transfers(self)
 
     def tasks(self, lane: int = 0) -> Table:
         """When the tasks of a lane (an index into `line.lanes`) run, in seconds."""
-        return tables.tasks_in_time(self, lane)
+        return step_tables.tasks_in_time(self, lane)
 
 
 def simulate(

@@ -26,15 +26,21 @@ def load_experiment(
     model: str | None, config: str | None, settings: Mapping[str, Any]
 ) -> Experiment:
     """The run, the machine and the execution of a command line; options go before the file."""
-    from stagewright.api.experiments import load_experiment
     from stagewright.run.notes import notes
+    from stagewright.trace.recorded import load_experiment
 
     given = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = model
-    experiment = load_experiment(config, given)
+    experiment = load_experiment(config, given, _gpus_per_node)
     show_notes(notes(experiment))
     return experiment
+
+
+def _gpus_per_node(hardware: str | None) -> int:
+    from stagewright.api.experiments import gpus_per_node
+
+    return gpus_per_node(hardware)
 
 
 def compile_run(
@@ -47,11 +53,14 @@ def compile_run(
     from stagewright.lower import weight_storage
     from stagewright.lower.compile import compile
     from stagewright.run.notes import beyond_positions
-    from stagewright.time.hardware import resolve
     from stagewright.trace.recorded import recorded_model
 
     recorded = recorded_model(config) if config is not None and model is None else None
-    memory = None if hardware is None else resolve(hardware).memory
+    memory = None
+    if hardware is not None:
+        from stagewright.time.hardware import resolve
+
+        memory = resolve(hardware).memory
     compiled = compile(run, recorded, device_memory=memory)
     show_notes(beyond_positions(compiled.run, compiled.model))
     show_notes((*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from stagewright.algebra.index import Spec, bind, layout_of, parse, splits
@@ -40,7 +41,7 @@ def apply(
         raise ValueError(f"{spec}: no operand has the index {unknown[0]!r}, only {known}")
     scope = srcs[0].scope if scope is None else scope
     attrs = {"spec": spec, **attrs}
-    shape = tuple(product(sizes[x] for x in d) for d in parsed.out)
+    shape = tuple(sizes[d[0]] if len(d) == 1 else product(sizes[x] for x in d) for d in parsed.out)
     check_attributes(op, attrs)
     layout = infer(op, parsed, [s.layout for s in srcs], attrs, split)
     return node(
@@ -131,10 +132,15 @@ def leaf(
 
 def letters(n: Node) -> str:
     """A letter per dim of an element-wise operand: those of its sizes where each has its own."""
-    names = [str(d).lower() for d in n.shape]
+    return _letters(n.shape)
+
+
+@lru_cache(maxsize=1024)
+def _letters(shape: tuple[Size, ...]) -> str:
+    names = [str(d).lower() for d in shape]
     if all(len(x) == 1 and x.isalpha() for x in names) and len(set(names)) == len(names):
         return "".join(names)
-    return "zyxwvut"[: len(n.shape)]
+    return "zyxwvut"[: len(shape)]
 
 
 def elementwise(op: str, *srcs: Node, **fields: Any) -> Node:

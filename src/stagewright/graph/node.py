@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any
 
@@ -137,25 +137,26 @@ def replace(old: Node, **changes: Any) -> Node:
 def toposort(roots: Iterable[Node]) -> list[Node]:
     """Every node that the roots need, once, inputs first, in the order the roots ask for them."""
     order: dict[Node, None] = {}
-    stack = [(r, False) for r in reversed(list(roots))]
+    stack = [*roots]
+    stack.reverse()
     while stack:
-        n, ready = stack.pop()
-        if n in order:
-            continue
-        if ready:
-            order[n] = None
+        waiting = [s for s in reversed(stack[-1].srcs) if s not in order]
+        if waiting:
+            stack += waiting
         else:
-            stack.append((n, True))
-            stack.extend((s, False) for s in reversed(n.srcs))
+            order[stack.pop()] = None
     return list(order)
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Nodes in execution order, and which of them the outside asks for, by name."""
+    """Nodes in execution order, and which of them the outside asks for, by name.
+
+    Graphs of the same nodes with the same outputs are equal.
+    """
 
     nodes: tuple[Node, ...]
-    outputs: Mapping[str, Node]
+    outputs: Mapping[str, Node] = field(hash=False)
 
     @classmethod
     def of(cls, order: Iterable[Node], outputs: Mapping[str, Node]) -> Graph:
@@ -166,11 +167,6 @@ class Graph:
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
-
-    @property
-    def content(self) -> Hashable:
-        """What is equal for graphs of the same nodes in the same order, with the same outputs."""
-        return self.nodes, (*self.outputs.items(),)
 
     def rebuild(
         self, fn: Callable[[Node, tuple[Node, ...]], Node]
@@ -183,8 +179,9 @@ class Graph:
         new: dict[Node, Node] = {}
         for n in self.nodes:
             new[n] = fn(n, tuple(new[s] for s in n.srcs))
-        order = toposort(new.values())
-        return Graph.of(order, {k: new[v] for k, v in self.outputs.items()}), new
+        outputs = {k: new[v] for k, v in self.outputs.items()}
+        needed = set(toposort(outputs.values()))
+        return Graph(tuple(n for n in toposort(new.values()) if n in needed), outputs), new
 
 
 def text(graph: Graph) -> str:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.index import Dim, Spec, layout_of, parse
 from stagewright.algebra.layout import Layout, duplicated, steps
-from stagewright.graph.make import add, apply, letters
+from stagewright.graph.make import add, infer, letters
 from stagewright.graph.make import move as _move
 from stagewright.graph.node import NO_NODES, Graph, Node, replace
 from stagewright.graph.roles import Role
@@ -114,28 +114,17 @@ class _Sharding:
         split_by = self.assign(old, spec, olds, srcs, keep)
         args: list[Node] = []
         for dims, s, sums in zip(spec.ins, srcs, keep, strict=True):
-            reduction = s.layout.reduction if sums else "sum"
-            target = Layout(layout_of(dims, split_by), sums, reduction)
-            args.append(self.reshard(s, target, old, operand=True))
-        fields: dict[str, Any] = {k: v for k, v in old.attrs if k != "spec"}
-        if "alone" in fields:
+            splits = layout_of(dims, split_by)
+            if (splits, sums) != (s.layout.dims, s.layout.partial):
+                reduction = s.layout.reduction if sums else "sum"
+                s = self.reshard(s, Layout(splits, sums, reduction), old, operand=True)
+            args.append(s)
+        attrs: dict[str, Any] = {**dict(old.attrs), "spec": spec_text}
+        if "alone" in attrs:
             # A norm counts equal copies once: over every axis that splits nothing here.
-            fields["alone"] = tuple(a for a in self.model_axes if a not in args[0].layout.axes())
-        return apply(
-            old.op,
-            spec_text,
-            *args,
-            dtype=old.dtype,
-            out=old.shape,
-            split=split_by,
-            phase=old.phase,
-            once=old.once,
-            scope=old.scope,
-            name=old.name,
-            role=old.role,
-            binding=old.binding,
-            **fields,
-        )
+            attrs["alone"] = tuple(a for a in self.model_axes if a not in args[0].layout.axes())
+        layout = infer(old.op, spec, [s.layout for s in args], attrs, split_by)
+        return replace(old, srcs=tuple(args), attrs=tuple(sorted(attrs.items())), layout=layout)
 
     def grouped(
         self, old: Node, srcs: tuple[Node, ...]
@@ -231,7 +220,7 @@ class _Sharding:
         # What is whole and wanted split is sliced before the work, not after it.
         offers += [Offer(x, axes) for x, axes in wanted.items() if x in known and axes]
         result = self.settle(old, spec, offers, frozenset[str]().union(*keep))
-        for dim in {d for dims in (*spec.ins, spec.out) for d in dims if len(d) > 1}:
+        for dim in spec.composite:
             # The inner index is split in contiguous parts only where the outer one is split up.
             outer = [x.axes for x in offers if x.letter == dim[0] and result[dim[1]]]
             if any(axes != result[dim[0]] for axes in outer):
@@ -288,8 +277,7 @@ class _Sharding:
             of = [a for x in rows[1] for a in result.get(x, ())]
             first = [a for x in offers if x.letter == rows[0] for a in x.axes if a in of]
             result[rows[0]] = tuple(dict.fromkeys([*first, *reversed(of)]))
-        known = (x for dims in (*spec.ins, spec.out) for d in dims for x in d)
-        return {x: result.get(x, ()) for x in known}
+        return {x: result.get(x, ()) for x in spec.letters}
 
     def reshard(self, n: Node, to: Layout, consumer: Node, *, operand: bool = False) -> Node:
         """Collectives from where `n` lives to `to`; consumers with the same need share them."""

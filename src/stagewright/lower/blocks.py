@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -20,29 +20,25 @@ from stagewright.lower import offload
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
 from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Use, permanent_bytes, uses
 from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
-from stagewright.lower.kernels.extent import Extent, bytes_of
-from stagewright.lower.kernels.kernel import Dependency, Kernel
-from stagewright.lower.kernels.live_values import LiveValue, handed_on, interface
+from stagewright.lower.kernels.extent import Extent, Split, bytes_of
+from stagewright.lower.kernels.kernel import Kernel
+from stagewright.lower.kernels.live_values import handed_on, interface
 from stagewright.lower.kernels.lowering import KernelRules, kernels
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
 from stagewright.parallel.degrees import reduces_each_microbatch
+from stagewright.parallel.parameters import ParameterShape, sharded_dims
 from stagewright.parallel.placement import strategy
-from stagewright.parallel.plan import Plan
+from stagewright.parallel.plan import Dims, Plan
 from stagewright.run.rule import MOST_FLOPS
 from stagewright.run.settings import Run
 
 # ---- the graph of a block: built for one device, recomputed, sharded -----------------------------
 
 
-class BlockContext(NamedTuple):
-    """What the passes over the graph of a block depend on."""
-
-    variant: BlockVariant
-    run: Run
-    plan: Plan
-    sizes: Mapping[str, int]
+MEMOIZED = 256
+"""Graphs, and blocks with numbers, that are kept: of a run a dozen, of a search some hundred."""
 
 
 def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) -> nn.Block:
@@ -64,11 +60,11 @@ def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) ->
     return build_for_one_device(variant.block, model, recipe, variant.layer)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=MEMOIZED)
 def build_for_one_device(
     name: str, model: ModelConfig, recipe: nn.Recipe, layer: Layer
 ) -> nn.Block:
-    """The same by name; the runs of a search share the blocks."""
+    """The same by name."""
     block = nn.BLOCKS[name](model, recipe, layer)
     verify(block.graph, "building, with gradients")
     return block
@@ -87,145 +83,158 @@ MaxText's `checkpoint_name`: queries and keys as attention reads them, behind ro
 """
 
 
-def recompute(block: nn.Block, context: BlockContext) -> nn.Block:
-    """Backward computes or gathers again what the run does not keep for it."""
-    variant, run, _, _ = context
+class Recomputation(NamedTuple):
+    """What backward of a block computes or gathers again, instead of keeping it."""
+
+    block: bool
+    """All of forward is computed again."""
+    saved: frozenset[str]
+    """But for these values, by name."""
+    as_read: bool
+    """Only what backward reads, and not the results of the block or of attention's core."""
+    modules: frozenset[str]
+    """Of a block that is kept: the parts that are computed again, as `recompute_modules`."""
+    weights: bool
+    """Weights that ZeRO shards are gathered again."""
+    keys: bool
+    """Keys and values that context parallelism gathers are gathered again."""
+    keys_in_backward: bool
+    """The backward of attention itself gathers keys and values, as PyTorch's ring does."""
+    moved: bool
+    """Context parallelism moves values, where identities name the places."""
+
+    @classmethod
+    def of(cls, run: Run, variant: BlockVariant) -> Self:
+        """That of a block variant of a run."""
+        gathered = run.cp_comm_type == "all_gather"
+        return cls(
+            variant.recomputed,
+            frozenset(name for what in run.recompute_save or () for name in SAVED[what]),
+            # Compiled programs, which save values by name, make again what backward reads.
+            run.recompute_early_stop or bool(run.recompute_save),
+            frozenset(run.recompute_modules if run.recompute == "selective" else ()),
+            run.zero == 3 and run.reshard_after_forward and not variant.root,
+            gathered and run.activation_gather == "again",
+            gathered and run.cp > 1 and run.cp_grad_comm_type == "ring",
+            run.cp > 1,
+        )
+
+    def phase(self, n: Node) -> str | None:
+        """The phase in which backward makes a forward value again; None where it is kept."""
+        if n.role is Role.DEQUANTIZED:  # is not kept: backward reads what is stored
+            return "backward"
+        if n.role in (Role.SENT, Role.USED, Role.LOW_PRECISION):  # a weight as it is computed with
+            return "backward" if self.weights else None
+        if self.block:
+            return None if n.once or n.name in self.saved else "recompute"
+        # Without context parallelism, an identity names a place where nothing moves.
+        value = n.srcs[0] if n.op == "identity" and not self.moved else n
+        if value.role is Role.REMADE:  # by the kernels that are trained with
+            return "backward"
+        if n.role is Role.KEYS and (self.keys or self.keys_in_backward):
+            return "backward"
+        return "recompute" if self.modules and _module(n) in self.modules else None
+
+
+def _module(n: Node) -> str:
+    """The part of a layer that a value is of, as `recompute_modules` calls it."""
+    if n.scope == "attention.core":
+        return "core_attn"
+    if n.op == "norm" and n.scope in ("attention", "mlp"):
+        return "norm"
+    return "activation" if n.op in ("act", "glu") and n.scope == "mlp" else ""
+
+
+def recompute(block: nn.Block, again: Recomputation) -> nn.Block:
+    """Backward computes or gathers again what is not kept for it."""
     results: set[Node] = set()  # of forward, that backward makes again though they are kept
-    # Compiled programs, which save values by name, make again what backward reads.
-    as_read = run.recompute_early_stop or bool(run.recompute_save)
-    if as_read or all(n.phase != "backward" for n in block.graph):
+    if again.as_read or all(n.phase != "backward" for n in block.graph):
         pass
-    elif variant.recomputed:
+    elif again.block:
         results = {n for value, n in handed_on(block.graph).items() if not value.gradient}
     else:
         results = {n for n in block.graph if n.role is Role.CORE}
-    graph, primal = remat(
-        block.graph,
-        lambda n: recompute_phase(n, run, variant),
-        block.primal,
-        rerun=results.__contains__,
-    )
-    if variant.recomputed and _keys_for_backward(run):
-        again = {n: "backward" for n in graph if n.role is Role.KEYS and n.phase == "recompute"}
-        graph, primal = remat(graph, again.get, primal, made_in="recompute")
+    rerun = results.__contains__
+    graph, primal = remat(block.graph, again.phase, block.primal, rerun=rerun)
+    if again.block and again.keys_in_backward:
+        keys = {n: "backward" for n in graph if n.role is Role.KEYS and n.phase == "recompute"}
+        graph, primal = remat(graph, keys.get, primal, made_in="recompute")
     return replace(block, graph=graph, primal=primal)
-
-
-def place(block: nn.Block, context: BlockContext) -> nn.Block:
-    """Every value where the plan puts it, with the collectives that move it there."""
-    _, run, plan, sizes = context
-    graph = shard(
-        block.graph,
-        strategy(plan, sizes),
-        block.primal,
-        keep_gathered=run.activation_gather == "keep",
-        inner=plan.inner,
-        model_axes=plan.model_axes,
-    )
-    return replace(block, graph=graph, primal={})
-
-
-BLOCK_PASSES: dict[str, Callable[[nn.Block, BlockContext], nn.Block]] = {
-    "recomputation": recompute,
-    "sharding": place,
-}
-"""What is done, in order, to a block built for one device; its graph is verified after each."""
 
 
 def shard_block(
     variant: BlockVariant,
     run: Run,
     model: ModelConfig,
+    mesh: Mesh,
     plan: Plan,
     sizes: Mapping[str, int],
     recipe: nn.Recipe,
 ) -> Graph:
-    """The graph of a block variant as each rank executes it, symbolic in its sizes."""
+    """The graph of a block variant as each rank executes it, symbolic in its sizes.
+
+    Runs share graphs: of degrees and sizes, a graph knows only which degrees are above 1 and how
+    ZeRO splits parameters.
+    """
     block = build_block(variant, model, recipe)
-    for name in BLOCK_PASSES:
-        block = after_pass(name, block, BlockContext(variant, run, plan, sizes))
-    return block.graph
+    return sharded(
+        block,
+        Recomputation.of(run, variant),
+        plan,
+        sharded_dims(block.graph, plan, mesh, sizes),
+        keep_gathered=run.activation_gather == "keep",
+    )
 
 
-def after_pass(name: str, block: nn.Block, context: BlockContext) -> nn.Block:
-    """A block after one of `BLOCK_PASSES`, verified."""
-    block = BLOCK_PASSES[name](block, context)
-    verify(block.graph, name)
-    return block
-
-
-def recompute_phase(n: Node, run: Run, variant: BlockVariant) -> str | None:
-    """The phase in which backward makes a forward value again; None where the value is kept."""
-    if n.role is Role.DEQUANTIZED:  # is not kept: backward reads what is stored
-        return "backward"
-    if n.role in (Role.SENT, Role.USED, Role.LOW_PRECISION):  # a weight as the computation sees it
-        gathered_again = run.zero == 3 and run.reshard_after_forward and not variant.root
-        return "backward" if gathered_again else None
-    if variant.recomputed:
-        saved = any(n.name in SAVED[what] for what in run.recompute_save or ())
-        return None if n.once or saved else "recompute"
-    # Without context parallelism, an identity names a place where nothing moves.
-    value = n.srcs[0] if n.op == "identity" and run.cp == 1 else n
-    if value.role is Role.REMADE:  # by the kernels that are trained with
-        return "backward"
-    gathered_again = run.activation_gather == "again" and run.cp_comm_type == "all_gather"
-    if n.role is Role.KEYS and (gathered_again or _keys_for_backward(run)):
-        return "backward"
-    if run.recompute != "selective":
-        return None
-    modules = {
-        "core_attn": n.scope == "attention.core",
-        "norm": n.op == "norm" and n.scope in ("attention", "mlp"),
-        "activation": n.op in ("act", "glu") and n.scope == "mlp",
-    }
-    return "recompute" if any(modules[m] for m in run.recompute_modules) else None
-
-
-def _keys_for_backward(run: Run) -> bool:
-    """Whether the backward of attention itself gathers keys and values, as PyTorch's ring does."""
-    gathered = run.cp > 1 and run.cp_comm_type == "all_gather"
-    return gathered and run.cp_grad_comm_type == "ring"
+@lru_cache(maxsize=MEMOIZED)
+def sharded(
+    block: nn.Block,
+    again: Recomputation,
+    plan: Plan,
+    zero: tuple[tuple[ParameterShape, Dims], ...],
+    *,
+    keep_gathered: bool,
+) -> Graph:
+    """A block after all passes; the arguments are all that these read."""
+    block = recompute(block, again)
+    verify(block.graph, "recomputation")
+    graph = shard(
+        block.graph,
+        strategy(plan, zero),
+        block.primal,
+        keep_gathered=keep_gathered,
+        inner=plan.inner,
+        model_axes=plan.model_axes,
+    )
+    return verify(graph, "sharding")
 
 
 # ---- the kernels of a block: the graph with numbers ----------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NumberedBlock:
-    """A sharded block with numbers, of which nothing is kept on the host yet.
+class InMemory(NamedTuple):
+    """Where the values of a block variant are kept."""
 
-    Variants of a layer share its tasks: whoever changes one works on a `copy`.
-    """
+    activations_on_host: bool
+    """What is kept for backward waits in the host's memory."""
+    input_on_host: bool
+    """So does the input of the block."""
+    states_on_host: bool
+    elsewhere: frozenset[str]
+    """Tables of which another block of the rank owns the tensor."""
+    root: bool
 
-    graph: Graph
-    tasks: Sequence[Kernel]
-    makers: Mapping[LiveValue, Dependency | None]
-    """Which task makes each value that the block hands on."""
-    size: Mapping[Node, int]
-    """Bytes of each value on one rank."""
-    handed_in: Mapping[str, tuple[int, str]]
-    """As `LoweredBlock` has it."""
-    habits: Habit
-
-    def copy(self) -> Self:
-        """The same with tasks of its own."""
-        own = {t: replace(t, made=[*t.made], reads=[*t.reads]) for t in self.tasks}
-        for t in own.values():
-            t.deps = [own[d] if isinstance(d, Kernel) else d for d in t.deps]
-            t.twin = own[t.twin] if t.twin else None
-        makers = {v: own[t] if isinstance(t, Kernel) else t for v, t in self.makers.items()}
-        return replace(self, tasks=[*own.values()], makers=makers)
-
-
-def number_block(
-    graph: Graph, run: Run, mesh: Mesh, extent: Extent, habits: Habit = MEGATRON_LM
-) -> NumberedBlock:
-    """The kernels, messages and bytes of a sharded block on one rank, for these sizes."""
-    tasks, made_by = kernels(graph, extent, mesh, kernel_rules(run, habits))
-    _check_numbers(tasks, run)
-    makers = {value: made_by[n] for value, n in handed_on(graph).items()}
-    size = _bytes_of_values(graph, mesh, extent, habits)
-    return NumberedBlock(graph, tasks, makers, size, _handed_to(graph, extent), habits)
+    @classmethod
+    def of(cls, run: Run, variant: BlockVariant) -> Self:
+        """That of a block variant of a run."""
+        saved_on_host = variant.recomputed and run.recompute_save_on_host
+        return cls(
+            variant.activations_on_host or saved_on_host,
+            variant.activations_on_host,
+            variant.states_on_host,
+            frozenset(tie.name for tie in variant.ties if not tie.owner),
+            variant.root,
+        )
 
 
 def lower_block(
@@ -236,48 +245,67 @@ def lower_block(
     variant: BlockVariant,
     habits: Habit = MEGATRON_LM,
 ) -> LoweredBlock:
-    """The kernels, messages and memory of a sharded block on one rank, for these sizes."""
-    return place_values(number_block(graph, run, mesh, extent, habits), variant, run)
+    """The kernels, messages and memory of a sharded block on one rank, for these sizes.
+
+    Runs share blocks: equal blocks are one object.
+    """
+    rules, memory = kernel_rules(run, habits), InMemory.of(run, variant)
+    block, _ = lowered(graph, rules, memory, extent.of_graph(graph), habits)
+    _check_numbers(block.tasks, run)
+    return block
 
 
-def place_values(block: NumberedBlock, variant: BlockVariant, run: Run) -> LoweredBlock:
-    """A block with its memory: what is on the device, and what is copied to the host and back."""
-    habits = block.habits
+def uneven_splits(
+    graph: Graph, run: Run, extent: Extent, variant: BlockVariant, habits: Habit
+) -> Sequence[Split]:
+    """The splits of a block's parameters that do not divide; of the ranks some have fewer rows."""
+    rules, memory = kernel_rules(run, habits), InMemory.of(run, variant)
+    return lowered(graph, rules, memory, extent.of_graph(graph), habits)[1]
+
+
+@lru_cache(maxsize=MEMOIZED)
+def lowered(
+    graph: Graph, rules: KernelRules, memory: InMemory, extent: Extent, habits: Habit
+) -> tuple[LoweredBlock, Sequence[Split]]:
+    """A block with its kernels and its memory; the arguments are all that these depend on.
+
+    And the splits of the rows that a rank has of its own which do not divide.
+    """
+    mesh = extent.mesh
     allocation = habits.allocation(PERMANENT_BUFFERS)
-    saved_on_host = variant.recomputed and run.recompute_save_on_host
-    offloads = variant.activations_on_host or saved_on_host
-    if offloads or variant.states_on_host:
-        block = block.copy()
-    graph, tasks, size = block.graph, block.tasks, block.size
+    tasks, made_by = kernels(graph, extent, mesh, rules)
+    makers = {value: made_by[n] for value, n in handed_on(graph).items()}
+    size = _bytes_of_values(graph, mesh, extent, habits)
     offloaded = frozenset[Node]()
-    if offloads:
-        all_of_it = variant.activations_on_host
-        tasks, offloaded = offload.activations(graph, tasks, size, with_input=all_of_it)
-    if variant.states_on_host:
+    if memory.activations_on_host:
+        with_input = memory.input_on_host
+        tasks, offloaded = offload.activations(graph, tasks, size, with_input=with_input)
+    if memory.states_on_host:
         tasks = offload.states(tasks, size)
     tied = {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
-    handed_back = [t for v, t in block.makers.items() if v.gradient and v.name not in tied]
+    handed_back = [t for v, t in makers.items() if v.gradient and v.name not in tied]
     permanent = permanent_bytes(
         graph,
         size,
-        elsewhere={tie.name for tie in variant.ties if not tie.owner},
-        states_on_host=variant.states_on_host,
+        elsewhere=memory.elsewhere,
+        states_on_host=memory.states_on_host,
         allocation=allocation,
     ) | habits.permanent_bytes(graph, size)
-    return LoweredBlock(
+    block = LoweredBlock(
         graph,
         tasks,
-        block.makers,
+        makers,
         handed_on(graph),
-        block.handed_in,
+        _handed_to(graph, extent),
         weight_half(tasks, handed_back),
         size,
         _uses(tasks, size, graph, habits),
         permanent,
         offloaded,
         allocation,
-        variant.root,
+        memory.root,
     )
+    return block, tuple(extent.optimizer.uneven) if extent.optimizer else ()
 
 
 def kernel_rules(run: Run, habits: Habit = MEGATRON_LM) -> KernelRules:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +40,22 @@ ROWS = size("R")
 """The dim of token copies (rows) of an expert."""
 
 
-Rows = Callable[[tuple[str, ...]], Fraction]
-"""Mean rows of an expert on a rank, as a function of the mesh axes that split the rows."""
+class ExpertRows(NamedTuple):
+    """Mean rows of an expert, on all ranks together that the rows are split over.
+
+    Before dispatch these are all that have tokens of their own; after dispatch, those that also
+    hold the expert.
+    """
+
+    moving: frozenset[str]
+    """The axes of expert parallelism that split tokens."""
+    before: Fraction
+    after: Fraction
+
+    def __call__(self, axes: tuple[str, ...]) -> Fraction:
+        """The rows where `axes` split them."""
+        waiting = bool(self.moving) and self.moving <= set(axes)
+        return self.before if waiting else self.after
 
 
 @dataclass(frozen=True)
@@ -56,16 +71,16 @@ class Routing:
     padded: bool
 
     @classmethod
-    def of(cls, run: Run, model: ModelConfig, plan: Plan, tokens: int) -> Routing:
+    def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan, tokens: int) -> Routing:
         """The routing of a resolved run; `tokens` are those of all ranks in a microbatch."""
         sequence = plan.context + (plan.tensor if plan.sequence_parallel else ())
         axes = (*plan.data, *sequence)
-        copies = tokens // plan.mesh.size(*axes) * model.top_k
+        copies = tokens // mesh.size(*axes) * model.top_k
         factor = run.moe_expert_capacity_factor
         # As Megatron-LM's get_capacity rounds.
         capacity = None if factor is None else math.ceil(copies / model.num_experts * factor)
         padded = run.moe_pad_expert_input_to_capacity
-        return cls(plan.mesh, model.num_experts, plan.expert, axes, copies, capacity, padded)
+        return cls(mesh, model.num_experts, plan.expert, axes, copies, capacity, padded)
 
     @property
     def positions(self) -> int:
@@ -89,24 +104,15 @@ class Routing:
         wanted = share * self.copies
         return wanted if self.capacity is None else smallest([wanted, Fraction(self.capacity)])
 
-    def rows(self, sent: Fraction | int, got: Fraction | int) -> Rows:
-        """Rows of the experts on a rank that sends `sent` copies and receives `got`.
-
-        Before dispatch rows are split by all axes that split tokens; after dispatch, by these axes
-        without those of expert parallelism.
-        """
-        moving = {a for a in self.expert if a in self.tokens}
+    def rows(self, sent: Fraction | int, got: Fraction | int) -> ExpertRows:
+        """ExpertRows of the experts on a rank that sends `sent` copies and receives `got`."""
+        moving = frozenset(a for a in self.expert if a in self.tokens)
         parts = self.mesh.size(*self.tokens)
         before = ratio(sent * parts, self.experts)
         after = ratio(got * parts, self.senders * self.held)
+        return ExpertRows(moving, before, after)
 
-        def rows(axes: tuple[str, ...]) -> Fraction:
-            waiting = bool(moving) and moving <= set(axes)
-            return (before if waiting else after) / self.mesh.size(*axes)
-
-        return rows
-
-    def even(self) -> Rows:
+    def even(self) -> ExpertRows:
         """As `rows`, with all experts receiving equally many copies."""
         each = self.taken(Fraction(1, self.experts))
         return self.rows(self.experts * each, self.held * self.senders * each)
@@ -155,7 +161,7 @@ class Load:
             place = place * mesh.size(axis) + ranks // mesh.stride(axis) % mesh.size(axis)
         return place + np.zeros_like(ranks)
 
-    def programs(self, make: Callable[[Rows], Program]) -> Program:
+    def programs(self, make: Callable[[ExpertRows], Program]) -> Program:
         """The programs of all ranks at this load; `make` compiles the program at equal rows.
 
         Every column is linear in the rows, so it follows from programs at zero rows and at one.

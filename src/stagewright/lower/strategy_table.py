@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stagewright.algebra import notation
+from stagewright.algebra.layout import Mesh
 from stagewright.algebra.notation import Tensor
 from stagewright.errors import UserError, did_you_mean
 from stagewright.lower.blocks import build_block
@@ -40,7 +41,9 @@ def table_of(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str
     return rows
 
 
-def check_table(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, int]) -> None:
+def check_table(
+    plan: Plan, mesh: Mesh, run: Run, model: ModelConfig, sizes: Mapping[str, int]
+) -> None:
     """Raise UserError where a row of the plan's table names no value, or does not fit it."""
     if not plan.table:
         return
@@ -53,7 +56,7 @@ def check_table(plan: Plan, run: Run, model: ModelConfig, sizes: Mapping[str, in
     for variant in {variant for stage in stages for variant, _ in stage}:
         graph = build_block(variant, model, recipe).graph
         names |= {n.binding.name or n.name for n in graph if n.phase != "optimizer"}
-        placed |= names_in_table(graph, plan, sizes, model.name)
+        placed |= names_in_table(graph, plan, mesh, sizes, model.name)
     of_modules = {name for module in model.modules for name in module.table}
     # Rows of modules may be unused.
     of_modules |= {"x", "dx", "dy", *(f"d_{name}" for name in of_modules)}

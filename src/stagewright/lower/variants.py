@@ -44,11 +44,6 @@ class BlockVariant(NamedTuple):
         return f"{self.block}{self.layer.ahead or ''}"
 
 
-def graph_of(variant: BlockVariant) -> BlockVariant:
-    """The variant with this one's graph: where its values are kept is no part of that."""
-    return variant._replace(states_on_host=False, activations_on_host=False)
-
-
 PlacedVariant = tuple[BlockVariant, int]
 """A block of a stage: its variant, and which layer of the model it is; -1: none."""
 

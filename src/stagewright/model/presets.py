@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -32,7 +32,7 @@ Fields = dict[str, Any]
 
 
 class Presets(Mapping[str, ModelConfig]):
-    """Models by name. The files are read at the first look, a model is made when it is asked for.
+    """Models by name. A file is parsed when one of its models is asked for, a model made then.
 
     The order is that of `index.yaml`, and within a family that of its file.
     """
@@ -42,13 +42,13 @@ class Presets(Mapping[str, ModelConfig]):
         return _model(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_rows())
+        return (name for family in _texts() for name in _family(family)[1])
 
     def __len__(self) -> int:
-        return len(_rows())
+        return sum(1 for _ in self)
 
     def __contains__(self, name: object) -> bool:
-        return name in _rows()
+        return isinstance(name, str) and _family_of(name) is not None
 
 
 PRESETS: Mapping[str, ModelConfig] = Presets()
@@ -56,21 +56,36 @@ PRESETS: Mapping[str, ModelConfig] = Presets()
 
 
 @cache
-def _rows() -> dict[str, tuple[Fields, list[Any]]]:
-    """By model: the fields of its family, and its row."""
+def _texts() -> dict[str, str]:
+    """The file of each family."""
     folder = files("stagewright").joinpath("data", "models")
     texts = {f.name.removesuffix(".yaml"): f for f in folder.iterdir() if f.name[-5:] == ".yaml"}
     listed: list[str] = own_yaml(texts.pop("index").read_text("utf-8"))
-    rows: dict[str, tuple[Fields, list[Any]]] = {}
-    for family in (*listed, *sorted(texts.keys() - {*listed})):
-        fields: Fields = own_yaml(texts[family].read_text("utf-8"))
-        rows |= {name: (fields, row) for name, row in fields.pop("models").items()}
-    return rows
+    order = (*listed, *sorted(texts.keys() - {*listed}))
+    return {family: texts[family].read_text("utf-8") for family in order}
+
+
+@cache
+def _family(family: str) -> tuple[Fields, dict[str, list[Any]]]:
+    """The fields that models of a family share, and the row of each."""
+    fields: Fields = own_yaml(_texts()[family])
+    return fields, fields.pop("models")
+
+
+@lru_cache(maxsize=256)
+def _family_of(name: str) -> str | None:
+    """The family of a model; None: there is no such model."""
+    mentioned = (family for family, text in _texts().items() if name in text)
+    return next((family for family in mentioned if name in _family(family)[1]), None)
 
 
 @cache
 def _model(name: str) -> ModelConfig:
-    shared, row = _rows()[name]
+    family = _family_of(name)
+    if family is None:
+        raise KeyError(name)
+    shared, rows = _family(family)
+    row = rows[name]
     sizes = dict(zip(LIMITS, row, strict=False))
     fields: Fields = {**shared, **sizes}
     for more in row[len(LIMITS) :]:

@@ -62,7 +62,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         mirror="pp" if mirrored else "",
     )
     return mesh, Plan(
-        mesh,
+        groups=mesh.groups,
         data=data,
         context=context,
         stripes=stripes,

@@ -15,6 +15,7 @@ from typing import Self
 
 import numpy as np
 
+from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
 from stagewright.arrays import Float
 from stagewright.model.config import ModelConfig
@@ -37,12 +38,12 @@ class BusiestRanks:
     top_k: int
 
     @classmethod
-    def of(cls, run: Run, model: ModelConfig, plan: Plan) -> Self | None:
+    def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan) -> Self | None:
         """Those of a resolved run; None: all experts get as many tokens."""
         if run.expert_load is None:
             return None
         layers = [i for i in range(model.num_layers) if model.layer(i).mlp in ROUTED]
-        ranks = plan.mesh.size(*plan.expert)
+        ranks = mesh.size(*plan.expert)
         chosen: list[Float] = []
         for line in lines_of(run.expert_load, model, layers, ranks):
             of_rank = np.array(line).reshape(ranks, -1) * (model.top_k / sum(line))
@@ -61,7 +62,12 @@ class BusiestRanks:
 
 
 def mean_expert_sizes(
-    run: Run, model: ModelConfig, plan: Plan, routed: int, busiest: BusiestRanks | None = None
+    run: Run,
+    model: ModelConfig,
+    mesh: Mesh,
+    plan: Plan,
+    routed: int,
+    busiest: BusiestRanks | None = None,
 ) -> dict[Size, Fraction]:
     """Means of the sizes that routing decides, for `routed` tokens on all ranks.
 
@@ -74,12 +80,12 @@ def mean_expert_sizes(
     experts = model.num_experts + run.num_redundant_experts
     # Ranks that hold the same experts share the tokens; those that split an expert have the same.
     held = plan.expert + plan.expert_tensor
-    tokens = routed / plan.mesh.size(*(a for a in plan.tokens if a not in held))
+    tokens = routed / mesh.size(*(a for a in plan.tokens if a not in held))
     share = Fraction(1)
     rows = routed * model.top_k * Fraction(1, experts)
     if busiest is not None:
         share = in_steps(busiest.touched, tokens, PARTS)
-        rows = rows * busiest.rows(plan.mesh.size(*plan.expert))
+        rows = rows * busiest.rows(mesh.size(*plan.expert))
     elif model.top_k < experts:
         none = math.log1p(-model.top_k / experts)
         share = in_steps(lambda n: -math.expm1(n * none), tokens, PARTS)

@@ -7,12 +7,13 @@ replicas. Gradients are reduced once a step, or in each microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple, Self
 
-from stagewright.algebra.layout import Layout
+from stagewright.algebra.layout import Layout, Mesh
 from stagewright.algebra.size import Size
-from stagewright.graph.node import Node
+from stagewright.graph.node import Graph, Node
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Role
 from stagewright.parallel.plan import Dims, Plan
@@ -20,21 +21,27 @@ from stagewright.varying import divides, position_of_largest
 
 
 def parameter_layout(
-    n: Node, parameter: Parameter, have: Layout | None, plan: Plan, shards: ShardedDims
+    n: Node,
+    parameter: Parameter,
+    have: Layout | None,
+    plan: Plan,
+    used: Dims,
+    sharded: Mapping[ParameterShape, Dims],
 ) -> Layout | None:
     """The layout of a node that belongs to a parameter, by its role; None: it follows its operands.
 
-    `have` is the layout that would follow, `shards` says what ZeRO splits.
+    `have` is the layout that would follow, `used` where the computation reads the parameter, and
+    `sharded` what `sharded_dims` has found.
     """
     rank = len(n.shape)
     if not rank:  # a count of steps
         return Layout(())
     if n.binding.buffer:
         return None if n.role is Role.COUNT else Layout(((),) * rank)
-    used = plan.used(parameter, rank)
-    shard = shards.of(n.shape, parameter, used)
+    shard = sharded[ParameterShape.of(n.shape, parameter, used)] if plan.zero else used
     # Of a partial sum one rank has the values, the others have zeros.
-    sums = plan.layout(parameter.placement).partial & {*plan.combined}
+    combined = {*plan.combined}
+    sums = plan.layout(parameter.placement).partial & combined if combined else frozenset[str]()
     match n.role:
         case Role.USED:
             return Layout(used, sums)
@@ -80,43 +87,65 @@ def _gradient_layout(
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class ShardedDims:
-    """Which dim of each parameter ZeRO splits; parameters of one shape are decided once."""
+class ParameterShape(NamedTuple):
+    """What the dim of a parameter that ZeRO splits depends on, besides numbers."""
 
-    plan: Plan
-    sizes: Mapping[str, int]
-    """The number behind each named dim."""
-    known: dict[tuple[object, ...], Dims] = field(default_factory=dict[tuple[object, ...], Dims])
+    shape: tuple[Size, ...]
+    used: Dims
+    """Where the computation reads the parameter."""
+    rows: int
+    of_expert: bool
 
-    def of(self, shape: tuple[Size, ...], parameter: Parameter, used: Dims) -> Dims:
-        """A parameter's layout, used as it is in `used`, with one more dim split.
+    @classmethod
+    def of(cls, shape: tuple[Size, ...], parameter: Parameter, used: Dims) -> Self:
+        """That of a parameter."""
+        return cls(shape, used, parameter.rows, parameter.of_expert)
 
-        A dim that the ranks divide goes first, then one that no axis splits yet, then the largest.
-        With `plan.shard_rows` it is the dim that PyTorch has first, as in FSDP2; and with
-        `plan.shard_few_experts` the second, an expert's outputs, where ranks outnumber experts.
-        """
-        key = shape, used, parameter.rows, parameter.of_expert
-        if key not in self.known:
-            self.known[key] = self._with_shards(shape, parameter, used)
-        return self.known[key]
 
-    def _with_shards(self, shape: tuple[Size, ...], parameter: Parameter, used: Dims) -> Dims:
-        plan = self.plan
-        sharding = tuple(a for a in plan.shard if not any(a in axes for axes in used))
-        if not sharding:
-            return used
-        if plan.shard_rows:
-            best = parameter.rows % len(used)
-            experts, ranks = shape[0].value(self.sizes), plan.mesh.size(*used[0], *sharding)
-            if plan.shard_few_experts and parameter.of_expert and ranks > experts:
-                best = len(used) - 1
-        else:
-            ranks = plan.mesh.size(*sharding)
+def sharded_dims(
+    graph: Graph, plan: Plan, mesh: Mesh, sizes: Mapping[str, int]
+) -> tuple[tuple[ParameterShape, Dims], ...]:
+    """How ZeRO splits the parameters of a graph for one device; without ZeRO, nothing.
 
-            def merit(i: int) -> tuple[bool, bool, int]:
-                local = -(-shape[i].value(self.sizes) // plan.mesh.size(*used[i]))
-                return divides(ranks, local), not used[i], local
+    These are the only decisions of a strategy that depend on numbers. `sizes` are those behind the
+    named dims.
+    """
+    if not plan.zero:
+        return ()
+    parameters = _parameters(graph)
+    shapes = (ParameterShape.of(shape, p, plan.used(p, len(shape))) for shape, p in parameters)
+    return tuple((x, _with_shards(x, plan, mesh, sizes)) for x in dict.fromkeys(shapes))
 
-            best = position_of_largest([merit(i) for i in range(len(used))])
-        return (*used[:best], used[best] + sharding, *used[best + 1 :])
+
+@lru_cache(maxsize=256)
+def _parameters(graph: Graph) -> Iterable[tuple[tuple[Size, ...], Parameter]]:
+    """The parameters that a graph splits, and the shapes of what belongs to them."""
+    bound = ((n.shape, n.binding) for n in graph)
+    return tuple(dict.fromkeys((x, b.param) for x, b in bound if x and b.param and not b.buffer))
+
+
+def _with_shards(x: ParameterShape, plan: Plan, mesh: Mesh, sizes: Mapping[str, int]) -> Dims:
+    """A parameter's layout, used as it is in `x.used`, with one more dim split.
+
+    A dim that the ranks divide goes first, then one that no axis splits yet, then the largest.
+    With `plan.shard_rows` it is the dim that PyTorch has first, as in FSDP2; and with
+    `plan.shard_few_experts` the second, an expert's outputs, where ranks outnumber experts.
+    """
+    used = x.used
+    sharding = tuple(a for a in plan.shard if not any(a in axes for axes in used))
+    if not sharding:
+        return used
+    if plan.shard_rows:
+        best = x.rows % len(used)
+        experts, ranks = x.shape[0].value(sizes), mesh.size(*used[0], *sharding)
+        if plan.shard_few_experts and x.of_expert and ranks > experts:
+            best = len(used) - 1
+    else:
+        ranks = mesh.size(*sharding)
+
+        def merit(i: int) -> tuple[bool, bool, int]:
+            local = -(-x.shape[i].value(sizes) // mesh.size(*used[i]))
+            return divides(ranks, local), not used[i], local
+
+        best = position_of_largest([merit(i) for i in range(len(used))])
+    return (*used[:best], used[best] + sharding, *used[best + 1 :])

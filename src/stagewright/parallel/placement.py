@@ -7,76 +7,84 @@ before all of these. Values that no row names follow their operands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import NamedTuple
 
-from stagewright.algebra.layout import Layout
+from stagewright.algebra.layout import Layout, Mesh
 from stagewright.algebra.notation import Tensor
 from stagewright.algebra.size import size
 from stagewright.errors import UserError, divisors
 from stagewright.graph.node import Graph, Node
+from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Role
 from stagewright.graph.shard import Want
 from stagewright.parallel.activations import STREAM, activation_rows, residual
 from stagewright.parallel.context import score_dims
 from stagewright.parallel.dispatch import expert_sums
-from stagewright.parallel.parameters import ShardedDims, parameter_layout
+from stagewright.parallel.parameters import ParameterShape, parameter_layout
 from stagewright.parallel.plan import Dims, Plan
 
 BATCH, WIDTH = size("B"), size("M")
 
 
-def strategy(plan: Plan, sizes: Mapping[str, int]) -> Want:
+def strategy(plan: Plan, sharded: Iterable[tuple[ParameterShape, Dims]] = ()) -> Want:
     """Where each value of a run lives, by name, role and declaration.
 
-    `sizes` are the numbers behind the dims, which say what ZeRO splits evenly.
+    `sharded` is what ZeRO splits: `parameters.sharded_dims` of the same graph.
     """
     table = {name: plan.layout(row) for name, row in plan.table.items()}
     rows, sums = activation_rows(plan), expert_sums(plan)
-    shards = ShardedDims(plan, sizes)
-    return partial(_layout, plan=plan, shards=shards, table=table, rows=rows, sums=sums)
+    return _Strategy(plan, cache(plan.used), dict(sharded), table, rows, sums)
 
 
-def _layout(
-    n: Node,
-    have: Layout | None,
-    *,
-    plan: Plan,
-    shards: ShardedDims,
-    table: Mapping[str, Layout],
-    rows: Mapping[str, Dims],
-    sums: Mapping[str, frozenset[str]],
-) -> Layout | None:
-    """The layout that a node shall have; None: it follows its operands, which make it `have`."""
-    bound = n.binding
-    if bound.param:
-        return parameter_layout(n, bound.param, have, plan, shards)
-    if n.role is Role.SQUARED_NORM:
+class _Strategy(NamedTuple):
+    """A plan with its tables by name."""
+
+    plan: Plan
+    used: Callable[[Parameter, int], Dims]
+    sharded: Mapping[ParameterShape, Dims]
+    table: Mapping[str, Layout]
+    rows: Mapping[str, Dims]
+    sums: Mapping[str, frozenset[str]]
+
+    def __call__(self, n: Node, have: Layout | None) -> Layout | None:
+        """The layout of a node; None: it follows its operands, which make it `have`."""
+        plan, bound = self.plan, n.binding
+        if bound.param:
+            dims = self.used(bound.param, len(n.shape))
+            return parameter_layout(n, bound.param, have, plan, dims, self.sharded)
+        if n.role is Role.SQUARED_NORM:
+            return None
+        if bound.split_as:  # a state of each request
+            return Layout((plan.data, (), *self.used(bound.split_as, len(n.shape) - 2)))
+        if bound.asked:
+            return _asked_layout(n, have, self.table.get(n.name), plan)
+        if n.name in self.table and len(self.table[n.name].dims) == len(n.shape):
+            return self.table[n.name]
+        dims = self.rows.get(bound.like or n.name)
+        if n.name in STREAM and len(n.shape) == 4:
+            dims = residual(plan, 4)
+        if n.name in STREAM and plan.sequence and len(n.shape) > 2 and n.shape[1] == WIDTH:
+            raise _turned_stream(n)
+        if dims is not None:
+            left = have.partial & self.sums.get(n.name, frozenset()) if have else frozenset[str]()
+            return Layout(dims, left) if len(dims) == len(n.shape) else None
+        if bound.live_in and n.shape:
+            return _live_in_layout(n, plan)
+        outside = n.op == "input" and have is None
+        if outside and n.shape[:1] == (BATCH,):
+            return Layout((plan.data, *[()] * (len(n.shape) - 1)))
         return None
-    if bound.split_as:  # a state of each request
-        return Layout((plan.data, (), *plan.used(bound.split_as, len(n.shape) - 2)))
-    if bound.asked:
-        return _asked_layout(n, have, table.get(n.name), plan)
-    if n.name in table and len(table[n.name].dims) == len(n.shape):
-        return table[n.name]
-    dims = rows.get(bound.like or n.name)
-    if n.name in STREAM and len(n.shape) == 4:
-        dims = residual(plan, 4)
-    if n.name in STREAM and plan.sequence and len(n.shape) > 2 and n.shape[1] == WIDTH:
-        shown = ", ".join(map(str, n.shape))
-        raise UserError(
-            f"the stream {n.name} lies as [{shown}], with the width before the positions, as "
-            "convolutions leave it: cp and sequence_parallel, which split the second dim, do not "
-            "apply; leave them out"
-        )
-    if dims is not None:
-        left = have.partial & sums.get(n.name, frozenset()) if have else frozenset[str]()
-        return Layout(dims, left) if len(dims) == len(n.shape) else None
-    if bound.live_in and n.shape:
-        return _live_in_layout(n, plan)
-    if n.op == "input" and have is None and n.shape[:1] == (BATCH,):  # whatever comes from outside
-        return Layout((plan.data, *[()] * (len(n.shape) - 1)))
-    return None
+
+
+def _turned_stream(n: Node) -> UserError:
+    shown = ", ".join(map(str, n.shape))
+    return UserError(
+        f"the stream {n.name} lies as [{shown}], with the width before the positions, as "
+        "convolutions leave it: cp and sequence_parallel, which split the second dim, do not "
+        "apply; leave them out"
+    )
 
 
 def _live_in_layout(n: Node, plan: Plan) -> Layout:
@@ -90,7 +98,9 @@ def _live_in_layout(n: Node, plan: Plan) -> Layout:
     return Layout(score_dims(plan), frozenset(plan.data if n.phase == "backward" else ()))
 
 
-def names_in_table(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: str) -> set[str]:
+def names_in_table(
+    graph: Graph, plan: Plan, mesh: Mesh, sizes: Mapping[str, int], whose: str
+) -> set[str]:
     """The names in the plan's table that a single-device graph has, each checked against it.
 
     A UserError says which row has other dims than its value, or does not divide one; `whose` is the
@@ -109,7 +119,7 @@ def names_in_table(graph: Graph, plan: Plan, sizes: Mapping[str, int], whose: st
             continue
         found.add(name)
         for dim, degrees, axes in zip(n.shape, row.axes, plan.layout(row).dims, strict=True):
-            count, ranks = dim.value(sizes), plan.mesh.size(*axes)
+            count, ranks = dim.value(sizes), mesh.size(*axes)
             if count % ranks:
                 raise UserError(
                     f"{'*'.join(degrees)}={ranks} does not divide {dim} = {count} of {name} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stagewright.algebra.layout import Layout, Mesh
+from stagewright.algebra.layout import Layout
 from stagewright.algebra.notation import Tensor
 from stagewright.graph.parameter import Parameter
 
@@ -16,9 +16,14 @@ Dims = tuple[Axes, ...]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The axes of a mesh by their use, and the choices between strategies."""
+    """The axes of a mesh by their use, and the choices between strategies.
 
-    mesh: Mesh
+    A plan holds no number: runs of other degrees and sizes, whose degrees above 1 are the same,
+    have equal plans, and so equal graphs.
+    """
+
+    groups: tuple[tuple[str, Axes], ...] = ()
+    """The axes of each degree, as `Mesh.groups` has them."""
     data: Axes = ()
     """Split the batch."""
     context: Axes = ()
@@ -105,7 +110,7 @@ class Plan:
             case "etp":
                 return self.expert_tensor
             case _:
-                return dict(self.mesh.groups).get(degree, ())
+                return dict(self.groups).get(degree, ())
 
     def of_heads(self, axes: Axes) -> tuple[Axes, Axes]:
         """The axes that split groups of the heads of a state-space layer; those within a group."""

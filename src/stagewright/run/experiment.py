@@ -109,6 +109,8 @@ def section_of(
     frozenset({'dp'})
     """
     given = {name: values[name] for name in _names(section) if name in values}
+    if not given:
+        return section()
     try:
         return _reader(section).validate_python(given)
     except ValidationError as error:

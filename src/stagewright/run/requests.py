@@ -288,15 +288,12 @@ def cache_of(run: Settings) -> lengths.Cache:
 
 # ---- the setting `prefill`: a second group of ranks, as text or as settings by name --------------
 
-_RANKS = TypeAdapter(PrefillRanks)
-
-
 def read_prefill(value: object) -> object:
     """A mapping as ranks; text, ranks and None as they are."""
     if not isinstance(value, Mapping):
         return value
     try:
-        return _RANKS.validate_python(value)
+        return TypeAdapter(PrefillRanks).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         names = [of.name for of in fields(PrefillRanks)]

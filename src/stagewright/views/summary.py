@@ -39,15 +39,13 @@ Where `device_memory` or hardware is given there is also `fit`: whether the step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Int, exact_sum
-from stagewright.errors import UserError
 from stagewright.lower import weight_storage
-from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.frozen import TrainedParameters
 from stagewright.lower.inference.capacity import Capacity
@@ -68,9 +66,6 @@ from stagewright.run import lengths
 from stagewright.run.requests import groups
 from stagewright.run.settings import Run
 from stagewright.texttable import print_table
-from stagewright.trace.formats.bundle import Bundle
-from stagewright.trace.recorded import load_experiment, recorded_model
-from stagewright.trace.traced import read_traced
 from stagewright.views.tables import communication, compute, peak
 from stagewright.views.tables import memory as held
 
@@ -81,7 +76,7 @@ Summary = dict[str, Any]
 
 
 class Recorded(NamedTuple):
-    """What a bundle holds of a run, as `summary` takes it."""
+    """What a bundle holds of a run (`views.bundles`)."""
 
     run: Run
     model: ModelConfig
@@ -91,44 +86,6 @@ class Recorded(NamedTuple):
     program: Program
     capacity: Capacity | None
     fit: Fit | None
-
-
-def of_bundle(path: str) -> Summary:
-    """The summary of a bundle that `generate` wrote, or `import` of a graph of one rank."""
-    traced = read_traced(Bundle(path))
-    if traced is None:
-        return summary(recorded(path))
-    program = traced.program
-    return {
-        "model": traced.name,
-        "run": traced.describe(),
-        "world_size": program.mesh.world_size,
-        "microbatches": 1,
-        "parameters": {"total": traced.parameters, "active": traced.parameters},
-        "rank_classes": [_rank_class(program, of) for of in program.classes],
-    }
-
-
-def recorded(path: str) -> Recorded:
-    """The run and the program of a bundle that `generate` wrote."""
-    source = Bundle(path)
-    parameters, model = source.manifest.get("parameters"), recorded_model(path)
-    if not isinstance(parameters, dict) or model is None:
-        raise UserError(f"{path}: tells of no run; only verify, inspect, expand and diff read it")
-    total, active = (int(parameters.get(name, 0)) for name in ("total", "active"))  # pyright: ignore
-    run = load_experiment(path).run
-    if run.device_memory is None:
-        trained = _recorded_counts(parameters)  # pyright: ignore
-        return Recorded(run, model, total, active, trained, source.program(), None, None)
-    again = compile(run, model)
-    program = source.program()
-    return Recorded(run, model, total, active, again.trained, program, again.capacity, again.fit)
-
-
-def _recorded_counts(parameters: Mapping[str, Any]) -> TrainedParameters | None:
-    if "trainable" not in parameters:
-        return None
-    return TrainedParameters(int(parameters["trainable"]), int(parameters.get("adapters", 0)))
 
 
 def summary(compiled: CompiledRun | Recorded) -> Summary:
@@ -146,7 +103,7 @@ def summary(compiled: CompiledRun | Recorded) -> Summary:
         },
         **(_served(compiled) if compiled.run.mode != "train" else {}),
         **({"fit": compiled.fit.entry()} if compiled.fit else {}),
-        "rank_classes": [_rank_class(program, of) for of in program.classes],
+        "rank_classes": [rank_class(program, of) for of in program.classes],
     }
 
 
@@ -202,7 +159,8 @@ def _weights(compiled: CompiledRun | Recorded) -> Summary:
     return {"weights": {"quant_method": given.method, "formats": formats}}
 
 
-def _rank_class(program: Program, of: RankClass) -> dict[str, Any]:
+def rank_class(program: Program, of: RankClass) -> dict[str, Any]:
+    """An entry of `rank_classes`."""
     tasks = of.tasks
     return {
         "ranks": [int(rank) for rank in of.ranks],

@@ -1,4 +1,4 @@
-"""Tables of a summary and of a simulation, for the terminal, pages and notebooks alike.
+"""Tables of a summary and of tasks, for the terminal, pages and notebooks alike.
 
 Numbers are for one rank and one step. Of a stage with many rank classes, tables show the classes
 with the least and with the most work.
@@ -17,9 +17,6 @@ from stagewright.errors import UserError
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind
 from stagewright.texttable import Table
-from stagewright.time.simulate.breakdown import Breakdown, TracedStep
-from stagewright.time.simulate.step import SimulatedStep
-from stagewright.time.simulate.timeline import TICK, Lane
 
 Class = dict[str, Any]
 """One of a summary's `rank_classes`."""
@@ -81,7 +78,7 @@ def tasks(program: Program, rank: int) -> Table:
     if not 0 <= rank < program.mesh.world_size:
         raise UserError(f"there is no rank {rank}; use 0 to {program.mesh.world_size - 1}")
     (of,) = (of for of in program.classes if rank in of.ranks)
-    return _tasks(f"Tasks of rank {rank}", program, of)
+    return of_class(f"Tasks of rank {rank}", program, of)
 
 
 _TASK_UNITS = {
@@ -90,7 +87,8 @@ _TASK_UNITS = {
 }
 
 
-def _tasks(title: str, program: Program, of: RankClass) -> Table:
+def of_class(title: str, program: Program, of: RankClass) -> Table:
+    """The tasks of a rank class, a row per task, in the order of issue."""
     t = of.tasks
     groups = np.array([*map(program.label_of, range(len(program.communicators))), ""])
     peers = np.array([*(f"{axis} {shift:+d}" for axis, shift in program.peers), ""])
@@ -130,7 +128,7 @@ def peak(of: dict[str, Any]) -> Table:
             of_microbatch = f" of microbatch {at['microbatch']}" if at["microbatch"] >= 0 else ""
             largest = "; ".join(alive_in_words(g) for g in at["alive"][:_SHOWN])
             rows.append((str(each["stage"]), at["task"] + of_microbatch, largest))
-    return _of_rows("At the peak", ("stage", "while", "most of it"), rows)
+    return of_rows("At the peak", ("stage", "while", "most of it"), rows)
 
 
 def alive_in_words(group: dict[str, Any]) -> str:
@@ -160,7 +158,7 @@ def communication(of: dict[str, Any], *, merged: bool = True) -> Table:
     rows = [(stage, *row) for stage, of_stage in groups for row in of_stage]
     names = ("stage", "phase", "what", "axis", "group", "count", "bytes")
     units = {"group": "", "count": "", "bytes": "B"}
-    return _of_rows("Communication", names, rows, units, grouped="stage")
+    return of_rows("Communication", names, rows, units, grouped="stage")
 
 
 def _communication_rows(each: Class) -> list[tuple[Any, ...]]:
@@ -195,82 +193,14 @@ def _stages(stages: dict[str, int]) -> str:
     return spans(list(stages.values())) if plain else ", ".join(stages)
 
 
-# ---- of a simulation -----------------------------------------------------------------------------
-
-_MOST_ROWS = 32
-_LAUNCHES = 0.005
-"""The share of a step from which on waiting for the host has a column of its own."""
-
-
-def parts(found: SimulatedStep | TracedStep) -> Table:
-    """The parts of the mean GPU and of every lane, as shares of the step."""
-    mean, whole = found.mean, found.seconds
-    phases, axes = list(mean.kernels), list(mean.exposed)
-    names = [*phases, *(f"{axis} exposed" for axis in axes), "bubble"]
-    waits_for_host = any(of.launches / whole >= _LAUNCHES for of in found.parts)
-    names += ["launches"] * waits_for_host
-
-    def shares(of: Breakdown) -> tuple[float, ...]:
-        seconds = [of.kernels.get(phase, 0.0) for phase in phases]
-        seconds += [of.exposed.get(axis, 0.0) for axis in axes]
-        seconds += [of.bubble, *[of.launches] * waits_for_host]
-        return tuple(s / whole for s in seconds)
-
-    rows: list[tuple[Any, ...]] = [(f"mean of {found.machine.gpus}", *shares(mean))]
-    of_lanes = [(lane, shares(of)) for lane, of in zip(found.line.lanes, found.parts, strict=True)]
-    by_print = itertools.groupby(of_lanes, key=lambda row: tuple(f"{s:.1%}" for s in row[1]))
-    groups = [list(group) for _, group in by_print]
-    if len(of_lanes) > 1:
-        for group in groups[:_MOST_ROWS]:
-            rows.append((lanes_in_words([lane for lane, _ in group]), *group[0][1]))
-    if len(groups) > _MOST_ROWS:
-        rows.append((f"... {len(groups) - _MOST_ROWS} more", *[None] * len(names)))
-    units = dict.fromkeys(names, "share")
-    return _of_rows("where the time of a GPU goes", ["GPUs", *names], rows, units)
-
-
-def lanes_in_words(lanes: Sequence[Lane]) -> str:
-    """A name for consecutive lanes: a rank, or how many ranks of which pipeline ranks."""
-    count = sum(len(lane.ranks) for lane in lanes)
-    first, last = lanes[0].of.pipeline_rank, lanes[-1].of.pipeline_rank
-    if count == 1:
-        return f"rank {lanes[0].ranks[0]}"
-    return f"{count} of pipeline rank {first}" + (f" to {last}" if last > first else "")
-
-
-def transfers(found: SimulatedStep | TracedStep) -> Table:
-    """Seconds that the mean GPU communicates along each axis, and the share that kernels hide."""
-    mean = found.mean
-    rows = [
-        (axis, busy, exposed, max(0.0, 1 - exposed / busy))
-        for axis, busy in mean.communication.items()
-        for exposed in [mean.exposed.get(axis, 0.0)]
-    ]
-    units = {"busy": "s", "exposed": "s", "hidden": "whole share"}
-    names = ("axis", "busy", "exposed", "hidden")
-    return _of_rows("communication of the mean GPU", names, rows, units)
-
-
-def tasks_in_time(found: SimulatedStep, lane: int) -> Table:
-    """The tasks of a lane with the seconds at which each begins and ends, in the order of issue."""
-    count = len(found.line.lanes)
-    if not 0 <= lane < count:
-        raise UserError(f"there is no lane {lane}; use 0 to {count - 1}")
-    of = found.line.lanes[lane]
-    table = _tasks(f"Tasks of {lanes_in_words([of])}", found.line.program, of.of)
-    rows = of.issue.rows.tolist()
-    columns = {name: [column[row] for row in rows] for name, column in table.columns.items()}
-    times = {"begin": (of.begin * TICK).tolist(), "end": (of.end * TICK).tolist()}
-    return Table(table.title, {**columns, **times}, {**table.units, "begin": "s", "end": "s"})
-
-
-def _of_rows(
+def of_rows(
     title: str,
     names: Sequence[str],
     rows: Iterable[Sequence[Any]],
     units: dict[str, str] | None = None,
     grouped: str = "",
 ) -> Table:
+    """A table from its rows."""
     columns = [*zip(*rows, strict=True)] or [()] * len(names)
     by = {name: list(column) for name, column in zip(names, columns, strict=True)}
     return Table(title, by, units or {}, grouped)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from stagewright.algebra.layout import Mesh
 from stagewright.algebra.notation import NotationError
 from stagewright.blocks import Recipe
 from stagewright.blocks.builder import Builder, stream
@@ -29,7 +28,7 @@ from stagewright.parallel.plan import Plan
 from stagewright.run.settings import Run
 
 SIZES = {"B": 2, "S": 4, "M": 8, "A": 4, "G": 2, "D": 2}
-TP = Plan(Mesh((("tp", 2),)), tensor=("tp",), key_value=("tp",), zero=0)
+TP = Plan(tensor=("tp",), key_value=("tp",), zero=0)
 
 
 def built(build: str) -> dict[str, Node]:
@@ -47,7 +46,7 @@ def built(build: str) -> dict[str, Node]:
         q = apply("rms_scale", "bsad,bs,ad->bsad", q, square, w, name="normed")
         y = b.linear("bsad,adm->bsm", q, b.weight("wo", "A/tp", "D", "M"), "out")
     block = finish("layer", b, x, identity(y, "y"))
-    graph = shard(block.graph, strategy(TP, SIZES), block.primal)
+    graph = shard(block.graph, strategy(TP), block.primal)
     assert {n.op for n in graph if n.phase == "forward"} & {"all_reduce", "all_gather"}
     return {n.name: n for n in graph if n.op == "param"}
 
@@ -62,12 +61,13 @@ def layer(settings: Mapping[str, Any], table: Mapping[str, str] = {}) -> Graph:
     """A sharded layer of Llama 3, perhaps with a user's table."""
     model = resolve("llama3-8b")
     run = Run(model=model.name, layers=1, seq_length=8, **settings).resolved(model)
-    _, plan = parallelization(run, model)
+    mesh, plan = parallelization(run, model)
     plan = replace(plan, table=table_of(run, model, table))
     return shard_block(
         BlockVariant("layer", model.layer(0)),
         run,
         model,
+        mesh,
         plan,
         sizes_of(run, model),
         recipe_of(run, model),
@@ -101,10 +101,9 @@ def test_a_declaration_that_cannot_be_read_is_refused() -> None:
 
 
 def test_a_stream_whose_width_stands_before_its_positions_is_not_split_along_them() -> None:
-    mesh: Mesh = {"tp": 2}
     turned = leaf("input", ("B", "M", "S"), "bf16", "x")
-    whole = strategy(Plan(mesh, tensor=("tp",)), {})
+    whole = strategy(Plan(tensor=("tp",)))
     assert whole(turned, None) is not None
-    split = strategy(Plan(mesh, tensor=("tp",), sequence_parallel=True), {})
+    split = strategy(Plan(tensor=("tp",), sequence_parallel=True))
     with pytest.raises(UserError, match=r"\[B, M, S\].*leave them out"):
         split(turned, None)

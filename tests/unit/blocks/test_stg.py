@@ -45,11 +45,11 @@ def toy(text: str, **sizes: int) -> ModelConfig:
 
 def graph_of(model: ModelConfig, **settings: Any) -> tuple[Graph, Run]:
     run = Run(model=model.name, **settings).resolved(model)
-    _, plan = parallelization(run, model)
+    mesh, plan = parallelization(run, model)
     plan = dataclasses.replace(plan, table=table_of(run, model, {}))
     kind = BlockVariant("layer", model.layer(0))
     sizes, recipe = sizes_of(run, model), recipe_of(run, model)
-    return shard_block(kind, run, model, plan, sizes, recipe), run
+    return shard_block(kind, run, model, mesh, plan, sizes, recipe), run
 
 
 def collectives(graph: Graph, phase: str) -> list[str]:

@@ -51,7 +51,7 @@ def show(
     exit code is 3 if the run does not fit into the memory of the hardware, or into --device-memory.
     """
     from stagewright.trace.formats.archive import is_bundle
-    from stagewright.views.summary import of_bundle, summary
+    from stagewright.views.summary import summary
 
     via = settings.pop("via")
     chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
@@ -66,6 +66,8 @@ def show(
                 f"{model}: a bundle is shown as it is; for other settings: --config {model}"
             )
         if as_json or not any(chosen):
+            from stagewright.views.bundles import of_bundle
+
             _show_summary(of_bundle(model), as_json)
             return 0
         model, config = None, model

@@ -77,7 +77,7 @@ def _traced(
     from stagewright.time.network import Machine
     from stagewright.trace.formats.bundle import Bundle
     from stagewright.trace.traced import read_traced
-    from stagewright.views.tables import parts, transfers
+    from stagewright.views.step_tables import parts, transfers
 
     traced = read_traced(Bundle(path))
     if traced is None:
@@ -128,8 +128,8 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     """Print a simulation."""
     from stagewright.texttable import print_table
     from stagewright.views.advice import remarks
+    from stagewright.views.step_tables import parts, transfers
     from stagewright.views.summary import hold_line, stored_line
-    from stagewright.views.tables import parts, transfers
 
     out.print(f"{simulation.compiled.run.describe()} on {simulation.machine}")
     if not simulation.fit.fits:

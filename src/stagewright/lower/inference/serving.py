@@ -69,19 +69,20 @@ class ServingStep:
         plan = replace(plan, expert=_expert_axes(plan), table=table_of(run, model, table))
         sizes = sizes_of(run, model)
         for batch in batches:
-            check_table(plan, run, model, {**sizes, **batch})
+            check_table(plan, mesh, run, model, {**sizes, **batch})
         stages = place_blocks(run, model)
         recipe = recipe_of(run, model)
         variants = dict.fromkeys(variant for stage in stages for variant, _ in stage)
-        graphs = {v: shard_block(v, run, model, plan, sizes, recipe) for v in variants}
-        busiest = BusiestRanks.of(run, model, plan)
+        graphs = {v: shard_block(v, run, model, mesh, plan, sizes, recipe) for v in variants}
+        busiest = BusiestRanks.of(run, model, mesh, plan)
         return cls(run, model, mesh, plan, sizes, stages, graphs, busiest)
 
     def extent(self, batch: Sizes) -> Extent:
         """How large dims are on a rank with a batch, whose numbers may be `Varying`."""
         routed = batch.get("routed", 0)
-        means = mean_expert_sizes(self.run, self.model, self.plan, routed, self.busiest)
-        return extent_of({**self.sizes, **batch}, self.mesh, means)
+        run, model, mesh, plan = self.run, self.model, self.mesh, self.plan
+        means = mean_expert_sizes(run, model, mesh, plan, routed, self.busiest)
+        return extent_of({**self.sizes, **batch}, mesh, means)
 
     def lower_blocks(self, batch: Sizes) -> dict[BlockVariant, LoweredBlock]:
         """The kernels of each block with a batch."""

@@ -4,47 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
+from typing import Any
 
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
 from stagewright.arithmetic import ceil
 from stagewright.graph.cost import bytes_per_value, local
-from stagewright.graph.node import Node
+from stagewright.graph.node import Graph, Node
 from stagewright.graph.parameter import HEADS
+from stagewright.graph.table import MOVES
 
-Mean = Fraction | Callable[[tuple[str, ...]], Fraction]  # of a dim, on a rank or by its splits
-
+Mean = Fraction | Callable[[tuple[str, ...]], Fraction]
+"""The mean of a dim over all ranks that split it, or as a function of the axes that do."""
 
 Split = tuple[int, tuple[str, ...]]
 """A number of rows, and the axes that split them, outermost first."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class OwnRows:
     """The rows that a rank has of splits that do not divide: those of `torch.chunk`.
 
     All ranks have as many rows as fit evenly, rounded up, until none are left: one rank has the
     rest, and those after it have none. `axes` are cut as one: those that FSDP shards over, in its
     order; other axes of a dim come before them. `held` are the rows of each such split on the rank;
-    of a split that is not in it the first rank's. `met` collects the splits that were asked for.
+    of a split that is not in it the first rank's.
     """
 
     axes: tuple[str, ...] = ()
-    held: Mapping[Split, int] = field(default_factory=dict[Split, int])
-    met: dict[Split, None] = field(default_factory=dict[Split, None])
+    held: tuple[tuple[Split, int], ...] = ()
 
-    def __call__(self, count: int, axes: tuple[str, ...], mesh: Mesh) -> int:
-        """Rows of `count` that the rank has."""
+    def split(self, count: int, axes: tuple[str, ...], mesh: Mesh) -> tuple[Split, int]:
+        """The split of `count` rows, and how many of these the rank has."""
         over = self._sharding(axes)
         ranks = mesh.size(*over)
         count = -(-count // (mesh.size(*axes) // ranks))
-        each = -(-count // ranks)
-        if each * ranks == count:
-            return each
-        self.met[count, over] = None
-        return self.held.get((count, over), each)
+        split = count, over
+        return split, dict(self.held).get(split, -(-count // ranks))
 
     def _sharding(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """The last of `axes`: experts are split over axes of ep, and only then sharded."""
@@ -61,18 +60,41 @@ class Extent:
     of a linear's weight as PyTorch's FSDP shards them. A size or a mesh axis may be `Varying`: then
     extents are, and what kernels do with these is exact for every configuration. `own` are the rows
     of this rank; None: those of the first rank, as if all were padded.
+
+    Extents of equal numbers are equal, whatever has been asked of them.
     """
 
     sizes: Mapping[str, int]
     mesh: Mesh
     means: Mapping[Size, Mean] = field(default_factory=dict[Size, Mean])
     rows: frozenset[str] = frozenset()
-    known: dict[tuple[Size, tuple[str, ...]], int | Fraction] = field(
-        default_factory=dict[tuple[Size, tuple[str, ...]], "int | Fraction"]
-    )
     own: OwnRows | None = None
     optimizer: Extent | None = None
     """How large dims are where the optimizer works; None: as large as elsewhere."""
+    known: dict[tuple[Size, tuple[str, ...]], int | Fraction] = field(
+        default_factory=dict[tuple[Size, tuple[str, ...]], "int | Fraction"],
+        init=False,
+        compare=False,
+    )
+    uneven: dict[Split, None] = field(default_factory=dict[Split, None], init=False, compare=False)
+    """Splits that were asked for and do not divide, where there are `own` rows."""
+
+    def __hash__(self) -> int:
+        """Return the hash of the numbers."""
+        sizes, means = frozenset(self.sizes.items()), frozenset(self.means.items())
+        return hash((sizes, self.mesh, means, self.rows, self.own, self.optimizer))
+
+    def of_graph(self, graph: Graph) -> Extent:
+        """The extent of the sizes and axes that a graph names: another one is a KeyError."""
+        sizes, axes = _names(graph)
+        return Extent(
+            {name: number for name, number in self.sizes.items() if name in sizes},
+            replace(self.mesh, axes=tuple(x for x in self.mesh.axes if x[0] in axes), groups=()),
+            {dim: mean for dim, mean in self.means.items() if dim.symbols <= sizes},
+            self.rows,
+            self.own,
+            self.optimizer and self.optimizer.of_graph(graph),
+        )
 
     def of(self, n: Node) -> Extent:
         """How large the dims of a value are.
@@ -86,19 +108,24 @@ class Extent:
     def __call__(self, dim: Size, axes: tuple[str, ...]) -> int | Fraction:
         """Points of a dim that `axes` split."""
         key = (dim, axes)
-        if key not in self.known:
-            if dim in self.means:
-                mean = self.means[dim]
-                self.known[key] = mean(axes) if callable(mean) else mean / self.mesh.size(*axes)
+        found = self.known.get(key)
+        if found is None:
+            mean = self.means.get(dim)
+            if mean is None:
+                found = self._part(dim.value(self.sizes), axes)
             else:
-                self.known[key] = self._part(dim.value(self.sizes), axes)
-        return self.known[key]
+                found = (mean(axes) if callable(mean) else mean) / self.mesh.size(*axes)
+            self.known[key] = found
+        return found
 
     def _part(self, count: int, axes: tuple[str, ...]) -> int:
         """Rows of `count` on one rank."""
-        if self.own is not None:
-            return self.own(count, axes, self.mesh)
-        return -(-count // self.mesh.size(*axes))
+        if self.own is None:
+            return -(-count // self.mesh.size(*axes))
+        split, rows = self.own.split(count, axes, self.mesh)
+        if split[0] % self.mesh.size(*split[1]):
+            self.uneven[split] = None
+        return rows
 
     def elements(self, n: Node) -> int:
         """Elements of a value that one rank holds."""
@@ -124,8 +151,21 @@ def extent_of(
 ) -> Extent:
     """How large dims are on a rank of a mesh; see `Extent`. `own`: where the optimizer works."""
     means = means or {}
-    optimizer = Extent(sizes, mesh, means, rows, own=own) if own is not None else None
+    optimizer = Extent(sizes, mesh, means, rows, own) if own is not None else None
     return Extent(sizes, mesh, means, rows, optimizer=optimizer)
+
+
+@lru_cache(maxsize=256)
+def _names(graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
+    """The symbols of sizes, and the axes, that a graph names."""
+    dims = {dim for n in graph for dim in n.shape}
+    dims |= {value for n in graph for _, value in n.attrs if isinstance(value, Size)}
+    axes = {axis for n in graph for axis in n.layout.axes()}
+    for n in graph:
+        if n.op in MOVES:
+            moved: Any = n["axes"]
+            axes.update(moved)
+    return frozenset(name for dim in dims for name in dim.symbols), frozenset(axes)
 
 
 def bytes_of(n: Node, extent: Extent) -> int:

@@ -6,7 +6,7 @@ others padding; but an optimizer has states of its own rows only, and updates on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,15 +18,19 @@ from stagewright.program.columns import Program, RankClass, among
 from stagewright.program.communicators import place_along
 
 
-def by_rows(mesh: Mesh, axes: tuple[str, ...], make: Callable[[OwnRows], Program]) -> Program:
+def by_rows(
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    splits: Sequence[Split],
+    make: Callable[[OwnRows], Program],
+) -> Program:
     """The program of all ranks: ranks of a pipeline rank with equal work form a class.
 
     `make` compiles the program if all ranks hold these rows; `axes` are those that FSDP shards
-    over. One program of as many tasks is made for every set of rows that some rank holds.
+    over, `splits` those that do not divide. One program of as many tasks is made for every set of
+    rows that some rank holds.
     """
-    met = OwnRows(axes)
-    first = make(met)
-    splits = list(met.met)
+    first = make(OwnRows(axes))
     if not splits:
         return first
     rows = np.stack([_rows(mesh, split) for split in splits])
@@ -34,7 +38,7 @@ def by_rows(mesh: Mesh, axes: tuple[str, ...], make: Callable[[OwnRows], Program
     classes: dict[object, RankClass] = {}  # by what they do: a stage may have no such split
     for nth, held in enumerate(distinct.T.tolist()):
         ranks = np.flatnonzero(which.ravel() == nth)
-        program = make(OwnRows(axes, dict(zip(splits, held, strict=True))))
+        program = make(OwnRows(axes, tuple(zip(splits, held, strict=True))))
         for of in program.classes:
             mine = among(of.ranks, ranks)
             if len(mine):

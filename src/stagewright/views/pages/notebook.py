@@ -5,7 +5,7 @@ from __future__ import annotations
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.texttable import SHOWN, Table
 from stagewright.time.simulate.step import SimulatedStep
-from stagewright.views import tables
+from stagewright.views import step_tables, tables
 from stagewright.views.advice import remarks
 from stagewright.views.pages.cards import cards
 from stagewright.views.pages.charts import parts_of_time, peak_memory
@@ -31,7 +31,7 @@ def of_simulation(found: SimulatedStep) -> str:
         ("Where the time of a GPU goes", parts_of_time(found)("where", svg.WIDTH)),
         ("Timeline", timeline.picture(found.line)),
     ]
-    shown = [tables.parts(found), tables.transfers(found)]
+    shown = [step_tables.parts(found), step_tables.transfers(found)]
     return _page(found.compiled, found, pictures, shown)
 
 

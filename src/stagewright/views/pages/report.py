@@ -12,7 +12,7 @@ from stagewright.schedule.play import bubble
 from stagewright.texttable import Table
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.version import __version__
-from stagewright.views import tables
+from stagewright.views import step_tables, tables
 from stagewright.views.advice import remarks
 from stagewright.views.pages import charts, memory, settings
 from stagewright.views.pages.cards import cards, fit_shown, heading
@@ -82,7 +82,7 @@ def _time(found: SimulatedStep, data: dict[str, Any]) -> _TimeOnPage:
             "waits for its host.",
             zooms=True,
         ),
-        tables.parts(found),
+        step_tables.parts(found),
         chart(
             lambda name, width: timeline.picture(found.line, name, width),
             "timeline",
@@ -92,7 +92,7 @@ def _time(found: SimulatedStep, data: dict[str, Any]) -> _TimeOnPage:
             live="timeline",
             zooms=True,
         ),
-        tables.transfers(found),
+        step_tables.transfers(found),
         way,
     )
 

@@ -1,0 +1,147 @@
+"""Runs share graphs and blocks with numbers, and get what they would get alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+
+from effort import times
+from stagewright.errors import UserError
+from stagewright.lower import blocks, training
+from stagewright.lower.assembly.lowered_block import LoweredBlock
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.program.columns import Program
+from stagewright.run.settings import Run
+from sweep import draw
+
+LLAMA: dict[str, Any] = {
+    "model": "llama2-7b", "layers": 8, "seq_length": 512, "tp": 2, "pp": 2, "dp": 2,
+    "global_batch_size": 8,
+}  # fmt: skip
+MIXTRAL = LLAMA | {"model": "mixtral-8x7b", "ep": 2, "tp": 1, "dp": 4}
+
+
+def forget() -> None:
+    """Empty the memos."""
+    for memo in (blocks.build_for_one_device, blocks.sharded, blocks.lowered):
+        memo.cache_clear()
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LoweredBlock]]:
+    """Compiles a run, and returns its distinct blocks with numbers."""
+    found: list[LoweredBlock] = []
+    assemble = training.TrainingStep.assemble
+
+    def noting(step: training.TrainingStep, of: dict[Any, LoweredBlock]) -> Any:
+        found.extend(of.values())
+        return assemble(step, of)
+
+    monkeypatch.setattr(training.TrainingStep, "assemble", noting)
+
+    def compiled(**settings: Any) -> list[LoweredBlock]:
+        found.clear()
+        compile(Run(**settings))
+        return [*found]
+
+    return compiled
+
+
+@pytest.mark.parametrize("run", [LLAMA, MIXTRAL], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "changed",
+    [{"micro_batch_size": 2}, {"dp": 8}, {"pp": 4}, {"seq_length": 1024}, {"vpp": 2}],
+    ids=str,
+)
+def test_runs_share_graphs(run: dict[str, Any], changed: dict[str, Any]) -> None:
+    first, second = (compile(Run(**settings)) for settings in (run, run | changed))
+    assert {*map(id, first.blocks.values())} == {*map(id, second.blocks.values())}
+
+
+@pytest.mark.parametrize("run", [LLAMA, MIXTRAL], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "changed", [{}, {"pp": 4}, {"vpp": 2}, {"global_batch_size": 16}, {"clip_grad": True}], ids=str
+)
+def test_runs_share_blocks_with_numbers(
+    run: dict[str, Any], changed: dict[str, Any], lowered: Callable[..., list[LoweredBlock]]
+) -> None:
+    first, second = lowered(**run), lowered(**run | changed)
+    assert [*map(id, first)] == [*map(id, second)]
+
+
+@pytest.mark.parametrize("changed", [{"micro_batch_size": 2}, {"dp": 4}, {"tp": 4}], ids=str)
+def test_blocks_of_other_sizes_have_numbers_of_their_own(
+    changed: dict[str, Any], lowered: Callable[..., list[LoweredBlock]]
+) -> None:
+    first, second = lowered(**LLAMA), lowered(**LLAMA | changed)
+    assert {*map(id, first)}.isdisjoint(map(id, second))
+
+
+def test_a_degree_above_one_is_part_of_a_graph() -> None:
+    one, two = (compile(Run(**LLAMA | {"tp": tp})).graph_text() for tp in (1, 2))
+    assert one != two
+
+
+def test_the_dim_that_zero_splits_is_part_of_a_graph() -> None:
+    """7 ranks divide the width of Qwen2.5 0.5B, 896, and not that of its feed-forwards, 4864."""
+    run = {"model": "qwen2.5-0.5b", "seq_length": 512, "zero": 3}
+    two, four, seven = (compile(Run(**run, dp=dp)).blocks for dp in (2, 4, 7))
+    assert [*two.values()] == [*four.values()]
+    assert [*two.values()] != [*seven.values()]
+
+
+def similar(dice: random.Random, run: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a run of the same model that differ in few of them."""
+    while (other := draw(dice))["model"] != run["model"]:
+        pass
+    differ = sorted(x for x in {**run, **other} if run.get(x) != other.get(x))
+    some = dice.sample(differ, min(len(differ), dice.choice((1, 1, 2, 3))))
+    rest = {x: y for x, y in run.items() if x not in some}
+    return rest | {x: other[x] for x in some if x in other}
+
+
+def possible(settings: dict[str, Any]) -> CompiledRun | None:
+    """A run; None where it is refused."""
+    try:
+        return compile(Run(**settings))
+    except UserError:
+        return None
+
+
+def columns(program: Program) -> Iterator[object]:
+    """All that a program consists of."""
+    yield from (program.mesh, program.communicators, program.peers)
+    for of in program.classes:
+        yield from (of.pipeline_rank, of.ranks.tobytes(), of.memory)
+        for table in (of.tasks, of.values):
+            for field in fields(table):
+                value = getattr(table, field.name)
+                yield value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+@pytest.mark.parametrize("seed", range(times(4)))
+def test_a_run_after_others_is_compiled_as_if_it_were_the_first(seed: int) -> None:
+    """Runs that differ in few settings, one after another; then each with empty memos."""
+    dice = random.Random(seed)
+    forget()
+    while (first := possible(settings := draw(dice))) is None:
+        pass
+    runs = [(settings, first)]
+    for _ in range(30):
+        changed = similar(dice, settings)
+        after = possible(changed)
+        if after is not None:
+            settings = changed
+            runs.append((changed, after))
+    for settings, after in runs:
+        forget()
+        alone = possible(settings)
+        assert alone is not None
+        assert alone.blocks == after.blocks, settings
+        assert [*columns(alone.program)] == [*columns(after.program)], settings
