@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.program.along import axis_of
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.program.fit import Fit, fit_of, held_at_peak
 from stagewright.time.network import Machine
@@ -55,13 +54,10 @@ class Axes(NamedTuple):
 
 def axes_of(line: Timeline, lane: Lane) -> Axes:
     """The axis that each place of a lane communicates along."""
-    by_task = axis_of(line.program, lane.of.tasks)
-    names = sorted({*map(str, by_task.values())})
-    tasks, rows = lane.of.tasks, lane.issue.rows
-    of = np.full(len(rows), -1, dtype=np.int64)
-    for (kind, slot, collective), axis in by_task.items():
-        mine = (tasks.kind == kind) & (tasks.slot == slot) & (tasks.collective == collective)
-        of[mine[rows]] = names.index(str(axis))
+    axes = line.axes[id(lane.of.work.actions.tasks)]
+    names = sorted({*map(str, axes.axes)})
+    number = np.array([*(names.index(str(axis)) for axis in axes.axes), -1], dtype=np.int64)
+    of = number[axes.number][lane.row]
     # A kernel aside belongs to the communication that it follows.
     for stream in np.unique(lane.issue.stream[lane.aside]):
         mine = np.flatnonzero(lane.issue.stream == stream)
@@ -75,7 +71,7 @@ def breakdown(line: Timeline, lane: Lane) -> Breakdown:
     axes = axes_of(line, lane)
     kernel = np.flatnonzero(lane.main)
     begin, end = lane.begin[kernel], lane.end[kernel]
-    phase = lane.of.tasks.phase[lane.issue.rows[kernel]]
+    phase = lane.of.work.actions.tasks.phase[lane.row[kernel]]
     busy = {name: int((end - begin)[phase == nth].sum()) * TICK for nth, name in enumerate(PHASES)}
     # Gaps: before each kernel, and after the last one, where the task that ends last is the cause.
     low = np.concatenate([[0], end])
@@ -241,7 +237,7 @@ class _Causes:
         if kind in _ALONE:
             return task
         nth = int(self.who.class_of[task.lane])
-        slot = int(lane.of.tasks.slot[lane.issue.rows[task.place]])
+        slot = int(lane.of.work.actions.tasks.slot[lane.row[task.place]])
         if kind == RECV and lane.end[task.place] > lane.ready[task.place]:
             received, row = self.who.received[nth], self.received[nth][task.place]
             own = task.lane - int(self.who.lanes[nth][0])
@@ -267,7 +263,7 @@ def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
         lane, at = line.lanes[nth], places[(lanes == nth) & (launch == 0)]
         names, of = axes_of(line, lane)
         words = [*PHASES, *names]
-        word = lane.of.tasks.phase[lane.issue.rows[at]].astype(np.int64)
+        word = lane.of.work.actions.tasks.phase[lane.row[at]].astype(np.int64)
         word = np.where(of[at] >= 0, len(PHASES) + of[at], word)
         sums = np.zeros(len(words), dtype=np.int64)
         np.add.at(sums, word, lane.end[at] - lane.begin[at])

@@ -212,6 +212,12 @@ def issue_order(program: Program, tasks: Tasks, how: Execution) -> IssueOrder:
     return IssueOrder(rules.rows, rules.stream, *_csr(rules.edges, len(rules.rows)))
 
 
+def ordered(rows: Int, stream: Int, is_kernel: Bool, waiter: Int, dep: Int) -> IssueOrder:
+    """The issue order of rows with these dependencies, but for those that follow from others."""
+    edges = _without_implied(Edges(waiter, dep), stream, is_kernel)
+    return IssueOrder(rows, stream, *_csr(edges, len(rows)))
+
+
 def with_edges(order: IssueOrder, edges: Edges) -> IssueOrder:
     """The same order with further dependencies between positions."""
     if not len(edges.waiter):
@@ -685,6 +691,8 @@ def _implied(
     that stand for what is needed.
     """
     at, dep = carried.at, source
+    if not len(at):
+        return np.zeros(0, dtype=bool)
     after_kernel = is_kernel.copy()
     after_kernel[starts_when_issued] = True
     after_kernel[local.waiter[is_kernel[local.dep]]] = True

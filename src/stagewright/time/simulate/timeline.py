@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
+from stagewright.program.along import TasksAlong, along
 from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskKind
 from stagewright.program.step import RankWork
 from stagewright.run.sections.execution import ISSUED_BY, Execution
@@ -32,7 +33,8 @@ from stagewright.time.simulate.endpoints import Endpoints, endpoints
 from stagewright.time.simulate.execute import Executed, Progress, Timing, execute
 from stagewright.time.simulate.host import HostThread, HostWork, Since
 from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_order, tables_of
+from stagewright.time.simulate.expand import expanded
+from stagewright.time.simulate.order import IssueOrder, crosses_actions, tables_of
 from stagewright.time.simulate.transfer import NEVER, Evaluated, Runs, evaluate
 from stagewright.time.simulate.waves import Waves
 
@@ -54,6 +56,7 @@ class Lane:
     of: RankClass
     ranks: Int
     issue: IssueOrder
+    row: Int  # of the class's actions
     kind: NDArray[np.uint8]
     since: Since | None  # when the host last paused; None: launches take no time
     launched: Int  # ticks, as all times
@@ -198,7 +201,13 @@ class Timeline:
     @cached_property
     def issues(self) -> tuple[IssueOrder, ...]:
         """By class, its tasks in issue order."""
-        return tuple(issue_order(self.program, of.tasks, self.how) for of in self.program.classes)
+        return tuple(expanded(self.waves, nth) for nth in range(len(self.program.classes)))
+
+    @cached_property
+    def axes(self) -> dict[int, TasksAlong]:
+        """By id of a table of actions, the axis that each row communicates along."""
+        tables = {id(of.work.actions.tasks): of.work.actions.tasks for of in self.program.classes}
+        return {key: along(self.program, tasks) for key, tasks in tables.items()}
 
     @cached_property
     def endpoints(self) -> Endpoints:
@@ -208,21 +217,20 @@ class Timeline:
     def _lane(self, lane: int) -> Lane:
         nth = int(self.waves.lanes.class_of[lane])
         of, issue = self.program.classes[nth], self.issues[nth]
+        row = table_rows(of.work)[issue.rows]
         end, took = np.zeros((2, len(issue)), np.int64)
         for run in self.runs(lane):
             rows = self.waves.expanded_rows(nth, run.instances[:, None], run.positions)
             end[rows] = run.end(np.arange(len(run.positions)))
             took[rows] = run.took()
-        end, took, kind = end[issue.rows], took[issue.rows], of.tasks.kind[issue.rows]
+        end, took, kind = end[issue.rows], took[issue.rows], of.work.actions.tasks.kind[row]
         ready = np.zeros_like(end)
         waiting = np.flatnonzero(np.diff(issue.pointer))
         if len(waiting):
             ready[waiting] = np.maximum.reduceat(end[issue.needs], issue.pointer[waiting])
         since, launched = None, np.zeros_like(end)
         if self.hosts is not None:
-            host = self.hosts[nth]
-            rows = table_rows(of.work)[issue.rows]
-            thread = HostThread.of(host, rows, TICK)
+            thread = HostThread.of(self.hosts[nth], row, TICK)
             launched, since = thread.launched(end[:, None])[:, 0], thread.since(end)
         ready = np.maximum(ready, launched)
         # A receive whose message has already arrived takes no time.
@@ -234,7 +242,7 @@ class Timeline:
             times = [np.clip(of, first, last) - first for of in times]
             if since is not None:
                 since = since._replace(end=np.clip(since.end, first, last) - first)
-        return Lane(of, self.ranks[lane], issue, kind, since, *times)
+        return Lane(of, self.ranks[lane], issue, row, kind, since, *times)
 
 
 def table_rows(work: RankWork) -> Int:

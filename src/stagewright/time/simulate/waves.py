@@ -389,7 +389,7 @@ class Waves:
         for nth, level in enumerate(levels):
             t = self.table_of[nth]
             runs, sequence = self.runs[t], self.sequence[nth]
-            opened = self._opened(nth)
+            opened = self.opened(nth)
             for unit in np.unique(sequence.unit).tolist():
                 instances = np.flatnonzero(sequence.unit == unit)
                 for k, number in enumerate(runs.of_unit[unit]):
@@ -404,7 +404,7 @@ class Waves:
         ]
         self.count = last
 
-    def _opened(self, nth: int) -> dict[int, Bool]:
+    def opened(self, nth: int) -> dict[int, Bool]:
         """By kind of transfer, by instance: whether a group of transfers is open as it begins."""
         sequence, found = self.sequence[nth], dict[int, Bool]()
         for limits in self.tables[self.table_of[nth]].rules.limits:
