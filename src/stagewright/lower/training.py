@@ -7,7 +7,7 @@ microbatches then makes these the program of every rank (`lower.assembly.assembl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple, Self
@@ -44,7 +44,7 @@ from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import mirrored
-from stagewright.schedule.schedules import make as make_order
+from stagewright.schedule.schedules import known_order
 from stagewright.varying import first_of
 
 STAGES = (
@@ -146,14 +146,20 @@ class TrainingStep:
         """A block with numbers and its memory."""
         return lower_block(graph, self.run, self.mesh, extent, variant, self.habits)
 
-    def assemble(self, blocks: Mapping[BlockVariant, LoweredBlock]) -> Assembly:
-        """The program of every rank."""
+    def assemble(
+        self,
+        blocks: Mapping[BlockVariant, LoweredBlock],
+        layers: Mapping[int, Hashable] | None = None,
+    ) -> Assembly:
+        """The program of every rank; `layers` with other entries do not do the same."""
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages]
         clip = _clip_norm(self.run, self.plan) if self.run.clip_grad else None
         # Ranks are numbered; of configurations with other numbers of ranks, those of the first one.
         mesh = replace(self.mesh, axes=tuple((a, first_of(size)) for a, size in self.mesh.axes))
         streams, habits = self.run.streams, self.habits
-        return assemble(placed, self.order, mesh, clip=clip, streams=streams, habits=habits)
+        return assemble(
+            placed, self.order, mesh, clip=clip, streams=streams, habits=habits, layers=layers
+        )
 
 
 class _BlockOfRun(NamedTuple):
@@ -195,7 +201,7 @@ def _extent(
 def order_of(run: Run) -> Order:
     """The actions of each pipeline rank of a resolved run."""
     group = run.microbatch_group
-    return make_order(str(run.schedule), run.pp, run.microbatches, run.vpp, group=group)
+    return known_order(str(run.schedule), run.pp, run.microbatches, run.vpp, group)
 
 
 def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVariant]]:
@@ -208,6 +214,8 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     """A training step of a resolved run that has been checked; `table` as in `lower.compile`."""
     step = TrainingStep.of(run, model, table)
     graphs = {v: step.shard_once(v) for v in step.variants}
+    routing = step.routing
+    load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
 
     def equal(rows: Rows | None, own: OwnRows | None) -> Program:
         """As `program`, of ranks that have these rows of the weights that FSDP splits."""
@@ -215,7 +223,7 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
             return step.assemble({v: step.lower_once(v) for v in graphs}).program
         extent = step.extent(rows, own)
         blocks = {v: step.lower_block(v, g, extent) for v, g in graphs.items()}
-        return step.assemble(blocks).program
+        return step.assemble(blocks, load and load.of_layers).program
 
     def program(rows: Rows | None) -> Program:
         """The program of every rank if experts compute this many rows; None: a dense model."""
@@ -224,8 +232,6 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
             return equal(rows, None)
         return by_rows(step.mesh, plan.shard, partial(equal, rows))
 
-    routing = step.routing
-    load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
     every = load.programs(program) if load else program(routing.even() if routing else None)
     trained = count(step.stages, run, model)
     texts = {label: graphs[v] for v, label in labels(graphs).items()}
