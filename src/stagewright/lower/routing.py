@@ -8,7 +8,7 @@ work of a rank is linear: its work without copies, plus a term per copy sent and
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from stagewright.algebra.size import size
 from stagewright.arithmetic import ratio, smallest
 from stagewright.arrays import Int
 from stagewright.errors import UserError
+from stagewright.lower.assembly.work import StageHeld, assembled
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import ROUTED
 from stagewright.parallel.plan import Plan
@@ -30,9 +31,7 @@ from stagewright.program.columns import (
     RankClass,
     Shape,
     TaskKind,
-    Values,
 )
-from stagewright.program.step import RankWork
 from stagewright.run.expert_load import lines_of
 from stagewright.run.settings import Run
 
@@ -178,6 +177,7 @@ class Load:
     def _apart(self, growing: _Growing) -> list[RankClass]:
         """Split a rank class into classes of equal work."""
         place = self.position()[growing.none.ranks]
+        # Layers whose actions are shared have equal loads.
         layers = np.unique(growing.layer)
         work = np.concatenate([np.zeros((1, len(place)), np.int64), self.got[layers][:, place]])
         _, first, which = np.unique(work, axis=1, return_index=True, return_inverse=True)
@@ -188,51 +188,62 @@ class Load:
             for nth, at in enumerate(np.sort(first).tolist())
         ]
 
+    @property
+    def of_layers(self) -> Mapping[int, Hashable]:
+        """The load of each layer: layers with equal loads do the same."""
+        loads = zip(self.sent.tolist(), self.got, strict=True)
+        return {layer: (sent, got.tobytes()) for layer, (sent, got) in enumerate(loads)}
+
 
 _COLUMNS = ("flops", "traffic", "comm_bytes")
 
 
 @dataclass(frozen=True, eq=False)
 class _Growing:
-    """A rank class at zero rows, and how its columns grow per copy sent and per copy received."""
+    """A rank class at zero rows, and how its actions grow per copy sent and per copy received."""
 
     none: RankClass
-    rows: Int  # tasks that grow
+    rows: Int  # rows of the actions of the class that grow
     layer: Int  # of each of these
     tasks: Mapping[str, Int]  # column -> [rows, 2]
     kind: Int  # of the shape of each of `rows`: index into `shapes`
     shapes: Sequence[tuple[int, tuple[tuple[Fraction, Fraction], ...]]]  # old shape, its extents
-    values: Int  # values in memory that grow
-    bytes: Int  # [values, 2]
+    held: Sequence[tuple[StageHeld, Int]]  # values by stage, and their bytes: [values, 2]
 
     @classmethod
     def of(cls, routing: Routing, none: RankClass, sent: RankClass, got: RankClass) -> _Growing:
         """From the class at zero rows, at one row sent per expert, and at one row received."""
+        three = [assembled(of) for of in (none, sent, got)]
 
-        def more(column: Callable[[RankClass], Int]) -> Int:
-            start = column(none)
-            by_sent = (column(sent) - start) // routing.experts
-            return np.stack([by_sent, (column(got) - start) // routing.held], axis=1)
+        def more(columns: Sequence[Int]) -> Int:
+            start, by_sent, by_got = columns
+            return np.stack(
+                [(by_sent - start) // routing.experts, (by_got - start) // routing.held], axis=1
+            )
 
-        columns = {c: more(lambda of, c=c: getattr(of.tasks, c)) for c in _COLUMNS}
-        unlike = np.stack([of.tasks.shape for of in (none, sent, got)], axis=1)
+        at = three[0].rows
+        tables = [of.actions.tasks for of in three]
+        columns = {c: more([getattr(tasks, c)[at] for tasks in tables]) for c in _COLUMNS}
+        unlike = np.stack([tasks.shape[at] for tasks in tables], axis=1)
         kinds, kind = np.unique(unlike, axis=0, return_inverse=True)
-        three: list[list[int]] = kinds.tolist()
-        tables = none.tasks.shapes, sent.tasks.shapes, got.tasks.shapes
-        shapes = [(old[0], _extents(routing, tables, old)) for old in three]
+        shapes = [
+            (old[0], _extents(routing, [tasks.shapes for tasks in tables], old))
+            for old in kinds.tolist()
+        ]
         grows = np.array([any(map(any, extents)) for _, extents in shapes])[kind.ravel()]
         rows = np.flatnonzero(grows | np.any([c.any(axis=1) for c in columns.values()], axis=0))
-        size = more(lambda of: of.values.size)
-        held = np.flatnonzero(size.any(axis=1))
+        held = [
+            (of[0], more([each.size for each in of]))
+            for of in zip(*(of.held for of in three), strict=True)
+        ]
         return cls(
             none,
-            rows,
-            none.tasks.layer[rows].astype(np.int64),
+            at[rows],
+            tables[0].layer[at[rows]].astype(np.int64),
             {c: column[rows] for c, column in columns.items()},
             kind.ravel()[rows],
             shapes,
             held,
-            size[held],
         )
 
     def with_load(self, ranks: Int, sent: Int, got: Int, most: Int) -> RankClass:
@@ -242,7 +253,8 @@ class _Growing:
         `comm_bytes` is that of an even exchange that lasts as long; `uneven_bytes` is what this
         rank contributes.
         """
-        tasks, at = self.none.tasks, self.rows
+        work = assembled(self.none)
+        tasks, at = work.actions.tasks, self.rows
         many = np.stack([sent[self.layer], got[self.layer]], axis=1)
         new = {c: getattr(tasks, c).copy() for c in _COLUMNS}
         for c, more in self.tasks.items():
@@ -260,20 +272,15 @@ class _Growing:
             tasks, flops=new["flops"], traffic=new["traffic"], comm_bytes=size, uneven_bytes=local,
             shape=shape, shapes=shapes,
         )  # fmt: skip
-        values = self._held(sent, got)
-        return replace(self.none, ranks=ranks, work=RankWork.given(loaded, values=values))
-
-    def _held(self, sent: Int, got: Int) -> Values:
-        values = self.none.values
-        layer = values.layer[self.values]
-        many = np.stack([sent[layer], got[layer]], axis=1)
-        size = values.size.copy()
-        size[self.values] += (self.bytes * many).sum(axis=1)
-        return replace(values, size=size)
+        sizes = {
+            stage: size + (more * np.stack([sent[layer], got[layer]], axis=1)).sum(axis=1)
+            for (stage, layer, size), more in self.held
+        }
+        return replace(self.none, ranks=ranks, work=work.with_numbers(loaded, sizes))
 
     def _shapes(self, many: Int) -> tuple[NDArray[np.int32], tuple[Shape, ...]]:
         """The column of shapes and the table of shapes, at this load."""
-        tasks = self.none.tasks
+        tasks = assembled(self.none).actions.tasks
         number = {shape: i for i, shape in enumerate(tasks.shapes)}
         unlike = np.concatenate([self.kind[:, None], many], axis=1)
         loads, which = np.unique(unlike, axis=0, return_inverse=True)

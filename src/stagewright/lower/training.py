@@ -7,7 +7,7 @@ microbatches then makes these the program of every rank (`lower.assembly.assembl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
@@ -36,7 +36,7 @@ from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import mirrored
-from stagewright.schedule.schedules import make as make_order
+from stagewright.schedule.schedules import known_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +115,24 @@ class TrainingStep:
         blocks = (uneven_splits(g, self.run, extent, v, self.habits) for v, g in graphs.items())
         return [*dict.fromkeys(split for block in blocks for split in block)]
 
-    def assemble(self, blocks: Mapping[BlockVariant, LoweredBlock]) -> Assembly:
-        """The program of every rank."""
+    def assemble(
+        self,
+        blocks: Mapping[BlockVariant, LoweredBlock],
+        layers: Mapping[int, Hashable] | None = None,
+    ) -> Assembly:
+        """The program of every rank; `layers` with other entries do not do the same."""
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages]
         clip = _clip_norm(self.run, self.plan) if self.run.clip_grad else None
         streams, habits = self.run.streams, self.habits
-        return assemble(placed, self.order, self.mesh, clip=clip, streams=streams, habits=habits)
+        return assemble(
+            placed, self.order, self.mesh, clip=clip, streams=streams, habits=habits, layers=layers
+        )
 
 
 def order_of(run: Run) -> Order:
     """The actions of each pipeline rank of a resolved run."""
     group = run.microbatch_group
-    return make_order(str(run.schedule), run.pp, run.microbatches, run.vpp, group=group)
+    return known_order(str(run.schedule), run.pp, run.microbatches, run.vpp, group)
 
 
 def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVariant]]:
@@ -139,10 +145,13 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     """A training step of a resolved run that has been checked; `table` as in `lower.compile`."""
     step = TrainingStep.of(run, model, table)
     graphs = {v: step.shard(v) for v in step.variants}
+    routing = step.routing
+    load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
 
     def equal(rows: ExpertRows | None, own: OwnRows | None) -> Program:
         """As `program`, of ranks that have these rows of the weights that FSDP splits."""
-        return step.assemble(step.lower(graphs, step.extent(rows, own))).program
+        blocks = step.lower(graphs, step.extent(rows, own))
+        return step.assemble(blocks, load.of_layers if load else None).program
 
     def program(rows: ExpertRows | None) -> Program:
         """The program of every rank if experts compute this many rows; None: a dense model."""
@@ -152,8 +161,6 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
         splits = step.uneven_splits(graphs, rows)
         return by_rows(step.mesh, plan.shard, splits, partial(equal, rows))
 
-    routing = step.routing
-    load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
     every = load.programs(program) if load else program(routing.even() if routing else None)
     trained = count(step.stages, run, model)
     texts = {label: graphs[v] for v, label in labels(graphs).items()}

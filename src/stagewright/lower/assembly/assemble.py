@@ -8,7 +8,7 @@ rank, one by one, are made when they are asked for (`expand`), and so is what is
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ def assemble(
     clip: ClipNorm | None = None,
     streams: str = "one",
     habits: Habit = MEGATRON_LM,
-    layers: Mapping[int, int] | None = None,
+    layers: Mapping[int, Hashable] | None = None,
 ) -> Assembly:
     """The program of every rank class: one class per pipeline rank.
 

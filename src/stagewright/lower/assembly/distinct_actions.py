@@ -193,6 +193,8 @@ class ActionTable:
     """The part whose row needs it: [needs]."""
     pipeline_peers: Sequence[int]
     """Slots of peers along the pipeline."""
+    naming: Sequence[Naming]
+    """By content, the stage whose columns `actions` has."""
 
     def offset(self, form: Int, place: Int) -> Int:
         """The distance of places from where the actions of their forms begin; -1: not there."""
@@ -295,6 +297,7 @@ class TableBuilder:
             needs=needs,
             need_part=self._part[owner],
             pipeline_peers=[n for peer, n in tables.peers.table.items() if peer.axis == "pp"],
+            naming=naming,
         )
 
     # ---- columns ---------------------------------------------------------------------------------

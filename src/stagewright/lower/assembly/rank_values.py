@@ -200,7 +200,7 @@ class RankValues:
         start = 0
         for place, stage in enumerate(self.stages):
             columns, named = value_columns(stage), naming[place]
-            layer = _relabelled(columns.layer, stage, named)
+            layer = relabelled(columns.layer, stage, named)
             table[0].append(np.array(names.each(columns.names), dtype=np.int64))
             for column, more in zip(
                 table[1:],
@@ -252,7 +252,7 @@ class RankValues:
                         last[i] = max(last[i], first[j] - 1)
 
 
-def _relabelled(layer: Int, stage: Stage, naming: Naming) -> Int:
+def relabelled(layer: Int, stage: Stage, naming: Naming) -> Int:
     """The layers of a stage's values in another stage with the same content."""
     found = layer.copy()
     for placed, here in zip(stage.blocks, naming.layers, strict=True):

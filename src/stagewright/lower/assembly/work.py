@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
+
+from stagewright.arrays import Int
 from stagewright.lower.assembly.expand import Names, expanded
 from stagewright.lower.assembly.rank_order import RankOrder
-from stagewright.lower.assembly.rank_values import MemoryPlan, RankValues, Sizes, changes_of
-from stagewright.program.columns import Tasks, Values
+from stagewright.lower.assembly.rank_values import (
+    MemoryPlan,
+    RankValues,
+    Sizes,
+    changes_of,
+    relabelled,
+    value_columns,
+)
+from stagewright.lower.assembly.stages import Stage
+from stagewright.program.columns import RankClass, Tasks, Values
 from stagewright.program.step import Actions, MemoryChanges, RankWork
+
+
+class StageHeld(NamedTuple):
+    """The values of a stage: layer (that of an example stage) and bytes of each."""
+
+    stage: Stage
+    layer: Int
+    size: Int
 
 
 class AssembledWork(RankWork):
@@ -37,6 +58,37 @@ class AssembledWork(RankWork):
         return self._actions
 
     @property
+    def rows(self) -> Int:
+        """The rows of `actions` that this rank has copies of."""
+        begin = self._actions.begin
+        mine = np.unique(self.order.action).tolist()
+        every = [np.arange(begin[a], begin[a + 1]) for a in mine]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *every])
+
+    @property
+    def held(self) -> list[StageHeld]:
+        """The values of the rank's stages, by distinct stage."""
+        table = self.order.table
+        found: list[StageHeld] = []
+        for content in dict.fromkeys(self.order.contents.tolist()):
+            stage, columns = table.stages[content], value_columns(table.stages[content])
+            layer = relabelled(columns.layer, stage, table.naming[content])
+            found.append(StageHeld(stage, layer, self._sizes.get(stage, columns.size)))
+        return found
+
+    def with_numbers(self, tasks: Tasks, sizes: Sizes) -> AssembledWork:
+        """The same work with other numbers: columns of actions, and bytes of the values of stages.
+
+        Rows, needs and order stay, as the same objects.
+        """
+        of = self._actions
+        same = replace(tasks, data_ptr=of.tasks.data_ptr, data=of.tasks.data)
+        actions = Actions(same, of.begin, of.part, of.carried)
+        return AssembledWork(
+            actions, self._values, self._plan, self._names, self._rank, self._streams, sizes
+        )
+
+    @property
     def order(self) -> RankOrder:
         """The copies of the actions."""
         return self._values.order
@@ -62,3 +114,9 @@ class AssembledWork(RankWork):
     def memory(self) -> Mapping[str, int]:
         """Bytes at the peak in program order, by category, and their sum, `peak`."""
         return self.changes.at_peak()
+
+
+def assembled(of: RankClass) -> AssembledWork:
+    """The work of a class of an assembled program."""
+    assert isinstance(of.work, AssembledWork)
+    return of.work

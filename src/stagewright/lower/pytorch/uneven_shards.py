@@ -13,6 +13,7 @@ import numpy as np
 
 from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
+from stagewright.lower.assembly.work import AssembledWork, assembled
 from stagewright.lower.kernels.extent import OwnRows, Split
 from stagewright.program.columns import Program, RankClass, among
 from stagewright.program.communicators import place_along
@@ -27,8 +28,8 @@ def by_rows(
     """The program of all ranks: ranks of a pipeline rank with equal work form a class.
 
     `make` compiles the program if all ranks hold these rows; `axes` are those that FSDP shards
-    over, `splits` those that do not divide. One program of as many tasks is made for every set of
-    rows that some rank holds.
+    over, `splits` those that do not divide. One program is made for every set of rows that some
+    rank holds; classes of a pipeline rank differ in the numbers of their actions only.
     """
     first = make(OwnRows(axes))
     if not splits:
@@ -36,17 +37,25 @@ def by_rows(
     rows = np.stack([_rows(mesh, split) for split in splits])
     distinct, which = np.unique(rows, axis=1, return_inverse=True)
     classes: dict[object, RankClass] = {}  # by what they do: a stage may have no such split
+    base: dict[int, AssembledWork] = {}  # by pipeline rank, whose order all classes share
     for nth, held in enumerate(distinct.T.tolist()):
         ranks = np.flatnonzero(which.ravel() == nth)
         program = make(OwnRows(axes, tuple(zip(splits, held, strict=True))))
         for of in program.classes:
             mine = among(of.ranks, ranks)
             if len(mine):
-                columns = of.tasks.flops, of.tasks.traffic, of.values.size
-                work = of.pipeline_rank, *(column.tobytes() for column in columns)
-                alike = classes.setdefault(work, replace(of, ranks=mine[:0]))
-                ranks_of = np.sort(np.concatenate([alike.ranks, mine]))
-                classes[work] = replace(alike, ranks=ranks_of)
+                work = assembled(of)
+                rows, held = work.rows, work.held
+                columns = work.actions.tasks.flops, work.actions.tasks.traffic
+                numbers = *(column[rows] for column in columns), *(each.size for each in held)
+                key = of.pipeline_rank, *(column.tobytes() for column in numbers)
+                if key not in classes:
+                    same = base.setdefault(of.pipeline_rank, work)
+                    sizes = {a.stage: b.size for a, b in zip(same.held, held, strict=True)}
+                    work = same.with_numbers(work.actions.tasks, sizes)
+                    classes[key] = replace(of, ranks=mine[:0], work=work)
+                ranks_of = np.sort(np.concatenate([classes[key].ranks, mine]))
+                classes[key] = replace(classes[key], ranks=ranks_of)
     return replace(first, classes=tuple(sorted(classes.values(), key=_place)))
 
 
