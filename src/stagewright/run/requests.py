@@ -288,6 +288,7 @@ def cache_of(run: Settings) -> lengths.Cache:
 
 # ---- the setting `prefill`: a second group of ranks, as text or as settings by name --------------
 
+
 def read_prefill(value: object) -> object:
     """A mapping as ranks; text, ranks and None as they are."""
     if not isinstance(value, Mapping):

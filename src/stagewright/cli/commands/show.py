@@ -66,9 +66,7 @@ def show(
                 f"{model}: a bundle is shown as it is; for other settings: --config {model}"
             )
         if as_json or not any(chosen):
-            from stagewright.views.bundles import of_bundle
-
-            _show_summary(of_bundle(model), as_json)
+            _show_bundle(model, as_json)
             return 0
         model, config = None, model
     model = _imported(model) if via and model else model
@@ -123,6 +121,12 @@ def _note_of_times(settings: Mapping[str, Any]) -> None:
         if timed and settings.get(setting.name) is not None:
             text = f"{setting.flag} changes no figure of show, which times nothing; see simulate"
             click.echo(f"stagewright: note: {text}", err=True)
+
+
+def _show_bundle(path: str, as_json: bool) -> None:
+    from stagewright.views.bundles import of_bundle
+
+    _show_summary(of_bundle(path), as_json)
 
 
 def _show_summary(result: Summary, as_json: bool) -> None:
