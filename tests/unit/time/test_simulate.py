@@ -71,7 +71,6 @@ def test_less_overlap_and_stragglers_take_longer() -> None:
     ways = (
         {"no_overlap": frozenset({"dp"})},
         {"prefetch": 0},
-        {"overlap_slowdown": 0.2},
         {"streams": "one"},
     )
     for way in ways:
@@ -153,7 +152,6 @@ def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["--straggler", "7=1.1"], "there is no rank 7"),
         (["--straggler", "0=0"], "is no slowdown"),
         (["--prefetch", "-1"], "prefetch is -1"),
-        (["--overlap-slowdown", "-1"], "slowdown is -1.0"),
         (["--hardware", "h100"], "unknown hardware"),
     ],
 )
