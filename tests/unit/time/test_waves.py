@@ -16,7 +16,8 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind, Tasks
 from stagewright.program.step import KINDS, RankWork
 from stagewright.run.settings import Run
-from stagewright.time.simulate.timeline import Timeline, timeline
+from stagewright.time.simulate.timeline import TICK, Timeline, timeline
+from timed import by_row, durations, row_by_row
 
 PP, MICROBATCHES = 4, 6
 SMALL: dict[str, Any] = {"model": "gpt2", "seq_length": 8}
@@ -105,6 +106,20 @@ def test_actions_of_one_wave_need_nothing_of_each_other() -> None:
             written[outs] = wave
     assert (waves.arrivals >= 0).all()
     assert (written[waves.arrivals] >= 0).all()
+
+
+def test_programs_of_equal_structure_share_their_waves() -> None:
+    """Sizes differ, and so do durations; a row-by-row evaluation says the same of each."""
+    settings = {"pp": PP, "layers": PP, "global_batch_size": MICROBATCHES}
+    of = [compile(Run(**SMALL | settings | {"seq_length": length})).program for length in (8, 16)]
+    lines = [timeline(each, [t * TICK for t in durations(each, 3, False)]) for each in of]
+    assert lines[0].waves is lines[1].waves
+    assert lines[0].ticks != lines[1].ticks
+    for each, line in zip(of, lines, strict=True):
+        rows = by_row(each, durations(each, 3, False))
+        assert timeline(row_by_row(each), [t * TICK for t in rows]).ticks == line.ticks
+    fewer = program_of(PP, PP, global_batch_size=MICROBATCHES - 1)
+    assert simulated(fewer).waves is not lines[0].waves
 
 
 # ---- what is refused -----------------------------------------------------------------------------
