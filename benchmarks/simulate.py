@@ -17,9 +17,6 @@ import time
 LLAMA = "llama3.1-405b --tp 8 --pp 16 --sequence-parallel --hardware h100-sxm"
 CASES = {
     "405B, 1,024 GPUs, 256 microbatches": f"{LLAMA} --nodes 128 --global-batch-size 2048",
-    "the same, kernels slower beside collectives": (
-        f"{LLAMA} --nodes 128 --global-batch-size 2048 --overlap-slowdown 0.1"
-    ),
     "the same, one slow GPU": f"{LLAMA} --nodes 128 --global-batch-size 2048 --straggler 77=1.1",
     "405B, 16,384 GPUs, 16 microbatches": f"{LLAMA} --nodes 2048 --global-batch-size 2048",
     "70B, 512 GPUs, ZeRO-3": (

@@ -20,7 +20,7 @@ from stagewright.time.astra_sim import ENDPOINT_NS, GIB_PER_S, AstraSim, Dimensi
 
 
 def task_seconds(program: Program, system: AstraSim) -> list[Float]:
-    """Per rank class the duration of each of its tasks."""
+    """Per rank class the duration of each row of its actions."""
     if program.mesh.world_size != system.world_size:
         raise UserError(
             f"the program is for {program.mesh.world_size} ranks and the network has "
@@ -32,7 +32,7 @@ def task_seconds(program: Program, system: AstraSim) -> list[Float]:
 
 
 def _class_seconds(of: RankClass, system: AstraSim, groups: list[Int], peers: list[Int]) -> Float:
-    tasks = of.tasks
+    tasks = of.work.actions.tasks
     ns = np.zeros(len(tasks), dtype=np.int64)
     kernel = tasks.kind == TaskKind.COMPUTE
     ns[kernel] = kernel_ns(system, tasks.flops[kernel], tasks.traffic[kernel])

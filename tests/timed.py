@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Float, Int
 from stagewright.program.columns import Program
 from stagewright.run.sections.execution import Execution
+from stagewright.time.simulate.timeline import table_rows
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "streams": "separate"}
 SP = {"sequence_parallel": True}
@@ -62,3 +64,21 @@ def row_by_row(program: Program) -> Program:
     """The program with one action per class, which has all its rows."""
     classes = [replace(of, work=of.work.with_tasks(of.tasks)) for of in program.classes]
     return replace(program, classes=tuple(classes))
+
+
+def by_row(program: Program, by_action: Sequence[Float]) -> list[Float]:
+    """By class and row of its tasks, what is given by row of its actions."""
+    pairs = zip(program.classes, by_action, strict=True)
+    return [given[table_rows(of.work)] for of, given in pairs]
+
+
+def by_action(program: Program, by_row: Sequence[Float]) -> list[Float]:
+    """By class and row of its actions, what is given by row of its tasks: equal in all copies."""
+    result: list[Float] = []
+    for of, given in zip(program.classes, by_row, strict=True):
+        rows = table_rows(of.work)
+        each = np.zeros(len(of.work.actions.tasks), given.dtype)
+        each[rows] = given
+        assert np.array_equal(each[rows], given), "copies of an action differ"
+        result.append(each)
+    return result

@@ -15,7 +15,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.breakdown import breakdown, critical_path, path_parts
 from stagewright.time.simulate.timeline import Timeline, timeline
-from timed import RUNS, WAYS, durations
+from timed import RUNS, WAYS, by_action, durations
 
 TICK = 1e-12
 
@@ -31,7 +31,7 @@ def lines(run: str, way: str) -> list[Timeline]:
     return [timeline(program, seconds, WAYS[way], slow) for slow in ({}, {0: 1.3, 1: 1.1})]
 
 
-@pytest.mark.parametrize("way", ["overlap", "none", "slow"])
+@pytest.mark.parametrize("way", ["overlap", "none", "next"])
 @pytest.mark.parametrize("run", RUNS)
 def test_parts_of_every_lane_add_up_to_the_step(run: str, way: str) -> None:
     for line in lines(run, way):
@@ -48,7 +48,7 @@ def test_parts_of_every_lane_add_up_to_the_step(run: str, way: str) -> None:
                 assert s <= found.communication.get(axis, 0) + aside + message + 1e-12
 
 
-@pytest.mark.parametrize("way", ["overlap", "one", "slow"])
+@pytest.mark.parametrize("way", ["overlap", "one", "next"])
 @pytest.mark.parametrize("run", RUNS)
 def test_critical_path_is_a_chain_through_the_step(run: str, way: str) -> None:
     for line in lines(run, way):
@@ -64,7 +64,7 @@ def test_critical_path_is_a_chain_through_the_step(run: str, way: str) -> None:
 
 def even(program: Program, forward: float, backward: float) -> list[Float]:
     """Kernels such that every stage's forward and backward take as given; all else takes none."""
-    return [_even(of.tasks, forward, backward) for of in program.classes]
+    return by_action(program, [_even(of.tasks, forward, backward) for of in program.classes])
 
 
 def _even(tasks: Tasks, forward: float, backward: float) -> Float:
@@ -104,11 +104,12 @@ def test_reductions_hide_behind_the_backward_pass_but_the_last() -> None:
     moves = tasks.kind == TaskKind.COLLECTIVE
     assert moves.sum() == 4
     kernels = np.where(moves, 0, 1e-3)
-    alone = timeline(program, [kernels]).seconds
-    beside = timeline(program, [kernels + moves * 0.8e-3])
+    none, both = (by_action(program, [kernels + moves * each]) for each in (0, 0.8e-3))
+    alone = timeline(program, none).seconds
+    beside = timeline(program, both)
     assert breakdown(beside, beside.lanes[0]).exposed == {"dp": pytest.approx(0.8e-3)}
     assert beside.seconds == pytest.approx(alone + 0.8e-3)
-    after = timeline(program, [kernels + moves * 0.8e-3], Execution(no_overlap=frozenset({"dp"})))
+    after = timeline(program, both, Execution(no_overlap=frozenset({"dp"})))
     assert after.seconds == pytest.approx(alone + 4 * 0.8e-3)
 
 
@@ -116,7 +117,7 @@ def test_a_straggler_holds_up_those_it_meets() -> None:
     run: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "dp": 8}
     program = compile(Run(**run, clip_grad=False)).program
     (tasks,) = (of.tasks for of in program.classes)
-    seconds = [np.where(tasks.kind == TaskKind.COMPUTE, 1e-3, 0)]
+    seconds = by_action(program, [np.where(tasks.kind == TaskKind.COMPUTE, 1e-3, 0)])
     plain, slow = timeline(program, seconds), timeline(program, seconds, factors={3: 1.2})
     # What comes before the last reduction is held up by a fifth; the optimizer step is not.
     step = (tasks.phase == PHASES.index("optimizer")).sum() * 1e-3

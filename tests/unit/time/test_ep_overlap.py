@@ -15,6 +15,8 @@ from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap as combined
 from stagewright.time.simulate.timeline import timeline
+from stagewright.time.simulate.units import whole
+from timed import by_row
 
 MIXTRAL: dict[str, Any] = {"model": "mixtral-8x7b", "layers": 2, "ep": 2, "dp": 2, "zero": 1}
 ON = Execution(overlap_moe_expert_parallel_comm=True)
@@ -30,9 +32,15 @@ def rows_sent(t: Tasks) -> np.ndarray:
     return moves & (t.comm_bytes * 2 >= t.comm_bytes[moves].max())
 
 
+def order_of(t: Tasks) -> np.ndarray:
+    """All rows of a rank in issue order."""
+    of = whole(t)
+    return combined.order(t, of.row, of.unit, of.member)
+
+
 def turns(t: Tasks) -> list[tuple[int, str]]:
     """Microbatch and direction of the kernels in issue order, each run of them once."""
-    rows = combined.order(t)
+    rows = order_of(t)
     rows = rows[(t.kind[rows] == TaskKind.COMPUTE) & (t.microbatch[rows] >= 0)]
     each = [(int(t.microbatch[i]), "FB"[int(t.phase[i] > 0)]) for i in rows]
     return [x for i, x in enumerate(each) if i == 0 or x != each[i - 1]]
@@ -40,7 +48,7 @@ def turns(t: Tasks) -> list[tuple[int, str]]:
 
 def test_backward_and_the_next_forward_take_turns() -> None:
     (of,) = program(global_batch_size=6, micro_batch_size=1).classes
-    order = combined.order(of.tasks)
+    order = order_of(of.tasks)
     assert sorted(order.tolist()) == list(range(len(of.tasks)))
     # Two layers with two all-to-alls each are five turns.
     pair = [(0, "B"), (1, "F")] * 5
@@ -51,7 +59,7 @@ def test_stages_pair_what_is_next_to_each_other() -> None:
     settings = {"pp": 2, "vpp": 2, "layers": 4, "global_batch_size": 8, "micro_batch_size": 1}
     for of in program(**settings).classes:
         t = of.tasks
-        order = combined.order(t)
+        order = order_of(t)
         assert sorted(order.tolist()) == list(range(len(t)))
         place = np.argsort(order)
         same = np.stack([t.stage, t.microbatch, (t.phase > 0).astype(np.int32)])
@@ -65,10 +73,11 @@ def test_only_the_first_and_the_last_microbatch_wait() -> None:
 
     def run(microbatches: int, how: Execution) -> tuple[float, float]:
         p = program(global_batch_size=2 * microbatches, micro_batch_size=1)
-        (t,) = (of.tasks for of in p.classes)
+        (t,) = (of.work.actions.tasks for of in p.classes)
         seconds = np.where((t.kind == TaskKind.COMPUTE) & (t.microbatch >= 0), 1.0, 0.0)
         seconds[rows_sent(t)] = 0.75
-        return float(seconds[t.kind == TaskKind.COMPUTE].sum()), timeline(p, [seconds], how).seconds
+        (each,) = by_row(p, [np.where(t.kind == TaskKind.COMPUTE, seconds, 0.0)])
+        return float(each.sum()), timeline(p, [seconds], how).seconds
 
     kernels, alone = run(1, Execution())
     exposed = alone - kernels
@@ -84,10 +93,11 @@ def test_what_cannot_be_hidden_is_not() -> None:
     n = 4
     p = program(global_batch_size=2 * n, micro_batch_size=1)
     (of,) = p.classes
-    t = of.tasks
+    t = of.work.actions.tasks
     moves = rows_sent(t)
     seconds = np.where(moves, 100.0, np.where(t.kind == TaskKind.COMPUTE, 1e-3, 0.0))
-    assert timeline(p, [seconds], ON).seconds == pytest.approx(seconds[moves].sum(), rel=0.01)
+    (sent,) = by_row(p, [np.where(moves, seconds, 0.0)])
+    assert timeline(p, [seconds], ON).seconds == pytest.approx(sent.sum(), rel=0.01)
 
 
 @pytest.mark.parametrize(

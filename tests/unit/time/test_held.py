@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from stagewright.lower.compile import compile
-from stagewright.program.memory import deltas
 from stagewright.program.memory import timeline as by_row
 from stagewright.run.settings import Run
 from stagewright.time.simulate.memory import memory_timeline, peak
@@ -32,7 +31,7 @@ def test_memory_over_time_is_what_is_there(run: str) -> None:
     program = compile(Run(**RUNS[run])).program
     line = timeline(program, [t * 1e-12 for t in durations(program, 1, True)])
     random = np.random.default_rng(1)
-    for lane in line.lanes:
+    for number, lane in enumerate(line.lanes):
         found = memory_timeline(lane)
         assert found.size.min() >= 0
         assert (np.diff(found.ticks) > 0).all()
@@ -41,7 +40,7 @@ def test_memory_over_time_is_what_is_there(run: str) -> None:
             assert int(found.size[:, at].sum()) == counted(lane, tick)
         fewer = found.sampled(10)
         assert len(fewer.ticks) <= 10
-        most = peak(lane, deltas(lane.of))
+        most = peak(line, number)
         assert fewer.peak == found.peak == sum(most.by_category.values())
         first = int(found.size.sum(axis=0).argmax())
         assert most.seconds == found.ticks[first] * TICK
@@ -51,6 +50,7 @@ def test_memory_over_time_is_what_is_there(run: str) -> None:
 def test_without_overlap_it_is_memory_over_rows() -> None:
     program = compile(Run(**RUNS["dp"] | {"dp": 1, "global_batch_size": 1})).program
     (of,) = program.classes
-    (lane,) = timeline(program, [np.full(len(of.tasks), 1e-6)]).lanes
+    line = timeline(program, [np.full(len(of.work.actions.tasks), 1e-6)])
+    (lane,) = line.lanes
     assert memory_timeline(lane).peak == by_row(of).sum(axis=0).max()
-    assert peak(lane, deltas(of)).by_category.items() <= of.memory.items()
+    assert peak(line, 0).by_category.items() <= of.memory.items()

@@ -19,16 +19,17 @@ from stagewright.time.simulate.launches import (
     host_work,
     launch_mode,
 )
+from timed import by_row
 
 H100 = resolve("h100-sxm")
 
 
 def launched(how: Execution | None = None, **settings: Any) -> tuple[Tasks, HostWork]:
-    """The tasks of the first rank class, and what its host does."""
+    """The rows of the actions of the first rank class, and what its host does."""
     compiled = sw.compile(**settings)
     work = host_work(compiled.program, compiled.run, how or Execution(), H100)
     assert work is not None
-    return compiled.program.classes[0].tasks, work[0]
+    return compiled.program.classes[0].work.actions.tasks, work[0]
 
 
 SMALL = {"model": "llama3-8b", "layers": 2, "seq_length": 64}
@@ -159,7 +160,8 @@ def test_blocking_launches_stand_between_all_kernels() -> None:
     ahead = sw.simulate(compiled, "h100-sxm", launch_mode="ahead")
     work = host_work(compiled.program, compiled.run, Execution(launch_mode="blocking"), H100)
     assert work is not None
-    assert blocking.seconds == pytest.approx(ahead.seconds + work[0].seconds.sum(), rel=1e-3)
+    (launches,) = by_row(compiled.program, [work[0].seconds])
+    assert blocking.seconds == pytest.approx(ahead.seconds + launches.sum(), rel=1e-3)
 
 
 def test_a_slower_cpu_launches_more_slowly() -> None:

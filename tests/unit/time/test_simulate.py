@@ -17,7 +17,6 @@ from stagewright.run.sections.execution import Execution
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
-from stagewright.time.simulate.system import BySegment
 from stagewright.time.simulate.utilization import model_flops
 from trace_events import check
 
@@ -71,7 +70,6 @@ def test_less_overlap_and_stragglers_take_longer() -> None:
     ways = (
         {"no_overlap": frozenset({"dp"})},
         {"prefetch": 0},
-        {"overlap_slowdown": 0.2},
         {"streams": "one"},
     )
     for way in ways:
@@ -153,7 +151,6 @@ def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["--straggler", "7=1.1"], "there is no rank 7"),
         (["--straggler", "0=0"], "is no slowdown"),
         (["--prefetch", "-1"], "prefetch is -1"),
-        (["--overlap-slowdown", "-1"], "slowdown is -1.0"),
         (["--hardware", "h100"], "unknown hardware"),
     ],
 )
@@ -163,29 +160,18 @@ def test_errors(arguments: list[str], told: str | None, capsys: pytest.CaptureFi
         assert told in capsys.readouterr().err
 
 
-def test_progress_costs_the_same_however_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step looks at the class that advanced, not at all of them."""
-    reads = {"passed": 0, "advance": 0}
-    passed, advance = BySegment.passed, BySegment.advance
-
-    def count_passed(self: BySegment) -> int:
-        reads["passed"] += 1
-        return passed.__get__(self)
-
-    def count_advance(self: BySegment) -> object:
-        reads["advance"] += 1
-        return advance(self)
-
-    monkeypatch.setattr(BySegment, "passed", property(count_passed))
-    monkeypatch.setattr(BySegment, "advance", count_advance)
-    compiled = sw.compile("gpt2", pp=4, seq_length=64, global_batch_size=8)
-    told: list[tuple[int, int]] = []
-    machine = Machine.of(resolve("h100-sxm"), gpus=4)
-    simulate(compiled, machine, progress=lambda done, total: told.append((done, total)))
-    assert reads["advance"] == len(told) > 4
-    assert reads["passed"] == 2 * reads["advance"]
-    assert told == sorted(told)
-    assert told[-1][0] == told[-1][1] == sum(len(of.tasks) for of in compiled.program.classes)
+def test_progress_counts_the_tasks_of_all_classes() -> None:
+    compiled = sw.compile("gpt2", pp=4, dp=2, seq_length=64, global_batch_size=8)
+    reports: list[tuple[int, int]] = []
+    machine = Machine.of(resolve("h100-sxm"), gpus=8)
+    step = simulate(
+        compiled, machine, factors={1: 1.5}, progress=lambda *counts: reports.append(counts)
+    )
+    assert len(step.line.lanes) > len(compiled.program.classes)
+    assert len(reports) > 4
+    assert reports == sorted(reports)
+    assert {total for _, total in reports} == {sum(len(of.tasks) for of in compiled.program.classes)}
+    assert reports[-1][0] == reports[-1][1]
 
 
 def test_keywords_of_other_tools_reach_the_execution():

@@ -40,7 +40,7 @@ def test_traces_follow_the_format(run: str, way: Any, tmp_path: Path) -> None:
 
 def test_streams_and_actions_are_tracks(tmp_path: Path) -> None:
     program = compile(Run(**RUNS["vpp"])).program
-    line = timeline(program, [np.full(len(of.tasks), 1e-6) for of in program.classes])
+    line = timeline(program, [np.full(len(of.work.actions.tasks), 1e-6) for of in program.classes])
     perfetto.write(line, tmp_path / "out.json")
     events = json.loads((tmp_path / "out.json").read_text())["traceEvents"]
     names = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 0]

@@ -12,7 +12,7 @@ from stagewright.time.simulate.transfer import NEVER, Evaluated
 from stagewright.time.simulate.waves import Waves
 
 Progress = Callable[[int, int], None]
-"""Called with the number of runs done and the number of all runs."""
+"""Called with the number of tasks done and the number of all tasks, of all classes."""
 
 
 class Timing(NamedTuple):
@@ -56,8 +56,7 @@ def execute(
         stacks.append((stack, timing * len(group.runs) + batch.run))
     inputs = [np.empty_like(batch.ins) for batch in waves.batches]
     met = [np.empty((len(batch.run) if batch.meets else 0, 3), np.int64) for batch in waves.batches]
-    total = sum(len(batch.run) for batch in waves.batches)
-    done = 0
+    done = None if progress is None else _tasks_done(waves).tolist()
     bounds = [batch.wave.tolist() for batch in waves.batches]
     for wave in range(waves.count):
         meeting: list[tuple[int, slice, Int]] = []
@@ -68,7 +67,6 @@ def execute(
             stack, index = stacks[number]
             begun = inputs[number][a:b] = times[batch.ins[a:b]]
             left = (stack[index[a:b]] + begun[:, None, :]).max(axis=2)
-            done += b - a
             if batch.meets:
                 meeting.append((number, slice(a, b), left))
             else:
@@ -77,9 +75,23 @@ def execute(
             for number, rows, left, moments in _met(waves, timings, meeting):
                 times[waves.batches[number].outs[rows]] = left
                 met[number][rows] = moments.T
-        if progress is not None:
-            progress(done, total)
+        if progress is not None and done is not None:
+            progress(done[wave], done[-1])
     return Executed(times, inputs, met)
+
+
+def _tasks_done(waves: Waves) -> Int:
+    """By wave, the tasks of all classes that are done after it."""
+    done = np.zeros(waves.count, np.int64)
+    first = np.array([int(lanes[0]) for lanes in waves.lanes.by_class])
+    for batch in waves.batches:
+        runs = waves.runs[batch.table]
+        numbers = runs.groups[batch.group].runs.tolist()
+        length = np.array([runs.runs[n].end - runs.runs[n].begin for n in numbers])
+        mine = np.isin(batch.lane, first)
+        wave = np.repeat(np.arange(waves.count), np.diff(batch.wave))
+        np.add.at(done, wave[mine], length[batch.run[mine]])
+    return done.cumsum()
 
 
 def _met(
