@@ -191,6 +191,18 @@ def test_a_collective_that_is_checked_takes_the_host_as_long_as_its_group_has_ra
     assert set(np.round(more[collective], 3)) == {tp, dp}
 
 
+def test_messages_are_not_checked_though_there_are_more_peers_than_groups() -> None:
+    settings = {**SMALL, "layers": 3, "pp": 3, "clip_grad": False, "global_batch_size": 6}
+    compiled = sw.compile(**settings)
+    assert len(compiled.program.communicators) + 1 < len(compiled.program.peers)
+    works = [
+        host_work(compiled.program, compiled.run, Execution(collective_checks=on), H100)
+        for on in (False, True)
+    ]
+    for free, checked in zip(*(work or [] for work in works), strict=True):
+        assert np.array_equal(free.seconds, checked.seconds)
+
+
 def test_parts_of_a_gather_of_all_parameters_are_copied_one_by_one() -> None:
     """Those of four ranks, of six weights of a layer, the table, the last norm and the head."""
     settings = {**SMALL, "dp": 4, "zero": 1}

@@ -216,11 +216,15 @@ def _of_parts(tasks: Tasks, by_slot: Float) -> Float:
     merged = int(once.sum()) - len(np.unique(joint.whole[once]))
     parameters = int(updates.sum()) - merged
     inside = gathers & (tasks.phase == _OPTIMIZER)
-    return np.where(inside, by_slot[tasks.slot] * parameters, 0.0)
+    return _of_collectives(tasks, by_slot) * np.where(inside, parameters, 0)
 
 
 def _of_collectives(tasks: Tasks, by_slot: Float) -> Float:
-    return np.where(tasks.kind == TaskKind.COLLECTIVE, by_slot[tasks.slot], 0.0)
+    """The seconds of each collective's communicator, the last of `by_slot` (0) for other tasks.
+
+    Slots of messages are those of peers, of which there may be more.
+    """
+    return by_slot[np.where(tasks.kind == TaskKind.COLLECTIVE, tasks.slot, -1)]
 
 
 def _checks(program: Program, hardware: Hardware) -> Float:
