@@ -21,7 +21,7 @@ from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.issue import issue
 from stagewright.time.simulate.system import System
 from stagewright.time.simulate.timeline import TICK, Timeline, timeline
-from timed import RUNS, WAYS, durations
+from timed import RUNS, SHOWN, WAYS, durations
 
 
 @cache
@@ -60,7 +60,7 @@ def compare(
     return line
 
 
-@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 6))
+@pytest.mark.parametrize(("run", "way"), dict.fromkeys([*pairs(RUNS, WAYS, 6), *SHOWN]))
 def test_timeline_is_that_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     for alike in (True, False) if way == "overlap" else (len(run + way) % 2 == 0,):
@@ -89,7 +89,7 @@ def launches(program: Program, ticks: list[Int], seed: int) -> list[tuple[Int, B
     return found
 
 
-@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 6))
+@pytest.mark.parametrize(("run", "way"), dict.fromkeys([*pairs(RUNS, WAYS, 6), *SHOWN]))
 def test_launches_are_those_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     ticks = durations(program, 3, True)

@@ -116,12 +116,14 @@ def issue(program: Program, tasks: Tasks, how: Execution, known: Transfers | Non
     rows = _order(tasks, owner, needed, aside, how)
     place = np.empty_like(rows)
     place[rows] = np.arange(len(rows))
+    reads = owner, needed
     owner, needed = place[owner], place[needed]
     kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
     stream = _stream(program, kind, slot, how)
     kernel = (stream == 0) & ~aside[rows]
     if aside.any():
-        stream = _with_aside_streams(stream, aside[rows], owner, needed)
+        followed = place[_followed(aside, *reads)[rows]]
+        stream = np.where(aside[rows], stream[followed], stream)
     blocking = _blocking(known, how)[rows]
     pairs = [(owner, needed), *_chains(stream, blocking)]
     # A load from the host does not start with its store, but when it is issued.
@@ -320,12 +322,18 @@ def _stream(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution
     return stream
 
 
-def _with_aside_streams(stream: Int, aside: Bool, owner: Int, needed: Int) -> Int:
-    """Streams with the kernels aside moved to the stream of the collective that they follow."""
-    stream = stream.copy()
-    mine = aside[owner]
-    stream[owner[mine]] = stream[needed[mine]]
-    return stream
+def _followed(aside: Bool, owner: Int, needed: Int) -> Int:
+    """By row the collective whose stream it runs on, if it is a kernel aside: the first it needs.
+
+    A sum of sums follows the collective of the first of these.
+    """
+    size = len(aside)
+    first = np.full(size, size)
+    np.minimum.at(first, owner, needed)
+    followed = np.where(aside, first, np.arange(size))
+    while aside[followed].any():
+        followed = followed[followed]
+    return followed
 
 
 def _blocking(known: Transfers, how: Execution) -> Bool:
