@@ -32,6 +32,12 @@ RUNS: dict[str, dict[str, Any]] = {
                       "batch_size": 8, "context_length": 64, "seq_length": None},
     "tied": GPT | {"layers": 4, "pp": 4, "dp": 2, "global_batch_size": 8},
     "moe": MIXTRAL | SP | {"tp": 2, "dp": 4, "ep": 4, "zero": 1, "global_batch_size": 8},
+    "sums": GPT | {"tp": 2, "fuse": False, "global_batch_size": 4},
+    "frozen": SMALL | {"layers": 4, "pp": 2, "dp": 2, "schedule": "zb-h1", "zero": 3,
+                       "bucket": "parameter", "lora_rank": 4, "global_batch_size": 8,
+                       "lora_target_modules": ("layer0.linear_fc1", "layer3.o_proj")},
+    "lots": GPT | {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "schedule": "v-half",
+                   "grad_reduce": "microbatch", "bucket": "parameter", "global_batch_size": 12},
 }  # fmt: skip
 WAYS = {
     "overlap": Execution(),
@@ -42,6 +48,15 @@ WAYS = {
     "ahead": Execution(prefetch=3),
     "next": Execution(overlap_param_gather=True),
 }
+
+
+SHOWN = [
+    ("sums", "overlap"),  # sums of sums of reduced gradients, on the stream of the reductions
+    ("frozen", "late"),  # weights that only the second half of a backward reads
+    ("frozen", "ahead"),  # which are gathered in the first half, where the second follows at once
+    ("lots", "overlap"),  # reductions of two actions without a kernel between are one lot
+]
+"""Runs and ways that show what few of them do."""
 
 
 def durations(program: Program, seed: int, alike: bool) -> list[Int]:

@@ -159,7 +159,7 @@ def _spread(
     jobs: Iterable[Job],
     done: Callable[[Result], None],
 ) -> None:
-    """Run jobs in so many processes."""
+    """Run jobs in `count` processes; on return all of them have ended and are joined."""
     context = multiprocessing.get_context("spawn")
     others = {*multiprocessing.active_children()}
     with ProcessPoolExecutor(count, mp_context=context, initializer=_leave_interrupts) as pool:
@@ -168,9 +168,11 @@ def _spread(
             for future in as_completed(busy):
                 done(future.result())
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in {*multiprocessing.active_children()} - others:
-                process.terminate()  # in the middle of its job, whose result nobody hears of
+                process.terminate()  # a job that is under way would delay the exception
+            # The pool's thread reaps the processes, and `with` waits for that thread. A
+            # `shutdown(wait=False)` here would let go of it: reaped meanwhile, a process has no
+            # exit code for whoever asks next.
             raise
 
 

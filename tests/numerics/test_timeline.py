@@ -20,7 +20,7 @@ from stagewright.run.settings import Run
 from stagewright.time.simulate.breakdown import breakdown, critical_path, path_parts
 from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.timeline import TICK, Timeline, table_rows, timeline
-from timed import RUNS, WAYS, durations, row_by_row
+from timed import RUNS, SHOWN, WAYS, durations, row_by_row
 
 
 @cache
@@ -61,7 +61,7 @@ def compare(
     return line
 
 
-@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 6))
+@pytest.mark.parametrize(("run", "way"), dict.fromkeys([*pairs(RUNS, WAYS, 6), *SHOWN]))
 def test_timeline_is_that_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     for alike in (True, False) if way == "overlap" else (len(run + way) % 2 == 0,):
@@ -113,7 +113,7 @@ def launches(program: Program, ticks: list[Int], seed: int) -> list[tuple[Int, B
     return found
 
 
-@pytest.mark.parametrize(("run", "way"), pairs(RUNS, WAYS, 6))
+@pytest.mark.parametrize(("run", "way"), dict.fromkeys([*pairs(RUNS, WAYS, 6), *SHOWN]))
 def test_launches_are_those_of_the_event_simulation(run: str, way: str) -> None:
     program = programs(run)
     ticks = durations(program, 3, True)

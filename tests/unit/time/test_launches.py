@@ -193,6 +193,48 @@ def test_a_collective_that_is_checked_takes_the_host_as_long_as_its_group_has_ra
     assert set(np.round(more[collective], 3)) == {tp, dp}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"schedule": "1f1b", "pp": 2},
+        {"schedule": "zb-h1", "pp": 2},
+        {"schedule": "dualpipe", "pp": 2},  # rows of two microbatches take turns
+        {"framework": "torchtitan", "recompute": "full", "dp": 2, "zero": 3},
+    ],
+)
+def test_compiled_graphs_launch_kernels_of_their_own(settings: dict[str, Any]) -> None:
+    """No kernel is fused with one of another block, microbatch, or direction."""
+    how, cost = Execution(launch_mode="compile"), LAUNCH_COSTS["compile"]
+    t, work = launched(how, model="gpt2", layers=4, global_batch_size=8, **settings)
+    columns = np.stack([t.stage, t.layer, t.microbatch, t.phase.astype(np.int32)])
+    first = np.append(True, (np.diff(columns) != 0).any(axis=0))
+    first &= (t.kind == TaskKind.COMPUTE) & (t.phase != PHASES.index("optimizer"))
+    assert first.any()
+    assert (work.seconds[first] * 1e6 > cost.graph + cost.kernel - 1e-6).all()
+
+
+def test_a_layer_of_a_compiled_engine_ends_in_the_graph_of_the_next() -> None:
+    """One kernel adds the residual and normalizes for the next layer."""
+    t, work = launched(model="llama3-8b", layers=4, mode="prefill", prompt_length=64)
+    names = np.array(t.names)[t.name]
+    ends = np.flatnonzero(names == "layer1.mlp_residual")
+    assert names[ends + 1].tolist() == ["layer2.attn_norm_out"]
+    graph = LAUNCH_COSTS["compile"].graph
+    assert np.allclose(work.seconds[ends + 1] * 1e6, graph)
+
+
+def test_messages_are_not_checked_though_there_are_more_peers_than_groups() -> None:
+    settings = {**SMALL, "layers": 3, "pp": 3, "clip_grad": False, "global_batch_size": 6}
+    compiled = sw.compile(**settings)
+    assert len(compiled.program.communicators) + 1 < len(compiled.program.peers)
+    works = [
+        host_work(compiled.program, compiled.run, Execution(collective_checks=on), H100)
+        for on in (False, True)
+    ]
+    for free, checked in zip(*(work or [] for work in works), strict=True):
+        assert np.array_equal(free.seconds, checked.seconds)
+
+
 def test_parts_of_a_gather_of_all_parameters_are_copied_one_by_one() -> None:
     """Those of four ranks, of six weights of a layer, the table, the last norm and the head."""
     settings = {**SMALL, "dp": 4, "zero": 1}

@@ -12,8 +12,8 @@ costs depends on how the framework runs a step (`Execution.launch_mode`) and on 
   cast and the order of the scales that products want;
 - where operators are PyTorch's own (`operators` is eager), `EAGER_KERNELS` says how many kernels
   make an op that others have as one;
-- `torch.compile` makes one kernel of element-wise operators that follow each other, and enters a
-  compiled graph for each pass through a block;
+- `torch.compile` makes one kernel of element-wise operators that follow each other in a graph, and
+  enters a compiled graph for each pass through a block;
 - tasks of the optimizer are launched in a loop over all tensors (multi-tensor apply);
 - a captured CUDA graph is launched at once.
 
@@ -226,11 +226,15 @@ def _of_parts(of: RankClass, by_slot: Float) -> Float:
     of_action = np.diff(each[of.work.actions.begin])
     parameters = int(of_action[order.action].sum())
     inside = gathers & (tasks.phase == _OPTIMIZER)
-    return np.where(inside, by_slot[tasks.slot] * parameters, 0.0)
+    return _of_collectives(tasks, by_slot) * np.where(inside, parameters, 0)
 
 
 def _of_collectives(tasks: Tasks, by_slot: Float) -> Float:
-    return np.where(tasks.kind == TaskKind.COLLECTIVE, by_slot[tasks.slot], 0.0)
+    """The seconds of each collective's communicator, the last of `by_slot` (0) for other tasks.
+
+    Slots of messages are those of peers, of which there may be more.
+    """
+    return by_slot[np.where(tasks.kind == TaskKind.COLLECTIVE, tasks.slot, -1)]
 
 
 def _checks(program: Program, hardware: Hardware) -> Float:
@@ -257,7 +261,7 @@ def _of_tasks(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardw
     cost = LAUNCH_COSTS[eager if mode == "eager" else mode]
     kernels = _kernels(tasks, run)
     if mode == "compile":
-        kernels[_follows_fusable(tasks)] = 0
+        kernels[_follows_fusable(tasks, run)] = 0
     loop = (tasks.kind == TaskKind.COMPUTE) & (tasks.phase == _OPTIMIZER)
     further = np.maximum(kernels - 1, 0)
     micros = np.where(kernels > 0, cost.call, 0.0) + further * cost.kernel
@@ -327,16 +331,28 @@ def _one_or_more(count: float | Float) -> Float:
     return np.maximum(np.asarray(count, dtype=np.float64), 1.0).reshape(-1)
 
 
-def _follows_fusable(tasks: Tasks) -> Bool:
-    """Which rows are element-wise kernels behind another: a compiler makes one kernel of both."""
+def _follows_fusable(tasks: Tasks, run: Run) -> Bool:
+    """Mask of element-wise kernels that a compiler fuses with the row before.
+
+    Both are rows of one graph. Training compiles each block by itself, forward and backward apart
+    (torchtitan's `apply_compile`). An engine compiles the model and splits it at attention (vLLM's
+    `splitting_ops`), so that the end of a layer and the head of the next are one graph.
+    """
     known = [all(OPS[op].fuses for op in ops_of(name) if op in OPS) for name in tasks.ops]
     fusable = np.array(known)[tasks.op] & (tasks.kind == TaskKind.COMPUTE)
-    return fusable & np.append(False, fusable[:-1])
+    columns = (tasks.stage, tasks.microbatch)
+    graph = _passes(tasks) if run.mode == "train" else _numbered_runs(*columns)
+    follows = fusable[1:] & fusable[:-1] & (np.diff(graph) == 0)
+    return np.append(False, follows)
 
 
 def _passes(tasks: Tasks) -> Int:
     """By row the number of the pass through a block of the model that the row belongs to."""
-    columns = (tasks.stage, tasks.layer, tasks.microbatch, tasks.phase)
+    return _numbered_runs(tasks.stage, tasks.layer, tasks.microbatch, tasks.phase)
+
+
+def _numbered_runs(*columns: NDArray[np.integer]) -> Int:
+    """By row the number of the run of rows, one after another, that are equal in all columns."""
     new = [np.diff(column.astype(np.int64)) != 0 for column in columns]
     return np.cumsum(np.append(True, np.any(new, axis=0)))
 

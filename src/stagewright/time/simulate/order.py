@@ -523,19 +523,22 @@ def _streams(program: Program, kind: NDArray[np.uint8], slot: Int, how: Executio
 def _move_to_stream_of_collective(
     stream: Int, moved: Bool, local: Edges, rows: Int, carried: UnitRows
 ) -> Int:
-    """Streams with the `moved` kernels on the stream of the collective that they read.
+    """Streams with the `moved` kernels on the stream of the first collective that they read.
 
-    Sums of sums follow the sums that they read.
+    Sums of sums follow the first sum that they read.
     """
     stream = stream.copy()
     example = np.full(int(rows.max(initial=0)) + 1, -1)
     example[rows] = np.arange(len(rows))
-    elsewhere = np.where(carried.row < len(example), carried.row, 0)
-    waiter = np.concatenate([local.waiter, carried.at])
-    dep = np.concatenate([local.dep, example[elsewhere]])
-    edge = moved[waiter] & (dep >= 0)
-    order = np.argsort(waiter[edge], kind="stable")
-    for to, source in zip(waiter[edge][order].tolist(), dep[edge][order].tolist(), strict=True):
+    elsewhere = example[np.where(carried.row < len(example), carried.row, 0)]
+    waiter = np.concatenate([carried.at, local.waiter])
+    dep = np.concatenate([elsewhere, local.dep])
+    # What other units have done comes before what the own unit does, in program order.
+    turn = np.concatenate([np.full(len(elsewhere), -1), rows[local.dep]])
+    edge = np.flatnonzero(moved[waiter] & (dep >= 0))
+    edge = edge[np.lexsort((turn[edge], waiter[edge]))]
+    edge = edge[np.diff(waiter[edge], prepend=-1) > 0]
+    for to, source in zip(waiter[edge].tolist(), dep[edge].tolist(), strict=True):
         stream[to] = stream[source]
     return stream
 
