@@ -13,17 +13,17 @@ import numpy as np
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
 from stagewright.executors import Executor
-from stagewright.explore.answer import flags as written
-from stagewright.explore.answer.objectives import known
+from stagewright.search import flags as written
+from stagewright.search.objectives import known
 from stagewright.explore.answer.ranking import TOP, Ranking, Wanted
-from stagewright.explore.answer.run_file import printed_run_file, write_run_file
+from stagewright.search.run_file import printed_run_file, write_run_file
 from stagewright.explore.answer.search import search as search_candidates
-from stagewright.explore.candidates import Candidates
+from stagewright.search.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated
-from stagewright.explore.exact import Heard
+from stagewright.search.simulated import Heard
 from stagewright.explore.lots import in_lots
-from stagewright.explore.space.asked import SearchRequest, asked
-from stagewright.explore.space.enumeration import Found
+from stagewright.search.request import SearchRequest, asked
+from stagewright.search.enumeration import Found
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.texttable import Table

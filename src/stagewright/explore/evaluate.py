@@ -18,8 +18,8 @@ import numpy as np
 from stagewright.arrays import Float, Int, distinct_values
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.explore.candidates import ABSENT, Candidates, distinct
-from stagewright.explore.figures import Figures
+from stagewright.search.candidates import ABSENT, Candidates, distinct
+from stagewright.search.figures import Figures
 from stagewright.explore.memory import Peaks
 from stagewright.explore.occupancy import enough, occupancy
 from stagewright.explore.pipeline.rounds import rounds

@@ -18,9 +18,9 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.executors import Executor, InTurn
-from stagewright.explore.candidates import Candidates
+from stagewright.search.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
-from stagewright.explore.exact import Heard, unknown
+from stagewright.search.simulated import Heard, unknown
 from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.structures import apart_from_graphs
 from stagewright.model.config import ModelConfig

@@ -17,7 +17,7 @@ import numpy as np
 
 from stagewright.arrays import Int, distinct_numbers
 from stagewright.errors import UserError
-from stagewright.explore.candidates import ABSENT, Candidates
+from stagewright.search.candidates import ABSENT, Candidates
 from stagewright.explore.shared.plans import pipeline_blocks
 from stagewright.explore.shared.settings_read import BySettingsRead
 from stagewright.explore.shared.tuples import Shared, Tuples

@@ -9,9 +9,9 @@ import numpy as np
 
 from stagewright.errors import either
 from stagewright.explore.answer.ranking import Ranking
-from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.search.candidates import HARDWARE, Candidates
 from stagewright.explore.lots import STOPPED
-from stagewright.explore.space.enumeration import Removed
+from stagewright.search.enumeration import Removed
 from stagewright.numbers import many, side_by_side
 from stagewright.program.fit import NEARLY_FULL
 from stagewright.run.sections import EXPERIMENT, SETTINGS

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.explore.answer.ranking import Ranking
-from stagewright.explore.answer.run_file import varied_figures
-from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates
-from stagewright.explore.space.systems import figures_of
+from stagewright.search.run_file import varied_figures
+from stagewright.search.candidates import ABSENT, HARDWARE, Candidates
+from stagewright.search.machines import figures_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
 from stagewright.texttable import Table

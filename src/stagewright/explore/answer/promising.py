@@ -18,10 +18,10 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.explore.bounding.bounds import CandidateBounds, bounds, rough_bounds
 from stagewright.explore.bounding.least_compute import least_factor, lower_bounds
 from stagewright.explore.bounding.relaxed import kinds_of_relaxed
-from stagewright.explore.candidates import Candidates
+from stagewright.search.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
-from stagewright.explore.exact import unknown
-from stagewright.explore.figures import Figures
+from stagewright.search.simulated import unknown
+from stagewright.search.figures import Figures
 from stagewright.explore.lots import STOPPED
 
 Evaluate = Callable[[Candidates], Evaluated]

@@ -9,7 +9,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
-from stagewright.explore.answer import objectives
+from stagewright.search import objectives
 from stagewright.explore.answer.promising import (
     MARGIN,
     SLOWER,
@@ -17,9 +17,9 @@ from stagewright.explore.answer.promising import (
     held_of_room,
     step_tokens,
 )
-from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.search.candidates import HARDWARE, Candidates
 from stagewright.explore.evaluate import LeftOut
-from stagewright.explore.figures import Figures
+from stagewright.search.figures import Figures
 
 TOP = 20
 """Candidates that are simulated unless asked otherwise, the best by their estimates."""

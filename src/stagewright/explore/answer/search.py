@@ -18,8 +18,8 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.executors import Executor
-from stagewright.explore.answer import objectives
-from stagewright.explore.answer.costs import with_costs
+from stagewright.search import objectives
+from stagewright.search.usd import with_costs
 from stagewright.explore.answer.promising import (
     MARGIN,
     TOO_LARGE,
@@ -31,10 +31,10 @@ from stagewright.explore.answer.promising import (
 )
 from stagewright.explore.answer.ranking import TOP, Ranking, Wanted, best_of, nothing_found
 from stagewright.explore.bounding.least_compute import lower_bounds
-from stagewright.explore.candidates import Candidates
+from stagewright.search.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, LeftOut
-from stagewright.explore.exact import Heard, exact, unknown
-from stagewright.explore.figures import Figures
+from stagewright.search.simulated import Heard, exact, unknown
+from stagewright.search.figures import Figures
 from stagewright.explore.lots import STOPPED
 from stagewright.garbage import seldom_collected
 

@@ -37,7 +37,7 @@ from stagewright.explore.bounding.stages import (
 )
 from stagewright.explore.bounding.weights import StageWeights
 from stagewright.explore.bounding.zero import Moved, ShardedStates
-from stagewright.explore.candidates import Candidates, Distinct
+from stagewright.search.candidates import Candidates, Distinct
 from stagewright.explore.responses import Responses
 from stagewright.explore.shared.plans import PipelineShape, StagePlan, stage_plan
 from stagewright.explore.shared.tuples import Shared

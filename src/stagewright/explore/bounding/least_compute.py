@@ -15,7 +15,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.blocks.recipe import PRECISIONS
-from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.search.candidates import HARDWARE, Candidates
 from stagewright.model.config import ModelConfig
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import peak_flops

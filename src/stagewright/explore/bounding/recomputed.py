@@ -23,7 +23,7 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.explore.bounding.least_compute import best_rates
-from stagewright.explore.candidates import HARDWARE, Candidates, Column
+from stagewright.search.candidates import HARDWARE, Candidates, Column
 from stagewright.graph.cost import flops
 from stagewright.graph.table import OPS, Timing
 from stagewright.lower.blocks import BlockContext, build_block, recompute

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.arrays import Int, distinct_numbers
-from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
+from stagewright.search.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.explore.structures import ORDER, apart_from_graphs
 from stagewright.run.sections import SETTINGS
 

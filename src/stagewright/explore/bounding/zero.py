@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_numbers
-from stagewright.explore.candidates import HARDWARE, Candidates
+from stagewright.search.candidates import HARDWARE, Candidates
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
 from stagewright.program.communicators import Communicator

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.explore.answer.objectives import front
+from stagewright.search.objectives import front
 from stagewright.explore.answer.ranking import Ranking, nothing_found
-from stagewright.explore.answer.run_file import (
+from stagewright.search.run_file import (
     hardware_file,
     hardware_file_name,
     is_packaged,
     run_file,
 )
-from stagewright.explore.answer.sensitivity import sensitivities
-from stagewright.explore.candidates import HARDWARE
-from stagewright.explore.space.enumeration import Found
+from stagewright.search.sensitivity import sensitivities
+from stagewright.search.candidates import HARDWARE
+from stagewright.search.enumeration import Found
 from stagewright.numbers import duration, many, quantity
 from stagewright.run.sections.declare import text_of
 from stagewright.texttable import Table

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
     from stagewright.explore.answer.ranking import NothingFound, Wanted
-    from stagewright.explore.exact import Heard
-    from stagewright.explore.figures import Figures
-    from stagewright.explore.space.asked import SearchRequest
-    from stagewright.explore.space.enumeration import Found
+    from stagewright.search.simulated import Heard
+    from stagewright.search.figures import Figures
+    from stagewright.search.request import SearchRequest
+    from stagewright.search.enumeration import Found
 
 _TOOLS = ("megatron", "torchtitan")
 
@@ -57,7 +57,7 @@ def search(
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
     from stagewright.api.searched import wanted
-    from stagewright.explore.exact import step_of
+    from stagewright.search.simulated import step_of
     from stagewright.views.deviations import known
     from stagewright.views.search import left, nearly_full
 
@@ -133,7 +133,7 @@ def _tool(model: str | None, name: str | None) -> str | None:
 
 def _request(model: str | None, config: str | None, settings: dict[str, Any]) -> SearchRequest:
     """The space that the options and the run file ask for."""
-    from stagewright.explore.space.asked import asked
+    from stagewright.search.request import asked
 
     vary, gpus = _pairs(settings.pop("vary")), settings.pop("gpus")
     families = settings.pop("space")

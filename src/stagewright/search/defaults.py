@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.explore.candidates import Candidates
-from stagewright.explore.space.constraints import Constraint
-from stagewright.explore.space.families import whole_domains
-from stagewright.explore.space.systems import Fleet, divisors_of
+from stagewright.search.candidates import Candidates
+from stagewright.search.constraints import Constraint
+from stagewright.search.families import whole_domains
+from stagewright.search.machines import Fleet, divisors_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 

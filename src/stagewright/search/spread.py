@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.explore.candidates import Candidates, Column, code_type
+from stagewright.search.candidates import Candidates, Column, code_type
 from stagewright.time.hardware import Hardware
 
 

@@ -3,7 +3,7 @@
 Settings are crossed one after another, and each constraint is applied as soon as all that it reads
 is there, so that what cannot be run is never spread out. dp follows from the number of GPUs.
 
->>> from stagewright.explore.space.systems import Fleet
+>>> from stagewright.search.machines import Fleet
 >>> from stagewright.run.sections.cluster import ClusterSection
 >>> from stagewright.run.sections.execution import Execution
 >>> from stagewright.time.hardware import resolve
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from stagewright.errors import UserError
-from stagewright.explore.space.constraints import Constraint, check_value
-from stagewright.explore.space.enumeration import (
+from stagewright.search.constraints import Constraint, check_value
+from stagewright.search.enumeration import (
     MOST_CANDIDATES,
     PIECE,
     Enumeration,
@@ -36,7 +36,7 @@ from stagewright.explore.space.enumeration import (
     Sample,
     too_many,
 )
-from stagewright.explore.space.systems import Fleet
+from stagewright.search.machines import Fleet
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import many

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.explore.candidates import HARDWARE, Candidates
-from stagewright.explore.space.constraints import Constraint
-from stagewright.explore.space.systems import Fleet
+from stagewright.search.candidates import HARDWARE, Candidates
+from stagewright.search.constraints import Constraint
+from stagewright.search.machines import Fleet
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 

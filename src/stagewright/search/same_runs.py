@@ -7,7 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.explore.candidates import Candidates
+from stagewright.search.candidates import Candidates
 
 _ENDS = "first_stage_less_layers", "last_stage_less_layers"
 

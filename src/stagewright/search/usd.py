@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from stagewright.explore.candidates import Candidates
-from stagewright.explore.figures import Figures
-from stagewright.explore.space.enumeration import beside
+from stagewright.search.candidates import Candidates
+from stagewright.search.figures import Figures
+from stagewright.search.enumeration import beside
 from stagewright.time.expense.ownership import costs_of
 
 

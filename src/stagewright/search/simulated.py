@@ -15,8 +15,8 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.executors import Executor, InTurn
-from stagewright.explore.candidates import Candidates
-from stagewright.explore.figures import Figures
+from stagewright.search.candidates import Candidates
+from stagewright.search.figures import Figures
 from stagewright.lower.compile import compile
 from stagewright.time.simulate.step import SimulatedStep, simulate
 

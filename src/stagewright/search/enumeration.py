@@ -11,23 +11,23 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError, either
-from stagewright.explore.candidates import HARDWARE, Candidates, Column, code_type
-from stagewright.explore.space.constraints import (
+from stagewright.search.candidates import HARDWARE, Candidates, Column, code_type
+from stagewright.search.constraints import (
     SAME_RUN,
     Constraint,
     TooManyChecks,
     constraints,
     same_words,
 )
-from stagewright.explore.space.same_runs import of_same_order, of_same_stages
-from stagewright.explore.space.spread import (
+from stagewright.search.same_runs import of_same_order, of_same_stages
+from stagewright.search.spread import (
     column_of_systems,
     compact,
     concatenated,
     paired,
     spread,
 )
-from stagewright.explore.space.systems import Fleet, divisors_of
+from stagewright.search.machines import Fleet, divisors_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
 from stagewright.run.rule import ALL

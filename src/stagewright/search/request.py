@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.explore.space.constraints import check_value
-from stagewright.explore.space.defaults import default_axes, default_batch, policies, without_idle
-from stagewright.explore.space.families import axes_of, words
-from stagewright.explore.space.listed import is_listed, values_of
-from stagewright.explore.space.space import Space, check_searched
-from stagewright.explore.space.systems import MOST_SYSTEMS, Fleet, path_of, varied
+from stagewright.search.constraints import check_value
+from stagewright.search.defaults import default_axes, default_batch, policies, without_idle
+from stagewright.search.families import axes_of, words
+from stagewright.search.lists import is_listed, values_of
+from stagewright.search.space import Space, check_searched
+from stagewright.search.machines import MOST_SYSTEMS, Fleet, path_of, varied
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
