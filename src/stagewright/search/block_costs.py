@@ -1,7 +1,7 @@
 """Costs of single blocks: seconds and bytes of a layer, the embedding and the head.
 
-They are read off *tiny runs*: the model with its first few layers, in one pipeline stage with one
-microbatch, compiled and simulated like any other run. Candidates that differ only in their
+They are read off *tiny runs*: the model with its first few layers, in one pipeline stage with two
+microbatches, compiled and simulated like any other run. Candidates that differ only in their
 pipeline, in dp, in ZeRO or in the batch share a tiny run: what these add is the estimate's part.
 
 There are two kinds of tiny runs. `pass_costs` has what a microbatch takes: seconds of the forward
@@ -12,12 +12,13 @@ parameters, gradients and optimizer states, bytes exchanged along dp, and second
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int, distinct_numbers
+from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.variants import PlacedVariant, place_blocks
@@ -25,11 +26,13 @@ from stagewright.model.layers import Layer
 from stagewright.program.along import along
 from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, TaskKind
 from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.search.candidates import Candidates
 from stagewright.time.expense.power import kernel_energies
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
+from stagewright.time.simulate.launches import ASYNCHRONOUS
 from stagewright.time.simulate.step import SimulatedStep, simulate
 from stagewright.time.simulate.timeline import TICK
 
@@ -40,10 +43,10 @@ PIPELINE = (
 )
 """Settings that decide which blocks run where and when, and nothing of a block."""
 STATES = (
-    *("dp", "zero", "dp_shard", "optimizer_cpu_offload", "optimizer_offload_fraction"),
-    *("overlap_param_gather", "grad_reduce"),
+    *("dp", "zero", "dp_shard", "optimizer_cpu_offload", "optimizer_offload_fraction", "order"),
+    *("overlap_param_gather", "grad_reduce", "overlap_moe_expert_parallel_comm"),
 )
-"""Settings of the states of a model, without effect on a pass."""
+"""Settings of a step, without effect on a pass of one microbatch."""
 PASSES = (
     *("micro_batch_size", "cp", "cp_comm_type", "recompute", "recompute_modules"),
     *("moe_flex_dispatcher", "tp_comm_overlap"),
@@ -51,6 +54,10 @@ PASSES = (
 """Settings of a pass, without effect on the states of a model."""
 LIMITS = ("device_memory", "memory_allowance")
 """Settings that change no cost."""
+EXPERTS = ("ep", "etp", "moe_token_dispatcher_type", "moe_flex_dispatcher")
+"""Settings of experts, and of nothing else in a block."""
+OTHERS = ("cp_comm_type", "recompute", "recompute_modules")
+"""Settings whose effect on a pass adds to that of `EXPERTS`."""
 
 
 class BlockKind(NamedTuple):
@@ -72,13 +79,13 @@ class Blocks(NamedTuple):
     def of(cls, rows: Candidates) -> Self:
         """The blocks of candidates."""
         run = rows.run(0)
-        whole = run.model_copy(update=_defaults(PIPELINE, run) | {"pp": 1, "vpp": 1, "dp": 1})
-        placed = place_blocks(whole.resolved(rows.model), rows.model)[0]
-        met: dict[BlockKind, int] = {}
+        unsplit = run.model_copy(update=_defaults(PIPELINE, run) | {"pp": 1, "vpp": 1, "dp": 1})
+        (placed,) = place_blocks(unsplit.resolved(rows.model), rows.model)
+        first: dict[BlockKind, int] = {}
         for variant, layer in placed:
-            met.setdefault(BlockKind(variant.block, variant.layer), layer)
-        layers = max(2, 1 + max(met.values(), default=0))
-        return cls(tuple(met), min(layers, rows.model.num_layers))
+            first.setdefault(BlockKind(variant.block, variant.layer), layer)
+        layers = max(2, 1 + max(first.values(), default=0))
+        return cls(tuple(first), min(layers, rows.model.num_layers))
 
     def kind(self, placed: PlacedVariant) -> int:
         """Number of the kind of a block of a stage."""
@@ -87,7 +94,10 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PassCosts:
-    """What a microbatch takes in each block: [tuples of settings, kinds of blocks] each."""
+    """What a microbatch takes in each block: [tuples of settings, kinds of blocks] each.
+
+    NaN where a tiny run was refused.
+    """
 
     of: Int
     """Tuple of each candidate."""
@@ -96,8 +106,10 @@ class PassCosts:
     communication that the block waits for included."""
     kernels: Mapping[str, Float]
     """Seconds of kernels among these, for `F` and `B`."""
+    experts: Mapping[str, Float]
+    """Seconds of exchanges between experts among these, for `F` and `B`."""
     drawn: Float
-    """Seconds at TDP in which a GPU draws as much energy as these kernels."""
+    """Seconds at TDP in which a GPU draws as much energy as the kernels of both passes."""
     saved: Float
     """Bytes saved for backward."""
     transient: Float
@@ -117,87 +129,158 @@ class StateCosts:
     optimizer: Float
     """Seconds of kernels of the optimizer in the tiny run."""
     added: Mapping[str, Float]
-    """Seconds of kernels that ZeRO adds to a pass, `F` and `B`, beyond those without it."""
+    """Seconds of kernels that ZeRO-2 and 3 add to a pass, `F` or `B`."""
     exchanged: Mapping[tuple[str, str], Float]
-    """Bytes of whole tensors exchanged over the ranks that have the same weights, by group (`dense`
-    or `expert`) and use, one of `USES`."""
+    """Bytes of whole tensors exchanged over the ranks that have the same weights, by group (of
+    `GROUPS`) and use (of `USES`)."""
 
 
 # ---- tuples of settings and their tiny runs ------------------------------------------------------
 
 
 def pass_costs(rows: Candidates, blocks: Blocks, *, halves: bool = False) -> PassCosts:
-    """Costs of passes; `halves`: also of the halves of backward passes."""
-    dp = _fewest_ranks(rows, rows.numbers("cp"))
-    first, of = _tuples(rows, (*PIPELINE, *STATES, *LIMITS), dp)
-    passes = _passes(rows, first, dp, blocks, None)
-    split = _passes(rows, first, dp, blocks, "zb-h2") if halves else {}
+    """Costs of passes; `halves`: also of the halves of backward passes.
+
+    What settings of experts change is added to what the others change, so that tiny runs need not
+    cross the two.
+    """
+    names = {*rows.columns} - {*PIPELINE, *STATES, *LIMITS}
+    more = _ranks_within(rows), _rings_ahead(rows)
+    _, base = _distinct(rows, names - {*EXPERTS, *OTHERS}, *more)
+    first, others = _distinct(rows, names - {*EXPERTS}, *more)
+    lead = np.unique(base, return_index=True)[1][base]  # the first with the same settings but these
+    runs = [_pass_run(rows, row, int(lead[row]), EXPERTS) for row in first.tolist()]
+    found = _read(rows, blocks, runs, halves=halves)
+    of = others
+    if rows.model.num_experts:
+        of_first, of = _distinct(rows, names, *more)
+        each, experts = _distinct(rows, names - {*OTHERS}, *more)
+        runs = [_pass_run(rows, row, int(lead[row]), OTHERS) for row in each.tolist()]
+        changed = _read(rows, blocks, runs, halves=halves)
+        pair = experts[of_first], experts[lead[of_first]]
+        full = rows.column("recompute").is_one_of("full")[of_first]
+        found = {name: table[others[of_first]] for name, table in found.items()}
+        change = {name: table[pair[0]] - table[pair[1]] for name, table in changed.items()}
+        for name in found:
+            found[name] = found[name] + _recomputed(name, change, full)
     return PassCosts(
         of,
-        {kind: passes[kind] for kind in ("F", "B")} | {k: split[k] for k in "IW" if k in split},
-        {kind: passes[f"{kind} kernels"] for kind in ("F", "B")},
-        passes["drawn"],
-        passes["saved"],
-        passes["transient"],
+        {kind: found[kind] for kind in ("FBIW" if halves else "FB")},
+        {kind: found[f"{kind} kernels"] for kind in "FB"},
+        {kind: found[f"{kind} experts"] for kind in "FB"},
+        found["drawn"],
+        found["saved"],
+        found["transient"],
     )
 
 
-def _passes(
-    rows: Candidates, first: Int, dp: Int, blocks: Blocks, schedule: str | None
-) -> dict[str, Float]:
-    """Columns of `PassCosts` for the settings of some candidates."""
+def _recomputed(name: str, change: Mapping[str, Float], full: Bool) -> Float:
+    """A change of costs without recomputation as it is where blocks are recomputed.
 
-    def tiny(row: int) -> Run:
-        run, ranks = rows.run(row), int(dp[row])
-        return _tiny(run, (*STATES, *LIMITS), blocks).model_copy(
-            update={
-                "dp": ranks,
-                "global_batch_size": ranks * run.micro_batch_size,
-                "schedule": schedule,
-                "zero": 0,
-            }
-        )
+    Then a backward pass has a forward pass in it, and what that saves is there for a moment only.
+    """
+    forward = {"B": "F", "I": "F", "B kernels": "F kernels", "B experts": "F experts",
+               "transient": "saved"}  # fmt: skip
+    found = change[name]
+    if name == "saved":
+        return np.where(full[:, None], 0.0, found)
+    return found + full[:, None] * change[forward[name]] if name in forward else found
 
-    return _columns(_simulated(rows, first, tiny, lambda step: _read_passes(step, blocks)))
+
+class _TinyRun(NamedTuple):
+    """A run, the way to execute it, and the candidate whose machine it runs on."""
+
+    run: Run
+    execution: Execution
+    row: int
+
+
+def _pass_run(rows: Candidates, row: int, lead: int, borrowed: Iterable[str]) -> _TinyRun:
+    """The tiny run of a pass of one candidate, with some settings of another one.
+
+    Without `recompute` where that is among these.
+    """
+    run, execution = rows.run(row), rows.execution(row)
+    update = _defaults((*PIPELINE, *STATES, *LIMITS), run)
+    for name in borrowed:
+        if name in rows.columns:
+            value = rows.column(name).at(lead)
+            if name in Execution.__dataclass_fields__:
+                execution = replace(execution, **{name: value})
+            else:
+                update[name] = value
+    if "recompute" in borrowed:
+        update["recompute"] = "none"
+    run = run.model_copy(update=update)
+    execution = replace(execution, overlap_moe_expert_parallel_comm=False)
+    alone = rows.take(slice(row, row + 1))
+    inner = int(_ranks_within(alone)[0])
+    dp = inner * _fewest_ranks(run, run.cp)
+    batch = 2 * dp * run.micro_batch_size
+    more = {"dp": dp, "global_batch_size": batch, "zero": 0}
+    if inner > 1:
+        more["order"] = "ep-dp-tp-cp-pp"
+    if _rings_ahead(alone)[0]:
+        more["schedule"] = "zb-h1"
+    return _TinyRun(run.model_copy(update=more), execution, row)
+
+
+def _ranks_within(rows: Candidates) -> Int:
+    """Ranks of dp and pp between neighbours in tp: 1 unless `order` says otherwise [candidates]."""
+    column = rows.column("order")
+    if all(order.startswith(("tp-cp", "cp-tp")) for order in column.values):
+        return np.ones(len(rows), dtype=np.int64)
+    found = np.ones(len(rows), dtype=np.int64)
+    for axis in ("dp", "pp"):
+        before = [o.split("-").index(axis) < o.split("-").index("tp") for o in column.values]
+        found *= np.where(np.array(before)[column.codes], rows.numbers(axis), 1)
+    return found
+
+
+def _rings_ahead(rows: Candidates) -> Bool:
+    """Candidates whose host does not wait for the messages of a ring of cp [candidates].
+
+    Megatron-LM's 1F1B without virtual stages waits for all messages (`time.simulate.launches`).
+    """
+    ring = rows.column("cp_comm_type").is_one_of("p2p") & (rows.numbers("cp") > 1)
+    return ring & ((rows.numbers("vpp") > 1) | rows.column("schedule").is_one_of(*ASYNCHRONOUS))
+
+
+def _fewest_ranks(run: Run, cp: int) -> int:
+    """Fewest ranks of dp that the experts of a run can be spread over."""
+    experts = run.expert_tensor_parallel_size * run.ep
+    return experts // int(np.gcd(experts, run.tp * cp))
 
 
 def state_costs(rows: Candidates, blocks: Blocks) -> StateCosts:
     """Costs of states."""
-    dp = 2 * _fewest_ranks(rows, 1)
-    without = (*PIPELINE, *PASSES, *LIMITS, "dp", "dp_shard")
-    first, of = _tuples(rows, without, dp)
-
-    def tiny(row: int) -> Run:
-        ranks = int(dp[row])
-        update = {"dp": ranks, "global_batch_size": ranks, "recompute": "none"}
-        run = _tiny(rows.run(row), (*PASSES, *LIMITS, "dp_shard"), blocks)
-        return run.model_copy(update=update)
-
-    def unsharded(row: int) -> Run:
-        return tiny(row).model_copy(update={"zero": 0})
-
-    found = _columns(_simulated(rows, first, tiny, lambda step: _read_states(step, blocks)))
-    sharded = rows.numbers("zero")[first] >= 2
-    _, same = distinct_numbers([sharded, rows.distinct(*_names(rows, without, "zero")).of[first], dp[first]], len(first))
-    added = {kind: np.zeros_like(found["optimizer seconds"]) for kind in "FB"}
-    if sharded.any():
-        some = np.flatnonzero(sharded)
-        keys, of_some = np.unique(same[some], return_inverse=True)
-        lead = first[some[np.unique(of_some, return_index=True)[1]]]
-        plain = _columns(_simulated(rows, lead, unsharded, lambda s: _read_passes(s, blocks)))
-        for kind in "FB":
-            more = found[f"{kind} kernels"][some] - plain[f"{kind} kernels"][of_some]
-            added[kind][some] = np.maximum(more, 0.0)
-    memory = {name: found[name] for name in _STATE_CATEGORIES if name in found}
-    exchanged = {(g, use): found[f"{g} {use}"] for g in GROUPS for use in USES
-                 if f"{g} {use}" in found}  # fmt: skip
-    return StateCosts(of, dp[first], memory, found["optimizer seconds"], added, exchanged)
+    names = {*rows.columns} - {*PIPELINE, *PASSES, *LIMITS, "dp", "dp_shard", "sequence_parallel"}
+    first, of = _distinct(rows, names)
+    runs = [_state_run(rows, row) for row in first.tolist()]
+    found = _read(rows, blocks, runs)
+    plain = [tiny._replace(run=tiny.run.model_copy(update={"zero": 0})) for tiny in runs]
+    sharded = [tiny.run.zero >= 2 for tiny in runs]
+    unsharded = _read(rows, blocks, [p if s else t for p, s, t in zip(plain, sharded, runs, strict=True)])
+    return StateCosts(
+        of,
+        np.array([tiny.run.dp for tiny in runs]),
+        {name: found[name] for name in _STATE_CATEGORIES},
+        found["optimizer seconds"],
+        {kind: found[f"{kind} kernels"] - unsharded[f"{kind} kernels"] for kind in "FB"},
+        {(g, use): found[f"{g} {use}"] for g in GROUPS for use in USES},
+    )
 
 
-def _tiny(run: Run, names: Iterable[str], blocks: Blocks) -> Run:
-    """A run of the first few layers without a pipeline, with defaults for some settings."""
-    update = _defaults((*PIPELINE, *names), run) | {"pp": 1, "vpp": 1, "layers": blocks.layers}
-    return run.model_copy(update=update)
+def _state_run(rows: Candidates, row: int) -> _TinyRun:
+    """The tiny run of the states of one candidate."""
+    run = rows.run(row)
+    run = run.model_copy(update=_defaults((*PIPELINE, *PASSES, *LIMITS, "dp_shard", "order"), run))
+    dp = 2 * _fewest_ranks(run, 1)
+    update = {"dp": dp, "global_batch_size": 2 * dp, "recompute": "none", "micro_batch_size": 1}
+    execution = replace(
+        rows.execution(row), overlap_moe_expert_parallel_comm=False, moe_flex_dispatcher=False
+    )
+    return _TinyRun(run.model_copy(update=update), execution, row)
 
 
 def _defaults(names: Iterable[str], run: Run) -> dict[str, Any]:
@@ -206,63 +289,72 @@ def _defaults(names: Iterable[str], run: Run) -> dict[str, Any]:
     return {n: EXPERIMENT[n].default_of(run.framework) for n in names if n in fields}
 
 
-def _fewest_ranks(rows: Candidates, cp: Int | int) -> Int:
-    """Fewest ranks of dp that the experts of each candidate can be spread over."""
-    if not rows.model.num_experts:
-        return np.ones(len(rows), dtype=np.int64)
-    tp, ep, etp = (rows.numbers(name) for name in ("tp", "ep", "etp"))
-    experts = np.where(etp < 0, tp, etp) * ep
-    return experts // np.gcd(experts, tp * cp)
-
-
-def _names(rows: Candidates, *without: Iterable[str] | str) -> list[str]:
-    dropped = {name for each in without for name in ((each,) if isinstance(each, str) else each)}
-    return [name for name in rows.columns if name not in dropped]
-
-
-def _tuples(rows: Candidates, without: Iterable[str], dp: Int) -> tuple[Int, Int]:
+def _distinct(rows: Candidates, names: Iterable[str], *numbers: Int) -> tuple[Int, Int]:
     """First candidate of each distinct tuple of settings, and the tuple of each candidate."""
-    return distinct_numbers([rows.distinct(*_names(rows, without)).of, dp], len(rows))
+    ordered = [name for name in rows.columns if name in {*names}]
+    return distinct_numbers([rows.distinct(*ordered).of, *numbers], len(rows))
 
 
-_Read = TypeVar("_Read")
+def _read(
+    rows: Candidates, blocks: Blocks, runs: Sequence[_TinyRun], *, halves: bool = False
+) -> dict[str, Float]:
+    """What is read off tiny runs: tables [runs, kinds] by name, NaN where a run is refused."""
+    simulated = _Simulated(rows, blocks)
+    found = [simulated.read(tiny) for tiny in runs]
+    if halves:
+        for of, tiny in zip(found, runs, strict=True):
+            split = tiny.run.model_copy(update={"schedule": "zb-h2"})
+            halved = simulated.read(tiny._replace(run=split))
+            of |= {kind: halved[kind] for kind in "IW" if kind in halved}
+    names = dict.fromkeys(name for of in found for name in of)
+    unknown = np.full(len(blocks.kinds), np.nan)
+    return {name: np.array([of.get(name, unknown) for of in found]) for name in names}
 
 
-def _simulated(
-    rows: Candidates,
-    first: Int,
-    tiny: Callable[[int], Run],
-    read: Callable[[SimulatedStep], _Read],
-) -> list[_Read]:
-    """What is read off the tiny run of each of some candidates; machines share compiled runs."""
-    compiled: dict[Run, CompiledRun] = {}
-    found: list[_Read] = []
-    for row in first.tolist():
-        run, cluster, hardware = tiny(row), rows.cluster(row), rows.hardware(row)
-        if run not in compiled:
-            compiled[run] = compile(run, rows.model, device_memory=hardware.memory)
-        program = compiled[run]
-        machine = Machine.of(
-            hardware,
-            gpus=program.run.world_size,
-            topology=cluster.topology,
-            algorithm=cluster.algorithm,
-        )
-        found.append(read(simulate(program, machine, rows.execution(row))))
-    return found
+class _Simulated:
+    """Tiny runs that were simulated; machines share compiled runs."""
 
+    def __init__(self, rows: Candidates, blocks: Blocks) -> None:
+        self.rows, self.blocks = rows, blocks
+        self.compiled: dict[Run, CompiledRun | None] = {}
+        self.found: dict[tuple[Run, Execution, str], dict[str, Float]] = {}
 
-def _columns(found: Sequence[Mapping[str, Float]]) -> dict[str, Float]:
-    """Rows by name as tables by name; 0 where a row lacks a name."""
-    names = dict.fromkeys(name for row in found for name in row)
-    none = np.zeros_like(next(iter(found[0].values())))
-    return {name: np.array([row.get(name, none) for row in found]) for name in names}
+    def read(self, tiny: _TinyRun) -> dict[str, Float]:
+        """Costs by name, [kinds] each; none where the run is refused."""
+        cluster, hardware = self.rows.cluster(tiny.row), self.rows.hardware(tiny.row)
+        key = tiny.run, tiny.execution, f"{hardware.name} {cluster.topology} {cluster.algorithm}"
+        if key not in self.found:
+            self.found[key] = self._simulate(tiny, hardware)
+        return dict(self.found[key])
+
+    def _simulate(self, tiny: _TinyRun, hardware: Hardware) -> dict[str, Float]:
+        cluster = self.rows.cluster(tiny.row)
+        run = tiny.run.model_copy(update={"pp": 1, "layers": self.blocks.layers})
+        try:
+            if run not in self.compiled:
+                self.compiled[run] = None
+                self.compiled[run] = compile(run, self.rows.model, device_memory=hardware.memory)
+            program = self.compiled[run]
+            if program is None:
+                return {}
+            machine = Machine.of(
+                hardware,
+                gpus=program.run.world_size,
+                topology=cluster.topology,
+                algorithm=cluster.algorithm,
+            )
+            step = simulate(program, machine, tiny.execution)
+        except UserError:
+            return {}
+        return _costs(_TinyStep(step, self.blocks), hardware)
 
 
 # ---- reading a tiny run --------------------------------------------------------------------------
 
 GROUPS = ("dense", "expert")
+"""Ranks that have the same dense weights, and the same experts."""
 USES = ("reduce", "gather_forward", "gather_recompute", "gather_backward", "update")
+"""Exchanges of gradients, of parameters for a pass, and of parameters that were updated."""
 _STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
 _FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
@@ -271,146 +363,161 @@ class _TinyStep:
     """A simulated tiny run, its tasks by block; arrays are by row of its tasks."""
 
     def __init__(self, step: SimulatedStep, blocks: Blocks) -> None:
-        placed = place_blocks(step.compiled.run, step.compiled.model)[0]
+        stages = place_blocks(step.compiled.run, step.compiled.model)
+        placed = [each for stage in stages for each in stage]
         self.names = {variant.name_at(layer): n for n, (variant, layer) in enumerate(placed)}
         self.kinds = np.array([blocks.kind(each) for each in placed])
         self.count = len(blocks.kinds)
         self.program, lane = step.line.program, step.line.lanes[0]
         self.tasks, self.values = lane.of.tasks, lane.of.values
         self.block = self.numbers(self.tasks.names)[self.tasks.name]
-        rows = lane.issue.rows
         self.begin, self.end = np.zeros((2, len(self.tasks)), dtype=np.int64)
+        rows = lane.issue.rows
         self.begin[rows], self.end[rows] = lane.begin, lane.end
         self.main = np.zeros(len(self.tasks), dtype=bool)
         self.main[rows] = lane.main
+        self.span = np.zeros(len(self.tasks))
+        """Seconds from the end of the kernel before to that of each kernel."""
+        kernels = rows[lane.main]
+        self.span[kernels] = np.diff(self.end[kernels], prepend=0) * TICK
 
-    def numbers(self, names: Sequence[str]) -> Int:
-        """The block that each name of a task begins with, by number; -1: none."""
+    @property
+    def seconds(self) -> Float:
+        """Duration of each task."""
+        return (self.end - self.begin) * TICK
+
+    def numbers(self, names: Iterable[str]) -> Int:
+        """The block that each name begins with, by number; -1: none."""
         return np.array([self.names.get(n.partition(".")[0], -1) for n in names], dtype=np.int64)
 
-    def by_kind(self, of_block: Float) -> Float:
-        """What the last block of each kind has: the first ones may wait for launches."""
+    def value_blocks(self, value: Int) -> Int:
+        """The block that each of some values belongs to, by number; -1: none."""
+        values = self.values
+        pairs = zip(values.layer[value].tolist(), values.name[value].tolist(), strict=True)
+        return self.numbers(f"layer{n}" if n >= 0 else values.names[name] for n, name in pairs)
+
+    def last_of_kind(self, of_block: Float, *, backward: bool = False) -> Float:
+        """What the last block of each kind in the order of a pass has: the first may wait for
+        launches."""
         found = np.zeros(self.count)
-        found[self.kinds] = of_block
+        step = -1 if backward else 1
+        found[self.kinds[::step]] = of_block[::step]
         return found
 
-    def sums(self, rows: Bool, amounts: Float) -> Float:
-        """Sums over some rows, for the mean block of each kind."""
-        of = np.bincount(self.kinds[self.block[rows]], amounts[rows], self.count)
-        return of / np.bincount(self.kinds, minlength=self.count).clip(1)
+    def spans(self, rows: Bool, *, backward: bool = True) -> Float:
+        """Seconds of a pass by kind of block: from the end of the block before to its own."""
+        of_block = np.bincount(self.block[rows], self.span[rows], len(self.kinds))
+        return self.last_of_kind(of_block, backward=backward)
+
+    def mean_of_kind(self, block: Int, amounts: Float) -> Float:
+        """Sums over rows of some blocks, for the mean block of each kind."""
+        blocks = np.bincount(self.kinds, minlength=self.count).clip(1)
+        return np.bincount(self.kinds[block], amounts, self.count) / blocks
 
 
-def _read_passes(step: SimulatedStep, blocks: Blocks) -> dict[str, Float]:
-    """Columns of `PassCosts`, and `I` and `W` where the backward pass is in halves."""
-    tiny = _TinyStep(step, blocks)
-    main = tiny.main & (tiny.block >= 0)
-    forward = main & (tiny.tasks.phase == _FORWARD)
-    backward = main & (tiny.tasks.phase != _FORWARD) & (tiny.tasks.phase != _OPTIMIZER)
-    weights = backward & _is_second_half(np.where(backward, tiny.block, -1))
-    begin = int(tiny.begin[forward].min(initial=0))
-    turn = int(tiny.end[forward].max(initial=begin))
-    middle = int(tiny.end[backward & ~weights].max(initial=turn))
-    took = (tiny.end - tiny.begin) * TICK
-    saved, transient = _activations(tiny)
+def _costs(tiny: _TinyStep, hardware: Hardware) -> dict[str, Float]:
+    """All costs by name, [kinds] each."""
+    return _passes(tiny, hardware) | _activations(tiny) | _states(tiny) | _exchanges(tiny)
+
+
+def _passes(tiny: _TinyStep, hardware: Hardware) -> dict[str, Float]:
+    """Seconds of passes, of kernels and of exchanges between experts within, and energy.
+
+    The first microbatch waits for launches; the last one reduces the gradients of the step.
+    """
+    phase, microbatch = tiny.tasks.phase, tiny.tasks.microbatch
+    within = tiny.block >= 0
+    forward = within & (phase == _FORWARD) & (microbatch == 1)
+    backward = within & (phase != _FORWARD) & (phase != _OPTIMIZER) & (microbatch == 0)
+    main, exchanged = tiny.main, _along(tiny, "ep")
+    weights = _after_first_half(tiny, backward & main)
+
+    def total(rows: Bool, amounts: Float) -> Float:
+        return tiny.mean_of_kind(tiny.block[rows], amounts[rows])
+
+    drawn = np.zeros(len(tiny.tasks))
+    kernels = np.flatnonzero((tiny.tasks.kind == TaskKind.COMPUTE) & (tiny.end > tiny.begin))
+    drawn[kernels] = kernel_energies(tiny.tasks, kernels, tiny.seconds[kernels], hardware)
     return {
-        "F": _spans(tiny, forward, begin),
-        "B": _spans(tiny, backward, turn),
-        "I": _spans(tiny, backward & ~weights, turn),
-        "W": _spans(tiny, weights, middle),
-        "F kernels": tiny.sums(forward, took),
-        "B kernels": tiny.sums(backward, took),
-        "drawn": tiny.sums(forward | backward, _drawn(tiny, took, step.machine.hardware)),
-        "saved": saved,
-        "transient": transient,
+        "F": tiny.spans(forward, backward=False),
+        "B": tiny.spans(backward),
+        "I": tiny.spans(backward & ~weights),
+        "W": tiny.spans(backward & weights),
+        "F kernels": total(forward & main, tiny.seconds),
+        "B kernels": total(backward & main, tiny.seconds),
+        "F experts": total(forward & exchanged, tiny.seconds),
+        "B experts": total(backward & exchanged, tiny.seconds),
+        "drawn": total((forward | backward) & main, drawn),
     }
 
 
-def _is_second_half(block: Int) -> Bool:
-    """Rows from the first one on whose block has been left before; -1: rows of no block."""
-    rows = np.flatnonzero(block >= 0)
-    entered = rows[np.flatnonzero(np.diff(block[rows], prepend=-1))]
-    again = entered[np.isin(np.arange(len(entered)), np.unique(block[entered], True)[1], invert=True)]
-    return np.arange(len(block)) >= (again[0] if len(again) else len(block))
+def _along(tiny: _TinyStep, degree: str) -> Bool:
+    """Tasks that communicate along one parallel degree."""
+    axes = along(tiny.program, tiny.tasks)
+    return axes.of_tasks([of == degree for of in axes.degrees])
 
 
-def _spans(tiny: _TinyStep, rows: Bool, begin: int) -> Float:
-    """Seconds of each kind of block: from the end of the block before to its own."""
-    ends = np.full(len(tiny.kinds), begin, dtype=np.int64)
-    np.maximum.at(ends, tiny.block[rows], tiny.end[rows])
-    order = np.argsort(ends, kind="stable")
-    spans = np.zeros(len(ends))
-    spans[order] = np.diff(ends[order], prepend=begin) * TICK
-    found = np.zeros(tiny.count)
-    found[tiny.kinds[order]] = spans[order]
-    return found
+def _after_first_half(tiny: _TinyStep, backward: Bool) -> Bool:
+    """Rows from the first one on that returns to a block: the weights' half of a backward pass."""
+    rows = np.flatnonzero(backward)
+    block = tiny.block[rows]
+    entered = np.flatnonzero(np.diff(block, prepend=-1))
+    known, repeated = np.unique(block[entered], return_index=True), np.ones(len(entered), bool)
+    repeated[known[1]] = False
+    begin = rows[entered[repeated][0]] if repeated.any() else len(backward)
+    return np.arange(len(backward)) >= begin
 
 
-def _drawn(tiny: _TinyStep, took: Float, hardware: Hardware) -> Float:
-    """Seconds at TDP of each kernel; 0 of other tasks."""
-    found = np.zeros(len(took))
-    rows = np.flatnonzero((tiny.tasks.kind == TaskKind.COMPUTE) & (took > 0))
-    found[rows] = kernel_energies(tiny.tasks, rows, took[rows], hardware)
-    return found
-
-
-def _activations(tiny: _TinyStep) -> tuple[Float, Float]:
-    """Bytes of each kind of block that are saved for backward, and beyond these at its peak."""
-    tasks, values = tiny.tasks, tiny.values
-    passing = values.microbatch >= 0
-    value, first, last = values.value[passing], values.first[passing], values.last[passing]
-    layer = [f"layer{n}." if n >= 0 else "" for n in values.layer[value].tolist()]
-    named = zip(layer, values.name[value].tolist(), strict=True)
-    block = tiny.numbers([f"{of}{values.names[name]}" for of, name in named])
-    size = values.size[value].astype(np.float64)
-    backward = np.flatnonzero(tasks.phase != _FORWARD)
-    turn = int(backward[0]) if len(backward) else len(tasks)
+def _activations(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes saved for backward, and beyond these at the peak of a block's backward pass."""
+    values, tasks = tiny.values, tiny.tasks
+    of_microbatch = values.microbatch == 0
+    value, first, last = (c[of_microbatch] for c in (values.value, values.first, values.last))
+    block, size = tiny.value_blocks(value), values.size[value].astype(np.float64)
+    turn = int(np.argmax(tasks.phase != _FORWARD))
     crossing = (first < turn) & (last >= turn) & (block >= 0)
     saved = np.bincount(block[crossing], size[crossing], len(tiny.kinds))
     live = np.zeros(len(tasks) + 2)
     np.add.at(live, np.maximum(first, 0), size)
     np.add.at(live, last + 1, -size)
     live = np.cumsum(live)[: len(tasks)]
+    backward = (tasks.phase != _OPTIMIZER) & (tasks.phase != _FORWARD) & (tasks.microbatch == 0)
+    rows = np.flatnonzero((tiny.block >= 0) & backward)
     beyond = np.zeros(len(saved))
-    rows = np.flatnonzero((tiny.block >= 0) & (tasks.phase != _OPTIMIZER))
-    rows = rows[rows >= turn]
     np.maximum.at(beyond, tiny.block[rows], live[rows] - np.cumsum(saved)[tiny.block[rows]])
-    return tiny.by_kind(saved), tiny.by_kind(beyond)
+    return {"saved": tiny.last_of_kind(saved), "transient": tiny.last_of_kind(beyond)}
 
 
-def _read_states(step: SimulatedStep, blocks: Blocks) -> dict[str, Float]:
-    """Columns of `StateCosts`: bytes by category, seconds of the optimizer, bytes exchanged."""
-    tiny = _TinyStep(step, blocks)
-    tasks, values = tiny.tasks, tiny.values
-    found: dict[str, Float] = {}
-    blocks_of_kind = np.bincount(tiny.kinds, minlength=tiny.count).clip(1)
+def _states(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes of states by category, and seconds of the optimizer."""
+    values = tiny.values
     value = values.value[values.microbatch < 0]
-    layer = [f"layer{n}." if n >= 0 else "" for n in values.layer[value].tolist()]
-    named = zip(layer, values.name[value].tolist(), strict=True)
-    block = tiny.numbers([f"{of}{values.names[name]}" for of, name in named])
-    for category in _STATE_CATEGORIES:
-        mine = (values.category[value] == CATEGORIES.index(category)) & (block >= 0)
-        sizes = np.bincount(tiny.kinds[block[mine]], values.size[value[mine]], tiny.count)
-        found[category] = sizes / blocks_of_kind
-    kernels, took = tiny.main & (tiny.block >= 0), (tiny.end - tiny.begin) * TICK
-    updates, forward = tasks.phase == _OPTIMIZER, tasks.phase == _FORWARD
-    found["optimizer seconds"] = tiny.sums(kernels & updates, took)
-    found["F kernels"] = tiny.sums(kernels & forward, took)
-    found["B kernels"] = tiny.sums(kernels & ~forward & ~updates, took)
-    axes = along(tiny.program, tasks)
-    for key, axis, degree in zip(axes.keys, axes.axes, axes.degrees, strict=True):
-        _, slot, collective = key
+    block, category = tiny.value_blocks(value), values.category[value]
+    found: dict[str, Float] = {}
+    for name in _STATE_CATEGORIES:
+        rows = (category == CATEGORIES.index(name)) & (block >= 0)
+        found[name] = tiny.mean_of_kind(block[rows], values.size[value[rows]].astype(np.float64))
+    updates = tiny.main & (tiny.block >= 0) & (tiny.tasks.phase == _OPTIMIZER)
+    found["optimizer seconds"] = tiny.mean_of_kind(tiny.block[updates], tiny.seconds[updates])
+    return found
+
+
+def _exchanges(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes of whole tensors exchanged along dp, by group and use."""
+    program, tasks = tiny.program, tiny.tasks
+    axes = along(program, tasks)
+    found = {f"{group} {use}": np.zeros(tiny.count) for group in GROUPS for use in USES}
+    collectives = (tasks.kind == TaskKind.COLLECTIVE) & (tiny.block >= 0) & (tasks.microbatch != 0)
+    for (_, slot, collective), axis, degree in zip(axes.keys, axes.axes, axes.degrees, strict=True):
         if degree != "dp":
             continue
-        mesh = tiny.program.mesh
-        ranks = mesh.size(*tiny.program.communicators[slot].axes)
         group = "expert" if "edp" in axis.degrees else "dense"
         gathers = COLLECTIVES[collective] == "all_gather"
-        sizes = tasks.comm_bytes * (ranks if gathers else 1)
+        ranks = program.mesh.size(*program.communicators[slot].axes) if gathers else 1
+        of_key = collectives & (tasks.slot == slot) & (tasks.collective == collective)
         for phase, name in enumerate(PHASES):
+            rows = of_key & (tasks.phase == phase)
             use = ("update" if name == "optimizer" else f"gather_{name}") if gathers else "reduce"
-            rows = (tasks.slot == slot) & (tasks.collective == collective) & (tasks.phase == phase)
-            rows &= (tasks.kind == TaskKind.COLLECTIVE) & (tiny.block >= 0)
-            if rows.any():
-                column = f"{group} {use}"
-                found[column] = found.get(column, 0.0) + tiny.sums(rows, sizes)
+            sizes = tasks.comm_bytes[rows].astype(np.float64) * ranks
+            found[f"{group} {use}"] += tiny.mean_of_kind(tiny.block[rows], sizes)
     return found

@@ -259,6 +259,19 @@ class _Groups(NamedTuple):
 # ---- estimates -----------------------------------------------------------------------------------
 
 
+def lower_bounds(rows: Candidates) -> Float:
+    """Seconds that steps take at least: kernels of layers, on the mean rank of a full pipeline."""
+    blocks = Blocks.of(rows)
+    passes = pass_costs(rows, blocks)
+    run = rows.run(0).model_copy(update={"pp": 1, "vpp": 1, "dp": 1, "schedule": None})
+    (placed,) = place_blocks(run.resolved(rows.model), rows.model)
+    layers = np.bincount(
+        [blocks.kind(each) for each in placed if each[1] >= 0], minlength=len(blocks.kinds)
+    )
+    of_microbatch = (passes.kernels["F"] + passes.kernels["B"]) @ layers
+    return of_microbatch[passes.of] * rows.microbatches / rows.numbers("pp")
+
+
 def estimate(rows: Candidates) -> Figures:
     """The figures of candidates as estimates."""
     return _Estimates.of(rows).figures()
@@ -292,7 +305,7 @@ class _Estimates:
         exchanges = Exchanges.of_candidates(rows, states)
         columns = np.zeros((7, len(rows)))
         names = ("parameters", "gradients", "optimizer", "gathered_parameters", "activations",
-                 "workspace")  # fmt: skip
+                 "workspace", "communication")  # fmt: skip
         memory = {name: np.zeros(len(rows)) for name in names}
         made = cls(rows, blocks, passes, states, exchanges, columns[0], columns[1],
                    {"dp": columns[2], "layers": columns[3]}, columns[4], columns[5], columns[6], memory)  # fmt: skip
@@ -349,6 +362,10 @@ class _Estimates:
             left = [stage[0 if kind == "F" else -1] if stage else 0 for stage in pipeline.stages]
             wait = latest([group[x] for group in gathers])
             setup[kind] = np.minimum(each[:, entered], wait[:, left]).T
+            if kind == "F":  # gathers wait for the last reduction of the backward pass before
+                setup[kind] = setup[kind] + latest(
+                    [np.where(group[x] > 0, reduce[x], 0.0)[:, left] * exchanges.every[x, None]
+                     for group, reduce in zip(gathers, exchanges.reduce, strict=True)]).T
             costs[kind] = counts @ latest([each, *(group[x] for group in limits)]).T + setup[kind]
         paired = {kind: counts @ passes.kernels[kind][t].T for kind in "FB"}
         order = pipeline.order(played[-1])
@@ -451,7 +468,9 @@ class _Estimates:
         if len(saved) > 1:  # what the first stage sends, it does not save
             saved[0] -= np.minimum(self.sent[at], saved[0])
         transient = _transients(pipeline, passes, p)
-        gathered = [self._gathered(pipeline.stages[s], t) for s in range(len(pipeline.stages))]
+        gathered = [self._adjacent(blocks, t, "gather_forward") for blocks in pipeline.stages]
+        each_microbatch = exchanges.every[x]
+        reducing = [self._adjacent(b, t, "reduce") / 2 * each_microbatch for b in pipeline.stages]
         schedule = SCHEDULES.get(pipeline.schedule)
         more = 1.0
         if schedule is not None and schedule.forwards_first:
@@ -460,27 +479,22 @@ class _Estimates:
         for rank, stage, stages, in_flight in occupancies(order):
             kept = np.einsum("s,sn->n", np.array(in_flight, dtype=float), saved[list(stages)]) * more
             extra = np.maximum(transient[stage], 0.0)
-            whole = sum(fixed[rank]) + kept + extra + gathered[stage]
+            whole = sum(fixed[rank]) + kept + extra + gathered[stage] + reducing[stage]
             larger = whole > most
             most = np.where(larger, whole, most)
             parts_ = dict(zip(scale, fixed[rank], strict=True)) | {
                 "gathered_parameters": gathered[stage], "activations": kept, "workspace": extra,
+                "communication": reducing[stage],
             }  # fmt: skip
             for name, size in parts_.items():
                 column = self.memory[name]
                 column[at] = np.where(larger, size, column[at])
 
-    def _gathered(self, blocks: Sequence[int], t: Int) -> Float:
-        """Bytes of parameters gathered for two blocks in a row."""
-        found = np.zeros(len(t))
-        sizes = [self.states.exchanged.get((g, "gather_forward")) for g in GROUPS]
-        total = sum(size for size in sizes if size is not None)
-        if isinstance(total, int):
-            return found
-        pairs = {*zip(blocks, blocks[1:], strict=False)} or {(b, b) for b in blocks}
-        for one, other in pairs:
-            found = np.maximum(found, total[t, one] + total[t, other])
-        return found
+    def _adjacent(self, blocks: Sequence[int], t: Int, use: str) -> Float:
+        """Bytes exchanged for two blocks in a row: [candidates]."""
+        sizes = sum(self.states.exchanged[group, use] for group in GROUPS)[t]
+        pairs = {*zip(blocks, blocks[1:], strict=False)} or {(b,) for b in blocks}
+        return latest([np.zeros(len(t)), *(sizes[:, [*pair]].sum(axis=1) for pair in pairs)])
 
     def figures(self) -> Figures:
         """The estimates as figures."""
@@ -497,11 +511,11 @@ class _Estimates:
             rows.microbatches * rows.numbers("micro_batch_size") * rows.numbers("dp"),
             batch,
         )
-        flops, peak, watts, usd = np.zeros((4, len(rows)))
+        flops, causal, peak, watts, usd = np.zeros((5, len(rows)))
         alike = rows.distinct("seq_length")
         for n, row in enumerate(alike.first.tolist()):
             run = rows.run(row).resolved(rows.model)
-            flops[alike.of == n] = sequence_flops(run, rows.model).of_step(1).full
+            flops[alike.of == n], causal[alike.of == n] = sequence_flops(run, rows.model).of_step(1)
         running = np.minimum(
             (self.kernels + sum(self.exposed.values())) / self.seconds, 1.0
         )
@@ -524,6 +538,8 @@ class _Estimates:
             bubble=self.bubble,
             tokens=batch * self._lengths(),
             mfu=flops * batch / (self.seconds * peak * gpus),
+            mfu_causal=causal * batch / (self.seconds * peak * gpus),
+            tflops=flops * batch / (self.seconds * gpus) / 1e12,
             joules=watts * gpus * self.seconds,
             usd=usd * gpus * self.seconds,
             exact=np.zeros(len(rows), dtype=bool),

@@ -3,7 +3,7 @@
 >>> import numpy as np
 >>> two = np.array([2.0, 1.0])
 >>> found = Figures(two, {"parameters": np.array([10, 30])}, np.array([20, 20]), {}, 0 * two,
-...     np.array([8, 8]), 0.4 * two, 700 * two, 3 * two, two > 1)
+...     np.array([8, 8]), 0.4 * two, 0.3 * two, 400 * two, 700 * two, 3 * two, two > 1)
 >>> found.peak.tolist(), found.fits.tolist(), found.tokens_per_second.tolist()
 ([10, 30], [True, False], [4.0, 8.0])
 >>> both = Figures.concatenated([found.take([1]), found])
@@ -50,12 +50,16 @@ class Figures:
     """New tokens of a step over all ranks."""
     mfu: Float
     """Model FLOPs utilization, attention counted in full."""
+    mfu_causal: Float
+    """The same, attention counted without masked pairs."""
+    tflops: Float
+    """TFLOP/s of a GPU that `mfu` is the share of the peak of."""
     joules: Float
     """Energy of a step over all GPUs."""
     usd: Float
     """Cost of a step over all GPUs, at the hardware's price; NaN without a price."""
     exact: Bool
-    """Whether the figures are those of `simulate`, candidate by candidate, or those of columns."""
+    """True where the figures are those of `simulate`, false where they are estimates."""
 
     def __len__(self) -> int:
         return len(self.seconds)

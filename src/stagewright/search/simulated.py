@@ -1,7 +1,6 @@
-"""Candidates simulated one by one: figures of the same kinds as columns have, each of its own run.
+"""Candidates simulated one by one, in this process, in several, or on a Ray cluster.
 
-Many go to several processes, or to a Ray cluster; the figures are the same, whoever found them, and
-a run that Ctrl-C stops keeps what it has found.
+The figures are the same, whichever process finds them. Ctrl-C keeps what has been simulated.
 """
 
 from __future__ import annotations
@@ -13,35 +12,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stagewright.arrays import Int
+from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.executors import Executor, InTurn
+from stagewright.lower.compile import compile
 from stagewright.search.candidates import Candidates
 from stagewright.search.figures import Figures
-from stagewright.lower.compile import compile
+from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.step import SimulatedStep, simulate
 
-Heard = Callable[[int, int, Figures], None]
-"""Hears how many candidates are simulated, of how many, and the figures of the latest."""
+Progress = Callable[[int, int, Figures], None]
+"""Called after each simulation with how many are done, how many there are, and the new figures."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exact:
+class Simulated:
     """Candidates that have been simulated."""
 
     rows: Int
-    """By their numbers among those that were given, ascending."""
+    """Their numbers among those that were given, ascending."""
     figures: Figures
     """Of these rows. Where a run was refused, `seconds` is NaN."""
     launches: Mapping[int, float]
     """Seconds of a step in which the mean GPU waits for the host's launches, by row."""
     refused: Mapping[int, str]
-    """What was said of rows whose run could not be compiled or simulated."""
+    """Error messages of rows that could not be compiled or simulated."""
     stopped: bool
-    """Whether Ctrl-C has left out the rest."""
+    """True if Ctrl-C has left out the others."""
 
 
 class _Job(NamedTuple):
-    """One candidate, for a process of its own."""
+    """One candidate, for any process."""
 
     row: int
     candidate: Candidates
@@ -54,19 +55,19 @@ class _Result(NamedTuple):
     launches: float = 0.0
 
 
-def exact(
-    candidates: Candidates, executor: Executor | None = None, heard: Heard | None = None
-) -> Exact:
-    """Compile and simulate every candidate, each on its own machine.
+def simulate_all(
+    candidates: Candidates, executor: Executor | None = None, progress: Progress | None = None
+) -> Simulated:
+    """Compile and simulate every candidate on its machine.
 
-    `executor` None: in this process. Ctrl-C ends the work, and returns what has been found by then.
+    `executor` None: in this process. Ctrl-C ends the work, and returns what was found by then.
     """
-    done: dict[int, _Result] = {}
+    results: dict[int, _Result] = {}
 
     def keep(result: _Result) -> None:
-        done[result.row] = result
-        if heard is not None:
-            heard(len(done), len(candidates), result.figures)
+        results[result.row] = result
+        if progress is not None:
+            progress(len(results), len(candidates), result.figures)
 
     def job(row: int) -> _Job:
         return _Job(row, candidates.take(slice(row, row + 1)))
@@ -75,22 +76,21 @@ def exact(
     try:
         (executor or InTurn()).run(_simulated, map(job, range(len(candidates))), keep)
     except KeyboardInterrupt:
-        if not done:
-            raise
         stopped = True
-    known = sorted(done)
-    figures = Figures.concatenated([done[row].figures for row in known] or [unknown(0)])
-    refused = {row: done[row].refused for row in known if done[row].refused}
-    launches = {row: done[row].launches for row in known if row not in refused}
-    return Exact(np.array(known, dtype=np.int64), figures, launches, refused, stopped)
+    rows = sorted(results)
+    figures = Figures.concatenated([results[row].figures for row in rows] or [unknown(0)])
+    refused = {row: results[row].refused for row in rows if results[row].refused}
+    launches = {row: results[row].launches for row in rows if row not in refused}
+    return Simulated(np.array(rows, dtype=np.int64), figures, launches, refused, stopped)
 
 
 def _simulated(job: _Job) -> _Result:
     """The figures of one candidate."""
-    of = job.candidate
+    candidate = job.candidate
     try:
-        step = step_of(of, 0)
-        return _Result(job.row, figures_of(step, of.cluster(0).price), "", step.mean.launches)
+        step = step_of(candidate, 0)
+        figures = figures_of(step, candidate.cluster(0).price)
+        return _Result(job.row, figures, "", step.mean.launches)
     except UserError as error:
         return _Result(job.row, unknown(1), str(error))
 
@@ -105,9 +105,10 @@ def step_of(candidates: Candidates, row: int) -> SimulatedStep:
 
 def figures_of(step: SimulatedStep, price: float | None = None) -> Figures:
     """The figures of a simulated step, as columns of one row; `price` in USD per GPU and hour."""
-    fit, spent = step.fit, step.expense(price)
+    fit, spent, run = step.fit, step.expense(price), step.compiled.run
     usd = spent.usd_per_million_tokens
-    trains = step.compiled.run.mode == "train"
+    trains = run.mode == "train"
+    peak = peak_flops(step.machine.hardware, PRECISIONS[run.precision].product)
     return Figures(
         seconds=np.array([step.seconds]),
         memory={name: np.array([size]) for name, size in fit.fullest.by_category.items()},
@@ -116,6 +117,8 @@ def figures_of(step: SimulatedStep, price: float | None = None) -> Figures:
         bubble=np.array([step.mean.bubble]),
         tokens=np.array([step.tokens]),
         mfu=np.array([step.mfu if trains else np.nan]),
+        mfu_causal=np.array([step.mfu_causal if trains else np.nan]),
+        tflops=np.array([step.mfu * peak / 1e12 if trains else np.nan]),
         joules=np.array([spent.joules]),
         usd=np.array([np.nan if usd is None else usd * step.tokens / 1e6]),
         exact=np.array([True]),
@@ -123,8 +126,8 @@ def figures_of(step: SimulatedStep, price: float | None = None) -> Figures:
 
 
 def unknown(count: int) -> Figures:
-    """Figures of candidates that nobody has evaluated: NaN, and 0 where there is no NaN."""
-    names = "seconds", "bubble", "mfu", "joules", "usd"
+    """Figures of candidates that were neither estimated nor simulated: NaN, or 0."""
+    names = "seconds", "bubble", "mfu", "mfu_causal", "tflops", "joules", "usd"
     columns: dict[str, Any] = {name: np.full(count, np.nan) for name in names}
     columns |= {name: np.zeros(count, dtype=np.int64) for name in ("device_memory", "tokens")}
     return Figures(**columns, memory={}, exposed={}, exact=np.zeros(count, dtype=bool))
