@@ -48,8 +48,7 @@ class TooManyChecks(Exception):
         """What is said of a space of so many combinations."""
         return UserError(
             f"the space has up to {combinations:.2g} combinations: {' x '.join(self.reads)} alone "
-            f"are {self.count:,}, wanted at most {MOST_CHECKS:,}; give fewer values, or --sample N "
-            "for so many of them drawn at random"
+            f"are {self.count:,}, wanted at most {MOST_CHECKS:,}; give fewer values"
         )
 
 

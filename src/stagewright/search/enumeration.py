@@ -1,16 +1,25 @@
-"""The candidates of a space: settings crossed one after another, with constraints between them."""
+"""The candidates of a space: settings crossed one after another, with constraints between them.
+
+Each constraint is applied as soon as all settings that it reads are there, so that what cannot run
+is never crossed with more. Of candidates that differ in a setting without effect, one stays.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError, either
+from stagewright.model.config import ModelConfig
+from stagewright.run.experiment import Experiment
+from stagewright.run.rule import ALL
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.settings import Run
 from stagewright.search.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.search.constraints import (
     SAME_RUN,
@@ -19,35 +28,17 @@ from stagewright.search.constraints import (
     constraints,
     same_words,
 )
-from stagewright.search.same_runs import of_same_order, of_same_stages
-from stagewright.search.spread import (
-    column_of_systems,
-    compact,
-    concatenated,
-    paired,
-    spread,
-)
 from stagewright.search.machines import Fleet, divisors_of
-from stagewright.model.config import ModelConfig
-from stagewright.run.experiment import Experiment
-from stagewright.run.rule import ALL
-from stagewright.run.sections import EXPERIMENT
-from stagewright.run.settings import Run
+from stagewright.time.hardware import Hardware
 
 MOST_CANDIDATES = 30_000_000
-"""More are refused: each takes about 20 bytes, and a search of so many minutes."""
-PIECE = 1 << 21
-"""Combinations that are spread out at once."""
-_SPREAD = 8
-"""Of a sample, so many times the candidates that are kept are spread out at once."""
-_PARENTS = 256
-"""Of a sample, as many candidates at least are spread out."""
-_FEW_VALUES = 64
-"""Of a sample, settings of more values are not spread out whole: some of their values are drawn."""
-_SEED = 20260
-_GPUS = "gpus"
+"""Larger spaces are refused: a candidate takes about 20 bytes here, and 500 once it is estimated."""
+CHUNK = 1 << 21
+"""Combinations that are made at once."""
 DIVIDES = "tp x cp x pp divides the GPUs"
-DP_ASKED = "dp is one of those asked for"
+DP_GIVEN = "dp is one of those asked for"
+_GPUS = "gpus"
+_ENDS = "first_stage_less_layers", "last_stage_less_layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +46,11 @@ class Removed:
     """Combinations that a constraint has removed."""
 
     why: str
-    """What the constraint asks for."""
+    """Requirement of the constraint."""
     count: int
-    """Combinations; of a sample, an estimate."""
+    """Number of combinations."""
     example: str
-    """What one of them is told as a run."""
+    """Error message of one of them as a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,48 +62,45 @@ class Found:
     """Before any constraint."""
     removed: tuple[Removed, ...]
     """By constraint, the one that removed most first."""
-    of: int
-    """Candidates of the whole space; more than `rows` where these are a sample."""
-    estimated: bool = False
-    """Whether `of` and the counts of `removed` are estimates, of what was drawn at random."""
-
-    @property
-    def sampled(self) -> bool:
-        """Whether `rows` are a sample."""
-        return self.of > len(self.rows)
 
 
-class Sample(NamedTuple):
-    """How a sample is drawn."""
+def enumerate_candidates(
+    base: Experiment,
+    model: ModelConfig,
+    fleets: Sequence[Fleet],
+    axes: Mapping[str, tuple[Any, ...]],
+    policies: Iterable[Constraint] = (),
+    progress: Callable[[str, int], None] | None = None,
+) -> Found:
+    """All combinations of values that can run; dp fills the GPUs where their number is known.
 
-    wanted: int
-    """Candidates."""
-    piece: int = PIECE
-    """Combinations that are spread out at once."""
+    `progress` is called with each setting before it is crossed, and the candidates so far. Raises
+    UserError where there are none, or more than `MOST_CANDIDATES`.
+    """
+    crossing = _Crossing.of(base, model, fleets, axes, policies)
+    for name, values in crossing.axes.items():
+        if progress is not None:
+            progress(name, len(crossing.rows))
+        crossing.cross(name, values)
+    return crossing.result()
 
 
 @dataclass(slots=True)
-class Enumeration:
+class _Crossing:
     """Candidates while their settings are crossed."""
 
     rows: Candidates
     """With a column `gpus`, where the number of GPUs is known."""
     axes: dict[str, tuple[Any, ...]]
-    sample: int | None
     combinations: int
     rules: list[Constraint]
-    """Those that have not been applied."""
+    """Constraints that have not been applied."""
     left: int
     """Combinations of the axes that have not been crossed."""
-    degrees: tuple[int, ...] = ()
-    """All that dp may be, where it fills the GPUs."""
-    piece: int = PIECE
-    """Combinations that are spread out at once, and candidates from which on a sample is drawn."""
-    drawn: float = 1.0
-    """The share of candidates that was kept where a sample is drawn."""
-    removed: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
-    """By constraint and example, which stands for all that are refused in its words."""
-    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(_SEED))
+    degrees: tuple[int, ...]
+    """Values that dp may have where it fills the GPUs."""
+    removed: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
+    """Combinations by constraint and example."""
 
     @classmethod
     def of(
@@ -121,117 +109,56 @@ class Enumeration:
         model: ModelConfig,
         fleets: Sequence[Fleet],
         axes: Mapping[str, tuple[Any, ...]],
-        policies: Iterable[Constraint] = (),
-        sample: Sample | None = None,
+        policies: Iterable[Constraint],
     ) -> Self:
-        """The rows of the fleets, where nothing has been crossed; as the fields of `Space`."""
+        """The rows of the fleets, where nothing has been crossed."""
         combinations = len(fleets) * math.prod(map(len, axes.values()))
         counts = [fleet.gpus for fleet in fleets]
         degrees: tuple[int, ...] = ()
-        columns = {HARDWARE: column_of_systems([fleet.hardware for fleet in fleets])}
+        columns = {HARDWARE: _hardware_column([fleet.hardware for fleet in fleets])}
         axes = dict(axes)
         if any(counts):
             given = axes.pop("dp", None)
             columns[_GPUS] = Column.of(counts)
             axes = _with_dp(axes, given)
-            filled = {(count or 1) - beside(base.run) for count in counts}
+            filled = {(count or 1) - prefill_gpus(base.run) for count in counts}
             degrees = tuple(sorted({d for count in filled for d in divisors_of(count)}))
         rows = Candidates(base, model, columns, len(counts))
         rules = [*constraints(base.run.mode, model), *policies]
         left = math.prod(len(values) for values in axes.values())
-        start = cls(rows, axes, None, combinations, rules, left, degrees)
-        if sample is not None:
-            start.sample, start.piece = sample
-            start._draw(_SPREAD * start._most)
-        start.rows = start.rows.take(start._kept(start.rows, start.due()))
+        start = cls(rows, axes, combinations, rules, left, degrees)
+        start.rows = start.rows.take(start._kept(start.rows, start._due(start.rows)))
         return start
 
     def cross(self, name: str, values: tuple[Any, ...]) -> None:
-        """Spread out one setting, and drop what is refused."""
+        """Combine all candidates with the values of a setting, and drop those that are refused."""
         self.left //= len(values)
-        filled = name == "dp" and _GPUS in self.rows.columns
-        if not filled and self._is_idle(name, values):
+        fills = name == "dp" and _GPUS in self.rows.columns
+        if not fills and self._has_no_effect(name, values):
             values = values[:1]
-        if len(self.rows) * len(values) > 4 * MOST_CANDIDATES and self.sample is None:
-            raise too_many(len(self.rows) * len(values) * self.left)
-        drawn: list[tuple[Candidates, Int]] = []
-        if self.sample is not None:  # spread out few of many, as few of what comes of them are kept
-            if filled or name == "order" or len(values) <= _FEW_VALUES:
-                self._draw(max(_SPREAD * self._most / len(values), _PARENTS))
-            else:
-                drawn.append(self._drawn(name, values))
+        if len(self.rows) * len(values) > 4 * MOST_CANDIDATES:
+            raise _too_many(len(self.rows) * len(values) * self.left)
         due: list[Constraint] | None = None
-        pieces: list[Candidates] = []
-        share = 1.0
-        step = max(1, self.piece // len(values))
+        chunks: list[Candidates] = []
+        step = max(1, CHUNK // len(values))
         for begin in range(0, max(len(self.rows), 1), step):
-            piece = self.rows.take(slice(begin, begin + step))
-            piece = self._filled(piece, values) if filled else spread(piece, name, values)
-            parents = np.arange(len(piece)) // len(values)
-            if drawn:
-                other, of = drawn.pop()
-                parents = np.concatenate([parents, len(piece) + of])
-                piece = concatenated([piece, other])
-            due = self.due(piece) if due is None else due
-            kept = self._kept(piece, due)
-            piece, parents = piece.take(kept), parents[kept]
-            if not filled and len(values) > 1:
-                piece = self._without_same(piece, parents, name)
-            pieces.append(self._thinned(piece, share))
-            while sum(map(len, pieces)) > self._most:
-                if self.sample is None:
-                    share_done = min(1.0, (begin + step) / len(self.rows))
-                    raise too_many(sum(map(len, pieces)) / share_done * self.left)
-                pieces, share = [self._thinned(each, 0.5) for each in pieces], share / 2
-        self.rows = concatenated(pieces)
-        self.drawn *= share
+            chunk = self.rows.take(slice(begin, begin + step))
+            chunk = self._filled(chunk, values) if fills else _crossed(chunk, name, values)
+            parents = np.arange(len(chunk)) // len(values)
+            due = self._due(chunk) if due is None else due
+            kept = self._kept(chunk, due)
+            chunk, parents = chunk.take(kept), parents[kept]
+            if not fills and len(values) > 1:
+                chunk = self._without_same(chunk, parents, name)
+            chunks.append(chunk)
+            if sum(map(len, chunks)) > MOST_CANDIDATES:
+                share = min(1.0, (begin + step) / len(self.rows))
+                raise _too_many(sum(map(len, chunks)) / share * self.left)
+        self.rows = _concatenated(chunks)
 
-    def _is_idle(self, name: str, values: tuple[Any, ...]) -> bool:
-        """Whether a setting does nothing for all candidates, and nobody asks for its value: then
-        its further values are removed without being spread out."""
-        rows = self.rows
-        asked = (rule for rule in self.rules if rule.reads == ALL or name in rule.reads)
-        if len(values) == 1 or not len(rows) or any(asked) or not self._idle(rows, name).all():
-            return False
-        second = spread(rows.take(slice(1)), name, values[:2])
-        self._note_same(second, 1, name, len(rows) * (len(values) - 1))
-        return True
-
-    def _draw(self, most: float) -> None:
-        """Keep about so many candidates, drawn at random."""
-        share = min(1.0, most / max(len(self.rows), 1))
-        self.rows = self._thinned(self.rows, share)
-        self.drawn *= share
-
-    def _drawn(self, name: str, values: tuple[Any, ...]) -> tuple[Candidates, Int]:
-        """Some of all candidates with some of a setting's many values, each pair as likely as any
-        other, and which candidate each pair has. They are no longer among the rows.
-
-        Candidates for which the setting does nothing stay: of their values the first is kept
-        (`_without_same`), and which one is first is known where all are there.
-        """
-        rows, count = self.rows, len(values)
-        most = min(_SPREAD * self._most, 2 * PIECE)
-        share = min(1.0, most / max(len(rows) * count, 1))
-        idle = self._idle(rows, name)
-        some = np.flatnonzero(~idle)
-        pairs = len(some) * count
-        size = self.random.binomial(pairs, share)
-        chosen = np.sort(self.random.choice(pairs, size, replace=False, shuffle=False))
-        self.rows = self._thinned(rows.take(idle), share)
-        self.drawn *= share
-        of, value = np.divmod(chosen, count)
-        return paired(rows, name, values, some[of], value), of
-
-    @property
-    def _most(self) -> int:
-        """Candidates that are kept meanwhile."""
-        return MOST_CANDIDATES if self.sample is None else 16 * self.sample + self.piece
-
-    def due(self, rows: Candidates | None = None) -> list[Constraint]:
+    def _due(self, rows: Candidates) -> list[Constraint]:
         """Constraints whose settings are all there, which are applied but once."""
-        there = (self.rows if rows is None else rows).columns
-        waiting = self.axes.keys() - there.keys()
+        waiting = self.axes.keys() - rows.columns.keys()
         due = [
             rule
             for rule in self.rules
@@ -241,13 +168,14 @@ class Enumeration:
         return due
 
     def _kept(self, rows: Candidates, due: Iterable[Constraint]) -> Int:
+        """Candidates that no constraint refuses."""
         kept = np.arange(len(rows))
         for rule in due:
             some = rows.take(kept) if len(kept) < len(rows) else rows
             try:
                 refused = rule.refused(some)
-            except TooManyChecks as many:
-                raise many.as_user_error(len(some) * self.left / self.drawn) from None
+            except TooManyChecks as error:
+                raise error.as_user_error(len(some) * self.left) from None
             counts = np.bincount(refused + 1, minlength=1 + len(rule.examples)).tolist()
             for example, count in zip(rule.examples, counts[1:], strict=True):
                 if count:
@@ -256,23 +184,23 @@ class Enumeration:
         return kept
 
     def _note(self, why: str, count: int, example: str) -> None:
-        told = self.removed.setdefault(why, {})
-        # What is found in pieces has an example for each: the first stands for all.
-        words = next((known for known in told if same_words(known, example)), example)
-        told[words] = told.get(words, 0.0) + count * self.left / self.drawn
+        """Count combinations that a constraint has removed."""
+        examples = self.removed.setdefault(why, {})
+        # Each chunk has an example of its own: the first stands for all.
+        words = next((known for known in examples if same_words(known, example)), example)
+        examples[words] = examples.get(words, 0) + count * self.left
 
     def _filled(self, rows: Candidates, values: tuple[Any, ...]) -> Candidates:
-        """dp is what the other degrees leave of the GPUs."""
-        gpus = rows.numbers(_GPUS)
-        gpus = gpus - beside(self.rows.base.run)
+        """Candidates with the dp that fills their GPUs, where it is one of the values."""
+        gpus = rows.numbers(_GPUS) - prefill_gpus(rows.base.run)
         others = rows.numbers("tp") * rows.numbers("cp") * rows.numbers("pp")
         divides = gpus % others == 0
         dp = gpus // others
         if not divides.all():
-            at = int(np.argmin(divides))
-            run = rows.run(at)
+            row = int(np.argmin(divides))
+            run = rows.run(row)
             example = (
-                f"{gpus[at]} GPUs are not a multiple of tp={run.tp} x cp={run.cp} x pp={run.pp}"
+                f"{gpus[row]} GPUs are not a multiple of tp={run.tp} x cp={run.cp} x pp={run.pp}"
             )
             self._note(DIVIDES, int((~divides).sum()), example)
         rows, dp = rows.take(divides), dp[divides]
@@ -281,100 +209,97 @@ class Enumeration:
         rows = Candidates(rows.base, rows.model, {**rows.columns, "dp": column}, len(rows))
         if values == (None,):
             return rows
-        asked = column.is_one_of(*values)
-        if not asked.all():
-            at = int(np.argmin(asked))
+        given = column.is_one_of(*values)
+        if not given.all():
+            row = int(np.argmin(given))
             example = (
-                f"dp is {dp[at]}, which fills {rows.world_size[at]} GPUs, and not "
+                f"dp is {dp[row]}, which fills {rows.world_size[row]} GPUs, and not "
                 f"{either([str(value) for value in values])}"
             )
-            self._note(DP_ASKED, int((~asked).sum()), example)
-        return rows.take(asked)
+            self._note(DP_GIVEN, int((~given).sum()), example)
+        return rows.take(given)
 
-    def _without_same(self, rows: Candidates, parents: Int, name: str) -> Candidates:
-        """One candidate of those that differ only in a setting that does nothing there."""
-        idle = self._idle(rows, name)
-        again = np.zeros(len(rows), dtype=bool)
-        where = np.flatnonzero(idle)
-        again[where[1:]] = parents[where[1:]] == parents[where[:-1]]
-        if name == "order":
-            again |= of_same_order(rows, parents, self.axes.keys() - rows.columns.keys())
-        if not again.any():
-            return rows
-        self._note_same(rows, int(np.argmax(again)), name, int(again.sum()))
-        return rows.take(~again)
+    # ---- candidates that are the same run --------------------------------------------------------
 
-    def _note_same(self, rows: Candidates, row: int, name: str, count: int) -> None:
-        """Note candidates, one of them by its row, that are the same whatever a setting is."""
-        example = f"{rows.describe(row)}: the same as without {name}"
-        self._note(f"{name} changes something", count, example)
+    def _has_no_effect(self, name: str, values: tuple[Any, ...]) -> bool:
+        """True if a setting changes no candidate, and no constraint reads it: then its further
+        values are removed without being crossed."""
+        rows = self.rows
+        read = (rule for rule in self.rules if rule.reads == ALL or name in rule.reads)
+        if len(values) == 1 or not len(rows) or any(read) or not self._no_effect(rows, name).all():
+            return False
+        second = _crossed(rows.take(slice(1)), name, values[:2])
+        self._note_same(second, 1, name, len(rows) * (len(values) - 1))
+        return True
 
-    def _idle(self, rows: Candidates, name: str) -> Bool:
-        """For which candidates a setting does nothing, as far as their settings are known."""
-        idle = np.zeros(len(rows), dtype=bool)
+    def _no_effect(self, rows: Candidates, name: str) -> Bool:
+        """Candidates for which a setting changes nothing, as far as their settings are known."""
+        found = np.zeros(len(rows), dtype=bool)
         for values in (*EXPERIMENT[name].idle, *SAME_RUN.get(name, ())):
             if not self.axes.keys() & values.keys() - rows.columns.keys():
                 each = [rows.column(other).is_one_of(value) for other, value in values.items()]
-                idle |= np.logical_and.reduce(each)
-        return idle
+                found |= np.logical_and.reduce(each)
+        return found
 
-    def _thinned(self, rows: Candidates, share: float) -> Candidates:
-        """Candidates drawn at random, each with the same probability."""
-        if share == 1:
+    def _without_same(self, rows: Candidates, parents: Int, name: str) -> Candidates:
+        """One candidate of those that differ only in a setting without effect."""
+        same = np.zeros(len(rows), dtype=bool)
+        at = np.flatnonzero(self._no_effect(rows, name))
+        same[at[1:]] = parents[at[1:]] == parents[at[:-1]]
+        if name == "order":
+            same |= _same_order(rows, parents, self.axes.keys() - rows.columns.keys())
+        if not same.any():
             return rows
-        return rows.take(self.random.random(len(rows)) < share)
+        self._note_same(rows, int(np.argmax(same)), name, int(same.sum()))
+        return rows.take(~same)
+
+    def _note_same(self, rows: Candidates, row: int, name: str, count: int) -> None:
+        example = f"{rows.describe(row)}: the same as without {name}"
+        self._note(f"{name} changes something", count, example)
+
+    # ---- the result ------------------------------------------------------------------------------
 
     def result(self) -> Found:
         """The candidates; UserError where there are none."""
-        rows, combinations = self.rows, self.combinations
-        again = of_same_stages(rows)
-        if again.any():
-            row, ends = int(np.argmax(again)), "first_stage_less_layers or last_stage_less_layers"
-            self._note_same(rows, row, ends, int(again.sum()))
-            rows = rows.take(~again)
-        every = [
-            Removed(why, round(sum(told.values())), max(told, key=lambda words: told[words]))
-            for why, told in self.removed.items()
-        ]
-        listed = tuple(sorted((e for e in every if e.count), key=lambda each: -each.count))
+        rows = self.rows
+        same = _same_stages(rows)
+        if same.any():
+            ends = "first_stage_less_layers or last_stage_less_layers"
+            self._note_same(rows, int(np.argmax(same)), ends, int(same.sum()))
+            rows = rows.take(~same)
         if not len(rows):
-            told = [each for by_words in self.removed.values() for each in by_words.items()]
-            most = sorted(told, key=lambda each: -each[1])[:2]
-            number = "about {:.2g}" if self.drawn < 1 else "{:,.0f}"
-            such = [f"{example} ({number.format(count)} such)" for example, count in most]
-            why = "; ".join(such) or "nothing is left"
-            none = f"none of the {combinations:,} combinations can be run"
-            if self.drawn < 1:
-                none = (
-                    f"none of the combinations that were drawn of {combinations:.3g} can be run, "
-                    "others may; give fewer values"
-                )
-            alone = "the only combination cannot be run"
-            raise UserError(f"{alone if combinations == 1 else none}: {why}")
-        whole = round(len(rows) / self.drawn)
-        if self.sample is not None and len(rows) > self.sample:
-            kept = self.random.choice(len(rows), self.sample, replace=False)
-            rows = rows.take(np.sort(kept))
-        columns = {name: of for name, of in rows.columns.items() if name != _GPUS}
-        columns = {name: compact(of) for name, of in columns.items()}
+            raise self._none()
+        removed = [
+            Removed(why, sum(examples.values()), max(examples, key=lambda words: examples[words]))
+            for why, examples in self.removed.items()
+        ]
+        columns = {name: _compact(of) for name, of in rows.columns.items() if name != _GPUS}
         return Found(
             Candidates(rows.base, rows.model, columns, len(rows)),
-            combinations,
-            listed,
-            whole,
-            self.drawn < 1,
+            self.combinations,
+            tuple(sorted((each for each in removed if each.count), key=lambda each: -each.count)),
         )
 
+    def _none(self) -> UserError:
+        """Error of a space in which nothing can run: the most frequent reasons."""
+        reasons = [item for examples in self.removed.values() for item in examples.items()]
+        most = sorted(reasons, key=lambda item: -item[1])[:2]
+        why = "; ".join(f"{example} ({count:,} such)" for example, count in most)
+        none = f"none of the {self.combinations:,} combinations can be run"
+        if self.combinations == 1:
+            none = "the only combination cannot be run"
+        return UserError(f"{none}: {why or 'nothing is left'}")
 
-def too_many(count: float) -> UserError:
-    """What is said of a space of so many candidates."""
+
+def _too_many(count: float) -> UserError:
+    """Error of a space of so many candidates."""
     return UserError(
         f"the space has about {count:.2g} candidates, wanted at most {MOST_CANDIDATES:,}; give "
-        "fewer values, or --sample N for so many of them drawn at random"
+        "fewer values, or fix some settings"
     )
 
 
-def beside(run: Run) -> int:
+def prefill_gpus(run: Run) -> int:
     """GPUs that the degrees do not count: those of `prefill`."""
     return run.world_size - run.tp * run.cp * run.dp * run.pp
 
@@ -382,10 +307,112 @@ def beside(run: Run) -> int:
 def _with_dp(
     axes: Mapping[str, tuple[Any, ...]], given: tuple[Any, ...] | None
 ) -> dict[str, tuple[Any, ...]]:
-    """The axes with dp behind the degrees that it follows from."""
-    result: dict[str, tuple[Any, ...]] = {}
+    """The axes with dp after the degrees that it follows from."""
     before = [name for name in axes if name in ("pp", "tp", "cp")]
-    for name in before:
-        result[name] = axes[name]
-    result["dp"] = given or (None,)
+    result = {name: axes[name] for name in before} | {"dp": given or (None,)}
     return result | {name: values for name, values in axes.items() if name not in before}
+
+
+# ---- columns of crossed candidates ---------------------------------------------------------------
+
+
+def _hardware_column(systems: Sequence[Hardware]) -> Column:
+    """A column of hardware, which cannot be hashed."""
+    number: dict[int, int] = {}
+    codes = [number.setdefault(id(hardware), len(number)) for hardware in systems]
+    values = tuple({id(hardware): hardware for hardware in systems}.values())
+    return Column(np.array(codes, dtype=code_type(len(values))), values)
+
+
+def _crossed(rows: Candidates, name: str, values: tuple[Any, ...]) -> Candidates:
+    """Each candidate with each of the values, in order."""
+    count = len(rows) * len(values)
+    columns = {
+        other: Column.constant(column.values[0], count)
+        if len(column.values) == 1
+        else Column(np.repeat(column.codes, len(values)), column.values)
+        for other, column in rows.columns.items()
+    }
+    if len(values) == 1:
+        columns[name] = Column.constant(values[0], count)
+    else:
+        codes = np.tile(np.arange(len(values), dtype=code_type(len(values))), len(rows))
+        columns[name] = Column(codes, values)
+    return Candidates(rows.base, rows.model, columns, count)
+
+
+def _concatenated(chunks: Sequence[Candidates]) -> Candidates:
+    """Chunks of the same columns, one after another."""
+    first = chunks[0]
+    if len(chunks) == 1:
+        return first
+    count = sum(map(len, chunks))
+    columns = {
+        name: Column.constant(column.values[0], count)
+        if len(column.values) == 1
+        else Column(np.concatenate([c.columns[name].codes for c in chunks]), column.values)
+        for name, column in first.columns.items()
+    }
+    return Candidates(first.base, first.model, columns, count)
+
+
+def _compact(column: Column) -> Column:
+    """The column without values that no candidate has."""
+    used: Bool = np.zeros(len(column.values), dtype=bool)
+    used[column.codes] = True
+    if used.all():
+        return column
+    values = tuple(v for v, is_used in zip(column.values, used.tolist(), strict=True) if is_used)
+    if len(values) == 1:
+        return Column.constant(values[0], len(column))
+    number = np.cumsum(used) - 1
+    return Column(number[column.codes].astype(code_type(len(values))), values)
+
+
+# ---- candidates that are the same run as one before them -----------------------------------------
+
+
+def _same_order(rows: Candidates, parents: Int, unknown: Collection[str]) -> Bool:
+    """Orders that only move axes of one rank, and number ranks as another of the same parent does.
+
+    `unknown`: degrees that are not crossed yet, and may be more than one.
+    """
+    degrees = {axis: rows.numbers(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
+    split = {axis: flag | (axis in unknown) for axis, flag in degrees.items()}
+    orders = [value.split("-") for value in rows.column("order").values]
+    codes = rows.column("order").codes
+    known: dict[tuple[str, ...], int] = {}
+    number = np.zeros(len(rows), dtype=np.int64)
+    pattern = sum(flag.astype(np.int64) << n for n, flag in enumerate(split.values()))
+    for bits in np.unique(pattern).tolist():
+        axes = {axis for n, axis in enumerate(split) if bits >> n & 1}
+        of_value = [
+            known.setdefault(tuple(axis for axis in order if axis in axes), len(known))
+            for order in orders
+        ]
+        selected = pattern == bits
+        number[selected] = np.array(of_value)[codes[selected]]
+    return _seen_before(parents * len(known) + number)
+
+
+def _same_stages(rows: Candidates) -> Bool:
+    """Candidates that differ from one before them only in how many layers the ends of the pipeline
+    count for, and have the same layers on each stage."""
+    several = any(len(rows.columns[n].values) > 1 for n in _ENDS if n in rows.columns)
+    if not several or not len(rows):
+        return np.zeros(len(rows), dtype=bool)
+    others = rows.distinct(*(name for name in rows.columns if name not in _ENDS)).of
+    splits = rows.distinct("pp", "vpp", "layers_per_stage", "pipeline_split", *_ENDS)
+    known: dict[object, int] = {}
+    number = [
+        known.setdefault(rows.run(row).resolved(rows.model).layers_per_stage, len(known))
+        for row in splits.first.tolist()
+    ]
+    return _seen_before(others * len(known) + np.array(number)[splits.of])
+
+
+def _seen_before(keys: Int) -> Bool:
+    """Keys that an earlier row has."""
+    found = np.ones(len(keys), dtype=bool)
+    found[np.unique(keys, return_index=True)[1]] = False
+    return found

@@ -95,13 +95,15 @@ class Figures:
     def put(self, rows: Int, part: Figures) -> None:
         """Write the figures of some candidates, given in the order of `rows`.
 
-        A category or an axis that no figures written before have is 0 for all other candidates.
+        A category or an axis that `part` lacks is 0 for these, a new one is 0 for all others.
         """
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(part, field.name)
             if field.name not in _BY_NAME:
                 mine[rows] = theirs
                 continue
+            for name in mine:
+                mine[name][rows] = 0
             for name, column in theirs.items():
                 if name not in mine:
                     mine[name] = np.zeros(len(self), dtype=column.dtype)

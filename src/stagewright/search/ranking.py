@@ -215,7 +215,10 @@ def promising_candidates(
         hoped = hopes(rows, estimates, figures, names)
     else:
         hoped = (bounds / np.maximum(estimates.tokens, 1))[:, None]
-    for answer in objectives.values(figures.take(best if len(names) > 1 else best[:1]), names):
+    answers = objectives.values(figures.take(best), names)
+    if len(names) == 1:
+        answers = answers.min(axis=0, keepdims=True)
+    for answer in answers:
         promising &= ~(answer <= hoped).all(axis=1)
     return promising & np.isfinite(hoped).all(axis=1)
 

@@ -9,8 +9,16 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.search.constraints import check_value
-from stagewright.search.defaults import default_axes, default_batch, policies, without_idle
-from stagewright.search.families import axes_of, words
+from stagewright.search.defaults import (
+    HEADROOM,
+    default_axes,
+    default_batch,
+    families_of,
+    family_axes,
+    not_tried,
+    policies,
+    without_effect,
+)
 from stagewright.search.lists import is_listed, values_of
 from stagewright.search.space import Space, check_searched
 from stagewright.search.machines import MOST_SYSTEMS, Fleet, path_of, varied
@@ -86,7 +94,7 @@ def asked(
     every = _each_once(of if isinstance(of, Hardware) else resolve(str(of)) for of in named)
     figures = _figures(beside, figures, every, where)
     counts = _counts(gpus, beside.get("gpus"), nodes, known, where)
-    added = words(families)
+    added = families_of(families)
     systems = [each for of in every for each in varied(of, figures)]
     fleets = _fleets(systems, *counts)
     if "dp" in known and "dp" not in axes:
@@ -244,12 +252,23 @@ def _completed(
         notes.append(
             f"global_batch_size={batch} ({tokens:,} tokens) is assumed; give --global-batch-size"
         )
-    every = default_axes(run, of, fleets) | axes_of(families, run, of, fleets)
-    tried = {n: v for n, v in every.items() if n not in known}
+    defaults = {**default_axes(run, of, fleets), **family_axes(families, run, of, fleets)}
+    if "precision" in known:
+        defaults.pop("fp8_recipe", None)
+    tried = {name: values for name, values in defaults.items() if name not in known}
     degrees = {name: (getattr(run, name),) for name in ("tp", "cp", "pp") if name in known}
-    idle = without_idle(tried, {**tried, **degrees, **axes})
+    idle = without_effect(tried, {**tried, **degrees, **axes})
     axes |= {name: tuple(values) for name, values in tried.items() if name not in idle}
-    space = Space.of(base, fleets, axes, model, policies(known), origins)
+    if axes.get("precision") == ("fp8",) and "precision" not in known:
+        notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")
+    notes += not_tried(run, axes, of)
+    headroom = 0.0 if "memory_allowance" in known else HEADROOM
+    if headroom:
+        notes.append(
+            f"{headroom:.0%} of the memory is left free for what is no tensor; --memory-allowance "
+            "sets it, 0 takes it away"
+        )
+    space = Space.of(base, fleets, axes, model, policies(known), origins, headroom)
     return SearchRequest(space, tuple(notes))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.search.candidates import Candidates
 from stagewright.search.figures import Figures
-from stagewright.search.enumeration import beside
+from stagewright.search.enumeration import prefill_gpus
 from stagewright.time.expense.ownership import costs_of
 
 
@@ -21,6 +21,6 @@ def with_costs(rows: Candidates, figures: Figures) -> Figures:
     costs = costs_of(cluster.price, cluster.costs)
     if costs is None:
         return figures
-    gpus = rows.world_size + beside(rows.base.run)
+    gpus = rows.world_size + prefill_gpus(rows.base.run)
     hourly = costs.usd_per_gpu_hour(figures.joules / (figures.seconds * gpus))
     return replace(figures, usd=np.asarray(hourly * gpus * figures.seconds / 3600))
