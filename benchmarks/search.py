@@ -34,13 +34,13 @@ import numpy as np
 from measure import run
 
 from stagewright.explore.answer.search import search
-from stagewright.explore.candidates import Candidates
+from stagewright.search.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, evaluate
 from stagewright.explore.lots import in_lots
-from stagewright.explore.space.asked import asked
-from stagewright.explore.space.defaults import default_axes, default_batch
-from stagewright.explore.space.space import Space
-from stagewright.explore.space.systems import Fleet
+from stagewright.search.request import asked
+from stagewright.search.defaults import default_axes, default_batch
+from stagewright.search.space import Space
+from stagewright.search.machines import Fleet
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment

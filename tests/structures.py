@@ -22,7 +22,7 @@ import numpy as np
 
 import sweep
 from stagewright.errors import UserError
-from stagewright.explore.candidates import Candidates, Column
+from stagewright.search.candidates import Candidates, Column
 from stagewright.explore.evaluate import evaluate
 from stagewright.explore.structures import Structure, structures
 from stagewright.lower.compile import compile

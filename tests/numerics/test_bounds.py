@@ -10,9 +10,9 @@ from stagewright.explore.answer.search import search
 from stagewright.explore.bounding.bounds import bounds, rough_bounds
 from stagewright.explore.evaluate import evaluate
 from stagewright.explore.lots import in_lots
-from stagewright.explore.space.defaults import default_axes
-from stagewright.explore.space.space import Space
-from stagewright.explore.space.systems import Fleet
+from stagewright.search.defaults import default_axes
+from stagewright.search.space import Space
+from stagewright.search.machines import Fleet
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stagewright.explore.bounding.bounds import bounds
-from stagewright.explore.candidates import Candidates, Column
+from stagewright.search.candidates import Candidates, Column
 from stagewright.explore.evaluate import _Evaluation, evaluate
 from stagewright.explore.shared.tuples import Shared
 from stagewright.explore.structures import structures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from effort import times
-from stagewright.explore.candidates import Candidates, Column
+from stagewright.search.candidates import Candidates, Column
 from stagewright.explore.structures import structures
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection

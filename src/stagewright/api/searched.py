@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
-
-import numpy as np
 
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
 from stagewright.executors import Executor
-from stagewright.explore.answer import flags as written
-from stagewright.explore.answer.objectives import known
-from stagewright.explore.answer.ranking import TOP, Ranking, Wanted
-from stagewright.explore.answer.run_file import printed_run_file, write_run_file
-from stagewright.explore.answer.search import search as search_candidates
-from stagewright.explore.candidates import Candidates
-from stagewright.explore.evaluate import Evaluated
-from stagewright.explore.exact import Heard
-from stagewright.explore.lots import in_lots
-from stagewright.explore.space.asked import SearchRequest, asked
-from stagewright.explore.space.enumeration import Found
+from stagewright.search import flags as written
+from stagewright.search.objectives import known
+from stagewright.search.run_file import printed_run_file, write_run_file
+from stagewright.search.enumeration import Found
+from stagewright.search.ranking import MOST, TOP, Ranking, Wanted
+from stagewright.search.request import SearchRequest, asked
+from stagewright.search.search import search as search_candidates
+from stagewright.search.simulated import Progress
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
@@ -45,7 +40,7 @@ class Search:
     """What was assumed."""
 
     def __repr__(self) -> str:
-        return f"<{self.ranking.candidates:,} candidates; the best: {self.describe()}>"
+        return f"<{len(self.ranking):,} candidates; the best: {self.describe()}>"
 
     def _repr_html_(self) -> str:
         return self.best()._repr_html_()  # pyright: ignore[reportPrivateUsage]
@@ -68,12 +63,16 @@ class Search:
         """The best, or the front, with what limits each; without `most`, as many as `top`."""
         return tables.best(self.ranking, most)
 
+    def choices(self) -> Table:
+        """The best step for each value of a setting, and why it is slower than the best."""
+        return tables.choices(self.ranking)
+
     def removed(self) -> Table:
         """What each constraint has removed from the space."""
         return tables.removed(self.found.removed)
 
     def every(self) -> Table:
-        """A row for each candidate that was not bounded out: see `reference/search-columns.md`."""
+        """A row for each candidate: see `reference/search-columns.md`."""
         return every(self.ranking)
 
     @property
@@ -95,42 +94,48 @@ class Search:
 
     def row(self, place: int) -> int:
         """The number of one of the best among all candidates."""
-        count = len(self.ranking.best)
-        if not 1 <= place <= count:
-            whole = self.ranking.simulated == self.ranking.candidates
-            raise UserError(no_such_place(place, count, more=not whole))
-        return int(self.ranking.best[place - 1])
+        listed = self.ranking.listed
+        if not 1 <= place <= len(listed):
+            more = self.ranking.simulated < len(self.ranking)
+            raise UserError(no_such_place(place, len(listed), more=more))
+        return int(listed[place - 1])
 
     def summary(self) -> dict[str, Any]:
         """The result as one object for JSON: seconds, bytes, USD and J of a step."""
         return {
             "combinations": self.found.combinations,
-            "candidates": self.found.of,
+            "candidates": len(self.ranking),
             "removed": [
                 {"wanted": each.why, "count": each.count, "example": each.example}
                 for each in self.found.removed
             ],
-            "evaluated": self.ranking.evaluated,
-            "bounded_out": self.ranking.bounded_out,
             "simulated": self.ranking.simulated,
-            "objectives": list(self.ranking.how.objectives),
+            "objectives": list(self.ranking.wanted.objectives),
             "proven": self.ranking.proven,
-            "could_still_win": self.ranking.open,
+            "could_still_win": len(self.ranking.open),
             "certainty": self.certainty,
             "stopped": self.ranking.stopped,
             "best": [_filled(row) for row in self._best_rows()],
+            "choices": [_filled(row) for row in self.choices().rows] if self.ranking.best.size else [],
         }
 
     def _best_rows(self) -> list[dict[str, Any]]:
-        of, rows = self.ranking, self.ranking.best
-        alone = replace(
-            of, rows=of.rows.take(rows), figures=of.figures.take(rows),
-            columns=of.columns.take(rows), bounds=of.bounds[rows], best=np.arange(len(rows)),
-            left=(), bounded=(), refused={},
-            launches={nth: of.launches[row] for nth, row in enumerate(rows.tolist())},
-        )  # fmt: skip
-        runs = [of.rows.describe(row) for row in rows.tolist()]
-        return [{"run": run, **each} for run, each in zip(runs, every(alone).rows, strict=True)]
+        ranking, rows = self.ranking, self.ranking.listed
+        listed = replace(
+            ranking,
+            rows=ranking.rows.take(rows),
+            estimates=ranking.estimates.take(rows),
+            figures=ranking.figures.take(rows),
+            launches={n: ranking.launches[row] for n, row in enumerate(rows.tolist())},
+            refused={},
+            bounds=None if ranking.bounds is None else ranking.bounds[rows],
+            wanted=replace(ranking.wanted, all_variants=True),
+        )
+        runs = [ranking.rows.describe(row) for row in rows.tolist()]
+        table = every(listed).rows
+        for n, row in enumerate(table):
+            row["best"] = n + 1
+        return [{"run": run, **row} for run, row in zip(runs, table, strict=True)]
 
     def write(self, path: str | os.PathLike[str], place: int = 1) -> list[str]:
         """Write the result, as the name's ending says; returns the files' names.
@@ -168,20 +173,17 @@ def search(
     list, or text with a range: `1,2,4`, `1:8`, `8:64:8`, `1:64:x2`. `vary` has lists of figures of
     the hardware by name. A setting that is not given takes several values by default; dp fills the
     GPUs. `config` replaces the configuration that the model's name stands for. Candidates are
-    evaluated and simulated by `executor`.
+    simulated by `executor`.
 
     `space` adds families of settings to the default space, such as `hsdp,offload` or `full`
-    (`explore.space.families`). Other names say what is wanted (`explore.answer.ranking.Wanted`):
+    (`search.defaults`). Other names say what is wanted (`search.ranking.Wanted`):
 
     * `objective`: `time`, `memory`, `cost`, `energy`, `mfu`, or several, whose front is the result.
-    * `top`: how many of the best by their estimates are simulated.
-    * `most`: how many of the candidates that cannot be estimated are simulated, the most promising
-      first.
+    * `top`: how many layouts are listed.
+    * `most`: how many candidates are simulated at most.
     * `exact`: simulate all candidates that might be faster than the best.
     * `allow_oom`: candidates that do not fit into memory count, too.
-    * `bounded=False`: evaluate all candidates, also those that by their lower bounds cannot be
-      among the best.
-    * `sample`: search only so many candidates, drawn at random.
+    * `all_variants`: list several variants of one layout.
 
     Raises `UserError` for a space that is empty or too large, and where nothing fits.
 
@@ -193,10 +195,9 @@ def search(
     """
     alone = isinstance(hardware, str | Hardware)
     several = ([hardware] if hardware else []) if alone else [*hardware]
-    sample, space = settings.pop("sample", None), settings.pop("space", None)
-    check_count("sample", sample)
-    how = wanted(settings)
-    of = asked(
+    space = settings.pop("space", None)
+    what = wanted(settings)
+    request = asked(
         {"model": os.fspath(model), **settings},
         hardware=several,
         gpus=gpus,
@@ -204,7 +205,7 @@ def search(
         model=config,
         families=_words(space),
     )
-    return searched(of, how, sample, executor)
+    return searched(request, what, executor)
 
 
 def _words(space: object) -> str | None:
@@ -232,36 +233,28 @@ def wanted(settings: dict[str, Any]) -> Wanted:
     counts: dict[str, int | None] = {name: settings.pop(name, None) for name in ("top", "most")}
     for name, count in counts.items():
         check_count(name, count)
+    top, most = counts["top"], counts["most"]
     return Wanted(
         known(names),
-        TOP if counts["top"] is None else counts["top"],
-        counts["most"],
-        settings.pop("exact", False),
-        settings.pop("allow_oom", False),
-        settings.pop("bounded", True),
+        TOP if top is None else top,
+        MOST if most is None else most,
+        prove=settings.pop("exact", False),
+        any_memory=settings.pop("allow_oom", False),
+        all_variants=settings.pop("all_variants", False),
     )
 
 
 def searched(
-    of: SearchRequest,
-    how: Wanted,
-    sample: int | None = None,
+    request: SearchRequest,
+    what: Wanted,
     executor: Executor | None = None,
-    progress: Heard | None = None,
+    progress: Progress | None = None,
     found: Found | None = None,
-    stopping: Callable[[int], None] | None = None,
 ) -> Search:
-    """The search of a space; `found`: its candidates, if they are known; others as `search` of
-    `explore.answer.search` has them."""
-    found = found or of.space.candidates(sample)
-
-    def evaluate(rows: Candidates) -> Evaluated:
-        return in_lots(rows, executor, progress)
-
-    ranking = search_candidates(
-        found.rows, how, evaluate=evaluate, executor=executor, heard=progress, stopping=stopping
-    )
-    return Search(found, ranking, of.notes)
+    """The search of a space; `found`: its candidates, if they are known."""
+    found = found or request.space.candidates()
+    ranking = search_candidates(found.rows, what, executor=executor, progress=progress)
+    return Search(found, ranking, request.notes)
 
 
 def _filled(row: Mapping[str, Any]) -> dict[str, Any]:

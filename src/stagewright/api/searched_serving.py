@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
-from stagewright.explore.answer.run_file import printed_run_file, write_run_file
-from stagewright.explore.space.asked import SearchRequest
-from stagewright.explore.space.enumeration import DIVIDES, DP_ASKED, Found, Removed
-from stagewright.explore.space.listed import values_of
+from stagewright.search.run_file import printed_run_file, write_run_file
+from stagewright.search.request import SearchRequest
+from stagewright.search.enumeration import DIVIDES, DP_GIVEN, Found, Removed
+from stagewright.search.lists import values_of
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import section_of
@@ -126,7 +126,7 @@ class ServingSearch:
     @property
     def all_removed(self) -> tuple[Removed, ...]:
         """What constraints and limits have removed."""
-        crossed = (DIVIDES, DP_ASKED)  # sizes of instances are crossed with all degrees
+        crossed = (DIVIDES, DP_GIVEN)  # sizes of instances are crossed with all degrees
         mine = [each for each in self.found.removed if each.why not in crossed]
         return (*mine, *self.ranking.removed)
 

@@ -1,15 +1,24 @@
 """Orders in time: when each action starts and ends, who waits for whom, and how long ranks idle.
 
+Costs are numbers, or numpy arrays of one shape: then many runs with one order are played at once.
+
 >>> from stagewright.schedule.text import from_csv
 >>> order = from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1I1,1W1")
 >>> play(order, {"F": 1, "B": 3, "I": 2, "W": 1})[order[1][-1]]
 (8, 9)
+>>> two = np.array([1.0, 2.0])
+>>> play(order, {"F": two, "B": 3 * two, "I": 2 * two, "W": two})[order[1][-1]]
+(array([ 8., 16.]), array([ 9., 18.]))
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial, reduce
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.schedule.actions import (
@@ -27,70 +36,124 @@ from stagewright.schedule.actions import (
 )
 
 _LINKS = 6  # ranks of a circular wait that an error names
+_EVERY = -1  # home of an action that all ranks run
 
-Cost = Mapping[str, float] | Callable[[Action], float]
-"""Time of an action: by kind, `{"F": 1, "B": 2}`, or by a function of the action.
+Cost = Mapping[str, Any] | Callable[[ScheduleStep], Any]
+"""Time of a step: by kind of action, `{"F": 1, "B": 2}`, or by a function of the step.
 
 A forward and a backward that overlap take as long as both, or what the mapping has for `"F&B"`.
 """
 
 
-def play(order: Order, cost: Cost) -> dict[Action, tuple[float, float]]:
+class PlannedStep(NamedTuple):
+    """A step of an order, and the steps before it that it waits for, by index."""
+
+    step: ScheduleStep
+    ranks: tuple[int, ...]
+    """The rank that runs it; all ranks, where they share its stage."""
+    previous: tuple[int, ...]
+    """The last step of each of its ranks, and what all ranks run. Other needs of a rank's own
+    actions are behind these."""
+    received: tuple[int, ...]
+    """Steps of other ranks whose results it needs."""
+
+
+@lru_cache(maxsize=64)
+def plan(order: Order) -> tuple[PlannedStep, ...]:
+    """The steps of an order, each after all that it waits for.
+
+    An order that cannot complete is a UserError that says who waits for whom. Linear in the number
+    of actions.
+    """
+    stages, halves, shared = stage_count(order), halved(order), shared_stages(order)
+    planned: list[PlannedStep] = []
+    index: dict[Action, int] = {}
+    home: dict[Action, int] = {}
+    came: dict[ScheduleStep, int] = {}  # ranks that have come to an action that all ranks run
+    reached = [0] * len(order)
+    last: list[int | None] = [None] * len(order)
+    waiting: dict[Action, list[int]] = {}  # an action not planned yet -> the ranks that wait for it
+    runnable = list(reversed(range(len(order))))
+    while runnable:
+        rank = runnable.pop()
+        steps, at = order[rank], reached[rank]
+        while at < len(steps):
+            step = steps[at]
+            actions = parts(step)
+            if actions[0] in index:  # all ranks have come to an action that they share
+                at += 1
+                continue
+            required = [need for a in actions for need in needs(a, stages, halves)]
+            missing = next((need for need in required if need not in index), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            ranks = (rank,)
+            if actions[0].stage in shared:
+                came[step] = came.get(step, 0) + 1
+                if came[step] < len(order):
+                    waiting.setdefault(actions[0], []).append(rank)
+                    break
+                ranks = tuple(range(len(order)))
+            previous = dict.fromkeys(n for r in ranks if (n := last[r]) is not None)
+            previous |= dict.fromkeys(index[a] for a in required if home[a] == _EVERY)
+            received = {index[a]: None for a in required if home[a] not in (rank, _EVERY)}
+            number = len(planned)
+            planned.append(PlannedStep(step, ranks, (*previous,), (*received,)))
+            for r in ranks:
+                last[r] = number
+            for action in actions:
+                index[action], home[action] = number, rank if len(ranks) == 1 else _EVERY
+                runnable += waiting.pop(action, ())
+            at += 1
+        reached[rank] = at
+    if waiting:
+        raise UserError(_deadlock(order, reached, waiting))
+    return tuple(planned)
+
+
+def ends(planned: Sequence[PlannedStep], cost: Cost, delay: Any = 0) -> list[Any]:
+    """End of each planned step, if each rank works through its list as soon as it can.
+
+    `delay` is the time of a message from rank to rank: a number, an array, or a function of the
+    step that receives it.
+    """
+    price = cost if callable(cost) else partial(_price, cost)
+    found: list[Any] = []
+    for step, _, previous, received in planned:
+        before = [found[i] for i in previous]
+        if received:
+            late = delay(step) if callable(delay) else delay
+            before += [found[i] + late for i in received]
+        begin = reduce(_later, before) if before else 0
+        found.append(begin + price(step))
+    return found
+
+
+def _price(cost: Mapping[str, Any], step: ScheduleStep) -> Any:
+    if isinstance(step, Overlap):
+        return cost["F&B"] if "F&B" in cost else cost[step.forward.kind] + cost[step.backward.kind]
+    return cost[step.kind]
+
+
+def _later(a: Any, b: Any) -> Any:
+    return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else max(a, b)
+
+
+def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, Any]]:
     """Start and end of every action if each rank works through its list as soon as it can.
 
-    Communication takes no time here. Two that overlap start and end together, and so do the ranks
-    that share a stage. An order that cannot complete is a UserError that says who waits for whom.
-    Linear in the number of actions.
+    Two that overlap start and end together, and so do the ranks that share a stage. `delay` as in
+    `ends`; an order that cannot complete is a UserError (`plan`).
 
     >>> from stagewright.schedule.text import from_csv
     >>> play(from_csv("0F0,0B0\\n1F0,1B0"), {"F": 1, "B": 2})
     {0F0: (0, 1), 1F0: (1, 2), 1B0: (2, 4), 0B0: (4, 6)}
     """
-
-    def price(step: ScheduleStep) -> float:
-        if isinstance(step, Overlap) and not callable(cost) and "F&B" in cost:
-            return cost["F&B"]
-        return sum(cost(a) if callable(cost) else cost[a.kind] for a in parts(step))
-
-    stages = stage_count(order)
-    halves = halved(order)
-    shared = shared_stages(order)
-    came: dict[Action, list[float]] = {}  # when each rank came to an action that all ranks run
-    times: dict[Action, tuple[float, float]] = {}
-    reached = [0] * len(order)
-    clock: list[float] = [0] * len(order)
-    waiting: dict[Action, list[int]] = {}  # an action not done yet -> the ranks that wait for it
-    runnable = list(reversed(range(len(order))))
-    while runnable:
-        rank = runnable.pop()
-        steps, at, now = order[rank], reached[rank], clock[rank]
-        while at < len(steps):
-            step = steps[at]
-            required = [need for a in parts(step) for need in needs(a, stages, halves)]
-            missing = [need for need in required if need not in times]
-            if missing:
-                waiting.setdefault(missing[0], []).append(rank)
-                break
-            start = max([now, *[times[need][1] for need in required]])
-            if step in times:  # all ranks have come to an action that they share
-                now, at = times[parts(step)[0]][1], at + 1
-                continue
-            if isinstance(step, Action) and step.stage in shared:
-                came.setdefault(step, []).append(start)
-                if len(came[step]) < len(order):
-                    waiting.setdefault(step, []).append(rank)
-                    clock[rank] = now
-                    break
-                start = max(came[step])
-            now = start + price(step)
-            for action in parts(step):
-                times[action] = (start, now)
-                runnable += waiting.pop(action, ())
-            at += 1
-        reached[rank], clock[rank] = at, now
-    if waiting:
-        raise UserError(_deadlock(order, reached, waiting))
-    return times
+    planned = plan(order)
+    price = cost if callable(cost) else partial(_price, cost)
+    pairs = zip(planned, ends(planned, cost, delay), strict=True)
+    return {a: (end - price(of.step), end) for of, end in pairs for a in parts(of.step)}
 
 
 def _deadlock(order: Order, reached: list[int], waiting: dict[Action, list[int]]) -> str:

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.explore.answer.ranking import Ranking
-from stagewright.explore.answer.run_file import varied_figures
-from stagewright.explore.candidates import ABSENT, HARDWARE, Candidates
-from stagewright.explore.space.systems import figures_of
+from stagewright.search.ranking import Ranking
+from stagewright.search.run_file import varied_figures
+from stagewright.search.candidates import ABSENT, HARDWARE, Candidates
+from stagewright.search.machines import figures_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
 from stagewright.texttable import Table
@@ -40,11 +40,14 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
     "mfu": ColumnMeaning(
         "fraction", "model FLOPs utilization, 0 to 1, attention counted in full; training only"
     ),
+    "mfu_causal": ColumnMeaning(
+        "fraction", "the same, attention counted without masked pairs"
+    ),
+    "tflops": ColumnMeaning("TFLOP/s", "model FLOPs per second of a GPU, as `mfu` counts them"),
     "bubble": ColumnMeaning(
         "s",
         "the part of a step in which the mean GPU waits for other pipeline ranks (printed tables "
-        "show shares); estimates count waits for messages between stages and, with ZeRO-3, for "
-        "late gathers here",
+        "show shares)",
     ),
     "launches": ColumnMeaning(
         "s", "the part in which it waits for the host's launches; of simulated candidates alone"
@@ -52,7 +55,8 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
     "exposed_AXIS": ColumnMeaning(
         "s",
         "the part of a step in which the mean GPU waits for communication along an axis, or "
-        "(`exposed_dp+tp`) along several at once",
+        "(`exposed_dp+tp`) along several at once; of estimates along dp, or (`exposed_layers`) "
+        "within layers",
     ),
     "peak": ColumnMeaning(
         "B", "what the fullest rank holds at its peak: the sum of all `memory_...`"
@@ -67,14 +71,11 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
     "simulated": ColumnMeaning(
         "bool", "true: the figures are those of `simulate`; false: all of them are estimates"
     ),
+    "estimated_seconds": ColumnMeaning("s", "the estimate of a step's time, also of simulated ones"),
     "best": ColumnMeaning(
         "", "the place in the table of the best, from 1; with several objectives, on their front"
     ),
-    "lower_bound": ColumnMeaning(
-        "s",
-        "a lower bound of the time of a step: of the simulated step with `--exact`, else of its "
-        "estimate; where the search computed bounds",
-    ),
+    "lower_bound": ColumnMeaning("s", "with `--exact`: a lower bound of the time of a step"),
 }
 """Columns of `every` by name, in their order; words in capitals stand for several."""
 
@@ -108,6 +109,8 @@ def every(of: Ranking) -> Table:
         "tokens": numbers(figures.tokens, known=seen),
         "tokens_per_second": numbers(figures.tokens_per_second),
         "mfu": numbers(figures.mfu),
+        "mfu_causal": numbers(figures.mfu_causal),
+        "tflops": numbers(figures.tflops),
         "bubble": numbers(figures.bubble),
         "launches": [of.launches.get(row) for row in range(len(rows))],
         **{f"exposed_{axis}": numbers(each, known=seen) for axis, each in figures.exposed.items()},
@@ -118,10 +121,11 @@ def every(of: Ranking) -> Table:
         "joules": numbers(figures.joules),
         "usd": numbers(figures.usd),
         "simulated": figures.exact.tolist(),
+        "estimated_seconds": numbers(of.estimates.seconds),
         "best": _places(of),
     }
-    if of.bounds.any():
-        columns["lower_bound"] = numbers(of.bounds, known=np.isfinite(of.bounds))
+    if of.bounds is not None:
+        columns["lower_bound"] = numbers(of.bounds)
     return Table("Candidates", columns)
 
 
@@ -138,10 +142,10 @@ def _varied(rows: Candidates) -> dict[str, list[float | None]]:
 
 
 def _places(of: Ranking) -> list[int | None]:
-    """The place of each candidate among the best, from 1."""
+    """Rank of each candidate among the listed ones, from 1."""
     places: list[int | None] = [None] * len(of.rows)
-    for nth, row in enumerate(of.best.tolist()):
-        places[row] = nth + 1
+    for n, row in enumerate(of.listed.tolist()):
+        places[row] = n + 1
     return places
 
 

@@ -14,22 +14,22 @@ from stagewright.errors import UserError
 from stagewright.explore import exact as simulated
 from stagewright.explore import lots
 from stagewright.explore.answer import promising
-from stagewright.explore.answer.objectives import front
+from stagewright.search.objectives import front
 from stagewright.explore.answer.ranking import NothingFound, Ranking, Wanted
-from stagewright.explore.answer.run_file import (
+from stagewright.search.run_file import (
     hardware_file,
     printed_run_file,
     run_file,
     write_run_file,
 )
 from stagewright.explore.answer.search import search
-from stagewright.explore.candidates import HARDWARE, Candidates, Column
+from stagewright.search.candidates import HARDWARE, Candidates, Column
 from stagewright.explore.evaluate import Evaluated, LeftOut, evaluate
-from stagewright.explore.exact import exact, unknown
-from stagewright.explore.figures import Figures
+from stagewright.search.simulated import exact, unknown
+from stagewright.search.figures import Figures
 from stagewright.explore.shared.tuples import Shared
-from stagewright.explore.space.asked import asked
-from stagewright.explore.space.systems import varied, with_figure
+from stagewright.search.request import asked
+from stagewright.search.machines import varied, with_figure
 from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, read_settings
 from stagewright.run.sections.cluster import ClusterSection

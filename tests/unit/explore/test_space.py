@@ -11,12 +11,12 @@ from stagewright.errors import UserError
 from stagewright.explore.bounding.bounds import bounds
 from stagewright.explore.evaluate import evaluate
 from stagewright.explore.lots import in_lots
-from stagewright.explore.space.asked import asked
-from stagewright.explore.space.defaults import default_axes, default_batch, policies
-from stagewright.explore.space.families import axes_of, words
-from stagewright.explore.space.listed import values_of
-from stagewright.explore.space.space import Space
-from stagewright.explore.space.systems import Fleet, varied
+from stagewright.search.request import asked
+from stagewright.search.defaults import default_axes, default_batch, policies
+from stagewright.search.families import axes_of, words
+from stagewright.search.lists import values_of
+from stagewright.search.space import Space
+from stagewright.search.machines import Fleet, varied
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.explore.candidates import Candidates
-from stagewright.explore.space.asked import SearchRequest, asked
-from stagewright.explore.space.constraints import Constraint
-from stagewright.explore.space.listed import values_of
-from stagewright.explore.space.space import Space
+from stagewright.search.candidates import Candidates
+from stagewright.search.request import SearchRequest, asked
+from stagewright.search.constraints import Constraint
+from stagewright.search.lists import values_of
+from stagewright.search.space import Space
 from stagewright.lower.parameters import parameters
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig

@@ -72,10 +72,15 @@ def kernel_energy(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -
 
     Kernel n is row `rows[n]` of `tasks`, and takes `seconds[n]`, above 0.
     """
+    return float(kernel_energies(tasks, rows, seconds, hardware).sum())
+
+
+def kernel_energies(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> Float:
+    """Seconds at TDP of each of some kernels; as `kernel_energy`, which is their sum."""
     rates = np.array([peak_rate(dtype, hardware) for dtype in tasks.dtypes])[tasks.dtype[rows]]
     tiles = np.array([*map(_tiled, tasks.shapes), 1.0])[tasks.shape[rows]]
     flops, traffic = (of[rows].astype(np.float64) for of in (tasks.flops, tasks.traffic))
-    return float(kernels_energy(traffic, tiles * flops, seconds, rates, hardware).sum())
+    return kernels_energy(traffic, tiles * flops, seconds, rates, hardware)
 
 
 def kernels_energy(

@@ -1,40 +1,36 @@
-"""The page of a search: the best, the front, parallel coordinates, and the sensitivities."""
+"""The page of a search: the best, the price of other choices, time and memory, sensitivities."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Float, Int
-from stagewright.explore.answer.objectives import front
-from stagewright.explore.answer.ranking import Ranking, nothing_found
-from stagewright.explore.answer.run_file import (
-    hardware_file,
-    hardware_file_name,
-    is_packaged,
-    run_file,
-)
-from stagewright.explore.answer.sensitivity import sensitivities
-from stagewright.explore.candidates import HARDWARE
-from stagewright.explore.space.enumeration import Found
 from stagewright.numbers import duration, many, quantity
-from stagewright.run.sections.declare import text_of
+from stagewright.search.enumeration import Found
+from stagewright.search.objectives import front
+from stagewright.search.ranking import Ranking, nothing_found
+from stagewright.search.run_file import hardware_file, hardware_file_name, is_packaged, run_file
+from stagewright.search.sensitivity import sensitivities
 from stagewright.texttable import Table
 from stagewright.version import __version__
 from stagewright.views import search as tables
+from stagewright.views.pages.cards import Card
 from stagewright.views.pages.charts import Chart, chart, front_caption
 from stagewright.views.pages.templates import render
 from stagewright.views.pictures.chart import BYTES, SECONDS
-from stagewright.views.pictures.points import Coordinate, Point, parallel, scatter
+from stagewright.views.pictures.points import Point, scatter
 
 MOST_POINTS = 400
-"""Candidates that are drawn: all of the best and of the front, and others evenly."""
-_SCALES = 9
-"""Settings of parallel coordinates at most: those with most values."""
+"""Candidates in the chart: all that are listed and those of the front, and others evenly."""
+SLOWEST = 3.0
+"""Candidates that take this many times as long as the best are beyond the edge of the chart."""
+LARGEST = 1.25
+"""The same of those that need this many times the memory of the device."""
 
 
-class _Shown(NamedTuple):
+class _Candidate(NamedTuple):
     """A candidate as the page lists it."""
 
     link: str
@@ -44,39 +40,75 @@ class _Shown(NamedTuple):
 
 def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
     """The page as HTML; the sensitivities of the best are simulated for it, if there is one."""
-    rows, names = _drawn(ranking), ranking.how.objectives
-    run, table = "", None
-    if not len(ranking.best):
-        run = str(nothing_found(ranking))
-    else:
+    points, names = _points(ranking), ranking.wanted.objectives
+    exists = len(ranking.best) > 0
+    run, linked = "", ranking.listed
+    if exists:
         best = int(ranking.best[0])
-        machine, at = ranking.rows.machine(best), float(ranking.figures.seconds[best])
         first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
-        run = f"{first}{ranking.rows.describe(best)} on {machine}: {duration(at)} per step"
-        table = _sensitivity_table(ranking, best)
-    stopped = f"stopped: {tables.UNTIL_STOPPED}" if ranking.stopped else ""
-    what = f"the Pareto front of {tables.in_words(names)}" if names[1:] else "the best"
+        run = f"{first}{ranking.rows.describe(best)} on {ranking.rows.machine(best)}"
+        linked = np.unique(np.concatenate([linked, points[_on_front(ranking, points)]]))
+    else:
+        run = str(nothing_found(ranking))
+    sentences = (
+        f"stopped: {tables.UNTIL_STOPPED}" if ranking.stopped else "",
+        tables.choice(ranking) if exists else "",
+        tables.headroom(ranking) if exists else "",
+        tables.expected_error(ranking),
+    )
+    what = f"Pareto front of {tables.in_words(names)}" if names[1:] else "best execution"
     return render(
         "search.html",
-        title=f"{ranking.rows.model.name}: {what} of {many(found.of, 'candidate', 'candidates')}",
+        title=f"{ranking.rows.model.name}: {what} on {_machines(ranking)}",
         run=run,
+        cards=_cards(ranking) if exists else [],
         certainty=tables.certainty(ranking),
-        notes=[*notes, *filter(None, (stopped, tables.listed(ranking)))],
+        notes=[*notes, *filter(None, sentences)],
         best=tables.best(ranking),
+        choices=tables.choices(ranking) if exists else None,
         removed=tables.removed(found.removed),
         combinations=found.combinations,
-        front=_front_chart(ranking, rows) if len(rows) else None,
-        coordinates=_coordinates(ranking, rows) if len(rows) else None,
-        sensitivity=table,
-        shown=[_shown(ranking, row) for row in rows.tolist()],
-        systems=_systems(ranking, rows),
+        front=_front_chart(ranking, points, {*linked.tolist()}) if len(points) else None,
+        sensitivity=_sensitivity_table(ranking, int(ranking.best[0])) if exists else None,
+        shown=[_candidate(ranking, row) for row in linked.tolist()],
+        systems=_systems(ranking, linked),
         version=__version__,
         data={},
     )
 
 
-def _sensitivity_table(of: Ranking, row: int) -> Table:
-    slopes = sensitivities(of.rows, row)
+def _machines(ranking: Ranking) -> str:
+    """The hardware and its number, where all candidates have the same."""
+    rows = ranking.rows
+    worlds = np.unique(rows.world_size).tolist()
+    names = list(dict.fromkeys(hardware.name for hardware in rows.columns["hardware"].values))
+    gpus = f"{worlds[0]:,}" if len(worlds) == 1 else f"{worlds[0]:,} to {worlds[-1]:,}"
+    return f"{gpus} {names[0] if len(names) == 1 else 'GPUs'}"
+
+
+def _cards(ranking: Ranking) -> list[Card]:
+    """Key figures of the best."""
+    row, figures = int(ranking.best[0]), ranking.figures
+    count = many(len(ranking), "candidate", "candidates")
+    tokens = int(figures.tokens[row])
+    found = [
+        Card("Step time", duration(float(figures.seconds[row])), f"{tokens:,} tokens"),
+        Card(
+            "Peak memory per GPU",
+            quantity(int(figures.peak[row]), "B"),
+            f"of {quantity(int(figures.device_memory[row]), 'B')}",
+        ),
+        Card("Simulated", f"{ranking.simulated:,}", f"of {count}"),
+    ]
+    if not np.isnan(figures.mfu[row]):
+        causal = f"causal attention {figures.mfu_causal[row]:.1%}"
+        rate = f"{figures.tflops[row]:,.0f} TFLOP/s per GPU, {causal}"
+        found.insert(1, Card("MFU", f"{figures.mfu[row]:.1%}", rate))
+    return found
+
+
+def _sensitivity_table(ranking: Ranking, row: int) -> Table:
+    slopes = sensitivities(ranking.rows, row)
     return Table(
         "Percent by which the best step gets longer where a figure grows by 1%",
         {"figure": [*slopes], "percent": [f"{slope:+.3f}" for slope in slopes.values()]},
@@ -84,52 +116,67 @@ def _sensitivity_table(of: Ranking, row: int) -> Table:
     )
 
 
-def _drawn(of: Ranking) -> Int:
-    """The candidates that are drawn, ascending: all that the page names, and others evenly."""
-    known = np.flatnonzero(~np.isnan(of.figures.seconds))
-    values = np.stack([of.figures.seconds[known], of.figures.peak[known].astype(float)], axis=1)
-    kept = {*of.best[: tables.shown(of)].tolist(), *known[front(values)].tolist()}
-    others = known[np.linspace(0, len(known) - 1, min(MOST_POINTS, len(known))).astype(int)]
+def _points(ranking: Ranking) -> Int:
+    """The candidates of the chart, ascending: those that are not far from the best."""
+    figures = ranking.figures
+    known = ~np.isnan(figures.seconds)
+    if len(ranking.best):
+        per_token = figures.seconds / np.maximum(figures.tokens, 1)
+        known &= per_token <= SLOWEST * per_token[ranking.best[0]]
+        known &= figures.peak <= LARGEST * figures.device_memory
+    rows = np.flatnonzero(known)
+    kept = {*ranking.listed.tolist(), *rows[_on_front(ranking, rows)].tolist()}
+    others = rows[np.linspace(0, len(rows) - 1, min(MOST_POINTS, len(rows))).astype(int)]
     return np.array(sorted(kept | {*others.tolist()}), dtype=np.int64)
 
 
-def _words(of: Ranking, row: int) -> str:
-    seconds, peak = float(of.figures.seconds[row]), int(of.figures.peak[row])
-    how = "" if of.figures.exact[row] else ", estimated"
-    settings = tables.words(of.rows, row)
-    return f"{settings}: {duration(seconds)}, {quantity(peak, 'B')}{how}"
+def _values(ranking: Ranking, rows: Int) -> Float:
+    """Seconds and peak memory of some candidates: [candidates, 2]."""
+    figures = ranking.figures
+    return np.stack([figures.seconds[rows], figures.peak[rows].astype(np.float64)], axis=1)
 
 
-def _shown(of: Ranking, row: int) -> _Shown:
-    return _Shown(f"run-{row}", _words(of, row), run_file(of.rows, row))
+def _on_front(ranking: Ranking, rows: Int) -> Int:
+    """Positions of candidates that no other beats in both time and memory."""
+    return np.flatnonzero(front(_values(ranking, rows))) if len(rows) else rows
 
 
-def _systems(of: Ranking, rows: Int) -> dict[str, str]:
+def _words(ranking: Ranking, row: int) -> str:
+    seconds, peak = float(ranking.figures.seconds[row]), int(ranking.figures.peak[row])
+    mark = "" if ranking.figures.exact[row] else ", estimated"
+    settings = tables.words(ranking.rows, row)
+    return f"{settings}: {duration(seconds)}, {quantity(peak, 'B')}{mark}"
+
+
+def _candidate(ranking: Ranking, row: int) -> _Candidate:
+    return _Candidate(f"run-{row}", _words(ranking, row), run_file(ranking.rows, row))
+
+
+def _systems(ranking: Ranking, rows: Int) -> dict[str, str]:
     """The files of hardware that run files name, by name."""
-    systems = {id(each): each for each in (of.rows.hardware(row) for row in rows.tolist())}
+    systems = [ranking.rows.hardware(row) for row in rows.tolist()]
     return {
-        hardware_file_name(each): hardware_file(each)
-        for each in systems.values()
-        if not is_packaged(each)
+        hardware_file_name(hardware): hardware_file(hardware)
+        for hardware in {id(hardware): hardware for hardware in systems}.values()
+        if not is_packaged(hardware)
     }
 
 
-def _front_chart(of: Ranking, rows: Int) -> Chart:
-    figures = of.figures
-    values: Float = np.stack([figures.seconds[rows], figures.peak[rows].astype(float)], axis=1)
-    marked = front(values)
+def _front_chart(ranking: Ranking, rows: Int, linked: set[int]) -> Chart:
+    """Time and memory of candidates; a click leads to the run files of those that have one."""
+    figures = ranking.figures
+    marked = {*_on_front(ranking, rows).tolist()}
     points = [
-        Point((peak, seconds), _words(of, row), f"run-{row}", bool(on))
-        for (seconds, peak), row, on in zip(
-            values.tolist(), rows.tolist(), marked.tolist(), strict=True
+        Point((peak, seconds), _words(ranking, row), f"run-{row}" * (row in linked), n in marked)
+        for n, ((seconds, peak), row) in enumerate(
+            zip(_values(ranking, rows).tolist(), rows.tolist(), strict=True)
         )
     ]
     limits = sorted({int(size) for size in figures.device_memory[rows].tolist() if size})[:4]
-    caption = front_caption("candidate", "both time and memory", "run")
+    caption = front_caption("candidate near the best", "both time and memory", "run")
     if limits:
-        caption += (
-            f" The dashed {'line is' if len(limits) == 1 else 'lines are'} the memory of a device."
-        )
+        lines = "line is" if len(limits) == 1 else "lines are"
+        caption += f" The dashed {lines} the memory of a device."
     return chart(
         lambda name, width: scatter(
             points, "Step time and memory", ("memory of the fullest rank", BYTES),
@@ -138,48 +185,3 @@ def _front_chart(of: Ranking, rows: Int) -> Chart:
         "front",
         caption,
     )  # fmt: skip
-
-
-def _coordinates(of: Ranking, rows: Int) -> Chart:
-    """A line for each candidate through its settings, and through its time."""
-    every = [(name, column) for name, column in of.rows.columns.items() if len(column.values) > 1]
-    most = sorted(every, key=lambda item: -len(item[1].values))[:_SCALES]
-    names = [name for name, _ in every if name in {name for name, _ in most}]
-    scales: list[Coordinate] = []
-    shares: list[Float] = []
-    for name in names:
-        column = of.rows.columns[name]
-        ordered = sorted(range(len(column.values)), key=lambda code: _order(column.values[code]))
-        rank = np.empty(len(ordered))
-        rank[ordered] = np.arange(len(ordered)) / max(len(ordered) - 1, 1)
-        shares.append(rank[column.codes[rows]])
-        words = [_value(name, column.values[code]) for code in ordered]
-        scales.append(Coordinate(name, words if len(words) <= 14 else [words[0], words[-1]]))
-    seconds = of.figures.seconds[rows]
-    low, high = float(seconds.min()), float(seconds.max())
-    shares.append((seconds - low) / ((high - low) or 1))
-    scales.append(Coordinate("step", [duration(low), duration(high)]))
-    best = set(of.best[:5].tolist())
-    lines = [
-        Point(tuple(float(share[nth]) for share in shares), _words(of, row), f"run-{row}",
-              row in best)
-        for nth, row in enumerate(rows.tolist())
-    ]  # fmt: skip
-    caption = "A line for each candidate through its settings to its time; the five best stand out."
-    return chart(
-        lambda name, width: parallel(lines, scales, "Settings of candidates", width),
-        "settings",
-        caption,
-    )
-
-
-def _order(value: Any) -> tuple[bool, Any]:
-    """Numbers by size before all else by name."""
-    number = isinstance(value, int | float)
-    return (not number, value if number else _value("", value))
-
-
-def _value(name: str, value: Any) -> str:
-    if name == HARDWARE:
-        return value.name
-    return "on" if value is True else "off" if value is False else text_of(value)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stagewright.explore.answer.run_file import run_file
-from stagewright.explore.space.enumeration import Removed
+from stagewright.search.run_file import run_file
+from stagewright.search.enumeration import Removed
 from stagewright.numbers import duration, plural
 from stagewright.serving.search.answer import ServingRanking
 from stagewright.version import __version__

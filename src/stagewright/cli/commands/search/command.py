@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
-    from stagewright.explore.answer.ranking import NothingFound, Wanted
-    from stagewright.explore.exact import Heard
-    from stagewright.explore.figures import Figures
-    from stagewright.explore.space.asked import SearchRequest
-    from stagewright.explore.space.enumeration import Found
+    from stagewright.search.enumeration import Found
+    from stagewright.search.figures import Figures
+    from stagewright.search.ranking import NothingFound, Wanted
+    from stagewright.search.request import SearchRequest
+    from stagewright.search.simulated import Progress
 
 _TOOLS = ("megatron", "torchtitan")
 
@@ -57,35 +57,34 @@ def search(
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
     from stagewright.api.searched import wanted
-    from stagewright.explore.exact import step_of
+    from stagewright.search.simulated import step_of
     from stagewright.views.deviations import known
-    from stagewright.views.search import left, nearly_full
+    from stagewright.views.search import headroom, without_objective
 
     outputs = _checked(out, (model, config, settings), settings)
     if settings.pop("serve"):
         pairs = _pairs(settings.pop("vary"))
         return search_serving(model, config, outputs, pairs, as_json=as_json, settings=settings)
     settings = without_serving(settings)
-    # A file of all candidates has the figures of all.
-    settings["bounded"] = all(map(is_run_file, out))
-    how, place, sample = wanted(settings), settings.pop("place"), settings.pop("sample")
+    why, place = settings.pop("why"), settings.pop("place")
+    what = wanted(settings)
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
     tool = _tool(model, settings["as_family"])
     if tool:
         settings["as_family"] = None
     request = _request(model, config, settings)
-    _check_place(place, how, request)
+    _check_place(place, what, request)
     outputs.check_hardware(fleet.hardware for fleet in request.space.fleets)
     shared.show_notes(request.notes)
     begin = time.perf_counter()
     with shown("candidates") as bar, _executor(*engine) as executor:
-        result, none = _searched(request, how, sample, executor, bar)
-    shared.show_notes(left(result.ranking))
+        result, none = _searched(request, what, executor, bar, why=why)
+    shared.show_notes(without_objective(result.ranking))
     if none is not None:
         return end_without_best(result, none, out)
-    shared.show_notes(nearly_full(result.ranking))
+    shared.show_notes(filter(None, [headroom(result.ranking)]))
     if result.ranking.rows.model.num_experts:  # whose steps differ most from what was measured
-        best = step_of(result.ranking.rows, int(result.ranking.best[0]))
+        best = step_of(result.ranking.rows, result.row(1))
         shared.show_notes(known(best))
     seconds = time.perf_counter() - begin
     flags = partial(_flags, result, tool, place or 1) if tool else None
@@ -102,20 +101,19 @@ def _checked(out: tuple[str, ...], given: object, settings: dict[str, Any]) -> O
     """Refuse before any work numbers below 1, and files that could not be written after it."""
     from stagewright.api.searched import check_count
 
-    for name, option in {"top": "top", "most": "most", "sample": "sample", "place": "run"}.items():
+    for name, option in {"top": "top", "most": "most", "place": "run"}.items():
         check_count(option, settings[name])
     outputs = Outputs(out, settings.pop("force"), [*texts_of(given)])
     outputs.check()
     return outputs
 
 
-def _check_place(place: int | None, how: Wanted, request: SearchRequest) -> None:
-    """Refuse before the search a place among the best that no candidate will have."""
-    few = not how.prove and how.most is None and request.space.base.run.mode == "train"
-    if place is not None and few and place > how.top:
+def _check_place(place: int | None, what: Wanted, request: SearchRequest) -> None:
+    """Refuse before the search a row of the table that there will not be."""
+    if place is not None and place > what.top:
         raise UserError(
-            f"--run {place}: a search simulates the best {how.top:,} (--top); give --run 1 to "
-            f"{how.top:,}, or --top {place}"
+            f"--run {place}: a search lists the best {what.top:,} (--top); give --run 1 to "
+            f"{what.top:,}, or --top {place}"
         )
 
 
@@ -133,7 +131,7 @@ def _tool(model: str | None, name: str | None) -> str | None:
 
 def _request(model: str | None, config: str | None, settings: dict[str, Any]) -> SearchRequest:
     """The space that the options and the run file ask for."""
-    from stagewright.explore.space.asked import asked
+    from stagewright.search.request import asked
 
     vary, gpus = _pairs(settings.pop("vary")), settings.pop("gpus")
     families = settings.pop("space")
@@ -177,83 +175,71 @@ def _executor(
 
 def _searched(
     request: SearchRequest,
-    how: Wanted,
-    sample: int | None,
+    what: Wanted,
     executor: Executor | None,
     bar: ProgressBar,
+    *,
+    why: bool,
 ) -> tuple[Search, NothingFound | None]:
-    """The result, and why there is no best, where there is none; stderr says how it goes."""
+    """The result, and why there is no best, where there is none; stderr shows progress."""
     from stagewright.api.searched import Search, searched
-    from stagewright.explore.answer.promising import FEW
-    from stagewright.explore.answer.ranking import NothingFound
+    from stagewright.search.ranking import NothingFound
 
     bar.say("constraints ")
     try:
-        found = request.space.candidates(sample)
-    except KeyboardInterrupt:
-        raise Stopped("stopped before any candidate was evaluated; nothing was written") from None
-    _tell_space(found)
-    if not how.bounded and len(found.rows) > FEW and how.objectives == ("time",):
-        every = f"all {len(found.rows):,} candidates are evaluated, since -o lists them"
-        shared.show_notes([f"{every}; without such a file bounds spare most of that"])
-
-    def stopping(count: int) -> None:
-        which = "these" if count <= how.top else f"the best {how.top:,} of these"
-        click.echo(
-            f"stagewright: stopped after {count:,} of {many(len(found.rows), *_NOUNS)}; simulating "
-            f"{which} now, which another Ctrl-C ends",
-            err=True,
-        )
-
-    try:
-        heard = _heard(bar)
-        return searched(
-            request, how, executor=executor, progress=heard, found=found, stopping=stopping
-        ), None
+        found = request.space.candidates()
+        _show_space(found, why=why)
+        bar.say("estimates ")
+        progress = _progress(bar)
+        return searched(request, what, executor, progress, found), None
     except NothingFound as none:
         return Search(found, none.ranking, request.notes), none
     except KeyboardInterrupt:
-        count = many(len(found.rows), *_NOUNS)
-        raise Stopped(f"stopped after 0 of {count}; nothing was written") from None
+        raise Stopped("stopped before any candidate was simulated; nothing was written") from None
 
 
-_NOUNS = "candidate", "candidates"
-
-
-def _heard(bar: ProgressBar) -> Heard:
+def _progress(bar: ProgressBar) -> Progress:
     """Shows the rate, and the best step so far."""
     best = [float("inf")]
 
-    def heard(done: int, total: int, latest: Figures) -> None:
+    def progress(done: int, total: int, latest: Figures) -> None:
         for seconds, fits in zip(latest.seconds.tolist(), latest.fits.tolist(), strict=True):
             if fits and seconds < best[0]:
                 best[0] = seconds
         bar(done, total, more="" if best[0] == float("inf") else f"best {duration(best[0])}")
 
-    return heard
+    return progress
 
 
-def _tell_space(found: Found) -> None:
+def _show_space(found: Found, *, why: bool) -> None:
     """Say on stderr how large the space is, and what has been removed from it."""
-    sample = f", of which {len(found.rows):,} are drawn" if found.sampled else ""
     combinations = many(found.combinations, "combination", "combinations")
-    about = "about " if found.estimated else ""
-    lines = [f"{combinations}: {about}{found.of:,} can be run{sample}"]
-    lines += [
-        f"{about}{each.count:,} removed by the rule that {each.why} ({each.example})"
-        for each in found.removed
-    ]
-    for line in lines:
-        click.echo(f"stagewright: {printable(line)}", err=True)
+    line = f"{combinations}: {len(found.rows):,} can be run"
+    if found.removed and not why:
+        line += f", {many(len(found.removed), 'rule', 'rules')} removed the others (--why)"
+    lines = [line]
+    if why:
+        lines += [
+            f"{each.count:,} removed by the rule that {each.why} ({each.example})"
+            for each in found.removed
+        ]
+    for text in lines:
+        click.echo(f"stagewright: {printable(text)}", err=True)
 
 
 def _report(result: Search, seconds: float) -> None:
-    """Print the best, and how sure that is."""
+    """Print the best, the price of other choices, and how sure that is."""
     from stagewright.texttable import print_table
-    from stagewright.views.search import UNTIL_STOPPED, in_words, listed, not_listed
+    from stagewright.views.search import (
+        UNTIL_STOPPED,
+        choice,
+        expected_error,
+        in_words,
+        missing_hardware,
+    )
 
     ranking = result.ranking
-    out, names = shared.console(), ranking.how.objectives
+    out, names = shared.console(), ranking.wanted.objectives
     first = "best"
     if len(names) > 1:
         out.print(
@@ -265,15 +251,16 @@ def _report(result: Search, seconds: float) -> None:
     if ranking.stopped:
         out.print(f"stopped: {UNTIL_STOPPED}")
     print_table(result.best(), out)
-    bounded = f", {ranking.bounded_out:,} bounded out" if ranking.bounded_out else ""
+    choices = result.choices()
+    if len(choices):
+        print_table(choices, out)
+    for sentence in (choice(ranking), expected_error(ranking), missing_hardware(ranking)):
+        if sentence:
+            out.print(sentence)
     out.print(
-        f"{ranking.evaluated:,} of {ranking.candidates:,} candidates evaluated{bounded}, "
+        f"{len(ranking):,} candidates, "
         f"{ranking.simulated:,} of them simulated, in {seconds:.1f} s"
     )
-    if few := listed(ranking):
-        out.print(few)
-    if others := not_listed(ranking):
-        out.print(others)
     out.print(result.certainty)
 
 
@@ -281,7 +268,7 @@ ENTRY = Entry(
     45,
     search,
     (
-        "stagewright search llama3-8b --gpus 8 --hardware h100-sxm --zero 1 --pp 1 --most 10",
+        "stagewright search llama3-8b --gpus 8 --hardware h100-sxm --zero 1 --pp 1",
         "stagewright search llama3.1-8b --serve --hardware h100-sxm --rate 60 --isl 1024 --osl 128 "
         "--ttft 300 --tpot 12",
         "stagewright search gpt2 --gpus 4 --hardware h100-sxm,h200 --tp 1 --pp 1 --zero 1 --vary "

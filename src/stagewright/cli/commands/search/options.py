@@ -56,15 +56,13 @@ OPTIONS = (
         help="time, memory, cost, energy or mfu; several: the front of them. [time] With --serve: "
         "gpus or cost. [gpus]",
     ),
-    click.option("--top", type=WholeNumber(), metavar="N", help="The best to simulate. [20]"),
+    click.option("--top", type=WholeNumber(), metavar="N", help="Layouts to list. [20]"),
     click.option(
-        "--most",
-        type=WholeNumber(),
-        metavar="N",
-        help="Candidates to simulate of those that cannot be estimated. [20; 200 where none can]",
+        "--most", type=WholeNumber(), metavar="N", help="Most candidates to simulate. [200]"
     ),
     click.option("--exact", is_flag=True, help="Simulate all that may be faster than the best."),
-    click.option("--sample", type=WholeNumber(), metavar="N", help="So many candidates at random."),
+    click.option("--all-variants", is_flag=True, help="List several variants of one layout."),
+    click.option("--why", is_flag=True, help="List what constraints have removed."),
     click.option("--allow-oom", is_flag=True, help="Candidates that do not fit into memory count."),
     click.option(
         "--run", "place", type=WholeNumber(), metavar="N", help="The one of the best to write."

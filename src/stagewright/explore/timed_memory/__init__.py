@@ -1,1 +1,0 @@
-"""What ranks hold where communication beside kernels ends late: memory over time, in columns."""

@@ -1,0 +1,523 @@
+"""Costs of single blocks: seconds and bytes of a layer, the embedding and the head.
+
+They are read off *tiny runs*: the model with its first few layers, in one pipeline stage with two
+microbatches, compiled and simulated like any other run. Candidates that differ only in their
+pipeline, in dp, in ZeRO or in the batch share a tiny run: what these add is the estimate's part.
+
+There are two kinds of tiny runs. `pass_costs` has what a microbatch takes: seconds of the forward
+and backward pass, and bytes saved for backward. `state_costs` has what a step takes once: bytes of
+parameters, gradients and optimizer states, bytes exchanged along dp, and seconds of the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float, Int, distinct_numbers
+from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.variants import PlacedVariant, place_blocks
+from stagewright.model.layers import Layer
+from stagewright.program.along import along
+from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, TaskKind
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.execution import Execution
+from stagewright.run.settings import Run
+from stagewright.search.candidates import Candidates
+from stagewright.time.expense.power import kernel_energies
+from stagewright.time.hardware import Hardware
+from stagewright.time.network import Machine
+from stagewright.time.simulate.launches import ASYNCHRONOUS
+from stagewright.time.simulate.step import SimulatedStep, simulate
+from stagewright.time.simulate.timeline import TICK
+
+PIPELINE = (
+    *("pp", "vpp", "schedule", "microbatch_group_size_per_vp_stage", "layers_per_stage"),
+    *("first_stage_less_layers", "last_stage_less_layers", "pipeline_split", "global_batch_size"),
+    *("recompute_num_layers", "cpu_offloading_num_layers"),
+)
+"""Settings that decide which blocks run where and when, and nothing of a block."""
+STATES = (
+    *("dp", "zero", "dp_shard", "optimizer_cpu_offload", "optimizer_offload_fraction", "order"),
+    *("overlap_param_gather", "grad_reduce", "overlap_moe_expert_parallel_comm"),
+)
+"""Settings of a step, without effect on a pass of one microbatch."""
+PASSES = (
+    *("micro_batch_size", "cp", "cp_comm_type", "recompute", "recompute_modules"),
+    *("moe_flex_dispatcher", "tp_comm_overlap"),
+)
+"""Settings of a pass, without effect on the states of a model."""
+LIMITS = ("device_memory", "memory_allowance")
+"""Settings that change no cost."""
+EXPERTS = ("ep", "etp", "moe_token_dispatcher_type", "moe_flex_dispatcher")
+"""Settings of experts, and of nothing else in a block."""
+OTHERS = ("cp_comm_type", "recompute", "recompute_modules")
+"""Settings whose effect on a pass adds to that of `EXPERTS`."""
+
+
+class BlockKind(NamedTuple):
+    """Blocks of one kind cost the same."""
+
+    block: str
+    """A name in `blocks.BLOCKS`: embedding, layer, head, ..."""
+    layer: Layer
+
+
+class Blocks(NamedTuple):
+    """The blocks of a model by kind."""
+
+    kinds: tuple[BlockKind, ...]
+    layers: int
+    """Layers of a tiny run: as many as have a block of each kind, and two."""
+
+    @classmethod
+    def of(cls, rows: Candidates) -> Self:
+        """The blocks of candidates."""
+        run = rows.run(0)
+        unsplit = run.model_copy(update=_defaults(PIPELINE, run) | {"pp": 1, "vpp": 1, "dp": 1})
+        (placed,) = place_blocks(unsplit.resolved(rows.model), rows.model)
+        first: dict[BlockKind, int] = {}
+        for variant, layer in placed:
+            first.setdefault(BlockKind(variant.block, variant.layer), layer)
+        layers = max(2, 1 + max(first.values(), default=0))
+        return cls(tuple(first), min(layers, rows.model.num_layers))
+
+    def kind(self, placed: PlacedVariant) -> int:
+        """Number of the kind of a block of a stage."""
+        return self.kinds.index(BlockKind(placed[0].block, placed[0].layer))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PassCosts:
+    """What a microbatch takes in each block: [tuples of settings, kinds of blocks] each.
+
+    NaN where a tiny run was refused.
+    """
+
+    of: Int
+    """Tuple of each candidate."""
+    seconds: Mapping[str, Float]
+    """By kind of action, `F` and `B`, and `I` and `W` where some schedule has such halves;
+    communication that the block waits for included."""
+    kernels: Mapping[str, Float]
+    """Seconds of kernels among these, for `F` and `B`."""
+    experts: Mapping[str, Float]
+    """Seconds of exchanges between experts among these, for `F` and `B`."""
+    drawn: Float
+    """Seconds at TDP in which a GPU draws as much energy as the kernels of both passes."""
+    saved: Float
+    """Bytes saved for backward."""
+    transient: Float
+    """Bytes beyond these at the peak of a block's backward pass."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateCosts:
+    """What a step takes once in each block: [tuples of settings, kinds of blocks] each."""
+
+    of: Int
+    """Tuple of each candidate."""
+    shards: Int
+    """Ranks of dp in the tiny run, over which ZeRO shards states: [tuples]."""
+    memory: Mapping[str, Float]
+    """Bytes on a rank of the tiny run, by category."""
+    optimizer: Float
+    """Seconds of kernels of the optimizer in the tiny run."""
+    added: Mapping[str, Float]
+    """Seconds of kernels that ZeRO-2 and 3 add to a pass, `F` or `B`."""
+    exchanged: Mapping[tuple[str, str], Float]
+    """Bytes of whole tensors exchanged over the ranks that have the same weights, by group (of
+    `GROUPS`) and use (of `USES`)."""
+
+
+# ---- tuples of settings and their tiny runs ------------------------------------------------------
+
+
+def pass_costs(rows: Candidates, blocks: Blocks, *, halves: bool = False) -> PassCosts:
+    """Costs of passes; `halves`: also of the halves of backward passes.
+
+    What settings of experts change is added to what the others change, so that tiny runs need not
+    cross the two.
+    """
+    names = {*rows.columns} - {*PIPELINE, *STATES, *LIMITS}
+    more = _ranks_within(rows), _rings_ahead(rows)
+    _, base = _distinct(rows, names - {*EXPERTS, *OTHERS}, *more)
+    first, others = _distinct(rows, names - {*EXPERTS}, *more)
+    lead = np.unique(base, return_index=True)[1][base]  # the first with the same settings but these
+    runs = [_pass_run(rows, row, int(lead[row]), EXPERTS) for row in first.tolist()]
+    found = _read(rows, blocks, runs, halves=halves)
+    of = others
+    if rows.model.num_experts:
+        of_first, of = _distinct(rows, names, *more)
+        each, experts = _distinct(rows, names - {*OTHERS}, *more)
+        runs = [_pass_run(rows, row, int(lead[row]), OTHERS) for row in each.tolist()]
+        changed = _read(rows, blocks, runs, halves=halves)
+        pair = experts[of_first], experts[lead[of_first]]
+        full = rows.column("recompute").is_one_of("full")[of_first]
+        found = {name: table[others[of_first]] for name, table in found.items()}
+        change = {name: table[pair[0]] - table[pair[1]] for name, table in changed.items()}
+        for name in found:
+            found[name] = found[name] + _recomputed(name, change, full)
+    return PassCosts(
+        of,
+        {kind: found[kind] for kind in ("FBIW" if halves else "FB")},
+        {kind: found[f"{kind} kernels"] for kind in "FB"},
+        {kind: found[f"{kind} experts"] for kind in "FB"},
+        found["drawn"],
+        found["saved"],
+        found["transient"],
+    )
+
+
+def _recomputed(name: str, change: Mapping[str, Float], full: Bool) -> Float:
+    """A change of costs without recomputation as it is where blocks are recomputed.
+
+    Then a backward pass has a forward pass in it, and what that saves is there for a moment only.
+    """
+    forward = {"B": "F", "I": "F", "B kernels": "F kernels", "B experts": "F experts",
+               "transient": "saved"}  # fmt: skip
+    found = change[name]
+    if name == "saved":
+        return np.where(full[:, None], 0.0, found)
+    return found + full[:, None] * change[forward[name]] if name in forward else found
+
+
+class _TinyRun(NamedTuple):
+    """A run, the way to execute it, and the candidate whose machine it runs on."""
+
+    run: Run
+    execution: Execution
+    row: int
+
+
+def _pass_run(rows: Candidates, row: int, lead: int, borrowed: Iterable[str]) -> _TinyRun:
+    """The tiny run of a pass of one candidate, with some settings of another one.
+
+    Without `recompute` where that is among these.
+    """
+    run, execution = rows.run(row), rows.execution(row)
+    update = _defaults((*PIPELINE, *STATES, *LIMITS), run)
+    for name in borrowed:
+        if name in rows.columns:
+            value = rows.column(name).at(lead)
+            if name in Execution.__dataclass_fields__:
+                execution = replace(execution, **{name: value})
+            else:
+                update[name] = value
+    if "recompute" in borrowed:
+        update["recompute"] = "none"
+    run = run.model_copy(update=update)
+    execution = replace(execution, overlap_moe_expert_parallel_comm=False)
+    alone = rows.take(slice(row, row + 1))
+    inner = int(_ranks_within(alone)[0])
+    dp = inner * _fewest_ranks(run, run.cp)
+    batch = 2 * dp * run.micro_batch_size
+    more = {"dp": dp, "global_batch_size": batch, "zero": 0}
+    if inner > 1:
+        more["order"] = "ep-dp-tp-cp-pp"
+    if _rings_ahead(alone)[0]:
+        more["schedule"] = "zb-h1"
+    return _TinyRun(run.model_copy(update=more), execution, row)
+
+
+def _ranks_within(rows: Candidates) -> Int:
+    """Ranks of dp and pp between neighbours in tp: 1 unless `order` says otherwise [candidates]."""
+    column = rows.column("order")
+    if all(order.startswith(("tp-cp", "cp-tp")) for order in column.values):
+        return np.ones(len(rows), dtype=np.int64)
+    found = np.ones(len(rows), dtype=np.int64)
+    for axis in ("dp", "pp"):
+        before = [o.split("-").index(axis) < o.split("-").index("tp") for o in column.values]
+        found *= np.where(np.array(before)[column.codes], rows.numbers(axis), 1)
+    return found
+
+
+def _rings_ahead(rows: Candidates) -> Bool:
+    """Candidates whose host does not wait for the messages of a ring of cp [candidates].
+
+    Megatron-LM's 1F1B without virtual stages waits for all messages (`time.simulate.launches`).
+    """
+    ring = rows.column("cp_comm_type").is_one_of("p2p") & (rows.numbers("cp") > 1)
+    return ring & ((rows.numbers("vpp") > 1) | rows.column("schedule").is_one_of(*ASYNCHRONOUS))
+
+
+def _fewest_ranks(run: Run, cp: int) -> int:
+    """Fewest ranks of dp that the experts of a run can be spread over."""
+    experts = run.expert_tensor_parallel_size * run.ep
+    return experts // int(np.gcd(experts, run.tp * cp))
+
+
+def state_costs(rows: Candidates, blocks: Blocks) -> StateCosts:
+    """Costs of states."""
+    names = {*rows.columns} - {*PIPELINE, *PASSES, *LIMITS, "dp", "dp_shard", "sequence_parallel"}
+    first, of = _distinct(rows, names)
+    runs = [_state_run(rows, row) for row in first.tolist()]
+    found = _read(rows, blocks, runs)
+    plain = [tiny._replace(run=tiny.run.model_copy(update={"zero": 0})) for tiny in runs]
+    sharded = [tiny.run.zero >= 2 for tiny in runs]
+    unsharded = _read(rows, blocks, [p if s else t for p, s, t in zip(plain, sharded, runs, strict=True)])
+    return StateCosts(
+        of,
+        np.array([tiny.run.dp for tiny in runs]),
+        {name: found[name] for name in _STATE_CATEGORIES},
+        found["optimizer seconds"],
+        {kind: found[f"{kind} kernels"] - unsharded[f"{kind} kernels"] for kind in "FB"},
+        {(g, use): found[f"{g} {use}"] for g in GROUPS for use in USES},
+    )
+
+
+def _state_run(rows: Candidates, row: int) -> _TinyRun:
+    """The tiny run of the states of one candidate."""
+    run = rows.run(row)
+    run = run.model_copy(update=_defaults((*PIPELINE, *PASSES, *LIMITS, "dp_shard", "order"), run))
+    dp = 2 * _fewest_ranks(run, 1)
+    update = {"dp": dp, "global_batch_size": 2 * dp, "recompute": "none", "micro_batch_size": 1}
+    execution = replace(
+        rows.execution(row), overlap_moe_expert_parallel_comm=False, moe_flex_dispatcher=False
+    )
+    return _TinyRun(run.model_copy(update=update), execution, row)
+
+
+def _defaults(names: Iterable[str], run: Run) -> dict[str, Any]:
+    """Defaults of those of some settings that a run has."""
+    fields = type(run).model_fields
+    return {n: EXPERIMENT[n].default_of(run.framework) for n in names if n in fields}
+
+
+def _distinct(rows: Candidates, names: Iterable[str], *numbers: Int) -> tuple[Int, Int]:
+    """First candidate of each distinct tuple of settings, and the tuple of each candidate."""
+    ordered = [name for name in rows.columns if name in {*names}]
+    return distinct_numbers([rows.distinct(*ordered).of, *numbers], len(rows))
+
+
+def _read(
+    rows: Candidates, blocks: Blocks, runs: Sequence[_TinyRun], *, halves: bool = False
+) -> dict[str, Float]:
+    """What is read off tiny runs: tables [runs, kinds] by name, NaN where a run is refused."""
+    simulated = _Simulated(rows, blocks)
+    found = [simulated.read(tiny) for tiny in runs]
+    if halves:
+        for of, tiny in zip(found, runs, strict=True):
+            split = tiny.run.model_copy(update={"schedule": "zb-h2"})
+            halved = simulated.read(tiny._replace(run=split))
+            of |= {kind: halved[kind] for kind in "IW" if kind in halved}
+    names = dict.fromkeys(name for of in found for name in of)
+    unknown = np.full(len(blocks.kinds), np.nan)
+    return {name: np.array([of.get(name, unknown) for of in found]) for name in names}
+
+
+class _Simulated:
+    """Tiny runs that were simulated; machines share compiled runs."""
+
+    def __init__(self, rows: Candidates, blocks: Blocks) -> None:
+        self.rows, self.blocks = rows, blocks
+        self.compiled: dict[Run, CompiledRun | None] = {}
+        self.found: dict[tuple[Run, Execution, str], dict[str, Float]] = {}
+
+    def read(self, tiny: _TinyRun) -> dict[str, Float]:
+        """Costs by name, [kinds] each; none where the run is refused."""
+        cluster, hardware = self.rows.cluster(tiny.row), self.rows.hardware(tiny.row)
+        key = tiny.run, tiny.execution, f"{hardware.name} {cluster.topology} {cluster.algorithm}"
+        if key not in self.found:
+            self.found[key] = self._simulate(tiny, hardware)
+        return dict(self.found[key])
+
+    def _simulate(self, tiny: _TinyRun, hardware: Hardware) -> dict[str, Float]:
+        cluster = self.rows.cluster(tiny.row)
+        run = tiny.run.model_copy(update={"pp": 1, "layers": self.blocks.layers})
+        try:
+            if run not in self.compiled:
+                self.compiled[run] = None
+                self.compiled[run] = compile(run, self.rows.model, device_memory=hardware.memory)
+            program = self.compiled[run]
+            if program is None:
+                return {}
+            machine = Machine.of(
+                hardware,
+                gpus=program.run.world_size,
+                topology=cluster.topology,
+                algorithm=cluster.algorithm,
+            )
+            step = simulate(program, machine, tiny.execution)
+        except UserError:
+            return {}
+        return _costs(_TinyStep(step, self.blocks), hardware)
+
+
+# ---- reading a tiny run --------------------------------------------------------------------------
+
+GROUPS = ("dense", "expert")
+"""Ranks that have the same dense weights, and the same experts."""
+USES = ("reduce", "gather_forward", "gather_recompute", "gather_backward", "update")
+"""Exchanges of gradients, of parameters for a pass, and of parameters that were updated."""
+_STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
+_FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
+
+
+class _TinyStep:
+    """A simulated tiny run, its tasks by block; arrays are by row of its tasks."""
+
+    def __init__(self, step: SimulatedStep, blocks: Blocks) -> None:
+        stages = place_blocks(step.compiled.run, step.compiled.model)
+        placed = [each for stage in stages for each in stage]
+        self.names = {variant.name_at(layer): n for n, (variant, layer) in enumerate(placed)}
+        self.kinds = np.array([blocks.kind(each) for each in placed])
+        self.count = len(blocks.kinds)
+        self.program, lane = step.line.program, step.line.lanes[0]
+        self.tasks, self.values = lane.of.tasks, lane.of.values
+        self.block = self.numbers(self.tasks.names)[self.tasks.name]
+        self.begin, self.end = np.zeros((2, len(self.tasks)), dtype=np.int64)
+        rows = lane.issue.rows
+        self.begin[rows], self.end[rows] = lane.begin, lane.end
+        self.main = np.zeros(len(self.tasks), dtype=bool)
+        self.main[rows] = lane.main
+        self.span = np.zeros(len(self.tasks))
+        """Seconds from the end of the kernel before to that of each kernel."""
+        kernels = rows[lane.main]
+        self.span[kernels] = np.diff(self.end[kernels], prepend=0) * TICK
+
+    @property
+    def seconds(self) -> Float:
+        """Duration of each task."""
+        return (self.end - self.begin) * TICK
+
+    def numbers(self, names: Iterable[str]) -> Int:
+        """The block that each name begins with, by number; -1: none."""
+        return np.array([self.names.get(n.partition(".")[0], -1) for n in names], dtype=np.int64)
+
+    def value_blocks(self, value: Int) -> Int:
+        """The block that each of some values belongs to, by number; -1: none."""
+        values = self.values
+        pairs = zip(values.layer[value].tolist(), values.name[value].tolist(), strict=True)
+        return self.numbers(f"layer{n}" if n >= 0 else values.names[name] for n, name in pairs)
+
+    def last_of_kind(self, of_block: Float, *, backward: bool = False) -> Float:
+        """What the last block of each kind in the order of a pass has: the first may wait for
+        launches."""
+        found = np.zeros(self.count)
+        step = -1 if backward else 1
+        found[self.kinds[::step]] = of_block[::step]
+        return found
+
+    def spans(self, rows: Bool, *, backward: bool = True) -> Float:
+        """Seconds of a pass by kind of block: from the end of the block before to its own."""
+        of_block = np.bincount(self.block[rows], self.span[rows], len(self.kinds))
+        return self.last_of_kind(of_block, backward=backward)
+
+    def mean_of_kind(self, block: Int, amounts: Float) -> Float:
+        """Sums over rows of some blocks, for the mean block of each kind."""
+        blocks = np.bincount(self.kinds, minlength=self.count).clip(1)
+        return np.bincount(self.kinds[block], amounts, self.count) / blocks
+
+
+def _costs(tiny: _TinyStep, hardware: Hardware) -> dict[str, Float]:
+    """All costs by name, [kinds] each."""
+    return _passes(tiny, hardware) | _activations(tiny) | _states(tiny) | _exchanges(tiny)
+
+
+def _passes(tiny: _TinyStep, hardware: Hardware) -> dict[str, Float]:
+    """Seconds of passes, of kernels and of exchanges between experts within, and energy.
+
+    The first microbatch waits for launches; the last one reduces the gradients of the step.
+    """
+    phase, microbatch = tiny.tasks.phase, tiny.tasks.microbatch
+    within = tiny.block >= 0
+    forward = within & (phase == _FORWARD) & (microbatch == 1)
+    backward = within & (phase != _FORWARD) & (phase != _OPTIMIZER) & (microbatch == 0)
+    main, exchanged = tiny.main, _along(tiny, "ep")
+    weights = _after_first_half(tiny, backward & main)
+
+    def total(rows: Bool, amounts: Float) -> Float:
+        return tiny.mean_of_kind(tiny.block[rows], amounts[rows])
+
+    drawn = np.zeros(len(tiny.tasks))
+    kernels = np.flatnonzero((tiny.tasks.kind == TaskKind.COMPUTE) & (tiny.end > tiny.begin))
+    drawn[kernels] = kernel_energies(tiny.tasks, kernels, tiny.seconds[kernels], hardware)
+    return {
+        "F": tiny.spans(forward, backward=False),
+        "B": tiny.spans(backward),
+        "I": tiny.spans(backward & ~weights),
+        "W": tiny.spans(backward & weights),
+        "F kernels": total(forward & main, tiny.seconds),
+        "B kernels": total(backward & main, tiny.seconds),
+        "F experts": total(forward & exchanged, tiny.seconds),
+        "B experts": total(backward & exchanged, tiny.seconds),
+        "drawn": total((forward | backward) & main, drawn),
+    }
+
+
+def _along(tiny: _TinyStep, degree: str) -> Bool:
+    """Tasks that communicate along one parallel degree."""
+    axes = along(tiny.program, tiny.tasks)
+    return axes.of_tasks([of == degree for of in axes.degrees])
+
+
+def _after_first_half(tiny: _TinyStep, backward: Bool) -> Bool:
+    """Rows from the first one on that returns to a block: the weights' half of a backward pass."""
+    rows = np.flatnonzero(backward)
+    block = tiny.block[rows]
+    entered = np.flatnonzero(np.diff(block, prepend=-1))
+    known, repeated = np.unique(block[entered], return_index=True), np.ones(len(entered), bool)
+    repeated[known[1]] = False
+    begin = rows[entered[repeated][0]] if repeated.any() else len(backward)
+    return np.arange(len(backward)) >= begin
+
+
+def _activations(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes saved for backward, and beyond these at the peak of a block's backward pass."""
+    values, tasks = tiny.values, tiny.tasks
+    of_microbatch = values.microbatch == 0
+    value, first, last = (c[of_microbatch] for c in (values.value, values.first, values.last))
+    block, size = tiny.value_blocks(value), values.size[value].astype(np.float64)
+    turn = int(np.argmax(tasks.phase != _FORWARD))
+    crossing = (first < turn) & (last >= turn) & (block >= 0)
+    saved = np.bincount(block[crossing], size[crossing], len(tiny.kinds))
+    live = np.zeros(len(tasks) + 2)
+    np.add.at(live, np.maximum(first, 0), size)
+    np.add.at(live, last + 1, -size)
+    live = np.cumsum(live)[: len(tasks)]
+    backward = (tasks.phase != _OPTIMIZER) & (tasks.phase != _FORWARD) & (tasks.microbatch == 0)
+    rows = np.flatnonzero((tiny.block >= 0) & backward)
+    beyond = np.zeros(len(saved))
+    np.maximum.at(beyond, tiny.block[rows], live[rows] - np.cumsum(saved)[tiny.block[rows]])
+    return {"saved": tiny.last_of_kind(saved), "transient": tiny.last_of_kind(beyond)}
+
+
+def _states(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes of states by category, and seconds of the optimizer."""
+    values = tiny.values
+    value = values.value[values.microbatch < 0]
+    block, category = tiny.value_blocks(value), values.category[value]
+    found: dict[str, Float] = {}
+    for name in _STATE_CATEGORIES:
+        rows = (category == CATEGORIES.index(name)) & (block >= 0)
+        found[name] = tiny.mean_of_kind(block[rows], values.size[value[rows]].astype(np.float64))
+    updates = tiny.main & (tiny.block >= 0) & (tiny.tasks.phase == _OPTIMIZER)
+    found["optimizer seconds"] = tiny.mean_of_kind(tiny.block[updates], tiny.seconds[updates])
+    return found
+
+
+def _exchanges(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes of whole tensors exchanged along dp, by group and use."""
+    program, tasks = tiny.program, tiny.tasks
+    axes = along(program, tasks)
+    found = {f"{group} {use}": np.zeros(tiny.count) for group in GROUPS for use in USES}
+    collectives = (tasks.kind == TaskKind.COLLECTIVE) & (tiny.block >= 0) & (tasks.microbatch != 0)
+    for (_, slot, collective), axis, degree in zip(axes.keys, axes.axes, axes.degrees, strict=True):
+        if degree != "dp":
+            continue
+        group = "expert" if "edp" in axis.degrees else "dense"
+        gathers = COLLECTIVES[collective] == "all_gather"
+        ranks = program.mesh.size(*program.communicators[slot].axes) if gathers else 1
+        of_key = collectives & (tasks.slot == slot) & (tasks.collective == collective)
+        for phase, name in enumerate(PHASES):
+            rows = of_key & (tasks.phase == phase)
+            use = ("update" if name == "optimizer" else f"gather_{name}") if gathers else "reduce"
+            sizes = tasks.comm_bytes[rows].astype(np.float64) * ranks
+            found[f"{group} {use}"] += tiny.mean_of_kind(tiny.block[rows], sizes)
+    return found

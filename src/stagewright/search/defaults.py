@@ -1,0 +1,287 @@
+"""The space of a search where a setting is not given: values that are tried by default.
+
+Training searches degrees, microbatches, schedules, ZeRO stages, sequence parallelism, kinds of
+context parallelism, recomputation and the dispatcher of experts; inference the degrees. `--space`
+adds families of settings that most clusters leave alone (`FAMILIES`), and multiplies candidates.
+
+>>> families_of("offload,stages"), families_of("full") == tuple(FAMILIES)
+(('offload', 'stages'), True)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stagewright.errors import UserError, did_you_mean
+from stagewright.model.config import ModelConfig
+from stagewright.run.settings import Run
+from stagewright.search.candidates import HARDWARE, Candidates
+from stagewright.search.constraints import Constraint
+from stagewright.search.machines import Fleet, divisors_of
+
+STEP_TOKENS = 4_194_304
+"""Tokens of a step where no batch is given: Llama 2's, arXiv 2307.09288, section 2.2."""
+TOKENS_PER_GPU = 1024
+"""Of a step on many GPUs where no batch is given: 16M on 16,384, as Llama 3 405B's, arXiv
+2407.21783, table 4."""
+TOKENS_OF_RANK = 4096
+"""Fewest tokens of a sequence that context parallelism leaves a rank by default."""
+MOST_MICRO_BATCH = 16
+FINE_GRAINED = 4
+"""Experts of a token from which on a model counts as fine-grained: Megatron-LM's recipes send a
+token once to each rank for DeepSeek-V3 and Qwen3 (8 experts), not for Mixtral (2)."""
+MOST_CHUNKS = 8
+"""Virtual stages of a rank that are tried whether they divide the layers or not."""
+HEADROOM = 0.05
+"""Share of a device's memory that candidates leave to what is no tensor: the CUDA context,
+libraries, fragmentation."""
+
+SCHEDULES = {
+    "megatron": ("1f1b", "interleaved"),
+    "torchtitan": ("1f1b", "interleaved", "zbv", "dualpipev"),
+}
+"""Schedules that frameworks have; any other is searched where it is named."""
+FINE_GRAINED_SCHEDULES = ("dualpipe",)
+"""Schedules of recipes of fine-grained experts: DeepSeek-V3's, arXiv 2412.19437, section 3.2.1."""
+
+
+def default_batch(run: Run, model: ModelConfig, gpus: Iterable[int]) -> int:
+    """Sequences of a step where none are given: `STEP_TOKENS`, more on many GPUs.
+
+    A power of two, times the odd factor of each number of GPUs: dp divides these, and has to divide
+    the batch. Where several numbers of GPUs would make that more than four times as much, the odd
+    factor of the largest alone.
+
+    >>> from stagewright.model.catalog import resolve
+    >>> run, model = Run(model="llama3.1-405b"), resolve("llama3.1-405b")
+    >>> [default_batch(run, model, [gpus]) for gpus in (64, 16384, 192, 7)]
+    [512, 2048, 768, 896]
+    """
+    counts = sorted({*gpus})
+    length = run.resolved(model).seq_length or 1
+    wanted = max(STEP_TOKENS, TOKENS_PER_GPU * counts[-1]) / length
+    odd = [count // (count & -count) for count in counts]
+    common = math.lcm(*odd)
+    batch = common if common <= 4 * wanted else odd[-1]
+    while batch < wanted:
+        batch *= 2
+    return batch
+
+
+def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> dict[str, Sequence[Any]]:
+    """Values by setting that are tried where the setting is not given.
+
+    dp is not among them where the number of GPUs is known: it fills them.
+    """
+    gpus = max((fleet.gpus or 1 for fleet in fleets), default=1)
+    counts = {fleet.gpus for fleet in fleets if fleet.gpus}
+    domain = max(fleet.hardware.scale_up.gpus for fleet in fleets)
+    divisors = sorted({d for count in counts or {1} for d in divisors_of(count)})
+    layers = model.depth
+    axes: dict[str, Sequence[Any]] = {
+        "tp": [d for d in divisors if d <= domain and _may_split(model, d)],
+        "pp": [d for d in divisors if d <= layers],
+    }
+    if model.num_experts:
+        axes["ep"] = [d for d in divisors_of(model.num_experts) if d <= gpus]
+        axes["etp"] = sorted({1, *axes["tp"]})
+    if run.mode != "train":
+        return axes
+    length = run.resolved(model).seq_length or 1
+    axes["cp"] = [d for d in _powers_of_two(gpus) if length // d >= TOKENS_OF_RANK or d == 1]
+    chunks = {*range(1, MOST_CHUNKS + 1), *divisors_of(layers)}
+    axes["vpp"] = sorted(d for d in chunks if 2 * d <= layers or d == 1)
+    axes["micro_batch_size"] = list(_powers_of_two(MOST_MICRO_BATCH))
+    axes["schedule"] = SCHEDULES.get(run.framework, SCHEDULES["megatron"])
+    axes["zero"] = (0, 1, 2, 3)
+    axes["sequence_parallel"] = (False, True)
+    axes["cp_comm_type"] = (run.cp_comm_type, "p2p", "all_gather", "a2a")
+    axes["recompute"] = ("none", "selective", "full")
+    if model.top_k >= FINE_GRAINED:
+        axes["schedule"] = (*axes["schedule"], *FINE_GRAINED_SCHEDULES)
+        if run.moe_token_dispatcher_type == "alltoall":
+            axes["moe_flex_dispatcher"] = (False, True)
+        axes |= _precision(run, model, fleets)
+    return axes
+
+
+def _precision(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> dict[str, Sequence[Any]]:
+    """fp8 where the model was trained in it and all hardware has it: its weights are in fp8."""
+    published = model.quantization is not None and model.quantization.method == "fp8"
+    if not published or any(fleet.hardware.rate_of("fp8") is None for fleet in fleets):
+        return {}
+    return {"precision": ("fp8",), "fp8_recipe": ("blockwise",)}
+
+
+def not_tried(run: Run, axes: Mapping[str, Sequence[Any]], model: ModelConfig) -> list[str]:
+    """Settings that recipes of models with experts use and that are not among the axes, in a
+    sentence."""
+    if run.mode != "train" or not model.num_experts:
+        return []
+    missing = [
+        f"{name} ({advice})"
+        for name, value, advice in (
+            ("fp8", "fp8", "--precision fp8"),
+            ("overlap_moe_expert_parallel_comm", True, "--space overlap"),
+        )
+        if not any(value in values for values in axes.values()) and run.precision != value
+    ]
+    return [f"not tried: {', '.join(missing)}"] if missing else []
+
+
+_WITHOUT_DEGREE = {
+    "cp": ("cp_comm_type",),
+    "tp": ("sequence_parallel",),
+    "pp": ("vpp", "schedule"),
+}
+"""Settings without effect where a degree is 1."""
+
+
+def without_effect(axes: Collection[str], values: Mapping[str, Sequence[Any]]) -> set[str]:
+    """Settings among the axes that change nothing, since a degree is 1 everywhere.
+
+    >>> sorted(without_effect(["vpp", "zero"], {"pp": (1,), "tp": (1, 2)}))
+    ['vpp']
+    """
+    single = [degree for degree in _WITHOUT_DEGREE if tuple(values.get(degree, ())) == (1,)]
+    return {name for degree in single for name in _WITHOUT_DEGREE[degree] if name in axes}
+
+
+def policies(given: Collection[str]) -> list[Constraint]:
+    """Constraints of the default space, where settings are not `given`."""
+    found: list[Constraint] = []
+    if "etp" not in given:
+        found.append(Constraint("by default etp is 1 or tp", ("etp", "tp"), _check_etp))
+    if "dp_shard" not in given:
+        reads = ("dp_shard", "tp", "cp", "dp", HARDWARE)
+        why = "by default copies of sharded states fill whole domains"
+        found.append(Constraint(why, reads, _check_hsdp))
+    return found
+
+
+def _check_etp(rows: Candidates, row: int) -> None:
+    run = rows.run(row)
+    if run.etp not in (None, 1, run.tp):
+        raise UserError(f"etp={run.etp} is neither 1 nor tp={run.tp}; list it with --etp to try it")
+
+
+def _check_hsdp(rows: Candidates, row: int) -> None:
+    run, domain = rows.run(row), rows.hardware(row).scale_up.gpus
+    if run.dp_shard is None:
+        return
+    if run.dp_shard == run.dp:
+        raise UserError(f"dp_shard={run.dp_shard} is all of dp: the same as without dp_shard")
+    ranks = run.tp * run.cp * run.dp_shard
+    if ranks % domain:
+        raise UserError(
+            f"tp={run.tp} x cp={run.cp} x dp_shard={run.dp_shard} are {ranks} ranks, no multiple "
+            f"of the {domain} GPUs of a domain; list it with --dp-shard to try it"
+        )
+
+
+def _powers_of_two(limit: int) -> Iterator[int]:
+    n = 1
+    while n <= limit:
+        yield n
+        n *= 2
+
+
+def _may_split(model: ModelConfig, ranks: int) -> bool:
+    """True if as many ranks could split the heads: a rough filter, the checks decide."""
+    return not model.attends or model.num_attention_heads % ranks == 0
+
+
+# ---- families that --space adds ------------------------------------------------------------------
+
+DEFAULT, FULL = "default", "full"
+
+Axes = dict[str, Sequence[Any]]
+
+
+def _hsdp(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    gpus = max((fleet.gpus or 1 for fleet in fleets), default=1)
+    return {"dp_shard": [None, *(d for d in _powers_of_two(gpus // 2) if d > 1)]}
+
+
+def _offload(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    layers = [n for n in _powers_of_two(8) if n < model.depth]
+    return {"optimizer_cpu_offload": (False, True), "cpu_offloading_num_layers": [None, *layers]}
+
+
+def _placement(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    # Experts lie over the ranks of dp first, wherever these are.
+    orders = itertools.permutations(("tp", "cp", "ep-dp", "pp"))
+    return {"order": [run.order, *("-".join(axes) for axes in orders)]}
+
+
+def _stages(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    return {
+        "first_stage_less_layers": (run.first_stage_less_layers, 0, 1),
+        "last_stage_less_layers": (run.last_stage_less_layers, 0, 1),
+    }
+
+
+def _overlap(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    axes: Axes = {"tp_comm_overlap": (False, True), "overlap_param_gather": (False, True)}
+    if model.num_experts:
+        axes["overlap_moe_expert_parallel_comm"] = (False, True)
+    return axes
+
+
+def _recompute(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    layers = [n for n in _powers_of_two(model.depth) if n < model.depth]
+    modules = (("core_attn",), ("norm", "activation"), ("core_attn", "norm", "activation"))
+    return {"recompute_num_layers": [None, *layers], "recompute_modules": modules}
+
+
+def _schedules(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    names = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe")
+    return {"schedule": (*names, "dualpipev")}
+
+
+FAMILIES: Mapping[str, Callable[[Run, ModelConfig, Sequence[Fleet]], Axes]] = {
+    "hsdp": _hsdp,
+    "offload": _offload,
+    "placement": _placement,
+    "stages": _stages,
+    "overlap": _overlap,
+    "recompute": _recompute,
+    "schedules": _schedules,
+}
+
+
+def families_of(text: str | None) -> tuple[str, ...]:
+    """Families that the text of `--space` names; UserError for another word."""
+    if text is None:
+        return ()
+    named = [word.strip() for word in text.split(",")]
+    known = (DEFAULT, FULL, *FAMILIES)
+    for word in named:
+        if not word:
+            raise UserError(
+                f"--space: got {text!r}, in which a word is empty; wanted {', '.join(known)}, or "
+                "several of these"
+            )
+        if word not in known:
+            raise UserError(
+                f"--space {word}: wanted {', '.join(known)}, or several of these"
+                f"{did_you_mean(word, known)}"
+            )
+    if FULL in named:
+        return tuple(FAMILIES)
+    return tuple(dict.fromkeys(word for word in named if word != DEFAULT))
+
+
+def family_axes(
+    names: Iterable[str], run: Run, model: ModelConfig, fleets: Sequence[Fleet]
+) -> dict[str, Sequence[Any]]:
+    """Values by setting that families add; UserError in inference, which has none of them."""
+    found: dict[str, Sequence[Any]] = {}
+    for name in names:
+        if run.mode != "train":
+            raise UserError(f"--space {name} adds settings of training, got mode={run.mode}")
+        found |= FAMILIES[name](run, model, fleets)
+    return {name: tuple(dict.fromkeys(values)) for name, values in found.items()}
