@@ -21,17 +21,41 @@ from stagewright.program.communicators import Communication, Communicator, Peer,
 from stagewright.program.step import RankWork
 from stagewright.program.tables import (
     CATEGORIES as CATEGORIES,
+)
+from stagewright.program.tables import (
     COLLECTIVE as COLLECTIVE,
+)
+from stagewright.program.tables import (
     COLLECTIVES as COLLECTIVES,
+)
+from stagewright.program.tables import (
     COMPUTE as COMPUTE,
+)
+from stagewright.program.tables import (
     LOAD as LOAD,
+)
+from stagewright.program.tables import (
     NO_VALUES as NO_VALUES,
+)
+from stagewright.program.tables import (
     RECV as RECV,
+)
+from stagewright.program.tables import (
     SEND as SEND,
+)
+from stagewright.program.tables import (
     STORE as STORE,
+)
+from stagewright.program.tables import (
     Shape as Shape,
+)
+from stagewright.program.tables import (
     TaskKind as TaskKind,
+)
+from stagewright.program.tables import (
     Tasks as Tasks,
+)
+from stagewright.program.tables import (
     Values as Values,
 )
 

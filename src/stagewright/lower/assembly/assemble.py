@@ -196,7 +196,9 @@ class _Contents:
         numbers: list[int] = []
         joined: dict[int, int] = {}  # content by stage, of those that hand values on in memory
         naming = [
-            Naming(a.place.stage, tuple(p.layer for p in a.blocks), tuple(p.label for p in a.blocks))
+            Naming(
+                a.place.stage, tuple(p.layer for p in a.blocks), tuple(p.label for p in a.blocks)
+            )
             for a in at
         ]
         for a, named in zip(at, naming, strict=True):
@@ -237,15 +239,18 @@ class _Rank:
     """The actions of a rank, by what they do of stages with distinct content."""
 
     def __init__(
-        self, schedule: RankSchedule, contents: Sequence[int], stages: Sequence[Stage], *, kept: bool
+        self,
+        schedule: RankSchedule,
+        contents: Sequence[int],
+        stages: Sequence[Stage],
+        *,
+        kept: bool,
     ) -> None:
         """`stages`: those with distinct content; `kept` as in `suppliers`."""
         self.schedule, self.contents = schedule, np.array(contents, dtype=np.int64)
         self.supplier = suppliers(schedule, [stages[c] for c in contents], kept=kept)
         gathers = self.supplier == np.arange(len(schedule))
-        codes = Part.codes(
-            self.contents[schedule.place], schedule.kind, schedule.complete, gathers
-        )
+        codes = Part.codes(self.contents[schedule.place], schedule.kind, schedule.complete, gathers)
         parts = np.full((2, schedule.steps), -1, dtype=np.int64)
         parts[schedule.part, schedule.step] = codes
         first, of = distinct_numbers([*(parts + 1)], schedule.steps)

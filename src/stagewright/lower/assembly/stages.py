@@ -89,7 +89,10 @@ class StageAt:
     @property
     def alone(self) -> bool:
         """Whether the stage hands values on as messages only, not to others of its rank."""
-        return not self.place.shared and self.place.rank not in (self.place.before, self.place.after)
+        return not self.place.shared and self.place.rank not in (
+            self.place.before,
+            self.place.after,
+        )
 
     def shift(self, other: int) -> int:
         """How many ranks further along the pipeline another rank is."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -52,10 +51,15 @@ class AssembledWork(RankWork):
         self._names, self._rank, self._streams = names, rank, streams
         self._sizes: Sizes = sizes or {}
 
-    @property
+    @cached_property
     def actions(self) -> Actions:
         """The distinct actions of the program."""
         return self._actions
+
+    @cached_property
+    def order(self) -> RankOrder:
+        """The copies of the actions."""
+        return self._values.order
 
     @property
     def rows(self) -> Int:
@@ -88,11 +92,6 @@ class AssembledWork(RankWork):
             actions, self._values, self._plan, self._names, self._rank, self._streams, sizes
         )
 
-    @property
-    def order(self) -> RankOrder:
-        """The copies of the actions."""
-        return self._values.order
-
     @cached_property
     def tasks(self) -> Tasks:
         """The rows of all copies, in program order."""
@@ -109,11 +108,6 @@ class AssembledWork(RankWork):
         if self._plan is None:
             return changes_of(self.order, self.values)
         return self._plan.changes(self._rank, self._sizes)
-
-    @cached_property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes at the peak in program order, by category, and their sum, `peak`."""
-        return self.changes.at_peak()
 
 
 def assembled(of: RankClass) -> AssembledWork:
