@@ -158,6 +158,10 @@ def _holders(
 @lru_cache(maxsize=64)  # the best runs of a search have few distinct stages
 def _built(at: StageAt) -> tuple[Stage, StageUpdates]:
     """The rows of a stage that hands values on as messages only."""
+    same = at.unshifted
+    if same != at:
+        stage, updates = _built(same)
+        return stage.shifted(at.shifts), updates
     stage = Stage(at)
     stage.build(forward=True)
     if at.trains:

@@ -163,7 +163,8 @@ class RankValues:
     def __init__(self, order: RankOrder, *, kept: bool) -> None:
         """`kept`: weights that a backward has gathered stay until the next action uses them."""
         self.order, self._kept = order, kept
-        self.stages = [order.table.stages[content] for content in order.contents.tolist()]
+        contents: list[int] = order.contents.tolist()
+        self.stages = [order.table.stages[content].base for content in contents]
 
     @cached_property
     def groups(self) -> list[tuple[StageGroup, GroupRanges]]:

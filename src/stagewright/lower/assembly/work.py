@@ -75,7 +75,8 @@ class AssembledWork(RankWork):
         table = self.order.table
         found: list[StageHeld] = []
         for content in dict.fromkeys(self.order.contents.tolist()):
-            stage, columns = table.stages[content], value_columns(table.stages[content])
+            stage = table.stages[content].base
+            columns = value_columns(stage)
             layer = relabelled(columns.layer, stage, table.naming[content])
             found.append(StageHeld(stage, layer, self._sizes.get(stage, columns.size)))
         return found
