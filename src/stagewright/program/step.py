@@ -79,7 +79,7 @@ class ActionOrder(Protocol):
     def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
         """Where carried needs of an action are met: copies and rows, each [copies of it, needs].
 
-        `needs` are entries of `tasks.data` of rows of the action. Rows are rows of
+        `needs` are entries of `tasks.data` of rows of the action. Rows are those of
         `Actions.tasks`, in the action that the source copy is of.
         """
         ...
@@ -156,35 +156,35 @@ class MemoryChanges:
 class RankWork(ABC):
     """What a pipeline rank does in a step, by action; row by row where that is asked for."""
 
-    @property
+    @cached_property
     @abstractmethod
     def actions(self) -> Actions:
         """The distinct actions: of this rank, and of others where ranks share them."""
 
-    @property
+    @cached_property
     @abstractmethod
     def order(self) -> ActionOrder:
         """The copies of the actions."""
 
-    @property
+    @cached_property
     @abstractmethod
     def changes(self) -> MemoryChanges:
         """What the copies allocate and free."""
 
-    @property
+    @cached_property
     @abstractmethod
     def tasks(self) -> Tasks:
         """The rows of all copies, in program order."""
 
-    @property
+    @cached_property
     @abstractmethod
     def values(self) -> Values:
         """The values in memory, with the live range of each."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def memory(self) -> Mapping[str, int]:
         """Bytes at the peak in program order, by category, and their sum, `peak`."""
+        return self.changes.at_peak()
 
     def with_tasks(self, tasks: Tasks) -> RankWork:
         """Other rows, with values and memory as they are."""
@@ -195,55 +195,46 @@ class RankWork(ABC):
         tasks: Tasks, memory: Mapping[str, int] | None = None, values: Values = NO_VALUES
     ) -> RankWork:
         """The work of explicit tables: one action. Memory follows from `values` if not given."""
-        return _Given(tasks, _Held(memory, values))
+        return _Given(tasks, values, memory)
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """Values, and the peak of memory where that is known."""
-
-    at_peak: Mapping[str, int] | None
-    values: Values
-
-    @property
-    def memory(self) -> Mapping[str, int] | None:
-        return self.at_peak
-
-
-@dataclass(frozen=True, eq=False)
 class _Given(RankWork):
     """The work of explicit tables."""
 
-    rows: Tasks
-    held: _Held | RankWork
+    def __init__(
+        self, tasks: Tasks, held: Values | RankWork, memory: Mapping[str, int] | None = None
+    ) -> None:
+        """`held`: the values, or other work that has the same."""
+        self._tasks, self._held, self._memory = tasks, held, memory
 
-    @property
+    @cached_property
     def tasks(self) -> Tasks:
-        return self.rows
+        return self._tasks
 
-    @property
+    @cached_property
     def values(self) -> Values:
-        return self.held.values
+        return self._held.values if isinstance(self._held, RankWork) else self._held
 
     @cached_property
     def memory(self) -> Mapping[str, int]:
-        held = self.held.memory
-        return self.changes.at_peak() if held is None else held
+        if isinstance(self._held, RankWork):
+            return self._held.memory
+        return self.changes.at_peak() if self._memory is None else self._memory
 
     @cached_property
     def actions(self) -> Actions:
-        size = len(self.rows)
-        nothing = np.zeros(len(self.rows.data), dtype=bool)
-        return Actions(self.rows, np.array([0, size]), np.zeros(size, dtype=np.int64), nothing)
+        size = len(self.tasks)
+        no_need = np.zeros(len(self.tasks.data), dtype=bool)
+        return Actions(self.tasks, np.array([0, size]), np.zeros(size, dtype=np.int64), no_need)
 
     @cached_property
     def order(self) -> ActionOrder:
-        return _OneCopy(self.rows)
+        return _OneCopy(self.tasks)
 
     @cached_property
     def changes(self) -> MemoryChanges:
-        start, allocated, freed = changed_bytes(self.values, len(self.rows))
-        profiles = Profiles.of(allocated, freed, np.array([0, len(self.rows)]))
+        start, allocated, freed = changed_bytes(self.values, len(self.tasks))
+        profiles = Profiles.of(allocated, freed, np.array([0, len(self.tasks)]))
         return MemoryChanges(start, np.zeros(1, dtype=np.int64), profiles)
 
 

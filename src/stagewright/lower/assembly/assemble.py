@@ -158,6 +158,10 @@ def _holders(
 @lru_cache(maxsize=64)  # the best runs of a search have few distinct stages
 def _built(at: StageAt) -> tuple[Stage, StageUpdates]:
     """The rows of a stage that hands values on as messages only."""
+    same = at.unshifted
+    if same != at:
+        stage, updates = _built(same)
+        return stage.shifted(at.shifts), updates
     stage = Stage(at)
     stage.build(forward=True)
     if at.trains:
@@ -196,7 +200,9 @@ class _Contents:
         numbers: list[int] = []
         joined: dict[int, int] = {}  # content by stage, of those that hand values on in memory
         naming = [
-            Naming(a.place.stage, tuple(p.layer for p in a.blocks), tuple(p.label for p in a.blocks))
+            Naming(
+                a.place.stage, tuple(p.layer for p in a.blocks), tuple(p.label for p in a.blocks)
+            )
             for a in at
         ]
         for a, named in zip(at, naming, strict=True):
@@ -237,15 +243,18 @@ class _Rank:
     """The actions of a rank, by what they do of stages with distinct content."""
 
     def __init__(
-        self, schedule: RankSchedule, contents: Sequence[int], stages: Sequence[Stage], *, kept: bool
+        self,
+        schedule: RankSchedule,
+        contents: Sequence[int],
+        stages: Sequence[Stage],
+        *,
+        kept: bool,
     ) -> None:
         """`stages`: those with distinct content; `kept` as in `suppliers`."""
         self.schedule, self.contents = schedule, np.array(contents, dtype=np.int64)
         self.supplier = suppliers(schedule, [stages[c] for c in contents], kept=kept)
         gathers = self.supplier == np.arange(len(schedule))
-        codes = Part.codes(
-            self.contents[schedule.place], schedule.kind, schedule.complete, gathers
-        )
+        codes = Part.codes(self.contents[schedule.place], schedule.kind, schedule.complete, gathers)
         parts = np.full((2, schedule.steps), -1, dtype=np.int64)
         parts[schedule.part, schedule.step] = codes
         first, of = distinct_numbers([*(parts + 1)], schedule.steps)

@@ -29,6 +29,7 @@ from stagewright.program.columns import CATEGORIES
 _CATEGORY = {name: nth for nth, name in enumerate(CATEGORIES)}
 _MOST = np.iinfo(np.int64).max
 
+
 @dataclass(frozen=True, eq=False)
 class ValueColumns:
     """The values of one stage as columns; rows that touch them stand one after the other."""
@@ -68,7 +69,9 @@ class ValueColumns:
         needed[:, 2] -= stage.stage
 
         def pairs(of: Sequence[tuple[object, object]]) -> Int:
-            return np.array([(number[id(a)], number[id(b)]) for a, b in of], np.int64).reshape(-1, 2)
+            return np.array([(number[id(a)], number[id(b)]) for a, b in of], np.int64).reshape(
+                -1, 2
+            )
 
         return cls(
             [v.name for v in values],
@@ -210,7 +213,9 @@ def live_ranges(
     if len(some):
         rows = np.where(acts[touches.value], rows, -1)
         last[some] = np.maximum.reduceat(rows, first_touch[some], axis=0)
-        first[some] = np.minimum.reduceat(np.where(rows < 0, _MOST, rows), first_touch[some], axis=0)
+        first[some] = np.minimum.reduceat(
+            np.where(rows < 0, _MOST, rows), first_touch[some], axis=0
+        )
     first[once], last[once] = first[once].min(axis=1)[:, None], last[once].max(axis=1)[:, None]
     there = last >= 0
     there[~once] &= acts[~once]
@@ -221,9 +226,7 @@ def live_ranges(
     return ranges
 
 
-def _touches(
-    stages: Sequence[Stage], columns: Sequence[ValueColumns], start: Int
-) -> _Touches:
+def _touches(stages: Sequence[Stage], columns: Sequence[ValueColumns], start: Int) -> _Touches:
     parts: list[_Touches] = []
     for of, c in enumerate(columns):
         stage, half, once = _located(stages, of, c.whose, c.stage, c.place)
@@ -274,9 +277,7 @@ def _ends(stage: Stage, acting: Acting | None, places: Int, span: int) -> Int:
     return np.where(mask[places], acting.position * span + 2 * places + 1, -1)
 
 
-def _prolong(
-    ranges: Ranges, columns: Sequence[ValueColumns], classes: Classes, start: Int
-) -> None:
+def _prolong(ranges: Ranges, columns: Sequence[ValueColumns], classes: Classes, start: Int) -> None:
     """Values that are live until the step is over, in place."""
     end = (classes.positions + len(columns)) * ranges.span + 1
     lasts = np.concatenate([c.lasts for c in columns])

@@ -101,9 +101,7 @@ class GroupRanges:
 
 
 @lru_cache(maxsize=256)
-def _group_ranges(
-    stages: tuple[Stage, ...], classes: Classes, step_rows: _StepRows
-) -> GroupRanges:
+def _group_ranges(stages: tuple[Stage, ...], classes: Classes, step_rows: _StepRows) -> GroupRanges:
     columns = [value_columns(stage) for stage in stages]
     ranges = live_ranges(stages, columns, classes, step_rows.rows)
     begin = np.cumsum([0, *(len(c.names) for c in columns)])
@@ -165,7 +163,8 @@ class RankValues:
     def __init__(self, order: RankOrder, *, kept: bool) -> None:
         """`kept`: weights that a backward has gathered stay until the next action uses them."""
         self.order, self._kept = order, kept
-        self.stages = [order.table.stages[content] for content in order.contents.tolist()]
+        contents: list[int] = order.contents.tolist()
+        self.stages = [order.table.stages[content].base for content in contents]
 
     @cached_property
     def groups(self) -> list[tuple[StageGroup, GroupRanges]]:
@@ -291,15 +290,14 @@ def _instances(
             np.broadcast_to(x, there.shape)[there] for x in (values, microbatches[:, None])
         )
         rows = [
-            _row(rank, group, of, ends[at][there], microbatch) for ends in (ranges.first, ranges.last)
+            _row(rank, group, of, ends[at][there], microbatch)
+            for ends in (ranges.first, ranges.last)
         ]
         found.append(np.stack([start + value, microbatch, *rows]))
     return found
 
 
-def _row(
-    rank: RankValues, group: StageGroup, of: GroupRanges, ends: Int, microbatch: Int
-) -> Int:
+def _row(rank: RankValues, group: StageGroup, of: GroupRanges, ends: Int, microbatch: Int) -> Int:
     """The rows of ends of live ranges; those of one value for all microbatches have microbatch -1."""
     order, ranges, schedule = rank.order, of.ranges, rank.order.schedule
     position, place = ranges.position(ends), ranges.place(ends)
@@ -318,7 +316,9 @@ def _row(
     row[within] = order.rows(action, place[within])
     for q, at in enumerate(group.places):
         there = position == of.classes.positions + q
-        row[there] = order.end + _step_row(order.table, order.table.first_after + order.after, at, place[there])
+        row[there] = order.end + _step_row(
+            order.table, order.table.first_after + order.after, at, place[there]
+        )
     return row - ranges.before(ends)
 
 

@@ -8,6 +8,7 @@ half follows from the graph: the first half is all that the gradient of a block'
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from stagewright.graph.roles import STREAM
@@ -54,11 +55,14 @@ class StageAt:
     arriving: tuple[Crossing, ...]
     """Values that the stage before hands to this one."""
     leaving: tuple[Crossing, ...]
-    pipeline_ranks: int = field(compare=False)
     habits: Habit
     trains: bool
     """Whether there are backwards."""
     content: tuple[Hashable, ...]
+    """Of each block, what decides about rows."""
+    shifts: tuple[int | None, int | None]
+    """How many ranks further along the pipeline the stages before and after are; None: there is no
+    such stage."""
 
     @classmethod
     def of(
@@ -77,25 +81,36 @@ class StageAt:
         stage = place.stage
         arriving = between[stage - 1] if stage else ()
         leaving = between[stage] if stage < len(between) else ()
-        at = cls(blocks, place, arriving, leaving, pipeline_ranks, habits, trains, ())
         labels = [p.label for p in blocks]
         content = tuple(
             (p.block, p.layer >= 0 or p.label, labels.index(p.label), (layers or {}).get(p.layer))
             for p in blocks
         )
-        shifts = tuple(None if r is None else at.shift(r) for r in (place.before, place.after))
-        return replace(at, content=(*shifts, *content))
+        before, after = (
+            None if rank is None else _shift(place.rank, rank, pipeline_ranks)
+            for rank in (place.before, place.after)
+        )
+        return cls(blocks, place, arriving, leaving, habits, trains, content, (before, after))
+
+    @property
+    def unshifted(self) -> StageAt:
+        """Equal for stages whose messages go to other ranks, and which are equal besides."""
+        before, after = (None if shift is None else 0 for shift in self.shifts)
+        return replace(self, shifts=(before, after))
 
     @property
     def alone(self) -> bool:
         """Whether the stage hands values on as messages only, not to others of its rank."""
-        return not self.place.shared and self.place.rank not in (self.place.before, self.place.after)
+        return not self.place.shared and self.place.rank not in (
+            self.place.before,
+            self.place.after,
+        )
 
-    def shift(self, other: int) -> int:
-        """How many ranks further along the pipeline another rank is."""
-        ranks = self.pipeline_ranks
-        shift = (other - self.place.rank) % ranks
-        return shift - (ranks if shift > ranks // 2 else 0)
+
+def _shift(rank: int, other: int, ranks: int) -> int:
+    """How many ranks further along the pipeline another rank is."""
+    shift = (other - rank) % ranks
+    return shift - (ranks if shift > ranks // 2 else 0)
 
 
 class Stage:
@@ -113,7 +128,7 @@ class Stage:
     def __init__(self, at: StageAt) -> None:
         """No rows yet."""
         self.blocks, self.place, self.habits = at.blocks, at.place, at.habits
-        self.stage, self.shift = at.place.stage, at.shift
+        self.stage, self.shifts = at.place.stage, at.shifts
         self.arriving, self.leaving, self.alone = at.arriving, at.leaving, at.alone
         self.values = StageValues(at.blocks, at.place, at.arriving, at.leaving)
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
@@ -123,11 +138,37 @@ class Stage:
         self.backward = SegmentBuilder().finish((BACKWARD, self.stage))
         self.messages = 1
         """The most messages that one action exchanges along one axis."""
+        self.base = self
+        """A stage with the same rows and values, but for the ranks that messages go to."""
 
     def join(self, on_rank: Mapping[int, Stage]) -> None:
         """Say which stages, by number, are on the same rank: these hand values on in memory."""
         self.on_rank = on_rank
         self.values.neighbours = {number: stage.values for number, stage in on_rank.items()}
+
+    def shifted(self, shifts: tuple[int | None, int | None]) -> Stage:
+        """The stage where those before and after are so many ranks further along the pipeline."""
+        if shifts == self.shifts:
+            return self
+        stage = copy(self)
+        stage.shifts = shifts
+        stage.forward, stage.backward = (
+            replace(segment, kernels=tuple(
+                self._shifted(t, shifts) if block < 0 else t
+                for block, t in zip(segment.block.tolist(), segment.kernels, strict=True)
+            ))
+            for segment in (self.forward, self.backward)
+        )  # fmt: skip
+        return stage
+
+    @staticmethod
+    def _shifted(t: Kernel, shifts: tuple[int | None, int | None]) -> Kernel:
+        """A message between stages that goes to another rank."""
+        if t.kind not in _MESSAGES:
+            return t
+        before, after = shifts
+        shift = before if (t.kind is TaskKind.RECV) == (t.phase == "forward") else after
+        return t if shift is None else replace(t, shift=shift)
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -237,7 +278,7 @@ class Stage:
             if self.place.shared:
                 row, t = self._broadcast(source, value, action)
             else:
-                t = self._message(TaskKind.RECV, source, value, forward=action.forward)
+                t = self._message(TaskKind.RECV, value, forward=action.forward)
                 row = action.segment.add(t, tag=nth)
             name = f"{_message_name(value, forward=action.forward)}received"
             received = LiveValue(value.name, not action.forward)
@@ -276,7 +317,7 @@ class Stage:
         if target is None or target == self.place.rank or self.place.shared:
             return  # what ranks share has a neighbour on its own rank
         for nth, value in enumerate(self._messages(self.leaving, self.arriving, action)):
-            t = self._message(TaskKind.SEND, target, value, forward=action.forward)
+            t = self._message(TaskKind.SEND, value, forward=action.forward)
             row = action.segment.add(t, tag=nth)
             handed = LiveValue(value.name, not action.forward)
             dependency = self.handed_on(row, handed)
@@ -293,14 +334,16 @@ class Stage:
         """The values that an action sends or receives; in backward those that have a gradient."""
         return forward if action.forward else with_gradient(backward)
 
-    def _message(self, kind: TaskKind, other: int, value: Crossing, *, forward: bool) -> Kernel:
+    def _message(self, kind: TaskKind, value: Crossing, *, forward: bool) -> Kernel:
         """One end of a message between stages: a value, or its gradient."""
+        shift = self.shifts[(kind == TaskKind.SEND) == forward]
+        assert shift is not None
         phase = "forward" if forward else "backward"
         op = "send" if kind == TaskKind.SEND else "recv"
         part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
         return Kernel(
             f"{_message_name(value, forward=forward)}{op}", op, kind, phase, part,
-            axes=("pp",), shift=self.shift(other), comm_bytes=value.size, dtype=value.dtype,
+            axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
     # ---- dependencies ----------------------------------------------------------------------------

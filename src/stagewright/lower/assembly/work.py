@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -52,10 +51,15 @@ class AssembledWork(RankWork):
         self._names, self._rank, self._streams = names, rank, streams
         self._sizes: Sizes = sizes or {}
 
-    @property
+    @cached_property
     def actions(self) -> Actions:
         """The distinct actions of the program."""
         return self._actions
+
+    @cached_property
+    def order(self) -> RankOrder:
+        """The copies of the actions."""
+        return self._values.order
 
     @property
     def rows(self) -> Int:
@@ -71,7 +75,8 @@ class AssembledWork(RankWork):
         table = self.order.table
         found: list[StageHeld] = []
         for content in dict.fromkeys(self.order.contents.tolist()):
-            stage, columns = table.stages[content], value_columns(table.stages[content])
+            stage = table.stages[content].base
+            columns = value_columns(stage)
             layer = relabelled(columns.layer, stage, table.naming[content])
             found.append(StageHeld(stage, layer, self._sizes.get(stage, columns.size)))
         return found
@@ -87,11 +92,6 @@ class AssembledWork(RankWork):
         return AssembledWork(
             actions, self._values, self._plan, self._names, self._rank, self._streams, sizes
         )
-
-    @property
-    def order(self) -> RankOrder:
-        """The copies of the actions."""
-        return self._values.order
 
     @cached_property
     def tasks(self) -> Tasks:
@@ -109,11 +109,6 @@ class AssembledWork(RankWork):
         if self._plan is None:
             return changes_of(self.order, self.values)
         return self._plan.changes(self._rank, self._sizes)
-
-    @cached_property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes at the peak in program order, by category, and their sum, `peak`."""
-        return self.changes.at_peak()
 
 
 def assembled(of: RankClass) -> AssembledWork:
