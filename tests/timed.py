@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Int
 from stagewright.program.columns import Program
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.timeline import table_rows
@@ -81,15 +82,15 @@ def row_by_row(program: Program) -> Program:
     return replace(program, classes=tuple(classes))
 
 
-def by_row(program: Program, by_action: Sequence[Float]) -> list[Float]:
+def by_row(program: Program, by_action: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """By class and row of its tasks, what is given by row of its actions."""
     pairs = zip(program.classes, by_action, strict=True)
     return [given[table_rows(of.work)] for of, given in pairs]
 
 
-def by_action(program: Program, by_row: Sequence[Float]) -> list[Float]:
+def by_action(program: Program, by_row: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """By class and row of its actions, what is given by row of its tasks: equal in all copies."""
-    result: list[Float] = []
+    result: list[NDArray[Any]] = []
     for of, given in zip(program.classes, by_row, strict=True):
         rows = table_rows(of.work)
         each = np.zeros(len(of.work.actions.tasks), given.dtype)

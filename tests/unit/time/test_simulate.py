@@ -170,7 +170,9 @@ def test_progress_counts_the_tasks_of_all_classes() -> None:
     assert len(step.line.lanes) > len(compiled.program.classes)
     assert len(reports) > 4
     assert reports == sorted(reports)
-    assert {total for _, total in reports} == {sum(len(of.tasks) for of in compiled.program.classes)}
+    assert {total for _, total in reports} == {
+        sum(len(of.tasks) for of in compiled.program.classes)
+    }
     assert reports[-1][0] == reports[-1][1]
 
 

@@ -24,7 +24,7 @@ from stagewright.time.simulate.units import UnitRows
 
 STREAM = (Register.STREAM, 0, 1)
 SIZE = 7
-EDGES = [(1, 0), (2, 0), (3, 1), (3, 2), (5, 3), (5, 4), (6, 3), (6, 2)]
+EDGES = [(1, 0), (2, 0), (3, 1), (3, 2), (5, 2), (5, 3), (5, 4), (6, 3), (6, 2)]
 """Kernels 0, 1, 3 and 5; transfers 2 and 6 on a stream of their own; 4 receives a message."""
 READS = [(0, 1), (2, 2)]
 WRITES = [(1, 5), (2, 6)]

@@ -14,9 +14,14 @@ from stagewright.program.columns import Program
 from stagewright.program.step import KINDS, ActionOrder, Actions
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.time.simulate.order import Edges, deferred_past_backward, issue_order
+from stagewright.time.simulate.order import (
+    Edges,
+    Table,
+    deferred_past_backward,
+    issue_order,
+    tables_of,
+)
 from stagewright.time.simulate.units import Units, UnitSequence, units_of, whole
-from stagewright.time.simulate.waves import Table, tables_of
 from timed import MIXTRAL, RUNS, WAYS
 
 IN_TURNS = Execution(overlap_moe_expert_parallel_comm=True)
@@ -105,7 +110,7 @@ def test_a_whole_rank_is_one_unit() -> None:
 
 
 def test_deferred_rows_are_in_the_last_unit() -> None:
-    """With sequence parallelism, gradients of norms are reduced over tp after all backward passes."""
+    """Sequence parallelism reduces gradients of norms over tp after all backward passes."""
     (of,) = program_of("sp").classes
     actions, order = of.work.actions, of.work.order
     tasks = actions.tasks
