@@ -1,10 +1,9 @@
-"""How the package is built, in figures: cycles, names that occur twice, what is long.
+"""How the package is built, in figures: cycles, lazy imports, names that occur twice.
 
-    python tests/house.py            # how many of each
-    python tests/house.py lazy long  # and where, of these
+    python tests/house.py             # how many of each
+    python tests/house.py lazy twice  # and where, of these
 
-`tests/test_house.py` holds what must be zero at zero, and lets no other figure grow. What is long
-is a sign of where to look: a better shape counts, not the number.
+`tests/test_house.py` holds what must be zero at zero, and lets no other figure grow.
 """
 
 from __future__ import annotations
@@ -12,14 +11,13 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "src" / "stagewright"
-MODULE_LINES, FUNCTION_LINES, PARAMETERS, FOLDER = 400, 60, 7, 15
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -171,36 +169,6 @@ def _lines(pattern: re.Pattern[str], rooms: tuple[str, ...] = ("",)) -> Iterator
                     yield f"{module.place}:{number} {line.strip()}"
 
 
-def modules_long() -> Iterator[str]:
-    """Modules of more than 400 lines."""
-    sizes = ((module.text.count("\n"), module.place) for module in modules().values())
-    yield from (f"{place}: {n} lines" for n, place in sorted(sizes)[::-1] if n > MODULE_LINES)
-
-
-def long() -> Iterator[str]:
-    """Functions of more than 60 lines."""
-    for module in modules().values():
-        for f in module.functions():
-            if (n := (f.end_lineno or 0) - f.lineno + 1) > FUNCTION_LINES:
-                yield f"{module.place}:{f.lineno} {f.name}: {n} lines"
-
-
-def wide() -> Iterator[str]:
-    """Functions of more than 7 parameters."""
-    for module in modules().values():
-        for f in module.functions():
-            if (n := len([*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs])) > PARAMETERS:
-                yield f"{module.place}:{f.lineno} {f.name}: {n} parameters"
-
-
-def crowded() -> Iterator[str]:
-    """Folders of more than 15 modules, besides the one that describes the folder."""
-    found = [module.path for module in modules().values() if module.path.stem != "__init__"]
-    for folder, n in Counter(path.parent for path in found).items():
-        if n > FOLDER:
-            yield f"{folder.relative_to(PACKAGE.parent)}: {n} modules"
-
-
 FIGURES: dict[str, Callable[[], Iterable[str]]] = {
     "lazy": lazy,
     "root": root,
@@ -209,10 +177,6 @@ FIGURES: dict[str, Callable[[], Iterable[str]]] = {
     "riddles": riddles,
     "roles": roles,
     "meaning": meaning,
-    "modules": modules_long,
-    "long": long,
-    "wide": wide,
-    "crowded": crowded,
 }
 
 

@@ -15,11 +15,6 @@ MOST = {
     "riddles": 6,
     "roles": 0,
     "meaning": 3,
-    # Signs of where to look, of which some will stay.
-    "modules": 7,
-    "long": 2,
-    "wide": 7,
-    "crowded": 0,
 }
 
 

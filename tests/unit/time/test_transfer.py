@@ -15,7 +15,7 @@ from stagewright.time.simulate.transfer import (
     MESSAGE,
     REGISTER,
     VALUE,
-    Asked,
+    Connections,
     Port,
     Runs,
     evaluate,
@@ -50,8 +50,8 @@ def runs_of(meets: tuple[int, ...] = ()) -> Runs:
     def mask(*at: int) -> Bool:
         return np.isin(np.arange(SIZE), at)
 
-    asked = Asked(mask(*meets), mask(4), mask(), mask(WANTED), mask())
-    return Runs(rules, asked, 1, Edges(none, none))
+    connections = Connections(mask(*meets), mask(4), mask(), mask(WANTED), mask())
+    return Runs(rules, connections, 1, Edges(none, none))
 
 
 @dataclass
@@ -94,9 +94,9 @@ def direct(given: Given, launches: bool) -> dict[Port, int]:
 
 def by_matrices(runs: Runs, given: Given, launches: bool) -> dict[Port, int]:
     """What the unit leaves, run by run; a meeting begins when its one lane is ready."""
-    duration = np.where(runs.asked.meets, 0, given.duration)[None]
+    duration = np.where(runs.connections.meets, 0, given.duration)[None]
     cost = given.cost[None] if launches else None
-    waits = (given.waits & ~runs.asked.meets)[None] if launches else None
+    waits = (given.waits & ~runs.connections.meets)[None] if launches else None
     # One of several timings: the others change nothing.
     both = [None if of is None else np.concatenate([of * 3, of]) for of in (duration, cost)]
     stacked = None if waits is None else np.concatenate([~waits, waits])

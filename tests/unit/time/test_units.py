@@ -16,12 +16,12 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.order import (
     Edges,
-    Table,
+    IssueTable,
     deferred_past_backward,
     issue_order,
     tables_of,
 )
-from stagewright.time.simulate.units import Units, UnitSequence, units_of, whole
+from stagewright.time.simulate.units import Units, UnitSequence, one_unit, units_of
 from timed import MIXTRAL, RUNS, WAYS
 
 IN_TURNS = Execution(overlap_moe_expert_parallel_comm=True)
@@ -40,7 +40,7 @@ def expanded(of: Actions, order: ActionOrder, copy: Int, row: Int) -> Int:
     return order.begin[copy] + row - of.begin[order.action[copy]]
 
 
-def issued(table: Table, nth: int, order: ActionOrder) -> Int:
+def issued(table: IssueTable, nth: int, order: ActionOrder) -> Int:
     """Rows of the tasks of the nth class of a table, as its units issue them."""
     rules, sequence = table.rules, table.sequences[nth]
     rows: list[Int] = []
@@ -102,7 +102,7 @@ def test_units_keep_every_need_of_every_row(run: str, way: str) -> None:
 
 def test_a_whole_rank_is_one_unit() -> None:
     tasks = program_of("pp").classes[0].tasks
-    units = whole(tasks)
+    units = one_unit(tasks)
     assert np.array_equal(units.row, np.arange(len(tasks)))
     assert not units.unit.any()
     assert not len(units.carried.at)

@@ -15,7 +15,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of tasks done and the number of all tasks, of all classes."""
 
 
-class Timing(NamedTuple):
+class TaskTicks(NamedTuple):
     """Durations and launches of the positions of a table, in ticks: [timings, positions]."""
 
     duration: Int
@@ -41,7 +41,7 @@ class Executed(NamedTuple):
 
 
 def execute(
-    waves: Waves, timings: Sequence[Timing], evaluated: Sequence[Sequence[Evaluated]],
+    waves: Waves, timings: Sequence[TaskTicks], evaluated: Sequence[Sequence[Evaluated]],
     progress: Progress | None = None,
 ) -> Executed:  # fmt: skip
     """Execute all waves; `timings` are by table, `evaluated` by table and group of runs."""
@@ -95,7 +95,7 @@ def _tasks_done(waves: Waves) -> Int:
 
 
 def _met(
-    waves: Waves, timings: Sequence[Timing], meeting: Sequence[tuple[int, slice, Int]]
+    waves: Waves, timings: Sequence[TaskTicks], meeting: Sequence[tuple[int, slice, Int]]
 ) -> Iterator[tuple[int, slice, Int, Int]]:
     """What the meetings of a wave leave: batch and rows, times of outputs, and when lanes are
     ready, begin and end. Given are batches, rows, and outputs as if none waited for others."""

@@ -1,4 +1,4 @@
-"""All tasks of a class in issue order, and what each waits for: units repeated, registers resolved."""
+"""Expansion: all tasks of a class in issue order, with what each waits for."""
 
 from __future__ import annotations
 

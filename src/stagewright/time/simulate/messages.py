@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stagewright.arrays import Int
 from stagewright.program.columns import RECV, SEND, Program
 from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.order import Edges, IssueRules, Table
+from stagewright.time.simulate.order import Edges, IssueRules, IssueTable
 from stagewright.time.simulate.units import UnitSequence
 
 
@@ -38,7 +38,7 @@ class Messages(NamedTuple):
     """By table, receives and sends of a lane that sends to itself, within one unit."""
 
 
-def messages(program: Program, tables: Sequence[Table], lanes: Lanes) -> Messages:
+def messages(program: Program, tables: Sequence[IssueTable], lanes: Lanes) -> Messages:
     """Match sends and receives: between two lanes along an axis, the n-th of each tag.
 
     Raises ValueError where messages are sent and not received, or the other way round.
@@ -73,8 +73,8 @@ def messages(program: Program, tables: Sequence[Table], lanes: Lanes) -> Message
 
 
 def _of_class(
-    program: Program, table: Table, nth: int, sequence: UnitSequence, positions: Int, axis_of: Int,
-    lanes: Lanes,
+    program: Program, table: IssueTable, nth: int, sequence: UnitSequence, positions: Int,
+    axis_of: Int, lanes: Lanes,
 ) -> Iterator[tuple[Int, Int, Int]]:  # fmt: skip
     """The sends, or receives, of all copies of a class and of each of its lanes."""
     rules, order, tasks = table.rules, program.classes[nth].work.order, table.actions.tasks

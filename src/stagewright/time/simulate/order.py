@@ -52,7 +52,7 @@ from stagewright.program.columns import (
 from stagewright.program.step import Actions
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
-from stagewright.time.simulate.units import UnitRows, Units, UnitSequence, units_of, whole
+from stagewright.time.simulate.units import UnitRows, Units, UnitSequence, one_unit, units_of
 
 COMPUTE_STREAM = 0
 NO_STREAM = -1
@@ -208,7 +208,7 @@ class IssueOrder:
 
 def issue_order(program: Program, tasks: Tasks, how: Execution) -> IssueOrder:
     """Issue order of all rows of a rank, as one unit."""
-    rules = issue_rules(program, whole(tasks), how)
+    rules = issue_rules(program, one_unit(tasks), how)
     return IssueOrder(rules.rows, rules.stream, *_csr(rules.edges, len(rules.rows)))
 
 
@@ -273,7 +273,7 @@ def issue_rules(
     # A load from the host starts when it is issued, although it depends on its store.
     starts_when_issued = np.flatnonzero((~has_input | (kind == LOAD)) & (kind != COMPUTE))
 
-    state = _State(unit, int(units.unit.max(initial=-1)) + 1)
+    state = _RegisterUse(unit, int(units.unit.max(initial=-1)) + 1)
     blocking = _without_overlap(comm, how)[rows]
     state.chain(np.flatnonzero(is_kernel), KERNEL)
     if blocking.any():
@@ -305,7 +305,7 @@ def issue_rules(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Table:
+class IssueTable:
     """The issue rules of classes that share actions, and what each of these classes issues."""
 
     actions: Actions
@@ -316,12 +316,12 @@ class Table:
     rules: IssueRules
 
 
-def tables_of(program: Program, how: Execution) -> list[Table]:
+def tables_of(program: Program, how: Execution) -> list[IssueTable]:
     """The rules of all classes of a program; classes that share actions share a table."""
     sharing: dict[int, list[int]] = {}
     for nth, of in enumerate(program.classes):
         sharing.setdefault(id(of.work.actions.begin), []).append(nth)
-    tables: list[Table] = []
+    tables: list[IssueTable] = []
     for classes in sharing.values():
         works = [program.classes[nth].work for nth in classes]
         actions = works[0].actions
@@ -332,7 +332,7 @@ def tables_of(program: Program, how: Execution) -> list[Table]:
             in_turns=how.overlap_moe_expert_parallel_comm and how.streams != "one",
         )  # fmt: skip
         rules = issue_rules(program, units, how, CommInfo(program, tasks))
-        tables.append(Table(actions, tuple(classes), units, tuple(sequences), rules))
+        tables.append(IssueTable(actions, tuple(classes), units, tuple(sequences), rules))
     return tables
 
 
@@ -560,7 +560,7 @@ def _previous_kernel(is_kernel: Bool) -> Int:
 # ---- dependencies --------------------------------------------------------------------------------
 
 
-class _State:
+class _RegisterUse:
     """Edges within units, and what units read and write of registers."""
 
     def __init__(self, unit: Int, count: int) -> None:
@@ -616,7 +616,7 @@ class _State:
 
 def _limit_outstanding(
     kind: int, frees_memory: Bool, is_kernel: Bool, starts_when_issued: Int, stream: Int,
-    state: _State,
+    state: _RegisterUse,
 ) -> Limits:  # fmt: skip
     """Backpressure: at most two groups of memory-freeing transfers are outstanding.
 

@@ -143,7 +143,7 @@ class RepeatedWork(RankWork):
     def _numbered(self, steps: Sequence[Tasks]) -> Tasks:
         """Steps one after another, whose batches have numbers of their own."""
         batches = int(self.step.tasks.microbatch.max()) + 1
-        return _joined([
+        return _concatenated([
             replace(each, microbatch=(each.microbatch + n * batches).astype(np.int32))
             for n, each in enumerate(steps)
         ])  # fmt: skip
@@ -182,7 +182,7 @@ class _Repeated:
         return ()
 
 
-def _joined(tables: Sequence[Tasks]) -> Tasks:
+def _concatenated(tables: Sequence[Tasks]) -> Tasks:
     """Tables with the same names, ops and shapes one after another."""
     starts = np.cumsum([0, *map(len, tables)])
     columns: dict[str, Any] = {}

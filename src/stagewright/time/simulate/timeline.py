@@ -30,10 +30,10 @@ from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskK
 from stagewright.program.step import RankWork
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.time.simulate.endpoints import Endpoints, endpoints
-from stagewright.time.simulate.execute import Executed, Progress, Timing, execute
+from stagewright.time.simulate.execute import Executed, Progress, TaskTicks, execute
+from stagewright.time.simulate.expand import expanded
 from stagewright.time.simulate.host import HostThread, HostWork, Since
 from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.expand import expanded
 from stagewright.time.simulate.order import IssueOrder, crosses_actions, tables_of
 from stagewright.time.simulate.transfer import NEVER, Evaluated, Runs, evaluate
 from stagewright.time.simulate.waves import Waves
@@ -130,7 +130,7 @@ class Timeline:
     how: Execution
     lanes_of: Lanes
     waves: Waves
-    timings: tuple[Timing, ...]
+    timings: tuple[TaskTicks, ...]
     evaluated: tuple[tuple[Evaluated, ...], ...]
     executed: Executed
     hosts: Sequence[HostWork] | None
@@ -345,10 +345,10 @@ def _structure(program: Program, how: Execution, lanes: Lanes) -> bytes:
     return found.digest()
 
 
-def _evaluated(runs: Runs, timing: Timing) -> tuple[Evaluated, ...]:
+def _evaluated(runs: Runs, timing: TaskTicks) -> tuple[Evaluated, ...]:
     """The matrices of all runs of a table; those of meetings end when they are ready."""
-    duration = np.where(runs.asked.meets, 0, timing.duration)
-    waits = None if timing.waits is None else timing.waits & ~runs.asked.meets
+    duration = np.where(runs.connections.meets, 0, timing.duration)
+    waits = None if timing.waits is None else timing.waits & ~runs.connections.meets
     return tuple(evaluate(group, duration, timing.cost, waits) for group in runs.groups)
 
 
@@ -396,7 +396,7 @@ def _ticks(of: RankClass, seconds: Float) -> Int:
 
 def _timing(
     waves: Waves, t: int, ticks: Sequence[Int], factor: Float, hosts: Sequence[HostWork] | None
-) -> Timing:
+) -> TaskTicks:
     """The distinct durations and launches of the lanes of a table; `factor` by lane."""
     table, lanes = waves.tables[t], waves.lanes
     rows, kind = table.rules.rows, table.actions.tasks.kind[table.rules.rows]
@@ -422,6 +422,6 @@ def _timing(
     given = np.stack([of for of, _, _ in columns])
     duration = np.where(kind == RECV, 0, given)
     if hosts is None:
-        return Timing(duration, None, None, of_lane, given)
+        return TaskTicks(duration, None, None, of_lane, given)
     cost, waits = (np.stack([of[k] for of in columns]) for k in (1, 2))
-    return Timing(duration, cost, waits.astype(bool), of_lane, given)
+    return TaskTicks(duration, cost, waits.astype(bool), of_lane, given)

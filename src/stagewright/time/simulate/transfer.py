@@ -42,7 +42,7 @@ class Port(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Run:
+class UnitRun:
     """Consecutive positions of a unit, with what they read and what they leave."""
 
     unit: int
@@ -58,7 +58,7 @@ class Run:
     """By output: the position whose end it is, or -1 - i for input i; of `LAUNCHED` any number."""
 
 
-class Asked(NamedTuple):
+class Connections(NamedTuple):
     """Which positions connect units and lanes: masks."""
 
     meets: Bool
@@ -74,32 +74,34 @@ class Asked(NamedTuple):
 class Runs:
     """The runs of all units, and the order in which their positions are evaluated."""
 
-    def __init__(self, rules: IssueRules, asked: Asked, units: int, messages: Edges) -> None:
+    def __init__(
+        self, rules: IssueRules, connections: Connections, units: int, messages: Edges
+    ) -> None:
         """`messages` are receives and their sends within a unit; `units` is how many there are."""
-        self.rules, self.asked, self.messages = rules, asked, messages
+        self.rules, self.connections, self.messages = rules, connections, messages
         size = len(rules.rows)
         begin = np.searchsorted(rules.unit, np.arange(units + 1))
-        cuts = asked.cuts | asked.meets
-        cuts[1:] |= asked.meets[:-1]
+        cuts = connections.cuts | connections.meets
+        cuts[1:] |= connections.meets[:-1]
         run_of = np.zeros(size, np.int64)
-        self.runs: list[Run] = []
+        self.runs: list[UnitRun] = []
         bounds: list[tuple[int, int, int]] = []
         self.of_unit: list[list[int]] = []
         for u in range(units):
             a, b = int(begin[u]), int(begin[u + 1])
             edges = [a, *(a + 1 + np.flatnonzero(cuts[a + 1 : b])).tolist(), b] if b > a else []
             mine = [(u, x, y) for x, y in itertools.pairwise(edges)]
-            if mine and asked.meets[mine[-1][1]]:
+            if mine and connections.meets[mine[-1][1]]:
                 mine.append((u, b, b))  # registers are left by a run that is no meeting
             self.of_unit.append([*range(len(bounds), len(bounds) + len(mine))])
             for number, (_, x, y) in enumerate(mine, len(bounds)):
                 run_of[x:y] = number
             bounds += mine
         self.run_of = run_of
-        self._connect(rules, asked, bounds)
+        self._connect(rules, connections, bounds)
 
     def _connect(
-        self, rules: IssueRules, asked: Asked, bounds: Sequence[tuple[int, int, int]]
+        self, rules: IssueRules, connections: Connections, bounds: Sequence[tuple[int, int, int]]
     ) -> None:
         """Inputs and outputs of all runs."""
         run_of = self.run_of
@@ -123,7 +125,7 @@ class Runs:
         for waiter, dep in zip(*self._across(self.messages), strict=True):
             local.add(dep)
             reads(waiter, Port(LOCAL, dep))
-        for position in np.flatnonzero(asked.receives).tolist():
+        for position in np.flatnonzero(connections.receives).tolist():
             reads(position, Port(MESSAGE, position))
 
         outputs: list[list[tuple[Port, int]]] = [[(launched, 0)] for _ in bounds]
@@ -145,13 +147,13 @@ class Runs:
             outputs[self.of_unit[u][-1]].append((Port(REGISTER, register), -1 - column))
         for position in sorted(local):
             outputs[run_of[position]].append((Port(LOCAL, position), position))
-        for what, mask in ((VALUE, asked.wanted), (MESSAGE, asked.sends)):
+        for what, mask in ((VALUE, connections.wanted), (MESSAGE, connections.sends)):
             for position in np.flatnonzero(mask).tolist():
                 outputs[run_of[position]].append((Port(what, position), position))
         for number, (u, a, b) in enumerate(bounds):
             ports, sources = zip(*outputs[number], strict=True)
-            meets = a < b and bool(asked.meets[a])
-            self.runs.append(Run(u, a, b, meets, tuple(inputs[number]), ports, sources))
+            meets = a < b and bool(connections.meets[a])
+            self.runs.append(UnitRun(u, a, b, meets, tuple(inputs[number]), ports, sources))
         pairs = np.array(fill, dtype=np.int64).reshape(-1, 2)
         self.fill, self.arrivals = pairs[:ready_fill].T, pairs[ready_fill:].T
 
@@ -170,7 +172,7 @@ class Runs:
         ]
 
 
-def _width(run: Run) -> int:
+def _width(run: UnitRun) -> int:
     """The width that the matrices of a run are padded to."""
     widest = max(len(run.inputs), len(run.outputs))
     return next((width for width in WIDTHS if widest <= width), max(WIDTHS) + 1)
@@ -211,8 +213,8 @@ class RunGroup:
         row[self.position] = np.arange(total)
         self.row = row
         """By position, the row; positions of other groups: the number of rows."""
-        self.fill = self._own(runs.fill)
-        self.arrivals = self._own(runs.arrivals)
+        self.fill = self._of_group(runs.fill)
+        self.arrivals = self._of_group(runs.arrivals)
         waiter, dep = runs.rules.edges
         inside = (runs.run_of[waiter] == runs.run_of[dep]) & (row[waiter] < total)
         self.needs, self.further = self._needs(row[waiter[inside]], row[dep[inside]])
@@ -222,7 +224,7 @@ class RunGroup:
         """Rows that receive what a row of the same run sends."""
         self.outs = self._outs(mine)
 
-    def _own(self, fill: tuple[Int, Int]) -> tuple[Int, Int]:
+    def _of_group(self, fill: tuple[Int, Int]) -> tuple[Int, Int]:
         """Rows and columns of inputs that positions of the group wait for."""
         rows = self.row[fill[0]]
         mine = rows < len(self.position)
@@ -245,7 +247,7 @@ class RunGroup:
             further[step].append((row, dep[(waiter == row) & (nth > 1)]))
         return columns, further
 
-    def _outs(self, mine: Sequence[Run]) -> Int:
+    def _outs(self, mine: Sequence[UnitRun]) -> Int:
         """By run and output, the row of the extended evaluation that it is; see `Evaluated`."""
         total, width = len(self.position), self.inputs
         outs = np.full((len(mine), self.outputs), total)

@@ -86,7 +86,7 @@ class UnitSequence(NamedTuple):
     """[copies]: which member of the last instance its deferred rows are; -1: it has none."""
 
 
-def whole(tasks: Tasks) -> Units:
+def one_unit(tasks: Tasks) -> Units:
     """All rows of a rank as one unit."""
     size = len(tasks)
     zero, none = np.zeros(size, np.int64), np.zeros(0, np.int64)

@@ -141,9 +141,7 @@ def running_and_drawn(line: Timeline, mean: Breakdown, machine: Machine) -> tupl
     for lane in line.lanes:
         run = (lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin)
         took = (lane.end - lane.begin)[run].astype(np.float64) * TICK
-        of_lane = kernel_energy(
-            lane.of.work.actions.tasks, lane.row[run], took, machine.hardware
-        )
+        of_lane = kernel_energy(lane.of.work.actions.tasks, lane.row[run], took, machine.hardware)
         drawn += of_lane * len(lane.ranks) / machine.gpus / line.seconds
     exposed = sum(mean.exposed.values()) / line.seconds
     running = sum(mean.kernels.values()) / line.seconds + exposed

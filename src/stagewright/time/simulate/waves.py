@@ -19,13 +19,13 @@ from stagewright.errors import UserError
 from stagewright.program.columns import COLLECTIVE, Program
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.messages import messages
-from stagewright.time.simulate.order import Register, Table
+from stagewright.time.simulate.order import IssueTable, Register
 from stagewright.time.simulate.transfer import (
     CARRIED,
     LOCAL,
     MESSAGE,
     REGISTER,
-    Asked,
+    Connections,
     RunGroup,
     Runs,
 )
@@ -35,7 +35,7 @@ from stagewright.time.simulate.units import UnitSequence
 class Waves:
     """The plan of a step: slots, waves, and which class issues which run when."""
 
-    def __init__(self, program: Program, tables: Sequence[Table], lanes: Lanes) -> None:
+    def __init__(self, program: Program, tables: Sequence[IssueTable], lanes: Lanes) -> None:
         """Raises UserError where ranks wait for each other in a circle."""
         self.program, self.tables, self.lanes = program, tables, lanes
         count = len(program.classes)
@@ -73,12 +73,14 @@ class Waves:
             receives, sends = masks
             # Actions of a schedule begin when all their messages are there. Others may wait for
             # what depends on their own first tasks.
-            cuts = receives & (self._whole(table)[rules.unit] | self._from_own_class(t))
+            cuts = receives & (self._given(table)[rules.unit] | self._from_own_class(t))
             cuts[1:] &= ~cuts[:-1]
-            asked = Asked(self._meetings(table), receives, sends, wanted[t], cuts)
-            self.runs.append(Runs(rules, asked, len(table.units.actions), self.messages.within[t]))
+            connections = Connections(self._meetings(table), receives, sends, wanted[t], cuts)
+            self.runs.append(
+                Runs(rules, connections, len(table.units.actions), self.messages.within[t])
+            )
 
-    def _meetings(self, table: Table) -> Bool:
+    def _meetings(self, table: IssueTable) -> Bool:
         """By position, whether it is a collective of several lanes."""
         tasks, rows = table.actions.tasks, table.rules.rows
         kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
@@ -92,7 +94,7 @@ class Waves:
                 meets |= (kind == COLLECTIVE) & (slot == s)
         return meets
 
-    def _whole(self, table: Table) -> Bool:
+    def _given(self, table: IssueTable) -> Bool:
         """By unit, whether it is no action of a schedule but rows that were given."""
         result = np.zeros(len(table.units.actions), dtype=bool)
         for nth, sequence in zip(table.classes, table.sequences, strict=True):
@@ -165,7 +167,7 @@ class Waves:
             unit = table.rules.unit
             stored = np.full(size, -1)
             local = np.full(size, -1)
-            left = np.flatnonzero(runs.asked.wanted | runs.asked.sends)
+            left = np.flatnonzero(runs.connections.wanted | runs.connections.sends)
             per_unit.append(np.bincount(unit[left], minlength=units))
             stored[left] = np.arange(len(left)) - np.searchsorted(unit[left], unit[left])
             kept = sorted({p.number for run in runs.runs for p in run.outputs if p.what == LOCAL})
@@ -339,7 +341,7 @@ class Waves:
             story += ", which has ended"
         return f"deadlock: rank {self._rank(chain[0])} {story}; change the order of the schedule"
 
-    def begin(self, batch: Batch) -> Int:
+    def begin(self, batch: RunBatch) -> Int:
         """The first position of each run of a batch."""
         runs = self.runs[batch.table]
         begin = np.array([run.begin for run in runs.runs])
@@ -355,7 +357,7 @@ class Waves:
         runs = self.runs[t]
         run = runs.runs[int(self.item_run[nth][item])]
         instance = int(np.searchsorted(self.item_begin[nth], item, side="right")) - 1
-        sends = [p for p in range(run.begin, run.end) if runs.asked.sends[p]]
+        sends = [p for p in range(run.begin, run.end) if runs.connections.sends[p]]
         position = sends[-1] if sends and not run.meets else run.begin
         row = int(self.expanded_rows(nth, np.array([instance]), np.array([position]))[0])
         tasks = self.program.classes[nth].tasks
@@ -374,7 +376,7 @@ class Waves:
         """Put all items into waves, with the slots that they read and write."""
         self._items()
         levels = self._levels()
-        self._arrivals = self._flat(self.messages.sent.of, self.messages.sent.lane)
+        self.arrivals = self._flat(self.messages.sent.of, self.messages.sent.lane)
         received = self.messages.received.of
         arrival: dict[tuple[int, int], Int] = {}
         for nth in range(len(self.program.classes)):
@@ -399,7 +401,7 @@ class Waves:
                     parts[t, group_of[t][number], run.meets].append(some)
         last = 1 + max((int(level.max(initial=-1)) for level in levels), default=-1)
         self.batches = [
-            Batch.of(t, group, self.runs[t].groups[group], meets, some, last, self)
+            RunBatch.of(t, group, self.runs[t].groups[group], meets, some, last, self)
             for (t, group, meets), some in sorted(parts.items(), key=lambda each: each[0])
         ]
         self.count = last
@@ -455,7 +457,7 @@ class Waves:
             mine = arrival[nth, int(number_of[column])]
             received = self.messages.received
             at = np.searchsorted(instances, received.of[mine, 1])
-            ins[at, received.lane[mine], column] = self._arrivals[mine]
+            ins[at, received.lane[mine], column] = self.arrivals[mine]
         outs = np.empty((*shape, len(run.outputs)), np.int64)
         what, number_of = np.array(run.outputs, dtype=np.int64).T
         fixed = np.where(what == LOCAL, registers + self.local[t][np.where(
@@ -495,7 +497,7 @@ class _Items(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class RunBatch:
     """Runs of one table that are executed together in each wave; rows are sorted by wave."""
 
     table: int
@@ -520,7 +522,7 @@ class Batch:
     def of(
         cls, table: int, number: int, group: RunGroup, meets: bool, some: Sequence[_Items],
         count: int, waves: Waves,
-    ) -> Batch:  # fmt: skip
+    ) -> RunBatch:  # fmt: skip
         """Join runs of a group, whose inputs and outputs are padded."""
 
         def padded(columns: Sequence[Int], width: int, value: int) -> Int:
