@@ -148,17 +148,20 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
             seconds += placed.copying_seconds(which)
 
     moves = tasks.kind == TaskKind.COLLECTIVE
-    rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
+    exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
+    most = np.zeros(int(tasks.microbatch.max(initial=-1)) + 2, dtype=np.int64)  # last: of none
+    np.maximum.at(most, tasks.microbatch[exchanged], tasks.comm_bytes[exchanged])
+    # Gates, one number for each row, are sent with the tokens of their microbatch.
+    gates = exchanged & (16 * tasks.comm_bytes <= most[tasks.microbatch])
+    columns = (tasks.collective, tasks.slot, tasks.comm_bytes, gates.astype(np.int8))
+    rows, back = _unique(columns, moves)
     slots = [int(s) for s in sorted_values(tasks.slot[moves])]
     where = {s: placed.placements(s, which) for s in slots}
-    exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
-    most = int(tasks.comm_bytes[exchanged].max(initial=0))
 
     def moved(i: int, group: Placement) -> float:
         op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
         if routed and op == "all_to_all" and among_experts(placed.program, int(tasks.slot[i])):
-            # Gates, one number for each row, are sent with the tokens.
-            return dispatch_seconds(size, group, machine, routed) if 16 * size > most else 0.0
+            return 0.0 if gates[i] else dispatch_seconds(size, group, machine, routed)
         return collective_seconds(op, size, group, machine)[0]
 
     longest = [max(moved(int(i), group) for group in where[int(tasks.slot[i])]) for i in rows]
