@@ -21,8 +21,7 @@ from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.settings import Run
-from stagewright.serving.steps.layouts import step_times
-from stagewright.serving.steps.step_times import StepTimes, batch_run
+from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate

@@ -17,8 +17,7 @@ from stagewright.serving.drafters import drafter_of
 from stagewright.serving.engines.plans import PlannedSteps
 from stagewright.serving.hosts import HostTimes
 from stagewright.serving.instances import drafted_times, kv_capacity
-from stagewright.serving.steps.layouts import StepTables, step_times
-from stagewright.serving.steps.step_times import batch_run
+from stagewright.serving.steps.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
@@ -154,7 +153,6 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
         assert times.step(*whole, decoding, keys) == found + alone.step(*whole, decoding, keys)
         if decoding == whole[3]:
             assert times.line(decoding, keys)[0] == pytest.approx(times.decode(decoding, keys))
-            assert times.decode_once(decoding, keys) == pytest.approx(times.decode(decoding, keys))
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -185,7 +183,6 @@ def test_a_host_beside_the_gpu_works_beside_drafts_too(ep):
         whole = gpu.with_host(host)
         assert whole.decode(n, keys) == whole.step(3 * n, 9, keys, n, n, keys)
         assert whole.decode(n, keys) == pytest.approx(max(decode, wait))
-        assert whole.decode_once(n, keys) == pytest.approx(max(decode, wait))
 
 
 def test_runs_of_decode_steps_are_sums_of_steps():
@@ -220,49 +217,22 @@ def test_an_engines_host_runs_behind_a_step_or_beside_it():
             assert hosted.decode(n, keys) == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize("layers", [4, 5])
-def test_prompts_through_a_pipeline_are_timed_in_one_call_as_rank_by_rank(layers):
-    run = Run(mode="decode", model="llama3.1-8b", layers=layers, pp=2)
-    model = model_of(run.model).with_overrides(num_layers=layers)
+def test_steps_of_a_pipeline_take_as_long_as_simulated():
+    run = Run(mode="decode", model="llama3.1-8b", layers=16, pp=2)
+    model = model_of(run.model).with_overrides(num_layers=16)
     machine = Machine.of(resolve("h100-sxm"), gpus=2)
-    alone = step_times(run, model, machine, most_tokens=2048, most_requests=64)
-    draw = random.Random(3)
-    for host in (HostTimes(per_step=1e-3), HostTimes(per_request_step=1e-3, beside=True)):
-        times = alone.with_host(host)
-        beside, _ = times.chunk_steps
-        assert beside != times._with_prompts
-        for most in (1, 3, 3000):  # tokens, the last of which are more than tables have
-            decoding = [Group(1, draw.randint(1, 900), 1) for _ in range(draw.randint(1, 60))]
-            chunks = [Group(1, draw.randint(0, 900), draw.randint(1, most)) for _ in range(3)]
-            keys = sum(g.context_length + 1 for g in decoding)
-            of = (*sums(decoding + chunks), len(decoding), keys)
-            assert beside(*of) == times._with_prompts(*of)
-
-
-def test_layouts_made_together_have_the_times_that_each_has_alone():
-    model = model_of("qwen3-30b-a3b").with_overrides(num_layers=3)
-    tables = StepTables(model, 300, 40)
-    some = (9, 81, 900, 9), (256, 256 * 257 // 2, 256, 3), (40, 9000, 3000, 9, 8, 2900)
-    for degrees in ({}, {"dp": 2, "ep": 2, "etp": 1}, {"tp": 2, "etp": 2}, {"pp": 2}):
-        run = Run(model="qwen3-30b-a3b", layers=3, mode="decode", **degrees)
-        gpus = run.tp * run.dp * run.pp
-        for engine in (None, "trtllm"):
-            how = Execution(serving_engine=engine)
-            machine = Machine.of(resolve("h100-sxm"), gpus=gpus)
-            together = tables.times(run, machine, how)
-            alone = step_times(run, model, machine, how, most_tokens=300, most_requests=40)
-            assert [*map(dumped, steps_of(together))] == [*map(dumped, steps_of(alone))]
-            assert [together.step(*of) for of in some] == [alone.step(*of) for of in some]
-            assert together.line(30, 90_000) == alone.line(30, 90_000)
-
-
-def steps_of(times):
-    return times._decode, times._beside, times._prompts
-
-
-def dumped(steps):
-    """All numbers of a table."""
-    return steps.ranks, [[getattr(term, name) for name in term.__slots__] for term in steps.terms]
+    times = step_times(run, model, machine, most_tokens=2048, most_requests=64)
+    for decoding, prompts in (
+        ([Group(40, 900, 1)], []),
+        ([Group(7, 3000, 1)], []),
+        ([], [Group(2, 512, 700)]),
+        ([Group(40, 900, 1)], [Group(1, 0, 1024)]),
+    ):
+        groups = decoding + prompts
+        wanted = simulate(compile(batch_run(run, groups), model), machine).seconds
+        new, pairs, keys, requests = sums(groups)
+        found = times.step(new, pairs, keys, requests, *sums(decoding)[3:], sums(decoding)[2])
+        assert found == pytest.approx(wanted, rel=0.02), groups
 
 
 def test_steps_without_a_table_are_refused():

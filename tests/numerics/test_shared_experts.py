@@ -10,8 +10,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.engines.plans import PlannedSteps
 from stagewright.serving.hosts import HostTimes
-from stagewright.serving.steps.layouts import step_times
-from stagewright.serving.steps.step_times import batch_run
+from stagewright.serving.steps.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate

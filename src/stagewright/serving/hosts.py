@@ -42,15 +42,17 @@ class HostTimes:
 
     def after(self, step: float, requests: float) -> float:
         """Seconds from the begin of a step, which takes the GPU `step`, to that of the next one."""
-        host = self.step(requests)
-        return max(step, host) if self.beside else step + host
+        host = self.per_step + self.per_request_step * requests
+        return step + host if not self.beside else step if step > host else host
 
     def run_after(self, plan: Plan, requests: int) -> Plan:
         """As `after`, of steps that take the GPU as planned; as many of them as are a series."""
         steps, first, grows = plan
-        begins, host = self.after(first, requests), self.step(requests)
-        if not self.beside or first >= host:
-            return steps, begins, grows
+        host = self.per_step + self.per_request_step * requests
+        if not self.beside:
+            return steps, first + host, grows
+        if first >= host:
+            return plan
         if grows > 0.0:  # up to the first step that takes the GPU longer
             steps = min(steps, max(1, math.ceil((host - first) / grows)))
         return steps, host, 0.0

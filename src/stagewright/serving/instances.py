@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import numpy as np
-
 from stagewright.errors import UserError
 from stagewright.lower.inference.serving import ServingStep
 from stagewright.lower.inference.serving_memory import ServingMemory
@@ -18,10 +16,8 @@ from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.drafters import Drafter
-from stagewright.serving.steps.batches import BatchSums
 from stagewright.serving.steps.drafted import DraftedTimes
-from stagewright.serving.steps.layouts import StepTables, step_times
-from stagewright.serving.steps.step_times import StepTimes, batch_run
+from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
 from stagewright.time.network import Machine
 
 ENGINE_BYTES = 1_000_000_000
@@ -84,35 +80,21 @@ def instance(
     most_requests: int = 1024,
     gpu_memory_utilization: float = 0.9,
 ) -> Instance:
-    """An engine; as `Instances.of`, which makes those of several layouts."""
-    steps = StepTables(model, most_tokens, most_requests)
-    return Instances(steps, gpu_memory_utilization).of(run, machine, how)
+    """An engine with the layout of a run, which is not resolved, on a machine of as many GPUs.
 
-
-class Instances(NamedTuple):
-    """Makes engines of one model."""
-
-    steps: StepTables
-    """`most_tokens` and `most_requests` of a step are vLLM's `max_num_batched_tokens` and
-    `max_num_seqs`."""
-    gpu_memory_utilization: float = 0.9
-    """The share of memory that an engine takes, as vLLM names it."""
-
-    def of(self, run: Run, machine: Machine, how: Execution | None = None) -> Instance:
-        """An engine with the layout of a run, which is not resolved, on a machine of as many GPUs.
-
-        Raises UserError where the run cannot be had, its steps have no table, or no request fits
-        beside the weights.
-        """
-        model = self.steps.model
-        if model.encoder_num_layers:
-            raise UserError(
-                f"serve: {model.name} has an encoder, too: its steps have no table of times; "
-                "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
-            )
-        memory = _memory(run, machine, self.gpu_memory_utilization)
-        cache = kv_capacity(run, model, memory, self.steps.most_tokens)
-        return Instance(run, model, machine, self.steps.times(run, machine, how), cache)
+    `most_tokens` and `most_requests` of a step are vLLM's `max_num_batched_tokens` and
+    `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the engine takes. Raises
+    UserError where the run cannot be had, its steps have no table, or no request fits beside the
+    weights.
+    """
+    if model.encoder_num_layers:
+        raise UserError(
+            f"serve: {model.name} has an encoder, too: its steps have no table of times; "
+            "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
+        )
+    cache = kv_capacity(run, model, _memory(run, machine, gpu_memory_utilization), most_tokens)
+    most = {"most_tokens": most_tokens, "most_requests": most_requests}
+    return Instance(run, model, machine, step_times(run, model, machine, how, **most), cache)
 
 
 def _memory(run: Run, machine: Machine, share: float) -> int:
@@ -219,9 +201,8 @@ def _held(
     check(prompts, model)
     load = loads(prompts, model)
     step = ServingStep.of(prompts, model, {}, load.sizes)
-    one = np.array([1], dtype=np.int64)
-    sums = BatchSums.of_equal_requests(prompts, model, count * one, 0 * one, longest * one)
-    base = {name: int(column[0]) for name, column in sums.sizes(prompts, model).items()}
+    # All requests of a replica at once, whatever the pipeline makes of them.
+    base = loads(prompts.model_copy(update={"pp": 1}), model).sizes[0]
     kernels = {v: block.tasks for v, block in step.lower_blocks(base).items()}
     stages = [
         [placed for placed in stage if placed[0].block not in shared] for stage in step.stages

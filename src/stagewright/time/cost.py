@@ -159,11 +159,12 @@ class _Timed:
         seconds = self.known[key].copy()
 
         moves = tasks.kind == TaskKind.COLLECTIVE
-        rows, back = _unique((tasks.collective, tasks.slot, tasks.comm_bytes), moves)
+        exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
+        gates = _gates(tasks, exchanged)
+        columns = (tasks.collective, tasks.slot, tasks.comm_bytes, gates.astype(np.int8))
+        rows, back = _unique(columns, moves)
         slots = [int(s) for s in sorted_values(tasks.slot[moves])]
         where = {s: self.placed.placements(s, which) for s in slots}
-        exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
-        most = int(tasks.comm_bytes[exchanged].max(initial=0))
 
         def moved(i: int, group: Placement) -> float:
             op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
@@ -178,9 +179,7 @@ class _Timed:
                 else:
                     took = dispatch_seconds(size, group, machine, dispatches)
                 self.exchanges[exchange] = took
-            # Gates, one number for each row, are sent with the tokens.
-            sent = dispatches is None or 16 * size > most
-            return self.exchanges[exchange] if sent else 0.0
+            return self.exchanges[exchange] if dispatches is None or not gates[i] else 0.0
 
         # Of actions of other ranks a class may not be in the groups.
         longest = [
@@ -232,6 +231,17 @@ class _Timed:
             if not routed:
                 seconds += self.placed.copying_seconds(tasks)
         return seconds
+
+
+def _gates(tasks: Tasks, exchanged: Bool) -> Bool:
+    """Mask of the exchanges of gates, one number for each row, that are sent with the tokens.
+
+    Microbatches of training are equally large; batches of a served step are not.
+    """
+    batch = np.where(tasks.microbatch < 0, -1, 0) if trains(tasks) else tasks.microbatch
+    most = np.zeros(int(batch.max(initial=-1)) + 2, dtype=np.int64)  # the last: once per step
+    np.maximum.at(most, batch[exchanged], tasks.comm_bytes[exchanged])
+    return exchanged & (16 * tasks.comm_bytes <= most[batch])
 
 
 def needless(tasks: Tasks) -> Bool:

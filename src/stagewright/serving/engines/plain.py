@@ -22,7 +22,7 @@ from stagewright.serving.engines.decisions import (
 )
 from stagewright.serving.engines.observed import MOST_SAMPLES, pack_series
 from stagewright.serving.engines.state import EngineState
-from stagewright.serving.engines.times import BatchTimes, chunk_steps, terms_within
+from stagewright.serving.engines.times import BatchTimes, terms_within
 from stagewright.serving.requests import NO_CHAIN, Records, Workload
 
 MANY_ALONE = 1000
@@ -33,7 +33,7 @@ class PlainSteps(EngineState):
     """An engine's state, and the batch that is under way."""
 
     __slots__ = (
-        *("_ahead", "_chunk_steps", "_decision", "_decoders", "_first", "_grows", "_next_sample"),
+        *("_ahead", "_decision", "_decoders", "_first", "_grows", "_next_sample"),
         *("_sample_every", "_seen", "_stands", "_steps", "end", "times"),
     )
 
@@ -43,7 +43,6 @@ class PlainSteps(EngineState):
         """Nothing is under way."""
         super().__init__(workload, records, blocks)
         self.times = times
-        self._chunk_steps = chunk_steps(times)
         self.end: float = math.inf
         """When the batch that is under way ends, or something arrives."""
         self._decision = Decision()
@@ -156,7 +155,7 @@ class PlainSteps(EngineState):
         scheduled_at, first_at, finish_at = self._scheduled_at, self._first_at, self._finish_at
         blocks, per_request = self.blocks, self.blocks.per_request
         cached, line, note, pack = self._cached, self.times.line, self.gaps.add_packed, pack_series
-        (with_decode, prompts_only), add_alone = self._chunk_steps, self.gaps.add_alone
+        step_seconds, add_alone = self.times.step, self.gaps.add_alone
         alone: list[float] = []  # seconds of steps of prompts only
         completed, ahead, sampled = self.completed, self._ahead, self._next_sample
         noticed = min(sampled, until)  # the first end at which anything else is to be done
@@ -315,8 +314,7 @@ class PlainSteps(EngineState):
             # ---- how long it takes ---------------------------------------------------------------
             if chunks:
                 steps = 1
-                seconds = with_decode if n else prompts_only
-                end = now + seconds(tokens, pairs, places, n + len(chunks), n, own)
+                end = now + step_seconds(tokens, pairs, places, n + len(chunks), n, own)
             elif n:
                 steps = last - step
                 if n * (steps // size + 1) > blocks.free:

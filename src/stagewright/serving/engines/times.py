@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
-
-StepSeconds = Callable[[int, int, int, int, int, int], float]
-"""`BatchTimes.step`."""
 
 
 class BatchTimes(Protocol):
@@ -42,20 +38,19 @@ class BatchTimes(Protocol):
         ...
 
 
-def chunk_steps(times: BatchTimes) -> tuple[StepSeconds, StepSeconds]:
-    """`BatchTimes.step` where prompts are computed, beside requests that decode and alone.
-
-    As functions that these times may have for that (`StepTimes.chunk_steps`), or as it is.
-    """
-    return getattr(times, "chunk_steps", (times.step, times.step))
-
-
 class DecodeRuns:
     """Runs of decode steps of the same requests, of whose times pieces are arithmetic series."""
 
     def line(self, requests: int, keys: int) -> tuple[float, float, int]:
         """As `BatchTimes.line`."""
         raise NotImplementedError
+
+    def decode(self, requests: int, keys: int) -> float:
+        """Seconds of a step in which so many requests get a token, and their drafts.
+
+        keys: in the cache after the step, summed over the requests.
+        """
+        return self.line(requests, keys)[0]
 
     def decode_run(self, requests: int, keys: int, steps: int) -> float:
         """Seconds of several decode steps of the same requests."""

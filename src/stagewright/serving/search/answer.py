@@ -15,7 +15,7 @@ from stagewright.search.candidates import Candidates
 from stagewright.search.enumeration import Removed
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.drafters import drafter_of
-from stagewright.serving.instances import Instance, Instances, with_drafter
+from stagewright.serving.instances import instance, with_drafter
 from stagewright.serving.metrics import RequestLimits, Slo
 from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
@@ -28,7 +28,6 @@ from stagewright.serving.search.bounds import (
 from stagewright.serving.search.pairs import PairPlays, pairs_of, tried_counts
 from stagewright.serving.search.plays import PlayedLoad, play
 from stagewright.serving.service import Service
-from stagewright.serving.steps.layouts import StepTables
 from stagewright.serving.transfers import not_sent
 
 FITS = "weights, activations and a request fit into the memory of a GPU"
@@ -107,7 +106,6 @@ class _LayoutSearch:
     """Limits that no request may exceed, of whichever class: what bounds are of."""
     choices: list[ServingChoice] = field(default_factory=list[ServingChoice])
     refused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    instances: dict[BatchLimits, Instances] = field(default_factory=dict[BatchLimits, Instances])
 
     def refuse(self, why: str, example: str) -> None:
         self.refused.setdefault(why, []).append(example)
@@ -118,26 +116,19 @@ class _LayoutSearch:
         run, machine = rows.run(row), rows.machine(row)
         limits: BatchLimits = batch_limits(engines, machine.hardware)
         try:
-            made: Instance = self._instances(limits).of(run, machine, rows.execution(row))
-            made = with_drafter(
-                made,
-                drafter_of(engines, run, rows.model),
-                rows.execution(row),
-                gpu_memory_utilization=engines.gpu_memory_utilization,
-            )
+            how, share = rows.execution(row), engines.gpu_memory_utilization
+            made = instance(
+                run, rows.model, machine, how, most_tokens=limits.tokens,
+                most_requests=limits.requests, gpu_memory_utilization=share,
+            )  # fmt: skip
+            drafter = drafter_of(engines, run, rows.model)
+            made = with_drafter(made, drafter, how, gpu_memory_utilization=share)
         except UserError as error:
             self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
             return None
         ahead = engines.async_scheduling and run.pp == 1
         scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
         return Service(made, engines, limits, scheduler)
-
-    def _instances(self, limits: BatchLimits) -> Instances:
-        """What makes instances whose steps have these limits."""
-        if limits not in self.instances:
-            tables = StepTables(self.rows.model, limits.tokens, limits.requests)
-            self.instances[limits] = Instances(tables, self.engines.gpu_memory_utilization)
-        return self.instances[limits]
 
     def prepared(self, row: int) -> Iterator[ReadyLayout]:
         """A layout that has step times."""

@@ -116,7 +116,7 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     keys = [shortest + new, *(few for few in _FEW_KEYS if shortest + new < few and new > 1)]
     decode = np.array(
         [
-            min(least(times.decode_once(n, n * each), n * new, n) for each in keys)
+            min(least(times.decode(n, n * each), n * new, n) for each in keys)
             for n in requests.tolist()
         ]
     )

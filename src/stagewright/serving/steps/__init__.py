@@ -1,5 +1,6 @@
-"""How long a step of any batch takes: tables from kernels in columns, and plain numbers of them.
+"""How long a step of any batch takes: rows timed for many batches, and plain numbers of them.
 
 In: a `Run` of inference and its machine. Out: `StepTimes`, a function of new tokens, query-key
-pairs, cached keys and requests that an event loop asks in about a microsecond.
+pairs, cached keys and requests that an event loop asks in a few microseconds. `rows` times the
+kernels of a step, `table_builder` sums them up to a `step_table`, `step_times` reads the tables.
 """

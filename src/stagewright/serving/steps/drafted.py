@@ -1,4 +1,4 @@
-"""Step times with the passes of what drafts: behind each step of the model, as many as drafts.
+"""Step times with the passes of what drafts: after each step of the model, as many as drafts.
 
 As in vllm-project/vllm@82720b1e `vllm/v1/spec_decode/llm_base_proposer.py` (`propose`): a first
 pass over all tokens of the step, prompts and wrong drafts included, samples one draft of each
@@ -14,17 +14,14 @@ beside both, the step and its drafts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from stagewright.serving.engines.plans import Plan, PlannedSteps
-from stagewright.serving.engines.times import DecodeRuns
-from stagewright.serving.hosts import HostTimes
+from stagewright.serving.steps.hosted import GpuTimes
 from stagewright.serving.steps.step_times import StepTimes
 
 
 @dataclass(frozen=True, eq=False)
-class DraftedTimes(DecodeRuns):
+class DraftedTimes(GpuTimes):
     """Seconds of the steps of one replica and of the passes that draft for the next ones.
 
     Takes what `StepTimes` takes: the sums of the step that the model computes.
@@ -41,52 +38,24 @@ class DraftedTimes(DecodeRuns):
     more: int
     """Tokens of each request that the first pass has besides: a model of its own reads the token
     that the step sampled, too, a head reads it in place of the step's first one."""
-    host: HostTimes | None = None
-    """What the engine's host adds to each step, which `model` then does not add."""
 
     @property
     def most_tokens(self) -> int:
         """Of a step, as the tables are made."""
         return self.model.most_tokens
 
-    def with_host(self, host: HostTimes) -> DraftedTimes:
-        """These times with what an engine's host adds to each step."""
-        return replace(self, host=host)
-
-    def of_replica(self, host: HostTimes) -> DraftedTimes:
-        """As `StepTimes.of_replica`."""
-        model = self.model.of_replica(host)
-        in_each_step = model.host is not None
-        return self.with_host(host) if in_each_step else replace(self, model=model)
-
-    def decode(self, requests: int, keys: int) -> float:
-        """As `StepTimes.decode`."""
-        upto = keys + self.more * requests
-        again = (self.number - 1) * self.later.decode(requests, upto)
-        found = self.model.decode(requests, keys) + self.first.decode(requests, upto) + again
-        return found if self.host is None else self.host.after(found, requests)
-
-    def decode_once(self, requests: int, keys: int) -> float:
-        """As `StepTimes.decode_once`."""
-        upto = keys + self.more * requests
-        again = (self.number - 1) * self.later.decode_once(requests, upto)
-        found = self.model.decode_once(requests, keys) + self.first.decode_once(requests, upto)
-        found += again
-        return found if self.host is None else self.host.after(found, requests)
+    @property
+    def share_experts(self) -> bool:
+        """Whether experts of the model get the tokens of all replicas."""
+        return self.model.share_experts
 
     def line(self, requests: int, keys: int) -> tuple[float, float, int]:
         """As `StepTimes.line`: lines add up, as far as all of them hold."""
-        upto = keys + self.more * requests
-        a, b, c = (
-            of.line(requests, at)
-            for of, at in ((self.model, keys), (self.first, upto), (self.later, upto))
-        )
-        again = self.number - 1
+        upto, again = keys + self.more * requests, self.number - 1
+        a, b = self.model.line(requests, keys), self.first.line(requests, upto)
+        c = self.later.line(requests, upto) if again else (0.0, 0.0, a[2])
         first, grows = a[0] + b[0] + again * c[0], a[1] + b[1] + again * c[1]
-        steps = min(a[2], b[2], c[2] if again else a[2])
-        if self.host is not None:
-            steps, first, grows = self.host.run_after((steps, first, grows), requests)
-        return first, grows, steps
+        return first, grows, min(a[2], b[2], c[2])
 
     def step(
         self,
@@ -98,17 +67,12 @@ class DraftedTimes(DecodeRuns):
         decoding_keys: int = 0,
     ) -> float:
         """As `StepTimes.step`."""
-        found = self.model.step(tokens, pairs, keys, requests, decoding, decoding_keys)
-        found += self.drafts(tokens, pairs, keys, requests, decoding, decoding_keys)
-        return found if self.host is None else self.host.after(found, requests)
+        seconds = self.model.step(tokens, pairs, keys, requests, decoding, decoding_keys)
+        return seconds + self.drafts(tokens, pairs, keys, requests, decoding, decoding_keys)
 
-    def of_all(self, of: PlannedSteps, mean: float) -> Plan:
-        """As `StepTimes.of_all`: drafts count as if all replicas had as many tokens."""
-        return self.model.of_all(of, mean)
-
-    def plans_of_all(self, active: Sequence[PlannedSteps], mean: float) -> list[Plan]:
-        """As `StepTimes.plans_of_all`."""
-        return self.model.plans_of_all(active, mean)
+    def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
+        """As `StepTimes.beside_replicas`: drafts count as if all replicas had as many tokens."""
+        return self.model.beside_replicas(seconds, tokens, mean)
 
     def drafts(
         self,
@@ -119,7 +83,7 @@ class DraftedTimes(DecodeRuns):
         decoding: int = 0,
         decoding_keys: int = 0,
     ) -> float:
-        """Seconds of the passes that draft, behind a step of any requests."""
+        """Seconds of the passes that draft, after a step of any requests."""
         if decoding == requests:
             keys = decoding_keys or keys
         upto = keys + self.more * requests

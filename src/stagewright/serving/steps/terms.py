@@ -1,11 +1,11 @@
-"""What kernels of a served step take that depend on more than its number of tokens.
+"""Seconds of the kernels of a serving step that depend on more than its number of tokens.
 
 Attention depends on new tokens, on pairs of a query and a key, and on the places of the cache that
-are read: apart from its launch it takes twice as long for twice as much of all three. So a surface
-over two ratios says it all; it is made of exact values, and interpolated in logarithms. Layers with
-a state depend on tokens and requests, expanded latents on keys.
+are read. Without its launch it takes twice as long for twice as much of all three, so that a
+surface over two ratios says it all: exact values at points, interpolated in logarithms. Layers with
+a state depend on tokens and requests, latents that are expanded for prompts on keys.
 
-All functions take and return plain floats: they run in an event loop.
+Terms take and return plain floats: an event loop calls them for each step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 
 from stagewright.arrays import Float, Int
+from stagewright.model.layers import Reach
 from stagewright.time.roofline import DecodingBesidePrompts
 
 PER_OCTAVE = 8
@@ -28,15 +29,17 @@ PAIRS = (-4, 15)
 TOKENS = (-20, 1)
 """Octaves of new tokens over places of the cache."""
 PLACES = 1 << 20
-"""Places of the cache for which surfaces are computed, so that whole numbers are fine enough."""
+"""Places of the cache for which surfaces are timed, so that whole numbers are fine enough."""
+ROWS = (PAIRS[1] - PAIRS[0]) * PER_OCTAVE
+COLUMNS = (TOKENS[1] - TOKENS[0]) * PER_OCTAVE
 
 
 class Term(Protocol):
-    """Seconds of one kernel, or of some that run as often."""
+    """Seconds of one kernel, or of several that run equally often."""
 
     @property
     def least(self) -> float:
-        """Seconds that it takes at least."""
+        """Seconds of its launch, whatever the batch."""
         ...
 
     def __call__(self, tokens: float, requests: float, pairs: float, keys: float) -> float:
@@ -51,13 +54,18 @@ class Attention:
     least: float
     table: list[list[float]]
     """log2 of seconds without the launch over places, by octaves of `PAIRS` and `TOKENS`."""
-    partly: float
+    unfilled: float
     """Places of a request's last block that hold nothing, in the mean."""
-    beside: DecodingBesidePrompts | None = None
-    """How requests that decode are computed in one kernel with prompts; None: as alone."""
+    beside: DecodingBesidePrompts | None
+    """Requests that decode, in one kernel with prompts; None: as if alone."""
 
     @classmethod
-    def of(cls, seconds: Callable[[Int, Int, Int], Float], partly: float) -> Attention:
+    def of(
+        cls,
+        seconds: Callable[[Int, Int, Int], Float],
+        unfilled: float,
+        beside: DecodingBesidePrompts | None,
+    ) -> Attention:
         """From the seconds of tokens, pairs and keys: arrays in, array out."""
         small = np.array([1, 2], dtype=np.int64)
         one, two = seconds(64 * small, 65536 * small, 65536 * small).tolist()
@@ -67,13 +75,13 @@ class Attention:
         )
         pairs = np.rint(np.exp2(np.repeat(u, len(v))) * PLACES).astype(np.int64)
         tokens = np.maximum(np.rint(np.exp2(np.tile(v, len(u))) * PLACES), 1).astype(np.int64)
-        found = seconds(tokens, pairs, np.full(len(pairs), PLACES)) - least
-        logs = np.log2(np.maximum(found, 1e-30) / PLACES)
-        return cls(least, logs.reshape(len(u), len(v)).tolist(), partly)
+        each = seconds(tokens, pairs, np.full(len(pairs), PLACES)) - least
+        logs = np.log2(np.maximum(each, 1e-30) / PLACES)
+        return cls(least, logs.reshape(len(u), len(v)).tolist(), unfilled, beside)
 
     def __call__(self, tokens: float, requests: float, pairs: float, keys: float) -> float:
         """Seconds for the sums of a batch."""
-        places = keys + requests * self.partly
+        places = keys + requests * self.unfilled
         x = (log2(pairs / places) - PAIRS[0]) * PER_OCTAVE
         y = (log2(tokens / places) - TOKENS[0]) * PER_OCTAVE
         i, j = int(x), int(y)
@@ -89,45 +97,34 @@ class Attention:
         return self.least + places * 2.0 ** (low + (x - i) * (high - low))
 
 
-ROWS = (PAIRS[1] - PAIRS[0]) * PER_OCTAVE
-COLUMNS = (TOKENS[1] - TOKENS[0]) * PER_OCTAVE
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class State:
-    """Kernels of layers with a state, by tokens over requests."""
+class Curve:
+    """Kernels that depend on one number: keys in the cache, or tokens of a request.
+
+    The former expand latents, the latter are of layers with a state, and go with requests.
+    """
 
     least: float
-    ratios: list[float]
+    at: list[float]
     seconds: list[float]
-    """Without the launch, of one request."""
+    """By keys; by tokens of one request, without the launch."""
+    by_requests: bool = False
 
     @classmethod
-    def of(cls, seconds: Callable[[Int, Int], Float], most: int) -> State:
+    def of_requests(cls, seconds: Callable[[Int, Int], Float]) -> Curve:
         """From the seconds of tokens and requests: arrays in, array out."""
         many = 256
-        ratios = np.unique(np.rint(np.exp2(np.arange(0, 8 * log2(most) + 1) / 8)).astype(np.int64))
+        ratios = np.unique(np.rint(np.exp2(np.arange(0, 16.01, 1 / 8))).astype(np.int64))
         one, two = seconds(np.array([many, 2 * many]), np.array([many, 2 * many])).tolist()
         least = max(2 * one - two, 0.0)
-        found = (seconds(ratios * many, np.full(len(ratios), many)) - least) / many
-        return cls(least, ratios.astype(float).tolist(), found.tolist())
+        each = (seconds(ratios * many, np.full(len(ratios), many)) - least) / many
+        return cls(least, ratios.astype(float).tolist(), each.tolist(), by_requests=True)
 
     def __call__(self, tokens: float, requests: float, pairs: float, keys: float) -> float:
         """Seconds for the sums of a batch."""
-        return self.least + requests * _between(self.ratios, self.seconds, tokens / requests)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OverKeys:
-    """Kernels that depend on the keys that are read, and on nothing else."""
-
-    least: float
-    keys: list[float]
-    seconds: list[float]
-
-    def __call__(self, tokens: float, requests: float, pairs: float, keys: float) -> float:
-        """Seconds for the sums of a batch."""
-        return _between(self.keys, self.seconds, keys)
+        if self.by_requests:
+            return self.least + requests * _between(self.at, self.seconds, tokens / requests)
+        return _between(self.at, self.seconds, keys)
 
 
 def _between(at: list[float], values: list[float], x: float) -> float:
@@ -135,3 +132,33 @@ def _between(at: list[float], values: list[float], x: float) -> float:
     n = bisect_right(at, x, 1, len(at) - 1)
     low, high = at[n - 1], at[n]
     return values[n - 1] + (x - low) * (values[n] - values[n - 1]) / (high - low)
+
+
+def mean_sums(reach: Reach, context: float, new: float) -> tuple[float, float]:
+    """Pairs of a query and a key that it sees, and keys that any query sees, of one request.
+
+    As `run.lengths.attention_sums`, for numbers of tokens that are means. Where a request is in its
+    chunk of positions is taken to be anywhere.
+
+    >>> mean_sums(Reach(), 10.0, 2.0), mean_sums(Reach(window=4), 10.0, 2.0)
+    ((23.0, 12.0), (8.0, 5.0))
+    """
+    window, chunk, top, block, _ = reach
+    if window:
+        before = min(context, window - 1.0)
+        rising = min(max(window - context, 0.0), new)
+        return rising * context + rising * (rising + 1) / 2 + (new - rising) * window, before + new
+    if chunk and context + new > chunk:
+        before = context if context < chunk else (chunk - 1) / 2
+        seen = (before + 1 + chunk) / 2 if new > chunk else before + (new + 1) / 2
+        return new * min(seen, (chunk + 1) / 2 if new > chunk else chunk), before + new
+    if top:
+        pairs = _chosen(context + new, top, block) - _chosen(context, top, block)
+        return pairs, min(context + new, pairs)
+    return new * context + new * (new + 1) / 2, context + new
+
+
+def _chosen(tokens: float, top: int, block: int) -> float:
+    first = min(tokens, float(top))
+    rest = tokens - first
+    return first * (first + 1) / 2 + rest * (top - block) + rest * (block + 1) / 2
