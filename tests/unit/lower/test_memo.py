@@ -125,6 +125,43 @@ def columns(program: Program) -> Iterator[object]:
                 yield value.tobytes() if isinstance(value, np.ndarray) else value
 
 
+def check_alone(settings: dict[str, Any], after: CompiledRun) -> None:
+    """Compare a run that was compiled after others with the same run, compiled first."""
+    forget()
+    alone = compile(Run(**settings))
+    assert alone.blocks == after.blocks, settings
+    assert [*columns(alone.program)] == [*columns(after.program)], settings
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"activation_gather": "keep"},
+        {"recompute": "selective"},
+        {"recompute": "full"},
+        {"zero": 3},
+        {"fuse": False},
+        {"bucket": "parameter"},
+        {"operators": "eager"},
+        {"set_grads_to_none": True},
+        {"zero": 0, "ddp_bucket_cap_mb": 25},
+        {"cp_grad_comm_type": "ring", "cp_comm_type": "all_gather"},
+        {"cpu_offloading_num_layers": 1},
+        {"optimizer_cpu_offload": True},
+    ],
+    ids=str,
+)
+def test_a_setting_that_changes_a_block_is_part_of_what_it_is_known_by(
+    changed: dict[str, Any],
+) -> None:
+    settings = LLAMA | {"cp": 2, "sequence_parallel": True, "zero": 1}
+    forget()
+    before = compile(Run(**settings))
+    after = compile(Run(**settings | changed))
+    assert [*columns(before.program)] != [*columns(after.program)]
+    check_alone(settings | changed, after)
+
+
 @pytest.mark.parametrize("seed", range(times(4)))
 def test_a_run_after_others_is_compiled_as_if_it_were_the_first(seed: int) -> None:
     """Runs that differ in few settings, one after another; then each with empty memos."""
@@ -133,15 +170,11 @@ def test_a_run_after_others_is_compiled_as_if_it_were_the_first(seed: int) -> No
     while (first := possible(settings := draw(dice))) is None:
         pass
     runs = [(settings, first)]
-    for _ in range(30):
+    for _ in range(20):
         changed = similar(dice, settings)
         after = possible(changed)
         if after is not None:
             settings = changed
             runs.append((changed, after))
     for settings, after in runs:
-        forget()
-        alone = possible(settings)
-        assert alone is not None
-        assert alone.blocks == after.blocks, settings
-        assert [*columns(alone.program)] == [*columns(after.program)], settings
+        check_alone(settings, after)
