@@ -32,7 +32,7 @@ from stagewright.program.columns import (
 )
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds
-from stagewright.time.experts.dispatch import Routed, dispatch_seconds, slowed_beside
+from stagewright.time.experts.dispatch import Routed, dispatch_seconds, slowdown_beside
 from stagewright.time.experts.kernels import (
     among_experts,
     bias_seconds,
@@ -165,7 +165,7 @@ def _class_seconds(placed: Placements, which: RankClass, routed: Routed | None =
     seconds[moves] = np.array(longest)[back] if longest else 0.0
     if routed and routed.hidden:
         beside = computes & (tasks.microbatch >= 0)
-        seconds[beside] = slowed_beside(seconds[beside], seconds[exchanged], machine.hardware)
+        seconds[beside] *= slowdown_beside(seconds[beside], seconds[exchanged], machine.hardware)
 
     copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
     to_host = machine.hardware.host_bandwidth_gb_s * 1e9
