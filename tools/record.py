@@ -41,7 +41,11 @@ import recorded_runs as runs
 
 import goldens
 import stagewright as sw
+from paths import ROOT
+from stagewright.api.searched import searched
 from stagewright.errors import UserError
+from stagewright.explore.answer.ranking import Wanted
+from stagewright.explore.space.asked import asked as search_of_file
 from stagewright.program.fit import held_at_peak
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
@@ -172,7 +176,11 @@ def search_record(name: str) -> dict[str, Any]:
     if stragglers := asked.pop("stragglers", None):
         asked["stragglers"] = {int(rank): factor for rank, factor in stragglers.items()}
     try:
-        found = sw.search(asked.pop("model"), asked.pop("hardware"), **asked)
+        if "config" in asked:
+            of = search_of_file({}, ROOT / asked["config"], gpus=asked["gpus"])
+            found = searched(of, Wanted())
+        else:
+            found = sw.search(asked.pop("model"), asked.pop("hardware"), **asked)
     except UserError as error:
         return {"search": name, "refused": str(error)}
     ranking = found.ranking

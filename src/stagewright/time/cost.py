@@ -31,7 +31,7 @@ from stagewright.program.columns import (
 )
 from stagewright.program.shapes import GEMM
 from stagewright.time.collectives import collective_seconds, message_seconds
-from stagewright.time.experts.dispatch import Routed, dispatch_seconds, slowed_beside
+from stagewright.time.experts.dispatch import Routed, dispatch_seconds, slowdown_beside
 from stagewright.time.experts.kernels import (
     among_experts,
     bias_seconds,
@@ -188,19 +188,18 @@ class _Timed:
         ]
         seconds[moves] = np.array(longest)[back] if longest else 0.0
         if routed and routed.hidden:
-            copies = np.bincount(
-                which.work.order.action, minlength=len(which.work.actions.begin) - 1
-            )
-            times = np.repeat(copies, np.diff(which.work.actions.begin)).astype(float)
+            actions, order = which.work.actions, which.work.order
+            copies = np.bincount(order.action, minlength=len(actions.begin) - 1)
+            times = np.repeat(copies, np.diff(actions.begin))
             beside = (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch >= 0)
-            seconds[beside] = slowed_beside(
+            seconds[beside] *= slowdown_beside(
                 seconds[beside], seconds[exchanged], machine.hardware,
-                times[beside], times[exchanged],
+                kernel_copies=times[beside], dispatch_copies=times[exchanged],
             )  # fmt: skip
 
-        copies = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
+        on_host = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
         to_host = machine.hardware.host_bandwidth_gb_s * 1e9
-        seconds = np.where(copies, tasks.comm_bytes / to_host, seconds)
+        seconds = np.where(on_host, tasks.comm_bytes / to_host, seconds)
 
         messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
         rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)

@@ -15,7 +15,13 @@ from stagewright.run.settings import Run
 from stagewright.time import hardware
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.cost import task_seconds
-from stagewright.time.experts.dispatch import Routed, destinations, dispatch_seconds
+from stagewright.time.experts.dispatch import (
+    MULTIPROCESSORS,
+    Routed,
+    destinations,
+    dispatch_seconds,
+    slowdown_beside,
+)
 from stagewright.time.network import Machine, Placement, placements
 from stagewright.time.simulate.step import simulate
 
@@ -178,3 +184,19 @@ def test_engines_gather_tokens_between_ranks_of_attention() -> None:
         assert Routed.in_engine(of, compiled.model, engine) is None
     gathered = simulate(compiled, machine, Execution(serving_engine="vllm")).seconds
     assert gathered < simulate(compiled, machine, Execution()).seconds
+
+
+def test_slowdown_is_that_of_the_step_whether_rows_are_repeated_or_counted() -> None:
+    random = np.random.default_rng(1)
+    kernels, dispatches = random.random(700) * 1e-4, random.random(30) * 1e-3
+    copies = random.integers(0, 200, 700), random.integers(0, 200, 30)
+    repeated = [np.repeat(each, n) for each, n in zip((kernels, dispatches), copies, strict=True)]
+    for each in repeated:
+        random.shuffle(each)
+    counted = slowdown_beside(
+        kernels, dispatches, H100, kernel_copies=copies[0], dispatch_copies=copies[1]
+    )
+    assert slowdown_beside(*repeated, H100) == counted  # to the bit
+    share = MULTIPROCESSORS / H100.compute_units
+    assert counted == pytest.approx(1 + share * repeated[1].sum() / repeated[0].sum())
+    assert slowdown_beside(np.zeros(3), dispatches, H100) == 1

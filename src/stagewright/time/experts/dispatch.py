@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float
+from stagewright.arrays import Float, Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
@@ -160,18 +160,31 @@ def dispatches_seconds(
     return np.where(local_bytes > 0, start * 1e-6 + np.max(sent, axis=0), 0.0)
 
 
-def slowed_beside(
-    kernels: Float, dispatching: Float, on: Hardware, times: Float, dispatches: Float
-) -> Float:
-    """Seconds of kernels that dispatches keep multiprocessors from, all of these beside kernels.
+def slowdown_beside(
+    kernels: Float,
+    dispatches: Float,
+    on: Hardware,
+    *,
+    kernel_copies: Int | None = None,
+    dispatch_copies: Int | None = None,
+) -> float:
+    """Factor by which kernels of a step slow down, since dispatches run beside them.
 
-    A step runs each kernel so many `times`, and each dispatch as often as `dispatches` say.
+    Dispatches keep multiprocessors for themselves, and all of them run beside kernels. Seconds are
+    by row; `copies` are how often each row runs in the step, None: once. The factor is that of the
+    step as a whole, and equal to the bit whether rows are repeated or counted.
     """
-    total = float((kernels * times).sum())
-    if not total:
-        return kernels
-    lost = float((dispatching * dispatches).sum()) * MULTIPROCESSORS / on.compute_units
-    return kernels * (1 + lost / total)
+    busy = _total(kernels, kernel_copies)
+    if busy == 0:
+        return 1.0
+    lost = _total(dispatches, dispatch_copies) * MULTIPROCESSORS / on.compute_units
+    return 1 + lost / busy
+
+
+def _total(seconds: Float, copies: Int | None) -> float:
+    """Sum of the seconds of all copies, added up by distinct duration."""
+    distinct, which = np.unique(seconds, return_inverse=True)
+    return float((distinct * np.bincount(which, copies, len(distinct))).sum())
 
 
 def _once(local_bytes: Float, use: TierUse, routed: Routed, *, inside: bool) -> Float:
