@@ -40,6 +40,7 @@ from stagewright.time.network import Machine
 from stagewright.time.roofline import DecodingBesidePrompts
 from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate.launches import host_work
+from stagewright.time.simulate.timeline import table_rows
 from stagewright.time.simulate.utilization import missing_rates
 
 Sizes = Mapping[str, Int]
@@ -348,7 +349,8 @@ class StepRows:
         hosts = host_work(self.one, self.step.run, self.how, self.machine.hardware)
         if hosts is None:
             return [np.zeros(len(of.tasks)) for of in self.one.classes]
-        return [host.seconds for host in hosts]
+        pairs = zip(self.one.classes, hosts, strict=True)
+        return [host.seconds[table_rows(of.work)] for of, host in pairs]
 
     def with_routed(self, tokens: Int) -> list[Float]:
         """As `seconds`, of batches of one token whose experts get those of replicas with more."""
@@ -414,7 +416,7 @@ def _repeated(program: Program, needs: Sequence[Float]) -> Program:
     """A program of one batch for many, each a microbatch; what rows need is [rows, numbers,
     batches], by rank."""
     classes = [
-        replace(of, tasks=_repeated_tasks(of.tasks, needed))
+        replace(of, work=of.work.with_tasks(_repeated_tasks(of.tasks, needed)))
         for of, needed in zip(program.classes, needs, strict=True)
     ]
     return replace(program, classes=tuple(classes))
