@@ -58,6 +58,15 @@ class Actions:
     """[needs], by entry of `tasks.data`: whether another copy has the needed row; the entry names
     a row that stands for it in some action."""
 
+    def rows(self, action: int) -> Int:
+        """The rows of an action."""
+        return np.arange(int(self.begin[action]), int(self.begin[action + 1]))
+
+    def needs(self, action: int) -> Int:
+        """The entries of `tasks.data` of the rows of an action."""
+        pointer = self.tasks.data_ptr[self.begin]
+        return np.arange(int(pointer[action]), int(pointer[action + 1]))
+
 
 class ActionOrder(Protocol):
     """The copies of actions that one pipeline rank executes, in program order.

@@ -102,7 +102,7 @@ def assemble(
     ]
     actions = Numbers[tuple[Part, ...]]()
     actions.each(parts for rank in ranks for parts in rank.actions)
-    afters = Numbers[tuple[object, ...]]()
+    afters = Numbers[_AfterKey]()
     after_of_rank = afters.each(rank.after() for rank in ranks)
     table, tables = _table(
         _TableKey(
@@ -238,6 +238,10 @@ class _Contents:
 
 # ---- distinct actions ----------------------------------------------------------------------------
 
+_AfterKey = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
+"""Contents of a rank's stages; and the actions that end the backwards of these, in their order: the
+place of the stage, the half, the kind."""
+
 
 class _Rank:
     """The actions of a rank, by what they do of stages with distinct content."""
@@ -269,17 +273,17 @@ class _Rank:
         self.of_step = place[of]
         """By step, one of these."""
 
-    def after(self) -> tuple[object, ...]:
+    def after(self) -> _AfterKey:
         """What the rows after all actions depend on, apart from the program."""
         schedule = self.schedule
-        done = schedule.once[1:].T  # [stages, halves]
+        done: list[list[int]] = schedule.once[1:].T.tolist()  # [stages, halves]
         ends = sorted(
-            (action, place, half, int(schedule.kind[action]))
-            for place, of_stage in enumerate(done.tolist())
+            (action, (place, half, int(schedule.kind[action])))
+            for place, of_stage in enumerate(done)
             for half, action in enumerate(of_stage)
             if action >= 0
         )
-        return tuple(self.contents.tolist()), tuple(end[1:] for end in ends)
+        return tuple(self.contents.tolist()), tuple(end for _, end in ends)
 
     def order(
         self,
@@ -304,7 +308,7 @@ class _TableKey(NamedTuple):
     stages: tuple[Stage, ...]
     updates: tuple[StageUpdates, ...]
     actions: tuple[tuple[Part, ...], ...]
-    afters: tuple[tuple[object, ...], ...]
+    afters: tuple[_AfterKey, ...]
     clip: ClipNorm | None
     pipeline_ranks: int
     holders: tuple[tuple[str, tuple[int, ...]], ...]
@@ -326,8 +330,9 @@ def _table(key: _TableKey) -> tuple[ActionTable, Tables]:
     afters: list[After] = []
     for contents, _ in key.afters:
         if contents not in rows:
-            stages, updates = ([of[c] for c in contents] for of in (key.stages, key.updates))
-            rows[contents] = optimizer_step(stages, updates, key.clip)
+            rows[contents] = optimizer_step(
+                [key.stages[c] for c in contents], [key.updates[c] for c in contents], key.clip
+            )
         afters.append(After(contents, rows[contents]))
         kernels.append(tables.kernels.each(rows[contents].kernels))
     builder = TableBuilder(key.stages, key.actions, afters, dict(key.neighbours))

@@ -144,7 +144,8 @@ class Needs(NamedTuple):
 
     def take(self, entries: Int) -> Needs:
         """Some of them."""
-        return Needs(*(column[entries] for column in self))
+        half, once, stage, place = self
+        return Needs(half[entries], once[entries], stage[entries], place[entries])
 
 
 class Naming(NamedTuple):
@@ -156,7 +157,8 @@ class Naming(NamedTuple):
 
     def names(self, segment: Segment) -> Iterator[str]:
         """The names of the rows of a segment."""
-        for block, t in zip(segment.block.tolist(), segment.kernels, strict=True):
+        blocks: list[int] = segment.block.tolist()
+        for block, t in zip(blocks, segment.kernels, strict=True):
             yield t.name if block < 0 else f"{self.labels[block]}.{t.name}"
 
     def layers_of(self, block: Int) -> Int:
@@ -241,7 +243,8 @@ class TableBuilder:
         self.begin = _begins([*sizes, *(len(after.rows) for after in self.afters)])
         self.total, self.end = int(self.begin[-1]), int(self.begin[len(self.actions)])
         self._segment = np.array([_segment_number(f.part) for f in self.forms], dtype=np.int64)
-        self.first_offset = _begins([len(self.segments[n]) for n in self._segment.tolist()])
+        segments: list[int] = self._segment.tolist()
+        self.first_offset = _begins([len(self.segments[n]) for n in segments])
         self.offsets = np.full(int(self.first_offset[-1]), -1, dtype=np.int64)
         self._action = np.repeat(np.arange(len(sizes)), [len(parts) for parts in self.actions])
         source, form, part = (np.zeros(self.total, dtype=np.int64) for _ in range(3))
@@ -461,8 +464,9 @@ class TableBuilder:
 
 def names_after(naming: Sequence[Naming], rows: OptimizerStep) -> Iterator[str]:
     """The names of rows after all actions of a rank, by stage of the rank."""
-    columns = rows.stage.tolist(), rows.block.tolist(), rows.kernels
-    for stage, block, t in zip(*columns, strict=True):
+    stages: list[int] = rows.stage.tolist()
+    blocks: list[int] = rows.block.tolist()
+    for stage, block, t in zip(stages, blocks, rows.kernels, strict=True):
         yield t.name if block < 0 else f"{naming[stage].labels[block]}.{t.name}"
 
 

@@ -111,10 +111,10 @@ def expanded(order: RankOrder, of: Tasks, names: Names, rank: int, streams: str)
         rows = table.afters[order.after].rows
         name[end:], layer[end:] = names.after(rank), layers_after(naming, rows)
         stage[end:] = np.append(schedule.stages, -1)[rows.stage]
-    for action in np.unique(order.action).tolist():
-        of_action = np.arange(*table.actions.begin[action : action + 2].tolist())
-        mine = order.begin[order.copies(action)][:, None] + np.arange(len(of_action))
-        tag[mine] = order.tags(action, of_action)
+    for action in order.distinct:
+        of_action = table.actions.rows(action)
+        copies = order.begin[order.copies(action)][:, None] + np.arange(len(of_action))
+        tag[copies] = order.tags(action, of_action)
     microbatch = np.where(table.actions.tasks.microbatch[row] < 0, -1, microbatch)
     for column, found in zip(_OF_COPY, (name, stage, layer, microbatch, tag), strict=True):
         columns[column] = found.astype(np.int32)
@@ -129,20 +129,20 @@ def expanded(order: RankOrder, of: Tasks, names: Names, rank: int, streams: str)
 
 def kernels(order: RankOrder) -> Int:
     """By row of a rank, the kernel that it is a copy of."""
-    begin = order.table.actions.begin
-    every = [np.arange(begin[a], begin[a + 1]) for a in order.action.tolist()]
-    return order.table.kernel[np.concatenate([np.zeros(0, dtype=np.int64), *every])]
+    actions: list[int] = order.action.tolist()
+    rows = [order.table.actions.rows(action) for action in actions]
+    return order.table.kernel[np.concatenate([np.zeros(0, dtype=np.int64), *rows])]
 
 
 def _needed(order: RankOrder, data_ptr: Int) -> NDArray[np.int32]:
     """The rows that all rows of a rank need, one after the other."""
-    begin, pointer = order.table.actions.begin, order.table.actions.tasks.data_ptr
+    actions = order.table.actions
     data = np.empty(int(data_ptr[-1]), dtype=np.int32)
-    for action in np.unique(order.action).tolist():
-        needs = np.arange(pointer[begin[action]], pointer[begin[action + 1]])
+    for action in order.distinct:
+        needs = actions.needs(action)
         copy, row = order.sources(action, needs)
         at = data_ptr[order.begin[order.copies(action)]]
-        needed = order.begin[copy] + row - begin[order.action[copy]]
+        needed = order.begin[copy] + row - actions.begin[order.action[copy]]
         data[at[:, None] + np.arange(len(needs))] = needed
     return data
 

@@ -58,20 +58,17 @@ class ValueColumns:
     def of(cls, stage: Stage) -> ValueColumns:
         """The values of a stage whose rows are made."""
         values = stage.values.values
-        touches = np.array(
-            [*itertools.chain.from_iterable(itertools.chain.from_iterable(v.touches for v in values))],
-            dtype=np.int64,
-        ).reshape(-1, 3)  # fmt: skip
-        whose, of_stage, place = touches.T
+        touches = itertools.chain.from_iterable(v.touches for v in values)
+        numbers = [*itertools.chain.from_iterable(touches)]
+        whose, of_stage, place = np.array(numbers, dtype=np.int64).reshape(-1, 3).T
         number = {id(v): n for n, v in enumerate(values)}
         needs = [(n, *v.needs) for n, v in enumerate(values) if v.needs is not None]
         needed = np.array(needs, dtype=np.int64).reshape(-1, 4)
         needed[:, 2] -= stage.stage
 
         def pairs(of: Sequence[tuple[object, object]]) -> Int:
-            return np.array([(number[id(a)], number[id(b)]) for a, b in of], np.int64).reshape(
-                -1, 2
-            )
+            found = [(number[id(a)], number[id(b)]) for a, b in of]
+            return np.array(found, dtype=np.int64).reshape(-1, 2)
 
         return cls(
             [v.name for v in values],
@@ -158,13 +155,12 @@ def _located(
     stage = of + distance
     half = ((whose != OF_FORWARD) & (whose != STEP)).astype(np.int64)
     once = whose == STEP
-    for number in np.unique(stage).tolist():
-        for backward in (False, True):
-            mine = np.flatnonzero((stage == number) & ~(whose == STEP) & ((half > 0) == backward))
-            if len(mine):
-                segment = stages[number].backward if backward else stages[number].forward
-                once[mine] = segment.once[place[mine]]
-                half[mine] += segment.weight[place[mine]] & backward
+    for number, other in enumerate(stages):
+        for backward, segment in enumerate((other.forward, other.backward)):
+            rows = np.flatnonzero((stage == number) & (whose != STEP) & (half == backward))
+            if len(rows):
+                once[rows] = segment.once[place[rows]]
+                half[rows] += segment.weight[place[rows]] & (backward > 0)
     return stage, half, once
 
 

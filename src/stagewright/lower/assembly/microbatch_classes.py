@@ -17,9 +17,9 @@ from stagewright.lower.assembly.rank_schedule import (
 )
 
 AHEAD, NEXT, SLOTS = 3, 3, 6
-"""Actions of a microbatch on a stage by slot: its forward (0), each half of its backward (1, 2), the
-action that has gathered the weights of its forward ahead (3), and each half of the backward of the
-next microbatch (1 + 3, 2 + 3)."""
+"""Actions of a microbatch on a stage by slot: its forward (0), each half of its backward (1, 2),
+the action that has gathered the weights of its forward ahead (3), and each half of the backward of
+the next microbatch (1 + 3, 2 + 3)."""
 _TURN: Int = np.array([1, 2, 2, 0, 2, 2])
 _ATTRIBUTE_BITS, _ENDS_BITS = 5, 2
 
@@ -166,7 +166,7 @@ def _alone(actions: _Actions, place: int, key: Int, keys: Int) -> StageGroup:
     columns = np.full((2, SLOTS, 1, len(there)), -1, dtype=np.int64)
     columns[0, : AHEAD + 1, 0] = actions.action[:, place, example[there]]
     columns[1, : AHEAD + 1, 0] = actions.attributes[:, place, example[there]]
-    return _of_classes(actions.schedule, (place,), *columns, class_of[number])
+    return _of_classes(actions.schedule, (place,), columns[0], columns[1], class_of[number])
 
 
 def _together(actions: _Actions, places: tuple[int, ...], *, waits: bool) -> StageGroup:
@@ -189,7 +189,8 @@ def _together(actions: _Actions, places: tuple[int, ...], *, waits: bool) -> Sta
     )  # fmt: skip
     class_of = np.full(microbatches, -1, dtype=np.int64)
     class_of[active] = number.ravel()
-    return _of_classes(actions.schedule, places, *columns[..., active[example]], class_of)
+    action, attributes = columns[..., active[example]]
+    return _of_classes(actions.schedule, places, action, attributes, class_of)
 
 
 def _of_classes(
@@ -234,12 +235,12 @@ def _classes(
     """The classes, given their actions: where each is among slots, stages and classes."""
     acting: dict[int, Acting] = {}
     slots: dict[int, tuple[int, int, int]] = {}
-    for cell, number, at in zip(cells, attributes, position, strict=True):
+    for cell, number, turn in zip(cells, attributes, position, strict=True):
         rest, gathers = divmod(number - 1, 2)
         kind, complete = divmod(rest, 2)
-        acting[cell] = Acting(kind, bool(complete), bool(gathers), at)
+        acting[cell] = Acting(kind, bool(complete), bool(gathers), turn)
         slot, stage = divmod(cell // count, stages)
-        slots.setdefault(at, (stage, slot, cell % count))
+        slots.setdefault(turn, (stage, slot, cell % count))
 
     def at(slot: int, stage: int, cls: int) -> Acting | None:
         return acting.get((slot * stages + stage) * count + cls) if cls >= 0 else None

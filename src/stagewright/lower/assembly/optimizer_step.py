@@ -173,9 +173,19 @@ def optimizer_step(
         at[inside] = np.where(at[inside] < 0, clip_row, row_of[c][at[inside]])
         some = np.stack([row_of[c][u.dep_task], u.dep_whose, np.where(inside, -1, c), at])
         deps.append(some[:, at >= 0])
-    every = _distinct(np.concatenate([np.zeros((4, 0), dtype=np.int64), *deps], axis=1))
-    columns = (np.concatenate([_NOTHING, *column]) for column in (stage, block))
-    return OptimizerStep(kernels, *columns, *every, row_of)
+    row, whose, dep_stage, at = _distinct(
+        np.concatenate([np.zeros((4, 0), dtype=np.int64), *deps], axis=1)
+    )
+    return OptimizerStep(
+        kernels=kernels,
+        stage=np.concatenate([_NOTHING, *stage]),
+        block=np.concatenate([_NOTHING, *block]),
+        dep_row=row,
+        dep_whose=whose,
+        dep_stage=dep_stage,
+        dep_at=at,
+        row_of=row_of,
+    )
 
 
 def _distinct(columns: Int) -> Int:

@@ -79,6 +79,11 @@ class RankOrder:
         self.microbatch: Int = columns[2]
 
     @cached_property
+    def distinct(self) -> list[int]:
+        """The actions that the rank has copies of, ascending."""
+        return np.unique(self.action).tolist()
+
+    @cached_property
     def form(self) -> Int:
         """By action of the schedule, its form."""
         return self.table.form_of[self.action[self.schedule.step], self.schedule.part]
@@ -153,9 +158,8 @@ class RankOrder:
             segment = stage.backward if half else stage.forward
             gathers = segment.gathers[places]
             forward = np.isin(of.kind[by], (FORWARD, UNSHARD))
-            other = np.array(
-                [stage.gathered_elsewhere(p, forward=not half) for p in places.tolist()]
-            )
+            at: list[int] = places.tolist()
+            other = np.array([stage.gathered_elsewhere(p, forward=not half) for p in at])
             owner = np.where(gathers, by[:, None], owner)
             turns = gathers & (forward != (half == 0))[:, None]
             place = np.where(turns, np.maximum(other, 0), place)

@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int, distinct_numbers
 from stagewright.lower.assembly.distinct_actions import ActionTable, Naming
@@ -37,6 +38,7 @@ from stagewright.program.step import MemoryChanges, Profiles, changed_bytes, sum
 
 _SLOT_OF_KIND = np.zeros(5, dtype=np.int64)
 _SLOT_OF_KIND[[FORWARD, BACKWARD, INPUT_HALF, WEIGHT_HALF, UNSHARD]] = 0, 1, 1, 2, AHEAD
+_HALF_OF_SLOT: Int = np.array([0, 1, 2, 0, 1, 2])
 Sizes = Mapping[Stage, Int]
 """Bytes of the values of stages, where they are not those of the stage."""
 
@@ -52,7 +54,7 @@ class Cells(NamedTuple):
 
     value: Int
     slot: Int
-    """`(class * stages + stage) * SLOTS + slot`, ascending; -1: once per step, after all actions."""
+    """`(class * stages + stage) * SLOTS + slot`, ascending; -1: after all actions."""
     place: Int
     """In the segment of the action; after all actions the task of the stage, -1: the last row."""
     before: Bool
@@ -64,7 +66,10 @@ class Cells(NamedTuple):
 
     def take(self, some: Int) -> Cells:
         """Some of them."""
-        return Cells(*(column[some] for column in self))
+        value, slot, place, before, freed, stage, cls = self
+        return Cells(
+            value[some], slot[some], place[some], before[some], freed[some], stage[some], cls[some]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +227,7 @@ class RankValues:
             category.astype(np.uint8), size, *ends, names=tuple(names.table),
         )  # fmt: skip
 
-    def _keep_weights(self, body: Int) -> None:
+    def _keep_weights(self, body: NDArray[np.int32]) -> None:
         """Weights that a backward has gathered live until the action that uses them next, in place.
 
         `body`: value, microbatch, first and last row of each instance."""
@@ -298,21 +303,20 @@ def _instances(
 
 
 def _row(rank: RankValues, group: StageGroup, of: GroupRanges, ends: Int, microbatch: Int) -> Int:
-    """The rows of ends of live ranges; those of one value for all microbatches have microbatch -1."""
+    """The rows of ends of live ranges; the microbatch of a value that all share is -1."""
     order, ranges, schedule = rank.order, of.ranges, rank.order.schedule
     position, place = ranges.position(ends), ranges.place(ends)
     row = np.full(len(ends), order.total - 1)
     within = np.flatnonzero(position < of.classes.positions)
-    stage, slot, _ = np.array(of.classes.slots, dtype=np.int64).reshape(-1, 3)[position[within]].T
-    action = group.actions[position[within]]
+    slots = np.array(of.classes.slots, dtype=np.int64).reshape(-1, 3)
+    stage, slot, _ = slots[position[within]].T
     places = np.array(group.places, dtype=np.int64)[stage]
-    m = microbatch[within]
-    several = np.flatnonzero(m >= 0)
-    half = np.where(slot == AHEAD, 0, np.where(slot > NEXT, slot - NEXT, slot))
-    m = np.minimum(m + (slot > NEXT), schedule.microbatches - 1)
-    acting = schedule.by_microbatch[half, places, np.maximum(m, 0)]
-    acting = np.where(slot == AHEAD, order.supplier[acting], acting)
-    action[several] = acting[several]
+    number = microbatch[within]
+    half = _HALF_OF_SLOT[slot]
+    acts_for = np.clip(number + (slot > NEXT), 0, schedule.microbatches - 1)
+    action = schedule.by_microbatch[half, places, acts_for]
+    action = np.where(slot == AHEAD, order.supplier[action], action)
+    action = np.where(number < 0, group.actions[position[within]], action)
     row[within] = order.rows(action, place[within])
     for q, at in enumerate(group.places):
         there = position == of.classes.positions + q
@@ -343,8 +347,32 @@ class _PlacedCells(NamedTuple):
     row: Int
     """Of all profiles one after the other."""
     freed: Bool
-    count: Int
-    """How many values there are."""
+    number: Int
+    """Number of values."""
+
+
+class _Cells(NamedTuple):
+    """The cells of some profiles, whose rows stand one after the other."""
+
+    begin: Int
+    """Where the rows of each profile begin, and the end."""
+    cells: Sequence[tuple[GroupRanges, _PlacedCells]]
+
+    def profiles(self, sizes: Sizes) -> Profiles:
+        """The profiles with the bytes of values."""
+        rows = int(self.begin[-1])
+        cell, size = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+        freed = [np.zeros(0, dtype=bool)]
+        for ranges, cells in self.cells:
+            cell.append(ranges.category[cells.value] * rows + cells.row)
+            size.append(ranges.sizes(sizes)[cells.value] * cells.number)
+            freed.append(cells.freed)
+        at, bytes_held, frees = np.concatenate(cell), np.concatenate(size), np.concatenate(freed)
+        up, down = (
+            summed(at[mask], bytes_held[mask], len(CATEGORIES) * rows).reshape(-1, rows)
+            for mask in (~frees, frees)
+        )
+        return Profiles.of(up, down, self.begin)
 
 
 class MemoryPlan:
@@ -355,96 +383,78 @@ class MemoryPlan:
         self._table, self._ranks = table, ranks
         self._number = Numbers[_ProfileKey]()
         self._kinds = [self._kinds_of(rank) for rank in ranks]
-        self._own: Profiles | None = None
+        self._of_rank: dict[int, tuple[Int, _Cells]] = {}
 
     def changes(self, rank: int, sizes: Sizes) -> MemoryChanges:
         """The changes of a rank; `sizes` as in `RankValues.expanded`."""
-        return MemoryChanges(
-            _always(self._ranks[rank], sizes), self._kinds[rank], self.profiles(sizes)
-        )
+        start = _always(self._ranks[rank], sizes)
+        if not sizes:
+            return MemoryChanges(start, self._kinds[rank], self._profiles)
+        if rank not in self._of_rank:
+            used, kind = np.unique(self._kinds[rank], return_inverse=True)
+            self._of_rank[rank] = kind.ravel(), self._cells(used)
+        kind, cells = self._of_rank[rank]
+        return MemoryChanges(start, kind, cells.profiles(sizes))
 
-    def profiles(self, sizes: Sizes) -> Profiles:
+    @cached_property
+    def _profiles(self) -> Profiles:
         """The profiles of all ranks."""
-        if sizes:
-            return self._profiles(sizes)
-        if self._own is None:
-            self._own = self._profiles({})
-        return self._own
-
-    def _profiles(self, sizes: Sizes) -> Profiles:
-        total = int(self._begin[-1])
-        cell: list[Int] = []
-        size: list[Int] = []
-        freed: list[Bool] = []
-        for ranges, cells in self._cells:
-            cell.append(ranges.category[cells.value] * total + cells.row)
-            size.append(ranges.sizes(sizes)[cells.value] * cells.count)
-            freed.append(cells.freed)
-        at = np.concatenate([np.zeros(0, dtype=np.int64), *cell])
-        bytes_ = np.concatenate([np.zeros(0, dtype=np.int64), *size])
-        frees = np.concatenate([np.zeros(0, dtype=bool), *freed])
-        shape = len(CATEGORIES), total
-        up, down = (
-            summed(at[some], bytes_[some], shape[0] * total).reshape(shape)
-            for some in (~frees, frees)
-        )
-        return Profiles.of(up, down, self._begin)
+        return self._cells(np.arange(len(self._number.table))).profiles({})
 
     # ---- which profiles --------------------------------------------------------------------------
 
     def _kinds_of(self, rank: RankValues) -> Int:
         """The profile of each copy of a rank's actions."""
         order, schedule = rank.order, rank.order.schedule
-        numbers = [ranges for _, ranges in rank.groups]
-        columns = _slots(rank)
+        groups = [ranges for _, ranges in rank.groups]
         by_part = np.zeros((2, 3, schedule.steps), dtype=np.int64)
-        by_part[schedule.part, :, schedule.step] = columns.T
+        by_part[schedule.part, :, schedule.step] = _slots(rank).T
         steps = order.action[: schedule.steps]
-        first, of = distinct_numbers([steps, *by_part.reshape(6, -1)], schedule.steps)
+        first, number = distinct_numbers([steps, *by_part.reshape(6, -1)], schedule.steps)
+        actions: list[int] = steps[first].tolist()
+        parts: list[list[tuple[int, int, int]]] = by_part[:, :, first].transpose(2, 0, 1).tolist()
         keys = [
             _ProfileKey(
                 action,
-                tuple((numbers[n - 1], slot, later - 1) for n, slot, later in parts if n),
+                tuple((groups[n - 1], slot, later - 1) for n, slot, later in of_action if n),
             )
-            for action, parts in zip(
-                steps[first].tolist(), by_part[:, :, first].transpose(2, 0, 1).tolist(), strict=True
-            )
+            for action, of_action in zip(actions, parts, strict=True)
         ]
-        kinds = np.array(self._number.each(keys), dtype=np.int64)[of]
-        ends = tuple((ranges, ranges.ending_counts(group), group.places)
-                     for group, ranges in rank.groups)  # fmt: skip
+        kinds = np.array(self._number.each(keys), dtype=np.int64)[number]
+        ends = tuple(
+            (ranges, ranges.ending_counts(group), group.places) for group, ranges in rank.groups
+        )
         if len(order.action) > schedule.steps:
             return np.append(kinds, self._number(_ProfileKey(int(order.action[-1]), ends=ends)))
-        rows = np.flatnonzero(np.diff(order.begin))
-        if len(rows) and any(len(ranges.ending.value) for ranges in numbers):
-            key = keys[int(of[rows[-1]])]
-            kinds[rows[-1]] = self._number(key._replace(ends=ends))
+        copies = np.flatnonzero(np.diff(order.begin))
+        if len(copies) and any(len(ranges.ending.value) for ranges in groups):
+            key = keys[int(number[copies[-1]])]
+            kinds[copies[-1]] = self._number(key._replace(ends=ends))
         return kinds
 
     # ---- what they are made of -------------------------------------------------------------------
 
-    @cached_property
-    def _begin(self) -> Int:
-        """Where the rows of each profile begin among those of all, and the end."""
-        sizes = np.diff(self._table.actions.begin)
-        actions = np.array([key.action for key in self._number.table], dtype=np.int64)
-        return np.concatenate([[0], np.cumsum(sizes[actions])]).astype(np.int64)
-
-    @cached_property
-    def _cells(self) -> list[tuple[GroupRanges, _PlacedCells]]:
-        """All cells, with the ranges that they are of."""
+    def _cells(self, profiles: Int) -> _Cells:
+        """The cells of some profiles."""
         table = self._table
+        every = [*self._number.table]
+        numbers: list[int] = profiles.tolist()
+        keys = [every[number] for number in numbers]
+        actions = np.array([key.action for key in keys], dtype=np.int64)
+        sizes = np.diff(table.actions.begin)[actions]
+        begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         parts: dict[GroupRanges, list[tuple[int, int, int]]] = {}  # profile, form, slot
-        found: list[tuple[GroupRanges, _PlacedCells]] = []
-        for profile, key in enumerate(self._number.table):
+        placed: list[tuple[GroupRanges, _PlacedCells]] = []
+        for profile, key in enumerate(keys):
             for nth, (ranges, slot, later) in enumerate(key.parts):
                 form = int(table.form_of[key.action, nth])
-                several = parts.setdefault(ranges, [])
-                several += [(profile, form, s) for s in (slot, later) if s >= 0]
-            found += [(ranges, self._ending(profile, key.action, ranges, counts, places))
-                      for ranges, counts, places in key.ends]  # fmt: skip
-        for ranges, several in parts.items():
-            profile, form, slot = np.array(several, dtype=np.int64).T
+                slots = parts.setdefault(ranges, [])
+                slots += [(profile, form, s) for s in (slot, later) if s >= 0]
+            rows = int(begin[profile]), int(begin[profile + 1])
+            for ranges, counts, places in key.ends:
+                placed.append((ranges, self._ending(rows, key.action, ranges, counts, places)))
+        for ranges, slots in parts.items():
+            profile, form, slot = np.array(slots, dtype=np.int64).T
             first = ranges.first_cell[slot]
             counts = ranges.first_cell[slot + 1] - first
             start = np.cumsum(counts) - counts
@@ -452,27 +462,27 @@ class MemoryPlan:
                 np.repeat(first - start, counts) + np.arange(int(counts.sum()))
             )
             offset = table.offset(np.repeat(form, counts), cells.place)
-            row = np.repeat(self._begin[profile], counts) + offset - cells.before
+            row = np.repeat(begin[profile], counts) + offset - cells.before
             one = np.ones(len(row), dtype=np.int64)
-            found.append((ranges, _PlacedCells(cells.value, row, cells.freed, one)))
-        return found
+            placed.append((ranges, _PlacedCells(cells.value, row, cells.freed, one)))
+        return _Cells(begin, placed)
 
     def _ending(
         self,
-        profile: int,
+        rows: tuple[int, int],
         action: int,
         ranges: GroupRanges,
         counts: tuple[int, ...],
         places: tuple[int, ...],
     ) -> _PlacedCells:
+        """The cells after all actions; `rows` are those of their profile."""
         cells = ranges.ending
-        row = np.full(len(cells.place), self._begin[profile + 1] - 1)
-        for q, place in enumerate(places):
-            mine = np.flatnonzero((cells.stage == q) & (cells.place >= 0))
-            after = _step_row(self._table, action, place, cells.place[mine])
-            row[mine] = self._begin[profile] + after
-        count = np.array([*counts, 1], dtype=np.int64)[cells.cls]
-        return _PlacedCells(cells.value, row, cells.freed, count)
+        row = np.full(len(cells.place), rows[1] - 1)
+        for nth, place in enumerate(places):
+            of_stage = np.flatnonzero((cells.stage == nth) & (cells.place >= 0))
+            row[of_stage] = rows[0] + _step_row(self._table, action, place, cells.place[of_stage])
+        number = np.array([*counts, 1], dtype=np.int64)[cells.cls]
+        return _PlacedCells(cells.value, row, cells.freed, number)
 
 
 def _slots(rank: RankValues) -> Int:
@@ -518,7 +528,7 @@ def _step_row(table: ActionTable, action: int, place: int, task: Int) -> Int:
 
 
 def changes_of(order: RankOrder, values: Values) -> MemoryChanges:
-    """The changes of a rank from its expanded values; equal copies of an action have one profile."""
+    """The changes of a rank from its expanded values; equal copies of actions share a profile."""
     start, allocated, freed = changed_bytes(values, order.total)
     number = Numbers[tuple[int, bytes, bytes]]()
     rows = [slice(a, b) for a, b in itertools.pairwise(order.begin.tolist())]

@@ -182,10 +182,18 @@ class SegmentBuilder:
         computes = np.array([t.kind is compute for t in self.kernels], dtype=bool)
         inside = (whose == action[0]) & (stage == action[1])
         waits = _mask(row[inside][~computes[at[inside]]], count) & computes
-        flags = (_mask(rows, count) for rows in (once, weight, gathers))
-        block, tag = (np.array(column, dtype=np.int64) for column in (self.blocks, self.tags))
         return Segment(
-            tuple(self.kernels), block, tag, row, whose, stage - action[1], at, *flags, waits
+            kernels=tuple(self.kernels),
+            block=np.array(self.blocks, dtype=np.int64),
+            tag=np.array(self.tags, dtype=np.int64),
+            dep_row=row,
+            dep_whose=whose,
+            dep_stage=stage - action[1],
+            dep_at=at,
+            once=_mask(once, count),
+            weight=_mask(weight, count),
+            gathers=_mask(gathers, count),
+            waits=waits,
         )
 
 

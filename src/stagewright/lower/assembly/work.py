@@ -64,17 +64,16 @@ class AssembledWork(RankWork):
     @property
     def rows(self) -> Int:
         """The rows of `actions` that this rank has copies of."""
-        begin = self._actions.begin
-        mine = np.unique(self.order.action).tolist()
-        every = [np.arange(begin[a], begin[a + 1]) for a in mine]
-        return np.concatenate([np.zeros(0, dtype=np.int64), *every])
+        rows = [self.actions.rows(action) for action in self.order.distinct]
+        return np.concatenate([np.zeros(0, dtype=np.int64), *rows])
 
     @property
     def held(self) -> list[StageHeld]:
         """The values of the rank's stages, by distinct stage."""
         table = self.order.table
         found: list[StageHeld] = []
-        for content in dict.fromkeys(self.order.contents.tolist()):
+        contents: list[int] = self.order.contents.tolist()
+        for content in dict.fromkeys(contents):
             stage = table.stages[content].base
             columns = value_columns(stage)
             layer = relabelled(columns.layer, stage, table.naming[content])

@@ -1,0 +1,194 @@
+"""Distinct actions and their order: copies are the rows of ranks, their bytes the memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from stagewright.lower.compile import compile
+from stagewright.program.columns import Program, RankClass
+from stagewright.program.memory import at_peak, deltas
+from stagewright.program.step import KINDS
+from stagewright.run.settings import Run
+
+SIZES = {"seq_length": 64, "micro_batch_size": 1, "vocab": 240, "layers": 8}
+DENSE: dict[str, Any] = {"model": "llama3-8b", "global_batch_size": 16} | SIZES
+TIED: dict[str, Any] = {"model": "gpt2", "global_batch_size": 16} | SIZES
+EXPERTS: dict[str, Any] = {"model": "mixtral-8x7b", "global_batch_size": 32} | SIZES
+FSDP = {"framework": "torchtitan", "zero": 3, "dp": 2}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "one rank": DENSE | {"global_batch_size": 3},
+    "one microbatch": DENSE | {"pp": 2, "global_batch_size": 1},
+    "gpipe": DENSE | {"pp": 4, "schedule": "gpipe"},
+    "1f1b, distributed optimizer": DENSE | {"pp": 4, "dp": 2, "zero": 1, "tp": 2},
+    "interleaved": DENSE | {"pp": 2, "vpp": 2, "sequence_parallel": True, "tp": 2},
+    "tied tables": TIED | {"pp": 4, "dp": 2, "zero": 1},
+    "split backward": DENSE | {"pp": 4, "schedule": "zb-h1", "dp": 2, "zero": 2},
+    "a V": DENSE | {"pp": 4, "vpp": 2, "schedule": "zbv"},
+    "a V of equal halves": TIED | {"pp": 2, "vpp": 2, "schedule": "v-half"},
+    "DualPipe": EXPERTS | {"pp": 4, "dp": 2, "ep": 2, "schedule": "dualpipe", "zero": 1},
+    "DualPipeV": EXPERTS | {"pp": 2, "vpp": 2, "dp": 2, "ep": 2, "schedule": "dualpipev"},
+    "shared vocabulary": DENSE | {"pp": 4, "schedule": "vocab-1"},
+    "interlaced vocabulary": DENSE | {"pp": 2, "dp": 2, "schedule": "interlaced", "zero": 3},
+    "reduced each microbatch": DENSE | {"pp": 2, "dp": 2, "zero": 2, "grad_reduce": "microbatch"},
+    "FSDP": DENSE | FSDP,
+    "HSDP": DENSE | {"dp": 4, "dp_shard": 2, "zero": 3},
+    "FSDP in a pipeline": DENSE | FSDP | {"pp": 4, "schedule": "1f1b"},
+    "FSDP of several stages": DENSE | FSDP | {"pp": 2, "vpp": 2, "schedule": "interleaved"},
+    "FSDP, split backward": DENSE | FSDP | {"pp": 2, "vpp": 2, "schedule": "zbv"},
+    "kept outputs": DENSE | {"pp": 4, "schedule": "1f1b", "pipeline_caches": True},
+    "kept graphs": DENSE | {"pp": 2, "vpp": 2, "schedule": "zbv", "pipeline_caches": True},
+    "one bucket": TIED | {"pp": 2, "vpp": 2, "dp": 2, "zero": 1, "bucket": "rank"},
+    "DDP": DENSE | {"dp": 4, "ddp_bucket_cap_mb": 25},
+    "on the host": DENSE | {
+        "pp": 2, "dp": 2, "zero": 1, "cpu_offloading_num_layers": 2, "optimizer_cpu_offload": True
+    },
+    "recomputed": DENSE | {"pp": 2, "recompute": "full", "operators": "eager"},
+    "low-rank adapters": DENSE | {"pp": 2, "lora_rank": 4},
+    "ring attention": DENSE | {"cp": 4, "pp": 2},
+    "uneven experts": EXPERTS | {"dp": 4, "ep": 4, "pp": 2, "vpp": 2, "expert_load": 2.0},
+    "decode": {
+        "model": "llama3-8b", "mode": "decode", "pp": 2, "tp": 2, "batch_size": 8,
+        "context_length": 64,
+    },
+}  # fmt: skip
+SAME = ("kind", "op", "phase", "flops", "traffic", "collective", "dtype", "comm_bytes", "slot")
+
+
+def program_of(settings: dict[str, Any]) -> Program:
+    return compile(Run(**settings)).program
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_copies_of_actions_are_the_rows_of_the_rank(name: str):
+    for of in program_of(RUNS[name]).classes:
+        actions, order, tasks = of.work.actions, of.work.order, of.tasks
+        assert order.begin[-1] == len(tasks)
+        for copy, action in enumerate(order.action.tolist()):
+            rows, mine = actions.rows(action), slice(*order.begin[copy : copy + 2].tolist())
+            for column in SAME:
+                copied, whole = getattr(actions.tasks, column), getattr(tasks, column)
+                assert np.array_equal(copied[rows], whole[mine]), column
+            shapes = [*actions.tasks.shapes, None], [*tasks.shapes, None]
+            for n, m in zip(actions.tasks.shape[rows], tasks.shape[mine], strict=True):
+                assert shapes[0][n] == shapes[1][m]
+            part = actions.part[rows]
+            if order.kind[copy, 0] >= 0:
+                assert np.array_equal(order.stage[copy, part], tasks.stage[mine])
+            once = actions.tasks.microbatch[rows] < 0
+            microbatch = np.where(once, -1, order.microbatch[copy, part])
+            if name != "decode":
+                assert np.array_equal(microbatch, tasks.microbatch[mine])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_needs_of_copies_are_those_of_the_rank(name: str):
+    for of in program_of(RUNS[name]).classes:
+        actions, order, tasks = of.work.actions, of.work.order, of.tasks
+        owner = np.repeat(np.arange(len(actions.tasks)), np.diff(actions.tasks.data_ptr))
+        inside = ~actions.carried
+        assert (actions.tasks.data[inside] < owner[inside]).all()
+        for action in np.unique(order.action).tolist():
+            needs, copies = actions.needs(action), np.flatnonzero(order.action == action)
+            copy, row = order.sources(action, needs)
+            tags = order.tags(action, actions.rows(action))
+            for nth, number in enumerate(copies.tolist()):
+                begin, end = order.begin[number : number + 2].tolist()
+                needed = tasks.data[tasks.data_ptr[begin] : tasks.data_ptr[end]]
+                distance = row[nth] - actions.begin[order.action[copy[nth]]]
+                assert np.array_equal(order.begin[copy[nth]] + distance, needed)
+                assert np.array_equal(copy[nth] != number, actions.carried[needs])
+                assert (copy[nth] <= number).all()
+                assert np.array_equal(tags[nth], tasks.tag[begin:end])
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_bytes_of_copies_are_those_of_live_ranges(name: str):
+    for of in program_of(RUNS[name]).classes:
+        order, changes, whole = of.work.order, of.work.changes, deltas(of)
+        assert np.array_equal(changes.start, whole.start)
+        assert len(changes.kind) == len(order.action)
+        for copy, kind in enumerate(changes.kind.tolist()):
+            rows, profile = slice(*order.begin[copy : copy + 2].tolist()), changes.profiles[kind]
+            assert not profile.start.any()
+            assert np.array_equal(profile.allocated, whole.allocated[:, rows])
+            assert np.array_equal(profile.freed, whole.freed[:, rows])
+        assert not (whole.allocated - whole.freed).sum(axis=1).any()
+        if len(of.values.value):
+            assert dict(of.memory) == at_peak(of.values, len(of.tasks))
+
+
+def parts(of: RankClass) -> set[tuple[str, ...]]:
+    kinds = of.work.order.kind.tolist()
+    return {tuple(KINDS[kind] for kind in copy if kind >= 0) for copy in kinds}
+
+
+def test_two_that_overlap_are_one_action():
+    program = program_of(RUNS["DualPipe"])
+    assert all(parts(of) == {("F",), ("B",), ("I",), ("W",), ("F", "B"), ()}
+               for of in program.classes)  # fmt: skip
+    actions = program.classes[0].work.actions
+    assert set(np.unique(actions.part)) == {0, 1}
+
+
+def test_weights_are_gathered_before_all_other_actions():
+    of = program_of(RUNS["FSDP of several stages"]).classes[0]
+    assert parts(of) == {("U",), ("F",), ("B",), ()}
+    assert of.work.order.kind[:2, 0].tolist() == [KINDS.index("U")] * 2
+    gathered = of.work.actions.rows(int(of.work.order.action[0]))
+    assert (of.work.actions.tasks.microbatch[gathered] == -1).all()
+
+
+def test_only_first_forwards_have_microbatch_0():
+    for of in program_of(RUNS["interleaved"]).classes:
+        actions, order = of.work.actions, of.work.order
+        for copy, action in enumerate(order.action.tolist()):
+            number = {*actions.tasks.microbatch[actions.rows(action)].tolist()} - {-1}
+            first = order.kind[copy, 0] == KINDS.index("F") and order.microbatch[copy, 0] == 0
+            assert len(number) <= 1
+            assert (number == {0}) == first
+
+
+def test_microbatches_add_copies_only():
+    few, many = (program_of(DENSE | {"pp": 4, "global_batch_size": n}) for n in (8, 64))
+    for a, b in zip(few.classes, many.classes, strict=True):
+        assert np.array_equal(a.work.actions.begin, b.work.actions.begin)
+        assert len(a.work.changes.profiles) == len(b.work.changes.profiles)
+        assert len(b.work.order.action) - len(a.work.order.action) == 2 * 56
+
+
+def test_stages_with_equal_content_share_actions():
+    few, many = (program_of(DENSE | {"pp": pp, "vpp": 2, "layers": 4 * pp}) for pp in (4, 8))
+    assert len({id(of.work.actions) for of in many.classes}) == 1
+    # First, inner and last stages; ranks with the first one, with none of these, with the last one.
+    counts = [len(program.classes[0].work.actions.begin) - 1 for program in (few, many)]
+    assert counts == [3 * 4 + 3] * 2
+
+
+def test_classes_of_a_pipeline_rank_differ_in_numbers_only():
+    program = program_of(RUNS["uneven experts"])
+    first, *others = [of.work for of in program.classes if of.pipeline_rank == 0]
+    assert others
+    for work in others:
+        assert work.order is first.order
+        for name in ("begin", "part", "carried"):
+            assert getattr(work.actions, name) is getattr(first.actions, name)
+        assert work.actions.tasks.data is first.actions.tasks.data
+        assert not np.array_equal(work.actions.tasks.flops, first.actions.tasks.flops)
+
+
+def test_given_tables_are_one_action():
+    (of,) = program_of(DENSE | {"global_batch_size": 2}).classes
+    work = of.work.given(of.tasks, values=of.values)
+    assert work.tasks is of.tasks
+    assert work.actions.tasks is of.tasks
+    assert work.order.action.tolist() == [0]
+    assert work.order.begin.tolist() == [0, len(of.tasks)]
+    assert not work.actions.carried.any()
+    assert work.memory == of.memory
+    again = of.work.with_tasks(of.tasks)
+    assert again.memory == of.memory
+    assert again.values is of.values
