@@ -34,13 +34,13 @@ import numpy as np
 from measure import run
 
 from stagewright.explore.answer.search import search
-from stagewright.search.candidates import Candidates
+from stagewright.searching.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, evaluate
 from stagewright.explore.lots import in_lots
-from stagewright.search.request import asked
-from stagewright.search.defaults import default_axes, default_batch
-from stagewright.search.space import Space
-from stagewright.search.machines import Fleet
+from stagewright.searching.request import asked
+from stagewright.searching.defaults import default_axes, default_batch
+from stagewright.searching.space import Space
+from stagewright.searching.machines import Fleet
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment

@@ -12,8 +12,8 @@ import pytest
 
 from effort import EFFORT
 from stagewright.errors import UserError
-from stagewright.search.candidates import HARDWARE, Candidates, Column
-from stagewright.search.constraints import constraints
+from stagewright.searching.candidates import HARDWARE, Candidates, Column
+from stagewright.searching.constraints import constraints
 from stagewright.lower.compile import compile
 from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check

@@ -1,4 +1,4 @@
-"""The best execution of a model on a machine: what `stagewright.search` returns."""
+"""The best execution of a model on a machine: what `stagewright.searching` returns."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any, cast
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
 from stagewright.executors import Executor
-from stagewright.search import flags as written
-from stagewright.search.objectives import known
-from stagewright.search.run_file import printed_run_file, write_run_file
-from stagewright.search.enumeration import Found
-from stagewright.search.ranking import MOST, TOP, Ranking, Wanted
-from stagewright.search.request import SearchRequest, asked
-from stagewright.search.search import search as search_candidates
-from stagewright.search.simulated import Progress
+from stagewright.searching import flags as written
+from stagewright.searching.objectives import known
+from stagewright.searching.run_file import printed_run_file, write_run_file
+from stagewright.searching.enumeration import Found
+from stagewright.searching.ranking import MOST, TOP, Ranking, Wanted
+from stagewright.searching.request import SearchRequest, asked
+from stagewright.searching.search import search as search_candidates
+from stagewright.searching.simulated import Progress
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
@@ -176,7 +176,7 @@ def search(
     simulated by `executor`.
 
     `space` adds families of settings to the default space, such as `hsdp,offload` or `full`
-    (`search.defaults`). Other names say what is wanted (`search.ranking.Wanted`):
+    (`searching.defaults`). Other names say what is wanted (`searching.ranking.Wanted`):
 
     * `objective`: `time`, `memory`, `cost`, `energy`, `mfu`, or several, whose front is the result.
     * `top`: how many layouts are listed.

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
-from stagewright.search.run_file import printed_run_file, write_run_file
-from stagewright.search.request import SearchRequest
-from stagewright.search.enumeration import DIVIDES, DP_GIVEN, Found, Removed
-from stagewright.search.lists import values_of
+from stagewright.searching.run_file import printed_run_file, write_run_file
+from stagewright.searching.request import SearchRequest
+from stagewright.searching.enumeration import DIVIDES, DP_GIVEN, Found, Removed
+from stagewright.searching.lists import values_of
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import section_of

@@ -37,7 +37,7 @@ _METAVARS = {int: "N", float: "X", tuple: "LIST", frozenset: "LIST"}
 def experiment_options(*shown: str, lists: bool = False) -> Callable[[_Command], _Command]:
     """Give a command the model, the run file and every setting of a whole experiment.
 
-    With `lists`, settings take lists and ranges as text (`search.lists`). Of the settings
+    With `lists`, settings take lists and ranges as text (`searching.lists`). Of the settings
     of the machine and of the execution, help shows those that are named, and with --help-all the
     others. Without names it shows them all, and before those of the run.
     """

@@ -49,7 +49,7 @@ def check_words(words: Sequence[str], command: click.Command) -> None:
 
 def _given_twice(before: GivenOption, word: GivenOption) -> UserError:
     """What is said of an option of a search that has two values."""
-    from stagewright.search.space import is_searched
+    from stagewright.searching.space import is_searched
 
     name = word.name
     use = "give it once"

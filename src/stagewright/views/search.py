@@ -13,10 +13,10 @@ from stagewright.numbers import duration, many, quantity, side_by_side
 from stagewright.program.fit import NEARLY_FULL
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.declare import setting_in_words, text_of
-from stagewright.search import objectives
-from stagewright.search.candidates import HARDWARE, Candidates
-from stagewright.search.enumeration import Removed
-from stagewright.search.ranking import TIE, Ranking
+from stagewright.searching import objectives
+from stagewright.searching.candidates import HARDWARE, Candidates
+from stagewright.searching.enumeration import Removed
+from stagewright.searching.ranking import TIE, Ranking
 from stagewright.texttable import Table
 
 UNTIL_STOPPED = "the best of what was simulated until then"

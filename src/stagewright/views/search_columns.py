@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.search.ranking import Ranking
-from stagewright.search.run_file import varied_figures
-from stagewright.search.candidates import ABSENT, HARDWARE, Candidates
-from stagewright.search.machines import figures_of
+from stagewright.searching.ranking import Ranking
+from stagewright.searching.run_file import varied_figures
+from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
+from stagewright.searching.machines import figures_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
 from stagewright.texttable import Table

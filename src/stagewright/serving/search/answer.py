@@ -10,9 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.errors import UserError
-from stagewright.search.objectives import front
-from stagewright.search.candidates import Candidates
-from stagewright.search.enumeration import Removed
+from stagewright.searching.objectives import front
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.enumeration import Removed
 from stagewright.run.sections.serving import EngineSection
 from stagewright.serving.drafters import drafter_of
 from stagewright.serving.instances import instance, with_drafter

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.search.candidates import Candidates
-from stagewright.search.request import SearchRequest, asked
-from stagewright.search.constraints import Constraint
-from stagewright.search.lists import values_of
-from stagewright.search.space import Space
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.request import SearchRequest, asked
+from stagewright.searching.constraints import Constraint
+from stagewright.searching.lists import values_of
+from stagewright.searching.space import Space
 from stagewright.lower.parameters import parameters
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stagewright.search.run_file import run_file
-from stagewright.search.enumeration import Removed
+from stagewright.searching.run_file import run_file
+from stagewright.searching.enumeration import Removed
 from stagewright.numbers import duration, plural
 from stagewright.serving.search.answer import ServingRanking
 from stagewright.version import __version__

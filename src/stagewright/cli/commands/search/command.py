@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
-    from stagewright.search.enumeration import Found
-    from stagewright.search.figures import Figures
-    from stagewright.search.ranking import NothingFound, Wanted
-    from stagewright.search.request import SearchRequest
-    from stagewright.search.simulated import Progress
+    from stagewright.searching.enumeration import Found
+    from stagewright.searching.figures import Figures
+    from stagewright.searching.ranking import NothingFound, Wanted
+    from stagewright.searching.request import SearchRequest
+    from stagewright.searching.simulated import Progress
 
 _TOOLS = ("megatron", "torchtitan")
 
@@ -57,7 +57,7 @@ def search(
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
     from stagewright.api.searched import wanted
-    from stagewright.search.simulated import step_of
+    from stagewright.searching.simulated import step_of
     from stagewright.views.deviations import known
     from stagewright.views.search import headroom, without_objective
 
@@ -131,7 +131,7 @@ def _tool(model: str | None, name: str | None) -> str | None:
 
 def _request(model: str | None, config: str | None, settings: dict[str, Any]) -> SearchRequest:
     """The space that the options and the run file ask for."""
-    from stagewright.search.request import asked
+    from stagewright.searching.request import asked
 
     vary, gpus = _pairs(settings.pop("vary")), settings.pop("gpus")
     families = settings.pop("space")
@@ -183,7 +183,7 @@ def _searched(
 ) -> tuple[Search, NothingFound | None]:
     """The result, and why there is no best, where there is none; stderr shows progress."""
     from stagewright.api.searched import Search, searched
-    from stagewright.search.ranking import NothingFound
+    from stagewright.searching.ranking import NothingFound
 
     bar.say("constraints ")
     try:

@@ -16,7 +16,7 @@ from stagewright.printable import printable
 if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.api.searched_serving import ServingSearch
-    from stagewright.search.ranking import NothingFound
+    from stagewright.searching.ranking import NothingFound
 
 
 def end(

@@ -36,7 +36,7 @@ class Outputs:
 
     def check_hardware(self, systems: Iterable[Hardware]) -> None:
         """The same for the files of hardware beside run files, where some hardware takes them."""
-        from stagewright.search.run_file import hardware_beside, is_packaged
+        from stagewright.searching.run_file import hardware_beside, is_packaged
 
         if all(map(is_packaged, systems)):
             return

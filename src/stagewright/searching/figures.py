@@ -117,6 +117,29 @@ class Figures:
             ordered[by] = {name: getattr(self, by)[name] for name in names}
         return replace(self, **ordered)
 
+    def halves(self) -> tuple[Self, Self]:
+        """The first and the second half of the candidates."""
+        middle = len(self) // 2
+        return self.take(np.arange(middle)), self.take(np.arange(middle, len(self)))
+
+    def extrapolated(self, other: Figures, times: Float) -> Self:
+        """These figures plus the difference of others to them, so many times, as estimates."""
+
+        def column(one: Any, another: Any) -> Any:
+            found = one + times * (another - one)
+            return found if one.dtype.kind == "f" else np.ceil(found).astype(one.dtype)
+
+        columns: dict[str, Any] = {}
+        for field in fields(self):
+            one, another = getattr(self, field.name), getattr(other, field.name)
+            if field.name in ("exact", "tokens", "device_memory"):
+                columns[field.name] = one & False if field.name == "exact" else one
+            elif field.name in _BY_NAME:
+                columns[field.name] = {name: column(one[name], another[name]) for name in one}
+            else:
+                columns[field.name] = column(one, another)
+        return type(self)(**columns)
+
     @classmethod
     def concatenated(cls, parts: Sequence[Figures]) -> Self:
         """The figures of several lots of candidates behind each other.

@@ -2,7 +2,7 @@
 
 >>> from stagewright.run.sections.cluster import ClusterSection
 >>> from stagewright.run.sections.execution import Execution
->>> from stagewright.search.machines import Fleet
+>>> from stagewright.searching.machines import Fleet
 >>> from stagewright.time.hardware import resolve
 >>> base = Experiment(Run(model="gpt2", global_batch_size=16), ClusterSection(), Execution())
 >>> space = Space.of(base, [Fleet(resolve("h100-sxm"), 8)], {"tp": (1, 2, 8), "zero": (0, 1)})
@@ -30,10 +30,10 @@ from stagewright.numbers import many
 from stagewright.run.experiment import Experiment, with_settings
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.settings import Run
-from stagewright.search.candidates import HARDWARE, Candidates, Column
-from stagewright.search.constraints import Constraint, check_value
-from stagewright.search.enumeration import Found, enumerate_candidates
-from stagewright.search.machines import Fleet
+from stagewright.searching.candidates import HARDWARE, Candidates, Column
+from stagewright.searching.constraints import Constraint, check_value
+from stagewright.searching.enumeration import Found, enumerate_candidates
+from stagewright.searching.machines import Fleet
 
 _FIRST = (
     *("pp", "tp", "cp", "dp", "order", "ep", "etp", "vpp", "layers_per_stage", "pipeline_split"),

@@ -18,9 +18,9 @@ from typing import Any
 from stagewright.errors import UserError, did_you_mean
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
-from stagewright.search.candidates import HARDWARE, Candidates
-from stagewright.search.constraints import Constraint
-from stagewright.search.machines import Fleet, divisors_of
+from stagewright.searching.candidates import HARDWARE, Candidates
+from stagewright.searching.constraints import Constraint
+from stagewright.searching.machines import Fleet, divisors_of
 
 STEP_TOKENS = 4_194_304
 """Tokens of a step where no batch is given: Llama 2's, arXiv 2307.09288, section 2.2."""

@@ -13,7 +13,7 @@ flight the bytes that blocks save for backward.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from stagewright.arrays import Float, Int, distinct_numbers, latest
 from stagewright.blocks.recipe import PRECISIONS
+from stagewright.executors import Executor
 from stagewright.lower.variants import place_blocks
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
 from stagewright.program.communicators import place_along
@@ -28,7 +29,7 @@ from stagewright.run.requests import allowance_of
 from stagewright.schedule.actions import Action, Order, Overlap, ScheduleStep, flat, halved
 from stagewright.schedule.play import ends, plan
 from stagewright.schedule.schedules import SCHEDULES, known_order
-from stagewright.search.block_costs import (
+from stagewright.searching.block_costs import (
     GROUPS,
     PIPELINE,
     Blocks,
@@ -37,8 +38,9 @@ from stagewright.search.block_costs import (
     pass_costs,
     state_costs,
 )
-from stagewright.search.candidates import ABSENT, HARDWARE, Candidates
-from stagewright.search.figures import Figures
+from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates, Column
+from stagewright.searching.figures import Figures
+from stagewright.searching.simulated import simulate_all
 from stagewright.time.collectives import collectives_seconds, messages_seconds
 from stagewright.time.expense.power import RUNNING_FRACTION, watts_per_gpu
 from stagewright.time.network import Machine, Placement, placements, tier_of
@@ -272,9 +274,29 @@ def lower_bounds(rows: Candidates) -> Float:
     return of_microbatch[passes.of] * rows.microbatches / rows.numbers("pp")
 
 
-def estimate(rows: Candidates) -> Figures:
-    """The figures of candidates as estimates."""
+def estimate(rows: Candidates, executor: Executor | None = None) -> Figures:
+    """The figures of candidates as estimates; NaN where there is none."""
+    if rows.base.run.mode != "train":
+        return _of_fewer_layers(rows, executor)
     return _Estimates.of(rows).figures()
+
+
+def _of_fewer_layers(rows: Candidates, executor: Executor | None) -> Figures:
+    """Estimates of inference: each candidate simulated with few layers and with twice as many."""
+    depth = rows.model.num_layers
+    few = np.minimum(Blocks.of(rows).layers * rows.numbers("pp"), depth)
+    more = np.minimum(2 * few, depth)
+    found: list[Figures] = []
+    for layers in (few, more):
+        column = Column.of(layers.tolist())
+        shorter = replace(rows, columns={**rows.columns, "layers": column})
+        part = simulate_all(shorter, executor)
+        if part.stopped:
+            raise KeyboardInterrupt
+        found.append(part.figures)
+    first, second = Figures.concatenated(found).halves()
+    times = np.where(more > few, (depth - few) / np.maximum(more - few, 1), 0.0)
+    return first.extrapolated(second, times)
 
 
 @dataclass(slots=True, eq=False)
@@ -355,7 +377,8 @@ class _Estimates:
         for kind in passes.seconds:
             each = passes.seconds[kind][t]
             if kind in self.states.added:
-                each = each + self.states.added[kind][y]
+                host = passes.host[kind][t] + self.states.added[f"{kind} host"][y]
+                each = np.maximum(each + self.states.added[kind][y], host)
             gathers = exchanges.forward if kind == "F" else exchanges.gathered
             limits = exchanges.forward if kind == "F" else exchanges.backward
             entered = [stage[-1 if kind == "F" else 0] if stage else 0 for stage in pipeline.stages]

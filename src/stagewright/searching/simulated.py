@@ -16,8 +16,8 @@ from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.executors import Executor, InTurn
 from stagewright.lower.compile import compile
-from stagewright.search.candidates import Candidates
-from stagewright.search.figures import Figures
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.figures import Figures
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.step import SimulatedStep, simulate
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from stagewright.search.candidates import Candidates
-from stagewright.search.machines import figures_of, known_path
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.machines import figures_of, known_path
 from stagewright.files import atomic, write_text
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
 from stagewright.time.hardware import Hardware, resolve
@@ -42,7 +42,7 @@ def hardware_file_name(hardware: Hardware) -> str:
 def varied_figures(hardware: Hardware) -> tuple[str, dict[str, float]]:
     """The name of hardware before a search has varied figures of it, and these by their paths.
 
-    >>> from stagewright.search.machines import varied
+    >>> from stagewright.searching.machines import varied
     >>> varied_figures(varied(resolve("h100-sxm"), {"memory.gb": "96", "scale_up.size": "16"})[0])
     ('h100-sxm', {'memory_gb': 96.0, 'scale_up.gpus': 16})
     >>> varied_figures(resolve("h100-sxm"))
@@ -122,7 +122,7 @@ def run_file(candidates: Candidates, row: int, hardware: str | None = None) -> s
     of one; without it a run file names `hardware_file_name`, where no name of the package stands
     for the hardware.
 
-    >>> from stagewright.search import candidates as of
+    >>> from stagewright.searching import candidates as of
     >>> from stagewright.run.experiment import Experiment
     >>> from stagewright.run.settings import Run
     >>> from stagewright.time.hardware import resolve

@@ -4,7 +4,7 @@ Printed is what the framework needs to do what was timed: all that differs from 
 defaults, whether or not it differs from ours. What it has no flag for is a comment. Sizes of the
 model are not among them, nor what all runs of the framework need.
 
->>> from stagewright.search.candidates import Column
+>>> from stagewright.searching.candidates import Column
 >>> from stagewright.run.experiment import Experiment
 >>> from stagewright.run.sections.cluster import ClusterSection
 >>> from stagewright.run.sections.execution import Execution
@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from stagewright.errors import UserError, either
-from stagewright.search.flags.lines import FlagLine, TrainedRun
-from stagewright.search.flags.megatron import megatron
-from stagewright.search.flags.torchtitan import torchtitan
-from stagewright.search.candidates import Candidates
+from stagewright.searching.flags.lines import FlagLine, TrainedRun
+from stagewright.searching.flags.megatron import megatron
+from stagewright.searching.flags.torchtitan import torchtitan
+from stagewright.searching.candidates import Candidates
 
 TOOLS = ("megatron", "torchtitan")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stagewright import arrays
-from stagewright.search.candidates import ABSENT, Candidates, Column, distinct
+from stagewright.searching.candidates import ABSENT, Candidates, Column, distinct
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution

@@ -28,11 +28,11 @@ from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, TaskKin
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.search.candidates import Candidates
+from stagewright.searching.candidates import Candidates
 from stagewright.time.expense.power import kernel_energies
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
-from stagewright.time.simulate.launches import ASYNCHRONOUS
+from stagewright.time.simulate.launches import ASYNCHRONOUS, host_work
 from stagewright.time.simulate.step import SimulatedStep, simulate
 from stagewright.time.simulate.timeline import TICK
 
@@ -108,6 +108,8 @@ class PassCosts:
     """Seconds of kernels among these, for `F` and `B`."""
     experts: Mapping[str, Float]
     """Seconds of exchanges between experts among these, for `F` and `B`."""
+    host: Mapping[str, Float]
+    """Seconds in which the host launches `F` and `B`."""
     drawn: Float
     """Seconds at TDP in which a GPU draws as much energy as the kernels of both passes."""
     saved: Float
@@ -129,7 +131,8 @@ class StateCosts:
     optimizer: Float
     """Seconds of kernels of the optimizer in the tiny run."""
     added: Mapping[str, Float]
-    """Seconds of kernels that ZeRO-2 and 3 add to a pass, `F` or `B`."""
+    """Seconds of kernels that ZeRO-2 and 3 add to a pass, `F` or `B`, and seconds in which the host
+    launches what they add, `F host` and `B host`."""
     exchanged: Mapping[tuple[str, str], Float]
     """Bytes of whole tensors exchanged over the ranks that have the same weights, by group (of
     `GROUPS`) and use (of `USES`)."""
@@ -168,6 +171,7 @@ def pass_costs(rows: Candidates, blocks: Blocks, *, halves: bool = False) -> Pas
         {kind: found[kind] for kind in ("FBIW" if halves else "FB")},
         {kind: found[f"{kind} kernels"] for kind in "FB"},
         {kind: found[f"{kind} experts"] for kind in "FB"},
+        {kind: found[f"{kind} host"] for kind in "FB"},
         found["drawn"],
         found["saved"],
         found["transient"],
@@ -180,7 +184,7 @@ def _recomputed(name: str, change: Mapping[str, Float], full: Bool) -> Float:
     Then a backward pass has a forward pass in it, and what that saves is there for a moment only.
     """
     forward = {"B": "F", "I": "F", "B kernels": "F kernels", "B experts": "F experts",
-               "transient": "saved"}  # fmt: skip
+               "B host": "F host", "transient": "saved"}  # fmt: skip
     found = change[name]
     if name == "saved":
         return np.where(full[:, None], 0.0, found)
@@ -266,7 +270,11 @@ def state_costs(rows: Candidates, blocks: Blocks) -> StateCosts:
         np.array([tiny.run.dp for tiny in runs]),
         {name: found[name] for name in _STATE_CATEGORIES},
         found["optimizer seconds"],
-        {kind: found[f"{kind} kernels"] - unsharded[f"{kind} kernels"] for kind in "FB"},
+        {
+            name: found[f"{kind} {of}"] - unsharded[f"{kind} {of}"]
+            for kind in "FB"
+            for name, of in ((kind, "kernels"), (f"{kind} host", "host"))
+        },
         {(g, use): found[f"{g} {use}"] for g in GROUPS for use in USES},
     )
 
@@ -346,7 +354,9 @@ class _Simulated:
             step = simulate(program, machine, tiny.execution)
         except UserError:
             return {}
-        return _costs(_TinyStep(step, self.blocks), hardware)
+        work = host_work(program.program, program.run, tiny.execution, hardware)
+        launches = np.zeros(len(step.line.lanes[0].of.tasks)) if work is None else work[0].seconds
+        return _costs(_TinyStep(step, self.blocks), hardware, launches)
 
 
 # ---- reading a tiny run --------------------------------------------------------------------------
@@ -415,12 +425,12 @@ class _TinyStep:
         return np.bincount(self.kinds[block], amounts, self.count) / blocks
 
 
-def _costs(tiny: _TinyStep, hardware: Hardware) -> dict[str, Float]:
-    """All costs by name, [kinds] each."""
-    return _passes(tiny, hardware) | _activations(tiny) | _states(tiny) | _exchanges(tiny)
+def _costs(tiny: _TinyStep, hardware: Hardware, launches: Float) -> dict[str, Float]:
+    """All costs by name, [kinds] each; `launches`: seconds of the host by row."""
+    return _passes(tiny, hardware, launches) | _activations(tiny) | _states(tiny) | _exchanges(tiny)
 
 
-def _passes(tiny: _TinyStep, hardware: Hardware) -> dict[str, Float]:
+def _passes(tiny: _TinyStep, hardware: Hardware, launches: Float) -> dict[str, Float]:
     """Seconds of passes, of kernels and of exchanges between experts within, and energy.
 
     The first microbatch waits for launches; the last one reduces the gradients of the step.
@@ -447,6 +457,8 @@ def _passes(tiny: _TinyStep, hardware: Hardware) -> dict[str, Float]:
         "B kernels": total(backward & main, tiny.seconds),
         "F experts": total(forward & exchanged, tiny.seconds),
         "B experts": total(backward & exchanged, tiny.seconds),
+        "F host": total(forward, launches),
+        "B host": total(backward, launches),
         "drawn": total((forward | backward) & main, drawn),
     }
 

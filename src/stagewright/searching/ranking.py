@@ -10,9 +10,9 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
-from stagewright.search import objectives
-from stagewright.search.candidates import HARDWARE, Candidates
-from stagewright.search.figures import Figures
+from stagewright.searching import objectives
+from stagewright.searching.candidates import HARDWARE, Candidates
+from stagewright.searching.figures import Figures
 
 TOP = 20
 """Candidates that are listed unless the user says otherwise."""
@@ -183,12 +183,12 @@ def hopes(rows: Candidates, estimates: Figures, figures: Figures, names: Sequenc
     for n, name in enumerate(names):
         least = MEMORY_SLACK if name == "memory" else SLACK
         column = found[:, n]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = np.where(figures.exact, simulated[:, n] / column, np.nan)
+        both = figures.exact & np.isfinite(column) & np.isfinite(simulated[:, n])
+        ratio = np.where(both, simulated[:, n], 1.0) / np.where(both, column, 1.0)
         better = ratio if name != "mfu" else 1 / ratio  # MFU counts below zero
         for stage in np.unique(kind).tolist():
             mine = kind == stage
-            low = min(1 - least, float(np.nanmin(better[mine], initial=1.0)))
+            low = min(1 - least, float(better[mine].min(initial=1.0)))
             column[mine] *= low if name != "mfu" else 1 / low
     return found
 
@@ -244,7 +244,7 @@ def nothing_found(ranking: Ranking) -> NothingFound:
     if ranking.stopped and not ranking.simulated:
         return NothingFound("stopped before any candidate was simulated", ranking, too_large=False)
     large = np.flatnonzero(~np.isnan(figures.seconds) & ~figures.fits)
-    if not len(large) or ranking.wanted.any_memory:
+    if not len(large) or (figures.exact & ranking.fits).any():
         unknown = [name for name in ranking.wanted.objectives if ranking.without(name).any()]
         name = (unknown or ranking.wanted.objectives)[0]
         why = (

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.search.constraints import check_value
-from stagewright.search.defaults import (
+from stagewright.searching.constraints import check_value
+from stagewright.searching.defaults import (
     HEADROOM,
     default_axes,
     default_batch,
@@ -19,9 +19,9 @@ from stagewright.search.defaults import (
     policies,
     without_effect,
 )
-from stagewright.search.lists import is_listed, values_of
-from stagewright.search.space import Space, check_searched
-from stagewright.search.machines import MOST_SYSTEMS, Fleet, path_of, varied
+from stagewright.searching.lists import is_listed, values_of
+from stagewright.searching.space import Space, check_searched
+from stagewright.searching.machines import MOST_SYSTEMS, Fleet, path_of, varied
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
@@ -75,6 +75,7 @@ def asked(
     lists, figures = _of_vary(vary or {}, once | ({"hardware"} if hardware else set()))
     axes |= lists
     from_file -= once | {*lists}
+    without_allowance = _drop_zero_allowance(given) or _drop_zero_allowance(file_values)
     named = axes.pop("hardware", ())
     nodes = axes.pop("nodes", ())
     check_searched(axes)
@@ -91,6 +92,7 @@ def asked(
     if not nodes and base.cluster.nodes is not None:
         nodes = (base.cluster.nodes,)
     known = {*map(setting_of, [*file_values, *given]), *axes}
+    known |= {"memory_allowance"} if without_allowance else set()
     every = _each_once(of if isinstance(of, Hardware) else resolve(str(of)) for of in named)
     figures = _figures(beside, figures, every, where)
     counts = _counts(gpus, beside.get("gpus"), nodes, known, where)
@@ -103,6 +105,14 @@ def asked(
     names = {name for name in known if name}
     origins = dict.fromkeys(from_file, where)
     return _completed(base, of_model, fleets, axes, names, added, origins)
+
+
+def _drop_zero_allowance(values: dict[str, Any]) -> bool:
+    """Take a `memory_allowance` of 0 out of settings: no run has one; True if there was one."""
+    if str(values.get("memory_allowance")) in ("0", "0.0"):
+        del values["memory_allowance"]
+        return True
+    return False
 
 
 def _of_search(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

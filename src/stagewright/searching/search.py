@@ -15,11 +15,11 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.errors import UserError
 from stagewright.executors import Executor
-from stagewright.search import objectives
-from stagewright.search.candidates import Candidates
-from stagewright.search.estimate import estimate, lower_bounds
-from stagewright.search.figures import Figures
-from stagewright.search.ranking import (
+from stagewright.searching import objectives
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.estimate import estimate, lower_bounds
+from stagewright.searching.figures import Figures
+from stagewright.searching.ranking import (
     MEMORY_SLACK,
     Ranking,
     Wanted,
@@ -30,15 +30,15 @@ from stagewright.search.ranking import (
     nothing_found,
     promising_candidates,
 )
-from stagewright.search.simulated import Progress, simulate_all, unknown
-from stagewright.search.usd import with_costs
+from stagewright.searching.simulated import Progress, simulate_all, unknown
+from stagewright.searching.usd import with_costs
 
 SMALL = 70
 """Spaces of at most this many candidates are simulated whole: estimates would cost as much."""
 BATCH = 20
 """Candidates that are simulated at once; the answer depends on it, but not on workers."""
 
-Estimate = Callable[[Candidates], Figures]
+Estimate = Callable[[Candidates, Executor | None], Figures]
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ def search(
         known = _Known(rows, unknown(len(rows)), wanted, executor, progress)
         known.simulate(every)
     else:
-        known = _Known(rows, with_costs(rows, estimates(rows)), wanted, executor, progress)
+        known = _Known(rows, with_costs(rows, estimates(rows, executor)), wanted, executor, progress)
         if wanted.prove:
             known.bounds = lower_bounds(rows)
         _simulate_layouts(known)

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.explore.bounding.bounds import bounds
-from stagewright.explore.evaluate import evaluate
-from stagewright.explore.lots import in_lots
-from stagewright.search.request import asked
-from stagewright.search.defaults import default_axes, default_batch, policies
-from stagewright.search.families import axes_of, words
-from stagewright.search.lists import values_of
-from stagewright.search.space import Space
-from stagewright.search.machines import Fleet, varied
+from stagewright.searching.bounding.bounds import bounds
+from stagewright.searching.evaluate import evaluate
+from stagewright.searching.lots import in_lots
+from stagewright.searching.request import asked
+from stagewright.searching.defaults import default_axes, default_batch, policies
+from stagewright.searching.families import axes_of, words
+from stagewright.searching.lists import values_of
+from stagewright.searching.space import Space
+from stagewright.searching.machines import Fleet, varied
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check

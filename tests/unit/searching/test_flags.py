@@ -9,8 +9,8 @@ import shlex
 
 import pytest
 
-from stagewright.search.flags import TOOLS, flags, notes
-from stagewright.search.candidates import Candidates, Column
+from stagewright.searching.flags import TOOLS, flags, notes
+from stagewright.searching.candidates import Candidates, Column
 from stagewright.run.experiment import Experiment
 from stagewright.run.pipeline_split import layout_split
 from stagewright.run.sections import EXPERIMENT

@@ -16,7 +16,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.search.lists import values_of
+from stagewright.searching.lists import values_of
 from stagewright.time.constants import wanted_of
 from stagewright.time.hardware import Hardware
 

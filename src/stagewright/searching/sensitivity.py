@@ -6,9 +6,9 @@ import math
 from dataclasses import replace
 
 from stagewright.blocks.recipe import PRECISIONS
-from stagewright.search.candidates import Candidates
-from stagewright.search.simulated import step_of
-from stagewright.search.machines import figures_of, with_figure
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.simulated import step_of
+from stagewright.searching.machines import figures_of, with_figure
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
 

@@ -20,15 +20,15 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.rule import ALL
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import Run
-from stagewright.search.candidates import HARDWARE, Candidates, Column, code_type
-from stagewright.search.constraints import (
+from stagewright.searching.candidates import HARDWARE, Candidates, Column, code_type
+from stagewright.searching.constraints import (
     SAME_RUN,
     Constraint,
     TooManyChecks,
     constraints,
     same_words,
 )
-from stagewright.search.machines import Fleet, divisors_of
+from stagewright.searching.machines import Fleet, divisors_of
 from stagewright.time.hardware import Hardware
 
 MOST_CANDIDATES = 30_000_000

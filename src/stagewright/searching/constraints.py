@@ -18,7 +18,7 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.search.candidates import ABSENT, HARDWARE, Candidates
+from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.run.rule import ALL, EACH, RunCheck

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from stagewright.search.flags.lines import (
+from stagewright.searching.flags.lines import (
     FlagLine,
     Lines,
     TrainedRun,

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from stagewright.search.candidates import Candidates
-from stagewright.search.figures import Figures
-from stagewright.search.enumeration import prefill_gpus
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.figures import Figures
+from stagewright.searching.enumeration import prefill_gpus
 from stagewright.time.expense.ownership import costs_of
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float
 from stagewright.errors import UserError, did_you_mean, either
-from stagewright.search.figures import Figures
+from stagewright.searching.figures import Figures
 
 
 class Objective(NamedTuple):

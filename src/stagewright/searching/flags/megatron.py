@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from shlex import quote
 
-from stagewright.search.flags.lines import (
+from stagewright.searching.flags.lines import (
     FlagLine,
     Lines,
     TrainedRun,
