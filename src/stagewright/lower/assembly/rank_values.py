@@ -382,19 +382,23 @@ class MemoryPlan:
         """`ranks`: those whose values live as long as the class of their microbatch says."""
         self._table, self._ranks = table, ranks
         self._number = Numbers[_ProfileKey]()
-        self._kinds = [self._kinds_of(rank) for rank in ranks]
         self._of_rank: dict[int, tuple[Int, _Cells]] = {}
 
     def changes(self, rank: int, sizes: Sizes) -> MemoryChanges:
         """The changes of a rank; `sizes` as in `RankValues.expanded`."""
-        start = _always(self._ranks[rank], sizes)
+        start, kinds = _always(self._ranks[rank], sizes), self._kinds[rank]
         if not sizes:
-            return MemoryChanges(start, self._kinds[rank], self._profiles)
+            return MemoryChanges(start, kinds, self._profiles)
         if rank not in self._of_rank:
-            used, kind = np.unique(self._kinds[rank], return_inverse=True)
+            used, kind = np.unique(kinds, return_inverse=True)
             self._of_rank[rank] = kind.ravel(), self._cells(used)
         kind, cells = self._of_rank[rank]
         return MemoryChanges(start, kind, cells.profiles(sizes))
+
+    @cached_property
+    def _kinds(self) -> list[Int]:
+        """By rank, the profile of each copy."""
+        return [self._kinds_of(rank) for rank in self._ranks]
 
     @cached_property
     def _profiles(self) -> Profiles:
