@@ -125,7 +125,7 @@ def _parameters(graph: Graph) -> Iterable[tuple[tuple[Size, ...], Parameter]]:
 
 
 def _with_shards(x: ParameterShape, plan: Plan, mesh: Mesh, sizes: Mapping[str, int]) -> Dims:
-    """A parameter's layout, used as it is in `x.used`, with one more dim split.
+    """A parameter's layout, used as it is in `ParameterShape.used`, with one more dim split.
 
     A dim that the ranks divide goes first, then one that no axis splits yet, then the largest.
     With `plan.shard_rows` it is the dim that PyTorch has first, as in FSDP2; and with

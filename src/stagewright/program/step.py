@@ -55,7 +55,7 @@ class Actions:
     part: Int
     """[rows]: 0, or 1 for rows of the second of two actions that overlap."""
     carried: Bool
-    """[needs], by entry of `tasks.data`: whether another copy has the needed row; the entry names
+    """[needs], by entry of `Tasks.data`: whether another copy has the needed row; the entry names
     a row that stands for it in some action."""
 
     def rows(self, action: int) -> Int:
@@ -63,7 +63,7 @@ class Actions:
         return np.arange(int(self.begin[action]), int(self.begin[action + 1]))
 
     def needs(self, action: int) -> Int:
-        """The entries of `tasks.data` of the rows of an action."""
+        """The entries of `Tasks.data` of the rows of an action."""
         pointer = self.tasks.data_ptr[self.begin]
         return np.arange(int(pointer[action]), int(pointer[action + 1]))
 
@@ -88,7 +88,7 @@ class ActionOrder(Protocol):
     def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
         """Where carried needs of an action are met: copies and rows, each [copies of it, needs].
 
-        `needs` are entries of `tasks.data` of rows of the action. Rows are those of
+        `needs` are entries of `Tasks.data` of rows of the action. Rows are those of
         `Actions.tasks`, in the action that the source copy is of.
         """
         ...

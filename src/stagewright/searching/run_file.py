@@ -57,7 +57,7 @@ def varied_figures(hardware: Hardware) -> tuple[str, dict[str, float]]:
 
 
 _VARIED = re.compile(r"(.+?) ([\w.-]+=[-+.\w]+(?:, [\w.-]+=[-+.\w]+)*)")
-"""The name that `space.systems.varied` gives to hardware."""
+"""The name that `machines.varied` gives to hardware."""
 
 
 def hardware_file(hardware: Hardware) -> str:

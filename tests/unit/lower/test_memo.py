@@ -39,9 +39,9 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[LoweredBlock]
     found: list[LoweredBlock] = []
     assemble = training.TrainingStep.assemble
 
-    def noting(step: training.TrainingStep, of: dict[Any, LoweredBlock]) -> Any:
+    def noting(step: training.TrainingStep, of: dict[Any, LoweredBlock], layers: Any) -> Any:
         found.extend(of.values())
-        return assemble(step, of)
+        return assemble(step, of, layers)
 
     monkeypatch.setattr(training.TrainingStep, "assemble", noting)
 

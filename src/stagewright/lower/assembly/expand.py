@@ -42,7 +42,7 @@ class Names:
         trains: bool,
     ) -> None:
         """By rank: the contents of its stages, its rows after all actions (a number among
-        `table.afters`), and the naming of its stages."""
+        `ActionTable.afters`), and the naming of its stages."""
         self._table, self._ranks, self._afters = table, ranks, afters
         self._naming, self._trains = naming, trains
 

@@ -61,7 +61,7 @@ class RankOrder:
     ) -> None:
         """`contents`: of each stage of the rank; `supplier` as in `suppliers`; `action`: that of
         each copy; `after`: which rows are after all actions, if any, by number among
-        `table.afters`."""
+        `ActionTable.afters`."""
         self.table, self.schedule, self.contents = table, schedule, contents
         self.action, self.supplier = action, supplier
         self.after, self._num_stages = after, num_stages

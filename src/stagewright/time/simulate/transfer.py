@@ -186,7 +186,7 @@ class RunGroup:
     """
 
     def __init__(self, runs: Runs, numbers: Int, width: int) -> None:
-        """`numbers` are indices into `runs.runs`."""
+        """`numbers` are indices into `Runs.runs`."""
         begin, end = (
             np.array([getattr(runs.runs[n], what) for n in numbers.tolist()], dtype=np.int64)
             for what in ("begin", "end")

@@ -34,7 +34,7 @@ class UnitRows(NamedTuple):
     member: Int
     """Which copy of its unit the row is of."""
     entry: Int
-    """The need, as an entry of `tasks.data` that `ActionOrder.sources` finds; -1: the needed row is
+    """The need, as an entry of `Tasks.data` that `ActionOrder.sources` finds; -1: the needed row is
     of the same copy."""
     row: Int
     """The needed row of `Actions.tasks`, or one that stands for it."""
