@@ -42,6 +42,8 @@ PIPELINE = (
     *("recompute_num_layers", "cpu_offloading_num_layers"),
 )
 """Settings that decide which blocks run where and when, and nothing of a block."""
+PARTLY = ("recompute_num_layers", "cpu_offloading_num_layers")
+"""Those of them that hold for some layers of a stage."""
 STATES = (
     *("dp", "zero", "dp_shard", "optimizer_cpu_offload", "optimizer_offload_fraction", "order"),
     *("overlap_param_gather", "grad_reduce", "overlap_moe_expert_parallel_comm"),
@@ -93,89 +95,93 @@ class Blocks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PassCosts:
-    """What a microbatch takes in each block: [tuples of settings, kinds of blocks] each.
+class Costs:
+    """Costs of blocks, a table [tuples of settings, kinds of blocks] for each name.
 
-    NaN where a tiny run was refused.
+    NaN where a tiny run was refused. Names of `pass_costs`:
+
+    - `F`, `B`, and `I` and `W` where some schedule has halves of backward passes: seconds of an
+      action, communication that the block waits for included; of these `F kernels` and `B kernels`,
+      and `F experts` and `B experts` for exchanges between experts. `F host` and `B host`: seconds
+      in which the host launches. `drawn`: seconds at TDP in which a GPU draws as much energy as the
+      kernels of both passes.
+    - `saved`: bytes saved for backward. `transient`: bytes beyond these at the peak of a backward
+      pass.
+
+    Names of `state_costs`:
+
+    - `parameters`, `gradients`, `optimizer`: bytes on a rank of the tiny run, which has `shards`.
+    - `optimizer seconds`: of kernels, and of what is sent to the host, in the tiny run.
+    - `F kernels` and the like: what ZeRO-2 and 3 add to a pass.
+    - `dense reduce` and the like: bytes of whole tensors exchanged over the ranks that have the
+      same weights, by group (`GROUPS`) and use (`USES`).
     """
 
     of: Int
     """Tuple of each candidate."""
-    seconds: Mapping[str, Float]
-    """By kind of action, `F` and `B`, and `I` and `W` where some schedule has such halves;
-    communication that the block waits for included."""
-    kernels: Mapping[str, Float]
-    """Seconds of kernels among these, for `F` and `B`."""
-    experts: Mapping[str, Float]
-    """Seconds of exchanges between experts among these, for `F` and `B`."""
-    host: Mapping[str, Float]
-    """Seconds in which the host launches `F` and `B`."""
-    drawn: Float
-    """Seconds at TDP in which a GPU draws as much energy as the kernels of both passes."""
-    saved: Float
-    """Bytes saved for backward."""
-    transient: Float
-    """Bytes beyond these at the peak of a block's backward pass."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StateCosts:
-    """What a step takes once in each block: [tuples of settings, kinds of blocks] each."""
-
-    of: Int
-    """Tuple of each candidate."""
+    tables: Mapping[str, Float]
     shards: Int
     """Ranks of dp in the tiny run, over which ZeRO shards states: [tuples]."""
-    memory: Mapping[str, Float]
-    """Bytes on a rank of the tiny run, by category."""
-    optimizer: Float
-    """Seconds of kernels of the optimizer in the tiny run."""
-    added: Mapping[str, Float]
-    """Seconds of kernels that ZeRO-2 and 3 add to a pass, `F` or `B`, and seconds in which the host
-    launches what they add, `F host` and `B host`."""
-    exchanged: Mapping[tuple[str, str], Float]
-    """Bytes of whole tensors exchanged over the ranks that have the same weights, by group (of
-    `GROUPS`) and use (of `USES`)."""
+
+    def __getitem__(self, name: str) -> Float:
+        return self.tables[name]
+
+    def with_kinds(self, other: Mapping[str, Float]) -> Self:
+        """The costs with further columns."""
+        tables = {name: np.hstack([table, other[name]]) for name, table in self.tables.items()}
+        return replace(self, tables=tables)
 
 
 # ---- tuples of settings and their tiny runs ------------------------------------------------------
 
 
-def pass_costs(rows: Candidates, blocks: Blocks, *, halves: bool = False) -> PassCosts:
+def pass_costs(
+    rows: Candidates, blocks: Blocks, *, halves: bool = False, variants: bool = False
+) -> Costs:
     """Costs of passes; `halves`: also of the halves of backward passes.
 
     What settings of experts change is added to what the others change, so that tiny runs need not
-    cross the two.
+    cross the two. With `variants`, the kinds of blocks are followed by what they cost without
+    recomputation, and then by both with their saved bytes on the host.
     """
     names = {*rows.columns} - {*PIPELINE, *STATES, *LIMITS}
     more = _ranks_within(rows), _rings_ahead(rows)
     _, base = _distinct(rows, names - {*EXPERTS, *OTHERS}, *more)
-    first, others = _distinct(rows, names - {*EXPERTS}, *more)
+    first, of = _distinct(rows, names - {*EXPERTS}, *more)
     lead = np.unique(base, return_index=True)[1][base]  # the first with the same settings but these
     runs = [_pass_run(rows, row, int(lead[row]), EXPERTS) for row in first.tolist()]
     found = _read(rows, blocks, runs, halves=halves)
-    of = others
+    stored = found
+    if variants:
+        kept = [tiny._replace(run=_without_recomputation(tiny.run)) for tiny in runs]
+        stored = _read(rows, blocks, kept, halves=halves)
     if rows.model.num_experts:
-        of_first, of = _distinct(rows, names, *more)
-        each, experts = _distinct(rows, names - {*OTHERS}, *more)
-        runs = [_pass_run(rows, row, int(lead[row]), OTHERS) for row in each.tolist()]
-        changed = _read(rows, blocks, runs, halves=halves)
+        of_first, each = _distinct(rows, names, *more)
+        heads, experts = _distinct(rows, names - {*OTHERS}, *more)
+        runs = [_pass_run(rows, row, int(lead[row]), OTHERS) for row in heads.tolist()]
+        table = _read(rows, blocks, runs, halves=halves)
         pair = experts[of_first], experts[lead[of_first]]
+        change = {name: column[pair[0]] - column[pair[1]] for name, column in table.items()}
         full = rows.column("recompute").is_one_of("full")[of_first]
-        found = {name: table[others[of_first]] for name, table in found.items()}
-        change = {name: table[pair[0]] - table[pair[1]] for name, table in changed.items()}
-        for name in found:
-            found[name] = found[name] + _recomputed(name, change, full)
-    return PassCosts(
-        of,
-        {kind: found[kind] for kind in ("FBIW" if halves else "FB")},
-        {kind: found[f"{kind} kernels"] for kind in "FB"},
-        {kind: found[f"{kind} experts"] for kind in "FB"},
-        {kind: found[f"{kind} host"] for kind in "FB"},
-        found["drawn"],
-        found["saved"],
-        found["transient"],
-    )
+        at, none = of[of_first], np.zeros(len(of_first), dtype=bool)
+        found = {n: t[at] + _recomputed(n, change, full) for n, t in found.items()}
+        stored = {n: t[at] + _recomputed(n, change, none) for n, t in stored.items()}
+        first, of = of_first, each
+    costs = Costs(of, found, np.ones(len(first), dtype=np.int64))
+    if not variants:
+        return costs
+    costs = costs.with_kinds(stored)
+    rates = [rows.hardware(row).host_bandwidth_gb_s * 1e9 for row in first.tolist()]
+    moved = costs["saved"] / np.array(rates)[:, None]
+    on_host = dict(costs.tables) | {kind: np.maximum(costs[kind], moved) for kind in "FB"}
+    on_host["transient"] = costs["transient"] + costs["saved"]
+    on_host["saved"] = np.zeros_like(costs["saved"])
+    return costs.with_kinds(on_host)
+
+
+def _without_recomputation(run: Run) -> Run:
+    update = _defaults(("recompute", "recompute_modules"), run) | {"recompute": "none"}
+    return run.model_copy(update=update)
 
 
 def _recomputed(name: str, change: Mapping[str, Float], full: Bool) -> Float:
@@ -256,27 +262,23 @@ def _fewest_ranks(run: Run, cp: int) -> int:
     return experts // int(np.gcd(experts, run.tp * cp))
 
 
-def state_costs(rows: Candidates, blocks: Blocks) -> StateCosts:
-    """Costs of states."""
+def state_costs(rows: Candidates, blocks: Blocks, *, variants: bool = False) -> Costs:
+    """Costs of states; `variants` as in `pass_costs`."""
     names = {*rows.columns} - {*PIPELINE, *PASSES, *LIMITS, "dp", "dp_shard", "sequence_parallel"}
     first, of = _distinct(rows, names)
     runs = [_state_run(rows, row) for row in first.tolist()]
-    found = _read(rows, blocks, runs)
-    plain = [tiny._replace(run=tiny.run.model_copy(update={"zero": 0})) for tiny in runs]
-    sharded = [tiny.run.zero >= 2 for tiny in runs]
-    unsharded = _read(rows, blocks, [p if s else t for p, s, t in zip(plain, sharded, runs, strict=True)])
-    return StateCosts(
-        of,
-        np.array([tiny.run.dp for tiny in runs]),
-        {name: found[name] for name in _STATE_CATEGORIES},
-        found["optimizer seconds"],
-        {
-            name: found[f"{kind} {of}"] - unsharded[f"{kind} {of}"]
-            for kind in "FB"
-            for name, of in ((kind, "kernels"), (f"{kind} host", "host"))
-        },
-        {(g, use): found[f"{g} {use}"] for g in GROUPS for use in USES},
-    )
+    unsharded = [
+        tiny._replace(run=tiny.run.model_copy(update={"zero": 0})) if tiny.run.zero >= 2 else tiny
+        for tiny in runs
+    ]
+    found, plain = _read(rows, blocks, runs), _read(rows, blocks, unsharded)
+    for name in (f"{kind} {part}" for kind in "FB" for part in ("kernels", "host")):
+        found[name] = found[name] - plain[name]
+    costs = Costs(of, found, np.array([tiny.run.dp for tiny in runs]))
+    if not variants:
+        return costs
+    costs = costs.with_kinds(costs.tables)
+    return costs.with_kinds(costs.tables)
 
 
 def _state_run(rows: Candidates, row: int) -> _TinyRun:
@@ -509,7 +511,8 @@ def _states(tiny: _TinyStep) -> dict[str, Float]:
     for name in _STATE_CATEGORIES:
         rows = (category == CATEGORIES.index(name)) & (block >= 0)
         found[name] = tiny.mean_of_kind(block[rows], values.size[value[rows]].astype(np.float64))
-    updates = tiny.main & (tiny.block >= 0) & (tiny.tasks.phase == _OPTIMIZER)
+    updates = tiny.main | (tiny.tasks.kind == TaskKind.STORE)  # to the host, which then updates
+    updates &= (tiny.block >= 0) & (tiny.tasks.phase == _OPTIMIZER)
     found["optimizer seconds"] = tiny.mean_of_kind(tiny.block[updates], tiny.seconds[updates])
     return found
 
