@@ -162,3 +162,13 @@ def test_ranks_share_units() -> None:
     used = [{*sequence.unit.tolist()} for sequence in sequences]
     assert set().union(*used) == set(range(len(units.actions)))
     assert used[1] & used[2]  # stages of equal layers
+
+
+def test_units_without_rows_have_rules_too() -> None:
+    """A stage of which nothing trains has actions without rows."""
+    settings = {"layers": 4, "dp": 2, "zero": 2, "pp": 2, "schedule": "zb-h1", "clip_grad": False}
+    frozen = {"trainable": ("layer[01].*",)}
+    (table,) = tables_of(compile(Run(**RUNS["dp"] | settings | frozen)).program, Execution())
+    count = len(table.units.actions)
+    assert count - 1 not in table.units.unit
+    assert [len(each.open_at_end) for each in table.rules.limits] == [count]

@@ -49,7 +49,7 @@ def without_flag(name: str, value: object, why: str = "") -> FlagLine:
 
 OF_FIGURES = frozenset({
     "model", "hardware", "framework", "as_family", "mode", "memory_allowance", "device_memory",
-    "expert_load", "streams", "overlap_slowdown", "pipeline_drain",
+    "expert_load", "streams", "pipeline_drain",
 })  # fmt: skip
 """Settings of the timing alone: frameworks have no use for them."""
 

@@ -273,7 +273,7 @@ def issue_rules(
     # A load from the host starts when it is issued, although it depends on its store.
     starts_when_issued = np.flatnonzero((~has_input | (kind == LOAD)) & (kind != COMPUTE))
 
-    state = _RegisterUse(unit, int(units.unit.max(initial=-1)) + 1)
+    state = _RegisterUse(unit, len(units.actions))
     blocking = _without_overlap(comm, how)[rows]
     state.chain(np.flatnonzero(is_kernel), KERNEL)
     if blocking.any():
