@@ -40,7 +40,7 @@ def test_record_reaches_everything() -> None:
     assert settings >= {"dp_shard", "expert_load", "lora_rank", "cpu_offloading_num_layers"}
     execution = {name for line in STEPS for name, value in line["execution"].items() if value}
     assert execution >= {
-        "stragglers", "no_overlap", "overlap_param_gather", "overlap_slowdown", "tp_comm_overlap",
+        "stragglers", "no_overlap", "overlap_param_gather", "tp_comm_overlap",
         "moe_flex_dispatcher", "overlap_moe_expert_parallel_comm", "collective_checks",
         "p2p_metadata_s", "pipeline_drain",
     }  # fmt: skip

@@ -74,7 +74,6 @@ class Waves:
             # Actions of a schedule begin when all their messages are there. Others may wait for
             # what depends on their own first tasks.
             cuts = receives & (self._given(table)[rules.unit] | self._from_own_class(t))
-            cuts[1:] &= ~cuts[:-1]
             connections = Connections(self._meetings(table), receives, sends, wanted[t], cuts)
             self.runs.append(
                 Runs(rules, connections, len(table.units.actions), self.messages.within[t])
