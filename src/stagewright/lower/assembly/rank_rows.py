@@ -137,8 +137,10 @@ class RankRows:
         return supplier
 
     def uses_weights(self, a: Action) -> bool:
-        """Whether weights are gathered for an action, unless they still are; not for the half of a
-        backward that makes the gradients of weights."""
+        """Whether weights are gathered for an action, unless they still are.
+
+        The half of a backward that makes the gradients of weights gathers what it alone reads.
+        """
         rows = self._half(a.stage, a.kind) & self.stages[a.stage].backward.gathers
         return a.kind in "UF" or bool(rows.any())
 

@@ -266,7 +266,10 @@ def _prefetch(
 
 
 def _blocks(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
-    """Which kernels begin an action, and which a block of the model within one."""
+    """Which kernels begin an action, and which a block of the model within one.
+
+    Halves of a microbatch's backward with nothing between them are one action, as the whole is.
+    """
     backward = tasks.phase[kernels] != _FORWARD
     action = np.stack([tasks.stage[kernels], tasks.microbatch[kernels], backward.astype(np.int32)])
     new_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
