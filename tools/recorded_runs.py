@@ -33,8 +33,7 @@ EXECUTIONS: tuple[Settings, ...] = (
     {"prefetch": 3},
     {"overlap_param_gather": True},
     {"tp_comm_overlap": True},
-    {"overlap_slowdown": 0.25},
-    {"overlap_slowdown": 0.1, "overlap_param_gather": True},
+    {"overlap_param_gather": True},
     {"collective_checks": True},
     {"p2p_metadata_s": 1e-3},
 )
@@ -151,7 +150,7 @@ CASES: dict[str, tuple[Settings, Settings]] = {
     "unfused sums of sums": ({"model": "gpt3-175b", "layers": 8, "tp": 8, "pp": 2, "fuse": False,
                               "global_batch_size": 16}, {}),
     "kernels beside collectives": (LLAMA | {"tp": 2, "dp": 8, "sequence_parallel": True, "zero": 2,
-                                            "global_batch_size": 32}, {"overlap_slowdown": 0.2}),
+                                            "global_batch_size": 32}, {}),
     # Hosts.
     "launch-bound": (SMALL | {"dp": 8}, {}),
     "launches of a pipeline": (SMALL | {"pp": 4, "dp": 2}, {"p2p_metadata_s": 1e-3}),

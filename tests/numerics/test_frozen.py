@@ -181,6 +181,37 @@ def test_a_stage_below_all_that_trains_has_no_backward(schedule: str) -> None:
         assert "grad_norm.all_reduce" in {first.names[i] for i in first.name}
 
 
+@pytest.mark.parametrize("schedule", ["zbv", "v-half", "v-min"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"freeze": ("embedding.*", "layer0.*")},
+        {"bucket": "parameter", "lora_rank": 4, "lora_target_modules": ("layer0.linear_fc1",)},
+    ],
+)
+def test_weights_are_gathered_in_the_half_of_a_backward_that_reads_them(
+    settings: dict[str, Any], schedule: str
+) -> None:
+    """Below what trains first there is no gradient of inputs, and the first half reads no weights:
+    no other microbatch passes between a gather and the first kernel that reads it."""
+    pipeline = {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "zero": 3, "schedule": schedule}
+    of = compiled(**pipeline, global_batch_size=12, **settings)
+    seen = 0
+    for each in of.program.classes:
+        t = each.tasks
+        owner, needed = t.reads
+        user = np.full(len(t), len(t))
+        np.minimum.at(user, needed, owner)
+        gathers = (t.phase == PHASES.index("backward")) & (t.microbatch >= 0)
+        gathers &= t.collective == COLLECTIVES.index("all_gather")
+        gathers &= np.diff(t.data_ptr) == 0
+        for row in np.flatnonzero(gathers).tolist():
+            between = t.microbatch[row : user[row] + 1]
+            assert (between == t.microbatch[row]).all(), t.names[t.name[row]]
+            seen += 1
+    assert seen
+
+
 def test_a_table_is_frozen_in_all_its_copies() -> None:
     """FSDP2's root unit gathers a tied embedding once, and hands it to the output projection."""
     of = compiled(model="gemma2-9b", framework="torchtitan", dp=2, zero=3, trainable=("w_up",))

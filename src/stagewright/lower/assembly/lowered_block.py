@@ -85,7 +85,7 @@ def weight_half(
 
     `handed_on` are the tasks that make the gradients which the block hands on. What is computed
     again though nothing reads it (a module's forward that is called once more) runs when backward
-    first comes by, and so do the gathers of weights.
+    first comes by, and so do gathers of weights: a stage says which of them the second half has.
     """
     read = {d for t in tasks for d in t.deps}
     stack = [t for t in tasks if t.phase == "recompute" and t not in read]

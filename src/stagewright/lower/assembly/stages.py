@@ -3,6 +3,7 @@
 Backward may be split (arXiv 2401.10241): its first half makes the gradient of the stage's input,
 which other ranks wait for, the second half the gradients of its weights. Which row belongs to which
 half follows from the graph: the first half is all that the gradient of a block's input needs.
+Weights are gathered in the half that reads them first, unless they stay gathered for other actions.
 """
 
 from __future__ import annotations
@@ -213,6 +214,8 @@ class Stage:
                 self._record(item, row, action)
         if not forward:
             self.values.release_with_block(action)
+            if not self.habits.unit_weights().kept:
+                action.weight.extend(_gathered_for_weights(action))
         self._send(action)
         self.habits.prolong(self.values, action)
         self.messages = max(self.messages, messages + 1)
@@ -388,3 +391,18 @@ def _message_name(value: Crossing, *, forward: bool) -> str:
     """How the names of a message between stages begin: its ends, and where it is received."""
     which = "" if value.name == STREAM else f"{value.name}."
     return f"{'forward' if forward else 'backward'}.{which}"
+
+
+def _gathered_for_weights(action: ActionRows) -> list[int]:
+    """Rows that gather or cast weights in a backward of which only its second half reads them."""
+    half = {*action.weight}
+    readers: dict[int, set[int]] = {row: set() for row in action.gathers}
+    for row, whose, stage, at in action.segment.deps:
+        if (whose, stage) == (BACKWARD, action.stage) and at in readers:
+            readers[at].add(row)
+    found: list[int] = []
+    for row in sorted(readers, reverse=True):  # a cast comes after the gather that it reads
+        if readers[row] and readers[row] <= half:
+            half.add(row)
+            found.append(row)
+    return found
