@@ -13,7 +13,6 @@ from typing import NamedTuple, cast
 
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Mesh
-from stagewright.arithmetic import largest
 from stagewright.graph.cost import indices, traffic
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import SUMS, Role
@@ -217,7 +216,7 @@ class _Lowering:
                 written += work.written
             for s, read in zip(m.srcs, work.reads, strict=True):
                 if s not in inside:
-                    reads[s] = largest([read, reads.get(s, 0)])
+                    reads[s] = max(read, reads.get(s, 0))
         labels = list(dict.fromkeys(m.name or m.op for m in (first, last)))
         return Kernel(
             name="+".join(labels),
@@ -228,7 +227,7 @@ class _Lowering:
             axes=("pp",) if first.scope == SUMS else (),
             flops=flops,
             # A launch without rows has a byte; elsewhere bytes are linear in the rows of experts.
-            traffic=largest([int(first.phase == "optimizer"), sum(reads.values()) + written]),
+            traffic=max(int(first.phase == "optimizer"), sum(reads.values()) + written),
             # Of the first operand: of a product the input, in whose format it is multiplied, and
             # not the weight, which may be stored in fewer bits.
             dtype=first.srcs[0].dtype if first.srcs else first.dtype,
@@ -299,7 +298,7 @@ class _Lowering:
         (src,) = n.srcs
         size = bytes_of(src, self.extent)
         if op == "reduce_scatter":
-            size = largest([size, bytes_of(n, self.extent) * self.mesh.size(*axes)])
+            size = max(size, bytes_of(n, self.extent) * self.mesh.size(*axes))
         task = Kernel(
             name=f"{n.name or src.name or src.op}.{op}",
             op=op,
