@@ -175,7 +175,7 @@ class _Timed:
             exchange = op, size, group, dispatches
             if exchange not in self.exchanges:
                 if dispatches is None:
-                    took = collective_seconds(op, size, group, machine)[0]
+                    took = collective_seconds(op, size, group, machine)
                 else:
                     took = dispatch_seconds(size, group, machine, dispatches)
                 self.exchanges[exchange] = took
