@@ -136,20 +136,11 @@ def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     return without_sums(tasks, joint, result, on)
 
 
-class NeedlessSums(NamedTuple):
-    """Rows that would add up parts of a sum which is one product."""
+def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
+    """Durations less those of additions that fused products make needless.
 
-    rows: Int
-    part: Int
-    """One of the parts that each reads: a row."""
-    fewer: Int
-    """How many reads fewer there are."""
-    none: Bool
-    """Whether the row has nothing else to do."""
-
-
-def needless_sums(tasks: Tasks, joint: Joint | FusedGemms) -> NeedlessSums:
-    """The rows that read several parts of one sum, each once."""
+    These read several parts of one sum, which is one product: they read it once.
+    """
     whole = np.full(len(tasks), -1)
     whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
     owner, needed = tasks.reads
@@ -162,17 +153,11 @@ def needless_sums(tasks: Tasks, joint: Joint | FusedGemms) -> NeedlessSums:
     order = order[np.diff(owner[first[order]], append=-1) != 0]
     first, count = first[order], count[order]
     rows = owner[first]
-    return NeedlessSums(rows, needed[first], count - 1, (count > 1) & (count == inputs[rows]))
-
-
-def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
-    """Durations [rows] less those of additions that fused products make needless."""
-    result = seconds.copy()
-    size = np.zeros_like(result)
+    size = np.zeros(len(tasks))
     size[joint.rows] = joint.result
-    sums = needless_sums(tasks, joint)
-    left = result[sums.rows] - sums.fewer * size[sums.part] / bytes_per_second(on)
-    result[sums.rows] = np.where(sums.none, 0.0, left)
+    left = seconds[rows] - (count - 1) * size[needed[first]] / bytes_per_second(on)
+    result = seconds.copy()
+    result[rows] = np.where((count > 1) & (count == inputs[rows]), 0.0, left)
     return result
 
 

@@ -50,17 +50,6 @@ def kernels(
     return lowering.run(), lowering.at
 
 
-def kernel_that_makes(
-    value: Node, graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules | None = None
-) -> Kernel:
-    """The kernel of a block that makes a value, without the tasks that it waits for."""
-    lowering = _Lowering(graph, extent, mesh, rules or KernelRules())
-    lowering.at = dict.fromkeys(graph)
-    (cluster,) = (of for of in lowering.clusters() if value in of)
-    (kernel,) = lowering.lower(cluster)
-    return kernel
-
-
 def _fuses(n: Node) -> bool:
     """Whether a kernel may hold this operation beside others; a cast that finds scales is alone."""
     return OPS[n.op].fuses and n.get("rescaling") is None
