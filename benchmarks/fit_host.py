@@ -100,7 +100,7 @@ def hop_us() -> float:
             gpus = 8 * probe.nodes
             machine = Machine.of(machine_of, gpus=gpus)
             (group,) = placements(machine, np.arange(gpus).reshape(1, -1))
-            ours, _ = collective_seconds("reduce_scatter", GIB, group, machine)
+            ours = collective_seconds("reduce_scatter", GIB, group, machine)
             ours += 2 * GIB / memory
             left += [abs(ours / of - 1) for of in probe.seconds()[1:]]
         return mean(left)

@@ -282,7 +282,7 @@ def collectives(folder: Path, hardware: Hardware, system: str) -> None:
         for op, gpus, size in some:
             local = size // gpus if op == "all_gather" else size
             group = Placement(gpus, (gpus,), (1,))
-            result.append(collective_seconds(op, local, group, machine)[0])
+            result.append(collective_seconds(op, local, group, machine))
         return np.array(result)
 
     y = column(rows, "latency_ms") / 1e3

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
 from stagewright.run.sections.execution import Execution
+from stagewright.time.collectives import seconds_by_algorithm
+from stagewright.time.network import Machine, Placement
 from stagewright.time.simulate.timeline import table_rows
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "streams": "separate"}
@@ -98,3 +100,9 @@ def by_action(program: Program, by_row: Sequence[NDArray[Any]]) -> list[NDArray[
         assert np.array_equal(each[rows], given), "copies of an action differ"
         result.append(each)
     return result
+
+
+def algorithm_of(op: str, local_bytes: int, group: Placement, machine: Machine) -> str:
+    """The fastest algorithm of a collective."""
+    options = seconds_by_algorithm(op, local_bytes, group, machine)
+    return min(options, key=lambda name: float(options[name]))

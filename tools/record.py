@@ -44,9 +44,9 @@ import stagewright as sw
 from paths import ROOT
 from stagewright.api.searched import searched
 from stagewright.errors import UserError
-from stagewright.explore.answer.ranking import Wanted
-from stagewright.explore.space.asked import asked as search_of_file
 from stagewright.program.fit import held_at_peak
+from stagewright.searching.ranking import Wanted
+from stagewright.searching.request import asked as search_of_file
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.unbundle import expand

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,9 +21,6 @@ _Whole = TypeVar("_Whole", bound=np.integer[Any])
 _ODD = np.uint64(0x9E3779B97F4A7C15)
 """Odd, so that to multiply by it loses nothing: 2**64 over the golden ratio, as Fibonacci hashing
 takes it (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
-
-_IN_CACHE = 2**15
-"""Numbers of a table that a CPU's cache holds beside what is made of them."""
 
 _KEYS_OF_A_ROW = 16
 """Combinations of values, for each row, that are looked up in a table rather than sorted."""
@@ -66,39 +62,6 @@ def is_any(column: NDArray[np.integer[Any]], values: Sequence[int]) -> Bool:
     for value in values:
         found |= column == value
     return found
-
-
-def digest(*parts: object) -> bytes:
-    """What is equal for equal parts: arrays by their numbers, all else by how it prints."""
-    found = blake2b(digest_size=16)
-    for part in parts:
-        found.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
-        found.update(b";")
-    return found.digest()
-
-
-def taken(columns: Sequence[Float], some: Int) -> Float:
-    """Some elements of each column: [columns, some]. They are not checked to be within.
-
-    >>> taken([np.array([1.0, 2.0, 3.0])], np.array([2, 0])).tolist()
-    [[3.0, 1.0]]
-    """
-    found = np.empty((len(columns), len(some)))
-    for row, column in zip(found, columns, strict=True):
-        column.take(some, out=row, mode="clip")  # where numpy checks, it copies twice
-    return found
-
-
-def product(counts: NDArray[Any], each: Float) -> Float:
-    """The sums of counts [rows, things] of what each thing is: [things, columns].
-
-    As numpy's `@`, in one thread: the threads of BLAS spin for longer than tables of a few thousand
-    numbers take.
-
-    >>> product(np.array([[1, 2]]), np.array([[3.0], [0.5]])).tolist()
-    [[4.0]]
-    """
-    return np.einsum("rt,tc->rc", counts.astype(np.float64), each)
 
 
 def latest(times: Sequence[Float]) -> Float:
@@ -177,43 +140,3 @@ def distinct_numbers(columns: Sequence[NDArray[Any]], count: int) -> tuple[Int, 
     number = np.zeros(most, dtype=np.int64)
     number[present] = np.arange(len(present))
     return first[present], number[keys]
-
-
-def distinct_values(column: NDArray[_Whole]) -> tuple[NDArray[_Whole], Int]:
-    """The values of a column of whole numbers from 0 on, in order, and which of these each row has.
-
-    As `numpy.unique` with its inverse, in a third of the time where values are small.
-
-    >>> values, of = distinct_values(np.array([5, 2, 5]))
-    >>> values.tolist(), of.tolist()
-    ([2, 5], [1, 0, 1])
-    """
-    first, of = distinct_numbers([column], len(column))
-    return column[first], of
-
-
-def distinct_columns(table: Float) -> tuple[Int, Int]:
-    """Of a table [rows, columns], the first of each set of equal columns, and each column's set.
-
-    Sets have an order that only their columns decide, not where these stand.
-
-    >>> first, of = distinct_columns(np.array([[3.0, 1.0, 3.0], [0.5, 2.0, 0.5]]))
-    >>> sorted(first.tolist()), bool(of[0] == of[2] != of[1])
-    ([0, 1], True)
-    """
-    rows = max(1, _IN_CACHE // max(1, table.shape[1]))
-    parts = [table[begin : begin + rows] for begin in range(0, len(table), rows)]
-    mixed = np.zeros(table.shape[1], dtype=np.uint64)
-    factor = np.uint64(1)
-    with np.errstate(over="ignore"):
-        for part in parts:
-            bits = np.ascontiguousarray(part, dtype=np.float64).view(np.uint64)
-            bits = bits ^ (bits >> np.uint64(32))  # whole numbers have their bits at one end
-            odd = factor * np.cumprod(np.full(len(bits), _ODD))
-            mixed += (bits * odd[:, None]).sum(axis=0, dtype=np.uint64)
-            factor = odd[-1]
-    _, first, of = np.unique(mixed, return_index=True, return_inverse=True)
-    if all(np.array_equal(part.take(first[of], axis=1), part) for part in parts):
-        return first, of
-    _, first, of = np.unique(table, axis=1, return_index=True, return_inverse=True)
-    return first, of.ravel()

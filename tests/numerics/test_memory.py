@@ -182,7 +182,7 @@ def terms(**settings: Any) -> dict[str, Fraction]:
     run, graph = compiled.run, compiled.blocks["layer"]
     mesh, _ = parallelization(run, compiled.model)
     extent = extent_of(sizes_of(run, compiled.model), mesh)
-    tasks = lower_block(graph, run, mesh, extent, BlockVariant("layer")).tasks
+    tasks = lower_block(graph, run, extent, BlockVariant("layer")).tasks
     made = {n for t in tasks if t.part is TaskPart.FORWARD for n in t.made}
     made |= {n for n in graph if n.op == "input" and n.name == "x"}
     kept: dict[Node, None] = {}

@@ -173,11 +173,9 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
 
     def make(rows: ExpertRows) -> Program:
         extent = extent_of(sizes, mesh, {ROWS: rows})
-        blocks = {
-            kind: lower_block(graph, asked, mesh, extent, kind) for kind, graph in graphs.items()
-        }
+        blocks = {kind: lower_block(graph, asked, extent, kind) for kind, graph in graphs.items()}
         placed = [[Placed(blocks[kind], i, "") for kind, i in stage] for stage in stages]
-        return assemble(placed, order, mesh, clip=ClipNorm()).program
+        return assemble(placed, order, mesh, clip=ClipNorm())
 
     got = np.array([[24, 8, 40, 0][: routing.positions]] * 2) * routing.held
     load = Load(routing, [], np.array([32, 32]), got)

@@ -25,8 +25,6 @@ from operator import index
 from typing import NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
-from stagewright.arithmetic import ceil, exact, is_integer, largest, ratio
-
 
 class Opaque(NamedTuple):
     """A factor that the algebra treats as a symbol: `ceil(p)` or `max(p, q, ...)`."""
@@ -119,18 +117,15 @@ class Size:
     def value(self, values: Mapping[str, int]) -> int:
         """Return the exact whole number; a ValueError says what is missing or does not divide.
 
-        Values may be columns (`varying`): then so is the number.
-
         >>> Size.parse("H/tp").value({"H": 64, "tp": 6})
         Traceback (most recent call last):
         ValueError: H/tp = 64/6 is not a whole number with {'H': 64, 'tp': 6}
         """
         number = _lean(self._evaluate(values))
-        if is_integer(number):
-            return number  # pyright: ignore[reportReturnType]
-        under = common_denominator(
-            [self]
-        )  # 64/6 says more than 32/3: its numbers are the user's own.
+        if isinstance(number, int):
+            return number
+        # 64/6 says more than 32/3: its numbers are the user's own.
+        under = common_denominator([self])
         shown = f"{(self * under)._evaluate(values)}/{under._evaluate(values)}"
         raise ValueError(f"{self} = {shown} is not a whole number with {self._given(values)}")
 
@@ -141,11 +136,11 @@ class Size:
         steps, rows = self._plan
         try:
             # numpy's integers, which overflow in silence, become Python's.
-            known: dict[Atom, Number] = {name: exact(values[name]) for name in self.symbols}
+            known: dict[Atom, Number] = {name: index(values[name]) for name in self.symbols}
             for atom, args in steps:
-                known[atom] = most = largest([_add_up(arg, known) for arg in args])
+                known[atom] = most = max([_add_up(arg, known) for arg in args])
                 if atom.fn == "ceil":
-                    known[atom] = ceil(most)
+                    known[atom] = math.ceil(most)
             return _add_up(rows, known)
         except KeyError:
             raise ValueError(missing_values(self, values)) from None
@@ -431,7 +426,7 @@ def _add_up(rows: list[_Row], known: Mapping[Atom, Number]) -> Number:
         quotient, left = divmod(p, q)  # Most divisions come out even, and Fraction is slow.
         whole += quotient
         if left:
-            rest += ratio(left, q)
+            rest += Fraction(left, q)
     return whole + rest
 
 

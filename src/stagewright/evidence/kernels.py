@@ -66,7 +66,7 @@ def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> flo
         local = size["bytes"] // size["gpus"] if kernel == "all_gather" else size["bytes"]
         machine = _machine(on.name, size["gpus"])
         ranks = np.arange(size["gpus"], dtype=np.int64).reshape(1, -1)
-        return collective_seconds(kernel, local, placements(machine, ranks)[0], machine)[0]
+        return collective_seconds(kernel, local, placements(machine, ranks)[0], machine)
     raise UserError(f"kernels.csv: unknown kernel {kernel!r}")
 
 

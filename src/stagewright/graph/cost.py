@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 from stagewright.algebra.index import bind, parse, splits
 from stagewright.algebra.size import Size, size
-from stagewright.arithmetic import ceil, is_integer, ratio, smallest
 from stagewright.arrays import compressed_pairs
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.table import LEAVES, MOVES, OPS, batch_and_heads
-from stagewright.varying import Varying
 
 
 class Work(NamedTuple):
@@ -94,25 +92,25 @@ def attended(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
     if n.get("compress") is not None:
         whole = extent(sizes["q"], ())
         pairs = _with_compressed(n, whole)
-        return pairs * q // whole if is_integer(whole) else pairs * q / whole
+        return pairs * q // whole if isinstance(whole, int) else pairs * q / whole
     chunk: Any = n.get("chunk") or 0
-    if is_integer(k) and chunk and int(chunk) < k:
+    if isinstance(k, int) and chunk and int(chunk) < k:
         whole, rest = divmod(k, int(chunk))
         return q * (whole * int(chunk) ** 2 + rest**2) // (2 * k)
-    if is_integer(k) and window and int(window) < k:
+    if isinstance(k, int) and window and int(window) < k:
         w = int(window)
         own = (k - w) * int(block) if block > 1 else 0  # half of a query's own block is behind it
         return q * (2 * w * k - w * w - own) // (2 * k)
-    return q * k // 2 if is_integer(k) else q * k / 2
+    return q * k // 2 if isinstance(k, int) else q * k / 2
 
 
 def _with_compressed(n: Node, q: Any) -> Any:
     """Pairs of a query and a compressed key, and those of the window beside these."""
     each, window = (int(n.get(x) or 0) for x in ("compress", "window"))  # pyright: ignore
-    if not is_integer(q):
+    if not isinstance(q, int):
         return q * q / (2 * each) + q * window
     pairs = compressed_pairs(q, each, int(n.get("top") or 0))  # pyright: ignore
-    inside = smallest([q, window])
+    inside = min(q, window)
     return pairs + inside * (inside + 1) // 2 + (q - inside) * window
 
 
@@ -137,7 +135,7 @@ def _reads_in_part(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> l
 
 
 def _bytes_per_block(count: Any, block: int) -> Any:
-    return -(-count // block) if is_integer(count) else count / block
+    return -(-count // block) if isinstance(count, int) else count / block
 
 
 def bytes_per_value(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
@@ -153,7 +151,7 @@ def bytes_per_value(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> 
         [d for i, d in enumerate(dims) if i not in summed and (i or not of.of_expert)], start=1
     )
     group = (stored.rows or outputs) * (stored.columns or inputs)
-    return BYTES[n.dtype] + ratio(stored.scale_bits, 8 * group)
+    return BYTES[n.dtype] + Fraction(stored.scale_bits, 8 * group)
 
 
 def _bytes(elements: Any, n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Any:
@@ -166,7 +164,7 @@ def _whole(count: Any) -> Any:
         return count
     if isinstance(count, float):
         return int(count)
-    return ceil(count) if isinstance(count, Fraction | Varying) else count
+    return math.ceil(count) if isinstance(count, Fraction) else count
 
 
 def traffic(n: Node, extent: Callable[[Size, tuple[str, ...]], Any]) -> Work:

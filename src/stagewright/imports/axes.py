@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from stagewright.algebra.size import Size, is_whole, product, size
 from stagewright.errors import UserError
-from stagewright.imports.calls import LEAVES, Label, Labels, OpCall
+from stagewright.imports.calls import LEAVES, Label, OpCall
 from stagewright.imports.trace.recording import Extent
 
 _ONE = size(1)
@@ -292,8 +292,3 @@ def _kind(call: OpCall) -> str:
 def extent_of(axes: Iterable[Axis]) -> Size:
     """The product of the extents of axes."""
     return product(axis.extent for axis in axes)
-
-
-def labels_of(call: OpCall, operand: int) -> Labels:
-    """The labels of an operand of a call."""
-    return call.ins[operand]

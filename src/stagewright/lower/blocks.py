@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Self
 
 from stagewright import blocks as nn
 from stagewright.algebra.layout import Mesh
-from stagewright.arithmetic import largest
 from stagewright.errors import UserError
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.recompute import remat
@@ -240,7 +239,6 @@ class InMemory(NamedTuple):
 def lower_block(
     graph: Graph,
     run: Run,
-    mesh: Mesh,
     extent: Extent,
     variant: BlockVariant,
     habits: Habit = MEGATRON_LM,
@@ -333,7 +331,7 @@ def _uses(
 def _check_numbers(tasks: Sequence[Kernel], run: Run) -> None:
     """Sums over a step must stay within 64 bits."""
     for t in tasks:
-        if largest([t.flops, t.traffic, t.comm_bytes]) > MOST_FLOPS:
+        if max(t.flops, t.traffic, t.comm_bytes) > MOST_FLOPS:
             raise UserError(
                 f"{run.model}: {t.name} makes a kernel or message of more than {MOST_FLOPS} FLOPs "
                 "or bytes on one rank; lower a size, or split it over more ranks"

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import size
-from stagewright.arithmetic import ratio, smallest
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.lower.assembly.work import StageHeld, assembled
@@ -101,14 +100,14 @@ class Routing:
         if self.padded and self.capacity is not None:
             return Fraction(self.capacity)
         wanted = share * self.copies
-        return wanted if self.capacity is None else smallest([wanted, Fraction(self.capacity)])
+        return wanted if self.capacity is None else min(wanted, Fraction(self.capacity))
 
     def rows(self, sent: Fraction | int, got: Fraction | int) -> ExpertRows:
         """ExpertRows of the experts on a rank that sends `sent` copies and receives `got`."""
         moving = frozenset(a for a in self.expert if a in self.tokens)
         parts = self.mesh.size(*self.tokens)
-        before = ratio(sent * parts, self.experts)
-        after = ratio(got * parts, self.senders * self.held)
+        before = Fraction(sent * parts, self.experts)
+        after = Fraction(got * parts, self.senders * self.held)
         return ExpertRows(moving, before, after)
 
     def even(self) -> ExpertRows:

@@ -15,7 +15,7 @@ from typing import Self
 from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.blocks import Recipe
 from stagewright.graph.node import Graph
-from stagewright.lower.assembly.assemble import Assembly, assemble
+from stagewright.lower.assembly.assemble import assemble
 from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block, shard_block, uneven_splits
@@ -104,8 +104,8 @@ class TrainingStep:
         self, graphs: Mapping[BlockVariant, Graph], extent: Extent
     ) -> dict[BlockVariant, LoweredBlock]:
         """The blocks of the step with numbers."""
-        run, mesh, habits = self.run, self.mesh, self.habits
-        return {v: lower_block(g, run, mesh, extent, v, habits) for v, g in graphs.items()}
+        run, habits = self.run, self.habits
+        return {v: lower_block(g, run, extent, v, habits) for v, g in graphs.items()}
 
     def uneven_splits(
         self, graphs: Mapping[BlockVariant, Graph], rows: ExpertRows | None
@@ -119,7 +119,7 @@ class TrainingStep:
         self,
         blocks: Mapping[BlockVariant, LoweredBlock],
         layers: Mapping[int, Hashable] | None = None,
-    ) -> Assembly:
+    ) -> Program:
         """The program of every rank; `layers` with other entries do not do the same."""
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages]
         clip = _clip_norm(self.run, self.plan) if self.run.clip_grad else None
@@ -151,7 +151,7 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
     def equal(rows: ExpertRows | None, own: OwnRows | None) -> Program:
         """As `program`, of ranks that have these rows of the weights that FSDP splits."""
         blocks = step.lower(graphs, step.extent(rows, own))
-        return step.assemble(blocks, load.of_layers if load else None).program
+        return step.assemble(blocks, load.of_layers if load else None)
 
     def program(rows: ExpertRows | None) -> Program:
         """The program of every rank if experts compute this many rows; None: a dense model."""

@@ -8,6 +8,7 @@ factorizations: dp becomes the axes `dp_ep` and `dp_edp`, and a degree names the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import NamedTuple
 
 from stagewright.algebra.layout import MIRROR, Mesh
@@ -16,7 +17,6 @@ from stagewright.model.config import ModelConfig
 from stagewright.parallel.plan import Axes, Plan
 from stagewright.run import requests as serving
 from stagewright.run.settings import Run
-from stagewright.varying import gcd
 
 
 class AxisUse(NamedTuple):

@@ -23,7 +23,6 @@ from stagewright.model.layers import ROUTED
 from stagewright.parallel.plan import Plan
 from stagewright.run.expert_load import lines_of
 from stagewright.run.settings import Run
-from stagewright.varying import in_steps
 
 PARTS = 2**32
 """Shares are whole numbers of such parts, equal on all machines."""
@@ -53,7 +52,7 @@ class BusiestRanks:
     def rows(self, ranks: int) -> Fraction:
         """Copies that the busiest of the ranks gets, over the mean of all."""
         mean = sum(float(of.sum()) for of in self.chosen) / len(self.chosen) / self.top_k
-        return Fraction(round(ranks * mean * PARTS), PARTS)
+        return _in_parts(ranks * mean)
 
     def touched(self, tokens: float) -> float:
         """Share of the rank's experts that any of so many tokens chooses, 0 to 1."""
@@ -84,9 +83,14 @@ def mean_expert_sizes(
     share = Fraction(1)
     rows = routed * model.top_k * Fraction(1, experts)
     if busiest is not None:
-        share = in_steps(busiest.touched, tokens, PARTS)
+        share = _in_parts(busiest.touched(tokens))
         rows = rows * busiest.rows(mesh.size(*plan.expert))
     elif model.top_k < experts:
         none = math.log1p(-model.top_k / experts)
-        share = in_steps(lambda n: -math.expm1(n * none), tokens, PARTS)
+        share = _in_parts(-math.expm1(tokens * none))
     return {size("R"): rows, size("touched"): experts * share}
+
+
+def _in_parts(share: float) -> Fraction:
+    """The share as a whole number of parts, of which `PARTS` are 1."""
+    return Fraction(round(share * PARTS), PARTS)

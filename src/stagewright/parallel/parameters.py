@@ -17,7 +17,6 @@ from stagewright.graph.node import Graph, Node
 from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Role
 from stagewright.parallel.plan import Dims, Plan
-from stagewright.varying import divides, position_of_largest
 
 
 def parameter_layout(
@@ -145,7 +144,7 @@ def _with_shards(x: ParameterShape, plan: Plan, mesh: Mesh, sizes: Mapping[str, 
 
         def merit(i: int) -> tuple[bool, bool, int]:
             local = -(-x.shape[i].value(sizes) // mesh.size(*used[i]))
-            return divides(ranks, local), not used[i], local
+            return local % ranks == 0, not used[i], local
 
-        best = position_of_largest([merit(i) for i in range(len(used))])
+        best = max(range(len(used)), key=merit)
     return (*used[:best], used[best] + sharding, *used[best + 1 :])

@@ -15,7 +15,6 @@ from typing import Any
 
 from stagewright.algebra.index import parse
 from stagewright.algebra.size import Size, size
-from stagewright.arithmetic import ceil, largest
 from stagewright.graph.cost import extents, flops, indices
 from stagewright.graph.node import Node
 from stagewright.graph.table import OPS, Timing, heads
@@ -37,7 +36,7 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
     exact = extents(n, extent)
     if n.get("touched") is not None:
         exact = _of_touched(n, exact, extent)
-    sizes = {x: ceil(extent_) for x, extent_ in exact.items()}
+    sizes = {x: math.ceil(extent_) for x, extent_ in exact.items()}
     if n.op == "einsum" and len(n.srcs) == 2:
         joint: Any = n.get("joint") or ()
         return Shape(GEMM, _gemm(n, sizes), joint, _width_of_heads(n, sizes))
@@ -56,7 +55,7 @@ def _of_touched(
     """Extents with the experts that some token goes to in the place of all, and their rows."""
     _, split_by = indices(n)
     touched: Any = n["touched"]
-    some = largest([1, ceil(extent(size(touched), split_by.get("e", ())))])
+    some = max(1, math.ceil(extent(size(touched), split_by.get("e", ()))))
     rows = {"r": exact["r"] * exact["e"] / some} if "r" in exact else {}
     return {**exact, "e": some, **rows} if some < exact["e"] else exact
 
@@ -88,7 +87,7 @@ def _of_flops(n: Node, sizes: dict[str, int], work: Any) -> tuple[tuple[str, int
     kept = [x for dim in spec.out for x in dim]
     columns = math.prod([sizes[x] for x in kept if x in second], start=1)
     rows = math.prod([sizes[x] for x in kept if x not in second], start=1)
-    k = max(1, ceil(work) // max(1, 2 * rows * columns))
+    k = max(1, math.ceil(work) // max(1, 2 * rows * columns))
     return (("batch", 1), ("m", rows), ("n", columns), ("k", k))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.schedule.actions import Order
@@ -112,12 +112,6 @@ SCHEDULES: dict[str, Schedule] = {
     "vocab-2": Schedule(vocab_2, ends=ONE_BARRIER, fills=3),
     "v-half-vocab-1": Schedule(v_half_vocab_1, 2, ends=TWO_BARRIERS, fills=3),
 }
-
-
-IN_TURN: Final = ("1f1b", "gpipe", "interleaved", "looped-bfs")
-"""Schedules that hand stages to ranks in turn, and in which a rank waits for a whole forward and a
-whole backward of the stages before its first one. All ranks do the forwards of their stages in
-the same order, and the backwards; earlier ranks begin more forwards before their first backward."""
 
 
 def check_name(name: str) -> None:

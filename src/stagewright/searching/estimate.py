@@ -45,7 +45,7 @@ from stagewright.searching.pipelines import (
     work,
 )
 from stagewright.searching.simulated import simulate_all
-from stagewright.time.collectives import collectives_seconds, messages_seconds
+from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.expense.power import RUNNING_FRACTION, watts_per_gpu
 from stagewright.time.network import Machine, Placement, placements, tier_of
 from stagewright.time.roofline import peak_flops
@@ -171,12 +171,12 @@ class _Ranks(NamedTuple):
         if use != "reduce":
             if use != "update" and not self.gathers:
                 return np.zeros_like(sizes)
-            return collectives_seconds("all_gather", sizes / place.ranks, place, self.machine)
+            return collective_seconds("all_gather", sizes / place.ranks, place, self.machine)
         op = "reduce_scatter" if self.zero else "all_reduce"
-        found = collectives_seconds(op, sizes, place, self.machine)
+        found = collective_seconds(op, sizes, place, self.machine)
         if self.replicas is not None and group == "dense":
             shard = sizes / place.ranks
-            found = found + collectives_seconds("all_reduce", shard, self.replicas, self.machine)
+            found = found + collective_seconds("all_reduce", shard, self.replicas, self.machine)
         return found
 
 
@@ -262,7 +262,7 @@ class _Estimates:
         first, of = distinct_numbers([rows.machines, level], len(rows))
         for n, row in enumerate(first.tolist()):
             mine = of == n
-            message[mine] = messages_seconds(sent[mine], int(level[row]), rows.machine(row))
+            message[mine] = message_seconds(sent[mine], int(level[row]), rows.machine(row))
         categories = (*_STATES, "gathered_parameters", "activations", "workspace", "communication")
         memory = {name: np.zeros(len(rows)) for name in categories}
         empty = np.zeros((6, len(rows)))

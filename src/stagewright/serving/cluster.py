@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
-from stagewright.garbage import uncollected
 from stagewright.serving.engines.engine import Engine
 from stagewright.serving.engines.lockstep import Lockstep
 from stagewright.serving.hosts import HostTimes
@@ -65,8 +64,7 @@ def serve(
     `host` is what lies between a user and an engine's queue.
     """
     records = Records.of(len(workload))
-    with uncollected():  # nothing of what engines are made of is garbage
-        made = [engine(workload, records) for _ in range(count)]
+    made = [engine(workload, records) for _ in range(count)]
     if together > 1:
         for first in range(0, count, together):
             Lockstep(made[first : first + together])

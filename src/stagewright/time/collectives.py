@@ -5,16 +5,15 @@
 >>> from stagewright.time.network import placements
 >>> machine = Machine.of(resolve("h100-sxm"), gpus=32)
 >>> group = placements(machine, np.arange(32).reshape(2, 16))[0]
->>> seconds, algorithm = collective_seconds("all_gather", 2**24, group, machine)
->>> algorithm, 0.7e-3 < seconds < 1.2e-3
-('ring', True)
+>>> 0.7e-3 < collective_seconds("all_gather", 2**24, group, machine) < 1.2e-3
+True
 """
 
 from __future__ import annotations
 
 import math
 from functools import reduce
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, overload
 
 import numpy as np
 
@@ -27,30 +26,32 @@ Amount: TypeAlias = "float | Float"
 """Bytes or seconds of one collective, or of many at one placement: an array."""
 
 
+@overload
 def collective_seconds(
-    op: str, local_bytes: int, group: Placement, machine: Machine
-) -> tuple[float, str]:
-    """Seconds of a collective, and the algorithm taken; `local_bytes` as `Tasks.comm_bytes`."""
-    whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
-    if group.ranks < 2 or whole == 0:
-        return 0.0, "none"
-    options = {name: float(s) for name, s in _options(op, whole, group, machine).items()}
-    best = min(options, key=options.__getitem__)
-    return options[best], best
+    op: str, local_bytes: float, group: Placement, machine: Machine
+) -> float: ...
+@overload
+def collective_seconds(
+    op: str, local_bytes: Float, group: Placement, machine: Machine
+) -> Float: ...
+def collective_seconds(op: str, local_bytes: Amount, group: Placement, machine: Machine) -> Amount:
+    """Seconds of a collective by the fastest algorithm; `local_bytes` as `Tasks.comm_bytes`."""
+    options = seconds_by_algorithm(op, local_bytes, group, machine)
+    if not options:
+        return local_bytes * 0.0
+    return reduce(_smaller, options.values()) * (local_bytes != 0)
 
 
-def collectives_seconds(op: str, local_bytes: Float, group: Placement, machine: Machine) -> Float:
-    """Seconds of collectives of several sizes at one placement; see `collective_seconds`."""
-    whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
+def seconds_by_algorithm(
+    op: str, local_bytes: Amount, group: Placement, machine: Machine
+) -> dict[str, Amount]:
+    """Seconds by each algorithm that may be taken: by the machine's, where that can do it.
+
+    Empty where a group of one rank exchanges nothing.
+    """
     if group.ranks < 2:
-        return np.zeros_like(whole)
-    options = [np.asarray(s) for s in _options(op, whole, group, machine).values()]
-    found = reduce(np.minimum, options)
-    return np.where(whole == 0, 0.0, found)
-
-
-def _options(op: str, whole: Amount, group: Placement, machine: Machine) -> dict[str, Amount]:
-    """Seconds by each algorithm that may be taken: by the machine's, where that can do it."""
+        return {}
+    whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
     uses = tiers_used(group, machine)
     unknown = {*_unknown_to(machine)} - {machine.algorithm}
     options: dict[str, Amount] = {}
@@ -98,17 +99,12 @@ def direct_all_reduce(whole: Amount, ranks: int, link_gb_s: float, fit: DirectAl
     return (fit.latency_us + fit.gpu_us * ranks) * 1e-6 + _smaller(at_once, in_parts)
 
 
-def message_seconds(bytes_: int, nth_tier: int, machine: Machine) -> float:
-    """Seconds of one message between GPUs that meet in tier `nth_tier` of the machine."""
-    return float(_message(bytes_, nth_tier, machine))
-
-
-def messages_seconds(bytes_: Float, nth_tier: int, machine: Machine) -> Float:
-    """Seconds of messages of several sizes; see `message_seconds`."""
-    return np.asarray(_message(bytes_, nth_tier, machine))
-
-
-def _message(bytes_: Amount, nth_tier: int, machine: Machine) -> Amount:
+@overload
+def message_seconds(bytes_: float, nth_tier: int, machine: Machine) -> float: ...
+@overload
+def message_seconds(bytes_: Float, nth_tier: int, machine: Machine) -> Float: ...
+def message_seconds(bytes_: Amount, nth_tier: int, machine: Machine) -> Amount:
+    """Seconds of a message between GPUs that meet in tier `nth_tier` of the machine."""
     tier = machine.tiers[nth_tier]
     # A message to one peer uses the one link to that peer.
     share = 1 / max(1, tier.size - 1) if tier.topology == "fully_connected" else 1.0

@@ -41,8 +41,6 @@ from stagewright.time.experts.kernels import (
     weighed_within,
 )
 from stagewright.time.fused_products import (
-    joint_rows,
-    needless_sums,
     with_fused_products,
     within_products,
 )
@@ -175,7 +173,7 @@ class _Timed:
             exchange = op, size, group, dispatches
             if exchange not in self.exchanges:
                 if dispatches is None:
-                    took = collective_seconds(op, size, group, machine)[0]
+                    took = collective_seconds(op, size, group, machine)
                 else:
                     took = dispatch_seconds(size, group, machine, dispatches)
                 self.exchanges[exchange] = took
@@ -241,16 +239,6 @@ def _gates(tasks: Tasks, exchanged: Bool) -> Bool:
     most = np.zeros(int(batch.max(initial=-1)) + 2, dtype=np.int64)  # the last: once per step
     np.maximum.at(most, batch[exchanged], tasks.comm_bytes[exchanged])
     return exchanged & (16 * tasks.comm_bytes <= most[batch])
-
-
-def needless(tasks: Tasks) -> Bool:
-    """Which kernels take no time on any machine: other kernels do their work."""
-    found = weighed_within(tasks)
-    if trains(tasks):
-        found |= within_products(tasks)
-    sums = needless_sums(tasks, joint_rows(tasks))
-    found[sums.rows[sums.none]] = True
-    return found
 
 
 def _unique(

@@ -9,8 +9,7 @@ and the gradient of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -85,27 +84,11 @@ def joint_rows(tasks: Tasks) -> Joint:
 def fused_gemms(tasks: Tasks) -> FusedGemms:
     """All rows fused into larger products, except rows whose own duration was measured."""
     joint = joint_rows(tasks)
-    one = _separate_gemms(tasks, joint.rows)
+    one, summed = _separate_gemms(tasks, joint.rows), joint.summed
     width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[one.dtype]
-    return FusedGemms(joint.rows, joint.whole, *fuse(one, joint, width))
-
-
-def fuse(one: Gemms, joint: Joint, width: Float) -> tuple[Gemms, Bool, Float]:
-    """The products that parts are run as; whether each is a sum; and the bytes of its result.
-
-    Numbers of `one` are [parts], or [parts, configurations]; `width`, bytes of a value, is [parts].
-    """
-    columns = (slice(None),) + (None,) * (one.m.ndim - 1)
-    summed, width = joint.summed[columns], width[columns]
 
     def total(column: Float) -> Float:
-        if not len(joint.rows):
-            return column
-        if column.ndim == 1:
-            return np.bincount(joint.whole, column).astype(float)[joint.whole]
-        sums = np.zeros((int(joint.whole.max()) + 1, *column.shape[1:]))
-        np.add.at(sums, joint.whole, column)
-        return sums[joint.whole]
+        return np.bincount(joint.whole, column).astype(float)[joint.whole]
 
     # The input is read once, or its gradient written once.
     result = one.batch * one.m * one.n * np.where(width < 2, 2, width)
@@ -116,7 +99,7 @@ def fuse(one: Gemms, joint: Joint, width: Float) -> tuple[Gemms, Bool, Float]:
         np.where(summed, one.n, total(one.n)), np.where(summed, total(one.k), one.k),
         total(one.traffic - once) + once, one.dtype, work / total(work),
     )  # fmt: skip
-    return products, joint.summed, result
+    return FusedGemms(joint.rows, joint.whole, products, summed, result)
 
 
 def _separate_gemms(tasks: Tasks, rows: Int) -> Gemms:
@@ -153,25 +136,11 @@ def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     return without_sums(tasks, joint, result, on)
 
 
-class NeedlessSums(NamedTuple):
-    """Rows that would add up parts of a sum which is one product."""
+def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
+    """Durations less those of additions that fused products make needless.
 
-    rows: Int
-    part: Int
-    """One of the parts that each reads: a row."""
-    fewer: Int
-    """How many reads fewer there are."""
-    none: Bool
-    """Whether the row has nothing else to do."""
-
-    def each(self) -> Iterator[tuple[int, int, int, bool]]:
-        """One row after the other."""
-        lists: list[list[Any]] = [column.tolist() for column in self]
-        return zip(*lists, strict=True)
-
-
-def needless_sums(tasks: Tasks, joint: Joint | FusedGemms) -> NeedlessSums:
-    """The rows that read several parts of one sum, each once."""
+    These read several parts of one sum, which is one product: they read it once.
+    """
     whole = np.full(len(tasks), -1)
     whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
     owner, needed = tasks.reads
@@ -184,17 +153,11 @@ def needless_sums(tasks: Tasks, joint: Joint | FusedGemms) -> NeedlessSums:
     order = order[np.diff(owner[first[order]], append=-1) != 0]
     first, count = first[order], count[order]
     rows = owner[first]
-    return NeedlessSums(rows, needed[first], count - 1, (count > 1) & (count == inputs[rows]))
-
-
-def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
-    """Durations [rows] less those of additions that fused products make needless."""
-    result = seconds.copy()
-    size = np.zeros_like(result)
+    size = np.zeros(len(tasks))
     size[joint.rows] = joint.result
-    sums = needless_sums(tasks, joint)
-    left = result[sums.rows] - sums.fewer * size[sums.part] / bytes_per_second(on)
-    result[sums.rows] = np.where(sums.none, 0.0, left)
+    left = seconds[rows] - (count - 1) * size[needed[first]] / bytes_per_second(on)
+    result = seconds.copy()
+    result[rows] = np.where((count > 1) & (count == inputs[rows]), 0.0, left)
     return result
 
 

@@ -57,19 +57,15 @@ class InEngine(NamedTuple):
     engine: str | None
     on: Hardware
 
-    def seconds(self, tasks: Tasks, alone: Float, traffic: Float | None = None) -> Float:
-        """Durations of a rank's tasks, given those of all kernels alone: [rows], or [rows, steps].
-
-        `traffic`: as in `beside_routed`. Steps of training are as they are.
-        """
+    def seconds(self, tasks: Tasks, alone: Float) -> Float:
+        """Durations of a rank's tasks, given those of all kernels alone; of training, these."""
         run = self.run
         if run.mode == "train":
             return alone
         blocks = in_blocks(run, self.model)
-        if traffic is None:  # of one step, whose requests are the run's
-            alone = with_prompts_tiles(run, self.model, tasks, alone, self.on)
+        alone = with_prompts_tiles(run, self.model, tasks, alone, self.on)
         joined = without_joined_launches(tasks, alone, self.engine, self.on, blocks=blocks)
-        return beside_routed(tasks, joined, self.on, traffic) if run.mode == "decode" else joined
+        return beside_routed(tasks, joined, self.on) if run.mode == "decode" else joined
 
 
 def without_joined_launches(
@@ -77,8 +73,7 @@ def without_joined_launches(
 ) -> Float:
     """Durations of a served step's tasks, in which joined kernels are not launched.
 
-    `seconds` are [rows], or [rows, steps]. `blocks`: products in fp8 are of weights that are
-    scaled by blocks; their rows contain the cast.
+    `blocks`: products in fp8 are of weights that are scaled by blocks; their rows contain the cast.
     """
     if on.inference is None:
         return seconds
@@ -102,8 +97,8 @@ def without_joined_launches(
         joined |= behind
         apart = norms & ~behind & are(lambda ops: "cast" in ops)
         if not blocks:
-            seconds = (seconds.T + launch * apart).T
-    return np.maximum((seconds.T - launch * joined).T, 0.0)
+            seconds = seconds + launch * apart
+    return np.maximum(seconds - launch * joined, 0.0)
 
 
 def _followed(tasks: Tasks, by: Bool) -> Bool:

@@ -37,28 +37,20 @@ def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardwa
     cut = split_seconds(gemms_of(tasks, rows), tasks.dtypes, pairs.ranks[first], on)
     if tasks.duration is not None:
         cut = np.where(tasks.duration[rows] > 0, seconds[rows], cut)
-    return overlapped(pairs, seconds, cut[of.ravel()], pairs.ranks)
-
-
-def overlapped(pairs: OverlapPairs, seconds: Seconds, cut: Seconds, ranks: Int) -> Seconds:
-    """Durations [rows, ...] with what is faster in chunks in chunks.
-
-    By pair, `cut` are the seconds of its product in as many pieces as its group has `ranks`.
-    """
+    cut = cut[of.ravel()]
     moves, of = np.unique(pairs.collective, return_inverse=True)
     of = of.ravel()
-    whole, g = (np.zeros((len(moves), *seconds.shape[1:])) for _ in range(2))
-    np.add.at(whole, of, seconds[pairs.product])
-    np.add.at(g, of, cut)
+    whole = np.bincount(of, seconds[pairs.product])
+    g = np.bincount(of, cut)
     tp = np.ones_like(g)
-    tp[of] = ranks
+    tp[of] = pairs.ranks
     c = seconds[moves]
     left = np.maximum(c - g, 0) + np.minimum(c, g) / tp
     better = left + g < c + whole
     result = seconds.copy()
     result[moves] = np.where(better, left, c)
-    for product, faster, took in zip(pairs.product, better[of], cut, strict=True):
-        result[product] = np.where(faster, took, result[product])
+    faster = better[of]
+    result[pairs.product[faster]] = cut[faster]
     return result
 
 

@@ -1,4 +1,4 @@
-"""Sizes: algebraic laws, text, substitution and compiled code, each against exact fractions."""
+"""Sizes: algebraic laws, text and substitution, each against exact fractions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagewright.algebra.compiled import compile_sizes
 from stagewright.algebra.size import Size, ceil_div, maximum, product, size, total
 
 pytestmark = pytest.mark.numerics  # exact arithmetic against Fraction, on many draws
@@ -148,20 +147,6 @@ def test_text_reads_back(x: Size) -> None:
 def test_total_and_product_are_repeated_operations(xs: list[Size]) -> None:
     assert total(xs) is sum(xs, size(0))
     assert product(xs) is reduce(lambda a, b: a * b, xs, size(1))
-
-
-@relaxed
-@given(st.lists(pairs, max_size=5), st.lists(values, min_size=1, max_size=3))
-def test_compiled_code_agrees(ps: list[Pair], vs: list[Values]) -> None:
-    got = compile_sizes([x for x, _ in ps])({n: np.array([v[n] for v in vs]) for n in NAMES})
-    assert got.shape == (len(ps), len(vs))
-    for row, (x, meaning) in zip(got, ps, strict=True):
-        for cell, v in zip(row, vs, strict=True):
-            if got.dtype == np.int64:
-                assert cell == meaning(v)
-            else:
-                largest = max([abs(Size({t: c}).subs(v)._evaluate({})) for t, c in x.terms] or [0])
-                assert abs(cell - float(meaning(v))) <= 1e-9 * max(1, float(largest))
 
 
 @pytest.mark.parametrize(
@@ -299,64 +284,6 @@ def test_large_and_deep_sizes_take_no_recursion() -> None:
     assert deep.value({"S": 5}) == 1
     assert deep.subs({"S": 2**1501}) == 2
     assert Size.parse(str(deep)) is deep
-    assert compile_sizes([deep])({"S": 5}).tolist() == [[1]]
-
-
-def test_compiled_whole_sizes_are_exact_int64_while_they_fit() -> None:
-    f = compile_sizes(["3*B*S", "ceil(S/tp)", "5", "max(S, 7) - B"])
-    many = np.arange(1, 20_001)  # Several chunks, the last one not full.
-    got = f({"B": 2**40 + 1, "S": many, "tp": 3})
-    assert got.dtype == np.int64
-    assert got[0].tolist() == [3 * (2**40 + 1) * s for s in range(1, 20_001)]
-    assert got[1].tolist() == [-(-s // 3) for s in range(1, 20_001)]
-    assert set(got[2]) == {5}
-    assert got[3].tolist() == [max(s, 7) - 2**40 - 1 for s in range(1, 20_001)]
-    assert f({"B": 2**60, "S": many, "tp": 3}).dtype == np.float64
-    assert compile_sizes(["S/tp"])({"S": 1, "tp": 4}).tolist() == [[0.25]]
-
-
-def test_compiled_ceil_is_exact_where_rounding_would_push_it_up() -> None:
-    # In floats 1/3*a + 2/3*b can be one bit above a whole number.
-    x = size("1/2*S + ceil(1/3*S + 2/3*T - 1/7*S - 2/7*T)")
-    s, t = np.meshgrid(np.arange(1, 60), np.arange(1, 60))
-    got = compile_sizes([x])({"S": s.ravel(), "T": t.ravel()})[0]
-    exact = [x.subs({"S": int(a), "T": int(b)}) for a, b in zip(s.flat, t.flat, strict=True)]
-    assert [size(Fraction(v)) for v in got.tolist()] == exact
-
-
-def test_compiled_code_refuses_bad_values() -> None:
-    f = compile_sizes(["B", "H/tp + ceil(H/cp)"])
-    ones = {"B": 1, "H": 1, "tp": 1, "cp": 1}
-    with pytest.raises(ValueError, match="needs a value for 'cp', 'tp'; known:"):
-        f({"B": 1, "H": 2})
-    with pytest.raises(ValueError, match=r"one length, got {'B': 2, 'H': 3}"):
-        f({**ones, "B": np.arange(2), "H": np.arange(3)})
-    with pytest.raises(ValueError, match="'H' should be whole numbers in a row"):
-        f({**ones, "H": np.array([1.5])})
-    with pytest.raises(ValueError, match="'H' should be whole numbers in a row"):
-        f({**ones, "H": np.array([[1]])})
-    for zero in ({"tp": 0}, {"cp": np.array([1, 0])}):
-        with pytest.raises(
-            ValueError, match=f"a denominator is 0; .*{[*zero]}".replace("[", r"\[")
-        ):
-            f({**ones, **zero})
-    with pytest.raises(ValueError, match="a denominator is 0"):
-        compile_sizes(["ceil(H/cp)"])({"H": np.array([1, 2]), "cp": 0})
-    assert f({**ones, "B": np.arange(0)}).shape == (2, 0)
-    assert compile_sizes([])({}).shape == (0, 1)
-
-
-def test_common_subexpressions_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-
-    def counted(a: Any, b: Any) -> Any:
-        calls.append(1)
-        return np.where(a > b, a, b)
-
-    monkeypatch.setattr(np, "maximum", counted)
-    f = compile_sizes(["max(H, S)", "2*max(S, H)", "ceil(max(H, S)/tp) + B"])
-    assert f({"H": 3, "S": 5, "B": 1, "tp": 2}).ravel().tolist() == [5, 10, 4]
-    assert len(calls) == 1
 
 
 def test_text_is_the_same_in_every_process_and_numpy_stays_out() -> None:

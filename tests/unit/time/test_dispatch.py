@@ -77,7 +77,7 @@ def test_tokens_sent_once_beside_deepep(
     seconds = dispatch_seconds(8 * size, group, machine, DEEPSEEK)
     copies = destinations(DEEPSEEK, 8 if ep == 8 else ep // 8)
     assert size * copies / seconds / 1e9 == pytest.approx(gb_s, rel=within)
-    assert seconds < collective_seconds("all_to_all", 8 * size, group, machine)[0]
+    assert seconds < collective_seconds("all_to_all", 8 * size, group, machine)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_engines_gather_tokens_between_ranks_of_attention() -> None:
     (group,) = placements(machine, np.arange(2).reshape(1, -1))
     copies = 32 * 8 * 2048 * 2
     found = dispatch_seconds(copies, group, machine, routed)
-    assert found == collective_seconds("all_gather", copies // 8, group, machine)[0]
+    assert found == collective_seconds("all_gather", copies // 8, group, machine)
     for engine, dp in ((None, 2), ("vllm", 1)):
         of = compiled.run.model_copy(update={"dp": dp})
         assert Routed.in_engine(of, compiled.model, engine) is None

@@ -18,6 +18,7 @@ from stagewright.time.collectives import (
 )
 from stagewright.time.cost import task_seconds
 from stagewright.time.network import Machine, Placement, Tier, placements, tier_of
+from timed import algorithm_of
 
 H100 = hardware.resolve("h100-sxm")
 GB = 10**9
@@ -44,50 +45,50 @@ def test_a_ring_moves_each_byte_once_or_twice(op: str, passes: int) -> None:
     """Patarasuk and Yuan, 2009: passes * (n - 1) / n * bytes / bandwidth."""
     machine = ideal(NODE, algorithm="ring")
     local = GB // 8 if op == "all_gather" else GB
-    seconds, name = collective_seconds(op, local, whole(machine), machine)
-    assert name == "ring"
+    seconds = collective_seconds(op, local, whole(machine), machine)
+    assert algorithm_of(op, local, whole(machine), machine) == "ring"
     assert seconds == pytest.approx(passes * 7 / 8 * GB / 400e9)
 
 
 def test_rings_leave_a_node_by_all_its_adapters() -> None:
     """As many rings as GPUs of the group in a node: 8 x 50 GB/s, not one adapter's 50."""
     machine = ideal(NODE, OUT, algorithm="ring")
-    seconds, _ = collective_seconds("all_reduce", GB, whole(machine), machine)
+    seconds = collective_seconds("all_reduce", GB, whole(machine), machine)
     assert seconds == pytest.approx(2 * 31 / 32 * GB / 400e9)
     strided = placements(machine, np.arange(32).reshape(4, 8).T)[0]
     assert (strided.ranks, strided.counts) == (4, (1, 4))
-    seconds, _ = collective_seconds("all_reduce", GB, strided, machine)
+    seconds = collective_seconds("all_reduce", GB, strided, machine)
     assert seconds == pytest.approx(2 * 3 / 4 * GB / 50e9)
 
 
 def test_what_leaves_a_node_bounds_all_to_all() -> None:
     machine = ideal(NODE, OUT)
-    seconds, name = collective_seconds("all_to_all", GB, whole(machine), machine)
-    assert name == "direct"
+    seconds = collective_seconds("all_to_all", GB, whole(machine), machine)
+    assert algorithm_of("all_to_all", GB, whole(machine), machine) == "direct"
     assert seconds == pytest.approx(GB * 24 / 32 / 50e9)
 
 
 def test_all_to_all_on_a_ring_goes_a_quarter_of_it() -> None:
     machine = ideal(Tier("ring", 8, 100.0, 0.0))
-    seconds, _ = collective_seconds("all_to_all", GB, whole(machine), machine)
+    seconds = collective_seconds("all_to_all", GB, whole(machine), machine)
     assert seconds == pytest.approx(GB * 7 / 8 * 8 / 4 / 100e9)
 
 
 def test_half_of_a_full_mesh_has_half_of_its_links() -> None:
     machine = ideal(Tier("fully_connected", 8, 448.0, 0.0), algorithm="ring")
-    seconds, _ = collective_seconds("all_gather", GB // 2, Placement(2, (2,), (1,)), machine)
+    seconds = collective_seconds("all_gather", GB // 2, Placement(2, (2,), (1,)), machine)
     assert seconds == pytest.approx(GB / 2 / (448e9 / 7))
 
 
 def test_switches_that_add_need_one_pass() -> None:
     """NVLS: (n + 1) / n of the bytes where a ring moves 2 (n - 1) / n."""
     machine = ideal(Tier("switch", 8, 400.0, 0.0, in_network_gb_s=400.0))
-    seconds, name = collective_seconds("all_reduce", GB, whole(machine), machine)
-    assert name == "in_network"
+    seconds = collective_seconds("all_reduce", GB, whole(machine), machine)
+    assert algorithm_of("all_reduce", GB, whole(machine), machine) == "in_network"
     assert seconds == pytest.approx(9 / 8 * GB / 400e9)
     off = H100.scale_up.model_copy(update={"in_network_reduction": False})
     plain = Machine.of(H100.model_copy(update={"scale_up": off}), gpus=8)
-    assert collective_seconds("all_reduce", GB, whole(plain), plain)[1] != "in_network"
+    assert algorithm_of("all_reduce", GB, whole(plain), plain) != "in_network"
 
 
 def test_oversubscription_slows_what_passes_the_top() -> None:
@@ -96,8 +97,8 @@ def test_oversubscription_slows_what_passes_the_top() -> None:
     assert [d.size for d in tapered.tiers] == [8, 4, 4]
     even = Machine.of(H100, gpus=128)
     group = placements(tapered, np.arange(128).reshape(1, -1))[0]
-    slow = collective_seconds("all_to_all", GB, group, tapered)[0]
-    fast = collective_seconds("all_to_all", GB, whole(even), even)[0]
+    slow = collective_seconds("all_to_all", GB, group, tapered)
+    fast = collective_seconds("all_to_all", GB, whole(even), even)
     assert 2 < slow / fast < 4  # 96 of 127 partners are beyond the top, at a quarter
 
 
@@ -121,7 +122,7 @@ def test_more_bytes_take_longer(name: str, op: str) -> None:
     on = hardware.resolve(name)
     machine = Machine.of(on, gpus=4 * on.gpus_per_node)
     group = whole(machine)
-    times = [collective_seconds(op, 2**i, group, machine)[0] for i in range(10, 34, 3)]
+    times = [collective_seconds(op, 2**i, group, machine) for i in range(10, 34, 3)]
     assert times == sorted(times)
     assert times[0] > 0
 
@@ -186,9 +187,9 @@ def test_all_reduce_over_racks_beside_nccl_tests(gpus: int, gb: float, ms: float
     machine = Machine.of(hardware.resolve("gb200-nvl72"), gpus=gpus)
     (group,) = placements(machine, np.arange(gpus).reshape(1, -1))
     size = round(gb * 1e9)
-    reduced, _ = collective_seconds("all_reduce", size, group, machine)
+    reduced = collective_seconds("all_reduce", size, group, machine)
     assert reduced * 1e3 == pytest.approx(ms, rel=0.1)
-    scattered, _ = collective_seconds("reduce_scatter", size, group, machine)
+    scattered = collective_seconds("reduce_scatter", size, group, machine)
     assert scattered < 0.8 * reduced
 
 
@@ -196,31 +197,32 @@ def test_a_part_passes_every_link_between_nodes_of_a_ring_through_them() -> None
     """Of n links a part skips one, which for most parts is a link within a node."""
     node, out = NODE._replace(hop_us=1.0), OUT._replace(hop_us=300.0)
     machine = ideal(node, out, algorithm="ring")
-    seconds, _ = collective_seconds("reduce_scatter", 1, whole(machine), machine)
+    seconds = collective_seconds("reduce_scatter", 1, whole(machine), machine)
     assert seconds == pytest.approx((4 * 300 + 27 * 1) * 1e-6, rel=1e-3)
     strided = placements(machine, np.arange(32).reshape(4, 8).T)[0]  # one rank in each node
-    seconds, _ = collective_seconds("reduce_scatter", 1, strided, machine)
+    seconds = collective_seconds("reduce_scatter", 1, strided, machine)
     assert seconds == pytest.approx(3 * 300e-6, rel=1e-3)
 
 
 def test_one_rank_of_each_node_reduces_by_a_tree() -> None:
     machine = ideal(NODE, OUT._replace(size=64, hop_us=300.0), algorithm="tree")
     strided = placements(machine, np.arange(512).reshape(64, 8).T)[0]
-    seconds, name = collective_seconds("all_reduce", 1, strided, machine)
-    assert (name, seconds) == ("tree", pytest.approx(2 * 6 * 300e-6, rel=1e-3))
+    seconds = collective_seconds("all_reduce", 1, strided, machine)
+    assert algorithm_of("all_reduce", 1, strided, machine) == "tree"
+    assert seconds == pytest.approx(2 * 6 * 300e-6, rel=1e-3)
     inside = placements(machine, np.arange(512).reshape(64, 8))[0]
-    assert collective_seconds("all_reduce", 1, inside, machine)[1] != "tree"
+    assert algorithm_of("all_reduce", 1, inside, machine) != "tree"
 
 
 def test_nccl_goes_through_no_tier_after_the_other() -> None:
     machine = ideal(NODE, OUT._replace(hop_us=300.0))
-    assert collective_seconds("all_gather", 1, whole(machine), machine)[1] == "ring"
+    assert algorithm_of("all_gather", 1, whole(machine), machine) == "ring"
     tpus = Machine(hardware.resolve("tpu-v5p"), 32, machine.tiers)
-    assert collective_seconds("all_gather", 1, whole(tpus), tpus)[1] == "hierarchical"
+    assert algorithm_of("all_gather", 1, whole(tpus), tpus) == "hierarchical"
 
 
 def test_efa_takes_as_long_as_its_users_measured() -> None:
     """all_gather of 1 GiB over 64 nodes: 24 ms (nanotron's jobs on AWS p5), with two copies."""
     machine = Machine.of(hardware.resolve("h100-p5-sxm"), nodes=64)
-    seconds, _ = collective_seconds("all_gather", 2**30 // 512, whole(machine), machine)
+    seconds = collective_seconds("all_gather", 2**30 // 512, whole(machine), machine)
     assert 0.0219 < seconds + 0.0007 < 0.0265

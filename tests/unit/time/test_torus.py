@@ -55,9 +55,9 @@ def test_an_axis_has_dimensions_of_its_own() -> None:
 def test_groups_with_a_stride_use_the_dimensions_that_are_left() -> None:
     machine = Machine.of(resolve("tpu-v5p"), gpus=512)
     size = 2**30
-    whole = collective_seconds("all_gather", size // 512, Placement(512, (512,), (1,)), machine)[0]
-    dp = collective_seconds("all_gather", size // 64, Placement(64, (64,), (8,)), machine)[0]
-    tp = collective_seconds("all_gather", size // 8, Placement(8, (8,), (1,)), machine)[0]
+    whole = collective_seconds("all_gather", size // 512, Placement(512, (512,), (1,)), machine)
+    dp = collective_seconds("all_gather", size // 64, Placement(64, (64,), (8,)), machine)
+    tp = collective_seconds("all_gather", size // 8, Placement(8, (8,), (1,)), machine)
     assert dp == pytest.approx(whole * 3 / 2, rel=0.03)
     assert tp == pytest.approx(whole * 3 * 7 / 8, rel=0.03)
 

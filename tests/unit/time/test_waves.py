@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,7 +15,9 @@ from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind, Tasks
 from stagewright.program.step import KINDS, RankWork
+from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.run.settings import Run
+from stagewright.time.simulate.order import tables_of
 from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 from timed import by_row, durations, row_by_row
 
@@ -210,3 +212,28 @@ def test_a_deadlock_names_collectives_too() -> None:
         "deadlock: rank 0 waits for backward.send of microbatch 0 from rank 1, which waits in "
         f"{name} for rank 0; change the order of the schedule"
     )
+
+
+class ExecutionRead:
+    """An execution, and the names of the settings that were read of it."""
+
+    def __init__(self, how: Execution, names: set[str]) -> None:
+        self.how, self.names = how, names
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return getattr(self.how, name)
+
+
+def test_orders_follow_from_the_settings_by_which_they_are_remembered() -> None:
+    executions: list[dict[str, Any]] = [
+        {},
+        {"streams": "one"},
+        {"overlap_param_gather": True, "prefetch": 2, "no_overlap": frozenset({"dp"})},
+        {"launch_mode": "cuda_graph", "cuda_graph_modules": frozenset({"attn"})},
+    ]
+    names = set[str]()
+    for how in executions:
+        read = ExecutionRead(Execution(**how), names)
+        tables_of(program_of(1, dp=2, zero=1), cast("Execution", read))
+    assert names == {*ISSUED_BY}

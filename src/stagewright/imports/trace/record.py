@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.garbage import uncollected
 from stagewright.imports.trace.autograd import kept_of
 from stagewright.imports.trace.export import (
     check_examples,
@@ -53,7 +52,6 @@ def torch() -> Any:
         ) from None
 
 
-@uncollected()
 def record(
     module: Any, inputs: Sequence[Any] | Mapping[str, Any], *, name: str = "", static: bool = False
 ) -> Recording:

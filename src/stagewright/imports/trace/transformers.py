@@ -11,7 +11,6 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.files import read_text
-from stagewright.garbage import uncollected
 from stagewright.imports.trace.record import record, torch
 from stagewright.imports.trace.recording import Recording
 
@@ -19,7 +18,6 @@ HF = "hf:"
 """Begins the source of an import that is a config.json."""
 
 
-@uncollected()
 def record_config(path: str, *, static: bool = False) -> Recording:
     """The forward pass of the model of a config.json, or of the directory that holds one.
 

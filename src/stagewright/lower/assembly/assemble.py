@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.algebra.layout import Mesh
-from stagewright.arrays import Int, distinct_numbers
+from stagewright.arrays import distinct_numbers
 from stagewright.lower.assembly.distinct_actions import (
     ActionTable,
     After,
@@ -23,7 +23,7 @@ from stagewright.lower.assembly.distinct_actions import (
     Part,
     TableBuilder,
 )
-from stagewright.lower.assembly.expand import Names, kernels
+from stagewright.lower.assembly.expand import Names
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
 from stagewright.lower.assembly.lowered_block import Placed, crossings
 from stagewright.lower.assembly.optimizer_step import (
@@ -39,36 +39,11 @@ from stagewright.lower.assembly.rank_values import MemoryPlan, RankValues
 from stagewright.lower.assembly.segments import Numbers, Tables
 from stagewright.lower.assembly.stages import Stage, StageAt
 from stagewright.lower.assembly.work import AssembledWork
-from stagewright.lower.kernels.kernel import Kernel
 from stagewright.program.columns import Program, RankClass
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import Place, places
 
 _TRAINS = (1, 2, 3)
-
-
-class AssembledRank(NamedTuple):
-    """One pipeline rank of an assembly."""
-
-    of: RankClass
-    kernel: Int
-    """The kernel that each row is a copy of, as an index into `Assembly.kernels`."""
-
-
-class Assembly(NamedTuple):
-    """A program, and the kernels that its rows are copies of."""
-
-    program: Program
-    kernels: Sequence[Kernel]
-
-    @property
-    def ranks(self) -> list[AssembledRank]:
-        """The pipeline ranks."""
-        found: list[AssembledRank] = []
-        for of in self.program.classes:
-            assert isinstance(of.work, AssembledWork)
-            found.append(AssembledRank(of, kernels(of.work.order)))
-        return found
 
 
 def assemble(
@@ -80,7 +55,7 @@ def assemble(
     streams: str = "one",
     habits: Habit = MEGATRON_LM,
     layers: Mapping[int, Hashable] | None = None,
-) -> Assembly:
+) -> Program:
     """The program of every rank class: one class per pipeline rank.
 
     `stages` are the blocks of each stage of the model, `order` the actions of each pipeline rank.
@@ -138,7 +113,7 @@ def assemble(
         for rank in range(pp)
     ]
     partners = tuple(tables.communicators.table), tuple(tables.peers.table)
-    return Assembly(Program(mesh, tuple(classes), *partners), tuple(tables.kernels.table))
+    return Program(mesh, tuple(classes), *partners)
 
 
 def _holders(

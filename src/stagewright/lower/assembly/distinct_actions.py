@@ -188,8 +188,6 @@ class ActionTable:
     """Which rows are of a stage's backward: [rows]."""
     place: Int
     """The place of each row in its segment, or after all actions: [rows]."""
-    kernel: Int
-    """The kernel of each row, by its number in the program: [rows]."""
     needs: Needs
     need_part: Int
     """The part whose row needs it: [needs]."""
@@ -296,7 +294,6 @@ class TableBuilder:
             first_offset=self.first_offset,
             backward=backward,
             place=self._source - self._segment_begin[segment],
-            kernel=kernel,
             needs=needs,
             need_part=self._part[owner],
             pipeline_peers=[n for peer, n in tables.peers.table.items() if peer.axis == "pp"],

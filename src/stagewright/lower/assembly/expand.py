@@ -127,13 +127,6 @@ def expanded(order: RankOrder, of: Tasks, names: Names, rank: int, streams: str)
     )  # fmt: skip
 
 
-def kernels(order: RankOrder) -> Int:
-    """By row of a rank, the kernel that it is a copy of."""
-    actions: list[int] = order.action.tolist()
-    rows = [order.table.actions.rows(action) for action in actions]
-    return order.table.kernel[np.concatenate([np.zeros(0, dtype=np.int64), *rows])]
-
-
 def _needed(order: RankOrder, data_ptr: Int) -> NDArray[np.int32]:
     """The rows that all rows of a rank need, one after the other."""
     actions = order.table.actions

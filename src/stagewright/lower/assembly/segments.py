@@ -20,7 +20,6 @@ from stagewright.graph.node import BYTES
 from stagewright.lower.kernels.kernel import TIED, Kernel
 from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.varying import first_of
 
 DTYPES = tuple(BYTES)
 
@@ -89,11 +88,11 @@ class Tables:
             t.kind,
             self.ops(t.op),
             PHASES.index(t.phase),
-            first_of(t.flops),
-            first_of(t.traffic),
+            t.flops,
+            t.traffic,
             COLLECTIVES.index(t.op) if t.kind is TaskKind.COLLECTIVE else -1,
             DTYPES.index(t.dtype) if t.dtype else 0,
-            first_of(t.comm_bytes),
+            t.comm_bytes,
             self.slot(t),
             self.shapes(t.shape) if t.shape else -1,
         )

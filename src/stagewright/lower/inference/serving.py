@@ -78,7 +78,7 @@ class ServingStep:
         return cls(run, model, mesh, plan, sizes, stages, graphs, busiest)
 
     def extent(self, batch: Sizes) -> Extent:
-        """How large dims are on a rank with a batch, whose numbers may be `Varying`."""
+        """How large dims are on a rank with a batch."""
         routed = batch.get("routed", 0)
         run, model, mesh, plan = self.run, self.model, self.mesh, self.plan
         means = mean_expert_sizes(run, model, mesh, plan, routed, self.busiest)
@@ -86,8 +86,8 @@ class ServingStep:
 
     def lower_blocks(self, batch: Sizes) -> dict[BlockVariant, LoweredBlock]:
         """The kernels of each block with a batch."""
-        run, mesh, extent = self.run, self.mesh, self.extent(batch)
-        return {v: lower_block(of, run, mesh, extent, v) for v, of in self.graphs.items()}
+        run, extent = self.run, self.extent(batch)
+        return {v: lower_block(of, run, extent, v) for v, of in self.graphs.items()}
 
 
 def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
@@ -102,7 +102,7 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
     for batch in load.sizes:
         blocks = step.lower_blocks(batch)
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
-        programs.append(assemble(placed, order, mesh, streams=run.streams).program)
+        programs.append(assemble(placed, order, mesh, streams=run.streams))
         kernels = {v: block.tasks for v, block in blocks.items()}
     memory = ServingMemory(stages, graphs, kernels, step.extent)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import Size, size
-from stagewright.arithmetic import ceil
 from stagewright.graph.cost import bytes_per_value, local
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.parameter import HEADS
@@ -57,9 +56,8 @@ class Extent:
 
     `means` are dims of which only the mean is known, which need not be whole: the rows of experts.
     `rows` are axes that split heads and their channels as one dim, where they split channels: rows
-    of a linear's weight as PyTorch's FSDP shards them. A size or a mesh axis may be `Varying`: then
-    extents are, and what kernels do with these is exact for every configuration. `own` are the rows
-    of this rank; None: those of the first rank, as if all were padded.
+    of a linear's weight as PyTorch's FSDP shards them. `own` are the rows of this rank; None: those
+    of the first rank, as if all were padded.
 
     Extents of equal numbers are equal, whatever has been asked of them.
     """
@@ -133,13 +131,13 @@ class Extent:
         last = len(dims) - 1
         over = tuple(a for a in dims[-1][1] if a in self.rows) if dims else ()
         if not over or n.shape[-1] in (size("M"), size("B")):
-            return ceil(local(n, self))
+            return math.ceil(local(n, self))
         first = last
         while first and n.shape[first - 1] in HEADS:
             first -= 1
         count = [self(d, tuple(a for a in axes if a not in over)) for d, axes in dims]
-        rows = ceil(math.prod(count[first:]))
-        return ceil(math.prod(count[:first])) * self._part(rows, over)
+        rows = math.ceil(math.prod(count[first:]))
+        return math.ceil(math.prod(count[:first])) * self._part(rows, over)
 
 
 def extent_of(
@@ -170,4 +168,4 @@ def _names(graph: Graph) -> tuple[frozenset[str], frozenset[str]]:
 
 def bytes_of(n: Node, extent: Extent) -> int:
     """Bytes of the part of a value that one rank holds."""
-    return ceil(extent.elements(n) * bytes_per_value(n, extent))
+    return math.ceil(extent.elements(n) * bytes_per_value(n, extent))

@@ -13,7 +13,6 @@ from typing import NamedTuple, cast
 
 from stagewright.algebra.index import parse
 from stagewright.algebra.layout import Mesh
-from stagewright.arithmetic import largest
 from stagewright.graph.cost import indices, traffic
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import SUMS, Role
@@ -49,17 +48,6 @@ def kernels(
     """The tasks of a block in execution order within each part, and which task makes each value."""
     lowering = _Lowering(graph, extent, mesh, rules or KernelRules())
     return lowering.run(), lowering.at
-
-
-def kernel_that_makes(
-    value: Node, graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules | None = None
-) -> Kernel:
-    """The kernel of a block that makes a value, without the tasks that it waits for."""
-    lowering = _Lowering(graph, extent, mesh, rules or KernelRules())
-    lowering.at = dict.fromkeys(graph)
-    (cluster,) = (of for of in lowering.clusters() if value in of)
-    (kernel,) = lowering.lower(cluster)
-    return kernel
 
 
 def _fuses(n: Node) -> bool:
@@ -217,7 +205,7 @@ class _Lowering:
                 written += work.written
             for s, read in zip(m.srcs, work.reads, strict=True):
                 if s not in inside:
-                    reads[s] = largest([read, reads.get(s, 0)])
+                    reads[s] = max(read, reads.get(s, 0))
         labels = list(dict.fromkeys(m.name or m.op for m in (first, last)))
         return Kernel(
             name="+".join(labels),
@@ -228,7 +216,7 @@ class _Lowering:
             axes=("pp",) if first.scope == SUMS else (),
             flops=flops,
             # A launch without rows has a byte; elsewhere bytes are linear in the rows of experts.
-            traffic=largest([int(first.phase == "optimizer"), sum(reads.values()) + written]),
+            traffic=max(int(first.phase == "optimizer"), sum(reads.values()) + written),
             # Of the first operand: of a product the input, in whose format it is multiplied, and
             # not the weight, which may be stored in fewer bits.
             dtype=first.srcs[0].dtype if first.srcs else first.dtype,
@@ -299,7 +287,7 @@ class _Lowering:
         (src,) = n.srcs
         size = bytes_of(src, self.extent)
         if op == "reduce_scatter":
-            size = largest([size, bytes_of(n, self.extent) * self.mesh.size(*axes)])
+            size = max(size, bytes_of(n, self.extent) * self.mesh.size(*axes))
         task = Kernel(
             name=f"{n.name or src.name or src.op}.{op}",
             op=op,

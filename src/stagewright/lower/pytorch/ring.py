@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from stagewright.algebra.index import parse
-from stagewright.arithmetic import largest, smallest
 from stagewright.graph.node import BYTES, Node
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.assembly.habit import Habit
@@ -47,13 +46,13 @@ class RingAttention(Habit):
         whole = size[keys]
         k = whole // self.ranks if self.gathered else whole
         f = int(BYTES["fp32"]) // int(BYTES[keys.dtype])
-        came = 2 * self.ranks * k if self.gathered else 2 * k * smallest([2, self.ranks - 1])
+        came = 2 * self.ranks * k if self.gathered else 2 * k * min(2, self.ranks - 1)
         copied = 0 if _contiguous(made["q"]) else 2 * k
         late = f * q + q + k + 8 * f * k
         early = f * q + 2 * q + 3 * k + 6 * f * k
-        total = largest([late, early]) + came + 2 * k + copied
+        total = max(late, early) + came + 2 * k + copied
         counted = q + 2 * whole + (2 * self.ranks * k if self.gathered else 0)
-        return largest([0, total - counted])
+        return max(0, total - counted)
 
 
 def _contiguous(attention: Node) -> bool:

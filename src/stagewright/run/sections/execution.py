@@ -14,7 +14,6 @@ from stagewright.run.sections.declare import (
     setting,
 )
 
-
 MOST_METADATA_S = 10.0
 """More seconds for a message are milliseconds where seconds were wanted."""
 
@@ -25,11 +24,6 @@ ISSUED_BY = (
     "streams", "no_overlap", "prefetch", "overlap_param_gather", "overlap_moe_expert_parallel_comm"
 )  # fmt: skip
 """The settings of an execution that its issue orders follow from (`time.simulate.order`)."""
-
-LAUNCHED_BY = (
-    "launch_mode", "serving_engine", "cuda_graph_modules", "collective_checks", "p2p_metadata_s"
-)  # fmt: skip
-"""The settings of an execution that launches follow from (`time.simulate.launches`)."""
 
 _NOT_SHARDED = idle_axes("dp", "cp")
 
@@ -129,6 +123,7 @@ class Execution:
         "Decode with pp: time one step from an empty pipeline to an empty one, not one of many.",
     )
     """By default pp batches are in flight, as in vLLM; see `time.simulate.steady`."""
+
     def only(self, *names: str) -> Self:
         """The execution with these settings, and the defaults of all others."""
         return type(self)(**{name: getattr(self, name) for name in names})

@@ -222,7 +222,7 @@ class StepRows:
             for stage in self.kept
         ]
         order = forward_only(step.run.pp, 1)
-        return assemble(placed, order, step.mesh, streams=step.run.streams).program
+        return assemble(placed, order, step.mesh, streams=step.run.streams)
 
     @cached_property
     def one(self) -> Program:

@@ -21,6 +21,7 @@ other 30% the median error is 10%, of experts that read memory 7% (33% before ti
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,42 +78,23 @@ def kernel_energy(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -
 
 def kernel_energies(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> Float:
     """Seconds at TDP of each of some kernels; as `kernel_energy`, which is their sum."""
-    rates = np.array([peak_rate(dtype, hardware) for dtype in tasks.dtypes])[tasks.dtype[rows]]
+    # Products run at bf16's peak where hardware lacks their precision.
+    peaks = [hardware.rate_of(dtype) or hardware.peak_bf16_tflops for dtype in tasks.dtypes]
+    rates = np.array([peak * 1e12 for peak in peaks])[tasks.dtype[rows]]
     tiles = np.array([*map(_tiled, tasks.shapes), 1.0])[tasks.shape[rows]]
     flops, traffic = (of[rows].astype(np.float64) for of in (tasks.flops, tasks.traffic))
-    return kernels_energy(traffic, tiles * flops, seconds, rates, hardware)
-
-
-def kernels_energy(
-    traffic: Float, flops: Float, seconds: Float, rates: Float | float, hardware: Hardware
-) -> Float:
-    """Seconds at TDP of kernels that move `traffic` bytes and multiply tiles of `flops`.
-
-    They take `seconds`, above 0, and could multiply at `rates` (`peak_rate`).
-    """
     moved = traffic / seconds / (hardware.memory_bandwidth_gb_s * 1e9)
-    return kernel_shares(moved, flops / seconds / rates) * seconds
-
-
-def peak_rate(dtype: str, hardware: Hardware) -> float:
-    """FLOPs per second of products at the peak: at bf16's where hardware lacks the precision."""
-    return (hardware.rate_of(dtype) or hardware.peak_bf16_tflops) * 1e12
+    return kernel_shares(moved, tiles * flops / seconds / rates) * seconds
 
 
 def _tiled(shape: Shape) -> float:
     """What the tiles of a product multiply over its FLOPs; 1 for other kernels."""
-    of = dict(shape.extents) if shape.kernel == GEMM else {}
-    if not of.get("m"):
+    sizes = shape.sizes() if shape.kernel == GEMM else {}
+    rows = sizes.get("m")
+    if not rows:
         return 1.0
-    m, batch = np.array([float(of["m"])]), np.array([float(of["batch"])])
-    return float(tiled(m, batch)[0])
-
-
-def tiled(m: Float, batch: Float) -> Float:
-    """What the tiles of products of `m` rows, or of `batch` groups of so many, multiply over their
-    FLOPs."""
-    least = np.where(batch > 1, GROUPED_ROWS, ROWS)
-    return np.ceil(m / least) * least / m
+    tile = GROUPED_ROWS if sizes["batch"] > 1 else ROWS
+    return math.ceil(rows / tile) * tile / rows
 
 
 def watts_per_gpu(hardware: Hardware, running: Float | float, drawn: Float | float) -> Any:

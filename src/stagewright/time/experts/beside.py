@@ -21,15 +21,11 @@ MOST_TOKENS = 1024
 """Tokens of a step up to which shared experts have a stream of their own."""
 
 
-def beside_routed(
-    tasks: Tasks, seconds: Float, on: Hardware, traffic: Float | None = None
-) -> Float:
+def beside_routed(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     """Durations of a served step's tasks, with those of shared experts that are not hidden.
 
-    `seconds`, and bytes of `traffic` where these are not the tasks' own, are [rows], or [rows,
-    steps] of steps that all have few tokens, or all many, as the tasks have. A block's routed part
-    begins where tokens are copied to experts. What follows in the block, does not depend on these
-    copies, and is added to what does, is the shared part.
+    A block's routed part begins where tokens are copied to experts. What follows in the block, does
+    not depend on these copies, and is added to what does, is the shared part.
     """
     begins = _few_tokens_to_experts(tasks)
     if not begins.any():
@@ -59,16 +55,12 @@ def beside_routed(
     ours, theirs = part & ~routed, part & routed
 
     def total(values: Float, chosen: Bool) -> Float:
-        sums = np.zeros((count, *values.shape[1:]))
-        np.add.at(sums, block[chosen], values[chosen])
-        return sums
+        return np.bincount(block[chosen], values[chosen], count).astype(float)
 
-    traffic = tasks.traffic.astype(float) if traffic is None else traffic
     shared, beside = total(seconds, ours), total(seconds, theirs)
-    moved = total(traffic, part) / bytes_per_second(on)
+    moved = total(tasks.traffic.astype(float), part) / bytes_per_second(on)
     shown = np.clip(np.maximum(shared, moved) - beside, 0.0, shared)
     kept = np.divide(shown, shared, out=np.ones_like(shared), where=shared > 0)
-    ours = ours.reshape(-1, *[1] * (seconds.ndim - 1))
     return np.where(ours, seconds * kept[block], seconds)
 
 

@@ -26,7 +26,7 @@ from stagewright.arrays import Float, Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
-from stagewright.time.collectives import TierUse, collectives_seconds, detour, tiers_used
+from stagewright.time.collectives import TierUse, collective_seconds, detour, tiers_used
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, MessageSize, Placement
 
@@ -137,27 +137,21 @@ def dispatch_seconds(local_bytes: int, group: Placement, machine: Machine, route
     One copy of a token goes to each node and is forwarded there, overlapped. `local_bytes` count
     one copy for each of the token's experts.
     """
-    return float(dispatches_seconds(np.array([float(local_bytes)]), group, machine, routed)[0])
-
-
-def dispatches_seconds(
-    local_bytes: Float, group: Placement, machine: Machine, routed: Routed
-) -> Float:
-    """Seconds of dispatches of different sizes, as `dispatch_seconds` has one of them."""
-    if group.ranks < 2:
-        return np.zeros_like(local_bytes)
+    if group.ranks < 2 or not local_bytes:
+        return 0.0
+    size = float(local_bytes)
     if routed.gathered:
-        return collectives_seconds("all_gather", local_bytes / routed.top_k, group, machine)
+        return collective_seconds("all_gather", size / routed.top_k, group, machine)
     uses = tiers_used(group, machine)
     links = machine.tiers[0]
     if routed.low_latency:
-        sent = [_straight(local_bytes, use, inside=use.tier is links) for use in uses]
+        sent = [_straight(size, use, inside=use.tier is links) for use in uses]
         start = LOW_LATENCY_START_US
     else:
         # Such kernels send by themselves, without NCCL's protocols.
         start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
-        sent = [_once(local_bytes, use, routed, inside=use.tier is links) for use in uses]
-    return np.where(local_bytes > 0, start * 1e-6 + np.max(sent, axis=0), 0.0)
+        sent = [_once(size, use, routed, inside=use.tier is links) for use in uses]
+    return start * 1e-6 + max(sent)
 
 
 def slowdown_beside(
@@ -187,7 +181,7 @@ def _total(seconds: Float, copies: Int | None) -> float:
     return float((distinct * np.bincount(which, copies, len(distinct))).sum())
 
 
-def _once(local_bytes: Float, use: TierUse, routed: Routed, *, inside: bool) -> Float:
+def _once(local_bytes: float, use: TierUse, routed: Routed, *, inside: bool) -> float:
     """Seconds to send a copy of each token to each block below a tier that has experts for it."""
     copies = destinations(routed, use.ranks // use.below)
     if not inside:
@@ -196,7 +190,7 @@ def _once(local_bytes: Float, use: TierUse, routed: Routed, *, inside: bool) -> 
     return local_bytes / routed.top_k * copies * detour(use) / rate
 
 
-def _straight(local_bytes: Float, use: TierUse, *, inside: bool) -> Float:
+def _straight(local_bytes: float, use: TierUse, *, inside: bool) -> float:
     """Seconds to send every copy straight to its expert."""
     away = local_bytes * (use.ranks - use.below) / use.ranks
     rate = _rate(use) * (LOW_LATENCY_LINKS if inside else LOW_LATENCY_NETWORK)

@@ -14,11 +14,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float
+from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.node import BYTES, LOW
 from stagewright.graph.table import OPS, Timing
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
@@ -55,46 +54,26 @@ def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float
     `ranks` share the experts, and `width` ranks share each one: these gather its rows. The time is
     added to that of the copies of tokens to experts and back, 0 elsewhere.
     """
-    return _each(tasks, *copying(tasks, ranks, width, on))
-
-
-def copying(tasks: Tasks, ranks: Amount, width: Amount, on: Hardware) -> tuple[Bool, Added]:
-    """Which tasks copy rows once more, and how long they take; see `copying_seconds`."""
-    copies = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
-    padded = _quantized(tasks)
-
-    def seconds(size: Mapping[str, Float], dtype: str) -> Float:
-        moved = 2.0 * size["e"] * size["r"] * width * size["m"] * float(BYTES[dtype])
-        none = np.zeros_like(moved)
-        sorted_ = np.where(size["e"] > ranks, copies_seconds(moved, none, on), 0.0)
-        return sorted_ + (memory_seconds(moved, none, on) if padded else 0.0)
-
-    return np.array([*copies, False])[tasks.shape], seconds
-
-
-Added: TypeAlias = Callable[[Mapping[str, Float], str], Float]
-"""Seconds that are added to kernels, from their extents and data type: an element per kernel."""
-Amount: TypeAlias = "int | Float"
-
-
-def _each(tasks: Tasks, chosen: Bool, seconds: Added) -> Float:
-    """By task the seconds of its extents and data type, 0 where it is not chosen."""
     found = np.zeros(len(tasks))
-    if not chosen.any():
+    copies = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
+    chosen = np.flatnonzero(np.array([*copies, False])[tasks.shape])
+    if not len(chosen):
         return found
-    kinds, kind = np.unique(
-        np.stack([tasks.shape[chosen], tasks.dtype[chosen]]).astype(np.int64),
-        axis=1, return_inverse=True,
-    )  # fmt: skip
-    pairs: list[list[int]] = kinds.T.tolist()
-
-    def one(shape: int, dtype: int) -> float:
-        extents = {name: np.array([float(n)]) for name, n in tasks.shapes[shape].extents}
-        return float(seconds(extents, tasks.dtypes[dtype])[0])
-
-    each = [one(s, d) for s, d in pairs]
-    found[chosen] = np.array([*each, 0.0])[kind.ravel()]
+    experts, rows, values = _extents(tasks, chosen, "e", "r", "m")
+    width_of_value = np.array([float(BYTES.get(dtype, 0)) for dtype in tasks.dtypes])
+    moved = 2.0 * experts * rows * width * values * width_of_value[tasks.dtype[chosen]]
+    none = np.zeros_like(moved)
+    found[chosen] = np.where(experts > ranks, copies_seconds(moved, none, on), 0.0)
+    if _quantized(tasks):
+        found[chosen] += memory_seconds(moved, none, on)
     return found
+
+
+def _extents(tasks: Tasks, rows: Int, *names: str) -> list[Float]:
+    """Extents of the shapes of some tasks."""
+    sizes = [shape.sizes() for shape in tasks.shapes]
+    shape = tasks.shape[rows]
+    return [np.array([float(of.get(name, 0)) for of in sizes])[shape] for name in names]
 
 
 def _quantized(tasks: Tasks) -> bool:
@@ -105,22 +84,18 @@ def _quantized(tasks: Tasks) -> bool:
 
 def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
     """By task the seconds of adding the biases of experts, beyond those of the bytes at least."""
-    return _each(tasks, *biasing(tasks, on))
-
-
-def biasing(tasks: Tasks, on: Hardware) -> tuple[Bool, Added]:
-    """Which tasks add the biases of experts, and how long they take; see `bias_seconds`."""
+    found = np.zeros(len(tasks))
     forward = tasks.phase == PHASES.index("forward")
-
-    def seconds(size: Mapping[str, Float], _: str) -> Float:
-        outer = size["k"] == 1
-        values = size["batch"] * size["m"] * np.where(outer, size["n"], size["k"])
-        # Backward has two products, whose other values are those of the rows.
-        return np.where(outer, _BIAS, _BIAS_BACK / 2) * values / bytes_per_second(on)
-
     outer = forward & _products(tasks, lambda of: of["k"] == 1)
     sums = ~forward & _products(tasks, lambda of: of["n"] == 1)
-    return outer | sums, seconds
+    chosen = np.flatnonzero(outer | sums)
+    if not len(chosen):
+        return found
+    batch, m, n, k = _extents(tasks, chosen, "batch", "m", "n", "k")
+    values = batch * m * np.where(k == 1, n, k)
+    # Backward has two products, whose other values are those of the rows.
+    found[chosen] = np.where(k == 1, _BIAS, _BIAS_BACK / 2) * values / bytes_per_second(on)
+    return found
 
 
 def _products(tasks: Tasks, which: Callable[[Mapping[str, int]], bool]) -> Bool:

@@ -11,7 +11,6 @@ know a result: it then waits for the end of a task before it launches the next o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -55,11 +54,6 @@ class HostThread:
         """Ticks of all launches up to each place, its own included."""
         return self.cost.cumsum()
 
-    @cached_property
-    def before(self) -> Int:
-        """How many times the host waits before it launches each place."""
-        return np.cumsum(self.waits) - self.waits
-
     def launched(self, ends: Int) -> Int:
         """When each place has been launched, given the ends of all: ticks, (places, lanes)."""
         total = self.total[:, None]
@@ -80,34 +74,3 @@ class HostThread:
         later = np.diff(latest, axis=0, prepend=0) > 0
         place = np.where(later, np.arange(-1, len(ahead) - 1)[:, None], FROM_START)
         return latest, np.maximum.accumulate(place, axis=0)
-
-
-class HostClock:
-    """When a host launches places that are asked for in any order that their ends allow.
-
-    `Ticks` are numbers of one lane, or arrays by lane.
-    """
-
-    def __init__(self, thread: HostThread, lanes: int | None) -> None:
-        """`lanes`: None for the numbers of a single lane."""
-        self.total: list[int] = thread.total.tolist()
-        self.before: list[int] = thread.before.tolist()
-        self.waited: list[int] = np.flatnonzero(thread.waits).tolist()
-        self.ahead: list[int] = [0]
-        self.ahead_by_lane: list[Int] = [] if lanes is None else [np.zeros(lanes, np.int64)]
-
-    def launched(self, place: int, ends: Sequence[int]) -> int:
-        """When a place of a single lane is launched: ticks."""
-        ahead = self.ahead
-        while len(ahead) <= self.before[place]:
-            last = self.waited[len(ahead) - 1]
-            ahead.append(max(ahead[-1], ends[last] - self.total[last]))
-        return ahead[self.before[place]] + self.total[place]
-
-    def launched_by_lane(self, place: int, ends: Int) -> Int:
-        """When a place of several lanes is launched: ticks by lane; `ends` are (places, lanes)."""
-        ahead = self.ahead_by_lane
-        while len(ahead) <= self.before[place]:
-            last = self.waited[len(ahead) - 1]
-            ahead.append(np.maximum(ahead[-1], ends[last] - self.total[last]))
-        return ahead[self.before[place]] + self.total[place]

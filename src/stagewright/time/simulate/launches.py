@@ -299,10 +299,9 @@ def _unmeasured(tasks: Tasks) -> Tasks:
 def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
     """Kernels by row, as the shape of the task says."""
     one_by_one = run.mode == "train" and run.framework == "megatron"
-    known: list[Float] = [_ONE]  # of rows without a shape
-    products: list[Float] = [_ONE]
+    known, products = [1.0], [1.0]  # of rows without a shape
     for shape in tasks.shapes:
-        extents, ops = dict(shape.extents), ops_of(shape.kernel)
+        extents, ops = shape.sizes(), ops_of(shape.kernel)
         count = 1
         if "cast" in ops and run.precision not in ("bf16", "fp32"):
             casts = CAST_KERNELS.get(run.fp8_recipe or "", 2)
@@ -310,25 +309,13 @@ def _kernels_of_shapes(tasks: Tasks, run: Run) -> Float:
         elif not run.fuse and shape.kernel != GEMM:
             table = EAGER_KERNELS if run.operators == "eager" else UNFUSED_KERNELS
             count = max(table.get(op, 1) for op in ops)
-        known.append(_one_or_more(count))
-        products.append(_one_or_more(extents["batch"] if shape.kernel == GEMM else 1))
-    # Numbers may be those of many configurations: [rows, configurations].
-    counts = np.stack(np.broadcast_arrays(*known))[tasks.shape + 1]
-    if one_by_one and any((of > 1).any() for of in products if of is not _ONE):
+        known.append(max(count, 1.0))
+        products.append(max(extents["batch"], 1.0) if shape.kernel == GEMM else 1.0)
+    counts = np.array(known)[tasks.shape + 1]
+    if one_by_one and max(products) > 1:
         # Heads of attention that no kernel fuses are one product (torch.baddbmm), experts many.
-        experts = (_modules(tasks) == "moe")[:, None]
-        grouped = np.stack(np.broadcast_arrays(*products))[tasks.shape + 1]
-        counts = counts * np.where(experts, grouped, 1.0)
-    return counts[:, 0] if counts.shape[1] == 1 else counts
-
-
-_ONE: Float = np.ones(1)
-
-
-def _one_or_more(count: float | Float) -> Float:
-    if isinstance(count, int) and count <= 1:
-        return _ONE
-    return np.maximum(np.asarray(count, dtype=np.float64), 1.0).reshape(-1)
+        counts *= np.where(_modules(tasks) == "moe", np.array(products)[tasks.shape + 1], 1.0)
+    return counts
 
 
 def _follows_fusable(tasks: Tasks, run: Run) -> Bool:

@@ -218,16 +218,6 @@ def ordered(rows: Int, stream: Int, is_kernel: Bool, waiter: Int, dep: Int) -> I
     return IssueOrder(rows, stream, *_csr(edges, len(rows)))
 
 
-def with_edges(order: IssueOrder, edges: Edges) -> IssueOrder:
-    """The same order with further dependencies between positions."""
-    if not len(edges.waiter):
-        return order
-    size = len(order)
-    waiter = np.repeat(np.arange(size), np.diff(order.pointer))
-    joined = Edges(np.append(waiter, edges.waiter), np.append(order.needs, edges.dep))
-    return IssueOrder(order.rows, order.stream, *_csr(joined, size, presorted=True))
-
-
 def num_streams(program: Program) -> int:
     """Streams of a rank: compute, one per communicator, one per peer, loads, stores.
 
@@ -735,12 +725,9 @@ def _without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
     return Edges(keys // max(size, 1), keys % max(size, 1))
 
 
-def _csr(edges: Edges, size: int, *, presorted: bool = False) -> tuple[Int, Int]:
-    """Distinct edges in CSR form: pointers of `size` waiters, and their dependencies in order.
-
-    `presorted`: the edges are a few sorted runs, which a merge sort joins in linear time.
-    """
-    keys = np.sort(edges.waiter * size + edges.dep, kind="stable" if presorted else None)
+def _csr(edges: Edges, size: int) -> tuple[Int, Int]:
+    """Distinct edges in CSR form: pointers of `size` waiters, and their dependencies in order."""
+    keys = np.sort(edges.waiter * size + edges.dep)
     keys = keys[np.diff(keys, prepend=-1) > 0]
     pointers = np.concatenate([[0], np.cumsum(np.bincount(keys // size, minlength=size))])
     return pointers.astype(np.int64), keys % size

@@ -1,1 +1,0 @@
-"""Durations of many configurations at once: of kernels, and of collectives by where groups lie."""
