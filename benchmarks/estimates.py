@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float
+from stagewright.arrays import Float
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.estimate import estimate
 from stagewright.searching.request import asked
@@ -79,7 +79,11 @@ def line(name: str, ratios: Float, peaks: Float) -> str:
 
 def main() -> None:
     """Print the table."""
-    count, seed = (int(text) for text in (*sys.argv[1:], "25", "1")[:2]) if len(sys.argv) < 3 else map(int, sys.argv[1:3])
+    count, seed = (
+        (int(text) for text in (*sys.argv[1:], "25", "1")[:2])
+        if len(sys.argv) < 3
+        else map(int, sys.argv[1:3])
+    )
     begin = time.process_time()
     header = " ".join(f"{q:>8.0%}" for q in QUANTILES)
     print(f"{'':28} runs not {header} (time) {header} (memory)")
@@ -89,14 +93,23 @@ def main() -> None:
         print(line(each.name, each.seconds, each.peak), flush=True)
         worst = np.argsort(-np.abs(np.log(each.seconds)))[:2] if "-v" in sys.argv else []
         for row in worst:
-            print("   ", f"{each.seconds[row]:.3f} {each.peak[row]:.3f}", each.rows.describe(int(row)))
+            print(
+                "   ", f"{each.seconds[row]:.3f} {each.peak[row]:.3f}", each.rows.describe(int(row))
+            )
         worst = np.argsort(-np.abs(np.log(each.peak)))[:2] if "-v" in sys.argv else []
         for row in worst:
-            print("   ", f"{each.seconds[row]:.3f} {each.peak[row]:.3f}", each.rows.describe(int(row)))
+            print(
+                "   ", f"{each.seconds[row]:.3f} {each.peak[row]:.3f}", each.rows.describe(int(row))
+            )
     zero = np.concatenate([each.rows.numbers("zero") for each in every])
     seconds = np.concatenate([each.seconds for each in every])
     peak = np.concatenate([each.peak for each in every])
-    for name, mask in (("ZeRO 0, 1", zero <= 1), ("ZeRO 2", zero == 2), ("ZeRO 3", zero == 3), ("all", zero >= 0)):
+    for name, mask in (
+        ("ZeRO 0, 1", zero <= 1),
+        ("ZeRO 2", zero == 2),
+        ("ZeRO 3", zero == 3),
+        ("all", zero >= 0),
+    ):
         print(line(name, seconds[mask], peak[mask]))
     print(f"{time.process_time() - begin:.0f} CPU-seconds")
 

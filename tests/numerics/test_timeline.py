@@ -39,7 +39,9 @@ def compare(
     line = timeline(program, [t * TICK for t in ticks], how, factors, hosts=works)
     rows = [table_rows(of.work) for of in program.classes]
     by_row = [t[at] for t, at in zip(ticks, rows, strict=True)]
-    launches = hosts and [(cost[at], waits[at]) for (cost, waits), at in zip(hosts, rows, strict=True)]
+    launches = hosts and [
+        (cost[at], waits[at]) for (cost, waits), at in zip(hosts, rows, strict=True)
+    ]
     truth = eventsim.simulate(program, by_row, how, factors, launches)
     seen = 0
     for lane in line.lanes:
@@ -164,5 +166,7 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
     classes = replace(first, work=RankWork.given(moved)), program.classes[1]
     crossed = replace(program, classes=classes)
     seconds = [np.ones(len(of.work.actions.tasks)) for of in crossed.classes]
-    with pytest.raises(UserError, match=r"deadlock: rank 0 waits for backward\.send of microbatch 0"):
+    with pytest.raises(
+        UserError, match=r"deadlock: rank 0 waits for backward\.send of microbatch 0"
+    ):
         assert timeline(crossed, seconds).seconds

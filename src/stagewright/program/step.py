@@ -270,7 +270,6 @@ class _OneCopy:
         return ()
 
 
-
 def changed_bytes(values: Values, rows: int) -> Deltas:
     """The bytes that each row of a table with these values allocates and frees."""
     category, size = values.category[values.value].astype(np.int64), values.size[values.value]

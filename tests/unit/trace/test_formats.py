@@ -76,7 +76,9 @@ def example_program() -> Program:
     made = tasks(rows)
     return Program(
         mesh=Mesh((("tp", 2), ("pp", 2))),
-        classes=tuple(RankClass(np.arange(2) + 2 * pp, pp, RankWork.given(made, {})) for pp in range(2)),
+        classes=tuple(
+            RankClass(np.arange(2) + 2 * pp, pp, RankWork.given(made, {})) for pp in range(2)
+        ),
         communicators=(Communicator(("tp",)),),
         peers=(Peer("pp", 1), Peer("pp", -1)),
     )

@@ -69,7 +69,10 @@ def example() -> Program:
     mesh = Mesh((("tp", 4), ("pp", 3)))
     return Program(
         mesh=mesh,
-        classes=tuple(RankClass(np.arange(4) + 4 * pp, pp, RankWork.given(tasks(40 + pp), {})) for pp in range(3)),
+        classes=tuple(
+            RankClass(np.arange(4) + 4 * pp, pp, RankWork.given(tasks(40 + pp), {}))
+            for pp in range(3)
+        ),
         communicators=(Communicator(("tp",)),),
         peers=(Peer("pp", 1),),
     )

@@ -267,7 +267,7 @@ class _Rank:
         after: int,
         num_stages: int,
     ) -> RankOrder:
-        """The copies; the rank's rows after all actions are those of `ActionTable.afters[after]`."""
+        """The copies; rows after all actions are those of `ActionTable.afters[after]`."""
         numbers = np.array([actions[parts] for parts in self.actions], dtype=np.int64)
         action = numbers[self.of_step]
         if len(table.afters[after].rows):
