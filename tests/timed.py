@@ -39,6 +39,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "frozen": SMALL | {"layers": 4, "pp": 2, "dp": 2, "schedule": "zb-h1", "zero": 3,
                        "bucket": "parameter", "lora_rank": 4, "global_batch_size": 8,
                        "lora_target_modules": ("layer0.linear_fc1", "layer3.o_proj")},
+    "kept": SMALL | {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "zero": 3,
+                     "framework": "torchtitan", "global_batch_size": 8},
     "lots": GPT | {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "schedule": "v-half",
                    "grad_reduce": "microbatch", "bucket": "parameter", "global_batch_size": 12},
 }  # fmt: skip

@@ -45,8 +45,8 @@ class Actions:
     row `begin[a] + i` of `tasks`.
 
     Columns of `tasks` are those of an example copy: its stage, layers and names. `microbatch` is a
-    number of its own for each part (0 for parts of a first forward), -1 for rows once per step;
-    `tag` is the number among the messages of the part. Rows of an action are in program order.
+    number of its own for each part, -1 for rows once per step; `tag` is the number among the
+    messages of the part. Rows of an action are in program order.
     """
 
     tasks: Tasks

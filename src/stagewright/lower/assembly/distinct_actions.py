@@ -309,11 +309,9 @@ class TableBuilder:
         return np.concatenate([*of_segments, rest])[self._source]
 
     def _microbatch(self) -> Int:
-        """A number of its own for each part, 0 for a first forward; -1: once per step."""
-        of_form = 1 + 2 * self._action + np.array([f.nth for f in self.forms], dtype=np.int64)
+        """A number of its own for each part; -1: once per step."""
+        of_form = 2 * self._action + np.array([f.nth for f in self.forms], dtype=np.int64)
         kinds = np.array([f.part.kind for f in self.forms], dtype=np.int64)
-        complete = np.array([f.part.complete for f in self.forms], dtype=bool)
-        of_form[(kinds == FORWARD) & complete] = 0
         of_form[kinds == UNSHARD] = -1
         microbatch = np.full(self.total, -1, dtype=np.int64)
         microbatch[: self.end] = of_form[self._form[: self.end]]

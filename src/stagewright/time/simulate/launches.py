@@ -196,7 +196,7 @@ def host_work(
             known[key] = made
         each = known[key]
         if run.bucket == "rank" and run.zero:
-            each = each._replace(seconds=each.seconds + _of_parts(of, copies))
+            each = each._replace(seconds=each.seconds + _of_parts(of, copies, run.microbatches))
         work.append(each)
     return work
 
@@ -207,7 +207,7 @@ def _groups(program: Program) -> list[Int]:
     return [program.members(slot, first) for slot in range(len(program.communicators))]
 
 
-def _of_parts(of: RankClass, by_slot: Float) -> Float:
+def _of_parts(of: RankClass, by_slot: Float, microbatches: int) -> Float:
     """The seconds of copying what one gather of all updated parameters brings.
 
     nanotron's `all_gather_coalesced` copies the part that each rank of the group has of each
@@ -217,14 +217,16 @@ def _of_parts(of: RankClass, by_slot: Float) -> Float:
     gathers = tasks.collective == COLLECTIVES.index("all_gather")
     updates = np.array(["adamw" in ops_of(op) or "sgd" in ops_of(op) for op in tasks.ops])[tasks.op]
     joint = joint_rows(_unmeasured(tasks))
-    forward = (tasks.phase[joint.rows] == _FORWARD) & (tasks.microbatch[joint.rows] == 0)
+    forward = (tasks.phase[joint.rows] == _FORWARD) & (tasks.microbatch[joint.rows] >= 0)
     _, first = np.unique(joint.whole[forward], return_index=True)
     merged = np.zeros(len(tasks), np.int64)
     merged[joint.rows[forward]] = 1
     merged[joint.rows[forward][first]] = 0
-    each = np.concatenate([[0], np.cumsum(updates.astype(np.int64) - merged)])
-    of_action = np.diff(each[of.work.actions.begin])
-    parameters = int(of_action[order.action].sum())
+    before = np.cumsum([updates.astype(np.int64), merged], axis=1)
+    before = np.concatenate([np.zeros((2, 1), np.int64), before], axis=1)
+    of_action = np.diff(before[:, of.work.actions.begin], axis=1)
+    updated, joined = of_action[:, order.action].sum(axis=1).tolist()
+    parameters = updated - joined // microbatches  # each passes through all products
     inside = gathers & (tasks.phase == _OPTIMIZER)
     return _of_collectives(tasks, by_slot) * np.where(inside, parameters, 0)
 

@@ -171,7 +171,13 @@ class IssueRules:
     """Kernels of the compute stream."""
     edges: Edges
     carried: UnitRows
-    """Needs of rows of other units that no register implies; `at` are positions."""
+    """Needs of rows of other units; `at` are positions."""
+    after_kernel: Bool
+    """Positions that run after all kernels of earlier units."""
+    before_kernel: Bool
+    """Positions that a kernel of their unit is or waits for."""
+    awaited: Int
+    """Streams and positions that a task on the stream waits for, each pair as one number."""
     registers: tuple[RegisterKey, ...]
     reads: tuple[Int, Int]
     """Positions, and the registers (by number) that they wait for."""
@@ -186,6 +192,19 @@ class IssueRules:
     def register(self, key: RegisterKey) -> int:
         """The number of a register; -1: no unit has it."""
         return self.registers.index(key) if key in self.registers else -1
+
+    def implied(self, waiter: Int, dep: Int) -> Bool:
+        """Whether needs of positions in earlier units follow from registers.
+
+        They do where the waiter comes after a kernel, and a kernel has waited for what it needs; or
+        where its own stream has.
+        """
+        stream = self.stream
+        on_stream = stream[waiter] > COMPUTE_STREAM
+        same = (stream[waiter] == stream[dep]) | np.isin(
+            stream[waiter] * len(stream) + dep, self.awaited
+        )
+        return (self.after_kernel[waiter] & self.before_kernel[dep]) | (on_stream & same)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,14 +302,16 @@ def issue_rules(
                         nth, frees_memory, is_kernel, starts_when_issued, stream, state
                     )
                 )
-    example = units.source_rows()
-    source = np.where(example < 0, -1, position[example]) if size else example
-    implied = _implied(carried, source, local, stream, is_kernel, starts_when_issued)
+    after_kernel, before_kernel = is_kernel.copy(), is_kernel.copy()
+    after_kernel[starts_when_issued] = True
+    after_kernel[local.waiter[is_kernel[local.dep]]] = True
+    before_kernel[local.dep[is_kernel[local.waiter]]] = True
+    awaited = np.unique(stream[local.waiter] * size + local.dep)
     waiter, dep = (np.concatenate(column) for column in zip(local, *state.edges, strict=True))
     return IssueRules(
         unit, units.member[order], rows, stream, is_kernel,
-        _without_implied(Edges(waiter, dep), stream, is_kernel), carried.select(~implied),
-        tuple(state.registers), *state.columns(), tuple(limits), position,
+        _without_implied(Edges(waiter, dep), stream, is_kernel), carried, after_kernel,
+        before_kernel, awaited, tuple(state.registers), *state.columns(), tuple(limits), position,
     )  # fmt: skip
 
 
@@ -671,33 +692,6 @@ def _limit_outstanding(
     pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
     state.edges.append(Edges(pairs[:, 0], pairs[:, 1]))
     return Limits(kind, streams, open_at_end)
-
-
-def _implied(
-    carried: UnitRows, source: Int, local: Edges, stream: Int, is_kernel: Bool,
-    starts_when_issued: Int,
-) -> Bool:  # fmt: skip
-    """Which carried needs follow from registers.
-
-    A need of a task that a kernel of its unit waits for is implied where the waiter comes after a
-    kernel; and so is one of a task that its own stream has waited for. `source` has the positions
-    that stand for what is needed.
-    """
-    at, dep = carried.at, source
-    if not len(at):
-        return np.zeros(0, dtype=bool)
-    after_kernel = is_kernel.copy()
-    after_kernel[starts_when_issued] = True
-    after_kernel[local.waiter[is_kernel[local.dep]]] = True
-    before_kernel = is_kernel.copy()
-    before_kernel[local.dep[is_kernel[local.waiter]]] = True
-    implied = after_kernel[at] & before_kernel[dep]
-    on_stream = stream > COMPUTE_STREAM
-    implied |= on_stream[at] & (stream[at] == stream[dep])
-    size = len(stream)
-    awaited = np.unique(stream[local.waiter] * size + local.dep)
-    implied |= on_stream[at] & np.isin(stream[at] * size + dep, awaited)
-    return implied & (dep >= 0)
 
 
 def _without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:

@@ -64,12 +64,6 @@ class Units:
     first: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     """By unit and member, where its action's rows begin in `index`."""
 
-    def source_rows(self) -> Int:
-        """By carried need, a row that stands for what it needs; -1 if no unit has the row."""
-        example = np.full(len(self.tasks), -1)
-        example[self.row] = np.arange(len(self.row))
-        return example[self.carried.row]
-
 
 class UnitSequence(NamedTuple):
     """The units that one pipeline rank issues, in order."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -60,11 +60,15 @@ class Waves:
         self.carried: list[dict[int, tuple[Int, Int]]] = [{} for _ in self.program.classes]
         """By class and unit: instances and positions of the sources of carried needs, each
         [instances of the unit, needs]."""
-        wanted = [np.zeros(len(table.rules.rows), dtype=bool) for table in self.tables]
         for nth in range(len(self.program.classes)):
-            self._find_carried(nth, wanted[self.table_of[nth]])
+            self._find_carried(nth)
+        self.tables = [self._without_implied(table) for table in self.tables]
         for t, table in enumerate(self.tables):
             rules = table.rules
+            wanted = np.zeros(len(rules.rows), dtype=bool)
+            for nth in table.classes:
+                for _, positions in self.carried[nth].values():
+                    wanted[positions] = True
             masks: list[Bool] = []
             for ends in (self.messages.received, self.messages.sent):
                 mask = np.zeros(len(rules.rows), dtype=bool)
@@ -74,7 +78,7 @@ class Waves:
             # Actions of a schedule begin when all their messages are there. Others may wait for
             # what depends on their own first tasks.
             cuts = receives & (self._given(table)[rules.unit] | self._from_own_class(t))
-            connections = Connections(self._meetings(table), receives, sends, wanted[t], cuts)
+            connections = Connections(self._meetings(table), receives, sends, wanted, cuts)
             self.runs.append(
                 Runs(rules, connections, len(table.units.actions), self.messages.within[t])
             )
@@ -111,7 +115,23 @@ class Waves:
         result[received.of[mine & own, 2]] = True
         return result
 
-    def _find_carried(self, nth: int, wanted: Bool) -> None:
+    def _without_implied(self, table: IssueTable) -> IssueTable:
+        """The table without carried needs that follow from registers, in all units that have them
+        and wherever these find what they need."""
+        rules = table.rules
+        at = rules.carried.at
+        implied = np.ones(len(at), dtype=bool)
+        for nth in table.classes:
+            for unit, (_, positions) in self.carried[nth].items():
+                mine = np.flatnonzero(rules.unit[at] == unit)
+                implied[mine] &= rules.implied(at[mine], positions).all(axis=0)
+        for nth in table.classes:
+            for unit, found in self.carried[nth].items():
+                kept = ~implied[rules.unit[at] == unit]
+                self.carried[nth][unit] = found[0][:, kept], found[1][:, kept]
+        return replace(table, rules=replace(rules, carried=rules.carried.select(~implied)))
+
+    def _find_carried(self, nth: int) -> None:
         """By carried need of a class: its instances, and the instances and positions of sources."""
         table = self.tables[self.table_of[nth]]
         rules, units, sequence = table.rules, table.units, self.sequence[nth]
@@ -150,7 +170,6 @@ class Waves:
                 member = sequence.deferred[source[late]]
                 found[late] = units.index[first[sequence.unit[last], member] + offset[late]]
                 found = rules.position[found]
-                wanted[found] = True
                 sources[0][:, of_member], sources[1][:, of_member] = where, found
 
     def _number_slots(self) -> None:
