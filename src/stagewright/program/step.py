@@ -270,17 +270,19 @@ class _OneCopy:
         return ()
 
 
-def changed_bytes(values: Values, rows: int) -> Deltas:
-    """The bytes that each row of a table with these values allocates and frees."""
+def changed_bytes(values: Values, rows: int, freed: Int | int = 1) -> Deltas:
+    """The bytes that each row of a table with these values allocates and frees; `freed`: how many
+    values like each one end with it."""
     category, size = values.category[values.value].astype(np.int64), values.size[values.value]
 
-    def per_row(row: NDArray[np.integer[Any]], chosen: Bool) -> Int:
+    def per_row(row: NDArray[np.integer[Any]], size: Int, chosen: Bool) -> Int:
         cell = (category * rows + row)[chosen]
         return summed(cell, size[chosen], len(CATEGORIES) * rows).reshape(len(CATEGORIES), rows)
 
     before = values.first < 0
     start = summed(category[before], size[before], len(CATEGORIES))
-    return Deltas(start, per_row(values.first, ~before), per_row(values.last, values.last < rows))
+    allocated = per_row(values.first, size, ~before)
+    return Deltas(start, allocated, per_row(values.last, size * freed, values.last < rows))
 
 
 def summed(at: NDArray[np.integer[Any]], size: Int, length: int) -> Int:

@@ -35,7 +35,6 @@ from stagewright.lower.assembly.optimizer_step import (
 )
 from stagewright.lower.assembly.rank_order import RankOrder, suppliers
 from stagewright.lower.assembly.rank_schedule import RankSchedule, rank_schedules
-from stagewright.lower.assembly.rank_values import MemoryPlan, RankValues
 from stagewright.lower.assembly.segments import Numbers, Tables
 from stagewright.lower.assembly.stages import Stage, StageAt
 from stagewright.lower.assembly.work import AssembledWork
@@ -100,15 +99,13 @@ def assemble(
     names = Names(
         table, contents.of_rank, [o.after for o in orders], contents.names_of_rank, trains=trains
     )
-    values = [RankValues(o, kept=weights.kept) for o in orders]
-    plan = None if weights.kept else MemoryPlan(table, values)
     numbers = np.arange(mesh.world_size, dtype=np.int64)
     members = numbers.reshape(-1, pp, mesh.stride("pp") if pp > 1 else 1)
     classes = [
         RankClass(
             members[:, rank].ravel(),
             rank,
-            AssembledWork(table.actions, values[rank], plan, names, rank, streams),
+            AssembledWork(table.actions, orders[rank], names, rank, streams),
         )
         for rank in range(pp)
     ]

@@ -79,6 +79,12 @@ class RankOrder:
         self.microbatch: Int = columns[2]
 
     @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages of the rank, as those whose values they have."""
+        contents: list[int] = self.contents.tolist()
+        return tuple(self.table.stages[content].base for content in contents)
+
+    @cached_property
     def distinct(self) -> list[int]:
         """The actions that the rank has copies of, ascending."""
         return np.unique(self.action).tolist()
@@ -101,6 +107,25 @@ class RankOrder:
     def copies(self, action: int) -> Int:
         """The copies of an action."""
         return np.flatnonzero(self.action == action)
+
+    def take(self, copies: Int) -> tuple[RankOrder, Int]:
+        """An order of some copies, whose stages and microbatches have numbers from 0 on; and the
+        microbatches."""
+        of = self.schedule
+        place = np.full(len(self.action), -1, dtype=np.int64)
+        place[copies] = np.arange(len(copies))
+        step = place[of.step]
+        actions = np.lexsort((of.part, step))[np.count_nonzero(step < 0) :]
+        number = np.empty(len(of), dtype=np.int64)
+        number[actions] = np.arange(len(actions))
+        microbatches, microbatch = np.unique(of.microbatch[actions], return_inverse=True)
+        schedule = RankSchedule(
+            of.kind[actions], of.place[actions], microbatch, step[actions], of.part[actions]
+        )
+        supplier, action = number[self.supplier[actions]], self.action[copies]
+        return RankOrder(
+            self.table, schedule, self.contents, action, supplier, self.after, self._num_stages
+        ), microbatches
 
     def rows(self, actions: Int, places: Int) -> Int:
         """The rows of places of actions of the schedule, -1 where they are not there.
@@ -133,7 +158,7 @@ class RankOrder:
         for n, (half, once, stage, nth) in enumerate(groups.T.tolist()):
             mine = np.flatnonzero(group.ravel() == n)
             actions = self._acting(copies, half, stage, nth, once=bool(once))
-            copy[:, at[mine]], row[:, at[mine]] = self._found(actions, half, of.place[mine])
+            copy[:, at[mine]], row[:, at[mine]] = self._needed_rows(actions, half, of.place[mine])
         return copy, row
 
     def _acting(self, copies: Int, half: int, stage: int, part: int, *, once: bool) -> Int:
@@ -147,7 +172,7 @@ class RankOrder:
             return of.once[half, place]
         return of.by_microbatch[half, place, of.microbatch[mine]]
 
-    def _found(self, actions: Int, half: int, places: Int) -> tuple[Int, Int]:
+    def _needed_rows(self, actions: Int, half: int, places: Int) -> tuple[Int, Int]:
         """Copies and rows of places of a half of actions, or of those that gather for them."""
         of, table = self.schedule, self.table
         owner = np.broadcast_to(actions[:, None], (len(actions), len(places)))
@@ -188,9 +213,8 @@ class RankOrder:
     def structure(self) -> Sequence[object]:
         """Needs, what gathers weights for what, and how messages are numbered."""
         table, of = self.table, self.schedule
-        borrowed = (
-            [table.stages[n] for n in sorted({*self.contents.tolist()})] if self.borrows else []
-        )
+        contents: list[int] = np.unique(self.contents).tolist()
+        borrowed = [table.stages[n] for n in contents] if self.borrows else []
         return (
             *table.needs, table.need_part, self.supplier, self.contents, self.after,
             self._num_stages, table.messages, of.stages, *borrowed,

@@ -10,15 +10,9 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.lower.assembly.expand import Names, expanded
+from stagewright.lower.assembly.live_ranges import value_columns
 from stagewright.lower.assembly.rank_order import RankOrder
-from stagewright.lower.assembly.rank_values import (
-    MemoryPlan,
-    RankValues,
-    Sizes,
-    changes_of,
-    relabelled,
-    value_columns,
-)
+from stagewright.lower.assembly.rank_values import Sizes, memory_changes, rank_values, relabelled
 from stagewright.lower.assembly.stages import Stage
 from stagewright.program.columns import RankClass, Tasks, Values
 from stagewright.program.step import Actions, MemoryChanges, RankWork
@@ -38,16 +32,14 @@ class AssembledWork(RankWork):
     def __init__(
         self,
         actions: Actions,
-        values: RankValues,
-        plan: MemoryPlan | None,
+        order: RankOrder,
         names: Names,
         rank: int,
         streams: str,
         sizes: Sizes | None = None,
     ) -> None:
-        """`plan` is None where live ranges depend on the order of actions; `sizes`: bytes of the
-        values of stages where they are not those of the stages."""
-        self._actions, self._values, self._plan = actions, values, plan
+        """`sizes`: bytes of the values of stages where they are not those of the stages."""
+        self._actions, self._order = actions, order
         self._names, self._rank, self._streams = names, rank, streams
         self._sizes: Sizes = sizes or {}
 
@@ -59,7 +51,7 @@ class AssembledWork(RankWork):
     @cached_property
     def order(self) -> RankOrder:
         """The copies of the actions."""
-        return self._values.order
+        return self._order
 
     @property
     def rows(self) -> Int:
@@ -88,9 +80,7 @@ class AssembledWork(RankWork):
         of = self._actions
         same = replace(tasks, data_ptr=of.tasks.data_ptr, data=of.tasks.data)
         actions = Actions(same, of.begin, of.part, of.carried)
-        return AssembledWork(
-            actions, self._values, self._plan, self._names, self._rank, self._streams, sizes
-        )
+        return AssembledWork(actions, self._order, self._names, self._rank, self._streams, sizes)
 
     @cached_property
     def tasks(self) -> Tasks:
@@ -100,14 +90,12 @@ class AssembledWork(RankWork):
     @cached_property
     def values(self) -> Values:
         """The values in memory, with the live range of each."""
-        return self._values.expanded(self._names.naming(self._rank), self._sizes)
+        return rank_values(self._order, self._names.naming(self._rank), self._sizes)
 
     @cached_property
     def changes(self) -> MemoryChanges:
         """What the copies allocate and free."""
-        if self._plan is None:
-            return changes_of(self.order, self.values)
-        return self._plan.changes(self._rank, self._sizes)
+        return memory_changes(self._order, self._sizes)
 
 
 def assembled(of: RankClass) -> AssembledWork:
