@@ -188,9 +188,8 @@ class RankOrder:
     def structure(self) -> Sequence[object]:
         """Needs, what gathers weights for what, and how messages are numbered."""
         table, of = self.table, self.schedule
-        borrowed = (
-            [table.stages[n] for n in sorted({*self.contents.tolist()})] if self.borrows else []
-        )
+        contents: list[int] = self.contents.tolist()
+        borrowed = [table.stages[n] for n in sorted(set(contents))] if self.borrows else []
         return (
             *table.needs, table.need_part, self.supplier, self.contents, self.after,
             self._num_stages, table.messages, of.stages, *borrowed,

@@ -153,7 +153,7 @@ def _sequence(
 
     action = np.where(groups < 0, -1, order.action[groups])
     base = int(order.action.max(initial=0)) + 2
-    code = (action + 1) @ base ** np.arange(action.shape[1])
+    code: Int = (action + 1) @ np.power(base, np.arange(groups.shape[1]))
     _, index, back = np.unique(code, return_index=True, return_inverse=True)
     by_code = np.zeros(len(index), np.int64)
     for k in np.argsort(index).tolist():
@@ -196,7 +196,7 @@ def _rows_of(
     ends = 0
     for u, members in enumerate(units):
         for m, (action, which) in enumerate(members):
-            rows = np.arange(begin[action], begin[action + 1])
+            rows = actions.rows(action)
             chosen = rows if which == ALL else rows[deferred[rows] == (which == DEFERRED)]
             where = np.full(len(rows), -1)
             where[chosen - begin[action]] = size + np.arange(len(chosen))
