@@ -90,7 +90,7 @@ def _of_class(
                 continue
             rows = rules.rows[chosen]
             copies = sequence.copies[instances, m]
-            at = np.searchsorted(np.flatnonzero(order.action == action), copies)
+            at: Int = np.searchsorted(np.flatnonzero(order.action == action), copies)
             tags = order.tags(action, rows)[at]
             slot = tasks.slot[rows].astype(np.int64)
             shape = tags.shape

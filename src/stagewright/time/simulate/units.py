@@ -153,7 +153,8 @@ def _sequence(
 
     action = np.where(groups < 0, -1, order.action[groups])
     base = int(order.action.max(initial=0)) + 2
-    code: Int = (action + 1) @ np.power(base, np.arange(groups.shape[1]))
+    powers = np.array([base**m for m in range(groups.shape[1])], dtype=np.int64)
+    code: Int = (action + 1) @ powers
     _, index, back = np.unique(code, return_index=True, return_inverse=True)
     by_code = np.zeros(len(index), np.int64)
     for k in np.argsort(index).tolist():

@@ -138,9 +138,10 @@ class Waves:
                 row = np.repeat(needs.row[mine][None], len(copies), axis=0)
                 taken = np.flatnonzero(needs.entry[mine] >= 0)
                 if len(taken):
-                    at = np.searchsorted(np.flatnonzero(order.action == action), copies)
+                    copies_of = np.flatnonzero(order.action == action)
+                    nth_copy: Int = np.searchsorted(copies_of, copies)
                     other = order.sources(action, needs.entry[mine[taken]])
-                    source[:, taken], row[:, taken] = other[0][at], other[1][at]
+                    source[:, taken], row[:, taken] = other[0][nth_copy], other[1][nth_copy]
                 where = sequence.instance[source]
                 offset = row - begin[order.action[source]]
                 found = units.index[first[sequence.unit[where], sequence.member[source]] + offset]
@@ -458,7 +459,7 @@ class Waves:
         for column in np.flatnonzero(what == MESSAGE).tolist():
             rows = arrival[nth, int(number_of[column])]
             received = self.messages.received
-            at = np.searchsorted(instances, received.of[rows, 1])
+            at: Int = np.searchsorted(instances, received.of[rows, 1])
             ins[at, received.lane[rows], column] = self.arrivals[rows]
         outs = np.empty((*shape, len(run.outputs)), np.int64)
         what, number_of = np.array(run.outputs, dtype=np.int64).T

@@ -258,8 +258,7 @@ def _report(result: Search, seconds: float) -> None:
         if sentence:
             out.print(sentence)
     out.print(
-        f"{len(ranking):,} candidates, "
-        f"{ranking.simulated:,} of them simulated, in {seconds:.1f} s"
+        f"{len(ranking):,} candidates, {ranking.simulated:,} of them simulated, in {seconds:.1f} s"
     )
     out.print(result.certainty)
 
