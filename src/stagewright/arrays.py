@@ -83,6 +83,15 @@ def sorted_values(column: NDArray[_Whole]) -> NDArray[_Whole]:
     return values[first]
 
 
+def distinct_values(column: NDArray[np.integer[Any]]) -> list[int]:
+    """The values of a column of integers, in order, as Python numbers.
+
+    >>> distinct_values(np.array([5, 2, 5]))
+    [2, 5]
+    """
+    return sorted_values(column).tolist()
+
+
 def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
     """Of columns side by side, the first of each set of equal rows, and each row's set.
 

@@ -137,7 +137,8 @@ def _price(cost: Mapping[str, Any], step: ScheduleStep) -> Any:
 
 
 def _later(a: Any, b: Any) -> Any:
-    return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else max(a, b)
+    arrays = any(isinstance(time, np.ndarray) for time in (a, b))
+    return np.maximum(a, b) if arrays else max(a, b)
 
 
 def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, Any]]:

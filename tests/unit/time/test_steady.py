@@ -15,13 +15,25 @@ from stagewright.program.columns import TaskKind
 from stagewright.time.collectives import message_seconds
 from stagewright.time.cost import task_seconds
 from stagewright.time.served import InEngine
-from stagewright.time.simulate.steady import TOKEN
+from stagewright.time.simulate.steady import TOKEN, repeated
 from stagewright.views.perfetto import write
 from trace_events import check
 
 pytestmark = pytest.mark.numerics  # whole steps of large models take seconds
 
 SETTINGS: dict[str, Any] = {"mode": "decode", "context_length": 2048}
+
+
+def test_repeated_steps_hold_the_bytes_of_one() -> None:
+    """No step allocates or frees: memory is that of one step."""
+    compiled = sw.compile(
+        sw.Run(model="gpt2", layers=2, mode="decode", context_length=64, pp=2, batch_size=2)
+    )
+    program = compiled.program
+    for step, several in zip(program.classes, repeated(program, 6, tokens=1).classes, strict=True):
+        changes = several.work.changes
+        assert changes.at_peak()["peak"] == int(changes.start.sum())
+        assert several.memory == step.memory
 
 
 @pytest.mark.parametrize(

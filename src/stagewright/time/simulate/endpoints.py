@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, distinct_values
 from stagewright.time.simulate.order import IssueOrder
 from stagewright.time.simulate.waves import Waves
 
@@ -43,46 +43,46 @@ class Endpoints:
 
 def endpoints(waves: Waves, issues: Sequence[IssueOrder]) -> Endpoints:
     """The messages and collectives of all classes, whose tasks are issued in these orders."""
-    place: list[Int] = []
+    place_of_row: list[Int] = []
     for order in issues:
-        of_row = np.empty_like(order.rows)
-        of_row[order.rows] = np.arange(len(order))
-        place.append(of_row)
+        place = np.empty_like(order.rows)
+        place[order.rows] = np.arange(len(order))
+        place_of_row.append(place)
 
-    def places(of: Int) -> Int:
-        """Places of class, instance and position."""
-        found = np.zeros(len(of), np.int64)
-        for nth in np.unique(of[:, 0]).tolist():
-            mine = of[:, 0] == nth
-            rows = waves.expanded_rows(nth, of[mine, 1], of[mine, 2])
-            found[mine] = place[nth][rows]
-        return found
+    def places(positions: Int) -> Int:
+        """Places of positions, each given as class, instance and position."""
+        result = np.zeros(len(positions), np.int64)
+        for nth in distinct_values(positions[:, 0]):
+            chosen = positions[:, 0] == nth
+            rows = waves.expanded_rows(nth, positions[chosen, 1], positions[chosen, 2])
+            result[chosen] = place_of_row[nth][rows]
+        return result
 
     lanes = waves.lanes
     received: list[Received] = []
     ends = waves.messages.received
-    at, sent = places(ends.of), places(waves.messages.sent.of)
-    for nth, mine in enumerate(lanes.by_class):
-        own = ends.of[:, 0] == nth
+    receive_places, send_places = places(ends.of), places(waves.messages.sent.of)
+    for nth, class_lanes in enumerate(lanes.by_class):
+        chosen, width = ends.of[:, 0] == nth, len(class_lanes)
         columns = [
-            at[own],
-            ends.lane[own],
-            ends.key[own, 1],
-            sent[own],
+            receive_places[chosen],
+            ends.lane[chosen],
+            ends.key[chosen, 1],
+            send_places[chosen],
         ]
         inside = _within(waves, nth)
-        if len(inside[0]):
-            pair = [places(np.insert(of, 0, nth, axis=1)) for of in inside]
-            each = np.arange(len(mine))
+        count = len(inside[0])
+        if count:
+            receives, sends = (places(np.insert(end, 0, nth, axis=1)) for end in inside)
             columns = [
                 np.concatenate([column, more])
                 for column, more in zip(columns, (
-                    np.repeat(pair[0], len(mine)), np.tile(each, len(pair[0])),
-                    np.tile(mine, len(pair[0])), np.repeat(pair[1], len(mine)),
+                    np.repeat(receives, width), np.tile(np.arange(width), count),
+                    np.tile(class_lanes, count), np.repeat(sends, width),
                 ), strict=True)
             ]  # fmt: skip
         order = np.lexsort((columns[1], columns[0]))
-        table = [column[order].reshape(-1, len(mine)) for column in columns]
+        table = [column[order].reshape(-1, width) for column in columns]
         received.append(Received(table[0][:, 0], table[2], table[3]))
     return Endpoints(
         lanes.by_class, lanes.class_of, tuple(received), tuple(_meetings(waves, places)),
@@ -95,17 +95,17 @@ def _within(waves: Waves, nth: int) -> tuple[Int, Int]:
     t = waves.table_of[nth]
     edges, unit = waves.messages.within[t], waves.tables[t].rules.unit
     ends: list[list[Int]] = [[np.zeros((0, 2), np.int64)], [np.zeros((0, 2), np.int64)]]
-    for u in np.unique(unit[edges.waiter]).tolist():
+    for u in distinct_values(unit[edges.waiter]):
         instances = np.flatnonzero(waves.sequence[nth].unit == u)
-        mine = unit[edges.waiter] == u
-        for found, positions in zip(ends, edges, strict=True):
-            pairs = np.meshgrid(instances, positions[mine], indexing="ij")
-            found.append(np.stack(pairs, axis=-1).reshape(-1, 2))
+        in_unit = unit[edges.waiter] == u
+        for parts, positions in zip(ends, edges, strict=True):
+            pairs = np.meshgrid(instances, positions[in_unit], indexing="ij")
+            parts.append(np.stack(pairs, axis=-1).reshape(-1, 2))
     return np.concatenate(ends[0]), np.concatenate(ends[1])
 
 
-def _meetings(waves: Waves, places) -> list[Meeting]:  # type: ignore[no-untyped-def]
-    """Collectives whose groups span several classes."""
+def _meetings(waves: Waves, places: Callable[[Int], Int]) -> list[Meeting]:
+    """Collectives whose groups span several classes; `places` as in `endpoints`."""
     met: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for batch in waves.batches:
         if not batch.meets:
@@ -119,7 +119,7 @@ def _meetings(waves: Waves, places) -> list[Meeting]:  # type: ignore[no-untyped
             met[level, meeting][c] = place
     count = len(waves.lanes.by_class)
     return [
-        Meeting(meeting // count, tuple(sorted(of)), tuple(of[c] for c in sorted(of)))
-        for (_, meeting), of in sorted(met.items())
-        if len(of) > 1
+        Meeting(meeting // count, tuple(sorted(place)), tuple(place[c] for c in sorted(place)))
+        for (_, meeting), place in sorted(met.items())
+        if len(place) > 1
     ]

@@ -86,11 +86,11 @@ def _tasks_done(waves: Waves) -> Int:
     first = np.array([int(lanes[0]) for lanes in waves.lanes.by_class])
     for batch in waves.batches:
         runs = waves.runs[batch.table]
-        numbers = runs.groups[batch.group].runs.tolist()
+        numbers: list[int] = runs.groups[batch.group].runs.tolist()
         length = np.array([runs.runs[n].end - runs.runs[n].begin for n in numbers])
-        mine = np.isin(batch.lane, first)
+        counted = np.isin(batch.lane, first)
         wave = np.repeat(np.arange(waves.count), np.diff(batch.wave))
-        np.add.at(done, wave[mine], length[batch.run[mine]])
+        np.add.at(done, wave[counted], length[batch.run[counted]])
     return done.cumsum()
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, distinct_values
 from stagewright.program.columns import CATEGORIES
 from stagewright.program.memory import Deltas, deltas
 from stagewright.program.step import MemoryChanges
@@ -89,20 +89,20 @@ def _events(line: Timeline, lane: int, changes: MemoryChanges) -> Iterator[tuple
     order, begin = line.program.classes[nth].work.order, table.actions.begin
     for run in line.runs(lane):
         members = table.rules.member[run.positions]
-        for member in np.unique(members).tolist():
-            mine = np.flatnonzero(members == member)
+        for member in distinct_values(members):
+            of_member = np.flatnonzero(members == member)
             copies = sequence.copies[run.instances, member]
             kinds = changes.kind[copies]
-            rows = table.rules.rows[run.positions[mine]] - begin[order.action[copies[0]]]
-            for kind in np.unique(kinds).tolist():
-                some = np.flatnonzero(kinds == kind)
+            rows = table.rules.rows[run.positions[of_member]] - begin[order.action[copies[0]]]
+            for kind in distinct_values(kinds):
+                of_kind = np.flatnonzero(kinds == kind)
                 profile = changes.profiles[kind]
                 for size, ticks in (
                     (-profile.freed[:, rows], run.end), (profile.allocated[:, rows], run.ready)
                 ):  # fmt: skip
-                    there = np.flatnonzero(size.any(axis=0))
-                    if len(there):
-                        yield ticks(mine[there])[some], size[:, there]
+                    changed = np.flatnonzero(size.any(axis=0))
+                    if len(changed):
+                        yield ticks(of_member[changed])[of_kind], size[:, changed]
 
 
 def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, distinct_values
 from stagewright.program.columns import RECV, SEND, Program
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.order import Edges, IssueRules, IssueTable
@@ -53,15 +53,17 @@ def messages(program: Program, tables: Sequence[IssueTable], lanes: Lanes) -> Me
         kind = tasks.kind[rules.rows]
         positions = np.flatnonzero((kind == SEND) | (kind == RECV))
         slot = tasks.slot[rules.rows[positions]].astype(np.int64)
-        mine = np.concatenate([lanes.by_class[nth] for nth in table.classes])
-        to_itself = np.array([(to[mine] == mine).all() for to in lanes.peers], dtype=bool)
+        table_lanes = np.concatenate([lanes.by_class[nth] for nth in table.classes])
+        to_itself = np.array(
+            [(peer[table_lanes] == table_lanes).all() for peer in lanes.peers], dtype=bool
+        )
         inside = to_itself[slot] if len(slot) else np.zeros(0, dtype=bool)
         within.append(_within(rules, tasks.tag, positions[inside], axis_of[slot[inside]], kind))
         between = positions[~inside]
         for nth, sequence in zip(table.classes, table.sequences, strict=True):
-            for what, found in ends.items():
+            for what, parts in ends.items():
                 chosen = between[kind[between] == what]
-                found += _of_class(program, table, nth, sequence, chosen, axis_of, lanes)
+                parts += _of_class(program, table, nth, sequence, chosen, axis_of, lanes)
     none = np.zeros((0, 3), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), np.int64)
     sent, received = (
         _sorted(MessageEnds(*(np.concatenate(c) for c in zip(none, *ends[what], strict=True))))
@@ -78,26 +80,27 @@ def _of_class(
 ) -> Iterator[tuple[Int, Int, Int]]:  # fmt: skip
     """The sends, or receives, of all copies of a class and of each of its lanes."""
     rules, order, tasks = table.rules, program.classes[nth].work.order, table.actions.tasks
-    for unit in np.unique(rules.unit[positions]).tolist():
+    for unit in distinct_values(rules.unit[positions]):
         instances = np.flatnonzero(sequence.unit == unit)
         if not len(instances):
             continue
         for m, action in enumerate(table.units.actions[unit]):
-            mine = positions[(rules.unit[positions] == unit) & (rules.member[positions] == m)]
-            if not len(mine):
+            chosen = positions[(rules.unit[positions] == unit) & (rules.member[positions] == m)]
+            if not len(chosen):
                 continue
+            rows = rules.rows[chosen]
             copies = sequence.copies[instances, m]
-            at = np.searchsorted(np.flatnonzero(order.action == action), copies)
-            tags = order.tags(action, rules.rows[mine])[at]
-            slot = tasks.slot[rules.rows[mine]].astype(np.int64)
+            at: Int = np.searchsorted(np.flatnonzero(order.action == action), copies)
+            tags = order.tags(action, rows)[at]
+            slot = tasks.slot[rows].astype(np.int64)
             shape = tags.shape
             of = np.stack([
                 np.full(shape, nth), np.broadcast_to(instances[:, None], shape),
-                np.broadcast_to(mine, shape),
+                np.broadcast_to(chosen, shape),
             ], axis=-1).reshape(-1, 3)  # fmt: skip
-            receives = tasks.kind[rules.rows[mine[0]]] == RECV
+            receives = tasks.kind[rows[0]] == RECV
             for number, lane in enumerate(lanes.by_class[nth].tolist()):
-                other = np.array([int(to[lane]) for to in lanes.peers])[slot]
+                other = np.array([int(peer[lane]) for peer in lanes.peers])[slot]
                 pair = (np.full(shape, lane), np.broadcast_to(other, shape))
                 if receives:
                     pair = pair[::-1]
@@ -116,13 +119,13 @@ def _unmatched(sent: Int, received: Int, lanes: Lanes, axes: Sequence[str]) -> s
     """What is received and not sent, or the other way round; given are keys of `MessageEnds`."""
     pairs = {*map(tuple, sent[:, :3].tolist())} | {*map(tuple, received[:, :3].tolist())}
     for pair in sorted(pairs):
-        there = [keys[(keys[:, :3] == pair).all(axis=1)] for keys in (sent, received)]
-        if not np.array_equal(*there):
+        sends, receives = (keys[(keys[:, :3] == pair).all(axis=1)] for keys in (sent, received))
+        if not np.array_equal(sends, receives):
             axis, source, target = pair
             ranks = [int(lanes.example[lane]) for lane in (target, source)]
             return (
-                f"rank {ranks[0]} receives {len(there[1])} messages from rank {ranks[1]} along "
-                f"{axes[axis]}, which sends {len(there[0])}, or others"
+                f"rank {ranks[0]} receives {len(receives)} messages from rank {ranks[1]} along "
+                f"{axes[axis]}, which sends {len(sends)}, or others"
             )
     raise AssertionError("all messages are received")
 

@@ -9,7 +9,7 @@ between the ends of two steps is the time per output token of every request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
-from stagewright.program.step import ActionOrder, Actions, MemoryChanges, RankWork
+from stagewright.program.step import ActionOrder, Actions, MemoryChanges, Profiles, RankWork
 from stagewright.program.tables import Values
 from stagewright.run.settings import Run
 from stagewright.time.simulate.timeline import Timeline
@@ -122,23 +122,18 @@ class RepeatedWork(RankWork):
         action[0], action[-1] = 0, 2
         return _Repeated(action, self.actions)
 
-    @property
+    @cached_property
     def changes(self) -> MemoryChanges:
-        """None: what a step of decode holds is there all the time."""
-        held = self.step.changes
-        nothing = tuple(
-            held.profiles[0]._replace(
-                allocated=np.zeros((len(held.start), len(each)), np.int64),
-                freed=np.zeros((len(held.start), len(each)), np.int64),
-            )
-            for each in self._steps
-        )
-        return MemoryChanges(held.start, self.order.action, nothing)
+        """None: a step of decode holds the same bytes all the time."""
+        start, begin = self.step.changes.start, self.actions.begin
+        nothing = np.zeros((len(start), int(begin[-1])), np.int64)
+        return MemoryChanges(start, self.order.action, Profiles.of(nothing, nothing, begin))
 
     @cached_property
     def tasks(self) -> Tasks:
         """The rows of all steps."""
-        return self._numbered([self._steps[a] for a in self.order.action.tolist()])
+        actions: list[int] = self.order.action.tolist()
+        return self._numbered([self._steps[action] for action in actions])
 
     def _numbered(self, steps: Sequence[Tasks]) -> Tasks:
         """Steps one after another, whose batches have numbers of their own."""
@@ -148,15 +143,15 @@ class RepeatedWork(RankWork):
             for n, each in enumerate(steps)
         ])  # fmt: skip
 
-    @property
+    @cached_property
     def values(self) -> Values:
         """Those of one step."""
         return self.step.values
 
-    @property
-    def memory(self) -> dict[str, int]:
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
         """That of one step."""
-        return dict(self.step.memory)
+        return self.step.memory
 
 
 class _Repeated:

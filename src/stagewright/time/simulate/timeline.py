@@ -173,14 +173,16 @@ class Timeline:
         timing = int(self.timings[t].of_lane[lane])
         runs = waves.runs[t]
         for number, batch in enumerate(waves.batches):
-            mine = np.flatnonzero(batch.lane == lane) if batch.table == t else []
-            if not len(mine):
+            if batch.table != t:
                 continue
-            order = mine[np.argsort(batch.run[mine], kind="stable")]
+            lane_rows = np.flatnonzero(batch.lane == lane)
+            if not len(lane_rows):
+                continue
+            order = lane_rows[np.argsort(batch.run[lane_rows], kind="stable")]
             bounds = np.flatnonzero(np.diff(batch.run[order])) + 1
-            for some in np.split(order, bounds):
+            for rows in np.split(order, bounds):
                 group = runs.groups[batch.group]
-                run = runs.runs[int(group.runs[batch.run[some[0]]])]
+                run = runs.runs[int(group.runs[batch.run[rows[0]]])]
                 if run.begin == run.end:
                     continue
                 positions = np.arange(run.begin, run.end)
@@ -189,7 +191,7 @@ class Timeline:
                 if batch.meets:
                     alone, begun = None, executed.met[number]
                 yield RunTimes(
-                    batch.instance[some], positions, begun[some], alone, group.row[positions],
+                    batch.instance[rows], positions, begun[rows], alone, group.row[positions],
                     timing, durations,
                 )  # fmt: skip
 
@@ -315,15 +317,17 @@ _KNOWN: dict[bytes, Waves] = {}
 
 def _structure(program: Program, how: Execution, lanes: Lanes) -> bytes:
     """What is equal for programs whose units, messages and meetings are."""
-    found = blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
 
     def add(*parts: object) -> None:
         for part in parts:
-            found.update(
-                part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode()
-                if isinstance(part, str | int | tuple | frozenset) else b"%d" % id(part)
-            )  # fmt: skip
-            found.update(b";")
+            if isinstance(part, np.ndarray):
+                digest.update(part.tobytes())
+            elif isinstance(part, str | int | tuple | frozenset):
+                digest.update(f"{part!r}".encode())
+            else:
+                digest.update(b"%d" % id(part))
+            digest.update(b";")
 
     degrees = [program.degrees_of(slot) for slot in range(len(program.communicators))]
     names = [tuple(program.mesh.degree_of(n) for names in of for n in names) for of in degrees]
@@ -342,7 +346,7 @@ def _structure(program: Program, how: Execution, lanes: Lanes) -> bytes:
         add(tasks.slot, tasks.tag)
         if how.overlap_moe_expert_parallel_comm:
             add(tasks.comm_bytes)
-    return found.digest()
+    return digest.digest()
 
 
 def _evaluated(runs: Runs, timing: TaskTicks) -> tuple[Evaluated, ...]:
@@ -402,26 +406,29 @@ def _timing(
     rows, kind = table.rules.rows, table.actions.tasks.kind[table.rules.rows]
     of_lane = np.zeros(lanes.count, np.int64)
     known: dict[tuple[bytes, ...], int] = {}
-    columns: list[tuple[Int, Int | None, Bool | None]] = []
+    durations: list[Int] = []
+    costs: list[Int] = []
+    waits: list[Bool] = []
     for nth in table.classes:
-        cost = waits = None
+        host: tuple[Int, Bool] | None = None
         if hosts is not None:
             cost = np.rint(hosts[nth].seconds[rows] / TICK).astype(np.int64)
-            waits = hosts[nth].waits[rows]
+            host = cost, hosts[nth].waits[rows]
         for lane in lanes.by_class[nth].tolist():
             given = ticks[nth][rows]
             if factor[lane] != 1:
                 slowed = np.rint(given * factor[lane]).astype(np.int64)
                 given = np.where(kind == COMPUTE, slowed, given)
-            parts = (given, *(() if cost is None or waits is None else (cost, waits)))
-            key = tuple(part.tobytes() for part in parts)
+            key = tuple(part.tobytes() for part in (given, *(host or ())))
             if key not in known:
-                known[key] = len(columns)
-                columns.append((given, cost, waits))
+                known[key] = len(durations)
+                durations.append(given)
+                if host is not None:
+                    costs.append(host[0])
+                    waits.append(host[1])
             of_lane[lane] = known[key]
-    given = np.stack([of for of, _, _ in columns])
+    given = np.stack(durations)
     duration = np.where(kind == RECV, 0, given)
     if hosts is None:
         return TaskTicks(duration, None, None, of_lane, given)
-    cost, waits = (np.stack([of[k] for of in columns]) for k in (1, 2))
-    return TaskTicks(duration, cost, waits.astype(bool), of_lane, given)
+    return TaskTicks(duration, np.stack(costs), np.stack(waits).astype(bool), of_lane, given)

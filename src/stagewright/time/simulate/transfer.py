@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.time.simulate.order import LAUNCHED, Edges, IssueRules
 
 WIDTHS = (8, 16, 32)
@@ -90,13 +90,13 @@ class Runs:
         for u in range(units):
             a, b = int(begin[u]), int(begin[u + 1])
             edges = [a, *(a + 1 + np.flatnonzero(cuts[a + 1 : b])).tolist(), b] if b > a else []
-            mine = [(u, x, y) for x, y in itertools.pairwise(edges)]
-            if mine and connections.meets[mine[-1][1]]:
-                mine.append((u, b, b))  # registers are left by a run that is no meeting
-            self.of_unit.append([*range(len(bounds), len(bounds) + len(mine))])
-            for number, (_, x, y) in enumerate(mine, len(bounds)):
+            in_unit = [(u, x, y) for x, y in itertools.pairwise(edges)]
+            if in_unit and connections.meets[in_unit[-1][1]]:
+                in_unit.append((u, b, b))  # registers are left by a run that is no meeting
+            self.of_unit.append([*range(len(bounds), len(bounds) + len(in_unit))])
+            for number, (_, x, y) in enumerate(in_unit, len(bounds)):
                 run_of[x:y] = number
-            bounds += mine
+            bounds += in_unit
         self.run_of = run_of
         self._connect(rules, connections, bounds)
 
@@ -104,7 +104,7 @@ class Runs:
         self, rules: IssueRules, connections: Connections, bounds: Sequence[tuple[int, int, int]]
     ) -> None:
         """Inputs and outputs of all runs."""
-        run_of = self.run_of
+        run_of: list[int] = self.run_of.tolist()
         launched = Port(REGISTER, rules.register(LAUNCHED))
         inputs: list[dict[Port, int]] = [{launched: 0} for _ in bounds]
         fill: list[tuple[int, int]] = []
@@ -113,7 +113,7 @@ class Runs:
             columns = inputs[run_of[position]]
             fill.append((position, columns.setdefault(port, len(columns))))
 
-        for position, register in zip(*(column.tolist() for column in rules.reads), strict=True):
+        for position, register in _rows(*rules.reads):
             reads(position, Port(REGISTER, register))
         local: set[int] = set()
         for waiter, dep in zip(*self._across(rules.edges), strict=True):
@@ -129,7 +129,7 @@ class Runs:
             reads(position, Port(MESSAGE, position))
 
         outputs: list[list[tuple[Port, int]]] = [[(launched, 0)] for _ in bounds]
-        for u, register, position in zip(*(c.tolist() for c in rules.writes), strict=True):
+        for u, register, position in _rows(*rules.writes):
             last = self.of_unit[u][-1]
             if run_of[position] == last and position < bounds[last][2]:
                 source = position
@@ -139,7 +139,7 @@ class Runs:
                 port = Port(LOCAL, position)
                 source = -1 - columns.setdefault(port, len(columns))
             outputs[last].append((Port(REGISTER, register), source))
-        for u, register, other in zip(*(c.tolist() for c in rules.moves), strict=True):
+        for u, register, other in _rows(*rules.moves):
             if not self.of_unit[u]:
                 continue
             columns = inputs[self.of_unit[u][-1]]
@@ -154,8 +154,11 @@ class Runs:
             ports, sources = zip(*outputs[number], strict=True)
             meets = a < b and bool(connections.meets[a])
             self.runs.append(UnitRun(u, a, b, meets, tuple(inputs[number]), ports, sources))
-        pairs = np.array(fill, dtype=np.int64).reshape(-1, 2)
-        self.fill, self.arrivals = pairs[:ready_fill].T, pairs[ready_fill:].T
+        position, column = np.array(fill, dtype=np.int64).reshape(-1, 2).T
+        self.fill = position[:ready_fill], column[:ready_fill]
+        """Positions, and the inputs of their runs that they wait for to be ready."""
+        self.arrivals = position[ready_fill:], column[ready_fill:]
+        """Positions, and the inputs of their runs that are messages they receive."""
 
     def _across(self, edges: Edges) -> tuple[list[int], list[int]]:
         """Edges between runs."""
@@ -167,9 +170,14 @@ class Runs:
         """Runs with about as many inputs, whose positions are evaluated side by side."""
         wide = np.array([_width(run) for run in self.runs], dtype=np.int64)
         return [
-            RunGroup(self, np.flatnonzero(wide == width), int(width))
-            for width in np.unique(wide).tolist()
+            RunGroup(self, np.flatnonzero(wide == width), width) for width in distinct_values(wide)
         ]
+
+
+def _rows(*columns: Int) -> Iterator[tuple[int, ...]]:
+    """Rows of columns of equal length."""
+    lists: list[list[int]] = [column.tolist() for column in columns]
+    return zip(*lists, strict=True)
 
 
 def _width(run: UnitRun) -> int:
@@ -187,20 +195,16 @@ class RunGroup:
 
     def __init__(self, runs: Runs, numbers: Int, width: int) -> None:
         """`numbers` are indices into `Runs.runs`."""
-        begin, end = (
-            np.array([getattr(runs.runs[n], what) for n in numbers.tolist()], dtype=np.int64)
-            for what in ("begin", "end")
-        )
-        self.runs = numbers[np.argsort(begin - end, kind="stable")]
+        begin = np.array([run.begin for run in runs.runs], dtype=np.int64)
+        length = np.array([run.end - run.begin for run in runs.runs], dtype=np.int64)
+        self.runs = numbers[np.argsort(-length[numbers], kind="stable")]
         """Indices into `Runs.runs`, longest first."""
-        mine = [runs.runs[n] for n in self.runs.tolist()]
-        self.inputs = max(len(run.inputs) for run in mine)
-        self.outputs = max(len(run.outputs) for run in mine)
+        indices: list[int] = self.runs.tolist()
+        members = [runs.runs[n] for n in indices]
+        self.inputs = max(len(run.inputs) for run in members)
+        self.outputs = max(len(run.outputs) for run in members)
         self.width = width
-        begin, length = (
-            np.array(column, dtype=np.int64)
-            for column in zip(*((run.begin, run.end - run.begin) for run in mine), strict=True)
-        )
+        begin, length = begin[self.runs], length[self.runs]
         total = int(length.sum())
         k = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
         position = np.repeat(begin, length) + k
@@ -222,13 +226,13 @@ class RunGroup:
         inside = (runs.run_of[waiter] == runs.run_of[dep]) & (row[waiter] < total)
         self.sent = dict(zip(row[waiter[inside]].tolist(), row[dep[inside]].tolist(), strict=True))
         """Rows that receive what a row of the same run sends."""
-        self.outs = self._outs(mine)
+        self.outs = self._outs(members)
 
     def _of_group(self, fill: tuple[Int, Int]) -> tuple[Int, Int]:
         """Rows and columns of inputs that positions of the group wait for."""
         rows = self.row[fill[0]]
-        mine = rows < len(self.position)
-        return rows[mine], fill[1][mine]
+        inside = rows < len(self.position)
+        return rows[inside], fill[1][inside]
 
     def _needs(self, waiter: Int, dep: Int) -> tuple[list[Int], dict[int, list[tuple[int, Int]]]]:
         """The first needs of all rows, as columns; and of steps, rows that have more."""
@@ -242,16 +246,16 @@ class RunGroup:
             column[waiter[nth == number]] = dep[nth == number]
             columns.append(column)
         further: dict[int, list[tuple[int, Int]]] = defaultdict(list)
-        for row in np.unique(waiter[nth > 1]).tolist():
+        for row in distinct_values(waiter[nth > 1]):
             step = int(np.searchsorted(self.steps, row, side="right")) - 1
             further[step].append((row, dep[(waiter == row) & (nth > 1)]))
         return columns, further
 
-    def _outs(self, mine: Sequence[UnitRun]) -> Int:
+    def _outs(self, members: Sequence[UnitRun]) -> Int:
         """By run and output, the row of the extended evaluation that it is; see `Evaluated`."""
         total, width = len(self.position), self.inputs
-        outs = np.full((len(mine), self.outputs), total)
-        for nth, run in enumerate(mine):
+        outs = np.full((len(members), self.outputs), total)
+        for nth, run in enumerate(members):
             rows = [int(self.row[p]) if p >= 0 else total - p for p in run.sources]
             outs[nth, : len(rows)] = rows
             outs[nth, 0] = total + 1 + width + nth

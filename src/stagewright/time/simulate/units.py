@@ -147,7 +147,8 @@ def _sequence(
 
     action = np.where(groups < 0, -1, order.action[groups])
     base = int(order.action.max(initial=0)) + 2
-    code = (action + 1) @ base ** np.arange(action.shape[1])
+    powers = np.array([base**m for m in range(groups.shape[1])], dtype=np.int64)
+    code: Int = (action + 1) @ powers
     _, index, back = np.unique(code, return_index=True, return_inverse=True)
     by_code = np.zeros(len(index), np.int64)
     for k in np.argsort(index).tolist():
@@ -190,7 +191,7 @@ def _rows_of(
     ends = 0
     for u, members in enumerate(units):
         for m, (action, which) in enumerate(members):
-            rows = np.arange(begin[action], begin[action + 1])
+            rows = actions.rows(action)
             chosen = rows if which == ALL else rows[deferred[rows] == (which == DEFERRED)]
             where = np.full(len(rows), -1)
             where[chosen - begin[action]] = size + np.arange(len(chosen))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.errors import UserError
 from stagewright.program.columns import COLLECTIVE, Program
 from stagewright.time.simulate.lanes import Lanes
@@ -89,11 +89,11 @@ class Waves:
         kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
         meets = np.zeros(len(rows), dtype=bool)
         lanes = np.concatenate([self.lanes.by_class[nth] for nth in table.classes])
-        for s in np.unique(slot[kind == COLLECTIVE]).tolist():
+        for s in distinct_values(slot[kind == COLLECTIVE]):
             group = self.lanes.groups[s]
             members = np.bincount(group[group >= 0], minlength=1)
-            mine = group[lanes]
-            if (members[mine[mine >= 0]] > 1).any():
+            lane_groups = group[lanes]
+            if (members[lane_groups[lane_groups >= 0]] > 1).any():
                 meets |= (kind == COLLECTIVE) & (slot == s)
         return meets
 
@@ -110,9 +110,9 @@ class Waves:
         """By position, whether it receives from another lane of its class."""
         received = self.messages.received
         result = np.zeros(len(self.tables[t].rules.rows), dtype=bool)
-        mine = np.isin(received.of[:, 0], self.tables[t].classes)
-        own = self.lanes.class_of[received.key[:, 1]] == received.of[:, 0]
-        result[received.of[mine & own, 2]] = True
+        of_table = np.isin(received.of[:, 0], self.tables[t].classes)
+        same_class = self.lanes.class_of[received.key[:, 1]] == received.of[:, 0]
+        result[received.of[of_table & same_class, 2]] = True
         return result
 
     def _without_implied(self, table: IssueTable) -> IssueTable:
@@ -141,7 +141,7 @@ class Waves:
         first = np.zeros((len(units.actions), 1 + max(map(len, units.actions))), np.int64)
         for (u, m), at in units.first.items():
             first[u, m] = at
-        for unit in np.unique(owner).tolist():
+        for unit in distinct_values(owner):
             instances = np.flatnonzero(sequence.unit == unit)
             if not len(instances):
                 continue
@@ -158,9 +158,10 @@ class Waves:
                 row = np.repeat(needs.row[mine][None], len(copies), axis=0)
                 taken = np.flatnonzero(needs.entry[mine] >= 0)
                 if len(taken):
-                    at = np.searchsorted(np.flatnonzero(order.action == action), copies)
+                    copies_of = np.flatnonzero(order.action == action)
+                    nth_copy: Int = np.searchsorted(copies_of, copies)
                     other = order.sources(action, needs.entry[mine[taken]])
-                    source[:, taken], row[:, taken] = other[0][at], other[1][at]
+                    source[:, taken], row[:, taken] = other[0][nth_copy], other[1][nth_copy]
                 where = sequence.instance[source]
                 offset = row - begin[order.action[source]]
                 found = units.index[first[sequence.unit[where], sequence.member[source]] + offset]
@@ -211,10 +212,10 @@ class Waves:
     def _flat(self, of: Int, lane: Int) -> Int:
         """Slots of ends that instances leave; `of` are class, instance and position."""
         slot = np.zeros(len(of), np.int64)
-        for nth in np.unique(of[:, 0]).tolist():
-            mine = of[:, 0] == nth
+        for nth in distinct_values(of[:, 0]):
+            chosen = of[:, 0] == nth
             stored = self.stored[self.table_of[nth]]
-            slot[mine] = self.first[nth][of[mine, 1]] + stored[of[mine, 2]]
+            slot[chosen] = self.first[nth][of[chosen, 1]] + stored[of[chosen, 2]]
         return self.base[of[:, 0]] + slot * self.width[of[:, 0]] + lane
 
     # ---- waves -----------------------------------------------------------------------------------
@@ -225,8 +226,9 @@ class Waves:
         self.item_run: list[Int] = []
         for nth, sequence in enumerate(self.sequence):
             runs = self.runs[self.table_of[nth]]
-            counts = np.array([len(mine) for mine in runs.of_unit])[sequence.unit]
-            first = np.array([mine[0] if mine else 0 for mine in runs.of_unit])[sequence.unit]
+            counts = np.array([len(numbers) for numbers in runs.of_unit])[sequence.unit]
+            first = np.array([numbers[0] if numbers else 0 for numbers in runs.of_unit])
+            first = first[sequence.unit]
             begin = np.concatenate([[0], np.cumsum(counts)])
             offset = np.arange(int(begin[-1])) - np.repeat(begin[:-1], counts)
             self.item_begin.append(begin)
@@ -235,13 +237,14 @@ class Waves:
     def _item(self, of: Int) -> Int:
         """The items of class, instance and position."""
         items = np.zeros(len(of), np.int64)
-        for nth in np.unique(of[:, 0]).tolist():
-            mine = of[:, 0] == nth
+        for nth in distinct_values(of[:, 0]):
+            chosen = of[:, 0] == nth
+            instance, position = of[chosen, 1], of[chosen, 2]
             runs = self.runs[self.table_of[nth]]
-            first = np.array([r[0] if r else 0 for r in runs.of_unit])
-            run = runs.run_of[of[mine, 2]]
-            unit = self.sequence[nth].unit[of[mine, 1]]
-            items[mine] = self.item_begin[nth][of[mine, 1]] + run - first[unit]
+            first = np.array([numbers[0] if numbers else 0 for numbers in runs.of_unit])
+            unit = self.sequence[nth].unit[instance]
+            begin = self.item_begin[nth][instance]
+            items[chosen] = begin + runs.run_of[position] - first[unit]
         return items
 
     def _levels(self) -> list[Int]:
@@ -256,7 +259,8 @@ class Waves:
         pairs = np.stack(
             [received[:, 0], self._item(received), sent[:, 0], self._item(sent)], axis=1
         )
-        for c, item, other, needed in np.unique(pairs, axis=0).tolist():
+        distinct: list[list[int]] = np.unique(pairs, axis=0).tolist()
+        for c, item, other, needed in distinct:
             needs[c][item].append((other, needed))
         slots: list[list[int]] = []
         stops: list[list[int]] = []
@@ -398,9 +402,9 @@ class Waves:
         received = self.messages.received.of
         arrival: dict[tuple[int, int], Int] = {}
         for nth in range(len(self.program.classes)):
-            mine = np.flatnonzero(received[:, 0] == nth)
-            for position in np.unique(received[mine, 2]).tolist():
-                arrival[nth, position] = mine[received[mine, 2] == position]
+            messages_of = np.flatnonzero(received[:, 0] == nth)
+            for position in distinct_values(received[messages_of, 2]):
+                arrival[nth, position] = messages_of[received[messages_of, 2] == position]
         parts: dict[tuple[int, int, bool], list[_Items]] = defaultdict(list)
         group_of: list[dict[int, int]] = [
             {n: g for g, group in enumerate(runs.groups) for n in group.runs.tolist()}
@@ -410,17 +414,17 @@ class Waves:
             t = self.table_of[nth]
             runs, sequence = self.runs[t], self.sequence[nth]
             opened = self.opened(nth)
-            for unit in np.unique(sequence.unit).tolist():
+            for unit in distinct_values(sequence.unit):
                 instances = np.flatnonzero(sequence.unit == unit)
                 for k, number in enumerate(runs.of_unit[unit]):
                     run = runs.runs[number]
                     items = self.item_begin[nth][instances] + k
-                    some = self._slots_of(nth, number, instances, level[items], opened, arrival)
-                    parts[t, group_of[t][number], run.meets].append(some)
+                    placed = self._slots_of(nth, number, instances, level[items], opened, arrival)
+                    parts[t, group_of[t][number], run.meets].append(placed)
         last = 1 + max((int(level.max(initial=-1)) for level in levels), default=-1)
         self.batches = [
-            RunBatch.of(t, group, self.runs[t].groups[group], meets, some, last, self)
-            for (t, group, meets), some in sorted(parts.items(), key=lambda each: each[0])
+            RunBatch.of(t, group, self.runs[t].groups[group], meets, items, last, self)
+            for (t, group, meets), items in sorted(parts.items(), key=lambda part: part[0])
         ]
         self.count = last
 
@@ -472,10 +476,10 @@ class Waves:
             slot = self.first[nth][where] + self.stored[t][position]
             ins[:, :, columns] = self.base[nth] + slot[:, None] * width + each[:, None]
         for column in np.flatnonzero(what == MESSAGE).tolist():
-            mine = arrival[nth, int(number_of[column])]
+            rows = arrival[nth, int(number_of[column])]
             received = self.messages.received
-            at = np.searchsorted(instances, received.of[mine, 1])
-            ins[at, received.lane[mine], column] = self.arrivals[mine]
+            at: Int = np.searchsorted(instances, received.of[rows, 1])
+            ins[at, received.lane[rows], column] = self.arrivals[rows]
         outs = np.empty((*shape, len(run.outputs)), np.int64)
         what, number_of = np.array(run.outputs, dtype=np.int64).T
         fixed = np.where(what == LOCAL, registers + self.local[t][np.where(
@@ -538,7 +542,7 @@ class RunBatch:
 
     @classmethod
     def of(
-        cls, table: int, number: int, group: RunGroup, meets: bool, some: Sequence[_Items],
+        cls, table: int, number: int, group: RunGroup, meets: bool, items: Sequence[_Items],
         count: int, waves: Waves,
     ) -> RunBatch:  # fmt: skip
         """Join runs of a group, whose inputs and outputs are padded."""
@@ -546,17 +550,17 @@ class RunBatch:
         def padded(columns: Sequence[Int], width: int, value: int) -> Int:
             joined = np.full((sum(map(len, columns)), width), value)
             at = 0
-            for of in columns:
-                joined[at : at + len(of), : of.shape[1]] = of
-                at += len(of)
+            for rows in columns:
+                joined[at : at + len(rows), : rows.shape[1]] = rows
+                at += len(rows)
             return joined
 
         level, run, lane, instance, meeting, together = (
-            np.concatenate(column) for column in zip(*(of[:6] for of in some), strict=True)
+            np.concatenate(column) for column in zip(*(part[:6] for part in items), strict=True)
         )
         order = np.argsort(level, kind="stable")
-        ins = padded([of.ins for of in some], group.inputs, waves.nothing)[order]
-        outs = padded([of.outs for of in some], group.outputs, waves.unused)[order]
+        ins = padded([part.ins for part in items], group.inputs, waves.nothing)[order]
+        outs = padded([part.outs for part in items], group.outputs, waves.unused)[order]
         wave = np.searchsorted(level[order], np.arange(count + 1))
         place = np.argsort(group.runs)
         run = place[np.searchsorted(group.runs[place], run)]
