@@ -31,6 +31,7 @@ from stagewright.searching.block_costs import (
     PARTLY,
     Blocks,
     Costs,
+    input_bytes,
     pass_costs,
     state_costs,
 )
@@ -256,7 +257,7 @@ class _Estimates:
     def of(cls, rows: Candidates, passes: Costs, states: Costs) -> Self:
         """Nothing is estimated yet."""
         exchanges = _Exchanges.of_candidates(rows, states)
-        sent = _message_bytes(rows)
+        sent = input_bytes(rows)
         message = np.zeros(len(rows))
         level = exchanges.flags("level")[exchanges.of]
         first, of = distinct_numbers([rows.machines, level], len(rows))
@@ -320,13 +321,6 @@ def _lengths(rows: Candidates) -> Int:
     alike = rows.distinct("seq_length")
     runs = [rows.run(row).resolved(rows.model) for row in alike.first.tolist()]
     return np.array([run.seq_length or 1 for run in runs])[alike.of]
-
-
-def _message_bytes(rows: Candidates) -> Float:
-    """Bytes of what a stage hands on: hidden states of a microbatch, in bf16 [candidates]."""
-    tokens = rows.numbers("micro_batch_size") * _lengths(rows) // rows.numbers("cp")
-    split = np.where(rows.numbers("sequence_parallel") > 0, rows.numbers("tp"), 1)
-    return 2.0 * rows.model.hidden_size * (tokens // split)
 
 
 class _Group:
@@ -500,19 +494,21 @@ class _Group:
             saved[0] -= np.minimum(sent, saved[0])  # what is sent is not saved
         if caches is not None:
             saved[:-1] += sent  # by PyTorch's stages it is
-        transient = [self._transient(stage) for stage in stages]
-        reducing = [self._largest(stage, "reduce", 1) * self.flags("reduces") for stage in stages]
-        gathered = [self._gathered(stage) for stage in stages]
+        beside = {
+            stage: {
+                "gathered_parameters": self._gathered(stage),
+                "workspace": np.maximum(self._transient(stage), 0.0),
+                "communication": self._largest(stage, "reduce", 1) * self.flags("reduces"),
+            }
+            for stage in {*stages}
+        }
         scale = self.microbatches / self.played[-1] if self.pipeline.forwards_first else 1.0
         most = np.full(len(at), -1.0)
         for rank, stage, own, counts in occupancies(self.order):
             kept = np.einsum("s,sn->n", np.array(counts, dtype=float), saved[list(own)]) * scale
-            parts = held[rank] | {
-                "gathered_parameters": gathered[stage],
-                "activations": kept,
-                "workspace": np.maximum(transient[stage], 0.0),
-                "communication": reducing[stage] + (0.0 if caches is None else caches[rank]),
-            }
+            parts = held[rank] | beside[stages[stage]] | {"activations": kept}
+            if caches is not None:
+                parts["communication"] = parts["communication"] + caches[rank]
             total = sum(parts.values())
             larger = total > most
             most = np.where(larger, total, most)
