@@ -32,21 +32,21 @@ from pathlib import Path
 
 import numpy as np
 from measure import run
-
 from stagewright.explore.answer.search import search
-from stagewright.searching.candidates import Candidates
 from stagewright.explore.evaluate import Evaluated, evaluate
 from stagewright.explore.lots import in_lots
-from stagewright.searching.request import asked
-from stagewright.searching.defaults import default_axes, default_batch
-from stagewright.searching.space import Space
-from stagewright.searching.machines import Fleet
+
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.defaults import default_axes, default_batch
+from stagewright.searching.machines import Fleet
+from stagewright.searching.request import asked
+from stagewright.searching.space import Space
 from stagewright.time.hardware import resolve
 from stagewright.time.simulate.step import simulate
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from stagewright.schedule.actions import Action, Order, flat
+from stagewright.schedule.actions import Action, Order, ScheduleStep, flat, parts
 from stagewright.schedule.controllable_memory import v_half
 from stagewright.schedule.generators import one_f_one_b
 from stagewright.schedule.play import play
@@ -170,7 +170,11 @@ def _with_passes(
         for nth in range(barriers)
         for kind in "FB"
     )
-    times = play((*order, *ways), lambda a: (lengths if a.stage < stages else barrier)[a.kind])
+
+    def seconds(step: ScheduleStep) -> float:
+        return sum((lengths if a.stage < stages else barrier)[a.kind] for a in parts(step))
+
+    times = play((*order, *ways), seconds)
     meetings = _meetings(stages, microbatches, times, barriers=barriers)
     shift = len(TWO_BARRIERS.before)
     return tuple(

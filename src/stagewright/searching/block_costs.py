@@ -11,11 +11,12 @@ parameters, gradients and optimizer states, bytes exchanged along dp, and second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int, distinct_numbers
 from stagewright.errors import UserError
@@ -149,7 +150,7 @@ def pass_costs(
     """
     names = {*rows.columns} - {*PIPELINE, *STATES, *LIMITS}
     core = names - {*ATTENTION, *EXPERTS, *RECOMPUTE}
-    more = _ranks_within(rows), _rings_ahead(rows)
+    more = _ranks_within(rows), _rings_ahead(rows).astype(np.int64)
     _, base = _distinct(rows, core, *more)
     lead = np.unique(base, return_index=True)[1][base]  # the first candidate with the same core
     first, of = _distinct(rows, names, *more)
@@ -210,7 +211,7 @@ def input_bytes(rows: Candidates) -> Float:
     length = np.array([run.seq_length or 1 for run in runs])[lengths.of]
     tokens = rows.numbers("micro_batch_size") * length // rows.numbers("cp")
     split = np.where(rows.numbers("sequence_parallel") > 0, rows.numbers("tp"), 1)
-    return 2.0 * rows.model.hidden_size * (tokens // split)
+    return np.asarray(2.0 * rows.model.hidden_size * (tokens // split), dtype=np.float64)
 
 
 def _with_variants(
@@ -242,7 +243,7 @@ def _pass_run(rows: Candidates, row: int, lead: int, own: Iterable[str]) -> _Tin
     the whole forward pass in it, nothing is recomputed either (`_with_forward`).
     """
     run, execution = rows.run(row), rows.execution(row)
-    update = _defaults((*PIPELINE, *STATES, *LIMITS), run)
+    update: dict[str, Any] = _defaults((*PIPELINE, *STATES, *LIMITS), run)
     whole = run.recompute == "full" and _recomputes_all(rows)
     if "recompute" not in own or whole:
         update |= _defaults(RECOMPUTE, run) | {"recompute": "none"}
@@ -256,7 +257,8 @@ def _pass_run(rows: Candidates, row: int, lead: int, own: Iterable[str]) -> _Tin
     alone = rows.take(slice(row, row + 1))
     inner = int(_ranks_within(alone)[0])
     dp = inner * _fewest_ranks(run, run.cp)
-    update = {"dp": dp, "global_batch_size": 2 * dp * run.micro_batch_size, "zero": 0}
+    batch = 2 * dp * run.micro_batch_size
+    update = {"dp": dp, "global_batch_size": batch, "zero": 0}
     if inner > 1:
         update["order"] = "ep-dp-tp-cp-pp"
     if _rings_ahead(alone)[0] and run.cp_comm_type == "p2p":
@@ -401,6 +403,11 @@ _STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
 _FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
+def _sums(keys: Int, amounts: Float, count: int) -> Float:
+    """Sums of amounts by key."""
+    return np.bincount(keys, amounts, count).astype(np.float64)
+
+
 class _TinyStep:
     """A simulated tiny run, its tasks by block; arrays are by row of its tasks."""
 
@@ -426,17 +433,20 @@ class _TinyStep:
     @property
     def seconds(self) -> Float:
         """Duration of each task."""
-        return (self.end - self.begin) * TICK
+        return np.asarray((self.end - self.begin) * TICK, dtype=np.float64)
 
-    def numbers(self, names: Iterable[str]) -> Int:
+    def numbers(self, names: Sequence[str]) -> Int:
         """The block that each name begins with, by number; -1: none."""
         return np.array([self.names.get(n.partition(".")[0], -1) for n in names], dtype=np.int64)
 
-    def value_blocks(self, value: Int) -> Int:
+    def value_blocks(self, value: NDArray[np.int32]) -> Int:
         """The block that each of some values belongs to, by number; -1: none."""
         values = self.values
-        pairs = zip(values.layer[value].tolist(), values.name[value].tolist(), strict=True)
-        return self.numbers(f"layer{n}" if n >= 0 else values.names[name] for n, name in pairs)
+        layers: list[int] = values.layer[value].tolist()
+        rows: list[int] = values.name[value].tolist()
+        pairs = zip(layers, rows, strict=True)
+        names = [f"layer{layer}" if layer >= 0 else values.names[row] for layer, row in pairs]
+        return self.numbers(names)
 
     def last_of_kind(self, of_block: Float, *, backward: bool = False) -> Float:
         """What the last block of each kind in the order of a pass has: the first may wait for
@@ -448,13 +458,13 @@ class _TinyStep:
 
     def spans(self, rows: Bool, *, backward: bool = True) -> Float:
         """Seconds of a pass by kind of block: from the end of the block before to its own."""
-        of_block = np.bincount(self.block[rows], self.span[rows], len(self.kinds))
+        of_block = _sums(self.block[rows], self.span[rows], len(self.kinds))
         return self.last_of_kind(of_block, backward=backward)
 
     def mean_of_kind(self, block: Int, amounts: Float) -> Float:
         """Sums over rows of some blocks, for the mean block of each kind."""
         blocks = np.bincount(self.kinds, minlength=self.count).clip(1)
-        return np.bincount(self.kinds[block], amounts, self.count) / blocks
+        return _sums(self.kinds[block], amounts, self.count) / blocks
 
 
 def _costs(tiny: _TinyStep, hardware: Hardware, launches: Float) -> dict[str, Float]:
@@ -520,7 +530,7 @@ def _activations(tiny: _TinyStep) -> dict[str, Float]:
     block, size = tiny.value_blocks(value), values.size[value].astype(np.float64)
     turn = int(np.argmax(tasks.phase != _FORWARD))
     crossing = (first < turn) & (last >= turn) & (block >= 0)
-    saved = np.bincount(block[crossing], size[crossing], len(tiny.kinds))
+    saved = _sums(block[crossing], size[crossing], len(tiny.kinds))
     live = np.zeros(len(tasks) + 2)
     np.add.at(live, np.maximum(first, 0), size)
     np.add.at(live, last + 1, -size)

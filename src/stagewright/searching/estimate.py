@@ -18,14 +18,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int, distinct_numbers, latest
+from stagewright.arrays import Float, Int, distinct_numbers, latest
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.executors import Executor
 from stagewright.lower.variants import place_blocks
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
 from stagewright.program.communicators import place_along
 from stagewright.run.requests import allowance_of
-from stagewright.schedule.actions import Order, flat, halved
+from stagewright.schedule.actions import flat, halved
 from stagewright.searching.block_costs import (
     GROUPS,
     PARTLY,
@@ -224,7 +224,7 @@ class _Exchanges:
 
     def flags(self, name: str) -> Int:
         """A figure of `_Ranks` for each tuple."""
-        return np.array([getattr(mine, name) for mine in self.ranks])
+        return np.array([int(getattr(mine, name)) for mine in self.ranks])
 
 
 # ---- estimates of training -----------------------------------------------------------------------
@@ -266,8 +266,11 @@ class _Estimates:
             message[mine] = messages_seconds(sent[mine], int(level[row]), rows.machine(row))
         categories = (*_STATES, "gathered_parameters", "activations", "workspace", "communication")
         memory = {name: np.zeros(len(rows)) for name in categories}
-        empty = np.zeros((6, len(rows)))
-        return cls(rows, passes, states, exchanges, message, sent, *empty, memory)
+        seconds, bubble, after, waits, kernels, drawn = np.zeros((6, len(rows)))
+        return cls(
+            rows, passes, states, exchanges, message, sent, seconds, bubble, after, waits, kernels,
+            drawn, memory,
+        )  # fmt: skip
 
     def add(self, group: _Group) -> None:
         """Write the estimates of candidates with one pipeline."""
@@ -341,7 +344,7 @@ class _Group:
         self.states = estimates.states.of[at]
         self.exchanged = estimates.exchanges.of[at]
 
-    def flags(self, name: str) -> Bool:
+    def flags(self, name: str) -> Int:
         """A figure of `_Ranks` for each candidate."""
         return self.estimates.exchanges.flags(name)[self.exchanged]
 
@@ -378,11 +381,11 @@ class _Group:
         mean = work(self.order, costs, kernels).mean(axis=0)[of] * (m / self.played[-1])
         optimizer, update = self._after()
         per_rank = self.counts.sum(axis=0) / self.pipeline.pp
-        running = [whole.passes[f"{kind} kernels"] for kind in "FB"]
+        running = whole.passes["F kernels"] + whole.passes["B kernels"]
         whole.seconds[at] = step + optimizer + update
         whole.bubble[at] = np.maximum(span - mean, 0.0)
         whole.after[at] = step - span + update
-        whole.kernels[at] = sum(running)[self.passes] @ per_rank * m + optimizer
+        whole.kernels[at] = running[self.passes] @ per_rank * m + optimizer
         whole.waits[at] = np.maximum(mean + optimizer - whole.kernels[at], 0.0)
         drawn = whole.passes["drawn"][self.passes] @ per_rank * m
         whole.drawn[at] = drawn + OPTIMIZER_POWER * optimizer
@@ -395,7 +398,7 @@ class _Group:
         whole = self.estimates
         passes, states, exchanges = whole.passes, whole.states, whole.exchanges
         t, y, x = self.passes[first], self.states[first], self.exchanged[first]
-        overlaps = self.flags("overlaps")[first, None]
+        overlaps = self.flags("overlaps")[first, None] > 0
         hidden = whole.rows.column("overlap_moe_expert_parallel_comm").is_one_of(True)
         hidden = hidden[self.at][first, None]
         slowest = max((whole.rows.base.cluster.stragglers or {}).values(), default=1.0)
@@ -422,18 +425,18 @@ class _Group:
             longer = np.where(overlaps, latest([each, *hold]), each + hold.sum(axis=0))
             gathers[kind] = np.minimum(each[:, end], first_gather).T
             if kind == "F":  # gathers wait for the last reduction of the backward pass before
-                gathers[kind] = gathers[kind] + np.where(waits > 0, reduce, 0.0).max(axis=0)[:, begin].T
+                gathers[kind] = (
+                    gathers[kind] + np.where(waits > 0, reduce, 0.0).max(axis=0)[:, begin].T
+                )
             gathers[kind] = gathers[kind] * overlaps.T
             costs[kind] = self.counts @ longer.T + gathers[kind]
         return costs, gathers
 
-    def _reduced(
-        self, played: Played, costs: Mapping[str, Float], of: Int, ends: Float
-    ) -> Float:
+    def _reduced(self, played: Played, costs: Mapping[str, Float], of: Int, ends: Float) -> Float:
         """Seconds until all gradients of each rank are reduced: [ranks, candidates]."""
         finished = ends.copy()
-        once = ~self.flags("reduces").astype(bool)
-        overlaps = self.flags("overlaps")
+        once = self.flags("reduces") == 0
+        overlaps = self.flags("overlaps") > 0
         for group in self.estimates.exchanges.reduce:
             reduce = group[self.exchanged]
             if not reduce.any():
@@ -445,10 +448,11 @@ class _Group:
                     blocks = self.pipeline.stages[stage]
                     if not blocks:
                         continue
-                    late = ends[rank] - played.ranks[rank][of] + end[of]
+                    late: Float = ends[rank] - played.ranks[rank][of] + end[of]
                     # The first block in order of backward passes is done before the others.
-                    hidden = costs[kind][stage][of] * (1 - 1 / len(blocks))
-                    begin = np.where(overlaps, late - hidden, ends[rank])
+                    hidden: Float = costs[kind][stage][of] * (1 - 1 / len(blocks))
+                    begin = late - hidden
+                    begin[~overlaps] = ends[rank][~overlaps]
                     whole = np.maximum(queue, begin) + on_stages[stage]
                     queue = np.maximum(np.where(once, whole, 0.0), late + reduce[:, blocks[0]])
                 finished[rank] = np.maximum(finished[rank], queue)
@@ -529,7 +533,7 @@ class _Group:
     def _bytes(self, use: str) -> Float:
         """Bytes that each kind of block exchanges: [candidates, kinds]."""
         states = self.estimates.states
-        return sum(states[f"{group} {use}"] for group in GROUPS)[self.states]
+        return np.sum([states[f"{group} {use}"] for group in GROUPS], axis=0)[self.states]
 
     def _largest(self, stage: Sequence[int], use: str, blocks: int) -> Float:
         """Most bytes exchanged for as many blocks in a row, of a stage."""
@@ -541,7 +545,7 @@ class _Group:
         """Bytes of gathered parameters: of two blocks, or all that PyTorch's pipelines keep."""
         pair = self._largest(stage, "gather_forward", 2)
         blocks = max(self.on_ranks, key=lambda counts: counts.sum())
-        return np.where(self.flags("gathers"), pair, self._bytes("gather_forward") @ blocks)
+        return np.where(self.flags("gathers") > 0, pair, self._bytes("gather_forward") @ blocks)
 
     def _torch_buffers(self, sent: Float) -> list[Float] | None:
         """Bytes of each rank's buffers, one for each message of a step (`pipeline_caches`); None:
@@ -549,7 +553,9 @@ class _Group:
         if not self.estimates.rows.run(int(self.at[0])).pipeline_caches:
             return None
         last = len(self.pipeline.stages) - 1
-        return [
-            sent * self.microbatches * sum((s > 0) + (s < last) for s in {a.stage for a in flat(steps)})
-            for steps in self.order
-        ]  # fmt: skip
+        found: list[Float] = []
+        for steps in self.order:
+            stages = {action.stage for action in flat(steps)}
+            messages = sum((stage > 0) + (stage < last) for stage in stages)
+            found.append(sent * self.microbatches * messages)
+        return found

@@ -163,8 +163,10 @@ def _checked(
         else:
             needed = {"launch_mode": "cuda_graph"} if name == "cuda_graph_modules" else {}
             given: dict[str, Any] = {**needed, name: value}
-            home = base.cluster if setting.section == "cluster" else base.execution
-            found.append(getattr(with_settings(home, given), name))
+            if setting.section == "cluster":
+                found.append(getattr(with_settings(base.cluster, given), name))
+            else:
+                found.append(getattr(with_settings(base.execution, given), name))
     ordered = list(dict.fromkeys(found))
     if setting.idle:
         # Where the setting has no effect, its first value stands for all.

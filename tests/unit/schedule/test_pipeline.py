@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stagewright.schedule.in_flight import states, states_of_ends
+from stagewright.schedule.pipeline import Pipeline
 
 from orders import in_flight
 from paths import DATA
@@ -43,8 +45,6 @@ from stagewright.schedule.generators import (
     zb_h2,
     zbv,
 )
-from stagewright.schedule.in_flight import states, states_of_ends
-from stagewright.schedule.pipeline import Pipeline
 from stagewright.schedule.places import mirrored, places
 from stagewright.schedule.play import bubble, idle, play
 from stagewright.schedule.schedules import SCHEDULES, fewest, make

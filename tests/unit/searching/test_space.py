@@ -6,23 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from stagewright.errors import UserError
 from stagewright.searching.bounding.bounds import bounds
 from stagewright.searching.evaluate import evaluate
-from stagewright.searching.lots import in_lots
-from stagewright.searching.request import asked
-from stagewright.searching.defaults import default_axes, default_batch, policies
 from stagewright.searching.families import axes_of, words
-from stagewright.searching.lists import values_of
-from stagewright.searching.space import Space
-from stagewright.searching.machines import Fleet, varied
+from stagewright.searching.lots import in_lots
+
+from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.searching.defaults import default_axes, default_batch, policies
+from stagewright.searching.lists import values_of
+from stagewright.searching.machines import Fleet, varied
+from stagewright.searching.request import asked
+from stagewright.searching.space import Space
 from stagewright.time.hardware import resolve
 
 H100 = resolve("h100-sxm")

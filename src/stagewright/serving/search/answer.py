@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.errors import UserError
-from stagewright.searching.objectives import front
+from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.enumeration import Removed
-from stagewright.run.sections.serving import EngineSection
+from stagewright.searching.objectives import front
 from stagewright.serving.drafters import drafter_of
 from stagewright.serving.instances import Instance, Instances, with_drafter
 from stagewright.serving.metrics import RequestLimits, Slo

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.searching.candidates import Candidates
-from stagewright.searching.request import SearchRequest, asked
-from stagewright.searching.constraints import Constraint
-from stagewright.searching.lists import values_of
-from stagewright.searching.space import Space
 from stagewright.lower.parameters import parameters
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections.serving import OF_ONE_STEP
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.constraints import Constraint
+from stagewright.searching.lists import values_of
+from stagewright.searching.request import SearchRequest, asked
+from stagewright.searching.space import Space
 from stagewright.time.hardware import Hardware, resolve
 
 MOST_GPUS = 256

@@ -13,7 +13,7 @@ import click
 from stagewright.cli import shared
 from stagewright.cli.commands.search.ending import end, end_without_best
 from stagewright.cli.commands.search.options import search_options
-from stagewright.cli.commands.search.outputs import Outputs, is_run_file, texts_of
+from stagewright.cli.commands.search.outputs import Outputs, texts_of
 from stagewright.cli.commands.search.served import (
     hardware_names,
     search_serving,
@@ -190,10 +190,10 @@ def _searched(
         found = request.space.candidates()
         _show_space(found, why=why)
         bar.say("estimates ")
-        progress = _progress(bar)
-        return searched(request, what, executor, progress, found), None
-    except NothingFound as none:
-        return Search(found, none.ranking, request.notes), none
+        try:
+            return searched(request, what, executor, _progress(bar), found), None
+        except NothingFound as none:
+            return Search(found, none.ranking, request.notes), none
     except KeyboardInterrupt:
         raise Stopped("stopped before any candidate was simulated; nothing was written") from None
 
@@ -258,8 +258,7 @@ def _report(result: Search, seconds: float) -> None:
         if sentence:
             out.print(sentence)
     out.print(
-        f"{len(ranking):,} candidates, "
-        f"{ranking.simulated:,} of them simulated, in {seconds:.1f} s"
+        f"{len(ranking):,} candidates, {ranking.simulated:,} of them simulated, in {seconds:.1f} s"
     )
     out.print(result.certainty)
 
