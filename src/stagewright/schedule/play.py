@@ -138,11 +138,11 @@ def _price(cost: Mapping[str, Any], step: ScheduleStep) -> Any:
 
 def _latest(times: Sequence[Any]) -> Any:
     """The latest of some times, 0 without any; elementwise where some are arrays."""
-    found: Any = 0
-    for each in times:
-        arrays = isinstance(found, np.ndarray) or isinstance(each, np.ndarray)
-        found = np.maximum(found, each) if arrays else max(found, each)
-    return found
+    if any(isinstance(each, np.ndarray) for each in times):
+        return (
+            np.maximum.reduce([np.asarray(each) for each in times]) if len(times) > 1 else times[0]
+        )
+    return max(times, default=0)
 
 
 def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, Any]]:

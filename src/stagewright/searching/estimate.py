@@ -66,8 +66,9 @@ def estimate(rows: Candidates, executor: Executor | None = None) -> Figures:
     groups = list(pipelines(rows, blocks))
     halves = any(halved(pipeline.order(played[0])) for pipeline, played, _ in groups)
     variants = any((rows.numbers(name) > 0).any() for name in PARTLY)
-    passes = pass_costs(rows, blocks, halves=halves, variants=variants)
-    states = state_costs(rows, blocks, variants=variants)
+    alike = rows.regardless_of_memory()
+    passes = pass_costs(alike, blocks, halves=halves, variants=variants)
+    states = state_costs(alike, blocks, variants=variants)
     estimates = _Estimates.of(rows, passes, states)
     for pipeline, played, at in groups:
         estimates.add(_Group(estimates, pipeline, played, at))
@@ -502,7 +503,7 @@ class _Group:
             stage: {
                 "gathered_parameters": self._gathered(stage),
                 "workspace": np.maximum(self._transient(stage), 0.0),
-                "communication": self._largest(stage, "reduce", 1) * self.flags("reduces"),
+                "communication": self._largest(stage, "reduce", 1) * self.flags("reduces") / 2,
             }
             for stage in {*stages}
         }

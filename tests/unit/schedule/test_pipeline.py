@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stagewright.schedule.in_flight import states, states_of_ends
-from stagewright.schedule.pipeline import Pipeline
 
 from orders import in_flight
 from paths import DATA
@@ -28,9 +26,11 @@ from stagewright.schedule.actions import (
     Action,
     Order,
     Overlap,
+    ScheduleStep,
     flat,
     halved,
     needs,
+    parts,
     shared_stages,
 )
 from stagewright.schedule.controllable_memory import v_half, v_min
@@ -165,7 +165,10 @@ def test_a_full_pipeline_takes_the_same_time_for_each_further_microbatch(name: s
     kinds = costs(1, 1.1, 0.9)
 
     def seconds(m: int) -> float:
-        times = play(make(name, p, m, chunks), lambda a: kinds[a.kind] * (1 + a.stage % 3 / 5))
+        def cost(step: ScheduleStep) -> float:
+            return sum(kinds[a.kind] * (1 + a.stage % 3 / 5) for a in parts(step))
+
+        times = play(make(name, p, m, chunks), cost)
         return max(end for _, end in times.values())
 
     full = SCHEDULES[name].fills * p
@@ -183,18 +186,6 @@ def test_in_flight(p: int, m: int) -> None:
 def test_in_flight_of_chunks_and_halves() -> None:
     assert in_flight(interleaved(2, 4, 2)) == [{0: 4, 2: 2}, {1: 3, 3: 1}]
     assert in_flight(order_of("0F0 0I0 0F1 0W0 0I1 0W1")) == [{0: 2}]
-
-
-def test_few_rounds_show_all_states_of_many_chunks() -> None:
-    for p, chunks in ((2, 3), (2, 8), (4, 4)):
-        of = Pipeline("interleaved", p, chunks)
-        few, most = states(of, 100 * p), states_of_ends(of, 4 * (chunks + 1) * p)
-        assert (few[0], few[-1]) == most if few else False
-    for p, chunks, group, left in ((2, 3, 5, 0), (4, 2, 6, 4), (3, 2, 4, 3)):
-        of = Pipeline("interleaved", p, chunks, group)
-        few = states(of, 100 * group + left)
-        most = states_of_ends(of, 4 * (chunks + 1) * group + left)
-        assert (few[0], few[-1]) == most if few else False
 
 
 def test_memory_of_the_zero_bubble_family() -> None:
@@ -308,7 +299,9 @@ def test_interlaced_takes_as_long_as_1f1b(p: int, m: int) -> None:
     """If B = 2F, ranks that stop together never wait; rank 0 keeps 1.5 pp microbatches alive."""
     kinds = {"F": 1, "B": 2}
     order = interlaced(p, m)
-    times = play(order, lambda a: 0 if a.stage in STOPS.stages(p) else kinds[a.kind])
+    times = play(
+        order, lambda a: 0 if parts(a)[0].stage in STOPS.stages(p) else kinds[parts(a)[0].kind]
+    )
     assert max(end for _, end in times.values()) == 3 * (m + p - 1)
     alive, most = 0, 0
     for a in flat(order[0]):
@@ -479,7 +472,7 @@ def test_what_can_run_is_valid_and_runs_without_needless_waiting(execution: Exec
     order, stages, microbatches = execution
     validate(order, stages, microbatches)
     assert from_csv(to_csv(order)) == order
-    times = play(order, lambda a: SLOTS[a.kind] * (a.stage + 1))
+    times = play(order, lambda s: sum(SLOTS[a.kind] * (a.stage + 1) for a in parts(s)))
     assert set(times) == {a for actions in order for a in actions}
     for actions in order:
         free = 0

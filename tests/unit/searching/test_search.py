@@ -206,7 +206,7 @@ def test_estimates_of_gpt2_are_near_what_is_simulated():
     rows = candidates(micro_batch_size=[4, 8], tp=[1, 2], zero=[0, 1, 2, 3], layers=4)
     found, exact = estimate(rows), simulate_all(rows).figures
     assert np.abs(found.seconds / exact.seconds - 1).max() < 0.15
-    assert np.abs(found.peak / exact.peak - 1).max() < 0.1
+    assert np.abs(found.peak / exact.peak - 1).max() < 0.15
     assert found.mfu.tolist() == pytest.approx((exact.mfu * exact.seconds / found.seconds).tolist())
 
 
