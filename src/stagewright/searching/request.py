@@ -273,11 +273,6 @@ def _completed(
         notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")
     notes += not_tried(run, axes, of)
     headroom = 0.0 if "memory_allowance" in known else HEADROOM
-    if headroom:
-        notes.append(
-            f"{headroom:.0%} of the memory is left free for what is no tensor; --memory-allowance "
-            "sets it, 0 takes it away"
-        )
     space = Space.of(base, fleets, axes, model, policies(known), origins, headroom)
     return SearchRequest(space, tuple(notes))
 
