@@ -12,14 +12,14 @@ import pytest
 
 from effort import EFFORT
 from stagewright.errors import UserError
-from stagewright.searching.candidates import HARDWARE, Candidates, Column
-from stagewright.searching.constraints import constraints
 from stagewright.lower.compile import compile
 from stagewright.run.experiment import Experiment
 from stagewright.run.rules import check
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.searching.candidates import HARDWARE, Candidates, Column
+from stagewright.searching.constraints import constraints
 from stagewright.time.hardware import resolve
 
 pytestmark = pytest.mark.numerics

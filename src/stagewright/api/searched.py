@@ -11,16 +11,16 @@ from typing import Any, cast
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
 from stagewright.executors import Executor
-from stagewright.searching import flags as written
-from stagewright.searching.objectives import known
-from stagewright.searching.run_file import printed_run_file, write_run_file
-from stagewright.searching.enumeration import Found
-from stagewright.searching.ranking import MOST, TOP, Ranking, Wanted
-from stagewright.searching.request import SearchRequest, asked
-from stagewright.searching.search import search as search_candidates
-from stagewright.searching.simulated import Progress
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
+from stagewright.searching import flags as written
+from stagewright.searching.enumeration import Found
+from stagewright.searching.objectives import known
+from stagewright.searching.ranking import MOST, TOP, Ranking, Wanted
+from stagewright.searching.request import SearchRequest, asked
+from stagewright.searching.run_file import printed_run_file, write_run_file
+from stagewright.searching.search import search as search_candidates
+from stagewright.searching.simulated import Progress
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as tables
@@ -116,7 +116,9 @@ class Search:
             "certainty": self.certainty,
             "stopped": self.ranking.stopped,
             "best": [_filled(row) for row in self._best_rows()],
-            "choices": [_filled(row) for row in self.choices().rows] if self.ranking.best.size else [],
+            "choices": [_filled(row) for row in self.choices().rows]
+            if self.ranking.best.size
+            else [],
         }
 
     def _best_rows(self) -> list[dict[str, Any]]:

@@ -9,10 +9,6 @@ from typing import Any, NamedTuple
 
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
 from stagewright.errors import UserError
-from stagewright.searching.run_file import printed_run_file, write_run_file
-from stagewright.searching.request import SearchRequest
-from stagewright.searching.enumeration import DIVIDES, DP_GIVEN, Found, Removed
-from stagewright.searching.lists import values_of
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
 from stagewright.run.experiment import section_of
@@ -25,6 +21,10 @@ from stagewright.run.sections.serving import (
     WorkloadSection,
 )
 from stagewright.run.settings import Run
+from stagewright.searching.enumeration import DIVIDES, DP_GIVEN, Found, Removed
+from stagewright.searching.lists import values_of
+from stagewright.searching.request import SearchRequest
+from stagewright.searching.run_file import printed_run_file, write_run_file
 from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,24 +121,28 @@ def ends(planned: Sequence[PlannedStep], cost: Cost, delay: Any = 0) -> list[Any
     price = cost if callable(cost) else partial(_price, cost)
     found: list[Any] = []
     for step, _, previous, received in planned:
-        before = [found[i] for i in previous]
+        before: list[Any] = [found[i] for i in previous]
         if received:
             late = delay(step) if callable(delay) else delay
             before += [found[i] + late for i in received]
-        begin = reduce(_later, before) if before else 0
-        found.append(begin + price(step))
+        found.append(_latest(before) + price(step))
     return found
 
 
 def _price(cost: Mapping[str, Any], step: ScheduleStep) -> Any:
+    """Time of a step by the kinds of its actions."""
     if isinstance(step, Overlap):
         return cost["F&B"] if "F&B" in cost else cost[step.forward.kind] + cost[step.backward.kind]
     return cost[step.kind]
 
 
-def _later(a: Any, b: Any) -> Any:
-    arrays = any(isinstance(time, np.ndarray) for time in (a, b))
-    return np.maximum(a, b) if arrays else max(a, b)
+def _latest(times: Sequence[Any]) -> Any:
+    """The latest of some times, 0 without any; elementwise where some are arrays."""
+    if any(isinstance(each, np.ndarray) for each in times):
+        return (
+            np.maximum.reduce([np.asarray(each) for each in times]) if len(times) > 1 else times[0]
+        )
+    return max(times, default=0)
 
 
 def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, Any]]:

@@ -11,11 +11,12 @@ parameters, gradients and optimizer states, bytes exchanged along dp, and second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int, distinct_numbers
 from stagewright.errors import UserError
@@ -57,9 +58,9 @@ PASSES = (
 LIMITS = ("device_memory", "memory_allowance")
 """Settings that change no cost."""
 EXPERTS = ("ep", "etp", "moe_token_dispatcher_type", "moe_flex_dispatcher")
-"""Settings of experts, and of nothing else in a block."""
-OTHERS = ("cp_comm_type", "recompute", "recompute_modules")
-"""Settings whose effect on a pass adds to that of `EXPERTS`."""
+ATTENTION = ("cp_comm_type",)
+RECOMPUTE = ("recompute", "recompute_modules")
+"""Settings whose effects on a pass add up: tiny runs do not cross them."""
 
 
 class BlockKind(NamedTuple):
@@ -76,6 +77,8 @@ class Blocks(NamedTuple):
     kinds: tuple[BlockKind, ...]
     layers: int
     """Layers of a tiny run: as many as have a block of each kind, and two."""
+    are_layers: tuple[bool, ...]
+    """Kinds that are layers, which may be recomputed."""
 
     @classmethod
     def of(cls, rows: Candidates) -> Self:
@@ -87,7 +90,8 @@ class Blocks(NamedTuple):
         for variant, layer in placed:
             first.setdefault(BlockKind(variant.block, variant.layer), layer)
         layers = max(2, 1 + max(first.values(), default=0))
-        return cls(tuple(first), min(layers, rows.model.num_layers))
+        are_layers = tuple(layer >= 0 or kind.layer.ahead > 0 for kind, layer in first.items())
+        return cls(tuple(first), min(layers, rows.model.num_layers), are_layers)
 
     def kind(self, placed: PlacedVariant) -> int:
         """Number of the kind of a block of a stage."""
@@ -140,36 +144,80 @@ def pass_costs(
 ) -> Costs:
     """Costs of passes; `halves`: also of the halves of backward passes.
 
-    What settings of experts change is added to what the others change, so that tiny runs need not
-    cross the two. With `variants`, the kinds of blocks are followed by what they cost without
-    recomputation, and then by both with their saved bytes on the host.
+    What attention, experts and recomputation change adds up. With `variants`, the kinds of blocks
+    are followed by what they cost without recomputation, and then by both with their saved bytes on
+    the host.
     """
     names = {*rows.columns} - {*PIPELINE, *STATES, *LIMITS}
-    more = _ranks_within(rows), _rings_ahead(rows)
-    _, base = _distinct(rows, names - {*EXPERTS, *OTHERS}, *more)
-    first, of = _distinct(rows, names - {*EXPERTS}, *more)
-    lead = np.unique(base, return_index=True)[1][base]  # the first with the same settings but these
-    runs = [_pass_run(rows, row, int(lead[row]), EXPERTS) for row in first.tolist()]
-    found = _read(rows, blocks, runs, halves=halves)
-    stored = found
-    if variants:
-        kept = [tiny._replace(run=_without_recomputation(tiny.run)) for tiny in runs]
-        stored = _read(rows, blocks, kept, halves=halves)
+    core = names - {*ATTENTION, *EXPERTS, *RECOMPUTE}
+    more = _ranks_within(rows), _rings_ahead(rows).astype(np.int64)
+    _, base = _distinct(rows, core, *more)
+    lead = np.unique(base, return_index=True)[1][base]  # the first candidate with the same core
+    first, of = _distinct(rows, names, *more)
+    simulated = _Simulated(rows, blocks)
+
+    def tables(group: Iterable[str], heads: Int | None = None) -> dict[str, Float]:
+        """Costs of each tuple with its settings of one group, and those of its lead in others."""
+        each, at = _distinct(rows, core | {*group}, *more)
+        runs = [_pass_run(rows, row, int(lead[row]), group) for row in each.tolist()]
+        found = _read(simulated, runs, halves=halves)
+        return {name: table[at[first if heads is None else heads]] for name, table in found.items()}
+
+    attention = tables(ATTENTION)
+    start = tables(ATTENTION, lead[first])
+    stored = attention
     if rows.model.num_experts:
-        of_first, each = _distinct(rows, names, *more)
-        heads, experts = _distinct(rows, names - {*OTHERS}, *more)
-        runs = [_pass_run(rows, row, int(lead[row]), OTHERS) for row in heads.tolist()]
-        table = _read(rows, blocks, runs, halves=halves)
-        pair = experts[of_first], experts[lead[of_first]]
-        change = {name: column[pair[0]] - column[pair[1]] for name, column in table.items()}
-        full = rows.column("recompute").is_one_of("full")[of_first]
-        at, none = of[of_first], np.zeros(len(of_first), dtype=bool)
-        found = {n: t[at] + _recomputed(n, change, full) for n, t in found.items()}
-        stored = {n: t[at] + _recomputed(n, change, none) for n, t in stored.items()}
-        first, of = of_first, each
+        experts = tables(EXPERTS)
+        stored = {name: attention[name] + experts[name] - start[name] for name in start}
+    found = stored
+    if not rows.column("recompute").is_one_of("none").all():
+        partial = tables(RECOMPUTE)
+        full = rows.column("recompute").is_one_of("full")[first] & _recomputes_all(rows)
+        whole = _with_forward(stored, blocks, input_bytes(rows)[first])
+        found = {
+            name: np.where(full[:, None], whole[name], stored[name] + partial[name] - start[name])
+            for name in start
+        }
     costs = Costs(of, found, np.ones(len(first), dtype=np.int64))
-    if not variants:
-        return costs
+    return _with_variants(costs, stored, rows, first) if variants else costs
+
+
+def _recomputes_all(rows: Candidates) -> bool:
+    """True if full recomputation computes a block's whole forward pass again."""
+    return not rows.base.run.recompute_early_stop
+
+
+def _with_forward(costs: Mapping[str, Float], blocks: Blocks, inputs: Float) -> dict[str, Float]:
+    """Costs of layers whose backward pass computes the forward pass again, from their input."""
+    layers = np.array(blocks.are_layers)
+    kernels = costs["F kernels"] + costs["B kernels"]
+    share = np.divide(costs["F kernels"], kernels, out=np.zeros_like(kernels), where=kernels > 0)
+    found = dict(costs)
+    for kind in ("B", "I"):
+        for name in (kind, f"{kind} kernels", f"{kind} experts", f"{kind} host"):
+            if name in costs:
+                found[name] = costs[name] + layers * costs[f"F{name[1:]}"]
+    found["drawn"] = costs["drawn"] * (1 + layers * share)
+    saved = np.where(layers, inputs[:, None], costs["saved"])
+    found["transient"] = costs["transient"] + costs["saved"] - saved
+    found["saved"] = saved
+    return found
+
+
+def input_bytes(rows: Candidates) -> Float:
+    """Bytes of the hidden states that a layer reads, in bf16 [candidates]."""
+    lengths = rows.distinct("seq_length")
+    runs = [rows.run(row).resolved(rows.model) for row in lengths.first.tolist()]
+    length = np.array([run.seq_length or 1 for run in runs])[lengths.of]
+    tokens = rows.numbers("micro_batch_size") * length // rows.numbers("cp")
+    split = np.where(rows.numbers("sequence_parallel") > 0, rows.numbers("tp"), 1)
+    return np.asarray(2.0 * rows.model.hidden_size * (tokens // split), dtype=np.float64)
+
+
+def _with_variants(
+    costs: Costs, stored: Mapping[str, Float], rows: Candidates, first: Int
+) -> Costs:
+    """Costs with further kinds; see `pass_costs`."""
     costs = costs.with_kinds(stored)
     rates = [rows.hardware(row).host_bandwidth_gb_s * 1e9 for row in first.tolist()]
     moved = costs["saved"] / np.array(rates)[:, None]
@@ -177,24 +225,6 @@ def pass_costs(
     on_host["transient"] = costs["transient"] + costs["saved"]
     on_host["saved"] = np.zeros_like(costs["saved"])
     return costs.with_kinds(on_host)
-
-
-def _without_recomputation(run: Run) -> Run:
-    update = _defaults(("recompute", "recompute_modules"), run) | {"recompute": "none"}
-    return run.model_copy(update=update)
-
-
-def _recomputed(name: str, change: Mapping[str, Float], full: Bool) -> Float:
-    """A change of costs without recomputation as it is where blocks are recomputed.
-
-    Then a backward pass has a forward pass in it, and what that saves is there for a moment only.
-    """
-    forward = {"B": "F", "I": "F", "B kernels": "F kernels", "B experts": "F experts",
-               "B host": "F host", "transient": "saved"}  # fmt: skip
-    found = change[name]
-    if name == "saved":
-        return np.where(full[:, None], 0.0, found)
-    return found + full[:, None] * change[forward[name]] if name in forward else found
 
 
 class _TinyRun(NamedTuple):
@@ -205,34 +235,36 @@ class _TinyRun(NamedTuple):
     row: int
 
 
-def _pass_run(rows: Candidates, row: int, lead: int, borrowed: Iterable[str]) -> _TinyRun:
-    """The tiny run of a pass of one candidate, with some settings of another one.
+def _pass_run(rows: Candidates, row: int, lead: int, own: Iterable[str]) -> _TinyRun:
+    """The tiny run of a pass of one candidate, with settings of another one.
 
-    Without `recompute` where that is among these.
+    Of attention, experts and recomputation, it has its `own` settings of one of these groups, and
+    those of the lead else; nothing is recomputed unless it is that group. Where recomputation has
+    the whole forward pass in it, nothing is recomputed either (`_with_forward`).
     """
     run, execution = rows.run(row), rows.execution(row)
-    update = _defaults((*PIPELINE, *STATES, *LIMITS), run)
-    for name in borrowed:
-        if name in rows.columns:
-            value = rows.column(name).at(lead)
-            if name in Execution.__dataclass_fields__:
-                execution = replace(execution, **{name: value})
-            else:
-                update[name] = value
-    if "recompute" in borrowed:
-        update["recompute"] = "none"
+    update: dict[str, Any] = _defaults((*PIPELINE, *STATES, *LIMITS), run)
+    whole = run.recompute == "full" and _recomputes_all(rows)
+    if "recompute" not in own or whole:
+        update |= _defaults(RECOMPUTE, run) | {"recompute": "none"}
+    for name in {*rows.columns} & {*ATTENTION, *EXPERTS} - {*own}:
+        value = rows.column(name).at(lead)
+        if name in Execution.__dataclass_fields__:
+            execution = replace(execution, **{name: value})
+        else:
+            update[name] = value
     run = run.model_copy(update=update)
-    execution = replace(execution, overlap_moe_expert_parallel_comm=False)
     alone = rows.take(slice(row, row + 1))
     inner = int(_ranks_within(alone)[0])
     dp = inner * _fewest_ranks(run, run.cp)
     batch = 2 * dp * run.micro_batch_size
-    more = {"dp": dp, "global_batch_size": batch, "zero": 0}
+    update = {"dp": dp, "global_batch_size": batch, "zero": 0}
     if inner > 1:
-        more["order"] = "ep-dp-tp-cp-pp"
-    if _rings_ahead(alone)[0]:
-        more["schedule"] = "zb-h1"
-    return _TinyRun(run.model_copy(update=more), execution, row)
+        update["order"] = "ep-dp-tp-cp-pp"
+    if _rings_ahead(alone)[0] and run.cp_comm_type == "p2p":
+        update["schedule"] = "zb-h1"
+    execution = replace(execution, overlap_moe_expert_parallel_comm=False)
+    return _TinyRun(run.model_copy(update=update), execution, row)
 
 
 def _ranks_within(rows: Candidates) -> Int:
@@ -271,7 +303,8 @@ def state_costs(rows: Candidates, blocks: Blocks, *, variants: bool = False) -> 
         tiny._replace(run=tiny.run.model_copy(update={"zero": 0})) if tiny.run.zero >= 2 else tiny
         for tiny in runs
     ]
-    found, plain = _read(rows, blocks, runs), _read(rows, blocks, unsharded)
+    simulated = _Simulated(rows, blocks)
+    found, plain = _read(simulated, runs), _read(simulated, unsharded)
     for name in (f"{kind} {part}" for kind in "FB" for part in ("kernels", "host")):
         found[name] = found[name] - plain[name]
     costs = Costs(of, found, np.array([tiny.run.dp for tiny in runs]))
@@ -306,10 +339,9 @@ def _distinct(rows: Candidates, names: Iterable[str], *numbers: Int) -> tuple[In
 
 
 def _read(
-    rows: Candidates, blocks: Blocks, runs: Sequence[_TinyRun], *, halves: bool = False
+    simulated: _Simulated, runs: Sequence[_TinyRun], *, halves: bool = False
 ) -> dict[str, Float]:
     """What is read off tiny runs: tables [runs, kinds] by name, NaN where a run is refused."""
-    simulated = _Simulated(rows, blocks)
     found = [simulated.read(tiny) for tiny in runs]
     if halves:
         for of, tiny in zip(found, runs, strict=True):
@@ -317,7 +349,7 @@ def _read(
             halved = simulated.read(tiny._replace(run=split))
             of |= {kind: halved[kind] for kind in "IW" if kind in halved}
     names = dict.fromkeys(name for of in found for name in of)
-    unknown = np.full(len(blocks.kinds), np.nan)
+    unknown = np.full(len(simulated.blocks.kinds), np.nan)
     return {name: np.array([of.get(name, unknown) for of in found]) for name in names}
 
 
@@ -371,6 +403,11 @@ _STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
 _FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
+def _sums(keys: Int, amounts: Float, count: int) -> Float:
+    """Sums of amounts by key."""
+    return np.bincount(keys, amounts, count).astype(np.float64)
+
+
 class _TinyStep:
     """A simulated tiny run, its tasks by block; arrays are by row of its tasks."""
 
@@ -396,17 +433,20 @@ class _TinyStep:
     @property
     def seconds(self) -> Float:
         """Duration of each task."""
-        return (self.end - self.begin) * TICK
+        return np.asarray((self.end - self.begin) * TICK, dtype=np.float64)
 
-    def numbers(self, names: Iterable[str]) -> Int:
+    def numbers(self, names: Sequence[str]) -> Int:
         """The block that each name begins with, by number; -1: none."""
         return np.array([self.names.get(n.partition(".")[0], -1) for n in names], dtype=np.int64)
 
-    def value_blocks(self, value: Int) -> Int:
+    def value_blocks(self, value: NDArray[np.int32]) -> Int:
         """The block that each of some values belongs to, by number; -1: none."""
         values = self.values
-        pairs = zip(values.layer[value].tolist(), values.name[value].tolist(), strict=True)
-        return self.numbers(f"layer{n}" if n >= 0 else values.names[name] for n, name in pairs)
+        layers: list[int] = values.layer[value].tolist()
+        rows: list[int] = values.name[value].tolist()
+        pairs = zip(layers, rows, strict=True)
+        names = [f"layer{layer}" if layer >= 0 else values.names[row] for layer, row in pairs]
+        return self.numbers(names)
 
     def last_of_kind(self, of_block: Float, *, backward: bool = False) -> Float:
         """What the last block of each kind in the order of a pass has: the first may wait for
@@ -418,13 +458,13 @@ class _TinyStep:
 
     def spans(self, rows: Bool, *, backward: bool = True) -> Float:
         """Seconds of a pass by kind of block: from the end of the block before to its own."""
-        of_block = np.bincount(self.block[rows], self.span[rows], len(self.kinds))
+        of_block = _sums(self.block[rows], self.span[rows], len(self.kinds))
         return self.last_of_kind(of_block, backward=backward)
 
     def mean_of_kind(self, block: Int, amounts: Float) -> Float:
         """Sums over rows of some blocks, for the mean block of each kind."""
         blocks = np.bincount(self.kinds, minlength=self.count).clip(1)
-        return np.bincount(self.kinds[block], amounts, self.count) / blocks
+        return _sums(self.kinds[block], amounts, self.count) / blocks
 
 
 def _costs(tiny: _TinyStep, hardware: Hardware, launches: Float) -> dict[str, Float]:
@@ -490,7 +530,7 @@ def _activations(tiny: _TinyStep) -> dict[str, Float]:
     block, size = tiny.value_blocks(value), values.size[value].astype(np.float64)
     turn = int(np.argmax(tasks.phase != _FORWARD))
     crossing = (first < turn) & (last >= turn) & (block >= 0)
-    saved = np.bincount(block[crossing], size[crossing], len(tiny.kinds))
+    saved = _sums(block[crossing], size[crossing], len(tiny.kinds))
     live = np.zeros(len(tasks) + 2)
     np.add.at(live, np.maximum(first, 0), size)
     np.add.at(live, last + 1, -size)

@@ -18,7 +18,6 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.run.rule import ALL, EACH, RunCheck
@@ -26,6 +25,7 @@ from stagewright.run.rules import AS_GIVEN, BATCH_CHECK, checks
 from stagewright.run.settings import Run
 from stagewright.run.training_rules import AXES_ONCE
 from stagewright.schedule.schedules import check_name
+from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap

@@ -32,7 +32,7 @@ from stagewright.searching.machines import Fleet, divisors_of
 from stagewright.time.hardware import Hardware
 
 MOST_CANDIDATES = 30_000_000
-"""Larger spaces are refused: a candidate takes about 20 bytes here, and 500 once it is estimated."""
+"""Larger spaces are refused: a candidate takes about 20 bytes here, 500 once it is estimated."""
 CHUNK = 1 << 21
 """Combinations that are made at once."""
 DIVIDES = "tp x cp x pp divides the GPUs"

@@ -18,19 +18,20 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int, distinct_numbers, latest
+from stagewright.arrays import Float, Int, distinct_numbers, latest
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.executors import Executor
 from stagewright.lower.variants import place_blocks
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
 from stagewright.program.communicators import place_along
 from stagewright.run.requests import allowance_of
-from stagewright.schedule.actions import Order, flat, halved
+from stagewright.schedule.actions import flat, halved
 from stagewright.searching.block_costs import (
     GROUPS,
     PARTLY,
     Blocks,
     Costs,
+    input_bytes,
     pass_costs,
     state_costs,
 )
@@ -65,8 +66,9 @@ def estimate(rows: Candidates, executor: Executor | None = None) -> Figures:
     groups = list(pipelines(rows, blocks))
     halves = any(halved(pipeline.order(played[0])) for pipeline, played, _ in groups)
     variants = any((rows.numbers(name) > 0).any() for name in PARTLY)
-    passes = pass_costs(rows, blocks, halves=halves, variants=variants)
-    states = state_costs(rows, blocks, variants=variants)
+    alike = rows.regardless_of_memory()
+    passes = pass_costs(alike, blocks, halves=halves, variants=variants)
+    states = state_costs(alike, blocks, variants=variants)
     estimates = _Estimates.of(rows, passes, states)
     for pipeline, played, at in groups:
         estimates.add(_Group(estimates, pipeline, played, at))
@@ -223,7 +225,7 @@ class _Exchanges:
 
     def flags(self, name: str) -> Int:
         """A figure of `_Ranks` for each tuple."""
-        return np.array([getattr(mine, name) for mine in self.ranks])
+        return np.array([int(getattr(mine, name)) for mine in self.ranks])
 
 
 # ---- estimates of training -----------------------------------------------------------------------
@@ -256,7 +258,7 @@ class _Estimates:
     def of(cls, rows: Candidates, passes: Costs, states: Costs) -> Self:
         """Nothing is estimated yet."""
         exchanges = _Exchanges.of_candidates(rows, states)
-        sent = _message_bytes(rows)
+        sent = input_bytes(rows)
         message = np.zeros(len(rows))
         level = exchanges.flags("level")[exchanges.of]
         first, of = distinct_numbers([rows.machines, level], len(rows))
@@ -265,8 +267,11 @@ class _Estimates:
             message[mine] = message_seconds(sent[mine], int(level[row]), rows.machine(row))
         categories = (*_STATES, "gathered_parameters", "activations", "workspace", "communication")
         memory = {name: np.zeros(len(rows)) for name in categories}
-        empty = np.zeros((6, len(rows)))
-        return cls(rows, passes, states, exchanges, message, sent, *empty, memory)
+        seconds, bubble, after, waits, kernels, drawn = np.zeros((6, len(rows)))
+        return cls(
+            rows, passes, states, exchanges, message, sent, seconds, bubble, after, waits, kernels,
+            drawn, memory,
+        )  # fmt: skip
 
     def add(self, group: _Group) -> None:
         """Write the estimates of candidates with one pipeline."""
@@ -322,13 +327,6 @@ def _lengths(rows: Candidates) -> Int:
     return np.array([run.seq_length or 1 for run in runs])[alike.of]
 
 
-def _message_bytes(rows: Candidates) -> Float:
-    """Bytes of what a stage hands on: hidden states of a microbatch, in bf16 [candidates]."""
-    tokens = rows.numbers("micro_batch_size") * _lengths(rows) // rows.numbers("cp")
-    split = np.where(rows.numbers("sequence_parallel") > 0, rows.numbers("tp"), 1)
-    return 2.0 * rows.model.hidden_size * (tokens // split)
-
-
 class _Group:
     """Candidates of one pipeline of which the same microbatches are played."""
 
@@ -347,7 +345,7 @@ class _Group:
         self.states = estimates.states.of[at]
         self.exchanged = estimates.exchanges.of[at]
 
-    def flags(self, name: str) -> Bool:
+    def flags(self, name: str) -> Int:
         """A figure of `_Ranks` for each candidate."""
         return self.estimates.exchanges.flags(name)[self.exchanged]
 
@@ -384,11 +382,11 @@ class _Group:
         mean = work(self.order, costs, kernels).mean(axis=0)[of] * (m / self.played[-1])
         optimizer, update = self._after()
         per_rank = self.counts.sum(axis=0) / self.pipeline.pp
-        running = [whole.passes[f"{kind} kernels"] for kind in "FB"]
+        running = whole.passes["F kernels"] + whole.passes["B kernels"]
         whole.seconds[at] = step + optimizer + update
         whole.bubble[at] = np.maximum(span - mean, 0.0)
         whole.after[at] = step - span + update
-        whole.kernels[at] = sum(running)[self.passes] @ per_rank * m + optimizer
+        whole.kernels[at] = running[self.passes] @ per_rank * m + optimizer
         whole.waits[at] = np.maximum(mean + optimizer - whole.kernels[at], 0.0)
         drawn = whole.passes["drawn"][self.passes] @ per_rank * m
         whole.drawn[at] = drawn + OPTIMIZER_POWER * optimizer
@@ -401,7 +399,7 @@ class _Group:
         whole = self.estimates
         passes, states, exchanges = whole.passes, whole.states, whole.exchanges
         t, y, x = self.passes[first], self.states[first], self.exchanged[first]
-        overlaps = self.flags("overlaps")[first, None]
+        overlaps = self.flags("overlaps")[first, None] > 0
         hidden = whole.rows.column("overlap_moe_expert_parallel_comm").is_one_of(True)
         hidden = hidden[self.at][first, None]
         slowest = max((whole.rows.base.cluster.stragglers or {}).values(), default=1.0)
@@ -428,18 +426,18 @@ class _Group:
             longer = np.where(overlaps, latest([each, *hold]), each + hold.sum(axis=0))
             gathers[kind] = np.minimum(each[:, end], first_gather).T
             if kind == "F":  # gathers wait for the last reduction of the backward pass before
-                gathers[kind] = gathers[kind] + np.where(waits > 0, reduce, 0.0).max(axis=0)[:, begin].T
+                gathers[kind] = (
+                    gathers[kind] + np.where(waits > 0, reduce, 0.0).max(axis=0)[:, begin].T
+                )
             gathers[kind] = gathers[kind] * overlaps.T
             costs[kind] = self.counts @ longer.T + gathers[kind]
         return costs, gathers
 
-    def _reduced(
-        self, played: Played, costs: Mapping[str, Float], of: Int, ends: Float
-    ) -> Float:
+    def _reduced(self, played: Played, costs: Mapping[str, Float], of: Int, ends: Float) -> Float:
         """Seconds until all gradients of each rank are reduced: [ranks, candidates]."""
         finished = ends.copy()
-        once = ~self.flags("reduces").astype(bool)
-        overlaps = self.flags("overlaps")
+        once = self.flags("reduces") == 0
+        overlaps = self.flags("overlaps") > 0
         for group in self.estimates.exchanges.reduce:
             reduce = group[self.exchanged]
             if not reduce.any():
@@ -451,10 +449,11 @@ class _Group:
                     blocks = self.pipeline.stages[stage]
                     if not blocks:
                         continue
-                    late = ends[rank] - played.ranks[rank][of] + end[of]
+                    late: Float = ends[rank] - played.ranks[rank][of] + end[of]
                     # The first block in order of backward passes is done before the others.
-                    hidden = costs[kind][stage][of] * (1 - 1 / len(blocks))
-                    begin = np.where(overlaps, late - hidden, ends[rank])
+                    hidden: Float = costs[kind][stage][of] * (1 - 1 / len(blocks))
+                    begin = late - hidden
+                    begin[~overlaps] = ends[rank][~overlaps]
                     whole = np.maximum(queue, begin) + on_stages[stage]
                     queue = np.maximum(np.where(once, whole, 0.0), late + reduce[:, blocks[0]])
                 finished[rank] = np.maximum(finished[rank], queue)
@@ -500,19 +499,21 @@ class _Group:
             saved[0] -= np.minimum(sent, saved[0])  # what is sent is not saved
         if caches is not None:
             saved[:-1] += sent  # by PyTorch's stages it is
-        transient = [self._transient(stage) for stage in stages]
-        reducing = [self._largest(stage, "reduce", 1) * self.flags("reduces") for stage in stages]
-        gathered = [self._gathered(stage) for stage in stages]
+        beside = {
+            stage: {
+                "gathered_parameters": self._gathered(stage),
+                "workspace": np.maximum(self._transient(stage), 0.0),
+                "communication": self._largest(stage, "reduce", 1) * self.flags("reduces") / 2,
+            }
+            for stage in {*stages}
+        }
         scale = self.microbatches / self.played[-1] if self.pipeline.forwards_first else 1.0
         most = np.full(len(at), -1.0)
         for rank, stage, own, counts in occupancies(self.order):
             kept = np.einsum("s,sn->n", np.array(counts, dtype=float), saved[list(own)]) * scale
-            parts = held[rank] | {
-                "gathered_parameters": gathered[stage],
-                "activations": kept,
-                "workspace": np.maximum(transient[stage], 0.0),
-                "communication": reducing[stage] + (0.0 if caches is None else caches[rank]),
-            }
+            parts = held[rank] | beside[stages[stage]] | {"activations": kept}
+            if caches is not None:
+                parts["communication"] = parts["communication"] + caches[rank]
             total = sum(parts.values())
             larger = total > most
             most = np.where(larger, total, most)
@@ -533,7 +534,7 @@ class _Group:
     def _bytes(self, use: str) -> Float:
         """Bytes that each kind of block exchanges: [candidates, kinds]."""
         states = self.estimates.states
-        return sum(states[f"{group} {use}"] for group in GROUPS)[self.states]
+        return np.sum([states[f"{group} {use}"] for group in GROUPS], axis=0)[self.states]
 
     def _largest(self, stage: Sequence[int], use: str, blocks: int) -> Float:
         """Most bytes exchanged for as many blocks in a row, of a stage."""
@@ -545,7 +546,7 @@ class _Group:
         """Bytes of gathered parameters: of two blocks, or all that PyTorch's pipelines keep."""
         pair = self._largest(stage, "gather_forward", 2)
         blocks = max(self.on_ranks, key=lambda counts: counts.sum())
-        return np.where(self.flags("gathers"), pair, self._bytes("gather_forward") @ blocks)
+        return np.where(self.flags("gathers") > 0, pair, self._bytes("gather_forward") @ blocks)
 
     def _torch_buffers(self, sent: Float) -> list[Float] | None:
         """Bytes of each rank's buffers, one for each message of a step (`pipeline_caches`); None:
@@ -553,7 +554,9 @@ class _Group:
         if not self.estimates.rows.run(int(self.at[0])).pipeline_caches:
             return None
         last = len(self.pipeline.stages) - 1
-        return [
-            sent * self.microbatches * sum((s > 0) + (s < last) for s in {a.stage for a in flat(steps)})
-            for steps in self.order
-        ]  # fmt: skip
+        found: list[Float] = []
+        for steps in self.order:
+            stages = {action.stage for action in flat(steps)}
+            messages = sum((stage > 0) + (stage < last) for stage in stages)
+            found.append(sent * self.microbatches * messages)
+        return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -80,9 +80,7 @@ class Occupancy(NamedTuple):
     """Microbatches of each of them whose activations are saved, that of the pass included."""
 
 
-def pipelines(
-    rows: Candidates, blocks: Blocks
-) -> Iterator[tuple[Pipeline, tuple[int, ...], Int]]:
+def pipelines(rows: Candidates, blocks: Blocks) -> Iterator[tuple[Pipeline, tuple[int, ...], Int]]:
     """Candidates by pipeline and by the microbatches that are played of it, by their numbers."""
     partly = [name for name in PARTLY if name in rows.columns]
     names = {*PIPELINE, *(("recompute", *partly) if partly else ())} - {"global_batch_size"}
@@ -138,20 +136,23 @@ def play_order(
     for begin in range(0, count, size):
         part = slice(begin, begin + size)
 
-        def cost(step: ScheduleStep) -> Float:
-            return step_seconds(step, costs, kernels, part)
-
-        def delay(step: ScheduleStep) -> Float:
-            action = step.forward if isinstance(step, Overlap) else step
-            return message[part] - gathers[action.kind][action.stage, part]
-
-        found = ends(planned, cost, delay)
+        found = ends(
+            planned,
+            partial(step_seconds, costs=costs, kernels=kernels, part=part),
+            partial(_delay, message=message, gathers=gathers, part=part),
+        )
         for n, column in ended.items():
             column[part] = found[n]
-    last = [
-        [(stage, kind, ended[n]) for (stage, kind), n in of_rank.items()] for of_rank in passes
-    ]
+    last = [[(stage, kind, ended[n]) for (stage, kind), n in of_rank.items()] for of_rank in passes]
     return Played(np.array([ended[n] for n in ends_of_ranks]), last)
+
+
+def _delay(
+    step: ScheduleStep, *, message: Float, gathers: Mapping[str, Float], part: slice
+) -> Float:
+    """Seconds of a message to a step, less what the step does before it needs it."""
+    action = step.forward if isinstance(step, Overlap) else step
+    return message[part] - gathers[action.kind][action.stage, part]
 
 
 def _last_steps(

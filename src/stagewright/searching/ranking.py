@@ -71,16 +71,16 @@ class Ranking:
     def best(self) -> Int:
         """Simulated candidates that fit, best first; of several objectives, the front.
 
-        Of one objective, the first is the one among equally good ones (`TIE`) that uses ZeRO-1, or
-        else takes least memory.
+        Of one objective, the first is the one among equally good ones (`TIE`) that takes least
+        memory, but none with whole optimizer states on every rank: recipes shard these (ZeRO-1).
         """
         found = best_of(self.figures, self.figures.exact & self.fits, self.wanted.objectives)
         if len(self.wanted.objectives) > 1 or len(found) < 2:
             return found
         values = objectives.values(self.figures, self.wanted.objectives)[found, 0]
         tied = found[values <= values[0] + TIE * abs(values[0])]
-        zero1 = self.rows.numbers("zero")[tied] == 1
-        first = tied[np.lexsort((self.figures.peak[tied], ~zero1))[0]]
+        unsharded = self.rows.numbers("zero")[tied] == 0
+        first = tied[np.lexsort((self.figures.peak[tied], unsharded))[0]]
         return np.concatenate([[first], found[found != first]])
 
     @cached_property

@@ -8,6 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.model.catalog import resolve as resolve_model
+from stagewright.model.config import ModelConfig
+from stagewright.run.experiment import Experiment
+from stagewright.run.files import flat, is_manifest, read_settings, recorded_model
+from stagewright.run.sections import EXPERIMENT
+from stagewright.run.sections.foreign import canonical
+from stagewright.run.sections.other_names import known as known_name
+from stagewright.run.sections.other_names import setting_of
+from stagewright.run.training_rules import MOST_RANKS
 from stagewright.searching.constraints import check_value
 from stagewright.searching.defaults import (
     HEADROOM,
@@ -20,17 +29,8 @@ from stagewright.searching.defaults import (
     without_effect,
 )
 from stagewright.searching.lists import is_listed, values_of
-from stagewright.searching.space import Space, check_searched
 from stagewright.searching.machines import MOST_SYSTEMS, Fleet, path_of, varied
-from stagewright.model.catalog import resolve as resolve_model
-from stagewright.model.config import ModelConfig
-from stagewright.run.experiment import Experiment
-from stagewright.run.files import flat, is_manifest, read_settings, recorded_model
-from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.foreign import canonical
-from stagewright.run.sections.other_names import known as known_name
-from stagewright.run.sections.other_names import setting_of
-from stagewright.run.training_rules import MOST_RANKS
+from stagewright.searching.space import Space, check_searched
 from stagewright.time.expense.ownership import costs_of
 from stagewright.time.hardware import Hardware, resolve
 
@@ -273,11 +273,6 @@ def _completed(
         notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")
     notes += not_tried(run, axes, of)
     headroom = 0.0 if "memory_allowance" in known else HEADROOM
-    if headroom:
-        notes.append(
-            f"{headroom:.0%} of the memory is left free for what is no tensor; --memory-allowance "
-            "sets it, 0 takes it away"
-        )
     space = Space.of(base, fleets, axes, model, policies(known), origins, headroom)
     return SearchRequest(space, tuple(notes))
 

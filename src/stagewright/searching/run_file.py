@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from stagewright.searching.candidates import Candidates
-from stagewright.searching.machines import figures_of, known_path
 from stagewright.files import atomic, write_text
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.machines import figures_of, known_path
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.hardware import names as known_hardware
 

@@ -20,13 +20,11 @@ from stagewright.searching.candidates import Candidates
 from stagewright.searching.estimate import estimate, lower_bounds
 from stagewright.searching.figures import Figures
 from stagewright.searching.ranking import (
-    MEMORY_SLACK,
     Ranking,
     Wanted,
     best_of,
     first_of_each,
     layouts,
-    may_fit,
     nothing_found,
     promising_candidates,
 )
@@ -123,7 +121,9 @@ def search(
         known = _Known(rows, unknown(len(rows)), wanted, executor, progress)
         known.simulate(every)
     else:
-        known = _Known(rows, with_costs(rows, estimates(rows, executor)), wanted, executor, progress)
+        known = _Known(
+            rows, with_costs(rows, estimates(rows, executor)), wanted, executor, progress
+        )
         if wanted.prove:
             known.bounds = lower_bounds(rows)
         _simulate_layouts(known)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.searching.candidates import Candidates
-from stagewright.searching.simulated import step_of
 from stagewright.searching.machines import figures_of, with_figure
+from stagewright.searching.simulated import step_of
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
 

@@ -28,6 +28,7 @@ from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import many
 from stagewright.run.experiment import Experiment, with_settings
+from stagewright.run.requests import LEAST_MEMORY
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates, Column
@@ -117,9 +118,14 @@ def _with_headroom(rows: Candidates, share: float) -> Candidates:
         return rows
     devices = rows.distinct(HARDWARE, "device_memory")
     memory = rows.device_memory[devices.first]
-    column = Column.of([f"{share * size / 1e9:.4g}GB" for size in memory.tolist()])
+    column = Column.of([_in_gigabytes(share * size) for size in memory.tolist()])
     column = Column(column.codes[devices.of], column.values)
     return replace(rows, columns={**rows.columns, "memory_allowance": column})
+
+
+def _in_gigabytes(size: float) -> str | None:
+    """An allowance as text, such as 4GB; None where it is too small for one."""
+    return f"{size / 1e9:.4g}GB" if size >= LEAST_MEMORY else None
 
 
 def is_searched(name: str) -> bool:
@@ -163,8 +169,10 @@ def _checked(
         else:
             needed = {"launch_mode": "cuda_graph"} if name == "cuda_graph_modules" else {}
             given: dict[str, Any] = {**needed, name: value}
-            home = base.cluster if setting.section == "cluster" else base.execution
-            found.append(getattr(with_settings(home, given), name))
+            if setting.section == "cluster":
+                found.append(getattr(with_settings(base.cluster, given), name))
+            else:
+                found.append(getattr(with_settings(base.execution, given), name))
     ordered = list(dict.fromkeys(found))
     if setting.idle:
         # Where the setting has no effect, its first value stands for all.

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from stagewright.searching.candidates import Candidates
-from stagewright.searching.figures import Figures
 from stagewright.searching.enumeration import prefill_gpus
+from stagewright.searching.figures import Figures
 from stagewright.time.expense.ownership import costs_of
 
 

@@ -180,7 +180,10 @@ def headroom(ranking: Ranking) -> str:
     allowance = ranking.figures.memory.get("allowance")
     if allowance is not None and allowance[row]:
         free = quantity(int(allowance[row]), "B")
-        return f"memory counts {free} for what is no tensor; --memory-allowance 0 takes it away"
+        return (
+            f"memory has {free} for the context, libraries and fragmentation; --memory-allowance "
+            "sets them, 0 takes them away"
+        )
     held = _tensors(ranking, row)
     if held <= NEARLY_FULL:
         return ""

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.searching.ranking import Ranking
-from stagewright.searching.run_file import varied_figures
-from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
-from stagewright.searching.machines import figures_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
+from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
+from stagewright.searching.machines import figures_of
+from stagewright.searching.ranking import Ranking
+from stagewright.searching.run_file import varied_figures
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 
@@ -40,9 +40,7 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
     "mfu": ColumnMeaning(
         "fraction", "model FLOPs utilization, 0 to 1, attention counted in full; training only"
     ),
-    "mfu_causal": ColumnMeaning(
-        "fraction", "the same, attention counted without masked pairs"
-    ),
+    "mfu_causal": ColumnMeaning("fraction", "the same, attention counted without masked pairs"),
     "tflops": ColumnMeaning("TFLOP/s", "model FLOPs per second of a GPU, as `mfu` counts them"),
     "bubble": ColumnMeaning(
         "s",
@@ -71,7 +69,9 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
     "simulated": ColumnMeaning(
         "bool", "true: the figures are those of `simulate`; false: all of them are estimates"
     ),
-    "estimated_seconds": ColumnMeaning("s", "the estimate of a step's time, also of simulated ones"),
+    "estimated_seconds": ColumnMeaning(
+        "s", "the estimate of a step's time, also of simulated ones"
+    ),
     "best": ColumnMeaning(
         "", "the place in the table of the best, from 1; with several objectives, on their front"
     ),

@@ -117,7 +117,7 @@ def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--hardware h100-sxm", "a.csv ./a.csv", "./a.csv: would be written twice, as a.csv, too"),
         ("--hardware h100-sxm", "a.csv /proc/a.csv", "/proc/a.csv: cannot be written: "),
         ("--hardware h100-sxm", f"{'a' * 250}.csv", "cannot be written: File name too long"),
-        ("--hardware h100-sxm --run 21", "a.csv a.yaml", "--run 21: a search simulates the best 20 "
+        ("--hardware h100-sxm --run 21", "a.csv a.yaml", "--run 21: a search lists the best 20 "
          "(--top); give --run 1 to 20, or --top 21"),
     ],
 )  # fmt: skip
@@ -169,7 +169,7 @@ def test_a_file_that_fails_late_takes_no_other_with_it(
     assert captured.out.startswith("best: ")
     assert captured.err.splitlines()[-1] == (
         "stagewright: error: a.html: cannot be written: No space left on device; --run 5: there "
-        "are runs 1 to 2; give one of these"
+        "is one run; give --run 1"
     )
 
 
@@ -180,11 +180,11 @@ def test_all_candidates_are_written_where_none_fits(
     out = [word for name in names for word in ("-o", name)]
     assert code(*SEARCH, *H100, "--vary", "memory.gb=0.001", *out) == 3
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("stagewright: error: none of the 2 candidates evaluated fits: the least")
+    assert said.startswith("stagewright: error: none of the 2 candidates fits: the least")
     assert said.endswith("; a.yaml: not written, since there is no run to write")
     rows = json.loads((place / "a.json").read_text())["rows"]
     assert [row["fits"] for row in rows] == [False, False]
     assert all(row["peak"] > 1e6 for row in rows)
     assert (place / "a.csv").read_text().count("\n") == 3
-    assert "none of the 2 candidates evaluated fits" in (place / "a.html").read_text()
+    assert "none of the 2 candidates fits" in (place / "a.html").read_text()
     assert not (place / "a.yaml").exists()

@@ -26,6 +26,7 @@ from stagewright.schedule.actions import (
     Action,
     Order,
     Overlap,
+    ScheduleStep,
     flat,
     halved,
     needs,
@@ -164,10 +165,10 @@ def test_a_full_pipeline_takes_the_same_time_for_each_further_microbatch(name: s
     kinds = costs(1, 1.1, 0.9)
 
     def seconds(m: int) -> float:
-        times = play(
-            make(name, p, m, chunks),
-            lambda a: sum(kinds[x.kind] * (1 + x.stage % 3 / 5) for x in parts(a)),
-        )
+        def cost(step: ScheduleStep) -> float:
+            return sum(kinds[a.kind] * (1 + a.stage % 3 / 5) for a in parts(step))
+
+        times = play(make(name, p, m, chunks), cost)
         return max(end for _, end in times.values())
 
     full = SCHEDULES[name].fills * p
@@ -298,7 +299,9 @@ def test_interlaced_takes_as_long_as_1f1b(p: int, m: int) -> None:
     """If B = 2F, ranks that stop together never wait; rank 0 keeps 1.5 pp microbatches alive."""
     kinds = {"F": 1, "B": 2}
     order = interlaced(p, m)
-    times = play(order, lambda a: 0 if a.stage in STOPS.stages(p) else kinds[a.kind])
+    times = play(
+        order, lambda a: 0 if parts(a)[0].stage in STOPS.stages(p) else kinds[parts(a)[0].kind]
+    )
     assert max(end for _, end in times.values()) == 3 * (m + p - 1)
     alive, most = 0, 0
     for a in flat(order[0]):
@@ -469,7 +472,7 @@ def test_what_can_run_is_valid_and_runs_without_needless_waiting(execution: Exec
     order, stages, microbatches = execution
     validate(order, stages, microbatches)
     assert from_csv(to_csv(order)) == order
-    times = play(order, lambda a: SLOTS[a.kind] * (a.stage + 1))
+    times = play(order, lambda s: sum(SLOTS[a.kind] * (a.stage + 1) for a in parts(s)))
     assert set(times) == {a for actions in order for a in actions}
     for actions in order:
         free = 0

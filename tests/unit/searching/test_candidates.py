@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from stagewright import arrays
-from stagewright.searching.candidates import ABSENT, Candidates, Column, distinct
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.searching.candidates import ABSENT, Candidates, Column, distinct
 from stagewright.time.hardware import resolve
 
 BASE = Experiment(Run(model="gpt2", layers=4), ClusterSection(), Execution(prefetch=2))

@@ -9,14 +9,14 @@ import shlex
 
 import pytest
 
-from stagewright.searching.flags import TOOLS, flags, notes
-from stagewright.searching.candidates import Candidates, Column
 from stagewright.run.experiment import Experiment
 from stagewright.run.pipeline_split import layout_split
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.searching.candidates import Candidates, Column
+from stagewright.searching.flags import TOOLS, flags, notes
 from stagewright.time.hardware import resolve
 
 MEGATRON = frozenset({

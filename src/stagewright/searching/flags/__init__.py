@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from stagewright.errors import UserError, either
+from stagewright.searching.candidates import Candidates
 from stagewright.searching.flags.lines import FlagLine, TrainedRun
 from stagewright.searching.flags.megatron import megatron
 from stagewright.searching.flags.torchtitan import torchtitan
-from stagewright.searching.candidates import Candidates
 
 TOOLS = ("megatron", "torchtitan")
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from stagewright.searching.run_file import given
-from stagewright.searching.candidates import Candidates
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
+from stagewright.searching.candidates import Candidates
+from stagewright.searching.run_file import given
 
 
 class FlagLine(NamedTuple):

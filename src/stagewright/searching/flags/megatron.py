@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from shlex import quote
 
+from stagewright.run.sections import EXPERIMENT
 from stagewright.searching.flags.lines import (
     FlagLine,
     Lines,
@@ -17,7 +18,6 @@ from stagewright.searching.flags.lines import (
     habits_line,
     without_flag,
 )
-from stagewright.run.sections import EXPERIMENT
 
 # ---- parallelism ---------------------------------------------------------------------------------
 

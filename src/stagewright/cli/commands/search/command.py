@@ -59,7 +59,7 @@ def search(
     from stagewright.api.searched import wanted
     from stagewright.searching.simulated import step_of
     from stagewright.views.deviations import known
-    from stagewright.views.search import headroom, without_objective
+    from stagewright.views.search import without_objective
 
     outputs = _checked(out, (model, config, settings), settings)
     if settings.pop("serve"):
@@ -82,7 +82,6 @@ def search(
     shared.show_notes(without_objective(result.ranking))
     if none is not None:
         return end_without_best(result, none, out)
-    shared.show_notes(filter(None, [headroom(result.ranking)]))
     if result.ranking.rows.model.num_experts:  # whose steps differ most from what was measured
         best = step_of(result.ranking.rows, result.row(1))
         shared.show_notes(known(best))
@@ -234,6 +233,7 @@ def _report(result: Search, seconds: float) -> None:
         UNTIL_STOPPED,
         choice,
         expected_error,
+        headroom,
         in_words,
         missing_hardware,
     )
@@ -254,8 +254,8 @@ def _report(result: Search, seconds: float) -> None:
     choices = result.choices()
     if len(choices):
         print_table(choices, out)
-    for sentence in (choice(ranking), expected_error(ranking), missing_hardware(ranking)):
-        if sentence:
+    for say in (headroom, choice, expected_error, missing_hardware):
+        if sentence := say(ranking):
             out.print(sentence)
     out.print(
         f"{len(ranking):,} candidates, {ranking.simulated:,} of them simulated, in {seconds:.1f} s"
