@@ -197,17 +197,17 @@ class RankWork(ABC):
 
     def with_tasks(self, tasks: Tasks) -> RankWork:
         """Other rows, with values and memory as they are."""
-        return _Given(tasks, self)
+        return _TableWork(tasks, self)
 
     @staticmethod
     def given(
         tasks: Tasks, memory: Mapping[str, int] | None = None, values: Values = NO_VALUES
     ) -> RankWork:
         """The work of explicit tables: one action. Memory follows from `values` if not given."""
-        return _Given(tasks, values, memory)
+        return _TableWork(tasks, values, memory)
 
 
-class _Given(RankWork):
+class _TableWork(RankWork):
     """The work of explicit tables."""
 
     def __init__(

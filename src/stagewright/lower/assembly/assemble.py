@@ -20,7 +20,7 @@ from stagewright.lower.assembly.distinct_actions import (
     ActionTable,
     After,
     Naming,
-    Part,
+    StagePart,
     TableBuilder,
 )
 from stagewright.lower.assembly.expand import Names
@@ -69,12 +69,12 @@ def assemble(
         StageAt.of(stages[p.stage], p, between, pp, habits, trains=trains, layers=layers)
         for p in held_by
     ]
-    contents = _Contents(at, pp)
+    contents = _DistinctStages(at, pp)
     ranks = [
         _Rank(schedule, of_rank, contents.stages, kept=weights.kept)
         for schedule, of_rank in zip(schedules, contents.of_rank, strict=True)
     ]
-    actions = Numbers[tuple[Part, ...]]()
+    actions = Numbers[tuple[StagePart, ...]]()
     actions.each(parts for rank in ranks for parts in rank.actions)
     afters = Numbers[_AfterKey]()
     after_of_rank = afters.each(rank.after() for rank in ranks)
@@ -141,7 +141,7 @@ def _built(at: StageAt) -> tuple[Stage, StageUpdates]:
     return stage, stage_updates(stage)
 
 
-class _Contents:
+class _DistinctStages:
     """The stages with distinct content of a pipeline, in the order in which ranks build them."""
 
     def __init__(self, at: Sequence[StageAt], ranks: int) -> None:
@@ -230,13 +230,15 @@ class _Rank:
         self.schedule, self.contents = schedule, np.array(contents, dtype=np.int64)
         self.supplier = suppliers(schedule, [stages[c] for c in contents], kept=kept)
         gathers = self.supplier == np.arange(len(schedule))
-        codes = Part.codes(self.contents[schedule.place], schedule.kind, schedule.complete, gathers)
+        codes = StagePart.codes(
+            self.contents[schedule.place], schedule.kind, schedule.complete, gathers
+        )
         parts = np.full((2, schedule.steps), -1, dtype=np.int64)
         parts[schedule.part, schedule.step] = codes
         first, of = distinct_numbers([*(parts + 1)], schedule.steps)
         order = np.argsort(first)
         self.actions = [
-            tuple(Part.from_code(code) for code in parts[:, step].tolist() if code >= 0)
+            tuple(StagePart.from_code(code) for code in parts[:, step].tolist() if code >= 0)
             for step in first[order].tolist()
         ]
         """Distinct actions, in the order in which they are first met."""
@@ -260,7 +262,7 @@ class _Rank:
     def order(
         self,
         table: ActionTable,
-        actions: Mapping[tuple[Part, ...], int],
+        actions: Mapping[tuple[StagePart, ...], int],
         after: int,
         num_stages: int,
     ) -> RankOrder:
@@ -279,7 +281,7 @@ class _TableKey(NamedTuple):
 
     stages: tuple[Stage, ...]
     updates: tuple[StageUpdates, ...]
-    actions: tuple[tuple[Part, ...], ...]
+    actions: tuple[tuple[StagePart, ...], ...]
     afters: tuple[_AfterKey, ...]
     clip: ClipNorm | None
     pipeline_ranks: int

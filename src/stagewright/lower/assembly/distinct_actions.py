@@ -1,8 +1,9 @@
 """The distinct actions of a program: rows of stages put together once, for all ranks and stages.
 
-A `Part` is what one action does of a stage: rows of the stage's segment in one direction. An action
-is one part, or two that overlap; the rows after all actions of a rank are its last action. Actions
-are equal where their stages have equal content, and they do what happens once per step, or do not.
+A `StagePart` is what one action does of a stage: rows of the stage's segment in one direction. An
+action is one part, or two that overlap; the rows after all actions of a rank are its last action.
+Actions are equal where their stages have equal content, and they do what happens once per step, or
+do not.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from stagewright.program.columns import Tasks
 from stagewright.program.step import KINDS, Actions
 
 
-class Part(NamedTuple):
+class StagePart(NamedTuple):
     """What an action does of a stage."""
 
     content: int
@@ -57,7 +58,7 @@ class Part(NamedTuple):
         return ((content * len(KINDS) + kind) * 2 + complete) * 2 + gathers
 
     @classmethod
-    def from_code(cls, code: int) -> Part:
+    def from_code(cls, code: int) -> StagePart:
         """The part with this number."""
         rest, gathers = divmod(code, 2)
         rest, complete = divmod(rest, 2)
@@ -71,7 +72,7 @@ def half_of(stage: Stage, kind: int) -> Bool:
     return {INPUT_HALF: ~weight, WEIGHT_HALF: weight}.get(kind, np.ones_like(weight))
 
 
-def rows_of(stage: Stage, part: Part) -> Bool:
+def rows_of(stage: Stage, part: StagePart) -> Bool:
     """Mask of the rows of the segment that a part has."""
     if part.kind in (FORWARD, UNSHARD):
         segment = stage.forward
@@ -85,7 +86,7 @@ def rows_of(stage: Stage, part: Part) -> Bool:
 class Form(NamedTuple):
     """A part in an action."""
 
-    part: Part
+    part: StagePart
     nth: int
     """1: the second of two that overlap."""
     place: Int
@@ -94,7 +95,7 @@ class Form(NamedTuple):
     """Of each of these, the distance from where the action begins."""
 
 
-def forms_of(stages: Sequence[Stage], parts: Sequence[Part]) -> list[Form]:
+def forms_of(stages: Sequence[Stage], parts: Sequence[StagePart]) -> list[Form]:
     """The parts of an action. Two that overlap take turns: each goes on until its next kernel needs
     what the action has communicated."""
     places = [np.flatnonzero(rows_of(stages[part.content], part)) for part in parts]
@@ -130,7 +131,7 @@ class After(NamedTuple):
     rows: OptimizerStep
 
 
-class Needs(NamedTuple):
+class RowNeeds(NamedTuple):
     """What rows need, a column for each: [needs]."""
 
     half: Int
@@ -142,10 +143,10 @@ class Needs(NamedTuple):
     place: Int
     """The place in the segment."""
 
-    def take(self, entries: Int) -> Needs:
+    def take(self, entries: Int) -> RowNeeds:
         """Some of them."""
         half, once, stage, place = self
-        return Needs(half[entries], once[entries], stage[entries], place[entries])
+        return RowNeeds(half[entries], once[entries], stage[entries], place[entries])
 
 
 class Naming(NamedTuple):
@@ -188,7 +189,7 @@ class ActionTable:
     """Which rows are of a stage's backward: [rows]."""
     place: Int
     """The place of each row in its segment, or after all actions: [rows]."""
-    needs: Needs
+    needs: RowNeeds
     need_part: Int
     """The part whose row needs it: [needs]."""
     pipeline_peers: Sequence[int]
@@ -216,7 +217,7 @@ class TableBuilder:
     def __init__(
         self,
         stages: Sequence[Stage],
-        actions: Sequence[tuple[Part, ...]],
+        actions: Sequence[tuple[StagePart, ...]],
         afters: Sequence[After],
         neighbours: Mapping[tuple[int, int], int],
     ) -> None:
@@ -357,7 +358,7 @@ class TableBuilder:
             int(data_ptr[-1])
         )
 
-    def _needs(self) -> Needs:
+    def _needs(self) -> RowNeeds:
         """What the rows of all segments need."""
         half: list[Int] = []
         for n, s in enumerate(self.segments):
@@ -378,12 +379,12 @@ class TableBuilder:
             np.concatenate([getattr(of, name) for of in every])
             for name in ("dep_whose", "dep_stage", "dep_at")
         )
-        return Needs(np.concatenate(half), (whose == FIRST) | (whose == LAST), stage, place)
+        return RowNeeds(np.concatenate(half), (whose == FIRST) | (whose == LAST), stage, place)
 
     def _content(self, content: int, distance: int) -> int:
         return self._neighbours[content, distance] if distance else content
 
-    def _needed(self, owner: Int, needs: Needs) -> tuple[Int, Bool]:
+    def _needed(self, owner: Int, needs: RowNeeds) -> tuple[Int, Bool]:
         """The row that each need names, and whether another copy has it."""
         of_action = owner < self.end
         form = self._form[owner]
@@ -407,7 +408,7 @@ class TableBuilder:
         data[others] = self._examples(content[others], needs.take(others))
         return data, ~inside & ~step
 
-    def _in_same_action(self, form: Int, needs: Needs) -> Bool:
+    def _in_same_action(self, form: Int, needs: RowNeeds) -> Bool:
         """Which needs of rows of forms are met by the same part of the same copy."""
         if not self.forms:
             return np.zeros(len(form), dtype=bool)
@@ -422,7 +423,7 @@ class TableBuilder:
             inside[mine] = ~gathers[needs.place[mine]]
         return inside
 
-    def _examples(self, content: Int, needs: Needs) -> Int:
+    def _examples(self, content: Int, needs: RowNeeds) -> Int:
         """Rows that stand for needed ones of stages with these contents, in some action."""
         # By content and half, an action that does what happens once per step, and another one.
         of = np.full((len(self.stages), HALVES, 2), -1, dtype=np.int64)
@@ -474,7 +475,7 @@ def layers_after(naming: Sequence[Naming], rows: OptimizerStep) -> Int:
     return layer
 
 
-def _segment_number(part: Part) -> int:
+def _segment_number(part: StagePart) -> int:
     return part.content * 2 + (part.kind not in (FORWARD, UNSHARD))
 
 

@@ -104,7 +104,7 @@ def expanded(order: RankOrder, of: Tasks, names: Names, rank: int, streams: str)
     stage, microbatch = order.stage[copy, part], order.microbatch[copy, part]
     name, layer, tag = (np.full(order.total, -1, dtype=np.int64) for _ in range(3))
     naming, end = names.naming(rank), order.end
-    blocks = _Blocks(order, names, rank)
+    blocks = _BlockNames(order, names, rank)
     place = np.searchsorted(schedule.stages, stage[:end])
     name[:end], layer[:end] = blocks.of(place, table.backward[row[:end]], table.place[row[:end]])
     if end < order.total:
@@ -140,7 +140,7 @@ def _needed(order: RankOrder, data_ptr: Int) -> NDArray[np.int32]:
     return data
 
 
-class _Blocks:
+class _BlockNames:
     """Names and layers of the rows of a rank's stages."""
 
     def __init__(self, order: RankOrder, names: Names, rank: int) -> None:

@@ -51,7 +51,7 @@ class RankTable(NamedTuple):
         return most + entry(self.head, logits)
 
 
-class Batch(NamedTuple):
+class BatchSums(NamedTuple):
     """Sums of a batch over its requests, and of those that decode."""
 
     tokens: float
@@ -92,7 +92,7 @@ class StepTable:
     def _in_prompts_tiles(self) -> bool:
         return any(isinstance(of, Attention) and of.beside is not None for of in self.terms)
 
-    def _values(self, of: Batch) -> list[float]:
+    def _values(self, of: BatchSums) -> list[float]:
         """Seconds of each term, where it matters which requests a batch has."""
         prompts = of.requests - of.decoding
         if self._in_prompts_tiles and of.decoding and (prompts or self.new > 1):
@@ -102,7 +102,7 @@ class StepTable:
             for term, reach in zip(self.terms, self.reaches, strict=True)
         ]
 
-    def _values_in_prompts_tiles(self, of: Batch, prompts: float) -> list[float]:
+    def _values_in_prompts_tiles(self, of: BatchSums, prompts: float) -> list[float]:
         """Seconds of each term where prompts and requests that decode are one kernel.
 
         Without prompts the requests that decode have drafts.
@@ -120,7 +120,7 @@ class StepTable:
             found.append(seconds)
         return found
 
-    def _of_reach(self, reach: Reach, of: Batch) -> tuple[float, float]:
+    def _of_reach(self, reach: Reach, of: BatchSums) -> tuple[float, float]:
         """Pairs and keys: those of a window from the mean lengths of requests."""
         if not reach.kind:
             return of.pairs, of.keys
@@ -159,19 +159,19 @@ class StepTable:
             values = [term(tokens, requests, pairs, keys) for term in self.terms]
             logits = requests + decoding * (self.logits - 1)
             return self.ranks[0].longest(tokens, values, logits)
-        of = Batch(tokens, requests, pairs, keys, decoding, decoding_keys)
+        of = BatchSums(tokens, requests, pairs, keys, decoding, decoding_keys)
         if len(self.ranks) == 1:
             return self._ranks_seconds(of, requests + decoding * (self.logits - 1))[0]
         return self._pipelined(of)
 
-    def _ranks_seconds(self, of: Batch, logits: int) -> list[float]:
+    def _ranks_seconds(self, of: BatchSums, logits: int) -> list[float]:
         """Seconds of each pipeline rank with one batch."""
         values, tokens = self._values(of), int(of.tokens)
         return [rank.longest(tokens, values, logits) for rank in self.ranks]
 
     # ---- pipelines -------------------------------------------------------------------------------
 
-    def _pipelined(self, of: Batch) -> float:
+    def _pipelined(self, of: BatchSums) -> float:
         """Seconds of a step of all batches in a pipeline."""
         requests, decoding = of.requests, of.decoding
         prompts = int(requests - decoding)
@@ -181,11 +181,11 @@ class StepTable:
         # Prompts are in one of the batches, requests that decode in all.
         new = decoding * self.new
         own = of.decoding_keys * self.new - new * (self.new - 1) / 2
-        part = Batch(*(x / batches for x in (
+        part = BatchSums(*(x / batches for x in (
             new, decoding, own, of.decoding_keys, decoding, of.decoding_keys
         )))  # fmt: skip
         rest = batches - 1
-        full = Batch(
+        full = BatchSums(
             of.tokens - part.tokens * rest, requests - part.requests * rest,
             max(of.pairs - part.pairs * rest, 1.0), of.keys - part.keys * rest,
             part.decoding, part.decoding_keys,
@@ -196,14 +196,14 @@ class StepTable:
         through = sum(much) + self.messages(int(full.tokens))
         return max(through, *(a + rest * b for a, b in zip(much, few, strict=True)))
 
-    def _drained(self, of: Batch, prompts: int, batches: int) -> float:
+    def _drained(self, of: BatchSums, prompts: int, batches: int) -> float:
         """Prompts alone drain a pipeline: its batches go through all ranks one after the other."""
         few, more = divmod(prompts, batches)
         total = 0.0
         for many, count in ((few + 1, more), (few, batches - more)):
             if not count:
                 continue
-            one = Batch(*(x * many / prompts for x in of))
+            one = BatchSums(*(x * many / prompts for x in of))
             each = self._ranks_seconds(one, many)
             if not total:
                 total = sum(each) + self.messages(int(one.tokens)) - max(each)

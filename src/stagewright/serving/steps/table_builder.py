@@ -15,7 +15,7 @@ from stagewright.model.layers import Reach
 from stagewright.program.columns import TaskKind
 from stagewright.serving.steps.rows import KeptBlock, RankRows, StepRows, unfilled
 from stagewright.serving.steps.step_table import Path, RankTable, StepTable
-from stagewright.serving.steps.terms import Attention, Curve, Term, mean_sums
+from stagewright.serving.steps.terms import Attention, Term, TimedCurve, mean_sums
 
 MOST_KEYS = 1 << 21
 """Of a request; beyond, decode steps go on as up to here."""
@@ -187,7 +187,7 @@ class _Terms:
         for term, reach, (rank, rows) in zip(self.found, self.reaches, self.places, strict=True):
             each = [mean_sums(reach, k - new, float(new)) for k in keys.tolist()]
             pairs, seen = np.rint(many * np.array(each)).astype(np.int64).T
-            if isinstance(term, Curve) and not term.by_requests:
+            if isinstance(term, TimedCurve) and not term.by_requests:
                 seconds = np.array([term(1, 1, 1, keys) for keys in seen.tolist()])
             else:
                 requests = np.full(len(keys), many, dtype=np.int64)
@@ -211,12 +211,12 @@ class _Terms:
             return np.sum([of.kernel_seconds(at.rank, row, sizes) for row in at.rows], axis=0)
 
         if depends <= {"requests"}:
-            return Curve.of_requests(
+            return TimedCurve.of_requests(
                 lambda tokens, requests: alone(tokens, requests, tokens, tokens)
             )
         if not any(name.startswith("pairs") for name in depends):  # some products are one kernel
             seconds = of.seconds[at.rank][at.rows].sum(axis=0)
-            return Curve(float(seconds[0]), of.keys_timed.tolist(), seconds.tolist())
+            return TimedCurve(float(seconds[0]), of.keys_timed.tolist(), seconds.tolist())
         return Attention.of(
             lambda tokens, pairs, keys: alone(tokens, np.ones_like(tokens), pairs, keys),
             unfilled(reach, of.step.run.kv_block_size),

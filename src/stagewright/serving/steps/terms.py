@@ -98,7 +98,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Curve:
+class TimedCurve:
     """Kernels that depend on one number: keys in the cache, or tokens of a request.
 
     The former expand latents, the latter are of layers with a state, and go with requests.
@@ -111,7 +111,7 @@ class Curve:
     by_requests: bool = False
 
     @classmethod
-    def of_requests(cls, seconds: Callable[[Int, Int], Float]) -> Curve:
+    def of_requests(cls, seconds: Callable[[Int, Int], Float]) -> TimedCurve:
         """From the seconds of tokens and requests: arrays in, array out."""
         many = 256
         ratios = np.unique(np.rint(np.exp2(np.arange(0, 16.01, 1 / 8))).astype(np.int64))
