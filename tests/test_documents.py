@@ -175,7 +175,7 @@ ELSEWHERE = {
     "--speculative-eagle-topk",  # SGLang's
     *("--bless", "--strict", "--help", "--version"),
     *("--peer", "--seconds", "--most", "--follow-tags", "--search"),  # of scripts
-    *("--only", "--whole", "--calculon", "--batches"),  # of benchmarks/search.py
+    *("--check", "--only"),  # of tools/record.py
 }
 
 

@@ -144,14 +144,14 @@ def test_weights_are_gathered_before_all_other_actions():
     assert (of.work.actions.tasks.microbatch[gathered] == -1).all()
 
 
-def test_only_first_forwards_have_microbatch_0():
-    for of in program_of(RUNS["interleaved"]).classes:
-        actions, order = of.work.actions, of.work.order
-        for copy, action in enumerate(order.action.tolist()):
-            number = {*actions.tasks.microbatch[actions.rows(action)].tolist()} - {-1}
-            first = order.kind[copy, 0] == KINDS.index("F") and order.microbatch[copy, 0] == 0
-            assert len(number) <= 1
-            assert (number == {0}) == first
+@pytest.mark.parametrize("name", ["interleaved", "DualPipe"])
+def test_each_part_has_a_number_of_its_own(name: str):
+    actions = program_of(RUNS[name]).classes[0].work.actions
+    action = np.repeat(np.arange(len(actions.begin) - 1), np.diff(actions.begin))
+    part = np.stack([action, actions.part], axis=1)[actions.tasks.microbatch >= 0]
+    number = actions.tasks.microbatch[actions.tasks.microbatch >= 0]
+    pairs = np.unique(np.column_stack([part, number]), axis=0)
+    assert len(pairs) == len(np.unique(part, axis=0)) == len(np.unique(number))
 
 
 def test_microbatches_add_copies_only():

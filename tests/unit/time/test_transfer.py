@@ -41,6 +41,7 @@ def runs_of(meets: tuple[int, ...] = ()) -> Runs:
         stream=np.array([0, 0, 1, 0, -1, 0, 1]), is_kernel=np.isin(np.arange(SIZE), (0, 1, 3, 5)),
         edges=Edges(waiter, dep),
         carried=UnitRows(np.array([NEEDS_OTHERS]), *(np.zeros(1, np.int64) for _ in range(3))),
+        after_kernel=np.zeros(SIZE, bool), before_kernel=np.zeros(SIZE, bool), awaited=none,
         registers=(LAUNCHED, KERNEL, STREAM),
         reads=(np.array(READS)[:, 0], np.array(READS)[:, 1]),
         writes=(np.zeros_like(registers), registers, positions), moves=(none, none, none),

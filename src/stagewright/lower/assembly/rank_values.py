@@ -161,7 +161,7 @@ def _known_changes(short: ShortOrder) -> MemoryChanges:
 
 
 def _changes(short: ShortOrder, size: Int) -> MemoryChanges:
-    """What `short.copies` allocate and free; those that do the same share a profile."""
+    """What the copies of `short` allocate and free; those that do the same share a profile."""
     order, ranges = short.order, live_ranges(short.order)
     values = replace(
         NO_VALUES, category=rank_columns(order.stages).category, size=size,

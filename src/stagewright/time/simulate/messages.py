@@ -90,7 +90,8 @@ def _of_class(
                 continue
             rows = rules.rows[chosen]
             copies = sequence.copies[instances, m]
-            at: Int = np.searchsorted(np.flatnonzero(order.action == action), copies)
+            of_action: Int = np.flatnonzero(order.action == action)
+            at = of_action.searchsorted(copies)
             tags = order.tags(action, rows)[at]
             slot = tasks.slot[rows].astype(np.int64)
             shape = tags.shape

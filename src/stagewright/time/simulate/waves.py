@@ -158,8 +158,8 @@ class Waves:
                 row = np.repeat(needs.row[mine][None], len(copies), axis=0)
                 taken = np.flatnonzero(needs.entry[mine] >= 0)
                 if len(taken):
-                    copies_of = np.flatnonzero(order.action == action)
-                    nth_copy: Int = np.searchsorted(copies_of, copies)
+                    copies_of: Int = np.flatnonzero(order.action == action)
+                    nth_copy = copies_of.searchsorted(copies)
                     other = order.sources(action, needs.entry[mine[taken]])
                     source[:, taken], row[:, taken] = other[0][nth_copy], other[1][nth_copy]
                 where = sequence.instance[source]
@@ -478,7 +478,7 @@ class Waves:
         for column in np.flatnonzero(what == MESSAGE).tolist():
             rows = arrival[nth, int(number_of[column])]
             received = self.messages.received
-            at: Int = np.searchsorted(instances, received.of[rows, 1])
+            at = instances.searchsorted(received.of[rows, 1])
             ins[at, received.lane[rows], column] = self.arrivals[rows]
         outs = np.empty((*shape, len(run.outputs)), np.int64)
         what, number_of = np.array(run.outputs, dtype=np.int64).T
