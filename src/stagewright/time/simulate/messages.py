@@ -89,9 +89,8 @@ def _of_class(
             if not len(chosen):
                 continue
             rows = rules.rows[chosen]
-            copies = sequence.copies[instances, m]
-            of_action: Int = np.flatnonzero(order.action == action)
-            at = of_action.searchsorted(copies)
+            copies: Int = sequence.copies[instances, m]
+            at = np.searchsorted(np.flatnonzero(order.action == action), copies)
             tags = order.tags(action, rows)[at]
             slot = tasks.slot[rows].astype(np.int64)
             shape = tags.shape

@@ -153,13 +153,13 @@ class Waves:
                 mine = of_unit[of_member]
                 if not len(mine):
                     continue
-                copies = sequence.copies[instances, m]
+                copies: Int = sequence.copies[instances, m]
                 source = np.repeat(copies[:, None], len(mine), axis=1)
                 row = np.repeat(needs.row[mine][None], len(copies), axis=0)
                 taken = np.flatnonzero(needs.entry[mine] >= 0)
                 if len(taken):
-                    copies_of: Int = np.flatnonzero(order.action == action)
-                    nth_copy = copies_of.searchsorted(copies)
+                    copies_of = np.flatnonzero(order.action == action)
+                    nth_copy = np.searchsorted(copies_of, copies)
                     other = order.sources(action, needs.entry[mine[taken]])
                     source[:, taken], row[:, taken] = other[0][nth_copy], other[1][nth_copy]
                 where = sequence.instance[source]
@@ -478,7 +478,8 @@ class Waves:
         for column in np.flatnonzero(what == MESSAGE).tolist():
             rows = arrival[nth, int(number_of[column])]
             received = self.messages.received
-            at = instances.searchsorted(received.of[rows, 1])
+            instance: Int = received.of[rows, 1]
+            at = np.searchsorted(instances, instance)
             ins[at, received.lane[rows], column] = self.arrivals[rows]
         outs = np.empty((*shape, len(run.outputs)), np.int64)
         what, number_of = np.array(run.outputs, dtype=np.int64).T
