@@ -99,7 +99,7 @@ class Blocks(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Costs:
+class BlockCosts:
     """Costs of blocks, a table [tuples of settings, kinds of blocks] for each name.
 
     NaN where a tiny run was refused. Names of `pass_costs`:
@@ -141,7 +141,7 @@ class Costs:
 
 def pass_costs(
     rows: Candidates, blocks: Blocks, *, halves: bool = False, variants: bool = False
-) -> Costs:
+) -> BlockCosts:
     """Costs of passes; `halves`: also of the halves of backward passes.
 
     What attention, experts and recomputation change adds up. With `variants`, the kinds of blocks
@@ -154,7 +154,7 @@ def pass_costs(
     _, base = _distinct(rows, core, *more)
     lead = np.unique(base, return_index=True)[1][base]  # the first candidate with the same core
     first, of = _distinct(rows, names, *more)
-    simulated = _Simulated(rows, blocks)
+    simulated = _TinySimulations(rows, blocks)
 
     def tables(group: Iterable[str], heads: Int | None = None) -> dict[str, Float]:
         """Costs of each tuple with its settings of one group, and those of its lead in others."""
@@ -178,7 +178,7 @@ def pass_costs(
             name: np.where(full[:, None], whole[name], stored[name] + partial[name] - start[name])
             for name in start
         }
-    costs = Costs(of, found, np.ones(len(first), dtype=np.int64))
+    costs = BlockCosts(of, found, np.ones(len(first), dtype=np.int64))
     return _with_variants(costs, stored, rows, first) if variants else costs
 
 
@@ -215,8 +215,8 @@ def input_bytes(rows: Candidates) -> Float:
 
 
 def _with_variants(
-    costs: Costs, stored: Mapping[str, Float], rows: Candidates, first: Int
-) -> Costs:
+    costs: BlockCosts, stored: Mapping[str, Float], rows: Candidates, first: Int
+) -> BlockCosts:
     """Costs with further kinds; see `pass_costs`."""
     costs = costs.with_kinds(stored)
     rates = [rows.hardware(row).host_bandwidth_gb_s * 1e9 for row in first.tolist()]
@@ -294,7 +294,7 @@ def _fewest_ranks(run: Run, cp: int) -> int:
     return experts // int(np.gcd(experts, run.tp * cp))
 
 
-def state_costs(rows: Candidates, blocks: Blocks, *, variants: bool = False) -> Costs:
+def state_costs(rows: Candidates, blocks: Blocks, *, variants: bool = False) -> BlockCosts:
     """Costs of states; `variants` as in `pass_costs`."""
     names = {*rows.columns} - {*PIPELINE, *PASSES, *LIMITS, "dp", "dp_shard", "sequence_parallel"}
     first, of = _distinct(rows, names)
@@ -303,11 +303,11 @@ def state_costs(rows: Candidates, blocks: Blocks, *, variants: bool = False) -> 
         tiny._replace(run=tiny.run.model_copy(update={"zero": 0})) if tiny.run.zero >= 2 else tiny
         for tiny in runs
     ]
-    simulated = _Simulated(rows, blocks)
+    simulated = _TinySimulations(rows, blocks)
     found, plain = _read(simulated, runs), _read(simulated, unsharded)
     for name in (f"{kind} {part}" for kind in "FB" for part in ("kernels", "host")):
         found[name] = found[name] - plain[name]
-    costs = Costs(of, found, np.array([tiny.run.dp for tiny in runs]))
+    costs = BlockCosts(of, found, np.array([tiny.run.dp for tiny in runs]))
     if not variants:
         return costs
     costs = costs.with_kinds(costs.tables)
@@ -339,7 +339,7 @@ def _distinct(rows: Candidates, names: Iterable[str], *numbers: Int) -> tuple[In
 
 
 def _read(
-    simulated: _Simulated, runs: Sequence[_TinyRun], *, halves: bool = False
+    simulated: _TinySimulations, runs: Sequence[_TinyRun], *, halves: bool = False
 ) -> dict[str, Float]:
     """What is read off tiny runs: tables [runs, kinds] by name, NaN where a run is refused."""
     found = [simulated.read(tiny) for tiny in runs]
@@ -353,7 +353,7 @@ def _read(
     return {name: np.array([of.get(name, unknown) for of in found]) for name in names}
 
 
-class _Simulated:
+class _TinySimulations:
     """Tiny runs that were simulated; machines share compiled runs."""
 
     def __init__(self, rows: Candidates, blocks: Blocks) -> None:

@@ -29,8 +29,8 @@ from stagewright.schedule.actions import flat, halved
 from stagewright.searching.block_costs import (
     GROUPS,
     PARTLY,
+    BlockCosts,
     Blocks,
-    Costs,
     input_bytes,
     pass_costs,
     state_costs,
@@ -71,7 +71,7 @@ def estimate(rows: Candidates, executor: Executor | None = None) -> Figures:
     states = state_costs(alike, blocks, variants=variants)
     estimates = _Estimates.of(rows, passes, states)
     for pipeline, played, at in groups:
-        estimates.add(_Group(estimates, pipeline, played, at))
+        estimates.add(_PipelineGroup(estimates, pipeline, played, at))
     return estimates.figures()
 
 
@@ -203,7 +203,7 @@ class _Exchanges:
     """Gathers of updated parameters, once."""
 
     @classmethod
-    def of_candidates(cls, rows: Candidates, states: Costs) -> Self:
+    def of_candidates(cls, rows: Candidates, states: BlockCosts) -> Self:
         """The exchanges of candidates with these states."""
         names = (
             *("tp", "cp", "dp", "pp", "ep", "etp", "order", "dp_shard", "zero", HARDWARE),
@@ -236,8 +236,8 @@ class _Estimates:
     """Estimates while they are made: arrays over candidates."""
 
     rows: Candidates
-    passes: Costs
-    states: Costs
+    passes: BlockCosts
+    states: BlockCosts
     exchanges: _Exchanges
     message: Float
     """Seconds of a message from stage to stage."""
@@ -251,11 +251,11 @@ class _Estimates:
     """Seconds in which the mean GPU waits for communication within layers."""
     kernels: Float
     drawn: Float
-    """Seconds at TDP, as `Costs` has it."""
+    """Seconds at TDP, as `BlockCosts` has it."""
     memory: dict[str, Float]
 
     @classmethod
-    def of(cls, rows: Candidates, passes: Costs, states: Costs) -> Self:
+    def of(cls, rows: Candidates, passes: BlockCosts, states: BlockCosts) -> Self:
         """Nothing is estimated yet."""
         exchanges = _Exchanges.of_candidates(rows, states)
         sent = input_bytes(rows)
@@ -273,7 +273,7 @@ class _Estimates:
             drawn, memory,
         )  # fmt: skip
 
-    def add(self, group: _Group) -> None:
+    def add(self, group: _PipelineGroup) -> None:
         """Write the estimates of candidates with one pipeline."""
         group.write_times()
         group.write_memory()
@@ -327,7 +327,7 @@ def _lengths(rows: Candidates) -> Int:
     return np.array([run.seq_length or 1 for run in runs])[alike.of]
 
 
-class _Group:
+class _PipelineGroup:
     """Candidates of one pipeline of which the same microbatches are played."""
 
     def __init__(
