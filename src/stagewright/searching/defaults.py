@@ -121,14 +121,11 @@ def not_tried(run: Run, axes: Mapping[str, Sequence[Any]], model: ModelConfig) -
     sentence."""
     if run.mode != "train" or not model.num_experts:
         return []
-    missing = [
-        f"{name} ({advice})"
-        for name, value, advice in (
-            ("fp8", "fp8", "--precision fp8"),
-            ("overlap_moe_expert_parallel_comm", True, "--space overlap"),
-        )
-        if not any(value in values for values in axes.values()) and run.precision != value
-    ]
+    missing: list[str] = []
+    if "fp8" not in (run.precision, *axes.get("precision", ())):
+        missing.append("fp8 (--precision fp8)")
+    if "overlap_moe_expert_parallel_comm" not in axes:
+        missing.append("overlap_moe_expert_parallel_comm (--space overlap)")
     return [f"not tried: {', '.join(missing)}"] if missing else []
 
 

@@ -272,7 +272,7 @@ def _completed(
     if axes.get("precision") == ("fp8",) and "precision" not in known:
         notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")
     notes += not_tried(run, axes, of)
-    headroom = 0.0 if "memory_allowance" in known else HEADROOM
+    headroom = HEADROOM if run.mode == "train" and "memory_allowance" not in known else 0.0
     space = Space.of(base, fleets, axes, model, policies(known), origins, headroom)
     return SearchRequest(space, tuple(notes))
 

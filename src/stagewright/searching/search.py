@@ -40,8 +40,8 @@ Estimate = Callable[[Candidates, Executor | None], Figures]
 
 
 @dataclass(slots=True, eq=False)
-class _Known:
-    """What is known of candidates meanwhile."""
+class _SearchState:
+    """What is known of candidates so far."""
 
     rows: Candidates
     estimates: Figures
@@ -118,28 +118,28 @@ def search(
         raise UserError(f"--objective mfu: {objectives.UNKNOWN['mfu']}")
     every = np.arange(len(rows))
     if len(rows) <= SMALL:
-        known = _Known(rows, unknown(len(rows)), wanted, executor, progress)
-        known.simulate(every)
+        state = _SearchState(rows, unknown(len(rows)), wanted, executor, progress)
+        state.simulate(every)
     else:
-        known = _Known(
+        state = _SearchState(
             rows, with_costs(rows, estimates(rows, executor)), wanted, executor, progress
         )
         if wanted.prove:
-            known.bounds = lower_bounds(rows)
-        _simulate_layouts(known)
-        _simulate_promising(known)
-    ranking = known.ranking()
+            state.bounds = lower_bounds(rows)
+        _simulate_layouts(state)
+        _simulate_promising(state)
+    ranking = state.ranking()
     if not len(ranking.best):
         raise nothing_found(ranking)
     return ranking
 
 
-def _simulate_layouts(known: _Known) -> None:
+def _simulate_layouts(state: _SearchState) -> None:
     """Simulate the best variant of each of the best layouts, or the best of a front.
 
     Where none of them fits, go on with those that lack least memory.
     """
-    rows, estimates, wanted = known.rows, known.estimates, known.wanted
+    rows, estimates, wanted = state.rows, state.estimates, state.wanted
     usable = ~np.isnan(estimates.seconds)
     fits = usable & ((estimates.peak <= estimates.device_memory) | wanted.any_memory)
     order = best_of(estimates, fits, wanted.objectives)
@@ -147,31 +147,31 @@ def _simulate_layouts(known: _Known) -> None:
         order = order[first_of_each(layouts(rows)[order])]
     elif len(order) > wanted.top:
         order = order[np.linspace(0, len(order) - 1, wanted.top).astype(np.int64)]
-    known.simulate(order[: wanted.top])
+    state.simulate(order[: wanted.top])
     lacking = estimates.peak / np.maximum(estimates.device_memory, 1)
     near = np.flatnonzero(usable & ~fits)
     near = near[np.argsort(lacking[near], kind="stable")]
     remaining = np.concatenate([order[wanted.top :], near, np.flatnonzero(~usable)])
     for begin in range(0, len(remaining), BATCH):
-        if len(known.best) or known.stopped or known.simulated >= wanted.most:
+        if len(state.best) or state.stopped or state.simulated >= wanted.most:
             return
-        known.simulate(remaining[begin : begin + BATCH])
+        state.simulate(remaining[begin : begin + BATCH])
 
 
-def _simulate_promising(known: _Known) -> None:
+def _simulate_promising(state: _SearchState) -> None:
     """Simulate candidates that may be better than the best, best estimates first."""
-    rows, estimates, wanted = known.rows, known.estimates, known.wanted
+    rows, estimates, wanted = state.rows, state.estimates, state.wanted
     values = objectives.values(estimates, wanted.objectives)
-    if known.bounds is not None:
-        values = known.bounds[:, None]
-    while len(known.best) and not known.stopped:
+    if state.bounds is not None:
+        values = state.bounds[:, None]
+    while len(state.best) and not state.stopped:
         left = promising_candidates(
-            rows, estimates, known.figures, known.best, wanted, known.bounds
+            rows, estimates, state.figures, state.best, wanted, state.bounds
         )
-        left[[*known.refused]] = False
+        left[[*state.refused]] = False
         order = np.flatnonzero(left)
-        if not len(order) or (known.simulated >= wanted.most and not wanted.prove):
+        if not len(order) or (state.simulated >= wanted.most and not wanted.prove):
             return
         if len(wanted.objectives) == 1:
             order = order[np.argsort(values[order, 0], kind="stable")]
-        known.simulate(order[:BATCH])
+        state.simulate(order[:BATCH])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -197,17 +198,30 @@ def _searched(
         raise Stopped("stopped before any candidate was simulated; nothing was written") from None
 
 
+_LINES_APART = 10.0
+"""Seconds between lines of progress where stderr is no terminal."""
+
+
 def _progress(bar: ProgressBar) -> Progress:
-    """Shows the rate, and the best step so far."""
-    best = [float("inf")]
+    """Shows the rate, and the best step so far; in lines where stderr is no terminal."""
+    best, line = [float("inf")], [time.monotonic()]
 
     def progress(done: int, total: int, latest: Figures) -> None:
         for seconds, fits in zip(latest.seconds.tolist(), latest.fits.tolist(), strict=True):
             if fits and seconds < best[0]:
                 best[0] = seconds
-        bar(done, total, more="" if best[0] == float("inf") else f"best {duration(best[0])}")
+        found = "" if best[0] == float("inf") else f"best {duration(best[0])}"
+        bar(done, total, more=found)
+        if not sys.stderr.isatty() and time.monotonic() > line[0] + _LINES_APART:
+            line[0] = time.monotonic()
+            text = ", ".join(filter(None, (f"{done:,} candidates simulated", found)))
+            click.echo(f"stagewright: {text}", err=True)
 
     return progress
+
+
+_MANY = 20_000
+"""Candidates whose estimates take so long that it is said, where stderr is no terminal."""
 
 
 def _show_space(found: Found, *, why: bool) -> None:
@@ -216,6 +230,8 @@ def _show_space(found: Found, *, why: bool) -> None:
     line = f"{combinations}: {len(found.rows):,} can be run"
     if found.removed and not why:
         line += f", {many(len(found.removed), 'rule', 'rules')} removed the others (--why)"
+    if len(found.rows) > _MANY and not sys.stderr.isatty():
+        line += "; estimating these"
     lines = [line]
     if why:
         lines += [
