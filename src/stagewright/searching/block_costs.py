@@ -154,7 +154,7 @@ def pass_costs(
     _, base = _distinct(rows, core, *more)
     lead = np.unique(base, return_index=True)[1][base]  # the first candidate with the same core
     first, of = _distinct(rows, names, *more)
-    simulated = _TinySimulations(rows, blocks)
+    simulated = _TinyRuns(rows, blocks)
 
     def tables(group: Iterable[str], heads: Int | None = None) -> dict[str, Float]:
         """Costs of each tuple with its settings of one group, and those of its lead in others."""
@@ -303,7 +303,7 @@ def state_costs(rows: Candidates, blocks: Blocks, *, variants: bool = False) -> 
         tiny._replace(run=tiny.run.model_copy(update={"zero": 0})) if tiny.run.zero >= 2 else tiny
         for tiny in runs
     ]
-    simulated = _TinySimulations(rows, blocks)
+    simulated = _TinyRuns(rows, blocks)
     found, plain = _read(simulated, runs), _read(simulated, unsharded)
     for name in (f"{kind} {part}" for kind in "FB" for part in ("kernels", "host")):
         found[name] = found[name] - plain[name]
@@ -339,7 +339,7 @@ def _distinct(rows: Candidates, names: Iterable[str], *numbers: Int) -> tuple[In
 
 
 def _read(
-    simulated: _TinySimulations, runs: Sequence[_TinyRun], *, halves: bool = False
+    simulated: _TinyRuns, runs: Sequence[_TinyRun], *, halves: bool = False
 ) -> dict[str, Float]:
     """What is read off tiny runs: tables [runs, kinds] by name, NaN where a run is refused."""
     found = [simulated.read(tiny) for tiny in runs]
@@ -353,7 +353,7 @@ def _read(
     return {name: np.array([of.get(name, unknown) for of in found]) for name in names}
 
 
-class _TinySimulations:
+class _TinyRuns:
     """Tiny runs that were simulated; machines share compiled runs."""
 
     def __init__(self, rows: Candidates, blocks: Blocks) -> None:

@@ -77,7 +77,7 @@ def enumerate_candidates(
     `progress` is called with each setting before it is crossed, and the candidates so far. Raises
     UserError where there are none, or more than `MOST_CANDIDATES`.
     """
-    crossing = _CrossedSpace.of(base, model, fleets, axes, policies)
+    crossing = _PartialCandidates.of(base, model, fleets, axes, policies)
     for name, values in crossing.axes.items():
         if progress is not None:
             progress(name, len(crossing.rows))
@@ -86,7 +86,7 @@ def enumerate_candidates(
 
 
 @dataclass(slots=True)
-class _CrossedSpace:
+class _PartialCandidates:
     """Candidates while their settings are crossed."""
 
     rows: Candidates

@@ -46,7 +46,7 @@ from stagewright.searching.pipelines import (
     work,
 )
 from stagewright.searching.simulated import simulate_all
-from stagewright.time.collectives import collectives_seconds, messages_seconds
+from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.expense.power import RUNNING_FRACTION, watts_per_gpu
 from stagewright.time.network import Machine, Placement, placements, tier_of
 from stagewright.time.roofline import peak_flops
@@ -71,7 +71,7 @@ def estimate(rows: Candidates, executor: Executor | None = None) -> Figures:
     states = state_costs(alike, blocks, variants=variants)
     estimates = _Estimates.of(rows, passes, states)
     for pipeline, played, at in groups:
-        estimates.add(_PipelineGroup(estimates, pipeline, played, at))
+        estimates.add(_SamePipeline(estimates, pipeline, played, at))
     return estimates.figures()
 
 
@@ -173,12 +173,12 @@ class _Ranks(NamedTuple):
         if use != "reduce":
             if use != "update" and not self.gathers:
                 return np.zeros_like(sizes)
-            return collectives_seconds("all_gather", sizes / place.ranks, place, self.machine)
+            return collective_seconds("all_gather", sizes / place.ranks, place, self.machine)
         op = "reduce_scatter" if self.zero else "all_reduce"
-        found = collectives_seconds(op, sizes, place, self.machine)
+        found = collective_seconds(op, sizes, place, self.machine)
         if self.replicas is not None and group == "dense":
             shard = sizes / place.ranks
-            found = found + collectives_seconds("all_reduce", shard, self.replicas, self.machine)
+            found = found + collective_seconds("all_reduce", shard, self.replicas, self.machine)
         return found
 
 
@@ -264,7 +264,7 @@ class _Estimates:
         first, of = distinct_numbers([rows.machines, level], len(rows))
         for n, row in enumerate(first.tolist()):
             mine = of == n
-            message[mine] = messages_seconds(sent[mine], int(level[row]), rows.machine(row))
+            message[mine] = message_seconds(sent[mine], int(level[row]), rows.machine(row))
         categories = (*_STATES, "gathered_parameters", "activations", "workspace", "communication")
         memory = {name: np.zeros(len(rows)) for name in categories}
         seconds, bubble, after, waits, kernels, drawn = np.zeros((6, len(rows)))
@@ -273,7 +273,7 @@ class _Estimates:
             drawn, memory,
         )  # fmt: skip
 
-    def add(self, group: _PipelineGroup) -> None:
+    def add(self, group: _SamePipeline) -> None:
         """Write the estimates of candidates with one pipeline."""
         group.write_times()
         group.write_memory()
@@ -327,7 +327,7 @@ def _lengths(rows: Candidates) -> Int:
     return np.array([run.seq_length or 1 for run in runs])[alike.of]
 
 
-class _PipelineGroup:
+class _SamePipeline:
     """Candidates of one pipeline of which the same microbatches are played."""
 
     def __init__(
