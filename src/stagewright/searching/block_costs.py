@@ -389,7 +389,10 @@ class _TinyRuns:
         except UserError:
             return {}
         work = host_work(program.program, program.run, tiny.execution, hardware)
-        launches = np.zeros(len(step.line.lanes[0].of.tasks)) if work is None else work[0].seconds
+        lane = step.line.lanes[0]
+        launches = np.zeros(len(lane.of.tasks))
+        if work is not None:  # by row of actions, of which tasks are copies
+            launches[lane.issue.rows] = work[0].seconds[lane.row]
         return _costs(_TinyStep(step, self.blocks), hardware, launches)
 
 
