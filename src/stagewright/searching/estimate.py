@@ -18,6 +18,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Float, Int, distinct_numbers, latest
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.executors import Executor
@@ -40,6 +41,7 @@ from stagewright.searching.figures import Figures
 from stagewright.searching.pipelines import (
     Pipeline,
     Played,
+    is_mirrored,
     occupancies,
     pipelines,
     play_order,
@@ -135,13 +137,16 @@ class _Ranks(NamedTuple):
         """The ranks of one candidate."""
         run, machine = rows.run(row).resolved(rows.model), rows.machine(row)
         execution = rows.execution(row)
-        mesh, plan = parallelization(run, rows.model)
+        mesh, plan = parallelization(run, rows.model, mirrored=is_mirrored(str(run.schedule)))
 
         def place(axes: Sequence[str]) -> Placement | None:
             if mesh.size(*axes) < 2:
                 return None
             others = [name for name in mesh.names if name not in axes]
-            return placements(machine, np.flatnonzero(place_along(mesh, others) == 0)[None])[0]
+            ranks = np.flatnonzero(place_along(mesh, others) == 0)
+            if MIRROR in axes:
+                ranks = np.concatenate([ranks, ranks + (run.pp - 1) * mesh.stride("pp")])
+            return placements(machine, ranks[None])[0]
 
         data = (*plan.data, *plan.context)
         shard = plan.shard if run.zero else data
@@ -206,7 +211,19 @@ class _Exchanges:
     def of_candidates(cls, rows: Candidates, states: BlockCosts) -> Self:
         """The exchanges of candidates with these states."""
         names = (
-            *("tp", "cp", "dp", "pp", "ep", "etp", "order", "dp_shard", "zero", HARDWARE),
+            *(
+                "schedule",
+                "tp",
+                "cp",
+                "dp",
+                "pp",
+                "ep",
+                "etp",
+                "order",
+                "dp_shard",
+                "zero",
+                HARDWARE,
+            ),
             *("topology", "algorithm", "overlap_param_gather", "no_overlap", "grad_reduce"),
         )
         places = rows.distinct(*names)
@@ -366,12 +383,15 @@ class _SamePipeline:
         host = np.where(busy[self.exchanged], self.exchanged + 1, 0)
         first, of = distinct_numbers([self.passes, host, times], len(at))
         costs, gathers = self._costs(first)
-        kernels = {
-            kind: self.counts @ whole.passes[f"{kind} kernels"][self.passes[first]].T
-            for kind in "FB"
-        }
+        kernels, launches = (
+            {
+                kind: self.counts @ whole.passes[f"{kind} {part}"][self.passes[first]].T
+                for kind in "FB"
+            }
+            for part in ("kernels", "host")
+        )
         played = [
-            play_order(self.pipeline.order(n), costs, kernels, message[first], gathers)
+            play_order(self.pipeline.order(n), costs, kernels, launches, message[first], gathers)
             for n in self.played
         ]
         ends = played[-1].ranks[:, of]
@@ -379,7 +399,7 @@ class _SamePipeline:
             rounds = (m - self.played[-1]) / self.pipeline.round
             ends = ends + rounds * (played[-1].ranks - played[0].ranks).max(axis=0)[of]
         span, step = ends.max(axis=0), self._reduced(played[-1], costs, of, ends).max(axis=0)
-        mean = work(self.order, costs, kernels).mean(axis=0)[of] * (m / self.played[-1])
+        mean = work(self.order, costs, kernels, launches).mean(axis=0)[of] * (m / self.played[-1])
         optimizer, update = self._after()
         per_rank = self.counts.sum(axis=0) / self.pipeline.pp
         running = whole.passes["F kernels"] + whole.passes["B kernels"]
@@ -415,7 +435,7 @@ class _SamePipeline:
                 host = passes[f"{kind} host"][t] + states[f"{kind} host"][y]
                 each = np.maximum(each + states[f"{kind} kernels"][y], host)
                 exchanged = np.minimum(passes[f"{kind} experts"][t], each)
-                each = np.where(hidden, each - exchanged, each)
+                each = np.where(hidden, np.maximum(each - exchanged, host), each)
             if kind == "F":
                 waits = exchanges.forward[:, x]
             elif kind in "BI":

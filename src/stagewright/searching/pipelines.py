@@ -11,7 +11,7 @@ import numpy as np
 from stagewright.arrays import Float, Int, distinct_numbers, latest
 from stagewright.lower.variants import PlacedVariant, place_blocks
 from stagewright.run.settings import Run
-from stagewright.schedule.actions import Order, Overlap, ScheduleStep, flat
+from stagewright.schedule.actions import Action, Order, Overlap, ScheduleStep, flat, parts
 from stagewright.schedule.play import PlannedStep, ends, plan
 from stagewright.schedule.schedules import SCHEDULES, known_order
 from stagewright.searching.block_costs import PARTLY, PIPELINE, Blocks
@@ -37,8 +37,7 @@ class Pipeline(NamedTuple):
     @property
     def round(self) -> int:
         """Microbatches after which the order of actions repeats."""
-        paired = self.schedule in SCHEDULES and SCHEDULES[self.schedule].pairs_ranks
-        return self.group or (2 * self.pp if paired else self.pp)
+        return self.group or (2 * self.pp if is_mirrored(self.schedule) else self.pp)
 
     def played(self, microbatches: int) -> tuple[int, ...]:
         """Microbatches to play: all; or of many two numbers, between which a full pipeline takes
@@ -56,6 +55,11 @@ class Pipeline(NamedTuple):
     def forwards_first(self) -> bool:
         """True if all microbatches are in flight at once."""
         return self.schedule in SCHEDULES and SCHEDULES[self.schedule].forwards_first
+
+
+def is_mirrored(schedule: str) -> bool:
+    """True if each stage is on two ranks, as in DualPipe."""
+    return schedule in SCHEDULES and SCHEDULES[schedule].pairs_ranks
 
 
 class Played(NamedTuple):
@@ -120,13 +124,15 @@ def play_order(
     order: Order,
     costs: Mapping[str, Float],
     kernels: Mapping[str, Float],
+    launches: Mapping[str, Float],
     message: Float,
     gathers: Mapping[str, Float],
 ) -> Played:
     """Play an order on seconds of actions by kind: [stages, candidates].
 
-    Two that overlap take at least as long as their `kernels`. A `message` [candidates] goes from
-    rank to rank; `gathers`, part of the costs, may run while an action waits for it.
+    Two that overlap take at least as long as their `kernels`, and as their `launches`. A `message`
+    [candidates] goes from rank to rank; `gathers`, part of the costs, may run while an action waits
+    for it.
     """
     planned, count = plan(order), len(message)
     ends_of_ranks, passes = _last_steps(planned, len(order))
@@ -138,7 +144,7 @@ def play_order(
 
         found = ends(
             planned,
-            partial(step_seconds, costs=costs, kernels=kernels, part=part),
+            partial(step_seconds, costs=costs, kernels=kernels, launches=launches, part=part),
             partial(_delay, message=message, gathers=gathers, part=part),
         )
         for n, column in ended.items():
@@ -176,17 +182,23 @@ def step_seconds(
     step: ScheduleStep,
     costs: Mapping[str, Float],
     kernels: Mapping[str, Float],
+    launches: Mapping[str, Float],
     part: slice = slice(None),
 ) -> Float:
-    """Seconds of a step; two that overlap take turns with their kernels."""
+    """Seconds of a step; two that overlap take turns with their kernels, and their launches."""
     if not isinstance(step, Overlap):
         return costs[step.kind][step.stage, part]
     f, b = step.forward.stage, step.backward.stage
-    busy = kernels["F"][f, part] + kernels["B"][b, part]
-    return latest([busy, costs["F"][f, part], costs[step.backward.kind][b, part]])
+    both = [each["F"][f, part] + each["B"][b, part] for each in (kernels, launches)]
+    return latest([*both, costs["F"][f, part], costs[step.backward.kind][b, part]])
 
 
-def work(order: Order, costs: Mapping[str, Float], kernels: Mapping[str, Float]) -> Float:
+def work(
+    order: Order,
+    costs: Mapping[str, Float],
+    kernels: Mapping[str, Float],
+    launches: Mapping[str, Float],
+) -> Float:
     """Seconds of all steps of each rank: [ranks, candidates]."""
     tallies: list[dict[tuple[tuple[str, int], ...], tuple[ScheduleStep, int]]] = []
     for steps in order:
@@ -196,7 +208,7 @@ def work(order: Order, costs: Mapping[str, Float], kernels: Mapping[str, Float])
             tally[key] = (step, tally.get(key, (step, 0))[1] + 1)
         tallies.append(tally)
     return np.array(
-        [sum(n * step_seconds(step, costs, kernels) for step, n in tally.values())
+        [sum(n * step_seconds(step, costs, kernels, launches) for step, n in tally.values())
          for tally in tallies]
     )  # fmt: skip
 
@@ -209,7 +221,7 @@ def occupancies(order: Order) -> tuple[Occupancy, ...]:
         stages = tuple(sorted({action.stage for action in flat(steps)}))
         counts = dict.fromkeys(stages, 0)
         most: dict[int, set[tuple[int, ...]]] = {}
-        for action in flat(steps):
+        for action in _backwards_first(steps):
             if action.kind == "F":
                 counts[action.stage] += 1
                 continue
@@ -225,6 +237,12 @@ def occupancies(order: Order) -> tuple[Occupancy, ...]:
             for now in sorted(situations)
         ]
     return tuple(found)
+
+
+def _backwards_first(steps: Sequence[ScheduleStep]) -> Iterator[Action]:
+    """Actions of steps; of two that overlap the backward pass first, which frees memory."""
+    for step in steps:
+        yield from reversed(parts(step))
 
 
 def _covers(one: Sequence[int], other: Sequence[int]) -> bool:

@@ -210,6 +210,17 @@ def test_estimates_of_gpt2_are_near_what_is_simulated():
     assert found.mfu.tolist() == pytest.approx((exact.mfu * exact.seconds / found.seconds).tolist())
 
 
+def test_estimates_of_paired_and_halved_passes_are_near_what_is_simulated():
+    """Their launches are counted apart."""
+    names = ["dualpipe", "zb-h1"]
+    rows = candidates(schedule=names, pp=4, micro_batch_size=[1, 2], layers=8)
+    found, exact = estimate(rows), simulate_all(rows).figures
+    known = ~np.isnan(exact.seconds)
+    assert {rows.run(n).schedule for n in np.flatnonzero(known)} == {*names}
+    ratio = found.seconds[known] / exact.seconds[known]
+    assert np.abs(ratio - 1).max() < 0.3, ratio
+
+
 def test_a_candidate_is_described_with_its_execution():
     rows = candidates(overlap_param_gather=[True], no_overlap="dp", tp=1, zero=1)
     words = "gpt2 dp=4 layers=2 micro_batch_size=8 seq_length=128 zero=1"
