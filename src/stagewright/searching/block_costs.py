@@ -33,9 +33,9 @@ from stagewright.searching.candidates import Candidates
 from stagewright.time.expense.power import kernel_energies
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
-from stagewright.time.simulate.launches import ASYNCHRONOUS, host_work
+from stagewright.time.simulate.launches import ASYNCHRONOUS
 from stagewright.time.simulate.step import SimulatedStep, simulate
-from stagewright.time.simulate.timeline import TICK
+from stagewright.time.simulate.timeline import TICK, table_rows
 
 PIPELINE = (
     *("pp", "vpp", "schedule", "microbatch_group_size_per_vp_stage", "layers_per_stage"),
@@ -388,11 +388,9 @@ class _TinyRuns:
             step = simulate(program, machine, tiny.execution)
         except UserError:
             return {}
-        work = host_work(program.program, program.run, tiny.execution, hardware)
-        lane = step.line.lanes[0]
-        launches = np.zeros(len(lane.of.tasks))
-        if work is not None:  # by row of actions, of which tasks are copies
-            launches[lane.issue.rows] = work[0].seconds[lane.row]
+        rows = table_rows(step.line.program.classes[0].work)
+        hosts = step.line.hosts
+        launches = np.zeros(len(rows)) if hosts is None else hosts[0].seconds[rows]
         return _costs(_TinyStep(step, self.blocks), hardware, launches)
 
 
