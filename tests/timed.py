@@ -11,10 +11,12 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
+from stagewright.program.memory import deltas
 from stagewright.run.sections.execution import Execution
 from stagewright.time.collectives import seconds_by_algorithm
 from stagewright.time.network import Machine, Placement
-from stagewright.time.simulate.timeline import table_rows
+from stagewright.time.simulate.memory import MemoryTimeline
+from stagewright.time.simulate.timeline import Lane, table_rows
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "streams": "separate"}
 SP = {"sequence_parallel": True}
@@ -108,3 +110,17 @@ def algorithm_of(op: str, local_bytes: int, group: Placement, machine: Machine) 
     """The fastest algorithm of a collective."""
     options = seconds_by_algorithm(op, local_bytes, group, machine)
     return min(options, key=lambda name: float(options[name]))
+
+
+def memory_by_row(lane: Lane) -> MemoryTimeline:
+    """The memory of a lane over time, counted from the times of its rows and their values."""
+    start, allocated, freed = deltas(lane.of)
+    rows = lane.issue.rows
+    ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
+    ready[rows], end[rows] = lane.ready, lane.end
+    come, go = allocated.any(axis=0), freed.any(axis=0)
+    ticks = np.concatenate([[0], end[go], ready[come]])
+    changes = np.concatenate([start[:, None], -freed[:, go], allocated[:, come]], axis=1)
+    order = np.argsort(ticks, kind="stable")
+    last = np.flatnonzero(np.diff(ticks[order], append=ticks.max() + 1))
+    return MemoryTimeline(ticks[order[last]], changes[:, order].cumsum(axis=1)[:, last])

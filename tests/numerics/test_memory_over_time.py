@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from stagewright.errors import UserError
@@ -14,7 +15,7 @@ from stagewright.run.settings import Run
 from stagewright.time.simulate.memory import memory_timeline, peak
 from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 from sweep import draw
-from timed import RUNS, WAYS, durations
+from timed import RUNS, WAYS, durations, memory_by_row
 
 DRAWN = 30
 SEED = 11
@@ -22,7 +23,10 @@ SEED = 11
 
 def compare(line: Timeline) -> None:
     for number, lane in enumerate(line.lanes):
-        found, most = memory_timeline(lane), peak(line, number)
+        found, most = memory_by_row(lane), peak(line, number)
+        by_action = memory_timeline(line, number)
+        assert np.array_equal(by_action.ticks, found.ticks)
+        assert np.array_equal(by_action.size, found.size)
         assert sum(most.by_category.values()) == found.peak
         first = int(found.size.sum(axis=0).argmax())
         assert most.seconds == found.ticks[first] * TICK

@@ -107,15 +107,6 @@ def peak_row(values: Values, rows: int) -> int:
     return int(np.argmax(live(values, rows))) if rows else 0
 
 
-def at_peak(values: Values, rows: int) -> dict[str, int]:
-    """Bytes by category at the peak, and their sum, `peak`."""
-    there = alive(values, peak_row(values, rows))
-    sizes = values.size[values.value[there]]
-    by = summed(values.category[values.value[there]], sizes, len(CATEGORIES))
-    held = {name: int(size) for name, size in zip(CATEGORIES, by, strict=True)}
-    return held | {"peak": sum(held.values())}
-
-
 def alive(values: Values, row: int) -> _Ints:
     """Indices of the instances that are live while a row runs."""
     return np.flatnonzero((values.first <= row) & (values.last >= row))

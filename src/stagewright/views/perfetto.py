@@ -59,7 +59,7 @@ def events(line: Timeline) -> Iterator[str]:
         yield from _actions(line, nth, lane)
         yield from _launches(line, nth, lane)
         yield from _tasks(line, nth, lane, arrows[nth])
-        yield from _memory(nth, lane)
+        yield from _memory(line, nth, lane)
 
 
 def event(**fields: object) -> str:
@@ -192,11 +192,11 @@ def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[st
             )
 
 
-def _memory(nth: int, lane: Lane) -> Iterator[str]:
+def _memory(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     """A counter, in bytes by category."""
     if not len(lane.of.values.size):
         return
-    found = memory_timeline(lane).sampled(_POINTS)
+    found = memory_timeline(line, nth).sampled(_POINTS)
     there = [(name, size) for name, size in zip(CATEGORIES, found.size, strict=True) if size.any()]
     for at, ns in enumerate(_nanoseconds(found.ticks).tolist()):
         sizes = ",".join(f'"{name}":{size[at]}' for name, size in there)

@@ -10,8 +10,8 @@ import pytest
 from stagewright.lower.assembly.rank_values import shortened
 from stagewright.lower.assembly.work import assembled
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program, RankClass
-from stagewright.program.memory import at_peak, deltas
+from stagewright.program.columns import CATEGORIES, Program, RankClass, Values
+from stagewright.program.memory import alive, deltas, peak_row
 from stagewright.program.step import KINDS
 from stagewright.run.settings import Run
 
@@ -105,6 +105,16 @@ def test_needs_of_copies_are_those_of_the_rank(name: str):
                 assert np.array_equal(copy[nth] != number, actions.carried[needs])
                 assert (copy[nth] <= number).all()
                 assert np.array_equal(tags[nth], tasks.tag[begin:end])
+
+
+def at_peak(values: Values, rows: int) -> dict[str, int]:
+    """Bytes by category of the values that are live at the peak, and their sum, `peak`."""
+    there = values.value[alive(values, peak_row(values, rows))]
+    held = {
+        name: int(values.size[there[values.category[there] == n]].sum())
+        for n, name in enumerate(CATEGORIES)
+    }
+    return held | {"peak": sum(held.values())}
 
 
 @pytest.mark.parametrize("name", RUNS)

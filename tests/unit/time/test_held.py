@@ -32,7 +32,7 @@ def test_memory_over_time_is_what_is_there(run: str) -> None:
     line = timeline(program, [t * 1e-12 for t in durations(program, 1, True)])
     random = np.random.default_rng(1)
     for number, lane in enumerate(line.lanes):
-        found = memory_timeline(lane)
+        found = memory_timeline(line, number)
         assert found.size.min() >= 0
         assert (np.diff(found.ticks) > 0).all()
         for tick in random.integers(0, line.ticks, 20).tolist():
@@ -51,6 +51,5 @@ def test_without_overlap_it_is_memory_over_rows() -> None:
     program = compile(Run(**RUNS["dp"] | {"dp": 1, "global_batch_size": 1})).program
     (of,) = program.classes
     line = timeline(program, [np.full(len(of.work.actions.tasks), 1e-6)])
-    (lane,) = line.lanes
-    assert memory_timeline(lane).peak == by_row(of).sum(axis=0).max()
+    assert memory_timeline(line, 0).peak == by_row(of).sum(axis=0).max()
     assert peak(line, 0).by_category.items() <= of.memory.items()

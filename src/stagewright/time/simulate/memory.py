@@ -6,7 +6,7 @@ issue order ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,9 +14,7 @@ import numpy as np
 
 from stagewright.arrays import Int, distinct_values
 from stagewright.program.columns import CATEGORIES
-from stagewright.program.memory import Deltas, deltas
-from stagewright.program.step import MemoryChanges
-from stagewright.time.simulate.timeline import TICK, Lane, Timeline
+from stagewright.time.simulate.timeline import TICK, Timeline
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,42 +46,55 @@ class MemoryTimeline:
 
 
 class Peak(NamedTuple):
-    """What a lane holds when it holds most."""
+    """Bytes of a lane when it holds most."""
 
     seconds: float
-    """When that is first so."""
+    """First time at which it holds them."""
     by_category: dict[str, int]
-    """Bytes; those of which there are none are left out."""
+    """Bytes; categories without any are left out."""
 
 
 def peak(line: Timeline, lane: int) -> Peak:
-    """The peak of a lane's memory over time, from the times of its actions: no rows are expanded.
-
-    A value is there from when the first task that touches it could start until the last one ends.
-    """
-    changes = line.class_of(lane).work.changes
-    events = [*_events(line, lane, changes)]
-    ticks = np.concatenate([[0], *(ticks.ravel() for ticks, _ in events)])
+    """The peak of a lane's memory over time; only its bytes are counted by category."""
+    start, events = line.class_of(lane).work.changes.start, [*_events(line, lane)]
+    ticks, order, last = _in_order(line, [ticks for ticks, _ in events])
     sizes = np.concatenate([
-        [int(changes.start.sum())],
+        [int(start.sum())],
         *(np.broadcast_to(size.sum(axis=0), ticks.shape).ravel() for ticks, size in events),
     ])  # fmt: skip
-    if line.window is not None:
-        ticks = np.clip(ticks, *line.window) - line.window[0]
-    order = np.argsort(ticks, kind="stable")
-    last = _last_of_each(ticks[order])
-    at = int(ticks[order[last[int(sizes[order].cumsum()[last].argmax())]]])
-    held = changes.start.copy()
-    limit = at if line.window is None else at + line.window[0]
+    at = int(ticks[int(sizes[order].cumsum()[last].argmax())])
+    held = start.copy()
     for when, size in events:
-        held += size @ (when <= limit).sum(axis=0)
+        held += size @ (when <= at).sum(axis=0)
     parts = {name: size for name, size in zip(CATEGORIES, held.tolist(), strict=True) if size}
     return Peak(at * TICK, parts)
 
 
-def _events(line: Timeline, lane: int, changes: MemoryChanges) -> Iterator[tuple[Int, Int]]:
-    """Changes of a lane's bytes: ticks [copies, rows], and by how much: [categories, rows]."""
-    waves = line.waves
+def memory_timeline(line: Timeline, lane: int) -> MemoryTimeline:
+    """The memory of a lane over the step."""
+    events = [*_events(line, lane)]
+    ticks, order, last = _in_order(line, [ticks for ticks, _ in events])
+    changes = [np.tile(size, len(when)) for when, size in events]
+    start = line.class_of(lane).work.changes.start[:, None]
+    size = np.concatenate([start, *changes], axis=1)[:, order]
+    return MemoryTimeline(ticks, size.cumsum(axis=1)[:, last])
+
+
+def _in_order(line: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
+    """The distinct times of changes, the start of the step being the first; the changes in order
+    of time; and, of these, the last one at each time."""
+    ticks = np.concatenate([[0], *(ticks.ravel() for ticks in changes)])
+    order = np.argsort(ticks, kind="stable")
+    last = np.flatnonzero(np.diff(ticks[order], append=ticks[order[-1]] + 1))
+    return ticks[order[last]], order, last
+
+
+def _events(line: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
+    """Changes of a lane's bytes: ticks [copies, rows], and by how much: [categories, rows].
+
+    No rows are expanded: the times are those of actions.
+    """
+    waves, changes = line.waves, line.class_of(lane).work.changes
     nth = int(waves.lanes.class_of[lane])
     table, sequence = waves.tables[waves.table_of[nth]], waves.sequence[nth]
     order, begin = line.program.classes[nth].work.order, table.actions.begin
@@ -102,30 +113,5 @@ def _events(line: Timeline, lane: int, changes: MemoryChanges) -> Iterator[tuple
                 ):  # fmt: skip
                     changed = np.flatnonzero(size.any(axis=0))
                     if len(changed):
-                        yield ticks(of_member[changed])[of_kind], size[:, changed]
-
-
-def memory_timeline(lane: Lane, change: Deltas | None = None) -> MemoryTimeline:
-    """The memory of a lane over the step; `change` are the `deltas` of its class, if known."""
-    ticks, changes, order = _changes(lane, change or deltas(lane.of))
-    last = _last_of_each(ticks)
-    return MemoryTimeline(ticks[last], changes[:, order].cumsum(axis=1)[:, last])
-
-
-def _changes(lane: Lane, of: Deltas) -> tuple[Int, Int, Int]:
-    """When the bytes that a lane holds change: ticks, ascending. By how much, [categories, changes]
-    in an order of their own, of which the third gives that of the ticks."""
-    start, allocated, freed = of
-    rows = lane.issue.rows
-    ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
-    ready[rows], end[rows] = lane.ready, lane.end
-    come, go = allocated.any(axis=0), freed.any(axis=0)
-    ticks = np.concatenate([[0], end[go], ready[come]])
-    changes = np.concatenate([start[:, None], -freed[:, go], allocated[:, come]], axis=1)
-    order = np.argsort(ticks, kind="stable")  # at equal times, frees come before allocations
-    return ticks[order], changes, order
-
-
-def _last_of_each(ticks: Int) -> Int:
-    """The last of each run of equal times."""
-    return np.flatnonzero(np.diff(ticks, append=ticks[-1] + 1))
+                        when = line.within(ticks(of_member[changed])[of_kind])
+                        yield when, size[:, changed]

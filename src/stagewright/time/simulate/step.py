@@ -35,7 +35,6 @@ from stagewright.lower.inference.disaggregated import prefill_run
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
-from stagewright.program.memory import deltas
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -145,8 +144,8 @@ class SimulatedStep:
     @cached_property
     def memory(self) -> list[MemoryTimeline]:
         """Memory over time of each lane."""
-        changes = {id(lane.of): deltas(lane.of) for lane in self.line.lanes}
-        return [memory_timeline(lane, changes[id(lane.of)]) for lane in self.line.lanes]
+        lanes = range(self.line.waves.lanes.count)
+        return [memory_timeline(self.line, lane) for lane in lanes]
 
     @cached_property
     def held(self) -> list[Held]:

@@ -238,13 +238,17 @@ class Timeline:
         # A receive whose message has already arrived takes no time.
         arrived = (kind == RECV) & (end == ready)
         begin = np.where((kind == COMPUTE) | arrived, ready, end - took)
-        times = [launched, ready, begin, end]
-        if self.window is not None:
-            first, last = self.window
-            times = [np.clip(of, first, last) - first for of in times]
-            if since is not None:
-                since = since._replace(end=np.clip(since.end, first, last) - first)
+        times = [self.within(of) for of in (launched, ready, begin, end)]
+        if since is not None:
+            since = since._replace(end=self.within(since.end))
         return Lane(of, self.ranks[lane], issue, row, kind, since, *times)
+
+    def within(self, ticks: Int) -> Int:
+        """Times counted from the begin of the step; those outside it are at its begin or end."""
+        if self.window is None:
+            return ticks
+        first, last = self.window
+        return np.clip(ticks, first, last) - first
 
 
 def table_rows(work: RankWork) -> Int:
