@@ -220,21 +220,17 @@ class Timeline:
         nth = int(self.waves.lanes.class_of[lane])
         of, issue = self.program.classes[nth], self.issues[nth]
         row = table_rows(of.work)[issue.rows]
-        end, took = np.zeros((2, len(issue)), np.int64)
+        ready, end, took = np.zeros((3, len(issue)), np.int64)
         for run in self.runs(lane):
             rows = self.waves.expanded_rows(nth, run.instances[:, None], run.positions)
-            end[rows] = run.end(np.arange(len(run.positions)))
-            took[rows] = run.took()
-        end, took, kind = end[issue.rows], took[issue.rows], of.work.actions.tasks.kind[row]
-        ready = np.zeros_like(end)
-        waiting = np.flatnonzero(np.diff(issue.pointer))
-        if len(waiting):
-            ready[waiting] = np.maximum.reduceat(end[issue.needs], issue.pointer[waiting])
+            chosen = np.arange(len(run.positions))
+            ready[rows], end[rows], took[rows] = run.ready(chosen), run.end(chosen), run.took()
+        ready, end, took = ready[issue.rows], end[issue.rows], took[issue.rows]
+        kind = of.work.actions.tasks.kind[row]
         since, launched = None, np.zeros_like(end)
         if self.hosts is not None:
             thread = HostThread.of(self.hosts[nth], row, TICK)
             launched, since = thread.launched(end[:, None])[:, 0], thread.since(end)
-        ready = np.maximum(ready, launched)
         # A receive whose message has already arrived takes no time.
         arrived = (kind == RECV) & (end == ready)
         begin = np.where((kind == COMPUTE) | arrived, ready, end - took)
