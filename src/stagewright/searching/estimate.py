@@ -18,13 +18,13 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Float, Int, distinct_numbers, latest
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.executors import Executor
 from stagewright.lower.variants import place_blocks
 from stagewright.parallel.degrees import parallelization, reduces_each_microbatch
-from stagewright.program.communicators import place_along
+from stagewright.program.columns import Program
+from stagewright.program.communicators import Communicator
 from stagewright.run.requests import allowance_of
 from stagewright.schedule.actions import flat, halved
 from stagewright.searching.block_costs import (
@@ -41,8 +41,8 @@ from stagewright.searching.figures import Figures
 from stagewright.searching.pipelines import (
     Pipeline,
     Played,
-    is_mirrored,
     occupancies,
+    pairs_ranks,
     pipelines,
     play_order,
     work,
@@ -137,16 +137,13 @@ class _Ranks(NamedTuple):
         """The ranks of one candidate."""
         run, machine = rows.run(row).resolved(rows.model), rows.machine(row)
         execution = rows.execution(row)
-        mesh, plan = parallelization(run, rows.model, mirrored=is_mirrored(str(run.schedule)))
+        mesh, plan = parallelization(run, rows.model, mirrored=pairs_ranks(str(run.schedule)))
 
         def place(axes: Sequence[str]) -> Placement | None:
             if mesh.size(*axes) < 2:
                 return None
-            others = [name for name in mesh.names if name not in axes]
-            ranks = np.flatnonzero(place_along(mesh, others) == 0)
-            if MIRROR in axes:
-                ranks = np.concatenate([ranks, ranks + (run.pp - 1) * mesh.stride("pp")])
-            return placements(machine, ranks[None])[0]
+            groups = Program(mesh, (), (Communicator(tuple(axes)),), ())
+            return placements(machine, groups.members(0, np.zeros(1, dtype=np.int64)))[0]
 
         data = (*plan.data, *plan.context)
         shard = plan.shard if run.zero else data
@@ -211,20 +208,9 @@ class _Exchanges:
     def of_candidates(cls, rows: Candidates, states: BlockCosts) -> Self:
         """The exchanges of candidates with these states."""
         names = (
-            *(
-                "schedule",
-                "tp",
-                "cp",
-                "dp",
-                "pp",
-                "ep",
-                "etp",
-                "order",
-                "dp_shard",
-                "zero",
-                HARDWARE,
-            ),
-            *("topology", "algorithm", "overlap_param_gather", "no_overlap", "grad_reduce"),
+            *("tp", "cp", "dp", "pp", "ep", "etp", "order", "dp_shard", "zero", "schedule"),
+            *("overlap_param_gather", "no_overlap", "grad_reduce"),
+            *(HARDWARE, "topology", "algorithm"),
         )
         places = rows.distinct(*names)
         first, of = distinct_numbers([places.of, states.of], len(rows))

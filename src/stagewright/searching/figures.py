@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Self
 
 import numpy as np
@@ -108,14 +108,6 @@ class Figures:
                 if name not in mine:
                     mine[name] = np.zeros(len(self), dtype=column.dtype)
                 mine[name][rows] = column
-
-    def ordered_as(self, parts: Sequence[Figures]) -> Self:
-        """These figures with categories and axes in the order in which `parts` have them."""
-        ordered: dict[str, Any] = {}
-        for by in _BY_NAME:
-            names = dict.fromkeys(name for part in parts for name in getattr(part, by))
-            ordered[by] = {name: getattr(self, by)[name] for name in names}
-        return replace(self, **ordered)
 
     def halves(self) -> tuple[Self, Self]:
         """The first and the second half of the candidates."""

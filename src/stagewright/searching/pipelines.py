@@ -37,7 +37,7 @@ class Pipeline(NamedTuple):
     @property
     def round(self) -> int:
         """Microbatches after which the order of actions repeats."""
-        return self.group or (2 * self.pp if is_mirrored(self.schedule) else self.pp)
+        return self.group or (2 * self.pp if pairs_ranks(self.schedule) else self.pp)
 
     def played(self, microbatches: int) -> tuple[int, ...]:
         """Microbatches to play: all; or of many two numbers, between which a full pipeline takes
@@ -57,8 +57,8 @@ class Pipeline(NamedTuple):
         return self.schedule in SCHEDULES and SCHEDULES[self.schedule].forwards_first
 
 
-def is_mirrored(schedule: str) -> bool:
-    """True if each stage is on two ranks, as in DualPipe."""
+def pairs_ranks(schedule: str) -> bool:
+    """True if ranks r and pp - 1 - r have the same stages, as in DualPipe."""
     return schedule in SCHEDULES and SCHEDULES[schedule].pairs_ranks
 
 
