@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -105,12 +105,25 @@ class TrainedRun:
                 yield name, value
 
 
-def habits_line(run: Run, framework: str, name: str) -> Iterator[FlagLine]:
-    """The comment on a run that was timed with the habits of another framework."""
-    others = {"megatron": "Megatron-LM", "torchtitan": "torchtitan"}
-    if run.framework != framework:
+Rule = Callable[[TrainedRun], Lines]
+"""The flags of a framework for some settings."""
+
+_NAMES = {"megatron": "Megatron-LM", "torchtitan": "torchtitan"}
+
+
+def lines_of(of: TrainedRun, framework: str, rules: Iterable[Rule], written: Set[str]) -> Lines:
+    """The flags of a framework for a run, and comments on settings without one.
+
+    `written` are the settings that `rules` say in full; all others have no flag. A run that was
+    timed with the habits of another framework begins with a comment on that.
+    """
+    if of.run.framework != framework:
         yield FlagLine(
-            f"# figures are with the habits of {others[run.framework]}; search with --framework "
-            f"{framework} for those of {name}, which may have other times and memory",
+            f"# figures are with the habits of {_NAMES[of.run.framework]}; search with --framework "
+            f"{framework} for those of {_NAMES[framework]}, which may have other times and memory",
             notable=True,
         )
+    for rule in rules:
+        yield from rule(of)
+    for name, value in of.others(written):
+        yield without_flag(name, value)

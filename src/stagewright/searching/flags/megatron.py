@@ -6,16 +6,17 @@ configurations that it makes options of: `TransformerConfig`, `ModelParallelConf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from shlex import quote
 
 from stagewright.run.sections import EXPERIMENT
 from stagewright.searching.flags.lines import (
     FlagLine,
     Lines,
+    Rule,
     TrainedRun,
     flag,
-    habits_line,
+    lines_of,
     without_flag,
 )
 
@@ -340,7 +341,7 @@ _WRITTEN = frozenset({
 })  # fmt: skip
 """Settings that the rules above say in full. All others have no flag."""
 
-_RULES: Sequence[Callable[[TrainedRun], Lines]] = (
+_RULES: Sequence[Rule] = (
     _degrees, _stages, _sharding, _batch, _overlap, _recompute, _offload, _experts, _precision,
     _kernels, _optimizer, _launches, _model,
 )  # fmt: skip
@@ -348,8 +349,4 @@ _RULES: Sequence[Callable[[TrainedRun], Lines]] = (
 
 def megatron(of: TrainedRun) -> Lines:
     """The flags of Megatron-LM for a run, and comments on what it has none for."""
-    yield from habits_line(of.run, "megatron", "Megatron-LM")
-    for rule in _RULES:
-        yield from rule(of)
-    for name, value in of.others(_WRITTEN):
-        yield without_flag(name, value)
+    yield from lines_of(of, "megatron", _RULES, _WRITTEN)

@@ -7,14 +7,15 @@ always said. Batches are counted in tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from stagewright.searching.flags.lines import (
     FlagLine,
     Lines,
+    Rule,
     TrainedRun,
     flag,
-    habits_line,
+    lines_of,
     without_flag,
 )
 
@@ -195,16 +196,12 @@ _WRITTEN = frozenset({
 })  # fmt: skip
 """Settings that the rules above say in full. All others have no flag."""
 
-_RULES: Sequence[Callable[[TrainedRun], Lines]] = (
+_RULES: Sequence[Rule] = (
     _degrees, _sharding, _stages, _batch, _precision, _compile, _graphs,
 )  # fmt: skip
 
 
 def torchtitan(of: TrainedRun) -> Lines:
     """The flags of torchtitan for a run, and comments on what it has none for."""
-    yield from habits_line(of.run, "torchtitan", "torchtitan")
-    for rule in _RULES:
-        yield from rule(of)
-    for name, value in of.others(_WRITTEN):
-        yield without_flag(name, value)
+    yield from lines_of(of, "torchtitan", _RULES, _WRITTEN)
     yield from _recompute(of)
