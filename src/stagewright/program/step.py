@@ -104,6 +104,11 @@ class ActionOrder(Protocol):
         ...
 
 
+def numbers_among_copies(order: ActionOrder, action: int, copies: Int) -> Int:
+    """Number of each of some copies among all copies of their action, as `sources` has them."""
+    return np.searchsorted(np.flatnonzero(order.action == action), copies).astype(np.int64)
+
+
 class Profiles(tuple[Deltas, ...]):
     """Changes of memory by row of actions, each from nothing."""
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Int, distinct_values
 from stagewright.program.columns import RECV, SEND, Program
+from stagewright.program.step import numbers_among_copies
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.order import Edges, IssueRules, IssueTable
 from stagewright.time.simulate.units import UnitSequence
@@ -90,8 +91,7 @@ def _of_class(
                 continue
             rows = rules.rows[chosen]
             copies: Int = sequence.copies[instances, m]
-            at = np.searchsorted(np.flatnonzero(order.action == action), copies)
-            tags = order.tags(action, rows)[at]
+            tags = order.tags(action, rows)[numbers_among_copies(order, action, copies)]
             slot = tasks.slot[rows].astype(np.int64)
             shape = tags.shape
             of = np.stack([

@@ -86,17 +86,20 @@ class Runs:
         run_of = np.zeros(size, np.int64)
         self.runs: list[UnitRun] = []
         bounds: list[tuple[int, int, int]] = []
-        self.of_unit: list[list[int]] = []
+        self.of_unit: list[range] = []
+        """By unit: indices into `runs`, consecutive over all units."""
         for u in range(units):
             a, b = int(begin[u]), int(begin[u + 1])
             edges = [a, *(a + 1 + np.flatnonzero(cuts[a + 1 : b])).tolist(), b] if b > a else []
             in_unit = [(u, x, y) for x, y in itertools.pairwise(edges)]
             if in_unit and connections.meets[in_unit[-1][1]]:
                 in_unit.append((u, b, b))  # registers are left by a run that is no meeting
-            self.of_unit.append([*range(len(bounds), len(bounds) + len(in_unit))])
+            self.of_unit.append(range(len(bounds), len(bounds) + len(in_unit)))
             for number, (_, x, y) in enumerate(in_unit, len(bounds)):
                 run_of[x:y] = number
             bounds += in_unit
+        self.first = np.cumsum([0, *map(len, self.of_unit)])
+        """By unit: its first run; and the number of all runs."""
         self.run_of = run_of
         self._connect(rules, connections, bounds)
 

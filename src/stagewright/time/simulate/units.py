@@ -15,7 +15,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.program.columns import Tasks
-from stagewright.program.step import KINDS, ActionOrder, Actions
+from stagewright.program.step import KINDS, ActionOrder, Actions, numbers_among_copies
 
 WITHOUT_DEFERRED, DEFERRED, ALL = range(3)
 """Rows of a copy that are in a unit: those that are not deferred, those that are, or all."""
@@ -229,9 +229,8 @@ def _rows_of(
             mine = np.flatnonzero(taken & (slot == nth_member[u] + m))
             if not len(mine):
                 continue
-            copy_of = np.flatnonzero(orders[nth].action == action)
             source, source_row = orders[nth].sources(action, entry[mine])
-            here = int(np.searchsorted(copy_of, copies[m]))
+            here = int(numbers_among_copies(orders[nth], action, np.array([copies[m]]))[0])
             for k, (copy, r) in enumerate(
                 zip(source[here].tolist(), source_row[here].tolist(), strict=True)
             ):

@@ -17,6 +17,7 @@ import numpy as np
 from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.errors import UserError
 from stagewright.program.columns import COLLECTIVE, Program
+from stagewright.program.step import numbers_among_copies
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.messages import messages
 from stagewright.time.simulate.order import IssueTable, Register
@@ -26,6 +27,7 @@ from stagewright.time.simulate.transfer import (
     MESSAGE,
     REGISTER,
     Connections,
+    Port,
     RunGroup,
     Runs,
 )
@@ -158,10 +160,9 @@ class Waves:
                 row = np.repeat(needs.row[mine][None], len(copies), axis=0)
                 taken = np.flatnonzero(needs.entry[mine] >= 0)
                 if len(taken):
-                    copies_of = np.flatnonzero(order.action == action)
-                    nth_copy = np.searchsorted(copies_of, copies)
+                    number = numbers_among_copies(order, action, copies)
                     other = order.sources(action, needs.entry[mine[taken]])
-                    source[:, taken], row[:, taken] = other[0][nth_copy], other[1][nth_copy]
+                    source[:, taken], row[:, taken] = other[0][number], other[1][number]
                 where = sequence.instance[source]
                 offset = row - begin[order.action[source]]
                 found = units.index[first[sequence.unit[where], sequence.member[source]] + offset]
@@ -226,13 +227,11 @@ class Waves:
         self.item_run: list[Int] = []
         for nth, sequence in enumerate(self.sequence):
             runs = self.runs[self.table_of[nth]]
-            counts = np.array([len(numbers) for numbers in runs.of_unit])[sequence.unit]
-            first = np.array([numbers[0] if numbers else 0 for numbers in runs.of_unit])
-            first = first[sequence.unit]
+            counts = np.diff(runs.first)[sequence.unit]
             begin = np.concatenate([[0], np.cumsum(counts)])
             offset = np.arange(int(begin[-1])) - np.repeat(begin[:-1], counts)
             self.item_begin.append(begin)
-            self.item_run.append(np.repeat(first, counts) + offset)
+            self.item_run.append(np.repeat(runs.first[sequence.unit], counts) + offset)
 
     def _item(self, of: Int) -> Int:
         """The items of class, instance and position."""
@@ -241,10 +240,8 @@ class Waves:
             chosen = of[:, 0] == nth
             instance, position = of[chosen, 1], of[chosen, 2]
             runs = self.runs[self.table_of[nth]]
-            first = np.array([numbers[0] if numbers else 0 for numbers in runs.of_unit])
-            unit = self.sequence[nth].unit[instance]
-            begin = self.item_begin[nth][instance]
-            items[chosen] = begin + runs.run_of[position] - first[unit]
+            first = runs.first[self.sequence[nth].unit[instance]]
+            items[chosen] = self.item_begin[nth][instance] + runs.run_of[position] - first
         return items
 
     def _levels(self) -> list[Int]:
@@ -459,11 +456,16 @@ class Waves:
             freed = rules.register((Register.FREED, kind, stream))
             return flat(np.where(opened[kind][instances], awaited, freed))
 
-        ins = np.empty((*shape, len(run.inputs)), np.int64)
-        what, number_of = np.array(run.inputs, dtype=np.int64).T
-        fixed = np.where(what == LOCAL, registers + self.local[t][np.where(
-            what == LOCAL, number_of, 0)], number_of)  # fmt: skip
-        ins[:] = self.base[nth] + fixed * width + each[:, None]
+        def of_lane(ports: Sequence[Port]) -> tuple[Int, Int, Int]:
+            """Kinds and numbers of ports, and slots: of registers and ends within the unit."""
+            what, number_of = np.array(ports, dtype=np.int64).T
+            within = what == LOCAL
+            fixed = np.where(within, registers + self.local[t][within * number_of], number_of)
+            slots = np.empty((*shape, len(ports)), np.int64)
+            slots[:] = self.base[nth] + fixed * width + each[:, None]
+            return what, number_of, slots
+
+        what, number_of, ins = of_lane(run.inputs)
         for column in np.flatnonzero(what == REGISTER).tolist():
             if rules.registers[int(number_of[column])][0] == Register.OPENED:
                 ins[:, :, column] = register(int(number_of[column]))
@@ -481,11 +483,7 @@ class Waves:
             instance: Int = received.of[rows, 1]
             at = np.searchsorted(instances, instance)
             ins[at, received.lane[rows], column] = self.arrivals[rows]
-        outs = np.empty((*shape, len(run.outputs)), np.int64)
-        what, number_of = np.array(run.outputs, dtype=np.int64).T
-        fixed = np.where(what == LOCAL, registers + self.local[t][np.where(
-            what == LOCAL, number_of, 0)], number_of)  # fmt: skip
-        outs[:] = self.base[nth] + fixed * width + each[:, None]
+        what, number_of, outs = of_lane(run.outputs)
         columns = np.flatnonzero(what >= MESSAGE)
         if len(columns):
             slot = self.first[nth][instances][:, None] + self.stored[t][number_of[columns]]
