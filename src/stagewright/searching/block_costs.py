@@ -33,7 +33,6 @@ from stagewright.searching.candidates import Candidates
 from stagewright.time.expense.power import kernel_energies
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
-from stagewright.time.simulate.launches import ASYNCHRONOUS
 from stagewright.time.simulate.step import SimulatedStep, simulate
 from stagewright.time.simulate.timeline import TICK, table_rows
 
@@ -150,15 +149,15 @@ def pass_costs(
     """
     names = {*rows.columns} - {*PIPELINE, *STATES, *LIMITS}
     core = names - {*ATTENTION, *EXPERTS, *RECOMPUTE}
-    more = _ranks_within(rows), _rings_ahead(rows).astype(np.int64)
-    _, base = _distinct(rows, core, *more)
+    within = _ranks_within(rows)
+    _, base = _distinct(rows, core, within)
     lead = np.unique(base, return_index=True)[1][base]  # the first candidate with the same core
-    first, of = _distinct(rows, names, *more)
+    first, of = _distinct(rows, names, within)
     simulated = _TinyRuns(rows, blocks)
 
     def tables(group: Iterable[str], heads: Int | None = None) -> dict[str, Float]:
         """Costs of each tuple with its settings of one group, and those of its lead in others."""
-        each, at = _distinct(rows, core | {*group}, *more)
+        each, at = _distinct(rows, core | {*group}, within)
         runs = [_pass_run(rows, row, int(lead[row]), group) for row in each.tolist()]
         found = _read(simulated, runs, halves=halves)
         return {name: table[at[first if heads is None else heads]] for name, table in found.items()}
@@ -254,15 +253,12 @@ def _pass_run(rows: Candidates, row: int, lead: int, own: Iterable[str]) -> _Tin
         else:
             update[name] = value
     run = run.model_copy(update=update)
-    alone = rows.take(slice(row, row + 1))
-    inner = int(_ranks_within(alone)[0])
+    inner = int(_ranks_within(rows.take(slice(row, row + 1)))[0])
     dp = inner * _fewest_ranks(run, run.cp)
     batch = 2 * dp * run.micro_batch_size
     update = {"dp": dp, "global_batch_size": batch, "zero": 0}
     if inner > 1:
         update["order"] = "ep-dp-tp-cp-pp"
-    if _rings_ahead(alone)[0] and run.cp_comm_type == "p2p":
-        update["schedule"] = "zb-h1"
     execution = replace(execution, overlap_moe_expert_parallel_comm=False)
     return _TinyRun(run.model_copy(update=update), execution, row)
 
@@ -277,15 +273,6 @@ def _ranks_within(rows: Candidates) -> Int:
         before = [o.split("-").index(axis) < o.split("-").index("tp") for o in column.values]
         found *= np.where(np.array(before)[column.codes], rows.numbers(axis), 1)
     return found
-
-
-def _rings_ahead(rows: Candidates) -> Bool:
-    """Candidates whose host does not wait for the messages of a ring of cp [candidates].
-
-    Megatron-LM's 1F1B without virtual stages waits for all messages (`time.simulate.launches`).
-    """
-    ring = rows.column("cp_comm_type").is_one_of("p2p") & (rows.numbers("cp") > 1)
-    return ring & ((rows.numbers("vpp") > 1) | rows.column("schedule").is_one_of(*ASYNCHRONOUS))
 
 
 def _fewest_ranks(run: Run, cp: int) -> int:

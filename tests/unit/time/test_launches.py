@@ -91,6 +91,16 @@ def test_the_host_waits_for_messages_in_the_loop_of_1f1b_alone(schedule: str, wa
     assert work.waits[received].any() == (schedule == "1f1b")
 
 
+def test_streams_wait_for_messages_of_ring_attention() -> None:
+    tasks, work = launched(**SMALL, cp=2, cp_comm_type="p2p", pp=2, global_batch_size=4)
+    received = np.flatnonzero(tasks.kind == TaskKind.RECV)
+    attention = tasks.layer[received] >= 0
+    assert attention.any()
+    assert not attention.all()
+    assert not work.waits[received[attention]].any()
+    assert work.waits[received[~attention]].all()
+
+
 def test_captured_modules_are_launched_at_once() -> None:
     graphs = {"launch_mode": "cuda_graph"}
     _, eager = launched(**EXPERTS)

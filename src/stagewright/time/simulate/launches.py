@@ -190,7 +190,7 @@ def host_work(
         launched = launch_mode(prompts, how, hardware) if of.ranks[0] < first else mode
         key = id(tasks), launched
         if key not in known:
-            made = _of_tasks(tasks, launched, run, how, hardware)
+            made = _of_tasks(program, tasks, launched, run, how, hardware)
             if checks is not None:
                 made = made._replace(seconds=made.seconds + _of_collectives(tasks, checks))
             known[key] = made
@@ -250,8 +250,10 @@ def _checks(program: Program, hardware: Hardware) -> Float:
     return np.array([*micros, 0.0]) * 1e-6
 
 
-def _of_tasks(tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardware) -> HostWork:
-    waits = _waits(tasks, run)
+def _of_tasks(
+    program: Program, tasks: Tasks, mode: str, run: Run, how: Execution, hardware: Hardware
+) -> HostWork:
+    waits = _waits(program, tasks, run)
     captured = np.zeros(len(tasks), dtype=bool)
     if mode == "blocking":
         mode, waits = "eager", np.ones(len(tasks), dtype=bool)
@@ -396,8 +398,13 @@ def _modules(tasks: Tasks) -> NDArray[np.str_]:
 # ---- waits ---------------------------------------------------------------------------------------
 
 
-def _waits(tasks: Tasks, run: Run) -> Bool:
-    """Which rows' results the host reads before it launches the next."""
+def _waits(program: Program, tasks: Tasks, run: Run) -> Bool:
+    """Rows whose results the host reads before it launches the next.
+
+    Of messages only those between stages: Megatron-LM's `_communicate` ends in
+    `torch.cuda.synchronize()`, whereas for messages of ring attention streams wait
+    (`flash_attn_p2p_communicate` of Transformer Engine, whose requests are NCCL's).
+    """
     waits = np.zeros(len(tasks), dtype=bool)
     if run.mode != "train":
         return waits
@@ -411,5 +418,7 @@ def _waits(tasks: Tasks, run: Run) -> Bool:
         clip = np.array(["divide" in ops_of(name) for name in tasks.ops])[tasks.op]
         waits |= clip & (tasks.phase == _OPTIMIZER) & (tasks.kind == TaskKind.COMPUTE)
         if run.vpp == 1 and run.schedule not in ASYNCHRONOUS:
-            waits |= tasks.kind == TaskKind.RECV
+            between_stages = np.array([peer.axis == "pp" for peer in program.peers] + [False])
+            messages = tasks.kind == TaskKind.RECV
+            waits |= messages & between_stages[np.where(messages, tasks.slot, -1)]
     return waits
