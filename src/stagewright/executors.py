@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
@@ -162,7 +164,7 @@ def _spread(
     """Run jobs in `count` processes; on return all of them have ended and are joined."""
     context = multiprocessing.get_context("spawn")
     others = {*multiprocessing.active_children()}
-    with ProcessPoolExecutor(count, mp_context=context, initializer=_leave_interrupts) as pool:
+    with ProcessPoolExecutor(count, mp_context=context, initializer=_follow_parent) as pool:
         busy = [pool.submit(function, job) for job in jobs]
         try:
             for future in as_completed(busy):
@@ -176,9 +178,18 @@ def _spread(
             raise
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C is for the process that started this one, which then ends it."""
+def _follow_parent() -> None:
+    """End with the process that started this one, which alone handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this process was started by a pool"
+    sentinel = parent.sentinel
+
+    def follow() -> None:
+        multiprocessing.connection.wait([sentinel])
+        os._exit(1)  # a job that is under way has nobody to tell its result
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 class RayCluster:

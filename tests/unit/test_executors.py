@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.process
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +69,42 @@ def test_a_run_that_stops_ends_its_processes() -> None:
         Processes(3, worth=0).run(time.sleep, [0.0, 3600.0, 3600.0], stop)
     assert started
     assert all(process.exitcode is not None for process in started)  # nothing to wait for
+
+
+ONE_JOB_OF_AN_HOUR = """
+import multiprocessing, threading, time
+from stagewright.executors import Processes
+
+def report():
+    while not multiprocessing.active_children():
+        time.sleep(0.01)
+    print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+
+if __name__ == "__main__":
+    threading.Thread(target=lambda: (time.sleep(1), report())).start()
+    Processes(2, worth=0).run(time.sleep, [3600.0, 3600.0], print)
+"""
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(ONE_JOB_OF_AN_HOUR)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        os.kill(parent.pid, signal.SIGTERM)
+        parent.wait()
+        assert pids
+        deadline = time.monotonic() + 60
+        while any(map(runs, pids)):
+            assert time.monotonic() < deadline, "processes outlive the one that started them"
+            time.sleep(0.01)
+
+
+def runs(pid: int) -> bool:
+    """True if a process runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and ") Z " in state.read_text())
