@@ -180,7 +180,7 @@ class PathTask(NamedTuple):
 
 
 def critical_path(line: Timeline) -> list[PathTask]:
-    """Tasks that the step waited for, each for the one before it, from first to last.
+    """Tasks that determine the duration of the step, from first to last.
 
     Each begins when the one before it ends, the first at 0, and the last ends with the step. A
     message is on the path as its SEND; of several that ended at the same time, one.
@@ -224,7 +224,7 @@ class _RemoteBlockers:
         }
 
     def of(self, task: PathTask) -> PathTask:
-        """SEND of a message that was waited for, or the last rank to be ready for a collective."""
+        """SEND of a late message, or the last task to be ready for a collective."""
         lane, index = self.line.lanes[task.lane], task.issue_index
         kind, ready = lane.kind[index], lane.ready[index]
         class_id = int(self.endpoints.class_of[task.lane])
@@ -248,7 +248,7 @@ class _RemoteBlockers:
 
 
 def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
-    """Seconds of the critical path by phase of its kernels and by axis of its communication."""
+    """Seconds of the critical path by phase of kernels and axis of communication."""
     sums: dict[str, int] = {}
     lanes, indices, is_launch = np.array(path, dtype=np.int64).reshape(-1, 3).T
     for lane_id in sorted({task.lane for task in path}):

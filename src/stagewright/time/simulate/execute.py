@@ -31,7 +31,7 @@ class TaskTicks(NamedTuple):
 
 
 class Executed(NamedTuple):
-    """Times after the last wave, by time index, and the inputs of each row of each batch."""
+    """Times after the last wave, by time index, and inputs of all batches."""
 
     times: Int
     inputs: list[Int]

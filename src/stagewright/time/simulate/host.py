@@ -1,4 +1,4 @@
-"""The host of a rank: one thread that launches its tasks in issue order, ahead of the GPU.
+"""Host of a rank: one thread that launches tasks in issue order, ahead of the GPU.
 
 Launches take time and follow each other without a gap; a task starts once it is launched and all
 its dependencies have ended. The host runs ahead of the GPU until it needs a result: it then waits
@@ -31,7 +31,7 @@ class HostWork(NamedTuple):
 
 
 class LastHostWait(NamedTuple):
-    """The last task that the host waited for before it launched each task, by issue index."""
+    """Last task that the host waited for before each launch, by issue index."""
 
     issue_index: Int  # of the task, `FROM_START` for none
     end: Int  # of the task: ticks

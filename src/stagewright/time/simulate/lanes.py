@@ -15,7 +15,7 @@ from stagewright.program.columns import Program
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """The lanes of a program, numbered by class, and within a class by their first rank."""
+    """Lanes of a program, numbered by class, then by first rank."""
 
     of_rank: Int
     """Lane of each rank."""

@@ -1,4 +1,4 @@
-"""Launches by the host of a rank: their cost, and the results that the host waits for.
+"""Launches by the host of a rank: their cost, and results that it waits for.
 
 A framework calls an operator for each kernel, in Python or from its autograd engine. The cost of a
 call depends on `Execution.launch_mode` and on the CPU (`Hardware.host_factor`). The number of
@@ -345,7 +345,7 @@ def _numbered_runs(*columns: NDArray[np.integer]) -> Int:
 
 
 def _first_of_runs(tasks: Tasks, mask: Bool) -> Bool:
-    """Mask of the first row of each run of rows in `mask`, in each pass through a block."""
+    """Mask of first rows of runs within `mask`, in each pass through a block."""
     number = np.where(mask, _passes(tasks), 0)
     return mask & (np.diff(number, prepend=0) != 0)
 

@@ -19,7 +19,7 @@ from stagewright.time.simulate.timeline import TICK, Timeline
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryTimeline:
-    """Bytes held per memory category (in the order of `CATEGORIES`), as a step function of time."""
+    """Bytes by memory category (in the order of `CATEGORIES`), a step function of time."""
 
     ticks: Int  # ascending
     size: Int  # [categories, times]
@@ -80,7 +80,7 @@ def memory_timeline(line: Timeline, lane: int) -> MemoryTimeline:
 
 
 def _in_order(line: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
-    """Sort changes by time: distinct times, from 0 on; order; and the last change of each time."""
+    """Sort changes: distinct times from 0 on, order, and last change of each time."""
     ticks = np.concatenate([[0], *(ticks.ravel() for ticks in changes)])
     order = np.argsort(ticks, kind="stable")
     last = np.flatnonzero(np.diff(ticks[order], append=ticks[order[-1]] + 1))

@@ -1,4 +1,4 @@
-"""Issue order: the stream of each task, and what it waits for, within units and across them.
+"""Issue order: streams and dependencies of tasks, within and across units.
 
 Streams are those of a CUDA training process: one for compute, one per NCCL communicator, one per
 pipeline peer for sends, one for loads from the host (H2D) and one for stores to it (D2H). A task
@@ -285,7 +285,7 @@ def tables_of(program: Program, execution: Execution) -> list[IssueTable]:
 
 
 def crosses_actions(tasks: Tasks, execution: Execution) -> bool:
-    """True if an execution moves gathers to other actions; a rank's rows are then one unit."""
+    """True if gathers move to other actions: a rank's rows are then one unit."""
     if execution.streams == "one":
         return False
     if execution.overlap_param_gather:
@@ -404,7 +404,7 @@ def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> Edges:
 
 
 def _action_and_block_starts(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
-    """Masks over kernels: the first of an action, and the first of a block within one."""
+    """Masks over kernels: first of an action, and first of a block within one."""
     backward = tasks.phase[kernels] != _FORWARD
     action = np.stack([tasks.stage[kernels], tasks.microbatch[kernels], backward.astype(np.int32)])
     starts_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
@@ -572,7 +572,7 @@ class _RegisterUse:
         self._writes.append(np.stack([unit[last], number, positions[last]]))
 
     def columns(self) -> tuple[tuple[Int, Int], tuple[Int, Int, Int], tuple[Int, Int, Int]]:
-        """All reads, writes and moves, as columns."""
+        """Reads, writes and moves, as columns."""
         reads = np.concatenate([np.zeros((2, 0), np.int64), *self._reads], axis=1)
         writes = np.concatenate([np.zeros((3, 0), np.int64), *self._writes], axis=1)
         moves = np.concatenate([np.zeros((3, 0), np.int64), *self._moves], axis=1)

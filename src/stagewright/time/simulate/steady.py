@@ -29,7 +29,7 @@ MIN_STEPS, MAX_STEPS = 6, 48
 
 
 def in_flight(run: Run) -> bool:
-    """True if batches of other requests are in the pipeline while a batch of the step runs."""
+    """True if several batches are in the pipeline at once."""
     return run.mode == "decode" and run.pp > 1 and run.prefill is None
 
 
@@ -90,7 +90,7 @@ def _slot(classes: Sequence[RankClass], pipeline_rank: int, kind: TaskKind) -> i
 
 
 class RepeatedWork(RankWork):
-    """Several steps of a rank's work: each is a copy of an action with all rows of a step.
+    """Several steps of a rank: copies of an action with all rows of a step.
 
     The first stage receives the tokens of a batch before it, except in its first step; the last
     stage sends them after it, except in its last step.

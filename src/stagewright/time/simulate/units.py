@@ -1,4 +1,4 @@
-"""Units of issue: copies of actions that are issued without a break, and the rows of each unit.
+"""Units of issue: copies of actions that are issued without a break, and their rows.
 
 Most units are one copy of an action. Several copies are one unit where their tasks take turns, and
 the last unit of a rank also has the tasks that the rank's backward actions defer until then.

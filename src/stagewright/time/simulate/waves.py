@@ -36,7 +36,7 @@ from stagewright.time.simulate.wave_order import Deadlock, Wait, fragment_levels
 
 
 class Waves:
-    """The plan of a step: time indices, and the wave of each fragment that a class issues.
+    """Plan of a step: time indices, and the wave of each fragment.
 
     `program` may be another one of equal structure than that of the `Timeline`.
     """
