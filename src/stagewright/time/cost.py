@@ -86,15 +86,12 @@ def task_seconds(
     seconds = [timed.seconds(rank_class) for rank_class in program.classes]
     if tp_comm_overlap:
         split: dict[tuple[int, bytes], Seconds] = {}
-        for rank_class, isolated in zip(program.classes, seconds, strict=True):
-            tasks = rank_class.work.actions.tasks
+        for class_id, rank_class in enumerate(program.classes):
+            tasks, isolated = rank_class.work.actions.tasks, seconds[class_id]
             key = id(tasks), isolated.tobytes()
             if key not in split:
                 split[key] = with_tp_overlap(program, tasks, isolated, machine.hardware)
-        seconds = [
-            split[id(rank_class.work.actions.tasks), isolated.tobytes()]
-            for rank_class, isolated in zip(program.classes, seconds, strict=True)
-        ]
+            seconds[class_id] = split[key]
     return seconds
 
 
@@ -164,7 +161,7 @@ class _Timed:
         slots = [int(s) for s in sorted_values(tasks.slot[is_collective])]
         where = {s: self.placed.placements(s, rank_class) for s in slots}
 
-        def transfer_seconds(i: int, group: Placement) -> float:
+        def duration_of(i: int, group: Placement) -> float:
             op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
             dispatches = None
             if op == "all_to_all" and routed:
@@ -181,10 +178,7 @@ class _Timed:
 
         # Shared actions of other ranks may use groups that the class is not in.
         slowest = [
-            max(
-                (transfer_seconds(int(i), group) for group in where[int(tasks.slot[i])]),
-                default=0.0,
-            )
+            max((duration_of(int(i), group) for group in where[int(tasks.slot[i])]), default=0.0)
             for i in rows
         ]
         seconds[is_collective] = np.array(slowest)[inverse] if slowest else 0.0

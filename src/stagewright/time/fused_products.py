@@ -72,10 +72,8 @@ def joint_rows(tasks: Tasks) -> Joint:
     if tasks.duration is not None:
         rows = rows[tasks.duration[rows] == 0]
     columns = (label, tasks.stage, tasks.layer, tasks.microbatch, tasks.phase)
-    columns_of_rows = [column[rows].astype(np.int64) for column in columns]
-    _, whole = distinct_numbers(
-        [column - column.min(initial=0) for column in columns_of_rows], len(rows)
-    )
+    keys = [column[rows].astype(np.int64) for column in columns]
+    _, whole = distinct_numbers([key - key.min(initial=0) for key in keys], len(rows))
     several = np.bincount(whole) > 1
     is_part = several[whole]
     rows, whole = rows[is_part], (np.cumsum(several) - 1)[whole[is_part]]

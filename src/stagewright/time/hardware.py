@@ -301,17 +301,13 @@ def _with_base(
         raise UserError(f"{where}: got {shown(raw)}, wanted keys such as peak_bf16_tflops: 989.4")
     own_values = {str(key): value for key, value in cast("dict[object, Any]", raw).items()}
     base = own_values.pop("base", None)
-    source_texts: Any = own_values.pop("sources", {})
-    if not isinstance(source_texts, dict):
-        raise UserError(
-            f"{where}: sources is {shown(source_texts)}, wanted names and where they lead"
-        )
-    source_texts = {
-        str(name): text for name, text in cast("dict[object, Any]", source_texts).items()
-    }
+    texts: Any = own_values.pop("sources", {})
+    if not isinstance(texts, dict):
+        raise UserError(f"{where}: sources is {shown(texts)}, wanted names and where they lead")
+    texts = {str(name): text for name, text in cast("dict[object, Any]", texts).items()}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    _split_sources(own_values, source_texts, where, "", values, sources)
+    _split_sources(own_values, texts, where, "", values, sources)
     if base is None:
         return values, sources
     path = _file_of_base(base, where)

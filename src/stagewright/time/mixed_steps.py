@@ -62,12 +62,8 @@ def with_prompts_tiles(
     if run.mode != "decode" or not takes_prompts_tiles(model, on):
         return seconds
     new_tokens = 1 + run.num_speculative_tokens
-    all_batches = _batches(run)
-    batches = {
-        key: batch
-        for key, batch in all_batches.items()
-        if batch.requests and (batch.prompts or new_tokens > 1)
-    }
+    batches = _batches(run).items()
+    batches = {k: b for k, b in batches if b.requests and (b.prompts or new_tokens > 1)}
     if not batches:
         return seconds
     assert on.inference is not None

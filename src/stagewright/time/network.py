@@ -256,12 +256,7 @@ class Placement(NamedTuple):
 
 def placements(machine: Machine, groups: Int) -> list[Placement]:
     """The distinct placements of groups of one size; `groups` has shape (groups, ranks)."""
-    return placements_in(machine.tiers, groups)
-
-
-def placements_in(tiers: Sequence[Tier], groups: Int) -> list[Placement]:
-    """Placements as by `placements`, in a network of these tiers."""
-    return _placed(tiers, groups)[0]
+    return _placed(machine.tiers, groups)[0]
 
 
 def placements_by_rank(machine: Machine, ids: Int) -> tuple[list[Placement], Int]:

@@ -116,22 +116,18 @@ def destinations(routed: Routed, parts: int) -> float:
         per_group = experts
     pool = top_groups * per_group  # experts of the chosen groups
 
-    def hit_probability(experts_hit: int) -> float:
-        return 1 - math.comb(pool - experts_hit, top_k) / math.comb(pool, top_k)
+    def hit(among: int) -> float:
+        """Probability that some of the top k experts are `among` some experts of the pool."""
+        return 1 - math.comb(pool - among, top_k) / math.comb(pool, top_k)
 
     if per_part <= per_group:
-        return parts * top_groups / groups * hit_probability(per_part)
-    part_groups = per_part // per_group
+        return parts * top_groups / groups * hit(per_part)
+    local = per_part // per_group  # groups of a part
     combinations = {  # by number of chosen groups that are in the part
-        chosen: math.comb(part_groups, chosen)
-        * math.comb(groups - part_groups, top_groups - chosen)
-        for chosen in range(
-            max(0, top_groups - groups + part_groups), min(part_groups, top_groups) + 1
-        )
+        chosen: math.comb(local, chosen) * math.comb(groups - local, top_groups - chosen)
+        for chosen in range(max(0, top_groups - groups + local), min(local, top_groups) + 1)
     }
-    hits = sum(
-        count * hit_probability(chosen * per_group) for chosen, count in combinations.items()
-    )
+    hits = sum(count * hit(chosen * per_group) for chosen, count in combinations.items())
     return parts * hits / math.comb(groups, top_groups)
 
 

@@ -176,7 +176,7 @@ class PathTask(NamedTuple):
     lane: int
     issue_index: int
     launch: bool = False
-    """Not the task itself: launches up to its own, after the last wait of the host."""
+    """Not the task itself: launches up to its launch, after the last wait of the host."""
 
 
 def critical_path(line: Timeline) -> list[PathTask]:

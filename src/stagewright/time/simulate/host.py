@@ -4,15 +4,14 @@ Launches take time and follow each other without a gap; a task starts once it is
 its dependencies have ended. The host runs ahead of the GPU until it needs a result: it then waits
 for the end of a task before it launches the next one.
 
->>> thread = HostThread(np.array([2, 2, 2]), np.array([False, True, False]))
->>> thread.launched(np.array([[12], [22], [34]])).ravel().tolist()
-[2, 4, 24]
+>>> waits = np.array([False, True, False])
+>>> launched, last_wait = launch_times(np.array([2, 2, 2]), waits, np.array([12, 22, 34]))
+>>> launched.tolist(), last_wait.issue_index.tolist(), last_wait.end.tolist()
+([2, 4, 24], [-1, -1, 1], [0, 0, 22])
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -37,40 +36,17 @@ class LastHostWait(NamedTuple):
     end: Int  # of the task: ticks
 
 
-@dataclass(frozen=True, eq=False)
-class HostThread:
-    """Launches of a rank class; arrays are by issue index, times in ticks."""
+def launch_times(cost: Int, waits: Bool, ends: Int) -> tuple[Int, LastHostWait]:
+    """End of each launch, and the last wait before it.
 
-    cost: Int
-    waits: Bool
-
-    @classmethod
-    def of(cls, work: HostWork, rows: Int, tick: float) -> HostThread:
-        """Launches of rows in issue order; `tick` in seconds."""
-        return cls(np.rint(work.seconds[rows] / tick).astype(np.int64), work.waits[rows])
-
-    @cached_property
-    def total(self) -> Int:
-        """Ticks of all launches up to and including each task's."""
-        return self.cost.cumsum()
-
-    def launched(self, ends: Int) -> Int:
-        """End of each launch, given the ends of all tasks: ticks, [issue indices, lanes]."""
-        total = self.total[:, None]
-        return total + self._latest_wait(ends - total)[0]
-
-    def last_wait(self, ends: Int) -> LastHostWait:
-        """Waits after which the host launches without a pause; `ends` by issue index."""
-        latest, issue_index = self._latest_wait((ends - self.total)[:, None])
-        index = issue_index[:, 0]
-        end = np.where(index == FROM_START, 0, latest[:, 0] + self.total[index])
-        return LastHostWait(index, end)
-
-    def _latest_wait(self, delay: Int) -> tuple[Int, Int]:
-        """Running maximum of 0 and `delay` of earlier waits, and the issue index it is from."""
-        waited = np.zeros_like(delay)
-        waited[1:] = np.where(self.waits[:-1, None], delay[:-1], 0)
-        latest = np.maximum.accumulate(np.maximum(waited, 0), axis=0)
-        increases = np.diff(latest, axis=0, prepend=0) > 0
-        index = np.where(increases, np.arange(-1, len(delay) - 1)[:, None], FROM_START)
-        return latest, np.maximum.accumulate(index, axis=0)
+    Arrays are by issue index, times in ticks. `ends`: of the tasks that are launched.
+    """
+    total = cost.cumsum()
+    delay = np.zeros_like(ends)
+    delay[1:] = np.where(waits[:-1], ends[:-1] - total[:-1], 0)
+    latest = np.maximum.accumulate(np.maximum(delay, 0))
+    increases = np.diff(latest, prepend=0) > 0
+    index = np.where(increases, np.arange(-1, len(ends) - 1), FROM_START)
+    index = np.maximum.accumulate(index)
+    end = np.where(index == FROM_START, 0, latest + total[index])
+    return total + latest, LastHostWait(index, end)

@@ -99,7 +99,6 @@ class Limits(NamedTuple):
 
     limit: int
     """Number of the limit, of `RegisterKey`."""
-    streams: tuple[int, ...]
     open_at_end: Int
     """[units]: 1 if a transfer is issued after the last kernel of the unit, 0 if none is; -1: the
     unit has neither kernels nor such transfers."""
@@ -179,8 +178,9 @@ class IssueOrder:
 
 def ordered(rows: Int, stream: Int, is_kernel: Bool, waiter: Int, dep: Int) -> IssueOrder:
     """Issue order of rows, with dependencies that others imply left out."""
-    edges = _without_implied(Edges(waiter, dep), stream, is_kernel)
-    return IssueOrder(rows, stream, *_csr(edges, len(rows)))
+    waiter, dep = _without_implied(Edges(waiter, dep), stream, is_kernel)
+    counts = np.bincount(waiter, minlength=len(rows))
+    return IssueOrder(rows, stream, np.concatenate([[0], np.cumsum(counts)]), dep)
 
 
 def num_streams(program: Program) -> int:
@@ -647,11 +647,11 @@ def _limit_outstanding(
                     state.move(u, key, source)
     pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
     state.edges.append(Edges(pairs[:, 0], pairs[:, 1]))
-    return Limits(limit, streams, open_at_end)
+    return Limits(limit, open_at_end)
 
 
 def _without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
-    """Transitive reduction with respect to the compute stream.
+    """Transitive reduction with respect to the compute stream; distinct edges in order.
 
     Kernels run in order. A task that waits for kernel k therefore waits for every kernel before
     k, and for everything that those waited for.
@@ -672,12 +672,5 @@ def _without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
     needed |= dep == last_kernel_before[waiter]
     keys = np.sort(waiter[needed] * size + dep[needed])
     keys = keys[np.diff(keys, prepend=-1) > 0]
-    return Edges(keys // max(size, 1), keys % max(size, 1))
-
-
-def _csr(edges: Edges, size: int) -> tuple[Int, Int]:
-    """Distinct edges in CSR form: pointers of `size` waiters, and their dependencies in order."""
-    keys = np.sort(edges.waiter * size + edges.dep)
-    keys = keys[np.diff(keys, prepend=-1) > 0]
-    pointers = np.concatenate([[0], np.cumsum(np.bincount(keys // size, minlength=size))])
-    return pointers.astype(np.int64), keys % size
+    waiter = keys // max(size, 1)
+    return Edges(waiter, keys - waiter * size)

@@ -33,7 +33,7 @@ from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.time.simulate.endpoints import Endpoints, endpoints
 from stagewright.time.simulate.execute import Executed, Progress, TaskTicks, execute
 from stagewright.time.simulate.expand import expand_issue_order
-from stagewright.time.simulate.host import HostThread, HostWork, LastHostWait
+from stagewright.time.simulate.host import HostWork, LastHostWait, launch_times
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.order import IssueOrder, crosses_actions, tables_of
 from stagewright.time.simulate.transfer import (
@@ -238,8 +238,8 @@ class Timeline:
         kind = rank_class.work.actions.tasks.kind[row]
         last_wait, launched = None, np.zeros_like(end)
         if self.hosts is not None:
-            thread = HostThread.of(self.hosts[class_id], row, TICK)
-            launched, last_wait = thread.launched(end[:, None])[:, 0], thread.last_wait(end)
+            cost = _in_ticks(self.hosts[class_id].seconds[row])
+            launched, last_wait = launch_times(cost, self.hosts[class_id].waits[row], end)
             last_wait = last_wait._replace(end=self.within(last_wait.end))
         # A receive whose message has already arrived takes no time.
         arrived = (kind == RECV) & (end == ready)
@@ -410,6 +410,10 @@ def _ticks(rank_class: RankClass, seconds: Float) -> Int:
             f"take {LONGEST:.0e} s (11 days) at most; check the figures of the hardware, or use "
             "a smaller batch or shorter sequences"
         )
+    return _in_ticks(seconds)
+
+
+def _in_ticks(seconds: Float) -> Int:
     return np.rint(seconds / TICK).astype(np.int64)
 
 
@@ -427,8 +431,7 @@ def _duration_sets(
     for class_id in table.classes:
         host: tuple[Int, Bool] | None = None
         if hosts is not None:
-            cost = np.rint(hosts[class_id].seconds[rows] / TICK).astype(np.int64)
-            host = cost, hosts[class_id].waits[rows]
+            host = _in_ticks(hosts[class_id].seconds[rows]), hosts[class_id].waits[rows]
         for lane in lanes.by_class[class_id].tolist():
             duration = ticks[class_id][rows]
             if factor[lane] != 1:

@@ -359,7 +359,7 @@ class Waves:
         """Register that each instance reads as an `OPENED` one, [instances], by the latter."""
         sequence, rules = self.sequence[class_id], self.tables[self.table_of[class_id]].rules
         result = dict[int, Int]()
-        for limit, _, open_at_end in rules.limits:
+        for limit, open_at_end in rules.limits:
             after = open_at_end[sequence.unit]
             latest = np.maximum.accumulate(np.where(after >= 0, np.arange(len(after)), -1))
             before = np.append(-1, latest[:-1])[: len(after)]
