@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.program.columns import Program
+from stagewright.program.columns import Program, Tasks
 from stagewright.program.memory import deltas
 from stagewright.run.sections.execution import Execution
 from stagewright.time.collectives import seconds_by_algorithm
 from stagewright.time.network import Machine, Placement
 from stagewright.time.simulate.memory import MemoryTimeline
+from stagewright.time.simulate.order import deferred_past_backward
 from stagewright.time.simulate.timeline import Lane, table_rows
+from stagewright.time.simulate.units import CarriedDeps, Units
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "streams": "separate"}
 SP = {"sequence_parallel": True}
@@ -106,6 +108,16 @@ def by_action(program: Program, by_row: Sequence[NDArray[Any]]) -> list[NDArray[
     return result
 
 
+def one_unit(tasks: Tasks, execution: Execution) -> Units:
+    """All rows of a rank as one unit: the oracle of units of actions."""
+    size = len(tasks)
+    zeros, none = np.zeros(size, np.int64), np.zeros(0, np.int64)
+    return Units(
+        tasks, deferred_past_backward(tasks, execution), np.arange(size), zeros, zeros, tasks.reads,
+        CarriedDeps(none, none, none, none), ((0,),), np.arange(size), np.zeros((1, 1), np.int64),
+    )  # fmt: skip
+
+
 def algorithm_of(op: str, local_bytes: int, group: Placement, machine: Machine) -> str:
     """The fastest algorithm of a collective."""
     options = seconds_by_algorithm(op, local_bytes, group, machine)
@@ -114,7 +126,7 @@ def algorithm_of(op: str, local_bytes: int, group: Placement, machine: Machine) 
 
 def memory_by_row(lane: Lane) -> MemoryTimeline:
     """The memory of a lane over time, counted from the times of its rows and their values."""
-    start, allocated, freed = deltas(lane.of)
+    start, allocated, freed = deltas(lane.rank_class)
     rows = lane.issue.rows
     ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
     ready[rows], end[rows] = lane.ready, lane.end

@@ -406,7 +406,7 @@ class _TinyStep:
         self.kinds = np.array([blocks.kind(each) for each in placed])
         self.count = len(blocks.kinds)
         self.program, lane = step.line.program, step.line.lanes[0]
-        self.tasks, self.values = lane.of.tasks, lane.of.values
+        self.tasks, self.values = lane.rank_class.tasks, lane.rank_class.values
         self.block = self.numbers(self.tasks.names)[self.tasks.name]
         self.begin, self.end = np.zeros((2, len(self.tasks)), dtype=np.int64)
         rows = lane.issue.rows

@@ -15,8 +15,7 @@ from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap as combined
 from stagewright.time.simulate.timeline import timeline
-from stagewright.time.simulate.units import one_unit
-from timed import by_row
+from timed import by_row, one_unit
 
 MIXTRAL: dict[str, Any] = {"model": "mixtral-8x7b", "layers": 2, "ep": 2, "dp": 2, "zero": 1}
 ON = Execution(overlap_moe_expert_parallel_comm=True)
@@ -34,7 +33,7 @@ def rows_sent(t: Tasks) -> np.ndarray:
 
 def order_of(t: Tasks) -> np.ndarray:
     """All rows of a rank in issue order."""
-    of = one_unit(t)
+    of = one_unit(t, ON)
     return combined.order(t, of.row, of.unit, of.member)
 
 
