@@ -351,8 +351,8 @@ def _prefetch(
 def deferred_past_backward(tasks: Tasks, execution: Execution) -> Bool:
     """Mask of once-per-step backward tasks that are issued just before the optimizer.
 
-    All of them without data-parallel overlap; otherwise those that depend on a once-per-step
-    collective: second reductions, and what follows them.
+    All of them without data-parallel overlap; otherwise second reductions, of gradients that are
+    reduced once already, and what follows them.
     """
     size = len(tasks)
     once_per_step = (tasks.microbatch < 0) & (tasks.phase == _BACKWARD)
@@ -361,8 +361,10 @@ def deferred_past_backward(tasks: Tasks, execution: Execution) -> Bool:
     if "dp" in execution.no_overlap:
         return once_per_step
     reads = Edges(*tasks.reads)
-    first_reductions = once_per_step & (tasks.kind == COLLECTIVE)
-    deferred = once_per_step & _has_dependency_in(first_reductions, reads, size)
+    once_reduced = _reduces_once_per_step(tasks) | _accumulates_grads(tasks, reads)
+    of_microbatch = _reduces(tasks) & (tasks.microbatch >= 0)
+    once_reduced |= of_microbatch & ~_read_before_optimizer(tasks, reads, ignored=once_reduced)
+    deferred = once_per_step & _has_dependency_in(once_reduced, reads, size)
     while True:
         more = deferred | (once_per_step & _has_dependency_in(deferred, reads, size))
         if np.array_equal(more, deferred):
@@ -420,8 +422,7 @@ def _microbatch_reductions(program: Program, tasks: Tasks, accumulates_grads: Bo
     Each frees the unreduced gradient when it ends. Reductions over cp of key and value gradients
     are not among them: kernels of the backward pass read their results.
     """
-    reductions = (tasks.phase == _BACKWARD) & (tasks.microbatch >= 0) & (tasks.kind == COLLECTIVE)
-    reductions &= is_any(tasks.collective, _REDUCTIONS)
+    reductions = _reduces(tasks) & (tasks.microbatch >= 0)
     if not reductions.any():
         return reductions
     axes = along(program, tasks)
@@ -439,19 +440,30 @@ def _accumulates_grads(tasks: Tasks, reads: Edges) -> Bool:
     """Mask of kernels that only add reduced gradients to each other.
 
     Greatest fixed point: kernels of the backward pass that read only reductions or each other,
-    and that nothing but each other and the optimizer reads.
+    and that nothing but each other, second reductions and the optimizer reads.
     """
     size = len(tasks)
-    backward = tasks.phase == _BACKWARD
-    reductions = backward & (tasks.kind == COLLECTIVE) & is_any(tasks.collective, _REDUCTIONS)
-    accumulates = backward & (tasks.kind == COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    reductions, second = _reduces(tasks), _reduces_once_per_step(tasks)
+    accumulates = (tasks.phase == _BACKWARD) & (tasks.kind == COMPUTE)
+    accumulates &= np.diff(tasks.data_ptr) > 0
     while True:
         reads_others = _has_dependency_in(~(reductions | accumulates), reads, size)
-        is_read = _read_before_optimizer(tasks, reads, ignored=accumulates)
+        is_read = _read_before_optimizer(tasks, reads, ignored=accumulates | second)
         fewer = accumulates & ~reads_others & ~is_read
         if np.array_equal(fewer, accumulates):
             return accumulates
         accumulates = fewer
+
+
+def _reduces(tasks: Tasks) -> Bool:
+    """Mask of reduce-scatters and all-reduces of the backward pass."""
+    collective = (tasks.phase == _BACKWARD) & (tasks.kind == COLLECTIVE)
+    return collective & is_any(tasks.collective, _REDUCTIONS)
+
+
+def _reduces_once_per_step(tasks: Tasks) -> Bool:
+    """Mask of collectives of gradients after their last microbatch."""
+    return (tasks.phase == _BACKWARD) & (tasks.kind == COLLECTIVE) & (tasks.microbatch < 0)
 
 
 def _read_before_optimizer(tasks: Tasks, reads: Edges, ignored: Bool) -> Bool:
