@@ -21,7 +21,7 @@ from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Use, permane
 from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
 from stagewright.lower.kernels.extent import Extent, Split, bytes_of
 from stagewright.lower.kernels.kernel import Kernel
-from stagewright.lower.kernels.live_values import handed_on, interface
+from stagewright.lower.kernels.live_values import interface, outputs
 from stagewright.lower.kernels.lowering import KernelRules, kernels
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
@@ -150,7 +150,7 @@ def recompute(block: nn.Block, again: Recomputation) -> nn.Block:
     if again.as_read or all(n.phase != "backward" for n in block.graph):
         pass
     elif again.block:
-        results = {n for value, n in handed_on(block.graph).items() if not value.gradient}
+        results = {n for value, n in outputs(block.graph).items() if not value.gradient}
     else:
         results = {n for n in block.graph if n.role is Role.CORE}
     rerun = results.__contains__
@@ -272,7 +272,7 @@ def lowered(
     mesh = extent.mesh
     allocation = habits.allocation(PERMANENT_BUFFERS)
     tasks, made_by = kernels(graph, extent, mesh, rules)
-    makers = {value: made_by[n] for value, n in handed_on(graph).items()}
+    makers = {value: made_by[n] for value, n in outputs(graph).items()}
     size = _bytes_of_values(graph, mesh, extent, habits)
     offloaded = frozenset[Node]()
     if memory.activations_on_host:
@@ -293,7 +293,7 @@ def lowered(
         graph,
         tasks,
         makers,
-        handed_on(graph),
+        outputs(graph),
         _handed_to(graph, extent),
         weight_half(tasks, handed_back),
         size,
@@ -354,5 +354,5 @@ def _bytes_of_values(graph: Graph, mesh: Mesh, extent: Extent, habits: Habit) ->
         if n.op == "all_gather" and n.role is Role.USED:
             axes: Any = n["axes"]
             size[n] = size[n.srcs[0]] * mesh.size(*axes)
-    beside = {n: habits.bytes_beside(n, extent) for n in graph}
+    beside = {n: habits.workspace_bytes(n, extent) for n in graph}
     return size | {n: size[n] + extra for n, extra in beside.items() if extra}

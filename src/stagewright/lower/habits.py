@@ -20,8 +20,8 @@ from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Allocation, Value
-from stagewright.lower.assembly.segments import NEXT
-from stagewright.lower.assembly.stage_values import ActionRows, StageValues
+from stagewright.lower.assembly.segments import ActionRows, Owner
+from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.extent import Extent
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
@@ -53,7 +53,7 @@ class GradientsSetToNone(Habit):
         """No buffers: of one microbatch, the gradient itself is what the optimizer reads."""
         return replace(allocation, gradient_buffers=False, one_microbatch=self.one_microbatch)
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
         """Autograd takes the first gradient of a parameter as its sum."""
         if action.forward or self.one_microbatch:
             return
@@ -84,7 +84,7 @@ class EagerOperators(Habit):
         more = {"update_temporaries": self.update_temporaries, "copies_slices": True}
         return replace(allocation, **more)
 
-    def bytes_beside(self, n: Node, extent: Extent) -> int:
+    def workspace_bytes(self, n: Node, extent: Extent) -> int:
         """Numbers that operators keep besides: attention one in fp32 for every row of scores,
         LayerNorm a row's mean and the inverse of its deviation, an opaque op what it says."""
         each = {"attention": 1, "norm": 2 * (n.get("fn") == "layernorm")}.get(n.op, 0)
@@ -100,7 +100,7 @@ class EagerOperators(Habit):
         rows = math.ceil(extent(n.shape[0], n.layout.dims[0])) if beside else 0
         return indices + rows * beside
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
         """Parts of a fused product live as long as the last of them, in the memory of all.
 
         A checkpoint holds its input until backward has read all that it has computed again.
@@ -118,7 +118,7 @@ class EagerOperators(Habit):
             inputs = (n for n in placed.block.graph if interface(n) == LiveValue(STREAM))
             given = next((v for n in inputs if (v := values.value(i, n)) is not None), None)
             if reads and given is not None:
-                given.touch(action.at(max(reads)), "backward")
+                given.touch(action.touch_by(max(reads)), "backward")
 
 
 def _of_routing(n: Node, extent: Extent) -> int:
@@ -236,17 +236,17 @@ class PipelineCaches(Habit):
         """A receive buffer for every microbatch."""
         return self.microbatches
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
         """Outputs are kept for backward; sent gradients, and what split backward has read, too."""
         if action.forward:
             return
         if self.holds_sent_gradients:
             for value, row in action.sent:
-                value.touches.append((NEXT, action.stage, row))
-        rows = action.of_all_microbatches
+                value.touches.append((Owner.NEXT_BACKWARD, action.stage, row))
+        rows = action.every_microbatch
         if rows and self.ranks > 1:
             for output in _outputs(values):
-                output.touch(action.at(rows[-1]), "backward")
+                output.touch(action.touch_by(rows[-1]), "backward")
         if self.split_backward and values.arriving:  # the first stage has one half only
             _retain_graph(values, action)
 
@@ -254,7 +254,7 @@ class PipelineCaches(Habit):
 def _outputs(values: StageValues) -> list[Value]:
     """What the stage's module returns: what it sends on, or on the last stage the logits."""
     if values.place.after is not None:
-        found = [values.handed_on(LiveValue(c.name)) for c in values.leaving]
+        found = [values.output(LiveValue(c.name)) for c in values.leaving]
     else:
         logits = module_logits(values)
         found = [values.value(len(values.blocks) - 1, logits)] if logits else []
@@ -267,14 +267,14 @@ def _retain_graph(values: StageValues, action: ActionRows) -> None:
     The gradient of the stage's input stays with the input (`Tensor.grad`): a buffer, which a
     backward in one piece would clear, and which is cleared when the step is over.
     """
-    last = max({*action.weight} - {*action.once}, default=-1)
+    last = max({*action.weight_half} - {*action.once_per_step}, default=-1)
     for v in values.values:
         if v.category == "activations" and last >= 0:
-            v.touches.append(action.at(last))
+            v.touches.append(action.touch_by(last))
     for c in values.arriving:
-        given = values.handed_on(LiveValue(c.name, True))
+        given = values.output(LiveValue(c.name, True))
         if given is not None:
-            given.lasts_halved = True
+            given.until_step_end_if_split = True
 
 
 # ---- the habits of a run -------------------------------------------------------------------------
@@ -307,9 +307,9 @@ class Habits(Habit):
             allocation = habit.allocation(allocation)
         return allocation
 
-    def bytes_beside(self, n: Node, extent: Extent) -> int:
+    def workspace_bytes(self, n: Node, extent: Extent) -> int:
         """The sum over the habits."""
-        return sum(habit.bytes_beside(n, extent) for habit in self.habits)
+        return sum(habit.workspace_bytes(n, extent) for habit in self.habits)
 
     def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
         """The sum over the habits."""
@@ -349,7 +349,7 @@ class Habits(Habit):
         arranged = (habit.arrange_updates(items) for habit in self.habits)
         return next((rows for rows in arranged if rows and len(rows) < len(items)), None)
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
         """All habits prolong what they hold."""
         for habit in self.habits:
-            habit.prolong(values, action)
+            habit.extend_live_ranges(values, action)

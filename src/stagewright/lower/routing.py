@@ -20,7 +20,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import size
 from stagewright.arrays import Int
 from stagewright.errors import UserError
-from stagewright.lower.assembly.work import StageHeld, assembled
+from stagewright.lower.assembly.work import StageBytes, assembled
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import ROUTED
 from stagewright.parallel.plan import Plan
@@ -207,7 +207,7 @@ class _Growing:
     tasks: Mapping[str, Int]  # column -> [rows, 2]
     kind: Int  # of the shape of each of `rows`: index into `shapes`
     shapes: Sequence[tuple[int, tuple[tuple[Fraction, Fraction], ...]]]  # old shape, its extents
-    held: Sequence[tuple[StageHeld, Int]]  # values by stage, and their bytes: [values, 2]
+    held: Sequence[tuple[StageBytes, Int]]  # values by stage, and their bytes: [values, 2]
 
     @classmethod
     def of(cls, routing: Routing, none: RankClass, sent: RankClass, got: RankClass) -> _Growing:
@@ -233,7 +233,7 @@ class _Growing:
         rows = np.flatnonzero(grows | np.any([c.any(axis=1) for c in columns.values()], axis=0))
         held = [
             (of[0], more([each.size for each in of]))
-            for of in zip(*(of.held for of in three), strict=True)
+            for of in zip(*(of.stage_bytes for of in three), strict=True)
         ]
         return cls(
             none,

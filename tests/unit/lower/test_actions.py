@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.lower.assembly.rank_values import shortened
+from stagewright.lower.assembly.rank_values import representative_order
 from stagewright.lower.assembly.work import assembled
 from stagewright.lower.compile import compile
 from stagewright.program.columns import CATEGORIES, Program, RankClass, Values
 from stagewright.program.memory import alive, deltas, peak_row
-from stagewright.program.step import KINDS
+from stagewright.program.rank_work import KINDS
 from stagewright.run.settings import Run
 
 SIZES = {"seq_length": 64, "micro_batch_size": 1, "vocab": 240, "layers": 8}
@@ -94,7 +94,7 @@ def test_needs_of_copies_are_those_of_the_rank(name: str):
         inside = ~actions.carried
         assert (actions.tasks.data[inside] < owner[inside]).all()
         for action in np.unique(order.action).tolist():
-            needs, copies = actions.needs(action), np.flatnonzero(order.action == action)
+            needs, copies = actions.dep_entries(action), np.flatnonzero(order.action == action)
             copy, row = order.sources(action, needs)
             tags = order.tags(action, actions.rows(action))
             for nth, number in enumerate(copies.tolist()):
@@ -122,8 +122,8 @@ def test_bytes_of_copies_are_those_of_live_ranges(name: str):
     for of in program_of(RUNS[name]).classes:
         order, changes, whole = of.work.order, of.work.changes, deltas(of)
         assert np.array_equal(changes.start, whole.start)
-        assert len(changes.kind) == len(order.action)
-        for copy, kind in enumerate(changes.kind.tolist()):
+        assert len(changes.profile) == len(order.action)
+        for copy, kind in enumerate(changes.profile.tolist()):
             rows, profile = slice(*order.begin[copy : copy + 2].tolist()), changes.profiles[kind]
             assert not profile.start.any()
             assert np.array_equal(profile.allocated, whole.allocated[:, rows])
@@ -177,8 +177,8 @@ def test_a_few_microbatches_stand_for_all(name: str):
     lengths: list[list[int]] = []
     for count in (48, 96):
         settings = RUNS[name] | {"global_batch_size": count * RUNS[name].get("dp", 1)}
-        orders = [assembled(of).order for of in program_of(settings).classes]
-        lengths.append([len(shortened(order)[0].order.action) for order in orders])
+        orders = [assembled(of).rank_order for of in program_of(settings).classes]
+        lengths.append([len(representative_order(order)[0].order.action) for order in orders])
     assert lengths[0] == lengths[1]
     assert max(lengths[0]) < 48
 
@@ -212,7 +212,7 @@ def test_classes_of_a_pipeline_rank_differ_in_numbers_only():
 
 def test_given_tables_are_one_action():
     (of,) = program_of(DENSE | {"global_batch_size": 2}).classes
-    work = of.work.given(of.tasks, values=of.values)
+    work = of.work.from_tables(of.tasks, values=of.values)
     assert work.tasks is of.tasks
     assert work.actions.tasks is of.tasks
     assert work.order.action.tolist() == [0]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, RankClass, Shape, Tasks
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 
 Memory = Callable[[int, tuple[int, ...]], Mapping[str, int]]
 """Bytes by category of a pipeline rank, given which set of sizes each microbatch has."""
@@ -48,7 +48,7 @@ def merge_programs(
             if key in merged:
                 ranks = np.sort(np.concatenate((merged[key].ranks, ranks)))
             tasks = replace(variants[0], shapes=shapes, **columns)
-            merged[key] = RankClass(ranks, c.pipeline_rank, RankWork.given(tasks, held))
+            merged[key] = RankClass(ranks, c.pipeline_rank, RankWork.from_tables(tasks, held))
         classes += merged.values()
     return replace(first, classes=tuple(classes))
 

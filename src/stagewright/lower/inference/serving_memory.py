@@ -13,7 +13,7 @@ from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
 from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
-from stagewright.lower.kernels.live_values import carried, handed_on
+from stagewright.lower.kernels.live_values import carried, outputs
 from stagewright.lower.variants import BlockVariant, PlacedVariant
 
 
@@ -44,7 +44,7 @@ class ServingMemory:
     def __post_init__(self) -> None:
         """Note what the blocks exchange."""
         self._live = {
-            variant: (carried(graph), frozenset(value.name for value in handed_on(graph)))
+            variant: (carried(graph), frozenset(value.name for value in outputs(graph)))
             for variant, graph in self.graphs.items()
         }
 

@@ -39,7 +39,7 @@ def carried(graph: Graph) -> dict[str, Node]:
     return {c.name: n for c, n in found if c.name not in (STREAM, CLIP)}
 
 
-def handed_on(graph: Graph) -> dict[LiveValue, Node]:
+def outputs(graph: Graph) -> dict[LiveValue, Node]:
     """The outputs of a block that other blocks read, by name.
 
     A value other than the stream has the name of its leaf; its gradient has `d_` and that name.

@@ -15,7 +15,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
 from stagewright.lower.assembly.work import AssembledWork, assembled
 from stagewright.lower.kernels.extent import OwnRows, Split
-from stagewright.program.columns import Program, RankClass, among
+from stagewright.program.columns import Program, RankClass, intersect
 from stagewright.program.communicators import place_along
 
 
@@ -42,16 +42,16 @@ def by_rows(
         ranks = np.flatnonzero(which.ravel() == nth)
         program = make(OwnRows(axes, tuple(zip(splits, held, strict=True))))
         for of in program.classes:
-            mine = among(of.ranks, ranks)
+            mine = intersect(of.ranks, ranks)
             if len(mine):
                 work = assembled(of)
-                rows, held = work.rows, work.held
+                rows, held = work.rows, work.stage_bytes
                 columns = work.actions.tasks.flops, work.actions.tasks.traffic
                 numbers = *(column[rows] for column in columns), *(each.size for each in held)
                 key = of.pipeline_rank, *(column.tobytes() for column in numbers)
                 if key not in classes:
                     same = base.setdefault(of.pipeline_rank, work)
-                    sizes = {a.stage: b.size for a, b in zip(same.held, held, strict=True)}
+                    sizes = {a.stage: b.size for a, b in zip(same.stage_bytes, held, strict=True)}
                     work = same.with_numbers(work.actions.tasks, sizes)
                     classes[key] = replace(of, ranks=mine[:0], work=work)
                 ranks_of = np.sort(np.concatenate([classes[key].ranks, mine]))

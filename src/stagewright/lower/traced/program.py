@@ -33,7 +33,7 @@ from stagewright.program.columns import (
     Values,
 )
 from stagewright.program.communicators import Communicator
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 
 _KINDS = {
     "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather",
@@ -246,7 +246,7 @@ class _RankWalk:
         tasks = self._tasks(slots)
         values = self._values(len(tasks))
         ranks = np.arange(on.mesh.world_size, dtype=np.int64)
-        of = RankClass(ranks, 0, RankWork.given(tasks, values=values))
+        of = RankClass(ranks, 0, RankWork.from_tables(tasks, values=values))
         return Program(on.mesh, (of,), _communicators(on, slots), ())
 
     def _tasks(self, slots: dict[str, int]) -> Tasks:

@@ -103,7 +103,7 @@ def _events(line: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
         for member in distinct_values(members):
             of_member = np.flatnonzero(members == member)
             copies = sequence.copies[run.instances, member]
-            kinds = changes.kind[copies]
+            kinds = changes.profile[copies]
             rows = table.rules.rows[run.positions[of_member]] - begin[order.action[copies[0]]]
             for kind in distinct_values(kinds):
                 of_kind = np.flatnonzero(kinds == kind)

@@ -18,7 +18,8 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
-from stagewright.program.step import ActionOrder, Actions, MemoryChanges, Profiles, RankWork
+from stagewright.program.memory_changes import MemoryChanges, Profiles
+from stagewright.program.rank_work import ActionOrder, Actions, RankWork
 from stagewright.program.tables import Values
 from stagewright.run.settings import Run
 from stagewright.time.simulate.timeline import Timeline
@@ -127,7 +128,7 @@ class RepeatedWork(RankWork):
         """None: a step of decode holds the same bytes all the time."""
         start, begin = self.step.changes.start, self.actions.begin
         nothing = np.zeros((len(start), int(begin[-1])), np.int64)
-        return MemoryChanges(start, self.order.action, Profiles.of(nothing, nothing, begin))
+        return MemoryChanges(start, self.order.action, Profiles(nothing, nothing, begin))
 
     @cached_property
     def tasks(self) -> Tasks:
@@ -163,16 +164,16 @@ class _Repeated:
         self.kind, self.stage, self.microbatch = (np.full((len(action), 2), -1) for _ in range(3))
         self._tag = actions.tasks.tag.astype(np.int64)
 
-    def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
+    def sources(self, action: int, entries: Int) -> tuple[Int, Int]:
         """No needs are carried: tokens come as messages."""
-        nothing = np.zeros((int((self.action == action).sum()), len(needs)), np.int64)
+        nothing = np.zeros((int((self.action == action).sum()), len(entries)), np.int64)
         return nothing, nothing
 
     def tags(self, action: int, rows: Int) -> Int:
         """Equal in all steps: messages come in the order of steps."""
         return np.repeat(self._tag[rows][None], int((self.action == action).sum()), axis=0)
 
-    def structure(self) -> Sequence[object]:
+    def cache_key(self) -> Sequence[object]:
         """Nothing besides the table."""
         return ()
 

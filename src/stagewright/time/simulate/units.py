@@ -15,7 +15,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.program.columns import Tasks
-from stagewright.program.step import KINDS, ActionOrder, Actions, numbers_among_copies
+from stagewright.program.rank_work import KINDS, ActionOrder, Actions, numbers_among_copies
 
 WITHOUT_DEFERRED, DEFERRED, ALL = range(3)
 """Rows of a copy that are in a unit: those that are not deferred, those that are, or all."""
