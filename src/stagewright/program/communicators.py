@@ -153,11 +153,17 @@ class Communication:
 def place_along(mesh: Mesh, axes: Sequence[str]) -> Int:
     """Index of every rank in the joint group of `axes`, outermost first.
 
+    Of two replicas along `MIRROR`, the one with the lower rank has index 0.
+
     >>> place_along(Mesh((("tp", 2), ("dp", 3))), ["dp"]).tolist()
     [0, 0, 1, 1, 2, 2]
     """
     ranks = np.arange(mesh.world_size, dtype=np.int64)
     index = np.zeros_like(ranks)
     for axis in axes:
-        index = index * mesh.size(axis) + ranks // mesh.stride(axis) % mesh.size(axis)
+        mesh_axis = mesh.mirror if axis == MIRROR else axis
+        coord = ranks // mesh.stride(mesh_axis) % mesh.size(mesh_axis)
+        if axis == MIRROR:
+            coord = coord * 2 // mesh.size(mesh_axis)
+        index = index * mesh.size(axis) + coord
     return index

@@ -33,6 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "a V of equal halves": TIED | {"pp": 2, "vpp": 2, "schedule": "v-half"},
     "DualPipe": EXPERTS | {"pp": 4, "dp": 2, "ep": 2, "schedule": "dualpipe", "zero": 1},
     "DualPipeV": EXPERTS | {"pp": 2, "vpp": 2, "dp": 2, "ep": 2, "schedule": "dualpipev"},
+    "DualPipe, uneven shards": EXPERTS | FSDP | {"pp": 2, "schedule": "dualpipe", "vocab": 241},
     "shared vocabulary": DENSE | {"pp": 4, "schedule": "vocab-1"},
     "interlaced vocabulary": DENSE | {"pp": 2, "dp": 2, "schedule": "interlaced", "zero": 3},
     "reduced each microbatch": DENSE | {"pp": 2, "dp": 2, "zero": 2, "grad_reduce": "microbatch"},
@@ -208,6 +209,15 @@ def test_classes_of_a_pipeline_rank_differ_in_numbers_only():
             assert getattr(work.actions, name) is getattr(first.actions, name)
         assert work.actions.tasks.data is first.actions.tasks.data
         assert not np.array_equal(work.actions.tasks.flops, first.actions.tasks.flops)
+
+
+def test_replicas_of_a_mirrored_pipeline_are_shards():
+    """241 rows of the vocabulary on four ranks: 61, 61, 61 and 58, the last pipeline rank last."""
+    program = program_of(RUNS["DualPipe, uneven shards"])
+    assert [of.ranks.tolist() for of in program.classes] == [[0, 1], [2], [3]]
+    sizes = [of.memory["optimizer"] for of in program.classes]
+    values_per_row = 4 * 4096  # two moments, of the embedding and of the output layer
+    assert [sizes[0] - size for size in sizes] == [0, 0, 3 * values_per_row * 4]
 
 
 def test_given_tables_are_one_action():
