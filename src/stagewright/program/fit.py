@@ -66,6 +66,7 @@ def fit_of(held: Iterable[Held], device_memory: int) -> Fit:
     return Fit(device_memory, max(peaks, key=lambda peak: peak.size), over, len(peaks))
 
 
-def held_at_peak(of: RankClass) -> Held:
+def held_at_peak(rank_class: RankClass) -> Held:
     """Bytes of a class at the peak of its program in issue order, allowance included."""
-    return Held(of, {k: int(v) for k, v in of.memory.items() if k != "peak" and v})
+    by_category = {k: int(v) for k, v in rank_class.memory.items() if k != "peak" and v}
+    return Held(rank_class, by_category)

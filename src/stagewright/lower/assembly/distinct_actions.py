@@ -95,8 +95,6 @@ def _part_rows(stages: Sequence[Stage], parts: Sequence[StagePart]) -> list[Part
     Overlapping parts alternate at kernels that wait for communication.
     """
     rows = [np.flatnonzero(_rows_of_part(stages[part.stage_class], part)) for part in parts]
-    if len(parts) == 1:
-        return [PartRows(parts[0], 0, rows[0], np.arange(len(rows[0])))]
     segments = [_segment(stages, part) for part in parts]
     turn = [
         np.cumsum(segment.waits_for_comm[r]) * len(parts) + i

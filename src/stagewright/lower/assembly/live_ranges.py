@@ -326,7 +326,7 @@ def _extend_gathered_weights(
         uses = uses[[uses_weights(stage, kind) for kind in schedule.kind[uses].tolist()]]
         microbatch = schedule.microbatch[uses]
         value = pairs[(schedule.kind[uses] != FORWARD).astype(np.int64)]
-        this, following = (value[:-1], microbatch[:-1, None]), (value[1:], microbatch[1:, None])
+        current, following = (value[:-1], microbatch[:-1, None]), (value[1:], microbatch[1:, None])
         gathers = (order.gathered_by[uses] == uses)[1:, None]
-        until = np.where(exists[this] & exists[following] & ~gathers, first[following] - 1, -1)
-        np.maximum.at(last, this, until)
+        until = np.where(exists[current] & exists[following] & ~gathers, first[following] - 1, -1)
+        np.maximum.at(last, current, until)

@@ -27,16 +27,14 @@ DTYPES = tuple(BYTES)
 
 
 class Owner(IntEnum):
-    """Action that has a row, relative to the action that depends on the row or touches a value."""
+    """Action that has a row on which another row depends, or that touches a value."""
 
-    BACKWARD = 0
+    BACKWARD = 0  # this and FORWARD: of the same microbatch
     FORWARD = 1
-    """Like `BACKWARD`, of the same microbatch."""
     FIRST_FORWARD = 2
     LAST_BACKWARD = 3
     OPTIMIZER = 4
-    NEXT_BACKWARD = 5
-    """Backward of the next microbatch."""
+    NEXT_BACKWARD = 5  # of the next microbatch
 
 
 RowDep = tuple[int, int, int, int]

@@ -246,14 +246,14 @@ class Stage:
 
     def matching_gather(self, segment_row: int, *, forward: bool) -> int:
         """Row of the other direction that gathers the same weights as a row; -1: none."""
-        this, other = Owner.FORWARD, Owner.BACKWARD
+        source, target = Owner.FORWARD, Owner.BACKWARD
         if not forward:
-            this, other = other, this
+            source, target = target, source
         for rows in self.row_of_task:
             gathers = [(t, *at) for t, at in rows.items() if t.part in _EACH_PASS]
-            task = next((t for t, *at in gathers if at == [this, segment_row]), None)
+            task = next((t for t, *at in gathers if at == [source, segment_row]), None)
             if task is not None:
-                candidates = [(t, row) for t, owner, row in gathers if owner == other]
+                candidates = [(t, row) for t, owner, row in gathers if owner == target]
                 equal = [row for t, row in candidates if (t.op, t.axes) == (task.op, task.axes)]
                 return next(iter(equal or [row for _, row in candidates]), -1)
         return -1
