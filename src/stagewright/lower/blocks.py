@@ -144,18 +144,18 @@ def _module(n: Node) -> str:
     return "activation" if n.op in ("act", "glu") and n.scope == "mlp" else ""
 
 
-def recompute(block: nn.Block, again: Recomputation) -> nn.Block:
+def recompute(block: nn.Block, rules: Recomputation) -> nn.Block:
     """Recompute in backward the values that are not saved."""
     results: set[Node] = set()  # results of forward that backward recomputes though they are saved
-    if again.as_read or all(n.phase != "backward" for n in block.graph):
+    if rules.as_read or all(n.phase != "backward" for n in block.graph):
         pass
-    elif again.block:
+    elif rules.block:
         results = {n for value, n in outputs(block.graph).items() if not value.gradient}
     else:
         results = {n for n in block.graph if n.role is Role.CORE}
     rerun = results.__contains__
-    graph, primal = remat(block.graph, again.phase, block.primal, rerun=rerun)
-    if again.block and again.keys_in_backward:
+    graph, primal = remat(block.graph, rules.phase, block.primal, rerun=rerun)
+    if rules.block and rules.keys_in_backward:
         keys = {n: "backward" for n in graph if n.role is Role.KEYS and n.phase == "recompute"}
         graph, primal = remat(graph, keys.get, primal, made_in="recompute")
     return replace(block, graph=graph, primal=primal)
@@ -187,14 +187,14 @@ def shard_block(
 @lru_cache(maxsize=MEMOIZED)
 def sharded(
     block: nn.Block,
-    again: Recomputation,
+    rules: Recomputation,
     plan: Plan,
     zero: tuple[tuple[ParameterShape, Dims], ...],
     *,
     keep_gathered: bool,
 ) -> Graph:
     """Apply all passes to a block; the arguments are all that they read."""
-    block = recompute(block, again)
+    block = recompute(block, rules)
     verify(block.graph, "recomputation")
     graph = shard(
         block.graph,
@@ -210,7 +210,7 @@ def sharded(
 # ---- the kernels of a block: the graph with numbers ----------------------------------------------
 
 
-class InMemory(NamedTuple):
+class ValueLocations(NamedTuple):
     """Location of the values of a block variant."""
 
     activations_on_host: bool
@@ -246,8 +246,8 @@ def lower_block(
 
     Runs share blocks: equal blocks are one object.
     """
-    rules, memory = kernel_rules(run, habits), InMemory.of(run, variant)
-    block, _ = lowered(graph, rules, memory, extent.of_graph(graph), habits)
+    rules, locations = kernel_rules(run, habits), ValueLocations.of(run, variant)
+    block, _ = lowered(graph, rules, locations, extent.of_graph(graph), habits)
     _check_numbers(block.tasks, run)
     return block
 
@@ -256,13 +256,13 @@ def uneven_splits(
     graph: Graph, run: Run, extent: Extent, variant: BlockVariant, habits: Habit
 ) -> Sequence[Split]:
     """Splits of a block's parameters that do not divide: some ranks have fewer rows."""
-    rules, memory = kernel_rules(run, habits), InMemory.of(run, variant)
-    return lowered(graph, rules, memory, extent.of_graph(graph), habits)[1]
+    rules, locations = kernel_rules(run, habits), ValueLocations.of(run, variant)
+    return lowered(graph, rules, locations, extent.of_graph(graph), habits)[1]
 
 
 @lru_cache(maxsize=MEMOIZED)
 def lowered(
-    graph: Graph, rules: KernelRules, memory: InMemory, extent: Extent, habits: Habit
+    graph: Graph, rules: KernelRules, locations: ValueLocations, extent: Extent, habits: Habit
 ) -> tuple[LoweredBlock, Sequence[Split]]:
     """Lower a block, and list the splits of its rows that do not divide.
 
@@ -274,18 +274,18 @@ def lowered(
     makers = {value: made_by[n] for value, n in outputs(graph).items()}
     size = _bytes_of_values(graph, mesh, extent, habits)
     offloaded = frozenset[Node]()
-    if memory.activations_on_host:
-        with_input = memory.input_on_host
+    if locations.activations_on_host:
+        with_input = locations.input_on_host
         tasks, offloaded = offload.activations(graph, tasks, size, with_input=with_input)
-    if memory.states_on_host:
+    if locations.states_on_host:
         tasks = offload.states(tasks, size)
     tied = {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
     input_gradients = [t for v, t in makers.items() if v.gradient and v.name not in tied]
     permanent = permanent_bytes(
         graph,
         size,
-        elsewhere=memory.elsewhere,
-        states_on_host=memory.states_on_host,
+        elsewhere=locations.elsewhere,
+        states_on_host=locations.states_on_host,
         allocation=allocation,
     ) | habits.permanent_bytes(graph, size)
     block = LoweredBlock(
@@ -300,7 +300,7 @@ def lowered(
         permanent,
         offloaded,
         allocation,
-        memory.root,
+        locations.root,
     )
     return block, tuple(extent.optimizer.uneven) if extent.optimizer else ()
 
