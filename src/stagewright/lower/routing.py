@@ -130,9 +130,9 @@ class Load:
     def read(
         cls, given: str | Sequence[Sequence[object]], routing: Routing, model: ModelConfig
     ) -> Load:
-        """Read the load from a file or from rows: one per layer with experts, or one for all.
+        """Read the load from a file, rows, or the ratio of the busiest rank to the mean.
 
-        Or from the ratio of the busiest rank to the mean.
+        Rows: one per layer with experts, or one for all.
         """
         if not set(routing.expert) <= set(routing.tokens):
             raise UserError(

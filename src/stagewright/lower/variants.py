@@ -250,7 +250,7 @@ def tie_tables(
 def _ties(
     name: str, copies: Sequence[tuple[int, int]], ranks: Mapping[int, frozenset[int]]
 ) -> dict[tuple[int, int], nn.Tie]:
-    """Tie of each copy of a table; a copy is a stage and the index of a block on it."""
+    """Tie of each copy of a table: a stage and the index of a block on it."""
     numbered = list(enumerate(copies))
     first_on_ranks = {ranks[s]: n for n, (s, _) in reversed(numbered)}
     first_on_stage = {s: n for n, (s, _) in reversed(numbered)}

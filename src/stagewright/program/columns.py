@@ -101,7 +101,7 @@ class RankClass:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program(Communication):
-    """What every rank does in one step."""
+    """Work of every rank in one step."""
 
     mesh: Mesh
     classes: tuple[RankClass, ...]

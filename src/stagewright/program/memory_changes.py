@@ -1,4 +1,4 @@
-"""Bytes that the rows of a rank allocate and free, row by row and by copy of an action."""
+"""Bytes that a rank allocates and frees, by row and by copy of an action."""
 
 from __future__ import annotations
 

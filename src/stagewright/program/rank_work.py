@@ -95,7 +95,7 @@ def numbers_among_copies(order: ActionOrder, action: int, copies: Int) -> Int:
 
 
 class RankWork:
-    """What a pipeline rank does in a step, by action; rows are made when they are read.
+    """Work of a pipeline rank in a step, by action; rows are built when they are read.
 
     Subclasses set each attribute, or compute it when it is first read.
     """

@@ -88,22 +88,22 @@ def test_copies_of_actions_are_the_rows_of_the_rank(name: str):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_needs_of_copies_are_those_of_the_rank(name: str):
+def test_dependencies_of_copies_are_those_of_the_rank(name: str):
     for of in program_of(RUNS[name]).classes:
         actions, order, tasks = of.work.actions, of.work.order, of.tasks
         owner = np.repeat(np.arange(len(actions.tasks)), np.diff(actions.tasks.data_ptr))
         inside = ~actions.carried
         assert (actions.tasks.data[inside] < owner[inside]).all()
         for action in np.unique(order.action).tolist():
-            needs, copies = actions.dep_entries(action), np.flatnonzero(order.action == action)
-            copy, row = order.sources(action, needs)
+            entries, copies = actions.dep_entries(action), np.flatnonzero(order.action == action)
+            copy, row = order.sources(action, entries)
             tags = order.tags(action, actions.rows(action))
             for nth, number in enumerate(copies.tolist()):
                 begin, end = order.begin[number : number + 2].tolist()
-                needed = tasks.data[tasks.data_ptr[begin] : tasks.data_ptr[end]]
+                sources = tasks.data[tasks.data_ptr[begin] : tasks.data_ptr[end]]
                 distance = row[nth] - actions.begin[order.action[copy[nth]]]
-                assert np.array_equal(order.begin[copy[nth]] + distance, needed)
-                assert np.array_equal(copy[nth] != number, actions.carried[needs])
+                assert np.array_equal(order.begin[copy[nth]] + distance, sources)
+                assert np.array_equal(copy[nth] != number, actions.carried[entries])
                 assert (copy[nth] <= number).all()
                 assert np.array_equal(tags[nth], tasks.tag[begin:end])
 
@@ -156,7 +156,7 @@ def test_weights_are_gathered_before_all_other_actions():
 
 
 @pytest.mark.parametrize("name", ["interleaved", "DualPipe"])
-def test_each_part_has_a_number_of_its_own(name: str):
+def test_each_part_has_a_distinct_placeholder(name: str):
     actions = program_of(RUNS[name]).classes[0].work.actions
     action = np.repeat(np.arange(len(actions.begin) - 1), np.diff(actions.begin))
     part = np.stack([action, actions.part], axis=1)[actions.tasks.microbatch >= 0]
@@ -191,7 +191,7 @@ def test_ranks_with_equal_actions_share_profiles():
     assert first is not inner[0] is not last
 
 
-def test_stages_with_equal_content_share_actions():
+def test_stages_of_a_class_share_actions():
     few, many = (program_of(DENSE | {"pp": pp, "vpp": 2, "layers": 4 * pp}) for pp in (4, 8))
     assert len({id(of.work.actions) for of in many.classes}) == 1
     # First, inner and last stages; ranks with the first one, with none of these, with the last one.
@@ -220,7 +220,7 @@ def test_replicas_of_a_mirrored_pipeline_are_shards():
     assert [sizes[0] - size for size in sizes] == [0, 0, 3 * values_per_row * 4]
 
 
-def test_given_tables_are_one_action():
+def test_explicit_tables_are_one_action():
     (of,) = program_of(DENSE | {"global_batch_size": 2}).classes
     work = of.work.from_tables(of.tasks, values=of.values)
     assert work.tasks is of.tasks

@@ -1,7 +1,7 @@
 """Distinct actions of a program: rows of stages combined once, for all ranks and stages.
 
-A `StagePart` is what one action does of a stage: rows of the stage's segment in one direction. An
-action is one part, or two that overlap; the optimizer action is the last action of a rank. Equal
+A `StagePart` has rows of one stage's segment in one direction. An action is one part, or two that
+overlap; the optimizer action is the last action of a rank. Equal
 actions: equal stage classes, kinds and once-per-step rows.
 """
 
@@ -31,7 +31,7 @@ from stagewright.program.rank_work import KINDS, Actions
 
 
 class StagePart(NamedTuple):
-    """What an action does of a stage."""
+    """Part of an action that belongs to one stage."""
 
     stage_class: int
     kind: int
@@ -207,16 +207,15 @@ class TableBuilder:
         optimizer_steps: Sequence[OptimizerStep],
         neighbours: Mapping[tuple[int, int], int],
     ) -> None:
-        """`neighbours`: by stage class and distance, the class of a stage on the same rank that
-        exchanges values in memory."""
+        """Lay out the rows of all actions.
+
+        `neighbours`: by stage class and distance, the class of a stage on the same rank that
+        exchanges values in memory.
+        """
         self.stages, self.actions, self.optimizer_steps = stages, actions, optimizer_steps
         self._neighbours = neighbours
         self.segments = [s for stage in stages for s in (stage.forward, stage.backward)]
         self._segment_begin = _begins([*map(len, self.segments), *map(len, optimizer_steps)])
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """Compute where actions begin, and which segment row each row is a copy of."""
         self.part_rows: list[PartRows] = []
         self.part_rows_of = np.full((len(self.actions), 2), -1, dtype=np.int64)
         sizes: list[int] = []

@@ -28,7 +28,7 @@ class UnitWeights(NamedTuple):
 
 
 class Habit:
-    """What Megatron-LM does at each point where frameworks differ; subclasses override points."""
+    """Megatron-LM at each point where frameworks differ; subclasses override points."""
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:

@@ -56,8 +56,11 @@ class RankOrder:
         optimizer_index: int,
         num_stages: int,
     ) -> None:
-        """`stage_classes` by stage of the rank; `action` by copy; `gathered_by` by action of the
-        schedule; `optimizer_index`: index into `ActionTable.optimizer_steps`."""
+        """`stage_classes` is by stage of the rank, `action` by copy.
+
+        `gathered_by` is by action of the schedule, `optimizer_index` an index into
+        `ActionTable.optimizer_steps`.
+        """
         self.table, self.schedule, self.stage_classes = table, schedule, stage_classes
         self.action, self.gathered_by = action, gathered_by
         self.optimizer_index, self._num_stages = optimizer_index, num_stages

@@ -285,7 +285,7 @@ class Stage:
         return neighbour is None or not neighbour.place.shared
 
     def _broadcast(self, source: int, value: Crossing, action: ActionRows) -> tuple[int, Kernel]:
-        """Add a row in which all ranks get a value, or a gradient, from the rank that has it."""
+        """Add a row in which one rank broadcasts a value, or a gradient, to all."""
         phase = "forward" if action.forward else "backward"
         name = f"{_message_prefix(value, forward=action.forward)}broadcast"
         part = TaskPart.FORWARD if action.forward else TaskPart.BACKWARD

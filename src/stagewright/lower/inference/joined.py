@@ -208,8 +208,10 @@ def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str, waiting: Waiting)
 
 
 def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str, waiting: Waiting) -> Tasks:
-    """Prepend the receives, which wait for nothing; a layer's attention waits for those of its
-    layer, where the step waits for messages at all."""
+    """Prepend the receives, which wait for nothing.
+
+    If the step waits for messages, a layer's attention waits for those of its layer.
+    """
     data = [
         (len(rows) + at, i)
         for i, (layer, _, _) in enumerate(rows)

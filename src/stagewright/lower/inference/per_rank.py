@@ -54,7 +54,7 @@ def merge_programs(
 
 
 def _merge_shapes(tables: Sequence[tuple[Shape, ...]]) -> list[NDArray[np.int32]]:
-    """Per program, the index of each of its shapes in the merged table; last, an entry for -1."""
+    """Index of each program's shapes in the merged table; last, an entry for -1."""
     index: dict[Shape, int] = {}
     return [
         np.array([*(index.setdefault(s, len(index)) for s in table), -1], dtype=np.int32)

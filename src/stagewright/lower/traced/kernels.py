@@ -35,7 +35,7 @@ Dims = tuple[int, ...]
 
 
 class Costs(NamedTuple):
-    """Op of a kernel as in `graph.table`, its FLOPs, and its shape if it is timed by shape."""
+    """Op of a kernel as in `graph.table`, FLOPs, and shape if it is timed by shape."""
 
     op: str
     flops: int = 0

@@ -1,4 +1,4 @@
-"""Recorded graph of one rank as a program: rows in the order of the graph, and live values.
+"""Recorded graph of one rank as a program: rows in graph order, and live values.
 
 All ranks of the mesh are assumed to run what the recorded one runs. Kernels are one stream and
 collectives another, in the order of the graph; a `wait_tensor` is no row: readers of its result
