@@ -37,7 +37,7 @@ from stagewright.program.columns import (
     Shape,
     TaskKind,
     Tasks,
-    groups_met,
+    groups_of_ranks,
 )
 
 COLUMNS = ("kernel", "shape", "dtype", "duration_us")
@@ -211,7 +211,7 @@ def _extent(program: Program, rank_class: RankClass, slot: int) -> tuple[int, in
 
     Of the groups that a class is in, the one with the widest span: it is the slowest.
     """
-    groups = groups_met(program.group_of(slot), rank_class.ranks)
+    groups = groups_of_ranks(program.group_of(slot), rank_class.ranks)
     return groups.shape[1], int((groups[:, -1] - groups[:, 0]).max()) + 1
 
 

@@ -14,7 +14,7 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind, Tasks
-from stagewright.program.step import KINDS, RankWork
+from stagewright.program.rank_work import KINDS, RankWork
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.order import tables_of
@@ -147,7 +147,7 @@ def moved(tasks: Tasks, order: Int) -> Tasks:
 def with_tasks(program: Program, nth: int, tasks: Tasks) -> Program:
     """A program with other rows in one class."""
     classes = [*program.classes]
-    classes[nth] = replace(classes[nth], work=RankWork.given(tasks))
+    classes[nth] = replace(classes[nth], work=RankWork.from_tables(tasks))
     return replace(program, classes=tuple(classes))
 
 

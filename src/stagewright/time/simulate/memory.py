@@ -98,7 +98,7 @@ def _events(line: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
         for member in distinct_values(members):
             of_member = np.flatnonzero(members == member)
             copies = sequence.copies[times.instances, member]
-            profiles = changes.kind[copies]
+            profiles = changes.profile[copies]
             rows = table.rules.rows[times.positions[of_member]] - begin[order.action[copies[0]]]
             for profile_id in distinct_values(profiles):
                 instances = np.flatnonzero(profiles == profile_id)

@@ -46,7 +46,7 @@ from stagewright.program.columns import (
     Program,
     Tasks,
 )
-from stagewright.program.step import Actions
+from stagewright.program.rank_work import Actions
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.units import CarriedDeps, Units, UnitSequence, units_of

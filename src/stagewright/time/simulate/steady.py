@@ -17,7 +17,8 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
-from stagewright.program.step import ActionOrder, Actions, MemoryChanges, Profiles, RankWork
+from stagewright.program.memory_changes import MemoryChanges, Profiles
+from stagewright.program.rank_work import ActionOrder, Actions, RankWork
 from stagewright.program.tables import Values
 from stagewright.run.settings import Run
 from stagewright.time.simulate.timeline import Timeline
@@ -127,7 +128,7 @@ class RepeatedWork(RankWork):
         """No changes: the memory of a step of decode is constant."""
         start, begin = self.step.changes.start, self.actions.begin
         zeros = np.zeros((len(start), int(begin[-1])), np.int64)
-        return MemoryChanges(start, self.order.action, Profiles.of(zeros, zeros, begin))
+        return MemoryChanges(start, self.order.action, Profiles(zeros, zeros, begin))
 
     @cached_property
     def tasks(self) -> Tasks:
@@ -163,16 +164,16 @@ class _Repeated:
         self.kind, self.stage, self.microbatch = (np.full((len(action), 2), -1) for _ in range(3))
         self._tag = actions.tasks.tag.astype(np.int64)
 
-    def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
+    def sources(self, action: int, entries: Int) -> tuple[Int, Int]:
         """No dependency is carried: tokens arrive as messages."""
-        none = np.zeros((int((self.action == action).sum()), len(needs)), np.int64)
+        none = np.zeros((int((self.action == action).sum()), len(entries)), np.int64)
         return none, none
 
     def tags(self, action: int, rows: Int) -> Int:
         """Equal in all steps: messages arrive in the order of steps."""
         return np.repeat(self._tag[rows][None], int((self.action == action).sum()), axis=0)
 
-    def structure(self) -> Sequence[object]:
+    def cache_key(self) -> Sequence[object]:
         """Nothing but the table."""
         return ()
 

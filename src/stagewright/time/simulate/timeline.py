@@ -28,7 +28,7 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.program.along import TasksAlong, along
 from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskKind
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.time.simulate.endpoints import Endpoints, endpoints
 from stagewright.time.simulate.execute import Executed, Progress, TaskTicks, execute
@@ -348,7 +348,7 @@ def _structure(program: Program, execution: Execution, lanes: Lanes) -> bytes:
     for rank_class in program.classes:
         actions, order = rank_class.work.actions, rank_class.work.order
         add(order.action, order.begin, order.kind, order.stage, order.microbatch)
-        add(*order.structure(), tables.setdefault(id(actions.begin), len(tables)))
+        add(*order.cache_key(), tables.setdefault(id(actions.begin), len(tables)))
         if len(tables) > tables[id(actions.begin)] + 1:
             continue
         tasks = actions.tasks

@@ -16,7 +16,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.program.columns import Tasks
-from stagewright.program.step import KINDS, ActionOrder, Actions, numbers_among_copies
+from stagewright.program.rank_work import KINDS, ActionOrder, Actions, numbers_among_copies
 
 
 class RowSet(IntEnum):
