@@ -23,8 +23,8 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 
-MOST = 64
-"""Rows of a matrix at most."""
+MAX_BLOCKS = 64
+"""Limit of the rows of a matrix."""
 _CHUNK = 1 << 16  # groups at a time
 
 
@@ -51,7 +51,7 @@ def axes(program: Program) -> list[str]:
     return sorted((axis for axis, size in sums.items() if size), key=lambda a: (-sums[a], a))
 
 
-def blocks(program: Program, limit: int = MOST) -> Int:
+def blocks(program: Program, limit: int = MAX_BLOCKS) -> Int:
     """Edges of at most `limit` blocks of neighbouring ranks, of equal size.
 
     A block has all positions along the fastest axes of the mesh, and a part of the next axis.
@@ -60,9 +60,8 @@ def blocks(program: Program, limit: int = MOST) -> Int:
     min_size = -(-world_size // limit)
     size, inner = world_size, 1
     for _, extent in program.mesh.axes:
-        fits = [
-            inner * d for d in range(1, extent + 1) if extent % d == 0 and inner * d >= min_size
-        ]
+        sizes = [inner * d for d in range(1, extent + 1) if extent % d == 0]
+        fits = [block for block in sizes if block >= min_size]
         if fits:
             size = fits[0]
             break
@@ -107,15 +106,14 @@ def _add_groups(sums: Float, program: Program, slot: int, of_rank: Int) -> None:
         tasks = rank_class.tasks
         selected = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
         for number, op in enumerate(COLLECTIVES):
-            size = float(
-                tasks.local_bytes[selected & (tasks.collective == number)].sum(dtype=float)
-            )
+            rows = selected & (tasks.collective == number)
+            size = float(tasks.local_bytes[rows].sum(dtype=float))
             if size:
                 ranks = members[group[rank_class.ranks]]
                 parts = 1.0 if op == "all_gather" else _TIMES.get(op, 1.0) / ranks
                 sent[rank_class.ranks] += size * parts
     sent[ids == 0] = 0
-    num_blocks = len(sums)
+    width = len(sums)
     senders = np.flatnonzero(sent)
     for low in range(0, len(groups), _CHUNK):
         inside = (group >= low) & (group < low + _CHUNK) & (ids > 0)
@@ -123,16 +121,10 @@ def _add_groups(sums: Float, program: Program, slot: int, of_rank: Int) -> None:
         if not len(selected):
             continue
         count = min(_CHUNK, len(groups) - low)
-        members_in_chunk = np.flatnonzero(inside)
-        cell = (group[members_in_chunk] - low) * num_blocks + of_rank[members_in_chunk]
-        counts = (
-            np.bincount(cell, minlength=count * num_blocks).reshape(count, num_blocks).astype(float)
-        )
-        cell = (group[selected] - low) * num_blocks + of_rank[selected]
-        sent_bytes = np.bincount(cell, sent[selected], count * num_blocks).reshape(
-            count, num_blocks
-        )
-        sums += sent_bytes.T @ counts
+        cell = (group - low) * width + of_rank
+        counts = np.bincount(cell[inside], minlength=count * width).astype(float)
+        sent_bytes = np.bincount(cell[selected], sent[selected], count * width)
+        sums += sent_bytes.reshape(count, width).T @ counts.reshape(count, width)
     # No rank sends to itself.
     np.subtract.at(sums, (of_rank[senders], of_rank[senders]), sent[senders])
 

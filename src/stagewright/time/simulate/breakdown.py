@@ -17,7 +17,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.program.columns import COLLECTIVE, PHASES, RECV
-from stagewright.time.simulate.endpoints import Rendezvous
+from stagewright.time.simulate.endpoints import SharedCollective
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
 LAUNCHES = "launches"
@@ -74,7 +74,7 @@ def breakdown(line: Timeline, lane: Lane) -> Breakdown:
     busy = {name: int((end - begin)[phase == p].sum()) * TICK for p, name in enumerate(PHASES)}
     # Gaps: before each kernel, and from the last one to the end of the task that ends last.
     last = int(np.argmax(lane.end))
-    gaps = _Gaps(
+    gaps = _IdleSpans(
         np.append(0, end), np.append(begin, lane.end[last]),
         np.append(blockers.task[kernel], last), np.append(blockers.is_launch[kernel], False),
     )  # fmt: skip
@@ -104,7 +104,7 @@ class _Waits(NamedTuple):
     launches: int
 
 
-class _Gaps(NamedTuple):
+class _IdleSpans(NamedTuple):
     """Spans of time in which a lane waits, each with its blocker as in `_Blockers`."""
 
     low: Int
@@ -125,7 +125,7 @@ class _Blockers(NamedTuple):
     is_launch: Bool
 
 
-def _attribute(lane: Lane, axes: Axes, gaps: _Gaps, blockers: _Blockers) -> _Waits:
+def _attribute(lane: Lane, axes: Axes, gaps: _IdleSpans, blockers: _Blockers) -> _Waits:
     """Attribute gaps to axes, other ranks and launches."""
     low, high, blocker, is_launch = gaps
     exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)
@@ -217,7 +217,7 @@ class _RemoteBlockers:
             {index: row for row, index in enumerate(received.issue_index.tolist())}
             for received in self.endpoints.received
         ]
-        self.rendezvous: dict[tuple[int, int], Rendezvous] = {
+        self.rendezvous: dict[tuple[int, int], SharedCollective] = {
             (class_id, index): rendezvous
             for rendezvous in self.endpoints.rendezvous
             for class_id, index in zip(rendezvous.classes, rendezvous.issue_indices, strict=True)

@@ -22,7 +22,7 @@ class Received(NamedTuple):
     sent: Int  # [messages, lanes]: issue index of the send
 
 
-class Rendezvous(NamedTuple):
+class SharedCollective(NamedTuple):
     """One collective among ranks of several classes, and its issue index in each."""
 
     classes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Endpoints:
     lanes: tuple[Int, ...]  # by class: numbers of its lanes
     class_of: Int  # by lane
     received: tuple[Received, ...]  # by class
-    rendezvous: tuple[Rendezvous, ...]
+    rendezvous: tuple[SharedCollective, ...]
     groups: tuple[Int, ...]  # by slot, by lane: number of the group; -1: in no group
 
 
@@ -88,7 +88,7 @@ def _within(waves: Waves, class_id: int) -> tuple[Int, Int]:
     return np.concatenate(ends[0]), np.concatenate(ends[1])
 
 
-def _rendezvous(waves: Waves, issue_index: Callable[[Int], Int]) -> list[Rendezvous]:
+def _rendezvous(waves: Waves, issue_index: Callable[[Int], Int]) -> list[SharedCollective]:
     """Collectives whose groups span several classes; `issue_index` as in `endpoints`."""
     indices: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for batch in waves.batches:
@@ -101,7 +101,7 @@ def _rendezvous(waves: Waves, issue_index: Callable[[Int], Int]) -> list[Rendezv
         for level, rendezvous, class_id, i in zip(*columns, strict=True):
             indices[level, rendezvous][class_id] = i
     return [
-        Rendezvous(*zip(*sorted(by_class.items()), strict=True))
+        SharedCollective(*zip(*sorted(by_class.items()), strict=True))
         for _, by_class in sorted(indices.items())
         if len(by_class) > 1
     ]
