@@ -507,7 +507,7 @@ class _SamePipeline:
             for stage in {*stages}
         }
         scale = self.microbatches / self.counts[-1] if self.pipeline.forwards_first else 1.0
-        peak = np.full(len(at), -1.0)
+        peak, fullest = np.full(len(at), -1.0), dict.fromkeys(estimates.memory, np.zeros(len(at)))
         for rank, stage, rank_stages, counts in occupancies(self.order):
             in_flight = np.array(counts, dtype=float)
             activations = np.einsum("s,sn->n", in_flight, saved[list(rank_stages)]) * scale
@@ -517,9 +517,9 @@ class _SamePipeline:
             total = sum(sizes.values())
             larger = total > peak
             peak = np.where(larger, total, peak)
-            for name, size in sizes.items():
-                column = estimates.memory[name]
-                column[at] = np.where(larger, size, column[at])
+            fullest = {n: np.where(larger, sizes[n], size) for n, size in fullest.items()}
+        for name, size in fullest.items():
+            estimates.memory[name][at] = size
 
     def _transient(self, stage: Sequence[int]) -> Float:
         """Bytes beyond those saved at the peak of a stage's backward pass."""

@@ -140,13 +140,14 @@ def simulate_order(
     last_of_rank, last_backwards = _last_steps(planned, len(order))
     reported = {*last_of_rank, *(n for of_stage in last_backwards for n in of_stage.values())}
     step_ends = {n: np.zeros(count) for n in reported}
+    delays = {kind: message - table for kind, table in gathers.items()}
     size = max(1, _CHUNK // len(planned))
     for begin in range(0, count, size):
         chunk = slice(begin, begin + size)
         chunk_ends = ends(
             planned,
             partial(step_seconds, costs=costs, kernels=kernels, launches=launches, chunk=chunk),
-            partial(_delay, message=message, gathers=gathers, chunk=chunk),
+            partial(_delay, delays=delays, chunk=chunk),
         )
         for n, column in step_ends.items():
             column[chunk] = chunk_ends[n]
@@ -157,12 +158,10 @@ def simulate_order(
     return PipelineTimes(np.array([step_ends[n] for n in last_of_rank]), last)
 
 
-def _delay(
-    step: ScheduleStep, *, message: Float, gathers: Mapping[str, Float], chunk: slice
-) -> Float:
+def _delay(step: ScheduleStep, *, delays: Mapping[str, Float], chunk: slice) -> Float:
     """Message seconds minus the gather that overlaps it."""
     action = step.forward if isinstance(step, Overlap) else step
-    return message[chunk] - gathers[action.kind][action.stage, chunk]
+    return delays[action.kind][action.stage, chunk]
 
 
 def _last_steps(
