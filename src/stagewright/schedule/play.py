@@ -144,9 +144,9 @@ def _price(cost: Mapping[str, Any], step: ScheduleStep) -> Any:
 
 def _later(time: Any, other: Any) -> Any:
     """Maximum of two times; elementwise if one is an array."""
-    are_arrays = isinstance(time, np.ndarray) or isinstance(other, np.ndarray)
-    latest: Callable[[Any, Any], Any] = np.maximum if are_arrays else max
-    return latest(time, other)
+    has_array = np.ndarray in (type(time), type(other))
+    maximum: Callable[[Any, Any], Any] = np.maximum if has_array else max
+    return maximum(time, other)
 
 
 def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, Any]]:

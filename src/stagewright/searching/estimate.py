@@ -389,8 +389,10 @@ class _SamePipeline:
         estimates.energy_over_tdp[at] = energy + OPTIMIZER_POWER * optimizer
 
     def _costs(self, first: Int) -> tuple[dict[str, Float], dict[str, Float]]:
-        """Seconds of actions by kind: [stages, candidates]. Second result: exposed gathers before
-        the first block."""
+        """Seconds of actions by kind: [stages, candidates].
+
+        Second result: exposed gathers before the first block.
+        """
         estimates = self.estimates
         passes, states, comm = estimates.passes, estimates.states, estimates.dp_comm
         pass_of, state_of, comm_of = self.passes[first], self.states[first], self.comm[first]
