@@ -42,11 +42,11 @@ import recorded_runs as runs
 import goldens
 import stagewright as sw
 from paths import ROOT
-from stagewright.api.searched import searched
+from stagewright.api.searched import run_search
 from stagewright.errors import UserError
 from stagewright.program.fit import held_at_peak
-from stagewright.searching.ranking import Wanted
-from stagewright.searching.request import asked as search_of_file
+from stagewright.searching.ranking import SearchOptions
+from stagewright.searching.request import search_request as search_of_file
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.unbundle import expand
@@ -178,7 +178,7 @@ def search_record(name: str) -> dict[str, Any]:
     try:
         if "config" in asked:
             of = search_of_file({}, ROOT / asked["config"], gpus=asked["gpus"])
-            found = searched(of, Wanted())
+            found = run_search(of, SearchOptions())
         else:
             found = sw.search(asked.pop("model"), asked.pop("hardware"), **asked)
     except UserError as error:
@@ -194,7 +194,7 @@ def search_record(name: str) -> dict[str, Any]:
            ("candidates", "evaluated", "bounded_out", "simulated", "open")},
         "simulations": [
             {
-                "run": f"{ranking.rows.describe(row)} on {ranking.rows.machine(row)}",
+                "run": f"{ranking.candidates.describe(row)} on {ranking.candidates.machine(row)}",
                 "ticks": round(float(figures.seconds[row]) / TICK),
                 "tokens": int(figures.tokens[row]),
                 "memory": {key: int(size[row]) for key, size in figures.memory.items()
