@@ -188,10 +188,11 @@ def search_record(name: str) -> dict[str, Any]:
     columns = ("seconds", "bubble", "mfu", "joules", "usd")
     return {
         "search": name,
-        "best": [found.describe(place) for place in range(1, min(len(ranking.best), 20) + 1)],
+        "best": [found.describe(row) for row in range(1, len(ranking.listed) + 1)],
         "ticks": round(found.seconds / TICK),
-        **{key: getattr(ranking, key) for key in
-           ("candidates", "evaluated", "bounded_out", "simulated", "open")},
+        "candidates": len(ranking),
+        "simulated": ranking.simulated,
+        "open": len(ranking.open),
         "simulations": [
             {
                 "run": f"{ranking.candidates.describe(row)} on {ranking.candidates.machine(row)}",
