@@ -47,6 +47,7 @@ RUNS: dict[str, dict[str, Any]] = {
                      "framework": "torchtitan", "global_batch_size": 8},
     "lots": GPT | {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "schedule": "v-half",
                    "grad_reduce": "microbatch", "bucket": "parameter", "global_batch_size": 12},
+    "ring": MIXTRAL | {"cp": 2, "ep": 2, "expert_load": 1.3, "global_batch_size": 2},
 }  # fmt: skip
 WAYS = {
     "overlap": Execution(),
@@ -64,6 +65,7 @@ SHOWN = [
     ("frozen", "late"),  # weights that only the second half of a backward reads
     ("frozen", "ahead"),  # which are gathered in the first half, where the second follows at once
     ("lots", "overlap"),  # reductions of two actions without a kernel between are one lot
+    ("ring", "overlap"),  # neighbours on a ring whose experts have unequal loads
 ]
 """Runs and ways that show what few of them do."""
 
