@@ -50,6 +50,7 @@ from stagewright.program.columns import (
 )
 from stagewright.program.rank_work import Actions
 from stagewright.run.sections.execution import Execution
+from stagewright.time.experts.kernels import exchanges_tokens
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.units import CarriedDeps, Units, UnitSequence, units_of
 
@@ -209,7 +210,10 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
         if execution.overlap_param_gather and _gathers_params(tasks).any():
             local, casts = _gather_params_before_forward(tasks, local)
             on_comm_stream = _accumulates_grads(tasks, local)
-    order = _issue_positions(units, local, casts, on_comm_stream[units.row], execution)
+    exchanges = None
+    if execution.overlap_moe_expert_parallel_comm:
+        exchanges = exchanges_tokens(program, tasks)
+    order = _issue_positions(units, local, casts, on_comm_stream[units.row], exchanges, execution)
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
     rows, unit = units.row[order], units.unit[order]
@@ -303,19 +307,22 @@ def crosses_actions(tasks: Tasks, execution: Execution) -> bool:
 
 
 def _issue_positions(
-    units: Units, local: Edges, casts: Edges, on_comm_stream: Bool, execution: Execution
-) -> Int:
+    units: Units, local: Edges, casts: Edges, on_comm_stream: Bool, exchanges: Bool | None,
+    execution: Execution,
+) -> Int:  # fmt: skip
     """Rows of units in issue order, by sort keys that start as the program order.
 
-    `casts`: kernels that move to just before another kernel.
+    `casts`: kernels that move to just before another kernel. `exchanges`: tasks that exchange
+    experts' tokens, where two microbatches take turns.
     """
     size = len(units.row)
     if execution.streams == "one":
         return np.arange(size)
     tasks, row = units.tasks, units.row
     sort_key = np.arange(size, dtype=np.float64)
-    if execution.overlap_moe_expert_parallel_comm:
-        sort_key[ep_overlap.order(tasks, row, units.unit, units.member)] = np.arange(size)
+    if exchanges is not None:
+        turns = ep_overlap.order(tasks, row, units.unit, units.member, exchanges)
+        sort_key[turns] = np.arange(size)
     sort_key[casts.waiter] = sort_key[casts.dep] - 0.25
     has_input = np.zeros(size, dtype=bool)
     has_input[local.waiter] = True
