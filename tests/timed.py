@@ -47,6 +47,15 @@ RUNS: dict[str, dict[str, Any]] = {
                      "framework": "torchtitan", "global_batch_size": 8},
     "lots": GPT | {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "schedule": "v-half",
                    "grad_reduce": "microbatch", "bucket": "parameter", "global_batch_size": 12},
+    "vocab": SMALL | {"layers": 2, "pp": 2, "schedule": "vocab-1", "global_batch_size": 4},
+    "halves": SMALL | {"layers": 4, "pp": 2, "tp": 2, "vpp": 2, "schedule": "v-half-vocab-1",
+                       "global_batch_size": 4},
+    "ring": MIXTRAL | {"cp": 2, "ep": 2, "expert_load": 1.3, "global_batch_size": 2},
+    "wide": MIXTRAL | SP | {"tp": 2, "dp": 2, "etp": 4, "ep": 1, "zero": 1, "global_batch_size": 4},
+    "cp": SMALL | {"layers": 4, "cp": 2, "zero": 2, "bucket": "parameter", "global_batch_size": 3},
+    "fp8": SMALL | SP | {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "precision": "fp8",
+                         "global_batch_size": 4},
+    "again": SMALL | SP | {"tp": 2, "dp": 2, "zero": 3, "global_batch_size": 4},
 }  # fmt: skip
 WAYS = {
     "overlap": Execution(),
@@ -64,6 +73,14 @@ SHOWN = [
     ("frozen", "late"),  # weights that only the second half of a backward reads
     ("frozen", "ahead"),  # which are gathered in the first half, where the second follows at once
     ("lots", "overlap"),  # reductions of two actions without a kernel between are one lot
+    ("vocab", "overlap"),  # small kernels on the stream of a communicator
+    ("vocab", "late"),  # broadcasts, which have no inputs and gather no weights
+    ("halves", "ahead"),  # a broadcast that only an all-gather reads
+    ("ring", "overlap"),  # neighbours on a ring whose experts have unequal loads
+    ("wide", "no dp"),  # axes of dp that are those of etp, too
+    ("cp", "overlap"),  # reductions over cp alone are limited
+    ("fp8", "next"),  # casts of weights, which wait for updated parameters
+    ("again", "overlap"),  # gradients of ZeRO-3 that are reduced a second time
 ]
 """Runs and ways that show what few of them do."""
 

@@ -36,6 +36,7 @@ from stagewright.time.experts.kernels import (
     among_experts,
     bias_seconds,
     copying_seconds,
+    exchanges_tokens,
     slots_of_tokens,
     trains,
     weighed_within,
@@ -154,7 +155,7 @@ class _Timed:
         seconds = self.known[key].copy()
 
         is_collective = tasks.kind == TaskKind.COLLECTIVE
-        exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
+        exchanged = exchanges_tokens(self.placed.program, tasks)
         gates = _gates(tasks, exchanged)
         columns = (tasks.collective, tasks.slot, tasks.comm_bytes, gates.astype(np.int8))
         rows, inverse = _unique(columns, is_collective)

@@ -120,7 +120,7 @@ def representative_order(order: RankOrder) -> tuple[RepresentativeOrder, Int]:
     copies = np.flatnonzero(selected)
     if not order.reuses_gathered and len(schedule) == schedule.steps:
         # Ranks differ in how forwards and backwards alternate, on which no live range depends.
-        forward = np.append(schedule.kind == FORWARD, [False] * (count - schedule.steps))
+        forward = np.append(schedule.kind == FORWARD, np.zeros(count - schedule.steps, dtype=bool))
         copies = np.concatenate([copies[forward[copies]], copies[~forward[copies]]])
     short, microbatches = order.take(copies)
     new_copy = np.empty(count, dtype=np.int64)

@@ -48,6 +48,14 @@ def slots_of_tokens(program: Program, tasks: Tasks) -> list[int]:
     return [int(slot) for slot in exchanges if among_experts(program, int(slot))]
 
 
+def exchanges_tokens(program: Program, tasks: Tasks) -> Bool:
+    """Mask of all-to-alls among experts; those of attention along cp are none."""
+    result = (tasks.kind == TaskKind.COLLECTIVE) & np.isin(
+        tasks.slot, slots_of_tokens(program, tasks)
+    )
+    return result & (tasks.collective == COLLECTIVES.index("all_to_all"))
+
+
 def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float:
     """Seconds of each task for copies of rows between an all-to-all and the experts.
 

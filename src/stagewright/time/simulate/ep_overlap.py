@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
-from stagewright.program.columns import COLLECTIVES, PHASES, Tasks
+from stagewright.program.columns import PHASES, Tasks
 from stagewright.run.settings import Run
 
 _FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
-def order(tasks: Tasks, row: Int, unit: Int, member: Int) -> Int:
+def order(tasks: Tasks, row: Int, unit: Int, member: Int, exchanges: Bool) -> Int:
     """Order in which units issue rows: each backward action and the forward after it take turns.
 
     `row`, `unit` and `member` are those of `units.Units`; pairs are within a unit. A turn ends with
-    an all-to-all of tokens; the much smaller all-to-alls of routing weights end none.
+    an all-to-all of tokens; the much smaller all-to-alls of routing weights end none. `exchanges`:
+    tasks that are either.
     """
     microbatch, phase, stage = (
         column[row].astype(np.int64) for column in (tasks.microbatch, tasks.phase, tasks.stage)
@@ -43,7 +44,7 @@ def order(tasks: Tasks, row: Int, unit: Int, member: Int) -> Int:
     second[1:] &= unit[first[1:]] == unit[first[:-1]]
     group = np.cumsum(~second) - 1
 
-    ends_turn = tasks.collective[row] == COLLECTIVES.index("all_to_all")
+    ends_turn = exchanges[row]
     size = tasks.comm_bytes[row]
     ends_turn &= 2 * size >= size[ends_turn].max(initial=0)
     before = np.cumsum(ends_turn) - ends_turn

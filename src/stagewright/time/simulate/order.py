@@ -13,6 +13,8 @@ deps beyond them. A rank whose rows are one unit carries none.
 Tasks are issued in program order, with these exceptions:
 
 - Weight all-gathers are prefetched, `Execution.prefetch` blocks ahead of their first reader.
+- With `overlap_param_gather`, blocks wait for their updated parameters in the next step's forward
+  pass, and once-per-step casts of weights are issued at the first forward of their block.
 - Kernels that accumulate reduced gradients run on the communication stream (FSDP2's
   `foreach_reduce`), so that no kernel of the model waits for a reduce-scatter.
 - A gradient that is reduced a second time (layer norms over tp, with sequence parallelism) is
@@ -48,6 +50,7 @@ from stagewright.program.columns import (
 )
 from stagewright.program.rank_work import Actions
 from stagewright.run.sections.execution import Execution
+from stagewright.time.experts.kernels import exchanges_tokens
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.units import CarriedDeps, Units, UnitSequence, units_of
 
@@ -65,6 +68,9 @@ class Edges(NamedTuple):
 
     waiter: Int
     dep: Int
+
+
+_NO_EDGES = Edges(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class Register(IntEnum):
@@ -195,16 +201,19 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
     """
     tasks = units.tasks
     on_comm_stream = np.zeros(len(tasks), dtype=bool)
-    local = Edges(*units.edges)
+    local, casts = Edges(*units.edges), _NO_EDGES
     frees_memory: tuple[Bool, ...] = ()
     if execution.streams != "one":
         on_comm_stream = _accumulates_grads(tasks, Edges(*tasks.reads))
         reductions = _microbatch_reductions(program, tasks, on_comm_stream)
         frees_memory = reductions, tasks.kind == STORE
-        if execution.overlap_param_gather:
-            local = _gather_params_before_forward(tasks, local)
+        if execution.overlap_param_gather and _gathers_params(tasks).any():
+            local, casts = _gather_params_before_forward(tasks, local)
             on_comm_stream = _accumulates_grads(tasks, local)
-    order = _issue_positions(units, local, on_comm_stream[units.row], execution)
+    exchanges = None
+    if execution.overlap_moe_expert_parallel_comm:
+        exchanges = exchanges_tokens(program, tasks)
+    order = _issue_positions(units, local, casts, on_comm_stream[units.row], exchanges, execution)
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
     rows, unit = units.row[order], units.unit[order]
@@ -288,33 +297,43 @@ def crosses_actions(tasks: Tasks, execution: Execution) -> bool:
     """True if gathers move to other actions: a rank's rows are then one unit."""
     if execution.streams == "one":
         return False
-    if execution.overlap_param_gather:
+    if execution.overlap_param_gather and _gathers_params(tasks).any():
         return True
-    gathers = (tasks.kind == COLLECTIVE) & (np.diff(tasks.data_ptr) == 0)
+    gathers = _gathers(tasks) & (np.diff(tasks.data_ptr) == 0)
     return execution.prefetch != 1 and bool(gathers.any())
 
 
 # ---- order ---------------------------------------------------------------------------------------
 
 
-def _issue_positions(units: Units, local: Edges, on_comm_stream: Bool, execution: Execution) -> Int:
-    """Rows of units in issue order, by sort keys that start as the program order."""
+def _issue_positions(
+    units: Units, local: Edges, casts: Edges, on_comm_stream: Bool, exchanges: Bool | None,
+    execution: Execution,
+) -> Int:  # fmt: skip
+    """Rows of units in issue order, by sort keys that start as the program order.
+
+    `casts`: kernels that move to just before another kernel. `exchanges`: tasks that exchange
+    experts' tokens, where two microbatches take turns.
+    """
     size = len(units.row)
     if execution.streams == "one":
         return np.arange(size)
     tasks, row = units.tasks, units.row
     sort_key = np.arange(size, dtype=np.float64)
-    if execution.overlap_moe_expert_parallel_comm:
-        sort_key[ep_overlap.order(tasks, row, units.unit, units.member)] = np.arange(size)
+    if exchanges is not None:
+        turns = ep_overlap.order(tasks, row, units.unit, units.member, exchanges)
+        sort_key[turns] = np.arange(size)
+    sort_key[casts.waiter] = sort_key[casts.dep] - 0.25
     has_input = np.zeros(size, dtype=bool)
     has_input[local.waiter] = True
     has_input[units.carried.waiter] = True
-    gathers = (tasks.kind[row] == COLLECTIVE) & ~has_input
+    gathers = _gathers(tasks)[row] & ~has_input
     if execution.prefetch == 1:
         # The program has all other gathers one block ahead already.
         gathers &= tasks.phase[row] == _OPTIMIZER
     if gathers.any():
         is_kernel = (tasks.kind[row] == COMPUTE) & ~on_comm_stream
+        is_kernel[casts.waiter] = False
         _prefetch(units, local, is_kernel, gathers, execution.prefetch, sort_key)
     deferred = units.deferred[row]
     optimizer = np.flatnonzero(tasks.phase[row] == _OPTIMIZER)
@@ -372,23 +391,38 @@ def deferred_past_backward(tasks: Tasks, execution: Execution) -> Bool:
         deferred = more
 
 
-def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> Edges:
+def _gathers(tasks: Tasks) -> Bool:
+    """Mask of all-gathers."""
+    return (tasks.kind == COLLECTIVE) & (tasks.collective == _ALL_GATHER)
+
+
+def _gathers_params(tasks: Tasks) -> Bool:
+    """Mask of all-gathers of updated parameters."""
+    return _gathers(tasks) & (tasks.phase == _OPTIMIZER)
+
+
+def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> tuple[Edges, Edges]:
     """Move parameter all-gathers from the optimizer to the forward pass (overlap_param_gather).
 
     They no longer wait for the optimizer: in a steady state they gather what the previous step
     has updated. The first forward kernel of a block waits for the block's all-gather. Kernels and
     all-gathers visit the blocks of a stage in the same order, so one pass matches them.
+
+    Casts of weights, once per step with fp8, wait for the all-gathers of their block, too. They
+    move to its first forward (Transformer Engine's `is_first_microbatch`). Returns dependencies,
+    and each cast with the kernel that it precedes.
     """
-    gathers = (tasks.kind == COLLECTIVE) & (tasks.phase == _OPTIMIZER)
-    gathers &= tasks.collective == _ALL_GATHER
-    kernels = np.flatnonzero((tasks.kind == COMPUTE) & (tasks.phase == _FORWARD))
+    forward = (tasks.kind == COMPUTE) & (tasks.phase == _FORWARD)
+    kernels = np.flatnonzero(forward & (tasks.microbatch >= 0))
     _, starts_block = _action_and_block_starts(tasks, kernels)
     block_starts: dict[int, list[int]] = {}  # by stage: block starts of its first forward action
     for row in kernels[starts_block].tolist():
         starts = block_starts.setdefault(int(tasks.stage[row]), [])
         if not starts or tasks.microbatch[starts[0]] == tasks.microbatch[row]:
             starts.append(row)
+    casts = _casts_before(kernels, starts_block, forward & (tasks.microbatch < 0), reads)
 
+    gathers = _gathers_params(tasks)
     moved: list[tuple[int, int]] = []  # (kernel, all-gather)
     for stage, starts in block_starts.items():
         block = 0
@@ -396,13 +430,25 @@ def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> Edges:
             same_layer = tasks.layer[starts[block:]] == tasks.layer[gather]
             if same_layer.any():
                 block += int(same_layer.argmax())
-                moved.append((starts[block], gather))
-    readers, moved_gathers = np.array(moved, dtype=np.int64).reshape(-1, 2).T
+                readers = [starts[block], *casts.waiter[casts.dep == starts[block]].tolist()]
+                moved += [(reader, gather) for reader in readers]
+    waiters, moved_gathers = np.array(moved, dtype=np.int64).reshape(-1, 2).T
     unmoved = ~np.isin(reads.waiter, moved_gathers)
     return Edges(
-        np.concatenate([reads.waiter[unmoved], readers]),
+        np.concatenate([reads.waiter[unmoved], waiters]),
         np.concatenate([reads.dep[unmoved], moved_gathers]),
-    )
+    ), casts
+
+
+def _casts_before(kernels: Int, starts_block: Bool, is_cast: Bool, reads: Edges) -> Edges:
+    """Each cast, and the first of the kernels of the block that reads it first."""
+    first_reader = np.full(len(is_cast), len(is_cast), dtype=np.int64)
+    by_kernel = np.isin(reads.waiter, kernels)
+    np.minimum.at(first_reader, reads.dep[by_kernel], reads.waiter[by_kernel])
+    casts = np.flatnonzero(is_cast & (first_reader < len(is_cast)))
+    starts = kernels[starts_block]
+    block = np.searchsorted(starts, first_reader[casts], side="right") - 1
+    return Edges(casts, starts[block])
 
 
 def _action_and_block_starts(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:

@@ -80,7 +80,7 @@ class Waves:
             mask[ends.location[np.isin(ends.location[:, 0], table.classes), 2]] = True
         # Actions of a schedule begin when all their messages are there. Others may receive
         # messages that depend on their own first tasks.
-        cuts = receives & (self._is_table(table)[rules.unit] | self._from_same_class(t))
+        cuts = receives & (self._is_table(table)[rules.unit] | self._from_same_pipeline_rank(t))
         connections = Connections(self._is_rendezvous(table), receives, sends, live_out, cuts)
         return Fragments(rules, connections, len(table.units.actions), self.messages.within[t])
 
@@ -106,14 +106,19 @@ class Waves:
             result[sequence.unit[kind[sequence.copies[:, 0], 0] < 0]] = True
         return result
 
-    def _from_same_class(self, t: int) -> Bool:
-        """Mask of positions that receive from another lane of their class."""
+    def _from_same_pipeline_rank(self, t: int) -> Bool:
+        """Mask of positions that receive from another lane of their pipeline rank.
+
+        Ranks of unequal expert loads are of several classes, and of one ring of attention.
+        """
         received = self.messages.received
         result = np.zeros(len(self.tables[t].rules.rows), dtype=bool)
         class_id = received.location[:, 0]
-        same_class = self.lanes.class_of[received.key[:, 1]] == class_id
+        pipeline_rank = np.array([of.pipeline_rank for of in self.program.classes])
+        sender = pipeline_rank[self.lanes.class_of[received.key[:, 1]]]
         in_table = np.isin(class_id, self.tables[t].classes)
-        result[received.location[in_table & same_class, 2]] = True
+        same_rank = sender == pipeline_rank[class_id]
+        result[received.location[in_table & same_rank, 2]] = True
         return result
 
     def _without_implied(self, table: IssueTable) -> IssueTable:
