@@ -74,7 +74,8 @@ class RankClass:
     """Bytes reserved on each rank in addition to its tensors (`memory_allowance`)."""
 
     def __repr__(self) -> str:
-        return f"<stage {self.pipeline_rank}: {len(self.ranks)} ranks, {len(self.tasks)} tasks>"
+        tasks = int(self.work.order.begin[-1])
+        return f"<pipeline rank {self.pipeline_rank}: {len(self.ranks)} ranks, {tasks} tasks>"
 
     @property
     def tasks(self) -> Tasks:

@@ -1,4 +1,4 @@
-"""Shrink a program to the fewest ranks on which every check can still fail."""
+"""Shrink a program to the fewest ranks without losing any check."""
 
 from __future__ import annotations
 

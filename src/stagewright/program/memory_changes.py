@@ -101,7 +101,7 @@ class MemoryChanges:
 def changed_bytes(values: Values, rows: int, freed_values: Int | int = 1) -> Deltas:
     """Bytes that each row of a table allocates and frees.
 
-    `freed_values`: number of equal values that end with each one.
+    `freed_values`: number of equal values that each entry stands for.
     """
     category, size = values.category[values.value].astype(np.int64), values.size[values.value]
 

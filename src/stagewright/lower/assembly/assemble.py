@@ -216,7 +216,7 @@ class _StageClasses:
 # ---- distinct actions ----------------------------------------------------------------------------
 
 _OptimizerKey = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
-"""Classes of a rank's stages, and (local stage, half, kind) of the actions that end backwards."""
+"""Classes of a rank's stages; (local stage, part of the pass, kind) of actions that end backwards."""
 
 
 class _Rank:
@@ -256,11 +256,11 @@ class _Rank:
     def optimizer_key(self) -> _OptimizerKey:
         """Key of the optimizer action."""
         schedule = self.schedule
-        actions: list[list[int]] = schedule.once_action[1:].T.tolist()  # [stages, halves]
+        actions: list[list[int]] = schedule.once_action[1:].T.tolist()  # [stages, pass parts]
         ends = sorted(
-            (action, (local_stage, half, int(schedule.kind[action])))
+            (action, (local_stage, pass_part, int(schedule.kind[action])))
             for local_stage, halves in enumerate(actions)
-            for half, action in enumerate(halves)
+            for pass_part, action in enumerate(halves)
             if action >= 0
         )
         return tuple(self.stage_classes.tolist()), tuple(end for _, end in ends)

@@ -1,8 +1,8 @@
 """Distinct actions of a program: rows of stages combined once, for all ranks and stages.
 
 A `StagePart` has rows of one stage's segment in one direction. An action is one part, or two that
-overlap; the optimizer action is the last action of a rank. Equal
-actions: equal stage classes, kinds and once-per-step rows.
+overlap; the optimizer action is the last action of a rank. Equal actions have parts of equal stage
+class, kind, `once_per_step` and `gathers`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.optimizer_step import OptimizerStep
 from stagewright.lower.assembly.rank_schedule import (
     FORWARD,
-    HALVES,
-    HAS_HALF,
+    HAS_PASS_PART,
     INPUT_HALF,
+    PASS_PARTS,
     UNSHARD,
     WEIGHT_HALF,
 )
@@ -122,7 +122,7 @@ def _segment(stages: Sequence[Stage], part: StagePart) -> Segment:
 class RowDeps(NamedTuple):
     """Dependencies of rows as columns: [dependencies]."""
 
-    half: Int
+    pass_part: Int
     """Half of the source: 0 forward, 1 input, 2 weight; -1: optimizer."""
     once_per_step: Bool
     """True if the source is in the action with the rows once per step."""
@@ -132,8 +132,8 @@ class RowDeps(NamedTuple):
 
     def take(self, entries: Int) -> RowDeps:
         """Select some dependencies."""
-        half, once, stage, row = self
-        return RowDeps(half[entries], once[entries], stage[entries], row[entries])
+        pass_part, once, stage, row = self
+        return RowDeps(pass_part[entries], once[entries], stage[entries], row[entries])
 
 
 class StageLabels(NamedTuple):
@@ -352,7 +352,7 @@ class TableBuilder:
 
     def _segment_deps(self) -> RowDeps:
         """Dependencies of the rows of all segments and optimizer steps."""
-        half: list[Int] = []
+        pass_part: list[Int] = []
         for i, s in enumerate(self.segments):
             backward = (s.dep_owner != Owner.FORWARD) & (s.dep_owner != Owner.FIRST_FORWARD)
             column = backward.astype(np.int64)
@@ -360,7 +360,7 @@ class TableBuilder:
                 mask = (s.dep_stage == distance) & backward
                 weight = self.stages[self._neighbour(i // 2, distance)].backward.weight_half
                 column[mask] += weight[s.dep_segment_row[mask]]
-            half.append(column)
+            pass_part.append(column)
         for s in self.optimizer_steps:
             backward = s.dep_owner == Owner.LAST_BACKWARD
             column = np.where(s.dep_owner == Owner.OPTIMIZER, -1, backward).astype(np.int64)
@@ -368,13 +368,13 @@ class TableBuilder:
                 mask = (s.dep_stage == i) & backward
                 weight = self.stages[stage_class].backward.weight_half
                 column[mask] += weight[s.dep_segment_row[mask]]
-            half.append(column)
+            pass_part.append(column)
         owner, stage, segment_row = (
             np.concatenate([getattr(s, name) for s in (*self.segments, *self.optimizer_steps)])
             for name in ("dep_owner", "dep_stage", "dep_segment_row")
         )
         once = (owner == Owner.FIRST_FORWARD) | (owner == Owner.LAST_BACKWARD)
-        return RowDeps(np.concatenate(half), once, stage, segment_row)
+        return RowDeps(np.concatenate(pass_part), once, stage, segment_row)
 
     def _neighbour(self, stage_class: int, distance: int) -> int:
         return self._neighbours[stage_class, distance] if distance else stage_class
@@ -394,9 +394,9 @@ class TableBuilder:
                 neighbours = [self._neighbour(c, distance) for c in stage_class[rows].tolist()]
                 stage_class[rows] = neighbours
         for i, step in enumerate(self.optimizer_steps):
-            rows = np.flatnonzero(~in_stage & (deps.half >= 0) & (optimizer == i))
+            rows = np.flatnonzero(~in_stage & (deps.pass_part >= 0) & (optimizer == i))
             stage_class[rows] = np.array(step.stage_classes, dtype=np.int64)[deps.stage[rows]]
-        in_optimizer = deps.half < 0
+        in_optimizer = deps.pass_part < 0
         data = self.begin[num_actions + np.where(in_optimizer, optimizer, 0)] + deps.segment_row
         inside = in_stage & self._in_same_action(part_rows, deps)
         rows = np.flatnonzero(inside)
@@ -415,7 +415,9 @@ class TableBuilder:
             np.array([getattr(p.part, name) for p in self.part_rows])[part_rows]
             for name in ("kind", "once_per_step", "gathers")
         )
-        inside = (deps.stage == 0) & HAS_HALF[kind, deps.half] & (~deps.once_per_step | once)
+        inside = (
+            (deps.stage == 0) & HAS_PASS_PART[kind, deps.pass_part] & (~deps.once_per_step | once)
+        )
         check = np.flatnonzero(inside & ~gathers)
         for i in np.unique(part_rows[check]).tolist():
             rows = check[part_rows[check] == i]
@@ -424,22 +426,22 @@ class TableBuilder:
 
     def _example_rows(self, stage_class: Int, deps: RowDeps) -> Int:
         """Example of each source row, of stages of these classes, in some action."""
-        # By stage class and half, an action without the rows once per step, and one with them.
-        example = np.full((len(self.stages), HALVES, 2), -1, dtype=np.int64)
+        # By stage class and part of the pass: an action without the rows once per step, one with.
+        example = np.full((len(self.stages), PASS_PARTS, 2), -1, dtype=np.int64)
         order = sorted(range(len(self.part_rows)), key=lambda i: self.part_rows[i].part.gathers)
         for i in order:  # the last one counts
             part = self.part_rows[i].part
-            for half in np.flatnonzero(HAS_HALF[part.kind]).tolist():
-                example[part.stage_class, half, int(part.once_per_step)] = i
+            for pass_part in np.flatnonzero(HAS_PASS_PART[part.kind]).tolist():
+                example[part.stage_class, pass_part, int(part.once_per_step)] = i
         once = deps.once_per_step.astype(np.int64)
         row = np.full(len(stage_class), -1, dtype=np.int64)
         for column in (once, 1 - once):
-            part_rows = example[stage_class, deps.half, column]
+            part_rows = example[stage_class, deps.pass_part, column]
             at = np.flatnonzero((row < 0) & (part_rows >= 0))
             offset = self.offsets[self.first_offset[part_rows[at]] + deps.segment_row[at]]
             row[at] = np.where(offset < 0, -1, self.begin[self._action[part_rows[at]]] + offset)
         for i in np.flatnonzero(row < 0).tolist():
-            forward = int(deps.half[i]) == 0
+            forward = int(deps.pass_part[i]) == 0
             row[i] = self._find_row(int(stage_class[i]), int(deps.segment_row[i]), forward=forward)
         return row
 

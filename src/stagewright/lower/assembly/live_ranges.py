@@ -32,8 +32,8 @@ class Touches(NamedTuple):
     """Ascending."""
     local_stage: Int
     """Stage of the row: of one stage's values its distance, of a rank's the index on the rank."""
-    half: Int
-    """Half of the stage that has the row (`rank_schedule.HALVES`); -1: optimizer."""
+    pass_part: Int
+    """Part of the pass that has the row (`rank_schedule.PASS_PARTS`); -1: optimizer."""
     segment_row: Int
     """Row in the segment, or index of the stage's task in the optimizer action."""
     once_per_step: Bool
@@ -45,14 +45,14 @@ class Touches(NamedTuple):
         """Touches of `values` of a stage."""
         columns = np.fromiter(itertools.chain.from_iterable(touches), dtype=np.int64)
         owner, stages, row = columns.reshape(-1, 3).T
-        half = np.where(owner == Owner.OPTIMIZER, -1, owner != Owner.FORWARD)
+        pass_part = np.where(owner == Owner.OPTIMIZER, -1, owner != Owner.FORWARD)
         once = owner == Owner.OPTIMIZER
         for number, other in stage.on_rank.items():
-            forward, backward = ((stages == number) & (half == h) for h in (0, 1))
+            forward, backward = ((stages == number) & (pass_part == h) for h in (0, 1))
             once[forward] = other.forward.once_per_step[row[forward]]
             once[backward] = other.backward.once_per_step[row[backward]]
-            half[backward] += other.backward.weight_half[row[backward]]
-        return cls(values, stages - stage.stage, half, row, once, owner == Owner.NEXT_BACKWARD)
+            pass_part[backward] += other.backward.weight_half[row[backward]]
+        return cls(values, stages - stage.stage, pass_part, row, once, owner == Owner.NEXT_BACKWARD)
 
     @classmethod
     def of_rank(cls, touches: Sequence[Touches], start: Sequence[int]) -> Touches:
@@ -103,11 +103,11 @@ class ValueColumns:
 
     @cached_property
     def maker(self) -> tuple[Int, Int]:
-        """Stage and half of the first touch of each value; -1: permanent."""
-        stage, half = np.full((2, len(self.names)), -1, dtype=np.int64)
+        """Stage and part of the pass of the first touch of each value; -1: permanent."""
+        stage, pass_part = np.full((2, len(self.names)), -1, dtype=np.int64)
         stage[self.touched] = self.touches.local_stage[self.first_touch]
-        half[self.touched] = self.touches.half[self.first_touch]
-        return stage, half
+        pass_part[self.touched] = self.touches.pass_part[self.first_touch]
+        return stage, pass_part
 
     @cached_property
     def once_per_step(self) -> Bool:
@@ -205,12 +205,12 @@ def live_ranges(order: RankOrder) -> LiveRanges:
     Those of a value that all microbatches share are equal.
     """
     columns = rank_columns(order.stages)
-    once, touched, (stage, half) = columns.once_per_step, columns.touched, columns.maker
-    # A microbatch has a value if it has an action of the half that makes the value; values of the
-    # optimizer action belong to the first microbatch.
-    made = (order.schedule.action_of[half, stage] >= 0) & touched[:, None]
-    made[half < 0] = False
-    made[half < 0, 0] = touched[half < 0]
+    once, touched, (stage, pass_part) = columns.once_per_step, columns.touched, columns.maker
+    # A microbatch has a value if it has an action of the part of the pass that makes the value;
+    # values of the optimizer action belong to the first microbatch.
+    made = (order.schedule.action_of[pass_part, stage] >= 0) & touched[:, None]
+    made[pass_part < 0] = False
+    made[pass_part < 0, 0] = touched[pass_part < 0]
     first = np.full(made.shape, _MAX_ROW, dtype=np.int64)
     last = np.full(made.shape, -1, dtype=np.int64)
     if touched.any():
@@ -241,12 +241,12 @@ def _touching_rows(order: RankOrder, columns: ValueColumns) -> Int:
     prefetch = _prefetching_actions(order, actions, touches)
     rows = np.maximum(_rows(order, actions, touches), _rows(order, prefetch, touches))
     once = touches.once_per_step & columns.once_per_step[touches.value]
-    single = np.flatnonzero((touches.half >= 0) & once)
+    single = np.flatnonzero((touches.pass_part >= 0) & once)
     t = touches.take(single)
-    rows[single] = _rows(order, once_action[t.half, t.local_stage][:, None], t)
+    rows[single] = _rows(order, once_action[t.pass_part, t.local_stage][:, None], t)
     optimizer_step = order.table.optimizer_steps[order.optimizer_index]
     for local_stage, row in enumerate(optimizer_step.row_of):
-        touch = np.flatnonzero((touches.half < 0) & (touches.local_stage == local_stage))
+        touch = np.flatnonzero((touches.pass_part < 0) & (touches.local_stage == local_stage))
         rows[touch] = order.optimizer_begin + row[touches.segment_row[touch], None]
     return rows
 
@@ -256,8 +256,8 @@ def _actions(order: RankOrder, touches: Touches) -> Int:
     actions = order.schedule.action_of
     following = np.concatenate([actions[:, :, 1:], np.full_like(actions[:, :, :1], -1)], axis=2)
     shift = touches.next_microbatch.astype(np.int64)
-    selected = np.stack([actions, following])[shift, touches.half, touches.local_stage]
-    return np.where(touches.half[:, None] < 0, -1, selected)
+    selected = np.stack([actions, following])[shift, touches.pass_part, touches.local_stage]
+    return np.where(touches.pass_part[:, None] < 0, -1, selected)
 
 
 def _prefetching_actions(order: RankOrder, actions: Int, touches: Touches) -> Int:
@@ -266,7 +266,7 @@ def _prefetching_actions(order: RankOrder, actions: Int, touches: Touches) -> In
         return np.full_like(actions, -1)
     gathered_by = order.gathered_by[actions]
     prefetched = (actions >= 0) & (order.schedule.kind[gathered_by] == UNSHARD)
-    return np.where(prefetched & (touches.half == 0)[:, None], gathered_by, -1)
+    return np.where(prefetched & (touches.pass_part == 0)[:, None], gathered_by, -1)
 
 
 def _rows(order: RankOrder, actions: Int, touches: Touches) -> Int:
@@ -281,11 +281,11 @@ def _rows(order: RankOrder, actions: Int, touches: Touches) -> Int:
 def _extend_to_step_end(order: RankOrder, columns: ValueColumns, last: Int) -> None:
     """Extend values that are live until the end of the step, in place."""
     _, input_half, weight_half = order.schedule.action_of
-    stage, half = columns.maker
+    stage, pass_part = columns.maker
     split = (input_half != weight_half)[stage]
     once = columns.once_per_step
     split[once] = split[once, -1:]  # shared values: the last microbatch decides
-    split &= (columns.until_step_end_if_split & (half >= 0))[:, None]
+    split &= (columns.until_step_end_if_split & (pass_part >= 0))[:, None]
     last[columns.until_step_end[:, None] | split] = order.total - 1
 
 

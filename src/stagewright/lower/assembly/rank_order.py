@@ -108,7 +108,7 @@ class RankOrder:
         return np.flatnonzero(self.action == action)
 
     def take(self, copies: Int) -> tuple[RankOrder, Int]:
-        """Select copies and renumber stages and microbatches from 0; also the old microbatches."""
+        """Select and renumber copies; also the original microbatch of each."""
         old = self.schedule
         new_step = np.full(len(self.action), -1, dtype=np.int64)
         new_step[copies] = np.arange(len(copies))
@@ -146,31 +146,31 @@ class RankOrder:
             return copy, row
         deps, dep_part = table.deps.take(entries[carried]), table.dep_part[entries[carried]]
         groups, group = np.unique(
-            np.stack([deps.half, deps.once_per_step.astype(np.int64), deps.stage, dep_part]),
+            np.stack([deps.pass_part, deps.once_per_step.astype(np.int64), deps.stage, dep_part]),
             axis=1, return_inverse=True,
         )  # fmt: skip
-        for g, (half, once, distance, part) in enumerate(groups.T.tolist()):
+        for g, (pass_part, once, distance, part) in enumerate(groups.T.tolist()):
             members = np.flatnonzero(group.ravel() == g)
-            actions = self._source_actions(copies, half, distance, part, once=bool(once))
+            actions = self._source_actions(copies, pass_part, distance, part, once=bool(once))
             copy[:, carried[members]], row[:, carried[members]] = self._source_rows(
-                actions, half, deps.segment_row[members]
+                actions, pass_part, deps.segment_row[members]
             )
         return copy, row
 
     def _source_actions(
-        self, copies: Int, half: int, distance: int, part: int, *, once: bool
+        self, copies: Int, pass_part: int, distance: int, part: int, *, once: bool
     ) -> Int:
-        """By copy, the action of the schedule with a half of the stage at a distance."""
+        """By copy, the action with a part of the pass of the stage at a distance."""
         schedule = self.schedule
         if copies[0] >= schedule.steps:  # the optimizer action
-            return np.full(len(copies), schedule.once_action[half, distance])
+            return np.full(len(copies), schedule.once_action[pass_part, distance])
         readers = self._first_of_step[copies] + part
         local_stage = np.searchsorted(schedule.stages, schedule.stage[readers] + distance)
         if once:
-            return schedule.once_action[half, local_stage]
-        return schedule.action_of[half, local_stage, schedule.microbatch[readers]]
+            return schedule.once_action[pass_part, local_stage]
+        return schedule.action_of[pass_part, local_stage, schedule.microbatch[readers]]
 
-    def _source_rows(self, actions: Int, half: int, segment_rows: Int) -> tuple[Int, Int]:
+    def _source_rows(self, actions: Int, pass_part: int, segment_rows: Int) -> tuple[Int, Int]:
         """Copies and rows of segment rows in actions, or in those that gather for them."""
         schedule, table = self.schedule, self.table
         owner = np.broadcast_to(actions[:, None], (len(actions), len(segment_rows)))
@@ -178,13 +178,13 @@ class RankOrder:
         gathered_by = self.gathered_by[actions]
         if (gathered_by != actions).any():
             stage = self.stages[int(schedule.local_stage[actions[0]])]
-            segment = stage.backward if half else stage.forward
+            segment = stage.backward if pass_part else stage.forward
             gathers = segment.gathers[segment_rows]
             forward = np.isin(schedule.kind[gathered_by], (FORWARD, UNSHARD))
             row_list: list[int] = segment_rows.tolist()
-            matching = np.array([stage.matching_gather(r, forward=not half) for r in row_list])
+            matching = np.array([stage.matching_gather(r, forward=not pass_part) for r in row_list])
             owner = np.where(gathers, gathered_by[:, None], owner)
-            other_direction = gathers & (forward != (half == 0))[:, None]
+            other_direction = gathers & (forward != (pass_part == 0))[:, None]
             rows = np.where(other_direction, np.maximum(matching, 0), rows)
         copy = schedule.step[owner]
         offset = table.offset(self.part_rows[owner], rows)

@@ -16,14 +16,14 @@ FORWARD, BACKWARD, INPUT_HALF, WEIGHT_HALF, UNSHARD = range(len(KINDS))
 """Kinds of actions as indices into `KINDS`; `UNSHARD` gathers the weights of a stage, before all
 other actions of its rank."""
 
-HALVES = 3
+PASS_PARTS = 3
 """Forward, input half and weight half of a backward."""
-HAS_HALF: Bool = np.array([
+HAS_PASS_PART: Bool = np.array([
     [kind in kinds for kinds in ("UF", "BI", "BW")] for kind in KINDS
 ])  # fmt: skip
-"""[kinds, halves]: True if an action of the kind includes the half."""
+"""[kinds, pass parts]: True if an action of the kind includes the part."""
 
-FIRST_OF_HALF, LAST_OF_HALF = 1, 2
+FIRST_OF_PASS_PART, LAST_OF_PASS_PART = 1, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,36 +79,36 @@ class RankSchedule:
 
     @cached_property
     def action_of(self) -> Int:
-        """Action for a half, a stage and a microbatch: [halves, stages, microbatches]; -1: none."""
-        shape = HALVES, len(self.stages), self.microbatches
+        """Action by part of the pass, stage and microbatch; -1: none."""
+        shape = PASS_PARTS, len(self.stages), self.microbatches
         action = np.full(shape, -1, dtype=np.int64)
-        for half in range(HALVES):
-            actions = np.flatnonzero(HAS_HALF[self.kind, half])
-            action[half, self.local_stage[actions], self.microbatch[actions]] = actions
+        for pass_part in range(PASS_PARTS):
+            actions = np.flatnonzero(HAS_PASS_PART[self.kind, pass_part])
+            action[pass_part, self.local_stage[actions], self.microbatch[actions]] = actions
         return action
 
     @cached_property
     def once_action(self) -> Int:
-        """Action with the rows once per step, first forward or last backward: [halves, stages]."""
-        return np.stack([self._end_of(half, FIRST_OF_HALF if half == 0 else LAST_OF_HALF)
-                         for half in range(HALVES)])  # fmt: skip
+        """Action with the rows once per step: [pass parts, stages]."""
+        ends = FIRST_OF_PASS_PART, LAST_OF_PASS_PART, LAST_OF_PASS_PART
+        return np.stack([self._end_of(pass_part, end) for pass_part, end in enumerate(ends)])
 
-    def _end_of(self, half: int, end: int) -> Int:
-        """First or last action of each stage that includes a half; -1: none."""
+    def _end_of(self, pass_part: int, end: int) -> Int:
+        """First or last action of each stage that includes a part of the pass; -1: none."""
         action = np.full(len(self.stages), -1, dtype=np.int64)
-        actions = np.flatnonzero(HAS_HALF[self.kind, half])
-        actions = actions[::-1] if end == FIRST_OF_HALF else actions
+        actions = np.flatnonzero(HAS_PASS_PART[self.kind, pass_part])
+        actions = actions[::-1] if end == FIRST_OF_PASS_PART else actions
         action[self.local_stage[actions]] = actions  # the last write counts
         return action
 
     @cached_property
     def end_flags(self) -> Int:
-        """Flags of the first (1) and last (2) action of a half of its stage: [halves, actions]."""
-        flags = np.zeros((HALVES, len(self)), dtype=np.int64)
-        for half in range(HALVES):
-            for end in (FIRST_OF_HALF, LAST_OF_HALF):
-                action = self._end_of(half, end)
-                flags[half, action[action >= 0]] += end
+        """Flags of the first (1) and last (2) action of each stage: [pass parts, actions]."""
+        flags = np.zeros((PASS_PARTS, len(self)), dtype=np.int64)
+        for pass_part in range(PASS_PARTS):
+            for end in (FIRST_OF_PASS_PART, LAST_OF_PASS_PART):
+                action = self._end_of(pass_part, end)
+                flags[pass_part, action[action >= 0]] += end
         return flags
 
     @cached_property

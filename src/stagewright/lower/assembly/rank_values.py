@@ -17,7 +17,7 @@ from stagewright.arrays import Int, distinct_numbers, sorted_values
 from stagewright.lower.assembly.distinct_actions import StageLabels
 from stagewright.lower.assembly.live_ranges import live_ranges, rank_columns, value_columns
 from stagewright.lower.assembly.rank_order import RankOrder
-from stagewright.lower.assembly.rank_schedule import FORWARD, HALVES, RankSchedule
+from stagewright.lower.assembly.rank_schedule import FORWARD, PASS_PARTS, RankSchedule
 from stagewright.lower.assembly.segments import Interner
 from stagewright.lower.assembly.stages import Stage
 from stagewright.program.columns import NO_VALUES, Values
@@ -70,7 +70,7 @@ def memory_changes(order: RankOrder, sizes: ValueSizes) -> MemoryChanges:
 
 
 class RepresentativeOrder:
-    """A few copies of a rank's actions that represent all; other copies only complete live ranges.
+    """Copies that represent all of a rank's actions, and those that complete live ranges.
 
     Two with the same actions are equal, whichever ranks they are of.
     """
@@ -139,7 +139,7 @@ def _microbatch_classes(schedule: RankSchedule, *, next_touches: bool) -> Int:
     """
     action = schedule.action_of
     codes = schedule.end_flags * len(KINDS) + schedule.kind
-    code = np.stack([codes[half][action[half]] for half in range(HALVES)])
+    code = np.stack([codes[pass_part][action[pass_part]] for pass_part in range(PASS_PARTS)])
     # A forward comes before each backward of its microbatch, whatever is between them.
     turn = np.where(schedule.kind == FORWARD, 0, len(schedule)) + np.arange(len(schedule))
     columns = np.where(action < 0, -1, np.stack([code, turn[action]]))

@@ -87,7 +87,7 @@ class Register(IntEnum):
     FREED = 4
     """The last transfer on a stream that frees memory."""
     AWAITED = 5
-    """The transfer on a stream that kernels wait for before more memory is freed."""
+    """The last transfer of the group before, for which kernels wait."""
     OPENED = 6
     """`AWAITED` if a group of transfers is open as the unit begins, else `FREED`: an input only."""
 

@@ -38,7 +38,7 @@ from stagewright.time.simulate.wave_order import Deadlock, Wait, fragment_levels
 class Waves:
     """Plan of a step: time indices, and the wave of each fragment.
 
-    `program` may be another one of equal structure than that of the `Timeline`.
+    Programs of equal structure share one plan; `program` is the first.
     """
 
     def __init__(self, program: Program, tables: Sequence[IssueTable], lanes: Lanes) -> None:
@@ -361,7 +361,7 @@ class Waves:
         return {p: rows[received[rows, 2] == p] for p in distinct_values(received[rows, 2])}
 
     def opened(self, class_id: int) -> dict[int, Int]:
-        """Register that each instance reads as an `OPENED` one, [instances], by the latter."""
+        """Register that replaces each `OPENED` register, by instance: [instances]."""
         sequence, rules = self.sequence[class_id], self.tables[self.table_of[class_id]].rules
         result = dict[int, Int]()
         for limit, open_at_end in rules.limits:
