@@ -216,7 +216,7 @@ class _StageClasses:
 # ---- distinct actions ----------------------------------------------------------------------------
 
 _OptimizerKey = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
-"""Classes of a rank's stages; (local stage, part of the pass, kind) of actions that end backwards."""
+"""Classes of a rank's stages; (local stage, pass part, kind) of actions that end backwards."""
 
 
 class _Rank:

@@ -3,8 +3,8 @@
 Kernels of a rank form one chain (one compute stream), collectives and sends another one, or one per
 communicator and one for all sends (communication streams). A task without data dependencies (a
 receive, a gather of weights) waits for the previous kernel. A kernel with a communicator runs on
-that communicator's stream, where there is one. With these, any simulator that runs whatever is ready keeps the
-schedule.
+that communicator's stream, where there is one. With these, any simulator that runs whatever is
+ready keeps the schedule.
 """
 
 from __future__ import annotations
