@@ -301,15 +301,10 @@ def removed(constraints: Sequence[Removed]) -> Table:
 
 
 def certainty(ranking: Ranking) -> str:
-    """Sentences on the errors of estimates, and on candidates that could still win."""
+    """Sentences on the errors of estimates, and on whether the best is proven."""
     if ranking.proven:
-        return (
-            "proven: every other candidate has been simulated, or its lower bound is above the best"
-        )
+        return "proof: every other candidate was simulated, or has a lower bound above the best"
     sentences: list[str] = []
-    complete = bool(ranking.attempted.all())
-    if complete:
-        sentences.append("all candidates have been simulated")
     for name in ranking.options.objectives:
         errors = ranking.errors(name)
         if len(errors):
@@ -319,24 +314,29 @@ def certainty(ranking: Ranking) -> str:
     missing = int(ranking.without_metrics.sum())
     if missing:
         were = many(missing, "candidate was", "candidates were")
-        sentences.append(f"{were} neither estimated nor simulated, and any could {_win(ranking)}")
-    if len(ranking.best) and not complete:
+        sentences.append(
+            f"no proof: {were} neither estimated nor simulated, and any could {_win(ranking)}"
+        )
+    if bool(ranking.attempted.all()):
+        sentences.append("proof: all candidates were simulated")
+    elif len(ranking.best):
         sentences.append(_open(ranking))
-    return "; ".join(sentences) or "no candidate has been simulated"
+    return "; ".join(sentences) or "no candidate was simulated"
 
 
 def _open(ranking: Ranking) -> str:
-    """Number of candidates that were not simulated and could still win."""
-    num_open = len(ranking.open)
-    if not num_open:
+    """Sentence on candidates that were not simulated and could still win."""
+    num_open, exact = len(ranking.open), ranking.options.objectives == ("time",)
+    if num_open:
+        count = many(num_open, "candidate", "candidates")
         return (
-            f"no candidate beyond those simulated can {_win(ranking)}, unless its estimate is "
-            "further off"
+            f"no proof: {count} not simulated could {_win(ranking)} within these errors; raise "
+            f"--most{', or prove it by --exact' if exact else ''}"
         )
-    exact = "--exact or " if ranking.options.objectives == ("time",) else ""
+    advice = "; --exact proves it" if exact else ""
     return (
-        f"{many(num_open, 'candidate', 'candidates')} beyond those simulated could still "
-        f"{_win(ranking)}, if estimates were as far off; {exact}a larger --most tells"
+        f"no proof: a candidate not simulated could {_win(ranking)}, but only by a larger error "
+        f"of its estimate{advice}"
     )
 
 
