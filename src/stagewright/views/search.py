@@ -23,6 +23,8 @@ from stagewright.texttable import Table
 UNTIL_STOPPED = "the best of what was simulated until then"
 EXPECTED_ERROR: Mapping[str, float] = {"dense": 0.06, "experts": 0.14}
 """Mean error of predicted steps, dense models and MoEs (docs/time.md#how-good-it-is)."""
+WHY = "why (% of the best step)"
+"""Column of the part of a step that grew most, in percent of the best step."""
 _MIN_SHARE = 0.005
 """Minimum share that is shown."""
 _FEW_SYSTEMS = 8
@@ -209,7 +211,7 @@ def choices(ranking: Ranking) -> Table:
     Other settings are free. An estimate, marked `~`, stands where nothing that fits was simulated.
     """
     columns: dict[str, list[Any]] = {
-        name: [] for name in ("setting", "value", _value_name(ranking), "against the best", "why")
+        name: [] for name in ("setting", "value", _value_name(ranking), "against the best", WHY)
     }
     for choice in choices_of(ranking.candidates):
         columns["setting"].append(choice.setting)
@@ -273,7 +275,7 @@ def _reason(ranking: Ranking, row: int, first: int) -> str:
     settings = words(ranking.candidates, row)
     if growth[name] < _MIN_SHARE:
         return settings
-    return f"{name} {growth[name]:+.0%} of the best step: {settings}"
+    return f"{name} {growth[name]:+.0%}: {settings}"
 
 
 def _parts(ranking: Ranking, row: int) -> dict[str, float]:
@@ -330,13 +332,13 @@ def _open(ranking: Ranking) -> str:
     if num_open:
         count = many(num_open, "candidate", "candidates")
         return (
-            f"no proof: {count} not simulated could {_win(ranking)} within these errors; raise "
-            f"--most{', or prove it by --exact' if exact else ''}"
+            f"no proof: {count} not simulated could {_win(ranking)}, by estimates that are this "
+            f"far off; raise --most{', or give --exact' if exact else ''}"
         )
-    advice = "; --exact proves it" if exact else ""
+    advice = "; --exact gives proof" if exact else ""
     return (
-        f"no proof: a candidate not simulated could {_win(ranking)}, but only by a larger error "
-        f"of its estimate{advice}"
+        f"no proof: a candidate not simulated can {_win(ranking)} only if its estimate is further "
+        f"off{advice}"
     )
 
 
