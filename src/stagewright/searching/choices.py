@@ -20,7 +20,7 @@ _VARIANTS = (
 """Settings of variants of a layout, whose values are not compared."""
 
 
-class Choice(NamedTuple):
+class ComparedValue(NamedTuple):
     """One value of a setting."""
 
     setting: str
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
     """Candidates that have the value."""
 
 
-def choices_of(candidates: Candidates) -> Iterator[Choice]:
+def choices_of(candidates: Candidates) -> Iterator[ComparedValue]:
     """Values of settings that differ between candidates, in order; numbers of GPUs last."""
     names = [n for n in _COMPARED if n in candidates.columns]
     names += [n for n in candidates.columns if n not in {*_COMPARED, *_VARIANTS}]
@@ -39,10 +39,10 @@ def choices_of(candidates: Candidates) -> Iterator[Choice]:
             continue
         order = sorted(range(len(column.values)), key=lambda code: _order(column.values[code]))
         for code in order:
-            yield Choice(name, _text(column.values[code]), column.codes == code)
+            yield ComparedValue(name, _text(column.values[code]), column.codes == code)
     worlds = candidates.world_size
     for gpus in np.unique(worlds).tolist() if (worlds != worlds[0]).any() else ():
-        yield Choice("GPUs", f"{gpus:,}", worlds == gpus)
+        yield ComparedValue("GPUs", f"{gpus:,}", worlds == gpus)
 
 
 def _order(value: Any) -> tuple[bool, Any]:
