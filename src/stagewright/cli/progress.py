@@ -54,7 +54,8 @@ def _rate(done: int, total: int, size: int, seconds: float, what: str, first: in
 
     counted = f"{done:,} of {total:,} {what}"
     speed = f"{quantity(int(size / seconds), 'B')}/s" if seconds and size else ""
-    per_second = f"{(done - first) / seconds:,.3g}/s" if seconds and done > first else ""
+    rate = (done - first) / seconds if seconds else 0.0
+    per_second = f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if rate else ""
     moved = quantity(size, "B") if size else ""
     return ", ".join(filter(None, (counted, per_second, moved, speed)))
 
