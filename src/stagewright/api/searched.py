@@ -15,10 +15,12 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.searching import flags as written
 from stagewright.searching.enumeration import Enumeration
+from stagewright.searching.estimate import estimate
 from stagewright.searching.objectives import check_objectives
 from stagewright.searching.ranking import MOST, TOP, Ranking, SearchOptions
 from stagewright.searching.request import SearchRequest, search_request
 from stagewright.searching.run_file import printed_run_file, write_run_file
+from stagewright.searching.search import Estimate
 from stagewright.searching.search import search as search_candidates
 from stagewright.searching.simulated import Progress
 from stagewright.texttable import Table
@@ -173,7 +175,8 @@ def search(
     Any setting of the run, the machine or the execution, and `gpus`, may be a list, or text with a
     range: `1,2,4`, `1:8`, `8:64:8`, `1:64:x2`. `vary`: lists of hardware specs by name. Open
     settings take several values by default; dp fills the GPUs. `config` overrides the configuration
-    of the model's name. `executor` runs the simulations.
+    of the model's name. `executor` runs the simulations; None: this process, one after the other
+    (`stagewright.executors.Processes`).
 
     `space` adds families of settings to the default space, such as `hsdp,offload` or `full`
     (`searching.defaults`). Options of the search (`searching.ranking.SearchOptions`):
@@ -250,11 +253,12 @@ def run_search(
     executor: Executor | None = None,
     progress: Progress | None = None,
     enumeration: Enumeration | None = None,
+    estimates: Estimate = estimate,
 ) -> Search:
     """Search a space; `enumeration`: its candidates, if they are known."""
     enumeration = enumeration or request.space.enumerate()
     ranking = search_candidates(
-        enumeration.candidates, options, executor=executor, progress=progress
+        enumeration.candidates, options, estimates=estimates, executor=executor, progress=progress
     )
     return Search(enumeration, ranking, request.notes)
 

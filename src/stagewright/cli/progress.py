@@ -18,6 +18,8 @@ class ProgressBar:
     def __init__(self, progress: Progress | None = None, what: str = "ranks") -> None:
         """`what` is counted."""
         self._progress, self._what = progress, what
+        self._first = 0
+        """Number done when the clock of the rate started."""
         self._task = None if progress is None else progress.add_task("", total=None, rate="")
 
     def say(self, text: str) -> None:
@@ -32,22 +34,28 @@ class ProgressBar:
         task = self._progress.tasks[0]
         if task.total is None:
             self._progress.reset(self._task, total=total, description="")
-        rate = _rate(done, total, size, task.elapsed or 0.0, self._what)
+            self._first = done
+        rate = _rate(done, total, size, task.elapsed or 0.0, self._what, self._first)
         rate = f"{rate}, {more}" if more else rate
         self._progress.update(self._task, completed=done, total=total, rate=rate)
 
 
-def _rate(done: int, total: int, size: int, seconds: float, what: str) -> str:
+def _rate(done: int, total: int, size: int, seconds: float, what: str, first: int = 0) -> str:
     """How far and how fast; without bytes where there are none.
+
+    `first` were done before the seconds began; until others are, there is no rate.
 
     >>> _rate(50, 200, 3_000_000, 2.0, "ranks")
     '50 of 200 ranks, 25/s, 3 MB, 1.5 MB/s'
+    >>> _rate(1, 20, 0, 0.001, "candidates", first=1)
+    '1 of 20 candidates'
     """
     from stagewright.numbers import quantity
 
     counted = f"{done:,} of {total:,} {what}"
     speed = f"{quantity(int(size / seconds), 'B')}/s" if seconds and size else ""
-    per_second = f"{done / seconds:,.0f}/s" if seconds else ""
+    rate = (done - first) / seconds if seconds else 0.0
+    per_second = f"{rate:,.0f}/s" if rate >= 10 else f"{rate:.2g}/s" if rate else ""
     moved = quantity(size, "B") if size else ""
     return ", ".join(filter(None, (counted, per_second, moved, speed)))
 

@@ -14,6 +14,7 @@ from stagewright.errors import UserError
 from stagewright.run.files import settings_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
+from stagewright.run.sections.declare import setting_in_words
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving import (
     SERVING,
@@ -72,6 +73,21 @@ class Experiment:
         if cluster.nodes is not None and gpus_per_node is not None:
             run = filled(run, cluster.nodes, gpus_per_node(cluster.hardware))
         return cls(run.completed(pending), cluster, execution)
+
+
+def describe(run: Run, execution: Execution) -> str:
+    """Run, and settings of its execution that differ from the framework's defaults.
+
+    >>> describe(Run(model="gpt2", dp=2), Execution(overlap_param_gather=True))
+    'gpt2 dp=2 overlap_param_gather'
+    """
+    values = {name: getattr(execution, name) for name in sorted(_names(Execution))}
+    differ = [
+        setting_in_words(name, value)
+        for name, value in values.items()
+        if value != EXPERIMENT[name].default_of(run.framework)
+    ]
+    return " ".join([run.describe(), *differ])
 
 
 def filled(run: Run, nodes: int, gpus_per_node: int) -> Run:

@@ -26,7 +26,7 @@ from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import Candidates
-from stagewright.searching.tiny_step import BlockKind, Blocks, tiny_step_costs
+from stagewright.searching.tiny_step import COSTS, BlockKind, Blocks, tiny_step_costs
 from stagewright.time.simulate.step import simulate
 
 PIPELINE = (
@@ -305,16 +305,15 @@ class _TinyRuns:
         self.cache: dict[tuple[Run, Execution, str], dict[str, Float]] = {}
 
     def costs(self, runs: Sequence[_TinyRun], *, halves: bool = False) -> dict[str, Float]:
-        """Tables [runs, kinds] by name; NaN where a run is refused."""
+        """Tables [runs, kinds] of all costs by name; NaN where a run is refused."""
         by_run = [dict(self._read(tiny)) for tiny in runs]
         if halves:
             for costs, tiny in zip(by_run, runs, strict=True):
                 split = tiny.run.model_copy(update={"schedule": "zb-h2"})
                 halved = self._read(tiny._replace(run=split))
                 costs |= {kind: halved[kind] for kind in "IW" if kind in halved}
-        names = dict.fromkeys(name for costs in by_run for name in costs)
         missing = np.full(len(self.blocks.kinds), np.nan)
-        return {name: np.array([costs.get(name, missing) for costs in by_run]) for name in names}
+        return {name: np.array([costs.get(name, missing) for costs in by_run]) for name in COSTS}
 
     def _read(self, tiny: _TinyRun) -> dict[str, Float]:
         """Costs by name: [kinds] each; none if the run is refused."""

@@ -30,11 +30,10 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int, distinct_numbers
 from stagewright.model.config import ModelConfig
-from stagewright.run.experiment import Experiment
+from stagewright.run.experiment import Experiment, describe
 from stagewright.run.requests import read_bytes
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
-from stagewright.run.sections.declare import setting_in_words
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.hardware import Hardware
@@ -247,14 +246,7 @@ class Candidates:
 
     def describe(self, index: int) -> str:
         """Run of one candidate, and non-default settings of its execution."""
-        run, execution = self.run(index), self.execution(index)
-        values = {name: getattr(execution, name) for name in sorted(_names_in("execution"))}
-        differ = [
-            setting_in_words(name, value)
-            for name, value in values.items()
-            if value != EXPERIMENT[name].default_of(run.framework)
-        ]
-        return " ".join([run.describe(), *differ])
+        return describe(self.run(index), self.execution(index))
 
     def cluster(self, index: int) -> ClusterSection:
         """Settings of one candidate's machine, except `hardware`."""

@@ -16,8 +16,10 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
+from stagewright.lower.routing import Load, Routing
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
+from stagewright.parallel.expert_sizes import BusiestRanks
 from stagewright.run.rule import ALL, EACH, RunCheck
 from stagewright.run.rules import AS_GIVEN, BATCH_CHECK, checks
 from stagewright.run.settings import Run
@@ -162,6 +164,11 @@ def _beyond_runs(mode: str, model: ModelConfig) -> list[Constraint]:
             _check_mesh,
         ),
         Constraint(
+            "expert_load suits the ranks of experts",
+            ("expert_load", "sequence_parallel", "tp", "cp", "dp", "ep", "etp", "order"),
+            _expert_load_check(),
+        ),
+        Constraint(
             "overlap_moe_expert_parallel_comm is possible", ep_overlap_reads, _check_ep_overlap
         ),
         Constraint(
@@ -188,6 +195,33 @@ def _check_execution(candidates: Candidates, index: int) -> None:
 
 def _check_mesh(candidates: Candidates, index: int) -> None:
     parallelization(candidates.run(index).resolved(candidates.model), candidates.model)
+
+
+def _expert_load_check() -> Callable[[Candidates, int], None]:
+    """Check of expert loads; a file is read once per division of experts and tokens."""
+    errors: dict[tuple[Any, ...], str] = {}
+
+    def check(candidates: Candidates, index: int) -> None:
+        load, model = candidates.column("expert_load").at(index), candidates.model
+        if load is None or not model.num_experts:
+            return
+        run = candidates.run(index).resolved(model)
+        mesh, plan = parallelization(run, model)
+        routing = Routing.of(run, model, mesh, plan, tokens=0)
+        key = load, routing.positions, routing.expert, routing.tokens
+        if key not in errors:
+            errors[key] = ""
+            try:
+                if run.mode == "train":
+                    Load.read(load, routing, model)
+                else:
+                    BusiestRanks.of(run, model, mesh, plan)
+            except UserError as error:
+                errors[key] = str(error)
+        if errors[key]:
+            raise UserError(errors[key])
+
+    return check
 
 
 def _check_ep_overlap(candidates: Candidates, index: int) -> None:

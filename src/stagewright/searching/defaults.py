@@ -20,6 +20,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
+from stagewright.searching.flags.megatron import recompute_names
 from stagewright.searching.machines import Fleet, divisors_of
 
 Axes = dict[str, Sequence[Any]]
@@ -102,12 +103,26 @@ def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
     axes["sequence_parallel"] = (False, True)
     axes["cp_comm_type"] = (run.cp_comm_type, "p2p", "all_gather", "a2a")
     axes["recompute"] = ("none", "selective", "full")
+    if run.flash_attention:
+        axes["recompute_modules"] = (run.recompute_modules, _selective_modules(run, model))
     if model.top_k >= FINE_GRAINED:
         axes["schedule"] = (*axes["schedule"], *FINE_GRAINED_SCHEDULES)
         if run.moe_token_dispatcher_type == "alltoall":
             axes["moe_flex_dispatcher"] = (False, True)
         axes |= _precision(run, model, fleets)
     return axes
+
+
+def _selective_modules(run: Run, model: ModelConfig) -> tuple[str, ...]:
+    """Modules that `selective` recomputes with flash attention, which saves no scores.
+
+    These are norms and activations, in Megatron-LM those for which it has a flag.
+    """
+    modules = ("norm", "activation")
+    if run.framework != "megatron":
+        return modules
+    names = recompute_names(run, model)
+    return tuple(module for module in modules if names[module]) or modules
 
 
 def _precision(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
@@ -139,13 +154,16 @@ _WITHOUT_DEGREE = {
 
 
 def without_effect(axes: Collection[str], values: Mapping[str, Sequence[Any]]) -> set[str]:
-    """Axes without effect, since a degree is always 1.
+    """Axes without effect, since a degree is always 1 or nothing recomputes modules.
 
     >>> sorted(without_effect(["vpp", "zero"], {"pp": (1,), "tp": (1, 2)}))
     ['vpp']
     """
     single = [degree for degree in _WITHOUT_DEGREE if tuple(values.get(degree, ())) == (1,)]
-    return {name for degree in single for name in _WITHOUT_DEGREE[degree] if name in axes}
+    names = {name for degree in single for name in _WITHOUT_DEGREE[degree]}
+    if "selective" not in values.get("recompute", ("selective",)):
+        names.add("recompute_modules")
+    return names.intersection(axes)
 
 
 def default_constraints(fixed: Collection[str]) -> list[Constraint]:
@@ -153,6 +171,10 @@ def default_constraints(fixed: Collection[str]) -> list[Constraint]:
     result: list[Constraint] = []
     if "etp" not in fixed:
         result.append(Constraint("by default etp is 1 or tp", ("etp", "tp"), _check_etp))
+    if "recompute_modules" not in fixed:
+        reads = ("recompute", "recompute_modules", "flash_attention")
+        requirement = "by default selective recomputation saves memory"
+        result.append(Constraint(requirement, reads, _check_modules))
     if "dp_shard" not in fixed:
         reads = ("dp_shard", "tp", "cp", "dp", HARDWARE)
         requirement = "by default copies of sharded states fill whole domains"
@@ -164,6 +186,16 @@ def _check_etp(candidates: Candidates, index: int) -> None:
     run = candidates.run(index)
     if run.etp not in (None, 1, run.tp):
         raise UserError(f"etp={run.etp} is neither 1 nor tp={run.tp}; list it with --etp to try it")
+
+
+def _check_modules(candidates: Candidates, index: int) -> None:
+    run = candidates.run(index)
+    fused = run.mode == "train" and run.flash_attention
+    if fused and run.recompute == "selective" and run.recompute_modules == ("core_attn",):
+        raise UserError(
+            "recompute_modules=core_attn saves nothing with flash attention; list it with "
+            "--recompute-modules to try it"
+        )
 
 
 def _check_hsdp(candidates: Candidates, index: int) -> None:

@@ -49,7 +49,9 @@ class Pipeline(NamedTuple):
         if microbatches <= filled + 2 * self.period:
             return (microbatches,)
         first = filled + microbatches % self.period
-        return (first, first + self.period)
+        counts = (first, first + self.period)
+        takes_both = all(schedule.takes(self.pp, n, self.microbatch_group) for n in counts)
+        return counts if takes_both else (microbatches,)
 
     @property
     def forwards_first(self) -> bool:
@@ -90,23 +92,27 @@ def pipelines(
     per_layer = [name for name in PER_LAYER if name in candidates.columns]
     names = {*PIPELINE, *(("recompute", *per_layer) if per_layer else ())} - {"global_batch_size"}
     placed = candidates.distinct(*(name for name in candidates.columns if name in names))
-    by_tuple: list[Pipeline] = []
+    runs: list[Run] = []
+    stages_of_tuple: list[tuple[tuple[int, ...], ...]] = []
     for index in placed.first.tolist():
         run = candidates.run(index).resolved(candidates.model)
         stages = [
             tuple(_kind(run, block, blocks) for block in stage)
             for stage in place_blocks(run, candidates.model)
         ]
-        by_tuple.append(
-            Pipeline(str(run.schedule), run.pp, run.vpp, run.microbatch_group, tuple(stages))
-        )
+        runs.append(run)
+        stages_of_tuple.append(tuple(stages))
     microbatches = candidates.microbatches
     first, of = distinct_numbers([placed.of, microbatches], len(candidates))
     number_of: dict[tuple[Pipeline, tuple[int, ...]], int] = {}
     number = np.zeros(len(first), dtype=np.int64)
     for n, index in enumerate(first.tolist()):
-        pipeline = by_tuple[int(placed.of[index])]
-        key = pipeline, pipeline.simulated_counts(int(microbatches[index]))
+        count, tuple_index = int(microbatches[index]), int(placed.of[index])
+        run = runs[tuple_index]
+        pipeline = Pipeline(
+            str(run.schedule), run.pp, run.vpp, run.group_of(count), stages_of_tuple[tuple_index]
+        )
+        key = pipeline, pipeline.simulated_counts(count)
         number[n] = number_of.setdefault(key, len(number_of))
     group = number[of]
     order = np.argsort(group, kind="stable")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int, distinct_numbers
-from stagewright.errors import UserError
+from stagewright.errors import UserError, either
 from stagewright.searching import objectives
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.figures import Figures
@@ -24,6 +25,8 @@ MEMORY_SLACK = 0.05
 """Minimum assumed error of estimated bytes."""
 TIE = 0.01
 """Candidates within this share of the best count as equal."""
+MEMORY_STEP = 0.01
+"""Minimum share of device memory by which a slower candidate wins a tie."""
 LAYOUT = ("tp", "cp", "pp", "ep", "zero", "recompute", HARDWARE)
 """Settings of a layout, plus the number of GPUs; the best of its variants is listed."""
 
@@ -72,28 +75,51 @@ class Ranking:
         """Simulated candidates that fit, best first; of several objectives, the front."""
         return best_of(self.figures, self.figures.exact & self.fits, self.options.objectives)
 
-    @cached_property
-    def best(self) -> Int:
-        """Winners after the search. Ties within 1%: sharded optimizer states, then least memory.
-
-        Recipes shard these states (ZeRO-1). A front keeps its order.
-        """
+    def rows(self) -> Int:
+        """The best of each layout, best first; of several objectives, the front."""
         winners = self.winners
         if len(self.options.objectives) > 1 or len(winners) < 2:
             return winners
-        values = objectives.values(self.figures, self.options.objectives)[winners, 0]
-        tied = winners[values <= values[0] + TIE * abs(values[0])]
-        unsharded = self.candidates.numbers("zero")[tied] == 0
-        first = tied[np.lexsort((self.figures.peak[tied], unsharded))[0]]
-        return np.concatenate([[first], winners[winners != first]])
+        values = objectives.values(self.figures, self.options.objectives)[:, 0]
+        layout = layouts(self.candidates.take(winners))
+        order = np.argsort(layout, kind="stable")
+        groups = np.split(winners[order], np.flatnonzero(np.diff(layout[order])) + 1)
+        rows = np.array(
+            [self._tie_winner(group, values, float(values[int(group[0])])) for group in groups]
+        )
+        rows = rows[np.lexsort((rows, values[rows]))]
+        first = self._tie_winner(rows, values, float(values[int(winners[0])]))
+        return np.concatenate([[first], rows[rows != first]])
+
+    def _tie_winner(self, indices: Int, values: Float, fastest: float) -> int:
+        """Best of candidates that are within 1% of the fastest; `indices` are best first.
+
+        Sharded optimizer states win, since recipes shard them (ZeRO-1). Among these a slower
+        candidate wins if it takes 1% of device memory less.
+        """
+        tied = indices[values[indices] <= fastest + TIE * abs(fastest)]
+        sharded = self.candidates.take(tied).numbers("zero") > 0
+        first, *others = tied[sharded].tolist() if sharded.any() else tied.tolist()
+        for index in others:
+            if self.saves_memory(index, first):
+                first = index
+        return first
+
+    def saves_memory(self, index: int, other: int) -> bool:
+        """True if a candidate takes at least 1% of device memory less than another."""
+        saved = self.figures.peak[other] - self.figures.peak[index]
+        return bool(saved >= MEMORY_STEP * self.figures.device_memory[index])
+
+    @cached_property
+    def best(self) -> Int:
+        """Winners after the search: the first of `rows`, then the others best first."""
+        winners, rows = self.winners, self.rows()
+        return np.concatenate([rows[:1], winners[winners != rows[0]]]) if len(rows) else winners
 
     @cached_property
     def listed(self) -> Int:
-        """Best candidates to list: one of each layout, unless the options ask for all variants."""
-        best = self.best
-        if not self.options.all_variants and len(self.options.objectives) == 1:
-            best = best[first_of_each(layouts(self.candidates)[best])]
-        return best[: self.options.top]
+        """Candidates to list after the search: `rows`, or with `all_variants` all of `best`."""
+        return (self.best if self.options.all_variants else self.rows())[: self.options.top]
 
     @property
     def fits(self) -> Bool:
@@ -218,6 +244,26 @@ class NothingFound(UserError):
         self.ranking, self.too_large = ranking, too_large
 
 
+_LESS_MEMORY: Mapping[str, tuple[str, Callable[[Sequence[Any]], bool]]] = {
+    "zero": ("--zero 3", lambda values: max(values) < 3),
+    "recompute": ("--recompute full", lambda values: "full" not in values),
+    "tp": ("a larger --tp", lambda values: max(values) == 1),
+    "pp": ("a larger --pp", lambda values: max(values) == 1),
+    "micro_batch_size": ("--micro-batch-size 1", lambda values: min(values) > 1),
+}
+"""Advice by setting, and whether the values that were tried leave room for it."""
+
+
+def _advice(candidates: Candidates) -> str:
+    """Settings that hold less memory than those tried, then what always helps."""
+    advice = [
+        text
+        for name, (text, applies) in _LESS_MEMORY.items()
+        if candidates.base.run.mode == "train" and applies(candidates.column(name).values)
+    ]
+    return f"try {either([*advice, 'more GPUs', 'more memory'])}; --allow-oom ranks them"
+
+
 def nothing_found(ranking: Ranking) -> NothingFound:
     """Error of a search without an answer."""
     figures, candidates = ranking.figures, ranking.candidates
@@ -242,7 +288,6 @@ def nothing_found(ranking: Ranking) -> NothingFound:
     peak, limit = figures.peak[nearest] / 1e9, figures.device_memory[nearest] / 1e9
     message = (
         f"none of the {len(candidates):,} candidates fits: the least takes {peak:.4g} GB of "
-        f"{limit:.4g} GB{source} ({candidates.describe(nearest)}); use more GPUs, more memory, or "
-        "--allow-oom to see them"
+        f"{limit:.4g} GB{source} ({candidates.describe(nearest)}); {_advice(candidates)}"
     )
     return NothingFound(message, ranking, too_large=True)

@@ -269,7 +269,9 @@ def _completed(
     if "precision" in fixed:
         defaults.pop("fp8_recipe", None)
     tried = {name: values for name, values in defaults.items() if name not in fixed}
-    degrees = {name: (getattr(run, name),) for name in ("tp", "cp", "pp") if name in fixed}
+    degrees = {
+        name: (getattr(run, name),) for name in ("tp", "cp", "pp", "recompute") if name in fixed
+    }
     no_effect = without_effect(tried, {**tried, **degrees, **axes})
     axes |= {name: tuple(values) for name, values in tried.items() if name not in no_effect}
     if axes.get("precision") == ("fp8",) and "precision" not in fixed:

@@ -2,7 +2,8 @@
 
 First the best variant of each of the best layouts is simulated. Then candidates are simulated in
 the order of their estimates, until no estimate, reduced by its stage's worst error so far, beats
-the best. A small space is simulated without estimates.
+the best. At the end follow candidates of rows that are printed: the best of each choice, and
+variants of a listed layout that may take less memory. A small space is simulated without estimates.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.searching import objectives
 from stagewright.searching.candidates import Candidates
+from stagewright.searching.choices import choices_of
 from stagewright.searching.estimate import estimate, lower_bounds
 from stagewright.searching.figures import Figures, with_costs
 from stagewright.searching.ranking import (
+    MEMORY_STEP,
+    SLACK,
+    TIE,
     Ranking,
     SearchOptions,
     best_of,
@@ -33,6 +38,12 @@ SMALL = 70
 """Spaces of at most this many candidates are simulated whole: estimates would cost as much."""
 BATCH = 20
 """Batch size; independent of the number of workers, so answers are too."""
+BATCHES_THAT_DO_NOT_FIT = 2
+"""Batches after which a search ends whose candidates do not fit, least memory first."""
+CHOICE_ROUNDS = 2
+"""Rounds in which the best estimate of each choice is simulated."""
+MOST_CHOICES = 40
+"""Limit of simulations for choices."""
 
 Estimate = Callable[[Candidates, Executor | None], Figures]
 
@@ -67,9 +78,14 @@ class _Simulator:
         ranking.stopped = results.stopped
 
     @property
+    def remaining(self) -> int:
+        """Number of candidates that the options still allow to simulate."""
+        return max(0, self.ranking.options.most - int(self.ranking.attempted.sum()))
+
+    @property
     def at_limit(self) -> bool:
         """True if as many candidates were attempted as the options allow."""
-        return int(self.ranking.attempted.sum()) >= self.ranking.options.most
+        return not self.remaining
 
 
 def search(
@@ -104,6 +120,9 @@ def search(
         ranking.bounds = lower_bounds(candidates) if options.exact else None
         _simulate_layouts(simulator)
         _simulate_promising(simulator)
+        _simulate_choices(simulator)
+        _simulate_smaller(simulator)
+        _simulate_promising(simulator)
     if not len(ranking.best):
         raise nothing_found(ranking)
     return ranking
@@ -112,7 +131,7 @@ def search(
 def _simulate_layouts(simulator: _Simulator) -> None:
     """Simulate the best variant of each of the best layouts, or points of the estimated front.
 
-    If none fits, continue with those that lack least memory.
+    If none fits, two batches follow of those that need least memory by their estimates.
     """
     ranking = simulator.ranking
     estimates, options = ranking.estimates, ranking.options
@@ -124,10 +143,14 @@ def _simulate_layouts(simulator: _Simulator) -> None:
     elif len(order) > options.top:
         order = order[np.linspace(0, len(order) - 1, options.top).astype(np.int64)]
     simulator.simulate(order[: options.top])
-    excess = estimates.peak / np.maximum(estimates.device_memory, 1)
-    too_large = np.flatnonzero(usable & ~fits)
-    too_large = too_large[np.argsort(excess[too_large], kind="stable")]
-    remaining = np.concatenate([order[options.top :], too_large, np.flatnonzero(~usable)])
+    share = estimates.peak / np.maximum(estimates.device_memory, 1)
+    remaining = np.flatnonzero(usable & ~ranking.attempted)
+    remaining = remaining[np.argsort(share[remaining], kind="stable")]
+    most = BATCHES_THAT_DO_NOT_FIT * BATCH
+    if len(remaining) < most:
+        remaining = np.concatenate([remaining, np.flatnonzero(~usable)])
+    else:
+        remaining = remaining[:most]
     for begin in range(0, len(remaining), BATCH):
         if len(ranking.winners) or ranking.stopped or simulator.at_limit:
             return
@@ -148,3 +171,55 @@ def _simulate_promising(simulator: _Simulator) -> None:
         if len(options.objectives) == 1:
             order = order[np.argsort(values[order, 0], kind="stable")]
         simulator.simulate(order[:BATCH])
+
+
+def _simulate_choices(simulator: _Simulator) -> None:
+    """Simulate the best estimate of each choice that beats what is simulated of the choice.
+
+    Differences below `SLACK` do not count.
+    """
+    ranking, names = simulator.ranking, simulator.ranking.options.objectives[:1]
+    remaining = MOST_CHOICES
+    for _ in range(CHOICE_ROUNDS):
+        if not len(ranking.winners):
+            return
+        values = objectives.values(ranking.figures, names)[:, 0]
+        attempted, usable = ranking.attempted, ranking.fits & np.isfinite(values)
+        estimated = np.where(usable & ~attempted, values, np.inf)
+        exact = np.where(usable & ranking.figures.exact, values, np.inf)
+        indices: dict[int, None] = {}
+        for choice in choices_of(ranking.candidates):
+            index = int(np.argmin(np.where(choice.mask, estimated, np.inf)))
+            simulated = float(exact[choice.mask].min(initial=np.inf))
+            if _is_less(float(estimated[index]), simulated):
+                indices[index] = None
+        selected = [*indices][: min(remaining, simulator.remaining)]
+        remaining -= len(selected)
+        simulator.simulate(np.array(selected, dtype=np.int64))
+
+
+def _is_less(estimate: float, simulated: float) -> bool:
+    """True if an estimate is below a simulated objective by more than `SLACK`."""
+    if not np.isfinite(simulated):
+        return bool(np.isfinite(estimate))
+    return estimate < simulated - SLACK * abs(simulated)
+
+
+def _simulate_smaller(simulator: _Simulator) -> None:
+    """Simulate a variant of each listed layout that ties by its estimate and takes less memory."""
+    ranking, options = simulator.ranking, simulator.ranking.options
+    if len(options.objectives) > 1 or options.all_variants:
+        return
+    estimates, rows = ranking.estimates, ranking.rows()[: options.top]
+    values = objectives.values(estimates, options.objectives)[:, 0]
+    exact = objectives.values(ranking.figures.take(rows), options.objectives)[:, 0]
+    layout, peak = layouts(ranking.candidates), estimates.peak
+    usable = ranking.fits & ~ranking.attempted & np.isfinite(values)
+    selected: list[int] = []
+    for index, value in zip(rows.tolist(), exact.tolist(), strict=True):
+        least = ranking.figures.peak[index] - MEMORY_STEP * estimates.device_memory[index]
+        variants = usable & (layout == layout[index]) & (peak <= least)
+        variants = np.flatnonzero(variants & (values <= value + TIE * abs(value)))
+        if len(variants):
+            selected.append(int(variants[np.argmin(peak[variants])]))
+    simulator.simulate(np.array(selected[: simulator.remaining], dtype=np.int64))

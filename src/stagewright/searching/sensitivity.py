@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
+from typing import NamedTuple
 
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.searching.candidates import Candidates
@@ -11,40 +11,52 @@ from stagewright.searching.machines import specs_of, with_specs
 from stagewright.searching.simulated import step_of
 from stagewright.time.simulate.step import simulate
 
-_CHANGE = 0.05
-_PATHS = (
-    *("memory_bandwidth_gb_s", "host_bandwidth_gb_s", "kernel_launch_us"),
-    *("scale_up.bandwidth_gb_s", "scale_up.latency_us", "scale_up.hop_us"),
-    *("scale_out.bandwidth_gb_s", "scale_out.latency_us", "scale_out.hop_us"),
-    *("host_factor", "sustained_fraction.bf16"),
+_CHANGE = 0.01
+_LARGER_IS_BETTER = (
+    *("memory_bandwidth_gb_s", "host_bandwidth_gb_s"),
+    *("scale_up.bandwidth_gb_s", "scale_out.bandwidth_gb_s", "sustained_fraction.bf16"),
 )
+_SMALLER_IS_BETTER = (
+    *("kernel_launch_us", "host_factor"),
+    *("scale_up.latency_us", "scale_up.hop_us", "scale_out.latency_us", "scale_out.hop_us"),
+)
+_MIN_CHANGE = 5e-6
+"""Minimum relative change of a step that is reported."""
 
 
-def sensitivities(candidates: Candidates, index: int) -> dict[str, float]:
-    """Percent by which the step gets longer if a spec grows by one percent, largest first.
+class Sensitivity(NamedTuple):
+    """Relative changes of a step's seconds where a spec gets 1% worse, and 1% better."""
 
-    Central differences over 5% of each spec, with the same execution: the derivative of the
-    optimum, as long as no other candidate overtakes it. Specs without effect are left out.
+    worse: float
+    better: float
+
+
+def sensitivities(candidates: Candidates, index: int) -> dict[str, Sensitivity]:
+    """Sensitivity of a candidate's step to each spec, largest first; 0 is left out.
+
+    The execution stays the same. No clock is above the benchmark's.
     """
     machine = candidates.machine(index)
     product = PRECISIONS[candidates.run(index).precision].product
-    compiled = step_of(candidates, index).compiled
+    base = step_of(candidates, index)
     execution, stragglers = candidates.execution(index), candidates.cluster(index).stragglers
     specs = specs_of(machine.hardware)
-    slopes: dict[str, float] = {}
-    for path in (f"peak_{product}_tflops", *_PATHS):
-        value = specs.get(path, 0)
-        if not value:
-            continue
-        logs: list[float] = []
-        for factor in (1 - _CHANGE, 1 + _CHANGE):
-            if path.startswith("sustained_fraction") and value * factor > 1:
-                factor = 1.0  # no clock is above the benchmark's
-            hardware = with_specs(machine.hardware, {path: value * factor})
-            changed = candidates.machine(index, hardware=hardware)
-            changed = replace(changed, direct_all_reduce=machine.direct_all_reduce)
-            step = simulate(compiled, changed, execution, stragglers)
-            logs += [math.log(step.seconds), math.log(factor)]
-        slopes[path] = (logs[2] - logs[0]) / (logs[3] - logs[1])
-    ordered = sorted(slopes.items(), key=lambda item: -abs(item[1]))
-    return {path: slope for path, slope in ordered if abs(slope) >= 5e-4}
+
+    def change(path: str, factor: float) -> float:
+        value = specs[path] * factor
+        if path.startswith("sustained_fraction"):
+            value = min(value, 1.0)
+        hardware = with_specs(machine.hardware, {path: value})
+        changed = candidates.machine(index, hardware=hardware)
+        changed = replace(changed, direct_all_reduce=machine.direct_all_reduce)
+        step = simulate(base.compiled, changed, execution, stragglers)
+        return step.seconds / base.seconds - 1
+
+    result: dict[str, Sensitivity] = {}
+    for path in (f"peak_{product}_tflops", *_LARGER_IS_BETTER, *_SMALLER_IS_BETTER):
+        if specs.get(path):
+            sign = -1 if path in _SMALLER_IS_BETTER else 1
+            changes = (change(path, 1 - sign * _CHANGE), change(path, 1 + sign * _CHANGE))
+            result[path] = Sensitivity(*changes)
+    ordered = sorted(result.items(), key=lambda item: -max(map(abs, item[1])))
+    return {path: both for path, both in ordered if max(map(abs, both)) >= _MIN_CHANGE}

@@ -25,6 +25,14 @@ _STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
 _FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
+COSTS = (
+    *("F", "B", "I", "W", "F kernels", "B kernels", "F experts", "B experts", "F host", "B host"),
+    *("energy over TDP", "saved", "transient", *_STATE_CATEGORIES, "optimizer seconds"),
+    *(f"{group} {use}" for group in GROUPS for use in USES),
+)
+"""Names of all costs of a tiny run."""
+
+
 class BlockKind(NamedTuple):
     """Kind of blocks with equal costs."""
 

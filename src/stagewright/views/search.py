@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ from stagewright.errors import either
 from stagewright.numbers import duration, many, quantity, side_by_side
 from stagewright.program.fit import NEARLY_FULL
 from stagewright.run.sections import EXPERIMENT, SETTINGS
-from stagewright.run.sections.declare import setting_in_words, text_of
+from stagewright.run.sections.declare import setting_in_words
 from stagewright.searching import objectives
 from stagewright.searching.candidates import HARDWARE, Candidates
+from stagewright.searching.choices import choices_of
 from stagewright.searching.enumeration import Removed
 from stagewright.searching.ranking import TIE, Ranking
 from stagewright.texttable import Table
@@ -22,13 +23,8 @@ from stagewright.texttable import Table
 UNTIL_STOPPED = "the best of what was simulated until then"
 EXPECTED_ERROR: Mapping[str, float] = {"dense": 0.06, "experts": 0.14}
 """Mean error of predicted steps, dense models and MoEs (docs/time.md#how-good-it-is)."""
-_CHOICES = ("tp", "pp", "cp", "ep", "etp", "zero", "recompute", "precision", HARDWARE)
-"""Settings whose values are compared, besides those that the user varies."""
-_VARIANTS = (
-    *("dp", "vpp", "micro_batch_size", "schedule", "sequence_parallel", "cp_comm_type"),
-    *("moe_flex_dispatcher", "fp8_recipe", "memory_allowance"),
-)
-"""Settings of variants of a layout, whose values are not compared."""
+WHY = "why (% of the best step)"
+"""Column of the part of a step that grew most, in percent of the best step."""
 _MIN_SHARE = 0.005
 """Minimum share that is shown."""
 _FEW_SYSTEMS = 8
@@ -156,8 +152,9 @@ def choice(ranking: Ranking) -> str:
         return ""
     more = abs(values[first] / values[fastest] - 1)
     peaks = ranking.figures.peak
-    less = int(peaks[fastest] - peaks[first])
-    why = f"takes {quantity(less, 'B')} less" if less > 0 else "uses ZeRO-1, as recipes do"
+    why = "shards optimizer states, as recipes do"
+    if ranking.saves_memory(first, fastest):
+        why = f"takes {quantity(int(peaks[fastest] - peaks[first]), 'B')} less"
     return (
         f"candidates within {TIE:.0%} count as equal: run 1 is {more:.1%} behind "
         f"{words(ranking.candidates, fastest)}, and {why}"
@@ -209,17 +206,17 @@ def missing_hardware(ranking: Ranking) -> str:
 
 
 def choices(ranking: Ranking) -> Table:
-    """Table of the best step for each value of a setting, and why it is slower.
+    """Table of the best simulated step for each value of a setting, and why it is slower.
 
-    Other settings are free. Estimates are marked `~`.
+    Other settings are free. An estimate, marked `~`, stands where nothing that fits was simulated.
     """
     columns: dict[str, list[Any]] = {
-        name: [] for name in ("setting", "value", _value_name(ranking), "against the best", "why")
+        name: [] for name in ("setting", "value", _value_name(ranking), "against the best", WHY)
     }
-    for name, value, mask in _alternatives(ranking):
-        columns["setting"].append("GPUs" if name == "gpus" else name)
-        columns["value"].append(value)
-        cells = _price(ranking, mask)
+    for choice in choices_of(ranking.candidates):
+        columns["setting"].append(choice.setting)
+        columns["value"].append(choice.value)
+        cells = _price(ranking, choice.mask)
         for column, cell in zip([*columns][2:], cells, strict=True):
             columns[column].append(cell)
     return Table("Best for each choice", columns)
@@ -230,23 +227,6 @@ def _value_name(ranking: Ranking) -> str:
     return "step" if objective == "time" else objective
 
 
-def _alternatives(ranking: Ranking) -> Iterator[tuple[str, str, Bool]]:
-    """Setting, value and mask of its candidates, for each value that is compared."""
-    candidates = ranking.candidates
-    names = [n for n in _CHOICES if n in candidates.columns]
-    names += [n for n in candidates.columns if n not in {*_CHOICES, *_VARIANTS}]
-    for name in names:
-        column = candidates.columns[name]
-        if len(column.values) < 2:
-            continue
-        order = sorted(range(len(column.values)), key=lambda code: _order(column.values[code]))
-        for code in order:
-            yield name, _text(name, column.values[code]), column.codes == code
-    worlds = candidates.world_size
-    for gpus in np.unique(worlds).tolist() if (worlds != worlds[0]).any() else ():
-        yield "gpus", f"{gpus:,}", worlds == gpus
-
-
 def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
     """Best candidate of a mask: its value, the distance to the best, and the reason."""
     names = ranking.options.objectives[:1]
@@ -254,14 +234,10 @@ def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
     values = objectives.values(figures, names)[:, 0]
     usable = mask & ranking.fits & np.isfinite(values)
     if not usable.any():
-        large = np.flatnonzero(mask & ~np.isnan(figures.seconds))
-        if not len(large):
-            return "unknown", "", ""
-        lacking = (figures.peak - figures.device_memory)[large]
-        row = int(large[np.argmin(lacking)])
-        return "does not fit", "", _too_large(ranking, row).removeprefix("does not fit: ")
-    row = int(np.argmin(np.where(usable, values, np.inf)))
-    if mask[first] and values[row] >= values[first] * (1 - TIE):
+        return _why_none(ranking, mask)
+    simulated = usable & figures.exact
+    row = int(np.argmin(np.where(simulated if simulated.any() else usable, values, np.inf)))
+    if mask[first] and values[row] >= values[first] - TIE * abs(values[first]):
         row = first
     mark = "" if figures.exact[row] else "~"
     if names[0] == "time":
@@ -278,14 +254,28 @@ def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
     return f"{mark}{value}", f"{mark}{more:+.1%}", reason or words(ranking.candidates, row)
 
 
+def _why_none(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
+    """Cells of a choice without a candidate that fits: missing memory, or the error of a run."""
+    figures = ranking.figures
+    large = np.flatnonzero(mask & ~np.isnan(figures.seconds))
+    if len(large):
+        lacking = (figures.peak - figures.device_memory)[large]
+        row = int(large[np.argmin(lacking)])
+        return "does not fit", "", _too_large(ranking, row).removeprefix("does not fit: ")
+    refused = next((row for row in ranking.refused if mask[row]), None)
+    return ("unknown", "", "") if refused is None else ("refused", "", ranking.refused[refused])
+
+
 def _reason(ranking: Ranking, row: int, first: int) -> str:
-    """Part of the step that grew most against the best, and the candidate's settings."""
+    """Part of the step that grew most, as a share of the best step, and the settings."""
     parts, best_parts = _parts(ranking, row), _parts(ranking, first)
     total = sum(best_parts.values())
     growth = {name: (size - best_parts[name]) / total for name, size in parts.items()}
     name = max(growth, key=lambda part: growth[part])
     settings = words(ranking.candidates, row)
-    return f"{name} {growth[name]:+.0%}: {settings}" if growth[name] >= _MIN_SHARE else settings
+    if growth[name] < _MIN_SHARE:
+        return settings
+    return f"{name} {growth[name]:+.0%}: {settings}"
 
 
 def _parts(ranking: Ranking, row: int) -> dict[str, float]:
@@ -297,18 +287,6 @@ def _parts(ranking: Ranking, row: int) -> dict[str, float]:
     kernels = float(figures.seconds[row]) - bubble - waits
     parts = {"kernels": kernels, "bubble": bubble, "communication": waits}
     return {name: size / tokens for name, size in parts.items()}
-
-
-def _order(value: Any) -> tuple[bool, Any]:
-    """Sort key: numbers by size, then other values by name."""
-    number = isinstance(value, int | float)
-    return (not number, value if number else _text("", value))
-
-
-def _text(name: str, value: Any) -> str:
-    if name == HARDWARE or hasattr(value, "scale_up"):
-        return value.name
-    return "on" if value is True else "off" if value is False else text_of(value)
 
 
 # ---- removed combinations, and certainty ------------------------------------------------
@@ -325,15 +303,10 @@ def removed(constraints: Sequence[Removed]) -> Table:
 
 
 def certainty(ranking: Ranking) -> str:
-    """Sentences on the errors of estimates, and on candidates that could still win."""
+    """Sentences on the errors of estimates, and on whether the best is proven."""
     if ranking.proven:
-        return (
-            "proven: every other candidate has been simulated, or its lower bound is above the best"
-        )
+        return "proof: every other candidate was simulated, or has a lower bound above the best"
     sentences: list[str] = []
-    complete = bool(ranking.attempted.all())
-    if complete:
-        sentences.append("all candidates have been simulated")
     for name in ranking.options.objectives:
         errors = ranking.errors(name)
         if len(errors):
@@ -343,24 +316,29 @@ def certainty(ranking: Ranking) -> str:
     missing = int(ranking.without_metrics.sum())
     if missing:
         were = many(missing, "candidate was", "candidates were")
-        sentences.append(f"{were} neither estimated nor simulated, and any could {_win(ranking)}")
-    if len(ranking.best) and not complete:
+        sentences.append(
+            f"no proof: {were} neither estimated nor simulated, and any could {_win(ranking)}"
+        )
+    if bool(ranking.attempted.all()):
+        sentences.append("proof: all candidates were simulated")
+    elif len(ranking.best):
         sentences.append(_open(ranking))
-    return "; ".join(sentences) or "no candidate has been simulated"
+    return "; ".join(sentences) or "no candidate was simulated"
 
 
 def _open(ranking: Ranking) -> str:
-    """Number of candidates that were not simulated and could still win."""
-    num_open = len(ranking.open)
-    if not num_open:
+    """Sentence on candidates that were not simulated and could still win."""
+    num_open, exact = len(ranking.open), ranking.options.objectives == ("time",)
+    if num_open:
+        count = many(num_open, "candidate", "candidates")
         return (
-            f"no candidate beyond those simulated can {_win(ranking)}, unless its estimate is "
-            "further off"
+            f"no proof: {count} not simulated could {_win(ranking)}, by estimates that are this "
+            f"far off; raise --most{', or give --exact' if exact else ''}"
         )
-    exact = "--exact or " if ranking.options.objectives == ("time",) else ""
+    advice = "; --exact gives proof" if exact else ""
     return (
-        f"{many(num_open, 'candidate', 'candidates')} beyond those simulated could still "
-        f"{_win(ranking)}, if estimates were as far off; {exact}a larger --most tells"
+        f"no proof: a candidate not simulated can {_win(ranking)} only if its estimate is further "
+        f"off{advice}"
     )
 
 

@@ -691,3 +691,19 @@ def test_search_says_which_frameworks_flags_it_prints(call: Call, name: str):
         f"stagewright: error: --as {name}: wanted megatron or torchtitan, whose flags are "
         "printed; a model's family is for config.json files, and gpt2 is a preset\n",
     )
+
+
+def test_a_search_without_a_terminal_says_when_it_estimates(
+    call: Call, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("stagewright.searching.search.SMALL", 0)
+    settings = "--gpus 2 --tp 1 --pp 1 --cp 1 --zero 1 --recompute none --global-batch-size 16"
+    found = call("search", *SMALL, *settings.split(), "--hardware", "h100-sxm", "--workers", "1")
+    lines = found.err.splitlines()
+    begin = next(n for n, line in enumerate(lines) if "estimating 4 candidates" in line)
+    assert lines[begin + 1] == "stagewright: estimated 4 candidates; simulating the best"
+
+
+def test_a_simulation_names_its_execution(call: Call):
+    found = call("simulate", *SMALL, "--overlap-param-gather", "--hardware", "h100-sxm")
+    assert " overlap_param_gather on 1 x h100-sxm" in found.out.splitlines()[0]

@@ -18,6 +18,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import Column
 from stagewright.searching.flags import TOOLS, flags, notes
+from stagewright.time.hardware import resolve
 
 MEGATRON = frozenset({
     "--attention-backend", "--attention-dropout", "--bf16", "--ckpt-format", "--clip-grad",
@@ -447,3 +448,23 @@ def test_what_is_timed_is_no_setting_of_a_framework():
     assert "# grad_reduce=microbatch has no flag" in lines(
         "megatron", "llama3-8b", dp=2, grad_reduce="microbatch"
     )
+
+
+@pytest.mark.parametrize(
+    ("hardware", "settings", "warned"),
+    [
+        ("h100-sxm", {"zero": 3, "tp": 2}, True),
+        ("h100-sxm", {"zero": 2, "cp": 2}, True),
+        ("h100-sxm", {"zero": 1, "tp": 2}, False),
+        ("h100-sxm", {"zero": 3}, False),
+        ("b200", {"zero": 3, "tp": 2}, False),
+    ],
+)
+def test_megatron_fsdp_with_tp_or_cp_is_noted(
+    hardware: str, settings: dict[str, int], warned: bool
+):
+    columns = {name: Column.of([value]) for name, value in {"dp": 2, **settings}.items()}
+    columns["hardware"] = Column.constant(resolve(hardware), 1)
+    base = Experiment(Run(model="llama3-8b"), ClusterSection(), Execution())
+    said = notes(candidates_of(base, columns), 0, "megatron")
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS" in note for note in said) == warned

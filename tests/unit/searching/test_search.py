@@ -15,20 +15,24 @@ from stagewright.errors import UserError
 from stagewright.run.experiment import Experiment
 from stagewright.run.files import flat, read_settings
 from stagewright.run.sections.cluster import ClusterSection
+from stagewright.schedule.schedules import SCHEDULES
+from stagewright.searching import block_costs, simulated
 from stagewright.searching import search as searching
-from stagewright.searching import simulated
 from stagewright.searching.candidates import HARDWARE, Candidates, Column
 from stagewright.searching.estimate import estimate
 from stagewright.searching.figures import Figures
 from stagewright.searching.machines import varied
 from stagewright.searching.objectives import front
+from stagewright.searching.pipelines import Pipeline
 from stagewright.searching.ranking import NothingFound, SearchOptions
 from stagewright.searching.request import search_request
 from stagewright.searching.run_file import hardware_file, printed_run_file, run_file, write_run_file
 from stagewright.searching.search import search
+from stagewright.searching.sensitivity import sensitivities
 from stagewright.searching.simulated import simulate_all
 from stagewright.time.hardware import resolve
 from stagewright.views.search import (
+    WHY,
     best,
     certainty,
     choice,
@@ -133,6 +137,81 @@ def test_equal_candidates_are_told_apart_by_memory(truth: dict[int, tuple[float,
         "candidates within 1% count as equal: run 1 is 0.5% behind micro_batch_size=4, and takes "
         "4 B less"
     )
+
+
+@pytest.mark.usefixtures("truth")
+def test_a_saving_below_a_percent_of_memory_breaks_no_tie(truth: dict[int, tuple[float, int]]):
+    rows = candidates(micro_batch_size=[2, 4], tp=1)
+    truth[2], truth[4] = (2.01, 7_000), (2.0, 7_009)
+    result = search(rows, SearchOptions(allow_oom=True))
+    assert rows.run(int(result.best[0])).micro_batch_size == 2
+    device = replace(result.figures, device_memory=np.full(2, 1_000))
+    result = replace(result, figures=device)
+    assert rows.run(int(result.best[0])).micro_batch_size == 4
+    assert choice(result) == ""
+
+
+def test_a_row_of_a_layout_ties_by_memory(truth: dict[int, tuple[float, int]]):
+    rows = candidates(micro_batch_size=[1, 2, 4], tp=1, recompute=["none", "full"])
+    truth[4], truth[2], truth[1] = (2.0, 9), (2.01, 5), (4.0, 1)
+    result = search(rows)
+    assert [rows.run(row).micro_batch_size for row in result.listed.tolist()] == [2, 2]
+    assert len(search(rows, SearchOptions(all_variants=True)).listed) == 6
+
+
+@pytest.mark.usefixtures("large")
+def test_a_smaller_variant_of_a_listed_layout_is_simulated(truth: dict[int, tuple[float, int]]):
+    rows = candidates(micro_batch_size=[1, 2, 4], tp=1, recompute=["none", "full"])
+    truth[4], truth[2] = (2.0, 9), (2.01, 5)
+    slow = [2.02, 2.0, 2.0]
+    columns = estimated([3.0, 2.0, 2.0, *slow], [5, 5, 9, 5, 5, 9])
+    result = search(rows, estimates=columns)
+    assert [rows.run(row).micro_batch_size for row in result.listed.tolist()] == [2, 2]
+
+
+@pytest.mark.usefixtures("large", "truth")
+def test_a_search_ends_where_two_batches_do_not_fit():
+    rows = candidates(micro_batch_size=[8], tp=1, zero=[0, 1, 2], recompute=["none", "full"])
+    columns = estimated([1.0] * 6, [14, 12, 13, 11, 15, 16])
+    advice = "try --zero 3, a larger --tp, a larger --pp, --micro-batch-size 1, more GPUs or more"
+    with pytest.raises(NothingFound, match=advice) as nothing:
+        search(rows, estimates=columns)
+    assert nothing.value.ranking.simulated == 2
+
+
+def test_groups_of_interleaved_stages_follow_the_microbatches():
+    settings: dict[str, Any] = {
+        "model": "llama3-8b", "layers": 4, "seq_length": 128, "framework": "torchtitan", "pp": 2,
+        "vpp": 2, "tp": 1, "cp": 1, "zero": 1, "global_batch_size": 8, "recompute": "none",
+    }  # fmt: skip
+    request = search_request(settings, hardware=["h100-sxm"], gpus=4)
+    rows = request.space.enumerate().candidates
+    assert len({*rows.microbatches.tolist()}) > 1
+    assert np.isfinite(estimate(rows).seconds).all()
+
+
+def test_orders_that_a_schedule_refuses_are_not_extrapolated():
+    pipeline = Pipeline("zb-h1", 8, 1, None, ())
+    for count in range(8, 200):
+        if SCHEDULES["zb-h1"].takes(8, count):
+            assert all(SCHEDULES["zb-h1"].takes(8, n) for n in pipeline.simulated_counts(count))
+
+
+def test_candidates_whose_tiny_runs_are_refused_have_no_estimate(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError("refused")
+
+    rows = candidates(micro_batch_size=[1, 2], tp=[1, 2], recompute=["none", "full"])
+    monkeypatch.setattr(block_costs, "compile", refuse)
+    assert np.isnan(estimate(rows).seconds).all()
+
+
+def test_sensitivities_have_two_sides():
+    rows = candidates(micro_batch_size=[8], tp=1)
+    changes = sensitivities(rows, 0)
+    assert changes["memory_bandwidth_gb_s"].worse > 0 > changes["memory_bandwidth_gb_s"].better
+    latencies = [change for path, change in changes.items() if path.endswith("_us")]
+    assert all(change.worse >= 0 >= change.better for change in latencies)
 
 
 @pytest.mark.usefixtures("truth")
@@ -393,7 +472,39 @@ def test_the_price_of_other_choices_is_listed(truth: dict[int, tuple[float, int]
     table = choices(search(rows))
     assert table.columns["setting"] == ["zero", "zero"]
     assert table.columns["value"] == ["1", "3"]
-    assert table.columns["why"][0] == "the best"
+    assert table.columns[WHY][0] == "the best"
+
+
+@pytest.mark.usefixtures("large")
+def test_choices_hold_simulated_figures(monkeypatch: pytest.MonkeyPatch):
+    rows = candidates(micro_batch_size=[4], tp=1, zero=[1, 2, 3])
+    table = {1: (2.0, 5), 2: (5.0, 5), 3: (4.0, 20)}
+
+    def fake(job: Any) -> Any:
+        seconds, peak = table[job.candidate.run(0).zero]
+        return simulated._Result(job.number, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(simulated, "_simulate_job", fake)
+    columns = estimated([2.0, 3.0, 4.0], [5, 5, 5])
+    ranking = search(rows, estimates=columns)
+    assert ranking.simulated == 3
+    assert choices(ranking).columns["step"] == ["2.00 s", "5.00 s", "does not fit"]
+    ranking = search(rows, SearchOptions(most=1, top=1), estimates=columns)
+    assert choices(ranking).columns["step"] == ["2.00 s", "~3.00 s", "~4.00 s"]
+
+
+def test_a_refused_choice_says_why(monkeypatch: pytest.MonkeyPatch):
+    rows = candidates(micro_batch_size=[4], tp=1, zero=[1, 3])
+
+    def fake(job: Any) -> Any:
+        if job.candidate.run(0).zero == 3:
+            return simulated._Result(job.number, Figures.missing(1), "zero=3: deadlock")  # pyright: ignore[reportPrivateUsage]
+        return simulated._Result(job.number, figures([1.0], [5], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+
+    monkeypatch.setattr(simulated, "_simulate_job", fake)
+    table = choices(search(rows))
+    assert table.columns["step"] == ["1.00 s", "refused"]
+    assert table.columns[WHY][1] == "zero=3: deadlock"
 
 
 def test_an_unknown_objective_is_explained(truth: dict[int, tuple[float, int]]):
@@ -419,12 +530,12 @@ def test_how_sure_the_answer_is():
         return certainty(search(rows, SearchOptions(names, most=most), estimates=columns))
 
     assert said("memory") == (
-        "simulated memory is 0.0% off the estimate; no candidate beyond those simulated can take "
-        "less memory, unless its estimate is further off"
+        "simulated memory is 0.0% off the estimate; no proof: a candidate not simulated can take "
+        "less memory only if its estimate is further off"
     )
     assert said("time") == (
-        "simulated times are -20.0% off the estimate; no candidate beyond those simulated can be "
-        "faster, unless its estimate is further off"
+        "simulated times are -20.0% off the estimate; no proof: a candidate not simulated can be "
+        "faster only if its estimate is further off; --exact gives proof"
     )
     assert certainty(
         search(rows, estimates=columns, options=SearchOptions(top=9, most=9))

@@ -381,3 +381,34 @@ def test_the_size_of_a_large_space_is_known_at_once():
     assert of.combinations == 36 * 10**9
     with pytest.raises(UserError, match=r"about [0-9.]+e\+09 candidates.*give fewer"):
         of.enumerate()
+
+
+def test_loads_of_experts_that_a_run_refuses_are_removed():
+    settings = {
+        "model": "mixtral-8x7b", "layers": 2, "seq_length": 128, "global_batch_size": 16, "zero": 1,
+        "tp": 1, "pp": 1, "cp": 1, "ep": "1,2", "expert_load": "1.3", "recompute": "none",
+    }  # fmt: skip
+    result = search_request(settings, hardware=["h100-sxm"], gpus=4).space.enumerate()
+    assert {*result.candidates.numbers("ep").tolist()} == {2}
+    assert any("and ep is 1" in removed.example for removed in result.removed)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "modules"),
+    [
+        ("llama3-8b", {}, {("norm",)}),
+        ("llama3-8b", {"framework": "torchtitan"}, {("norm", "activation")}),
+        ("mixtral-8x7b", {}, {("norm", "activation")}),
+        ("llama3-8b", {"flash_attention": False}, {("core_attn",)}),
+        ("llama3-8b", {"recompute_modules": "core_attn"}, {("core_attn",)}),
+        ("llama3-8b", {"recompute": "none"}, set()),
+    ],
+)
+def test_selective_recomputation_saves_memory(
+    model: str, settings: dict[str, Any], modules: set[tuple[str, ...]]
+):
+    fixed: dict[str, Any] = {"tp": 1, "pp": 1, "cp": 1, "zero": 1, "global_batch_size": 16}
+    request = search_request({"model": model, **fixed, **settings}, hardware=["h100-sxm"], gpus=4)
+    rows = request.space.enumerate().candidates
+    runs = [rows.run(index) for index in range(len(rows))]
+    assert {run.recompute_modules for run in runs if run.recompute == "selective"} == modules

@@ -53,7 +53,7 @@ def simulate(
     if perfetto is not None:
         from stagewright.views.perfetto import write
 
-        title = f"{simulation.compiled.run.describe()} on {simulation.machine}"
+        title = _title(simulation)
         write(simulation.line, perfetto, title)
     price = experiment.cluster.price
     if as_json:
@@ -121,6 +121,14 @@ def run_experiment(experiment: Experiment, model: str | None, config: str | None
     return simulation
 
 
+def _title(simulation: SimulatedStep) -> str:
+    """Run with its execution, and the machine."""
+    from stagewright.run.experiment import describe
+
+    run, execution = simulation.compiled.run, simulation.line.execution
+    return f"{describe(run, execution)} on {simulation.machine}"
+
+
 # ---- for people ----------------------------------------------------------------------------------
 
 
@@ -131,7 +139,7 @@ def report(simulation: SimulatedStep, out: Console, price: float | None = None) 
     from stagewright.views.step_tables import parts, transfers
     from stagewright.views.summary import hold_line, stored_line
 
-    out.print(f"{simulation.compiled.run.describe()} on {simulation.machine}")
+    out.print(_title(simulation))
     if not simulation.fit.fits:
         out.print(memory_line(simulation.fit))
     uses = f"HFU {simulation.hfu:.1%}"

@@ -13,6 +13,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.run_file import non_default_settings
+from stagewright.time.hardware import Hardware
 
 
 class FlagLine(NamedTuple):
@@ -61,6 +62,7 @@ class TrainedRun:
     run: Run
     model: ModelConfig
     execution: Execution
+    hardware: Hardware
     settings: Mapping[str, Any]
     """Non-default settings by name."""
 
@@ -72,6 +74,7 @@ class TrainedRun:
             run.resolved(model),
             model.with_overrides(run.layers, run.vocab, run.mtp_num_layers),
             candidates.execution(index),
+            candidates.hardware(index),
             non_default_settings(candidates, index),
         )
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from shlex import quote
 
+from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT
+from stagewright.run.settings import Run
 from stagewright.searching.flags.lines import (
     FlagLine,
     Lines,
@@ -80,6 +82,10 @@ def _stages(trained: TrainedRun) -> Lines:
         yield flag("microbatch-group-size-per-virtual-pipeline-stage", run.microbatch_group)
 
 
+_CONNECTIONS = (
+    "# Megatron-LM warns of Megatron-FSDP with tp or cp before Blackwell: tp and cp need "
+    "CUDA_DEVICE_MAX_CONNECTIONS=1, Megatron-FSDP needs it unset or larger"
+)
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
@@ -91,6 +97,10 @@ def _sharding(trained: TrainedRun) -> Lines:
         yield flag("use-megatron-fsdp")
         yield flag("data-parallel-sharding-strategy", _STRATEGIES[run.zero])
         yield flag("ckpt-format", "fsdp_dtensor")  # asserted
+        hardware = trained.hardware
+        before_blackwell = hardware.vendor == "NVIDIA" and hardware.rate_of("fp4") is None
+        if before_blackwell and max(run.tp, run.cp) > 1:
+            yield FlagLine(_CONNECTIONS, notable=True)
     copies = run.dp // (run.dp_shard or run.dp)
     if run.zero and copies > 1:
         yield flag("num-distributed-optimizer-instances", copies)
@@ -166,6 +176,18 @@ def _expert_overlap(trained: TrainedRun) -> Lines:
 # ---- memory --------------------------------------------------------------------------------------
 
 
+def recompute_names(run: Run, model: ModelConfig) -> Mapping[str, str | None]:
+    """Megatron-LM's names of modules that are recomputed; None: it has no flag for the module."""
+    # In fp8 with delayed scaling, only attention may be recomputed.
+    delayed = run.precision == "fp8" and run.fp8_recipe in (None, "delayed")
+    routed = model.num_experts > 0 and not model.first_dense_layers and model.moe_layer_freq == 1
+    return {
+        "core_attn": "core_attn",
+        "norm": None if delayed else "layernorm",
+        "activation": "moe_act" if routed and not delayed else None,  # of experts alone
+    }
+
+
 def _recompute(trained: TrainedRun) -> Lines:
     run = trained.run
     if run.recompute == "none":
@@ -176,15 +198,7 @@ def _recompute(trained: TrainedRun) -> Lines:
         yield flag("recompute-method", "uniform" if count is None else "block")
         yield flag("recompute-num-layers", count or 1)
         return
-    # In fp8 with delayed scaling, only attention may be recomputed.
-    delayed = run.precision == "fp8" and run.fp8_recipe in (None, "delayed")
-    model = trained.model
-    all_moe = trained.routed and not model.first_dense_layers and model.moe_layer_freq == 1
-    names = {
-        "core_attn": "core_attn",
-        "norm": None if delayed else "layernorm",
-        "activation": "moe_act" if all_moe and not delayed else None,  # of experts alone
-    }
+    names = recompute_names(run, trained.model)
     if run.recompute_modules != ("core_attn",):
         modules = [name for module in run.recompute_modules if (name := names[module])]
         if modules:

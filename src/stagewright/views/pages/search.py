@@ -108,11 +108,15 @@ def _cards(ranking: Ranking) -> list[Card]:
 
 
 def _sensitivity_table(ranking: Ranking, row: int) -> Table:
-    slopes = sensitivities(ranking.candidates, row)
+    changes = sensitivities(ranking.candidates, row)
     return Table(
-        "Percent by which the best step gets longer where a figure grows by 1%",
-        {"figure": [*slopes], "percent": [f"{slope:+.3f}" for slope in slopes.values()]},
-        {"percent": ""},
+        "Change of the best step",
+        {
+            "figure": [*changes],
+            "1% worse": [f"{change.worse:+.3%}" for change in changes.values()],
+            "1% better": [f"{change.better:+.3%}" for change in changes.values()],
+        },
+        {"1% worse": "", "1% better": ""},
     )
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
+    from stagewright.searching.candidates import Candidates
     from stagewright.searching.enumeration import Enumeration
     from stagewright.searching.figures import Figures
     from stagewright.searching.ranking import NothingFound, SearchOptions
@@ -186,15 +187,27 @@ def _run_with_progress(
 ) -> tuple[Search, NothingFound | None]:
     """Result, and the error if nothing was found; stderr shows progress."""
     from stagewright.api.searched import Search, run_search
+    from stagewright.searching.estimate import estimate
     from stagewright.searching.ranking import NothingFound
+
+    def estimates(candidates: Candidates, executor: Executor | None) -> Figures:
+        count = many(len(candidates), "candidate", "candidates")
+        bar.say(f"estimating {count} ")
+        _say_without_terminal(f"estimating {count}")
+        figures = estimate(candidates, executor)
+        _say_without_terminal(f"estimated {count}; simulating the best")
+        bar.say("simulating ")
+        return figures
 
     bar.say("constraints ")
     try:
         enumeration = request.space.enumerate()
         _show_space(enumeration, why=why)
-        bar.say("estimates ")
+        bar.say("simulating ")
+        progress = _progress(bar)
         try:
-            return run_search(request, options, executor, _progress(bar), enumeration), None
+            result = run_search(request, options, executor, progress, enumeration, estimates)
+            return result, None
         except NothingFound as error:
             return Search(enumeration, error.ranking, request.notes), error
     except KeyboardInterrupt:
@@ -215,16 +228,18 @@ def _progress(bar: ProgressBar) -> Progress:
                 best[0] = seconds
         text = "" if best[0] == float("inf") else f"best {duration(best[0])}"
         bar(done, total, more=text)
-        if not sys.stderr.isatty() and time.monotonic() > line[0] + _SECONDS_BETWEEN_LINES:
+        if time.monotonic() > line[0] + _SECONDS_BETWEEN_LINES:
             line[0] = time.monotonic()
-            line_text = ", ".join(filter(None, (f"{done:,} candidates simulated", text)))
-            click.echo(f"stagewright: {line_text}", err=True)
+            count = many(done, "candidate", "candidates")
+            _say_without_terminal(", ".join(filter(None, (f"{count} simulated", text))))
 
     return progress
 
 
-_MANY = 20_000
-"""Number of candidates above which a line announces estimates, if stderr is no terminal."""
+def _say_without_terminal(text: str) -> None:
+    """Print a line of progress to stderr, unless it is a terminal, which has the bar."""
+    if not sys.stderr.isatty():
+        click.echo(f"stagewright: {text}", err=True)
 
 
 def _show_space(enumeration: Enumeration, *, why: bool) -> None:
@@ -234,8 +249,6 @@ def _show_space(enumeration: Enumeration, *, why: bool) -> None:
     line = f"{combinations}: {count:,} can be run"
     if removed and not why:
         line += f", {many(len(removed), 'rule', 'rules')} removed the others (--why)"
-    if count > _MANY and not sys.stderr.isatty():
-        line += "; estimating these"
     lines = [line]
     if why:
         lines += [
