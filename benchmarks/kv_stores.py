@@ -19,9 +19,9 @@ from stagewright.api.served import serve
 from stagewright.api.stages import stages_of
 from stagewright.arrays import Float
 from stagewright.run.sections.serving import PoolSection
+from stagewright.serving.deployment import Deployment
 from stagewright.serving.metrics import RequestTimes, Slo
-from stagewright.serving.pools.groups import InstanceGroups
-from stagewright.serving.requests import with_past
+from stagewright.serving.workload import with_past
 from stagewright.serving.workloads.synthetic import Arrivals, Lengths, open_loop
 
 STORES: dict[str, dict[str, float] | None] = {
@@ -44,7 +44,7 @@ THEIRS = {
 """p50 and p90 in ms, by tokens of past context."""
 
 
-def instances(clients: int = 128) -> InstanceGroups:
+def instances(clients: int = 128) -> Deployment:
     """Clients with tensor parallelism over two GPUs, 8-bit weights and caches."""
     found = serve(
         "llama3.1-70b", "h100-sxm", tp=2, weight_precision="fp8", kv_cache_dtype="fp8",
@@ -56,7 +56,7 @@ def instances(clients: int = 128) -> InstanceGroups:
 
 
 def end_to_end(
-    fleet: InstanceGroups, store: dict[str, float] | None, past: int, queued: bool = False
+    fleet: Deployment, store: dict[str, float] | None, past: int, queued: bool = False
 ) -> Float:
     """Seconds from arrivals to last tokens, of the requests of 10 s.
 

@@ -19,11 +19,11 @@ from stagewright.api.searched_serving import asked_serving, searched_serving
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
-from stagewright.serving.instances import instance
+from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.instance import instance
 from stagewright.serving.metrics import Slo
-from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
-from stagewright.serving.service import Service
+from stagewright.serving.workload import Workload
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import Arrivals, Lengths, open_loop
 from stagewright.time.hardware import resolve
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         most_tokens=limits.tokens,
         most_requests=limits.requests,
     )
-    service = Service(made, asked, limits, scheduler_of(asked, limits))
+    service = InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
     print(f"step times and cache: {time.process_time() - begin:.2f} CPU-s")
     lengths = Lengths(isl=1024, osl=256)
     if "--million" in arguments:
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
 
 
 def measured(
-    service: Service, workload: Workload, instances: int, router: str = "round_robin"
+    service: InstanceGroup, workload: Workload, instances: int, router: str = "round_robin"
 ) -> None:
     """Serve a workload and print how fast that went."""
     engines = replace(service.engines, instances=instances, router=router)

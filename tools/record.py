@@ -302,7 +302,8 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
 
 def name_of(line: Any) -> str:
     """A line in words."""
-    return next(str(line[key]) for key in ("search", "golden", "run", "source", "serving") if key in line)
+    names = ("search", "golden", "run", "source", "serving")
+    return next(str(line[key]) for key in names if key in line)
 
 
 def main() -> int:

@@ -96,7 +96,7 @@ def test_parts_of_caches_leave_while_prompts_are_computed(part):
     way = done.outcome.handover
     assert [push.tokens for push in way.pushes if push.request == 1] == [2048, 2048, 904]
     push = [push for push in way.pushes if push.request == 1][1]
-    step = done.step((push.begins + (push.ended if part == "layer" else push.arrives)) / 2)
+    step = done.step((push.begins + (push.step_end if part == "layer" else push.arrives)) / 2)
     assert sent(step)[0] == sent(step)[1]
     for of in step.program.classes:
         tasks = of.tasks

@@ -25,7 +25,7 @@ from stagewright.searching.enumeration import DIVIDES, DP_GIVEN, Found, Removed
 from stagewright.searching.lists import values_of
 from stagewright.searching.request import SearchRequest
 from stagewright.searching.run_file import printed_run_file, write_run_file
-from stagewright.serving.requests import Workload
+from stagewright.serving.deployment import slo_of
 from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (
     ServingRanking,
@@ -36,7 +36,7 @@ from stagewright.serving.search.answer import (
     search_serving as ranked,
 )
 from stagewright.serving.search.layouts import MOST_GPUS, layouts
-from stagewright.serving.service import slo_of
+from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.asked import workload_of
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware

@@ -22,10 +22,10 @@ from stagewright.evidence.predictions import Prediction
 from stagewright.evidence.servers import client_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
-from stagewright.serving.instances import Instance, instance
+from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.instance import Instance, instance
 from stagewright.serving.metrics import ServingSummary, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
-from stagewright.serving.service import Service
 from stagewright.serving.workloads.synthetic import Lengths, closed_loop
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -153,7 +153,7 @@ def _instance(of: _Server, tokens: int, requests: int) -> Instance:
     )  # fmt: skip
 
 
-def _service(of: _Server) -> Service:
+def _service(of: _Server) -> InstanceGroup:
     # Both clients ask for all tokens: `--ignore-eos`, `ignore_eos:true`.
     options: dict[str, Any] = {"ignore_eos": True, **dict(of.options)}
     options["scheduler"] = SCHEDULERS[of.engine]
@@ -162,7 +162,7 @@ def _service(of: _Server) -> Service:
     most = max(limits.tokens, MOST_TOKENS)
     made = _instance(of._replace(options=()), most, limits.requests)
     ahead = replace(engines, async_scheduling=engines.async_scheduling and made.run.pp == 1)
-    return Service(made, engines, limits, scheduler_of(ahead, limits))
+    return InstanceGroup(made, engines, limits, scheduler_of(ahead, limits))
 
 
 def sources(of: Sequence[ClosedLoop]) -> list[str]:

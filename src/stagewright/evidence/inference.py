@@ -39,7 +39,7 @@ from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import held_at_peak
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.hosts import HOSTS, HostTimes
+from stagewright.serving.host import HOSTS, HostTimes
 from stagewright.time.expense.power import idle_watts
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine

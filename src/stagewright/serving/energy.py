@@ -18,9 +18,9 @@ import numpy as np
 from stagewright.arrays import Float
 from stagewright.lower.compile import compile
 from stagewright.run.lengths import Group
-from stagewright.serving.engines.engine import Engine
-from stagewright.serving.instances import Instance
-from stagewright.serving.service import ServedRun, Service
+from stagewright.serving.deployment import InstanceGroup, ServedRun
+from stagewright.serving.engine import Engine
+from stagewright.serving.instance import Instance
 from stagewright.serving.steps.step_times import batch_run
 from stagewright.time.expense.power import idle_watts
 from stagewright.time.simulate.step import simulate
@@ -53,7 +53,7 @@ class _Draws:
 
     def joules(self, engine: Engine, times: _StepSeconds, seconds: float) -> float:
         """Of one GPU that an engine holds for so many seconds."""
-        rows = engine.gaps.steps()
+        rows = engine.step_log.steps()
         first, last, steps, many = (rows[:, n] for n in range(4))
         whole = (first + last) / 2 * steps
         alone = np.where(steps > 1, whole, np.minimum(whole, times.decode(many)))
@@ -77,7 +77,7 @@ class _StepSeconds(NamedTuple):
 
 
 def serving_expense(
-    of: ServedRun, services: Iterable[Service], price: float | None = None
+    of: ServedRun, services: Iterable[InstanceGroup], price: float | None = None
 ) -> ServingExpense:
     """Energy and cost of a run; `services` in the order of their engines.
 
@@ -125,7 +125,7 @@ def _seconds_up(of: ServedRun) -> dict[int, float]:
 
 def _draws(of: Instance, engines: Iterable[Engine], context: int) -> _Draws:
     """What GPUs draw in steps of the sizes that engines had."""
-    most = max((float(e.gaps.steps()[:, 3].max(initial=1.0)) for e in engines), default=1.0)
+    most = max((float(e.step_log.steps()[:, 3].max(initial=1.0)) for e in engines), default=1.0)
     sizes = np.unique(np.rint(np.geomspace(1, max(most, 1.0), BATCHES)).astype(int))
     new = 1 + of.run.num_speculative_tokens
     decode = [_watts(of, Group(n * of.replicas, context, new)) for n in sizes.tolist()]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.serving.cluster import Outcome
-from stagewright.serving.engines.observed import Gaps, gaps_quantiles
-from stagewright.serving.requests import Records, Workload
+from stagewright.serving.samples import StepLog, gap_quantiles
+from stagewright.serving.simulation import Outcome
+from stagewright.serving.workload import Records, Workload
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
@@ -137,20 +137,18 @@ class MissedLimits(NamedTuple):
     """Any limit."""
 
 
-def gaps_spread(gaps: Sequence[Gaps]) -> Spread:
-    """Times between tokens, each token as likely: of series, without writing them out."""
-    parts = [rows for each in gaps for rows in each.parts if len(rows)]
-    total = sum(float((steps * requests).sum()) for _, _, steps, requests in map(_columns, parts))
-    if not total:
+def gap_spread(logs: Sequence[StepLog]) -> Spread:
+    """Distribution of the gaps between tokens, each token weighted equally."""
+    parts = [rows for log in logs for rows in log.gap_parts() if len(rows)]
+    count = total = 0.0
+    for rows in parts:
+        first, last, steps, requests = rows.T
+        weights = steps * requests
+        count += float(weights.sum())
+        total += float(((first + last) * weights).sum()) / 2
+    if not count:
         return Spread.of(np.zeros(0))
-    means = ((f + last) * n * k for f, last, n, k in map(_columns, parts))
-    mean = sum(float(each.sum()) for each in means) / 2 / total
-    return Spread(mean, *gaps_quantiles(parts, [*QUANTILES.values()]))
-
-
-def _columns(rows: Float) -> tuple[Float, Float, Float, Float]:
-    """Seconds of the first step and of the last, steps, requests."""
-    return rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3]
+    return Spread(total / count, *gap_quantiles(parts, [*QUANTILES.values()]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +266,7 @@ def summarize(
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
-        itl=gaps_spread([engine.gaps for engine in served.engines]),
+        itl=gap_spread([engine.step_log for engine in served.engines]),
         e2e=Spread.of(times.e2e),
         good=good / every if every else 0.0,
         goodput=good * per,

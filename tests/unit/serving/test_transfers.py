@@ -5,7 +5,7 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.settings import Run
-from stagewright.serving.transfers import KvTransfer
+from stagewright.serving.kv_transfer import KvTransfer
 from stagewright.time.hardware import resolve
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.serving import EngineSection
-from stagewright.serving.engines.engine import Scheduler
+from stagewright.serving.engine import Scheduler
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm

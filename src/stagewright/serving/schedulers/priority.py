@@ -6,7 +6,8 @@ from array import array
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from stagewright.serving.engines.engine import Decision, Engine
+from stagewright.serving.batch import StepBatch
+from stagewright.serving.engine import Engine
 from stagewright.serving.schedulers.vllm import Vllm
 
 
@@ -32,21 +33,21 @@ class VllmByPriority(Vllm):
         }
         return cls(priority=priority, **options)
 
-    def schedule(self, engine: Engine) -> Decision:
+    def schedule(self, engine: Engine) -> StepBatch:
         """The next batch."""
         waiting = engine.waiting
         if len(waiting) > 1:
             ordered = sorted(waiting, key=lambda r: self._rank(engine, r))
             waiting.clear()
             waiting.extend(ordered)
-        decision = Vllm.schedule(self, engine)
-        if decision.skipped and not decision.chunks and len(decision.skipped) == engine.decoding:
+        batch = Vllm.schedule(self, engine)
+        if batch.skipped and not batch.prefill and len(batch.skipped) == engine.decoding:
             # The first in order gave way: an empty step, which takes no time.
             return self.schedule(engine)
-        return decision._replace(open=len(engine.running) < self.max_num_seqs)
+        return batch._replace(interruptible=len(engine.running) < self.max_num_seqs)
 
     def _rank(self, engine: Engine, request: int) -> tuple[int, float, int]:
-        return self.priority[request], engine.arrival[request], request
+        return self.priority[request], engine.arrival_time[request], request
 
     def _last(self, engine: Engine) -> int:
         """The running request that is preempted first."""
@@ -54,12 +55,12 @@ class VllmByPriority(Vllm):
 
     def _go_on(self, engine: Engine, budget: int, chunks: list[tuple[int, int]]) -> int:
         """Continue the prompt that has been begun; all that decode have their blocks."""
-        (request,) = engine.left
-        more = min(engine.left[request], budget)
+        (request,) = engine.remaining_prefill
+        more = min(engine.remaining_prefill[request], budget)
         while more > 0 and not engine.grow(request, more):
             victim = self._last(engine)
             if victim != request:
-                engine.blocks.take(-engine.need(victim, 1))
+                engine.blocks.take(-engine.blocks_needed(victim, 1))
                 budget += 1
             engine.preempt(victim)
             if victim == request:
@@ -77,20 +78,20 @@ class VllmByPriority(Vllm):
         for request in list(engine.running):
             if request not in engine.running:
                 continue
-            left = engine.left.get(request)
+            left = engine.remaining_prefill.get(request)
             if budget == 0 or stopped:
                 if left is None:
                     skipped.append(request)
                 continue
             more = 1 if left is None else min(left, self._most(budget))
-            lacking = engine.need(request, more)
+            lacking = engine.blocks_needed(request, more)
             while lacking > engine.blocks.free and request in engine.running:
                 victim = self._last(engine)
                 tokens, blocks = planned.pop(victim, (0, 0))
                 budget += tokens
                 engine.blocks.take(-blocks)
-                if victim in engine.left:
-                    engine.left[victim] += tokens
+                if victim in engine.remaining_prefill:
+                    engine.remaining_prefill[victim] += tokens
                 engine.preempt(victim)
             if request not in engine.running:
                 stopped = True
@@ -102,5 +103,5 @@ class VllmByPriority(Vllm):
             planned[request] = more, lacking
             budget -= more
         skipped = [request for request in skipped if request in engine.running]
-        chunks = [(r, planned[r][0]) for r in planned if r in engine.left]
+        chunks = [(r, planned[r][0]) for r in planned if r in engine.remaining_prefill]
         return chunks, skipped, budget

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from stagewright.serving.engines.decisions import BlockRules
-from stagewright.serving.engines.engine import Decision, Engine
+from stagewright.serving.batch import CacheRules, StepBatch
+from stagewright.serving.engine import Engine
 
 CLIP = 4096
 """Tokens that a request is taken to make at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`)."""
@@ -82,35 +82,37 @@ class SGLang:
     _prompts: bool = field(default=False, init=False)  # whether the last batch was of prompts
 
     @property
-    def block_rules(self) -> BlockRules:
+    def cache_rules(self) -> CacheRules:
         """Blocks are in the radix tree when they are computed, and copies of others' are freed."""
-        return BlockRules(names_late=True, merges_copies=True)
+        return CacheRules(cache_after_compute=True, deduplicate=True)
 
-    def schedule(self, engine: Engine) -> Decision:
+    def schedule(self, engine: Engine) -> StepBatch:
         """The next batch."""
         if self.scheduler_recv_interval == 1:
             return self._schedule(engine)
-        every, since = self.scheduler_recv_interval, engine.step - self._received
+        every, since = self.scheduler_recv_interval, engine.decode_step - self._received
         late: list[int] = []
         idle = not engine.running and not self._known
         if self._prompts or idle or since % every == 0:
-            self._received, since = engine.step, 0
+            self._received, since = engine.decode_step, 0
         else:
             late = [engine.waiting.pop() for _ in range(len(engine.waiting) - self._known)]
         found = self._schedule(engine)
-        self._known, self._prompts = len(engine.waiting), bool(found.chunks)
+        self._known, self._prompts = len(engine.waiting), bool(found.prefill)
         engine.waiting.extend(reversed(late))
-        if since % every or not found.open:  # asked again where requests are received next
-            return found._replace(repeats=min(found.repeats, every - since % every), open=False)
+        if since % every or not found.interruptible:  # asked again where requests are received next
+            return found._replace(
+                max_steps=min(found.max_steps, every - since % every), interruptible=False
+            )
         return found
 
-    def _schedule(self, engine: Engine) -> Decision:
+    def _schedule(self, engine: Engine) -> StepBatch:
         """The next batch of the requests that have been received."""
         if self._anew or len(engine.running) < self._count or not engine.decoding:
             self._full = self._anew = False
         chunks: list[tuple[int, int]] = []
         decoding = engine.decoding
-        if engine.left or (engine.waiting and not self._full):
+        if engine.remaining_prefill or (engine.waiting and not self._full):
             if self.schedule_policy == "lpm" and engine.blocks.caching:
                 longest_prefix_first(engine)
             self._prefill(engine, chunks)
@@ -118,16 +120,16 @@ class SGLang:
         if chunks:
             beside = self.enable_mixed_chunk and decoding > 0 and engine.reserve()
             self._since += beside  # the ratio does not fall
-            self._anew = beside or not decoding or any(engine.left.values())
-            return Decision(chunks, decodes=beside)
+            self._anew = beside or not decoding or any(engine.remaining_prefill.values())
+            return StepBatch(chunks, decode=beside)
         if not engine.reserve():
             self._retract(engine)
             self._full = False
             if not engine.decoding:
                 self._prefill(engine, chunks)
             self._count = len(engine.running)
-            return Decision(chunks, repeats=1)
-        return Decision(open=not self._full)
+            return StepBatch(chunks, max_steps=1)
+        return StepBatch(interruptible=not self._full)
 
     def ratio(self, engine: Engine) -> float:
         """The share of what requests may still make that is kept for them."""
@@ -135,20 +137,22 @@ class SGLang:
         least = 0.14 * first
         if self._ratio < 0:
             self._ratio = first
-        steps = engine.step - self._since
+        steps = engine.decode_step - self._since
         if steps <= 0:
             return self._ratio
         return max(self._ratio - steps * (first - least) / 600, least)
 
     def _prefill(self, engine: Engine, chunks: list[tuple[int, int]]) -> None:
         page, waiting = engine.block_size, engine.waiting
-        made = sum(min(engine.output[i] - engine.got(i), CLIP) for i in engine.decoders())
+        made = sum(
+            min(engine.output[i] - engine.output_tokens(i), CLIP) for i in engine.decoding_requests
+        )
         room = engine.blocks.free * page - made * (1.0 if self.ignore_eos else self.ratio(engine))
         budget, chunk = self.max_prefill_tokens, self.chunked_prefill_size
         if self.enable_mixed_chunk:
             beside = engine.decoding * engine.new_tokens
             room, budget, chunk = room - beside, budget - beside, chunk - beside
-        for request, left in [*engine.left.items()]:
+        for request, left in [*engine.remaining_prefill.items()]:
             most = min(chunk, int(room))
             more = min(left, most if most > 0 else chunk)
             if more <= 0 or not engine.grow(request, more):
@@ -162,10 +166,10 @@ class SGLang:
                 self._full = True
                 return
             request = waiting[0]
-            found = engine.look(request)
+            found = engine.cached_prefix(request)
             lacks = found.tokens - found.blocks * page
-            makes = min(engine.output[request] - engine.got(request), CLIP)
-            room -= (found.hit.idle + found.kept) * page
+            makes = min(engine.output[request] - engine.output_tokens(request), CLIP)
+            room -= (found.hit.evictable + found.private_blocks) * page
             more = -(-lacks // page) * page
             others = bool(chunks) or engine.decoding > 0
             if lacks + makes + page >= room and others:  # SGLang cuts outputs that never have room
@@ -190,22 +194,24 @@ class SGLang:
     def _retract(self, engine: Engine) -> None:
         """Retract requests until those that are left have room for a step."""
         order = sorted(
-            engine.decoders(), key=lambda i: (engine.got(i), -engine.prompt[i]), reverse=True
+            engine.decoding_requests,
+            key=lambda i: (engine.output_tokens(i), -engine.prompt[i]),
+            reverse=True,
         )
         if self._prefilled is None:  # not shared with copies of the scheduler
             self._prefilled = {}
         while order:
             request = order.pop()
             known = self._prefilled.get(request, engine.prompt[request])
-            self._prefilled[request] = engine.prompt[request] + engine.got(request)
-            engine.preempt(request, keep=False, known=known)
+            self._prefilled[request] = engine.prompt[request] + engine.output_tokens(request)
+            engine.preempt(request, to_front=False, keep_tokens=known)
             engine.blocks.forget(-(-RETRACT_STEPS * len(order) // engine.block_size))
             if engine.reserve():
                 break
-        made = sum(map(engine.got, order))
+        made = sum(map(engine.output_tokens, order))
         most = sum(engine.output[i] for i in order)
         self._ratio = min(1.0, (made + RETRACT_STEPS * len(order)) / (most + 1))
-        self._since = engine.step + (len(order) > 0)
+        self._since = engine.decode_step + (len(order) > 0)
 
 
 def longest_prefix_first(engine: Engine) -> None:
@@ -214,7 +220,7 @@ def longest_prefix_first(engine: Engine) -> None:
     if len(waiting) > MOST_MATCHED or len(waiting) < 2:
         return
     page = engine.block_size
-    there = {request: engine.look(request).blocks * page for request in waiting}
+    there = {request: engine.cached_prefix(request).blocks * page for request in waiting}
     seen: set[int] = set()
     last: set[int] = set()
     for request in waiting:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.serving.engines.engine import Decision, Engine
+from stagewright.serving.batch import StepBatch
+from stagewright.serving.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,16 +19,16 @@ class Static:
 
     max_num_seqs: int = 256
 
-    def schedule(self, engine: Engine) -> Decision:
+    def schedule(self, engine: Engine) -> StepBatch:
         """The next batch."""
         chunks: list[tuple[int, int]] = []
         if not engine.running:
             spare = engine.blocks.free
             while engine.waiting and len(chunks) < self.max_num_seqs:
                 request = engine.waiting[0]
-                spare -= engine.most_blocks(request)
+                spare -= engine.max_blocks(request)
                 if spare < 0:
                     break
                 chunks.append((request, engine.admit(engine.tokens(request))))
         assert engine.reserve()
-        return Decision(chunks, open=False)
+        return StepBatch(chunks, interruptible=False)

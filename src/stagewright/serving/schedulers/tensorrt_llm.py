@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from stagewright.serving.engines.decisions import BlockRules
-from stagewright.serving.engines.engine import FOREVER, Decision, Engine
-from stagewright.serving.engines.state import CachedPart
+from stagewright.serving.batch import UNLIMITED, CacheRules, StepBatch
+from stagewright.serving.engine import CachedPrefix, Engine
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,15 +59,15 @@ class TensorRtLlm:
     _waited: int = field(default=0, init=False)  # steps for which prompts have been held back
 
     @property
-    def block_rules(self) -> BlockRules:
+    def cache_rules(self) -> CacheRules:
         """Blocks of a prompt are taken with its first chunk, and found when all is computed."""
-        return BlockRules(takes_whole_prompts=True, names_late=True)
+        return CacheRules(reserve_whole_prompt=True, cache_after_compute=True)
 
-    def schedule(self, engine: Engine) -> Decision:
+    def schedule(self, engine: Engine) -> StepBatch:
         """The next batch."""
         waiting = engine.waiting
-        if not waiting and not engine.left and engine.reserve():
-            return Decision(open=len(engine.running) < self.max_num_seqs)
+        if not waiting and not engine.remaining_prefill and engine.reserve():
+            return StepBatch(interruptible=len(engine.running) < self.max_num_seqs)
         evicts = self.capacity_scheduler_policy == "max_utilization"
         before = len(engine.running)
         fitting = self._utilized(engine) if evicts else self._guaranteed(engine)
@@ -76,12 +75,12 @@ class TensorRtLlm:
         reserved = engine.reserve()
         assert reserved
         if self._holds(engine, fitting):
-            return Decision((), repeats=1)
+            return StepBatch((), max_steps=1)
         chunks = self._chunks(engine, fitting)
         if chunks:
-            return Decision(chunks)
+            return StepBatch(chunks)
         open_ = not engine.waiting and len(engine.running) < self.max_num_seqs
-        return Decision((), True, 1 if paused else FOREVER, open_)
+        return StepBatch((), True, 1 if paused else UNLIMITED, open_)
 
     def _line(self, engine: Engine, begun: Iterable[int]) -> list[int]:
         """Requests in order: those that have begun, and who waits, as far as there are places."""
@@ -90,20 +89,20 @@ class TensorRtLlm:
 
     def _guaranteed(self, engine: Engine) -> list[int]:
         """Requests with prompts that have blocks to their ends, with all that decode."""
-        size, left = engine.block_size, engine.left
+        size, left = engine.block_size, engine.remaining_prefill
         spare = engine.blocks.free
-        for request in engine.decoders():
-            spare -= _to_the_end(engine, request) - -(-engine.done(request) // size)
+        for request in engine.decoding_requests:
+            spare -= _to_the_end(engine, request) - -(-engine.computed_tokens(request) // size)
         fitting: list[int] = []
         coming = _coming(engine)
         for request in [*_in_order(engine, left), *self._line(engine, ())]:
             if request in left:
                 need = _to_the_end(engine, request) - -(-engine.tokens(request) // size)
             else:
-                found = engine.look(request)
+                found = engine.cached_prefix(request)
                 if _skips(engine, request, found, coming):
                     continue
-                need = _to_the_end(engine, request) - found.hit.blocks + found.hit.idle
+                need = _to_the_end(engine, request) - found.hit.blocks + found.hit.evictable
                 need += engine.blocks.per_request
             if need > spare:
                 break
@@ -113,7 +112,7 @@ class TensorRtLlm:
 
     def _utilized(self, engine: Engine) -> list[int]:
         """Requests with prompts that have blocks for this step; others are paused for them."""
-        size, left, running = engine.block_size, engine.left, engine.running
+        size, left, running = engine.block_size, engine.remaining_prefill, engine.running
         line = self._line(engine, running)
         fitting: list[int] = []
         coming = _coming(engine)
@@ -122,14 +121,14 @@ class TensorRtLlm:
             request = line[at]
             need = 0
             if request not in running:
-                found = engine.look(request)
+                found = engine.cached_prefix(request)
                 if _skips(engine, request, found, coming):
                     at += 1
                     continue
-                need = -(-found.tokens // size) - found.hit.blocks + found.hit.idle
+                need = -(-found.tokens // size) - found.hit.blocks + found.hit.evictable
                 need += engine.blocks.per_request
             elif request not in left:
-                need = engine.need(request, 1)
+                need = engine.blocks_needed(request, 1)
             if taken + need <= engine.blocks.free:
                 taken += need
                 if request in left or request not in running:
@@ -149,7 +148,7 @@ class TensorRtLlm:
         least = self.batch_wait_max_tokens_ratio * self.max_num_batched_tokens
         if not (self.batch_wait_timeout_iters and least and engine.decoding):
             return False
-        chunks = self._chunks(engine, fitting, take=False) if engine.unit is engine else ()
+        chunks = self._chunks(engine, fitting, take=False) if engine.clock is engine else ()
         if not chunks:
             return False
         tokens = engine.decoding * engine.new_tokens + sum(more for _, more in chunks)
@@ -161,13 +160,13 @@ class TensorRtLlm:
         self, engine: Engine, fitting: Iterable[int], *, take: bool = True
     ) -> list[tuple[int, int]]:
         """Give the budget to prompts, in order; they take their blocks, or would."""
-        size, left = engine.block_size, engine.left
+        size, left = engine.block_size, engine.remaining_prefill
         budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
         chunks: list[tuple[int, int]] = []
         for request in fitting:
             lacks = left.get(request)
             if lacks is None:
-                found = engine.look(request)
+                found = engine.cached_prefix(request)
                 lacks = found.tokens - found.blocks * size
             more = lacks
             if lacks > budget:
@@ -185,7 +184,7 @@ class TensorRtLlm:
 
 def _take(engine: Engine, request: int, more: int) -> None:
     """Let a prompt go on with so many tokens, or begin with them."""
-    if request in engine.left:
+    if request in engine.remaining_prefill:
         engine.grow(request, more)
         return
     engine.waiting.remove(request)
@@ -195,7 +194,7 @@ def _take(engine: Engine, request: int, more: int) -> None:
 
 
 def _in_order(engine: Engine, requests: Iterable[int]) -> list[int]:
-    arrival = engine.arrival
+    arrival = engine.arrival_time
     return sorted(requests, key=lambda request: (arrival[request], request))
 
 
@@ -212,14 +211,15 @@ def _coming(engine: Engine) -> set[tuple[int, int]]:
     """The first blocks that prompts under way compute, and that nobody finds yet."""
     return {
         block
-        for request in engine.left
-        if (block := _first_new(engine, request, engine.look(request).hit.blocks)) is not None
+        for request in engine.remaining_prefill
+        if (block := _first_new(engine, request, engine.cached_prefix(request).hit.blocks))
+        is not None
     }
 
 
-def _skips(engine: Engine, request: int, found: CachedPart, coming: set[tuple[int, int]]) -> bool:
+def _skips(engine: Engine, request: int, found: CachedPrefix, coming: set[tuple[int, int]]) -> bool:
     """Whether a request waits for a block that another computes; if not, it computes its own."""
-    block = _first_new(engine, request, found.hit.blocks) if not found.kept else None
+    block = _first_new(engine, request, found.hit.blocks) if not found.private_blocks else None
     if block is None:
         return False
     if block in coming:

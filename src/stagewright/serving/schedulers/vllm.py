@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.serving.engines.decisions import (
-    FOREVER,
-    FULL,
-    ONLY_DECODES,
-    Decision,
-    PlainRules,
-)
-from stagewright.serving.engines.engine import Engine
+from stagewright.serving.batch import UNLIMITED, StepBatch
+from stagewright.serving.engine import Engine
+
+DECODE_ONLY = StepBatch(repeatable=True)
+FULL = StepBatch(interruptible=False)
+"""Decode while `max_num_seqs` requests run: arrivals have to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,30 +43,18 @@ class Vllm:
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = False
 
-    @property
-    def plain(self) -> PlainRules | None:
-        """The rules where blocks suffice; None where there are others, as a subclass may have."""
-        if type(self) is not Vllm or self.long_prefill_token_threshold:
-            return None
-        return PlainRules(
-            self.max_num_batched_tokens,
-            self.max_num_seqs,
-            self.enable_chunked_prefill,
-            self.scheduler_reserve_full_isl,
-        )
-
-    def schedule(self, engine: Engine) -> Decision:
+    def schedule(self, engine: Engine) -> StepBatch:
         """The next batch."""
-        waiting, left = engine.waiting, engine.left
+        waiting, left = engine.waiting, engine.remaining_prefill
         budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
         one_by_one = budget < 0 or (left and self.long_prefill_token_threshold)
         if not one_by_one and engine.reserve():  # most steps
             if not left:
                 if not waiting:
-                    return ONLY_DECODES if len(engine.running) < self.max_num_seqs else FULL
+                    return DECODE_ONLY if len(engine.running) < self.max_num_seqs else FULL
                 chunks = list[tuple[int, int]]()
                 self._admit(engine, budget, chunks)
-                return Decision(chunks, True, FOREVER, False)
+                return StepBatch(chunks, True, UNLIMITED, False)
             before = len(waiting)
             skipped, chunks = list[int](), list[tuple[int, int]]()
             budget = self._go_on(engine, budget, chunks)
@@ -79,13 +65,13 @@ class Vllm:
         if waiting and not preempted:
             self._admit(engine, budget, chunks)
         if not chunks and not waiting:
-            return Decision(open=len(engine.running) < self.max_num_seqs, skipped=skipped)
-        return Decision(chunks, True, 1 if preempted else FOREVER, False, skipped)
+            return StepBatch(interruptible=len(engine.running) < self.max_num_seqs, skipped=skipped)
+        return StepBatch(chunks, True, 1 if preempted else UNLIMITED, False, skipped)
 
     def _go_on(self, engine: Engine, budget: int, chunks: list[tuple[int, int]]) -> int:
         """Continue the prompt that has been begun; it is the last of the running requests."""
-        (request,) = engine.left
-        more = min(engine.left[request], budget)
+        (request,) = engine.remaining_prefill
+        more = min(engine.remaining_prefill[request], budget)
         if more > 0:
             if engine.grow(request, more):
                 chunks.append((request, more))
@@ -101,13 +87,13 @@ class Vllm:
         for request in list(engine.running):
             if request not in engine.running:
                 break  # it and those behind it have been preempted
-            left = engine.left.get(request)
+            left = engine.remaining_prefill.get(request)
             if budget == 0:
                 if left is None:
                     skipped.append(request)
                 continue
             more = engine.new_tokens if left is None else min(left, self._most(budget))
-            lacking = engine.need(request, more)
+            lacking = engine.blocks_needed(request, more)
             while lacking > engine.blocks.free and engine.preempt() != request:
                 pass
             if request not in engine.running:

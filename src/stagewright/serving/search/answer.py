@@ -14,10 +14,10 @@ from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.enumeration import Removed
 from stagewright.searching.objectives import front
-from stagewright.serving.drafters import drafter_of
-from stagewright.serving.instances import instance, with_drafter
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.instance import instance, with_drafter
+from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
-from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
 from stagewright.serving.search.bounds import (
     LayoutBounds,
@@ -25,10 +25,10 @@ from stagewright.serving.search.bounds import (
     ReadyLayout,
     layout_bounds,
 )
-from stagewright.serving.search.pairs import PairPlays, pairs_of, tried_counts
+from stagewright.serving.search.pairs import pairs_of, play_pair, tried_counts
 from stagewright.serving.search.plays import PlayedLoad, play
-from stagewright.serving.service import Service
-from stagewright.serving.transfers import not_sent
+from stagewright.serving.speculative import drafter_of
+from stagewright.serving.workload import Workload
 
 FITS = "weights, activations and a request fit into the memory of a GPU"
 ENOUGH = "so few GPUs can serve the load"
@@ -110,7 +110,7 @@ class _LayoutSearch:
     def refuse(self, why: str, example: str) -> None:
         self.refused.setdefault(why, []).append(example)
 
-    def service(self, row: int) -> Service | None:
+    def service(self, row: int) -> InstanceGroup | None:
         """The service with one instance of a layout; None where it cannot be had."""
         rows, engines = self.rows, self.engines
         run, machine = rows.run(row), rows.machine(row)
@@ -128,7 +128,7 @@ class _LayoutSearch:
             return None
         ahead = engines.async_scheduling and run.pp == 1
         scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
-        return Service(made, engines, limits, scheduler)
+        return InstanceGroup(made, engines, limits, scheduler)
 
     def prepared(self, row: int) -> Iterator[ReadyLayout]:
         """A layout that has step times."""
@@ -179,7 +179,7 @@ class _LayoutSearch:
         Unless the least cost is asked for, a pair is left when it has an instance of each more than
         the fewest GPUs that serve already.
         """
-        target, plays = self.target, PairPlays(work, self.load, self.target.slo)
+        target = self.target
         for pair in pairs_of(ready, self.load, self.loosest, target.most_gpus)[: target.pairs]:
             first, last = (of.service.gpus for of in pair.layouts)
             known = [each.played.gpus for each in self.choices if each.played.meets]
@@ -187,7 +187,7 @@ class _LayoutSearch:
             if known and not target.by_cost:
                 most = min(most, min(known) + first + last)
             for each in tried_counts(pair, most):
-                found = plays.play(pair, each)
+                found = play_pair(pair, each, work, self.load, target.slo)
                 usd = self._price(pair.prompts.row) * each.prompts * first
                 usd += self._price(pair.decode.row) * each.decode * last
                 self.choices.append(ServingChoice(pair.decode.row, found, usd, pair.prompts.row))
@@ -214,10 +214,11 @@ class _LayoutSearch:
         return float("nan") if price is None else price
 
     def _play(
-        self, of: ReadyLayout, service: Service, workload: Workload, load: LoadTotals
+        self, of: ReadyLayout, service: InstanceGroup, workload: Workload, load: LoadTotals
     ) -> PlayedLoad:
         """Play and keep a choice."""
-        found = play(service, workload, load, self.target.slo)
+        count = service.engines.instances
+        found, _ = play(Deployment((service,)), workload, load, self.target.slo, count)
         self.choices.append(ServingChoice(of.row, found, self._price(of.row) * found.gpus))
         return found
 

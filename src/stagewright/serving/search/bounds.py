@@ -16,10 +16,10 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.numbers import plural
-from stagewright.serving.engines.plans import PlannedSteps
+from stagewright.serving.batch import BatchPlan, DecodeRun
+from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.metrics import Slo
-from stagewright.serving.requests import Workload
-from stagewright.serving.service import Service
+from stagewright.serving.workload import Workload
 
 _CHUNKS = 100
 """Numbers of tokens in a step of prompts that bounds look at."""
@@ -90,12 +90,12 @@ class ReadyLayout(NamedTuple):
 
     row: int
     """Among the candidates."""
-    service: Service
+    service: InstanceGroup
     """With one instance."""
     bounds: LayoutBounds
 
 
-def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
+def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBounds:
     """The bounds of a layout, and a guess of how many instances the load needs."""
     times = service.instance.times.of_replica(service.host)
     block = service.instance.cache.block_size
@@ -109,7 +109,8 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
 
     def least(seconds: float, tokens: int, requests: int) -> float:
         """Of a step beside which other replicas that share its experts have nothing to do."""
-        return times.of_all(PlannedSteps((1, seconds, 0.0), tokens, requests), tokens / replicas)[1]
+        plan = BatchPlan(DecodeRun(1, seconds, 0.0), tokens, requests)
+        return times.group_runs([plan], tokens / replicas)[0].seconds
 
     new = 1 + service.instance.run.num_speculative_tokens
     # Of several queries some see no more than each other, beside which more keys take no longer.
@@ -155,11 +156,11 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     return replace(found, least=fewest, guess=max(fewest, guess))
 
 
-def _too_long(service: Service, load: LoadTotals) -> str:
+def _too_long(service: InstanceGroup, load: LoadTotals) -> str:
     """As `_never`, where instances can never serve more requests than may miss their limits."""
     room = service.max_model_len - load.prompt
     most = load.prompt + np.minimum(load.output, room) - 1
-    fits = (room > 0) & (load.prompt <= service.most_prompt) & (most <= service.room)
+    fits = (room > 0) & (load.prompt <= service.max_prompt) & (most <= service.room)
     lost = int((~fits).sum())
     if lost <= load.misses:
         return ""
@@ -184,7 +185,7 @@ def _slack(load: LoadTotals, slo: Slo) -> float:
     return slo.ttft + float(load.output.max()) * slo.tpot
 
 
-def _guess(service: Service, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
+def _guess(service: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
     """Instances of a steady state in which each request sees as many prompts as there are others.
 
     While a request gets its output, n requests get theirs and n prompts are computed beside them;
@@ -213,8 +214,9 @@ def _guess(service: Service, load: LoadTotals, slo: Slo, requests: Int, prompt: 
     return 1 if wanted == math.inf else max(1, math.ceil(wanted / per_instance))
 
 
-def prompt_seconds(service: Service, tokens: int) -> float:
+def prompt_seconds(service: InstanceGroup, tokens: int) -> float:
     """Of a step with so many tokens of one prompt, beside which other replicas' are few."""
     times = service.instance.times.of_replica(service.host)
-    alone = (1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
-    return times.of_all(PlannedSteps(alone, tokens, 1), tokens / service.instance.replicas)[1]
+    alone = DecodeRun(1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
+    plan = BatchPlan(alone, tokens, 1)
+    return times.group_runs([plan], tokens / service.instance.replicas)[0].seconds

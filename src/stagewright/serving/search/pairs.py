@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.serving.cluster import Outcome
-from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
-from stagewright.serving.pools.apart import PromptsDone, Unusual, decode_after, refuse_unusual
-from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, transfer_between
-from stagewright.serving.requests import Accepted, Records, Workload
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.disaggregation import Role
+from stagewright.serving.metrics import Slo
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
-from stagewright.serving.search.plays import PlayedLoad, SeenRequests
-from stagewright.serving.service import Service
+from stagewright.serving.search.plays import PlayedLoad, play
+from stagewright.serving.workload import Workload
 
 BUSY = 0.8
 """Share of its time that an instance for prompts computes, in the guess of how many there are."""
+PAIR_ROLES: tuple[Role, Role] = ("prefill", "decode")
 MOST_PLAYS = 10
 """Of one pair of layouts."""
 
@@ -86,7 +84,7 @@ def _within(pair: LayoutPair, most_gpus: int) -> Iterator[LayoutPair]:
     yield pair if share == 1.0 else pair._replace(counts=(prompts, decode))
 
 
-def _for_prompts(of: Service, load: LoadTotals, rate: float) -> int:
+def _for_prompts(of: InstanceGroup, load: LoadTotals, rate: float) -> int:
     """Instances that compute prompts as fast as they come."""
     times = of.instance.times.with_host(of.host)
     prompt = float(load.prompt.mean())
@@ -96,7 +94,7 @@ def _for_prompts(of: Service, load: LoadTotals, rate: float) -> int:
     return max(1, math.ceil(rate * seconds / BUSY / of.instance.replicas))
 
 
-def _for_decode(of: Service, load: LoadTotals, rate: float, slo: Slo) -> int:
+def _for_decode(of: InstanceGroup, load: LoadTotals, rate: float, slo: Slo) -> int:
     """Instances that decode as fast as prompts are done, within the limit per token."""
     times = of.instance.times.with_host(of.host)
     output = float(load.output.mean())
@@ -157,72 +155,19 @@ def tried_counts(of: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
             left.remove(side)
 
 
-@dataclass(slots=True)
-class PairPlays:
-    """Plays of pairs on one workload; what plays have in common is played once."""
+def play_pair(
+    of: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
+) -> PlayedLoad:
+    """Simulate a pair of layouts with some numbers of instances; the result goes to `counts`, too.
 
-    work: Workload
-    load: LoadTotals
-    slo: Slo
-    _prompts: dict[tuple[int, int], PromptsDone] = field(
-        default_factory=dict[tuple[int, int], PromptsDone]
-    )
-    """By layout and number of instances."""
-    _seconds: dict[tuple[int, int], Callable[[int], float]] = field(
-        default_factory=dict[tuple[int, int], "Callable[[int], float]"]
-    )
-    """Of a cache of so many tokens on its way, by layouts."""
-    _unusual: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """By layouts, the most instances for decode with which engines have preempted, or prompts have
-    waited for blocks."""
-
-    def play(self, of: LayoutPair, counts: CountTry) -> PlayedLoad:
-        """What users see, and whether enough requests keep the limits; noted in `counts`, too.
-
-        No longer than it takes to see that too many requests miss their limits.
-        """
-        many = (counts.prompts, counts.decode)
-        first, last = (
-            replace(each.service, engines=replace(each.service.engines, instances=count))
-            for each, count in zip(of.layouts, many, strict=True)
+    No longer than it takes to see that too many requests miss their limits.
+    """
+    groups = (
+        replace(each.service, role=role, engines=replace(each.service.engines, instances=count))
+        for each, role, count in zip(
+            of.layouts, PAIR_ROLES, (counts.prompts, counts.decode), strict=True
         )
-        groups = InstanceGroups((InstanceGroup(first, "prefill"), InstanceGroup(last, "decode")))
-        seen = SeenRequests.nothing()
-        pair = of.prompts.row, of.decode.row
-        unusual = self._unusual.get(pair, 0)
-        try:
-            if counts.decode <= unusual:
-                raise Unusual
-            outcome, accepted, seen.cut = self._apart(of, groups)
-            if seen.cut and unusual:
-                # What is known of a play that was cut is told as of the pair's other plays.
-                seen.cut = False
-                raise Unusual
-        except Unusual:
-            self._unusual[pair] = max(unusual, counts.decode)
-            outcome, accepted = groups.run(self.work, enough=self._hopeless)
-        counts.late = seen.add(outcome, accepted, self.slo)
-        lost = sum(self.work.rejected.values())
-        found = seen.load(len(self.work) + lost, self.load.misses + lost, groups.gpus)
-        counts.meets = found.meets
-        return replace(found, instances=counts.decode, prefill_instances=counts.prompts)
-
-    def _hopeless(self, of: Workload, records: Records, at: float) -> bool:
-        known = RequestTimes.at_least(of, records, at)
-        return int(known.missed(RequestLimits.of(of, self.slo)).lost.sum()) > self.load.misses
-
-    def _apart(self, of: LayoutPair, groups: InstanceGroups) -> tuple[Outcome, Accepted, bool]:
-        """The outcome of prompts first and decode behind them; raises `Unusual`."""
-        first, last = (group.service for group in groups.groups)
-        refuse_unusual(self.work, (first, last))
-        accepted = groups.accepted(self.work)
-        work = accepted.workload
-        key = of.prompts.row, first.engines.instances
-        known = self._prompts if len(work) == len(self.work) else {}
-        if key not in known:
-            known[key] = PromptsDone.of(first, work)
-        way = of.prompts.row, of.decode.row
-        if way not in self._seconds:
-            self._seconds[way] = cache(transfer_between(first, last).seconds)
-        found = decode_after(known[key], last, work, self._seconds[way], self._hopeless)
-        return Outcome(work, found.records, ()), accepted, found.cut
+    )
+    played, counts.late = play(Deployment(tuple(groups)), work, load, slo, counts.decode)
+    counts.meets = played.meets
+    return replace(played, prefill_instances=counts.prompts)

@@ -172,36 +172,39 @@ class StepTimes(GpuTimes):
         pairs: int,
         keys: int,
         requests: int,
-        decoding: int = 0,
-        decoding_keys: int = 0,
+        num_decodes: int = 0,
+        decode_keys: int = 0,
     ) -> float:
-        """Seconds of any step: chunks of prompts, and `decoding` of the requests beside them.
+        """Seconds of any step: chunks of prompts, and `num_decodes` of the requests beside them.
 
         tokens: new ones; pairs: of a query and a key that it sees, context and new ones; keys: in
         the cache after the step; requests: all; each summed over all requests, those that decode
-        included. decoding_keys: the part of keys that belongs to these.
+        included. decode_keys: the part of keys that belongs to these.
         """
-        if decoding == requests:
-            return self.line(decoding, decoding_keys or keys)[0]
-        if not decoding:
+        if num_decodes == requests:
+            return self.linear_run(num_decodes, decode_keys or keys)[0]
+        if not num_decodes:
             table = self.prompts if keys > tokens else self.fresh
             return table.seconds(tokens, pairs, keys, requests)
         together = math.inf
         if self.mixed is not None:
-            together = self.mixed.seconds(tokens, pairs, keys, requests, decoding, decoding_keys)
+            together = self.mixed.seconds(tokens, pairs, keys, requests, num_decodes, decode_keys)
             if self.fresh is self.prompts:
                 return together
         # One after the other, if that is faster: latent attention has another form for prompts.
         new = self.decoding.new
-        own = decoding_keys * new - decoding * new * (new - 1) // 2
+        own = decode_keys * new - num_decodes * new * (new - 1) // 2
         alone = self.step(
-            tokens - decoding * new, max(pairs - own, 1), keys - decoding_keys, requests - decoding
+            tokens - num_decodes * new,
+            max(pairs - own, 1),
+            keys - decode_keys,
+            requests - num_decodes,
         )
-        return min(together, alone + self.line(decoding, decoding_keys)[0])
+        return min(together, alone + self.linear_run(num_decodes, decode_keys)[0])
 
     # ---- decode ----------------------------------------------------------------------------------
 
-    def line(self, requests: int, keys: int) -> tuple[float, float, int]:
+    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
         """Seconds of the next decode step, by how much each further one is longer, and for how many
         steps that holds, the next one included."""
         edges, at_none, per_key = self._pieces.get(requests) or self._decode_pieces(requests)
@@ -251,7 +254,7 @@ class StepTimes(GpuTimes):
             found.append(through + messages + most * over_keys(counts))
         return found
 
-    def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
+    def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
         """Seconds of a step with so many tokens whose replicas have `mean` of them in the mean.
 
         `seconds`: of the step where all have as many.
@@ -259,7 +262,7 @@ class StepTimes(GpuTimes):
         if self.shared is None:
             return seconds
         last = len(self.shared) - 1
-        of_all = self.shared[min(round(mean), last)]
+        of_all = self.shared[min(round(mean_tokens), last)]
         found = seconds - self.shared[min(tokens, last)] + of_all
         # The table of experts is of prompts: where other paths make decode shorter than their
         # difference, the step is one of a single token, and never of no length.

@@ -14,7 +14,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.errors import UserError
-from stagewright.serving.requests import Workload
+from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.traces import (
     NEGATIVE,
     NO_TOKENS,

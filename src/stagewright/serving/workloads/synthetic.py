@@ -14,7 +14,7 @@ from typing import Literal
 
 from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.requests import Chain, Workload
+from stagewright.serving.workload import Chain, Workload
 
 MOST_REQUESTS = 10_000_000
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, read_bytes
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.requests import NO_CHAIN, Chain, Workload, folded
+from stagewright.serving.workload import NO_CHAIN, Chain, Workload, folded
 
 MOST_BYTES = 1 << 30
 BLOCK = 512

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.api.served import Serving
-    from stagewright.serving.service import Service
+    from stagewright.serving.deployment import InstanceGroup
     from stagewright.texttable import Table
 
 
@@ -88,7 +88,7 @@ def serve(
         raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
     with shown("requests") as bar:
         hardware = resolve(experiment.cluster.hardware)
-        result = served(experiment, hardware, asked, heard=bar, instance=instance)
+        result = served(experiment, hardware, asked, progress=bar, instance=instance)
     shared.show_notes(_notes(result))
     table = None if compare is None else result.compare(compare)
     if as_json:
@@ -159,7 +159,7 @@ def _notes(of: Serving) -> list[str]:
     return notes
 
 
-def _about_drafts(of: Service) -> list[str]:
+def _about_drafts(of: InstanceGroup) -> list[str]:
     """What is assumed of those who draft."""
     model, drafter = of.instance.model, of.instance.drafter
     if of.engines.speculative_method == "mtp":

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.serving.cluster import Outcome
 from stagewright.serving.metrics import RequestTimes
+from stagewright.serving.simulation import Outcome
 from stagewright.serving.workloads.logs import RequestLog
 
 FIGURES = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}

@@ -20,15 +20,14 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import beside
 from stagewright.run.lengths import Group, merge_groups
 from stagewright.run.settings import Run
-from stagewright.serving.cluster import Outcome
-from stagewright.serving.engines.decisions import BlockRules
-from stagewright.serving.engines.engine import Decision, Engine, Scheduler
+from stagewright.serving.batch import CacheRules, StepBatch
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.engine import Engine, Scheduler
+from stagewright.serving.kv_transfer import TransferEnd, cache_messages
 from stagewright.serving.metrics import Slo
-from stagewright.serving.pools.groups import InstanceGroups
-from stagewright.serving.requests import Workload
-from stagewright.serving.service import Service
+from stagewright.serving.simulation import Outcome
 from stagewright.serving.steps.step_times import batch_run
-from stagewright.serving.transfers import TransferEnd, cache_messages
+from stagewright.serving.workload import Workload
 
 
 class Captured(NamedTuple):
@@ -43,7 +42,7 @@ class Captured(NamedTuple):
 
 @dataclass(slots=True)
 class _Watched:
-    """A scheduler whose last decision up to a moment is kept; its first one if there is none."""
+    """A scheduler whose last batch up to a moment is kept; its first one if there is none."""
 
     of: Scheduler
     at: float
@@ -58,35 +57,33 @@ class _Watched:
         return bool(getattr(self.of, "async_scheduling", False))
 
     @property
-    def block_rules(self) -> BlockRules:
+    def cache_rules(self) -> CacheRules:
         """As the scheduler that is watched."""
-        return getattr(self.of, "block_rules", BlockRules())
+        return getattr(self.of, "cache_rules", CacheRules())
 
-    def schedule(self, engine: Engine) -> Decision:
-        """The scheduler's own decision, for which it is asked each time the batch changes."""
-        decision = self.of.schedule(engine)._replace(stands=False)
+    def schedule(self, engine: Engine) -> StepBatch:
+        """The scheduler's own batch, for which it is asked each time the batch changes."""
+        batch = self.of.schedule(engine)._replace(repeatable=False)
         if (engine.now <= self.at or not self.groups) and engine.running:
-            self._keep(engine, decision)
-        return decision
+            self._keep(engine, batch)
+        return batch
 
-    def _keep(self, engine: Engine, decision: Decision) -> None:
-        chunks = dict(decision.chunks)
-        skipped = set(decision.skipped)
+    def _keep(self, engine: Engine, batch: StepBatch) -> None:
+        chunks = dict(batch.prefill)
+        skipped = {*batch.skipped, *engine.remaining_prefill}
         groups: list[Group] = []
         for request in engine.running:
             if request in chunks:
                 new = chunks[request]
-                groups.append(Group(1, engine.done(request) - new, new))
-            elif decision.decodes and request not in engine.left and request not in skipped:
-                groups.append(Group(1, engine.done(request), engine.new_tokens))
+                groups.append(Group(1, engine.computed_tokens(request) - new, new))
+            elif batch.decode and request not in skipped:
+                groups.append(Group(1, engine.computed_tokens(request), engine.new_tokens))
         if groups:
             self.groups, self.begins = groups, engine.now
-            self.decodes = not chunks and not skipped and engine.drafts is None
+            self.decodes = not chunks and not batch.skipped and engine.drafts is None
 
 
-def captured(
-    of: Service | InstanceGroups, workload: Workload, at: float, engine: int = 0
-) -> Captured:
+def captured(of: Deployment, workload: Workload, at: float, engine: int = 0) -> Captured:
     """The step that an engine runs `at` so many seconds; the last one before, if it is idle then.
 
     Engines of groups are numbered one after the other. Raises UserError where it has run none.
@@ -98,7 +95,7 @@ def captured(
 
 
 def _captured(
-    of: Service | InstanceGroups, workload: Workload, at: float, engines: Sequence[int]
+    of: Deployment, workload: Workload, at: float, engines: Sequence[int]
 ) -> list[Captured]:
     """The steps of some engines at a moment; of one that has run none the first one."""
     numbers, watched = count(), dict[int, _Watched]()
@@ -110,15 +107,12 @@ def _captured(
         watched[number] = _Watched(scheduler, at)
         return watched[number]
 
-    if isinstance(of, Service):
-        replace(of, watch=watch).serve(workload, Slo())
-    else:
-        groups = [replace(g, service=replace(g.service, watch=watch)) for g in of.groups]
-        replace(of, groups=tuple(groups)).serve(workload, Slo())
+    groups = [replace(group, watch=watch) for group in of.groups]
+    replace(of, groups=tuple(groups)).serve(workload, Slo())
     return [_run_of(_of_engine(of, engine).service, watched[engine]) for engine in engines]
 
 
-def _run_of(service: Service, watched: _Watched) -> Captured:
+def _run_of(service: InstanceGroup, watched: _Watched) -> Captured:
     """What was watched as a run of one step."""
     groups, begins, at = watched.groups, watched.begins, watched.at
     if not groups:
@@ -142,13 +136,12 @@ def _lengths(group: Group) -> tuple[int, int]:
 class _OneEngine(NamedTuple):
     """An engine among all: its instances, and which replica of its instance the engine is."""
 
-    service: Service
+    service: InstanceGroup
     replica: int
 
 
-def _of_engine(of: Service | InstanceGroups, engine: int) -> _OneEngine:
-    services = [of] if isinstance(of, Service) else [group.service for group in of.groups]
-    for service in services:
+def _of_engine(of: Deployment, engine: int) -> _OneEngine:
+    for service in of.groups:
         replicas = service.instance.replicas
         many = service.engines.instances * replicas
         if 0 <= engine < many:
@@ -157,23 +150,22 @@ def _of_engine(of: Service | InstanceGroups, engine: int) -> _OneEngine:
     raise UserError("there is no such engine; see the table of engines for their numbers")
 
 
-def first_engine(of: Service | InstanceGroups, instance: int) -> int:
+def first_engine(of: Deployment, instance: int) -> int:
     """The first engine of an instance, which are numbered through all groups."""
-    services = [of] if isinstance(of, Service) else [group.service for group in of.groups]
-    each = [s.instance.replicas for s in services for _ in range(s.engines.instances)]
+    each = [s.instance.replicas for s in of.groups for _ in range(s.engines.instances)]
     if not 0 <= instance < len(each):
         raise UserError(f"instance {instance}: wanted one of 0 to {len(each) - 1}")
     return [0, *accumulate(each)][instance]
 
 
 def step_at(
-    of: Service | InstanceGroups, done: Outcome, workload: Workload, at: float, engine: int
+    of: Deployment, done: Outcome, workload: Workload, at: float, engine: int
 ) -> CompiledRun:
     """The compiled step of an engine at a moment, with the cache that is on its way meanwhile.
 
     Where a request's cache is being sent from or to the engine, the step of the other one is beside
     it (one that has run none yet: its first one): prefill ranks first. A link sends or receives one
-    cache at a time (`serving.pools.links`), so there is at most one.
+    cache at a time (`kv_transfer.KvLinks`), so there is at most one.
     """
     mine = captured(of, workload, at, engine)
     model = _of_engine(of, engine).service.instance.model
@@ -217,7 +209,7 @@ def _under_way(done: Outcome, at: float, engine: int) -> _Sent | None:
         ends = between.engine[push.request], done.records.engine[push.request]
         if push.begins <= at < push.arrives and engine in ends:
             upto = between.tokens[push.request] if push.last else 0
-            return _Sent(*ends, push.tokens, upto, computed=at >= push.ended)
+            return _Sent(*ends, push.tokens, upto, computed=at >= push.step_end)
     if between.pushes:
         return None
     columns = zip(

@@ -15,7 +15,7 @@ from stagewright.run.requests import allowance_of, loads, read_bytes
 from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.drafters import Drafter
+from stagewright.serving.speculative import Drafter
 from stagewright.serving.steps.drafted import DraftedTimes
 from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
 from stagewright.time.network import Machine

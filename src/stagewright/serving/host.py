@@ -1,4 +1,4 @@
-"""What an engine's host takes: for a step, and until a request's first token."""
+"""Host overhead of serving engines: per step, and until a request is queued."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.serving.engines.plans import Plan
+from stagewright.serving.batch import DecodeRun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
-    """Seconds of an engine's host, one set per engine."""
+    """Host overhead of an engine (s)."""
 
     per_step: float = 0.0
-    """Of scheduling a step and of what becomes of its tokens."""
+    """Scheduling of a step and processing of its tokens."""
     per_request_step: float = 0.0
-    """For each request in the step."""
+    """Per request in the step."""
     beside: bool = False
-    """While the GPU runs the step before, so that the longer of both counts; or after it."""
+    """The host works while the GPU runs the step before: the longer of both counts."""
     per_request: float = 0.0
-    """Until a request is in the engine's queue: HTTP, queues between processes."""
+    """Delay until a request is in the engine's queue: HTTP, queues between processes."""
     per_prompt_token: float = 0.0
-    """The tokenizer."""
+    """Tokenizer, per token of the prompt."""
 
     def before_prefill(self, prompt_tokens: int) -> float:
         """Seconds from a request's arrival to its place in the engine's queue."""
         return self.per_request + self.per_prompt_token * prompt_tokens
 
     def reached(self, arrival: array[float], prompts: array[int]) -> array[float]:
-        """When requests are in the engine's queue, by when they arrive and tokens of prompts."""
+        """Times at which requests are in the engine's queue."""
         delays = self.per_request + self.per_prompt_token * np.frombuffer(prompts, np.int32)
         return array("d", (np.frombuffer(arrival) + delays).tobytes())
 
     def step(self, requests: float) -> float:
-        """Seconds of a step with so many requests."""
+        """Host seconds of a step."""
         return self.per_step + self.per_request_step * requests
 
     def after(self, step: float, requests: float) -> float:
@@ -45,17 +45,17 @@ class HostTimes:
         host = self.per_step + self.per_request_step * requests
         return step + host if not self.beside else step if step > host else host
 
-    def run_after(self, plan: Plan, requests: int) -> Plan:
-        """As `after`, of steps that take the GPU as planned; as many of them as are a series."""
-        steps, first, grows = plan
+    def run_after(self, run: DecodeRun, requests: int) -> DecodeRun:
+        """Like `after`, of a run of steps, as many of them as are a linear series."""
         host = self.per_step + self.per_request_step * requests
         if not self.beside:
-            return steps, first + host, grows
-        if first >= host:
-            return plan
-        if grows > 0.0:  # up to the first step that takes the GPU longer
-            steps = min(steps, max(1, math.ceil((host - first) / grows)))
-        return steps, host, 0.0
+            return run._replace(seconds=run.seconds + host)
+        if run.seconds >= host:
+            return run
+        steps = run.steps
+        if run.growth > 0.0:  # up to the first step that takes the GPU longer
+            steps = min(steps, max(1, math.ceil((host - run.seconds) / run.growth)))
+        return DecodeRun(steps, host, 0.0)
 
 
 HOSTS: Mapping[str, HostTimes] = {

@@ -1,0 +1,377 @@
+"""Stages of requests before their prompts: station queues, and stores of KV caches.
+
+HERMES (arXiv 2504.09775) calls a request a chain of stages: retrieval of documents (embedding,
+search, reranking), retrieval of keys and values, prefill, decode; tools between turns.
+
+A station has servers, each of which serves one batch at a time, first come first served; the
+duration of a batch is linear in its requests and their tokens. A store tier is host memory, an SSD
+or a remote store, one for every few engines. When a request finishes, its chain goes into the
+stores of its engine in all tiers, as LMCache writes to all of its backends; writes take no time
+here, and the least recently used segment is evicted first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from heapq import heapreplace
+from random import Random
+
+from stagewright.errors import UserError
+from stagewright.serving.engine import Engine
+from stagewright.serving.events import OTHER, EventQueue
+from stagewright.serving.workload import NO_CHAIN, Chain, Workload
+
+CODE_ENTRIES = 256
+"""Rows of a product quantizer's table: codes have 8 bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Seconds of a batch, and what a station serves it with."""
+
+    name: str
+    seconds: float = 0.0
+    """Of a batch, whatever is in it."""
+    per_request: float = 0.0
+    per_token: float = 0.0
+    """Of the prompts of the batch."""
+    servers: int = 1
+    batch: int = 1
+    """Most requests of a batch."""
+    follow_ups: bool = False
+    """Whether only later turns of a session pass here: the tools that an answer calls."""
+
+    def of(self, tokens: Sequence[int]) -> float:
+        """Seconds of a batch of requests with so many tokens each."""
+        return self.seconds + self.per_request * len(tokens) + self.per_token * sum(tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IvfPq:
+    """A search in an index of inverted lists with product quantization.
+
+    FLOPs and bytes of a query are HERMES' (arXiv 2504.09775; MIST-Simulator/MIST,
+    `mist/Engine/RAG_Engine.py`): the query with all centroids; table look-ups for the vectors of
+    the lists that are probed; exact distances of the candidates. Centroids and the table of codes
+    are read once for a batch. HERMES counts the codes of one list only where `n_probe` are read;
+    here all are.
+    """
+
+    dimensions: int
+    centroids: int
+    """Inverted lists (`nlist` of FAISS)."""
+    probes: int
+    """Lists that a query looks into (`nprobe`)."""
+    sub_quantizers: int
+    """Bytes of a vector's code (`M`)."""
+    vectors: int
+    """Of the whole index."""
+    candidates: int
+    """Whose exact distances are computed."""
+
+    @property
+    def index_bytes(self) -> float:
+        """Bytes of the index: OpenSearch's estimate, 10% more than codes, centroids and tables."""
+        codes = self.vectors * (self.sub_quantizers + 24)
+        return 1.1 * (4 * self.dimensions * (self.centroids + CODE_ENTRIES) + codes)
+
+    @property
+    def flops(self) -> float:
+        """Of a query."""
+        scanned = self.vectors / self.centroids * self.probes
+        exact = 2 * self.dimensions * (self.centroids + self.candidates)
+        return exact + self.sub_quantizers * scanned
+
+    @property
+    def query_bytes(self) -> float:
+        """Read and written for a query besides what a batch reads once."""
+        scanned = self.vectors / self.centroids * self.probes
+        results = 8 * self.probes + 8 * self.candidates
+        exact = 4 * self.dimensions * (1 + self.candidates)
+        return self.sub_quantizers * scanned + results + exact
+
+    @property
+    def batch_bytes(self) -> float:
+        """Read once for a batch: centroids and the table of codes."""
+        return 4 * self.dimensions * (self.centroids + CODE_ENTRIES)
+
+    def cost(self, *, tflops: float, bandwidth_gb_s: float, servers: int, batch: int) -> StageCost:
+        """On a machine: arithmetic and memory one after the other, as HERMES has it."""
+        per_query = self.flops / (tflops * 1e12) + self.query_bytes / (bandwidth_gb_s * 1e9)
+        return StageCost(
+            name="search",
+            seconds=self.batch_bytes / (bandwidth_gb_s * 1e9),
+            per_request=per_query,
+            servers=servers,
+            batch=batch,
+        )
+
+    def __post_init__(self) -> None:
+        """Refuse an index that cannot be."""
+        if self.probes > self.centroids or self.centroids > self.vectors:
+            raise UserError(
+                f"search: probes={self.probes}, centroids={self.centroids}, "
+                f"vectors={self.vectors}; wanted probes <= centroids <= vectors"
+            )
+
+
+class Station:
+    """The queue of a stage and its servers, at work.
+
+    >>> station = Station(StageCost(name="embed", seconds=2.0))
+    >>> station.arrive(0.0, 7, 100), station.arrive(1.0, 8, 100)
+    (2.0, None)
+    >>> station.end(2.0)
+    (4.0, [8])
+    """
+
+    __slots__ = ("_busy", "_queue", "cost")
+
+    def __init__(self, cost: StageCost) -> None:
+        """Nobody is here."""
+        self.cost = cost
+        self._queue: deque[tuple[int, int]] = deque()
+        self._busy = 0
+
+    def arrive(self, now: float, request: int, tokens: int) -> float | None:
+        """A request comes: when it is done if a server is free, else None."""
+        if self._busy < self.cost.servers:
+            self._busy += 1
+            return now + self.cost.of([tokens])
+        self._queue.append((request, tokens))
+        return None
+
+    def end(self, now: float) -> tuple[float, list[int]] | None:
+        """A batch is done: the next one's end and its requests, if somebody waits."""
+        if not self._queue:
+            self._busy -= 1
+            return None
+        count = min(self.cost.batch, len(self._queue))
+        following = [self._queue.popleft() for _ in range(count)]
+        return now + self.cost.of([n for _, n in following]), [r for r, _ in following]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTier:
+    """Stores of one kind."""
+
+    name: str
+    bandwidth_gb_s: float
+    """Of a read."""
+    capacity_gb: float = float("inf")
+    latency_ms: float = 0.0
+    shared_by: int = 1
+    """Engines that have one store together."""
+    reads: int = 1
+    """At a time, each with the whole bandwidth; others wait. 0: any number."""
+    network_gb_s: float = float("inf")
+    """Of the way from the store to the engine, which follows the read."""
+    network_latency_ms: float = 0.0
+    preloaded: bool = False
+    """Whether a store holds the past of all requests whose home it is."""
+
+
+class Store:
+    """One store at work. Chains count blocks here, as engines do.
+
+    >>> store = Store(StoreTier(name="ssd", bandwidth_gb_s=2, capacity_gb=8e-9), bytes_per_block=1)
+    >>> store.keep(((1, 2), (4, 6)), 6); store.keep(((1, 3), (4, 8)), 7)
+    >>> store.find(((1, 2), (4, 6))), store.find(((1, 3), (4, 8)))
+    (6, 4)
+    >>> store.find(((1, 2), (4, 9)))
+    6
+    """
+
+    __slots__ = ("_blocks", "_free", "_held", "_most", "tier")
+
+    def __init__(self, tier: StoreTier, bytes_per_block: float) -> None:
+        """An empty store."""
+        self.tier = tier
+        self._most = tier.capacity_gb * 1e9 / bytes_per_block
+        self._held: OrderedDict[int, int] = OrderedDict()  # blocks by segment, oldest first
+        self._blocks = 0
+        self._free = [0.0] * tier.reads
+
+    def find(self, chain: Chain) -> int:
+        """Blocks of the beginning of a chain that are here."""
+        keys, ends = chain
+        here = found = 0
+        for key, end in zip(keys, ends, strict=True):
+            length = self._held.get(key)
+            if length is None:
+                break
+            here, found = here + 1, min(end, found + length)
+            if found < end:  # the segment has grown since
+                break
+        for key in reversed(keys[:here]):  # beginnings outlive what is behind them
+            self._held.move_to_end(key)
+        return found
+
+    def keep(self, chain: Chain, blocks: int) -> None:
+        """Keep the whole segments of a chain up to so many blocks."""
+        lengths = {key: end - start for key, end, start in
+                   zip(*chain, (0, *chain[1]), strict=False) if end <= blocks}  # fmt: skip
+        for key in reversed(lengths):
+            self._blocks += lengths[key] - self._held.pop(key, 0)
+            self._held[key] = lengths[key]
+        while self._blocks > self._most:
+            self._blocks -= self._held.popitem(last=False)[1]
+
+    def read(self, now: float, bytes_: float) -> float:
+        """When a read is done, and what was read has come to the engine."""
+        seconds = self.tier.latency_ms / 1e3 + bytes_ / self.tier.bandwidth_gb_s / 1e9
+        way = self.tier.network_latency_ms / 1e3 + bytes_ / self.tier.network_gb_s / 1e9
+        if not self._free:
+            return now + seconds + way
+        done = max(now, self._free[0]) + seconds
+        heapreplace(self._free, done)
+        return done + way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptStages:
+    """What requests pass before their prompts, in order, and the stores that engines read."""
+
+    stations: tuple[StageCost, ...] = ()
+    tiers: tuple[StoreTier, ...] = ()
+    """The nearest first."""
+    added_tokens: int = 0
+    """Tokens by which documents make each prompt longer."""
+    past: int = 0
+    """Tokens of an earlier session at each prompt's start; stations read only what is new."""
+    bytes_per_token: float = 0.0
+    """Of a request's cache."""
+    seed: int = 0
+    """Of the engines whose stores are preloaded with a request's past."""
+
+
+class StageQueues:
+    """Requests on their way through stations."""
+
+    def __init__(
+        self,
+        stages: PromptStages,
+        workload: Workload,
+        events: EventQueue,
+        through: Callable[[float, int], None],
+    ) -> None:
+        """`through` takes requests that have passed all stations."""
+        stations, self._known = stages.stations, stages.past + stages.added_tokens
+        self._stations = [Station(cost) for cost in stations]
+        self._workload, self._events, self._through = workload, events, through
+        nan = array("d", [float("nan")])
+        self.seconds = {cost.name: nan * len(workload) for cost in stations}
+        """By station: seconds of each request there, with its wait."""
+
+    def enter(self, at: float, request: int, nth: int = 0) -> None:
+        """A request comes to a station, or to the next one that is for it."""
+        after = self._workload.after
+        first = after is None or after[request] < 0
+        while nth < len(self._stations) and first and self._stations[nth].cost.follow_ups:
+            nth += 1
+        if nth == len(self._stations):
+            self._through(at, request)
+            return
+        station = self._stations[nth]
+        self.seconds[station.cost.name][request] = -at  # until the end is added
+        end = station.arrive(at, request, self._workload.prompt[request] - self._known)
+        if end is not None:
+            self._events.add(end, OTHER, request, partial(self._leave, nth, [request]))
+
+    def _leave(self, nth: int, batch: list[int], at: float, number: int) -> None:
+        """A batch is done at a station."""
+        del number
+        station = self._stations[nth]
+        following = station.end(at)
+        if following is not None:
+            end, requests = following
+            self._events.add(end, OTHER, requests[0], partial(self._leave, nth, requests))
+        for request in batch:
+            self.seconds[station.cost.name][request] += at
+            self.enter(at, request, nth + 1)
+
+
+class StoreReads:
+    """Stores of engines, and what of requests is in them."""
+
+    def __init__(
+        self,
+        of: PromptStages,
+        workload: Workload,
+        engines: Sequence[Engine],
+        numbers: Sequence[int],
+    ) -> None:
+        """Stores of the engines with these numbers, among all."""
+        self._of, self._workload, self._engines = of, workload, engines
+        self._place = {nth: place for place, nth in enumerate(numbers)}
+        size = engines[numbers[0]].block_size
+        self._stores = [
+            [
+                Store(tier, of.bytes_per_token * size)
+                for _ in range(-(-len(numbers) // tier.shared_by))
+            ]
+            for tier in of.tiers
+        ]
+        self._reads: dict[int, list[tuple[Store, int]]] = {}  # tokens up to which each store has
+        self.seconds = array("d", [float("nan")]) * len(workload)
+        """Of each request's read, with its wait."""
+        draw = Random(of.seed)
+        preloaded = any(tier.preloaded for tier in of.tiers)
+        self._homes = [int(draw.random() * len(numbers)) for _ in workload.prompt if preloaded]
+
+    def _chain(self, request: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        chains = self._workload.chains
+        return NO_CHAIN if chains is None else chains[request]
+
+    def near(self, request: int, numbers: Sequence[int]) -> Sequence[int]:
+        """Of some engines those that reach the preloaded store with a request's past."""
+        if not self._homes:
+            return numbers
+        home = self._homes[request]
+        reach = max(tier.shared_by for tier in self._of.tiers if tier.preloaded)
+        found = [n for n in numbers if self._place[n] // reach == home // reach]
+        return found or numbers
+
+    def find(self, request: int, nth: int) -> int:
+        """Tokens of a request that an engine's stores have, without its last one."""
+        chain = self._chain(request)
+        if not chain[0]:
+            return 0
+        size = self._engines[nth].block_size
+        most = (self._workload.prompt[request] - 1) // size
+        reads: list[tuple[Store, int]] = []
+        here = 0
+        for stores in self._stores:
+            store = stores[self._place[nth] // stores[0].tier.shared_by]
+            found = max(store.find(chain), chain[1][0] if store.tier.preloaded else 0)
+            if min(found, most) > here:
+                here = min(found, most)
+                reads.append((store, here * size))
+        if reads:
+            self._reads[request] = reads
+        return here * size
+
+    def read(self, at: float, request: int, tokens: int) -> float:
+        """When the last so many of the tokens found have come; each store reads for itself."""
+        reads = self._reads.pop(request)
+        start = reads[-1][1] - tokens
+        arrives = at
+        for store, end in reads:
+            if end > start:
+                arrives = max(arrives, store.read(at, (end - start) * self._of.bytes_per_token))
+                start = end
+        self.seconds[request] = arrives - at
+        return arrives
+
+    def keep(self, request: int, nth: int) -> None:
+        """Keep what a chain names of a request that is done, in all tiers."""
+        chain = self._chain(request)
+        if chain[0]:
+            done = self._workload.prompt[request] + self._workload.output[request] - 1
+            for stores in self._stores:
+                store = stores[self._place[nth] // stores[0].tier.shared_by]
+                store.keep(chain, done // self._engines[nth].block_size)
