@@ -1,5 +1,5 @@
 """Instances that compute prompts and instances that decode, a step at a time: an oracle of
-`stagewright.serving.pools`, with which it shares no code.
+`stagewright.serving.disaggregation`, with which it shares no code.
 
 Every request holds one block, so that nobody is ever preempted: a cache of n blocks holds n
 requests. Requests go to instances in turn.

@@ -3,7 +3,7 @@
 Rows are those of `data/measured/inference.csv` that have a number of users, and of `serving.csv`
 beside it. Each is a closed loop: ten requests for each user (or as many as the client's source
 says, `evidence.servers`), all of whom begin at once, lengths uniform between the shortest and the
-longest, and no shared prefixes. Of hosts, `serving.hosts` says what was fitted. Where the first
+longest, and no shared prefixes. Of hosts, `serving.host` says what was fitted. Where the first
 step of a server took longer, the first request of each user waited for that: a share of the mean
 that is 1 over its requests.
 """

@@ -77,7 +77,7 @@ def _stage(values: Mapping[str, Any]) -> MeasuredStage:
 
 
 FITTED = "the host"
-"""`serving.hosts.HOSTS`: 6.5 ms until a request is in the queue, for all servers."""
+"""`serving.host.HOSTS`: 6.5 ms until a request is in the queue, for all servers."""
 QUANTITIES = {
     "ttft_ms": "mean milliseconds to the first token",
     "ttft_p99_ms": "99th percentile of these",
