@@ -1,4 +1,4 @@
-"""The batch that an engine runs at some moment of a serving run, as an ordinary run of one step.
+"""Capture of the batch that an engine runs at some time, as a run of one step.
 
 A workload served twice is served alike, so the second time a scheduler is watched: what it decided
 last before the moment is the batch, and the steps since then have given each request a token.
@@ -31,7 +31,7 @@ from stagewright.serving.workload import Workload
 
 
 class Captured(NamedTuple):
-    """A step of one engine."""
+    """Step of one engine."""
 
     run: Run
     """Its batch in the layout of the instance; for `compile`, `simulate` and `generate`. Where an
@@ -42,23 +42,23 @@ class Captured(NamedTuple):
 
 @dataclass(slots=True)
 class _Watched:
-    """A scheduler whose last batch up to a moment is kept; its first one if there is none."""
+    """Scheduler whose last batch up to a time is kept, or its first one."""
 
     of: Scheduler
     at: float
     begins: float = 0.0
     groups: list[Group] = field(default_factory=list[Group])
     decodes: bool = False
-    """Whether the batch is one of several steps that decode only."""
+    """The batch is one of several steps that only decode."""
 
     @property
     def async_scheduling(self) -> bool:
-        """As the scheduler that is watched."""
+        """Like the watched scheduler."""
         return bool(getattr(self.of, "async_scheduling", False))
 
     @property
     def cache_rules(self) -> CacheRules:
-        """As the scheduler that is watched."""
+        """Like the watched scheduler."""
         return getattr(self.of, "cache_rules", CacheRules())
 
     def schedule(self, engine: Engine) -> StepBatch:
@@ -113,7 +113,7 @@ def _captured(
 
 
 def _run_of(service: InstanceGroup, watched: _Watched) -> Captured:
-    """What was watched as a run of one step."""
+    """Run of one step with the watched batch."""
     groups, begins, at = watched.groups, watched.begins, watched.at
     if not groups:
         raise UserError("the engine runs no step at all; choose another one")
@@ -189,7 +189,7 @@ def step_at(
 
 
 class _Sent(NamedTuple):
-    """A cache on its way, or a part of one."""
+    """Transfer of a cache, or of a chunk of one."""
 
     source: int
     target: int
@@ -197,11 +197,11 @@ class _Sent(NamedTuple):
     upto: int
     """Tokens of the prompt, with whose last ones windows go; 0: these are not the last."""
     computed: bool
-    """Whether it was computed before the step."""
+    """The cache was computed before the step."""
 
 
 def _under_way(done: Outcome, at: float, engine: int) -> _Sent | None:
-    """What is on its way at a moment, where `engine` is one of its ends."""
+    """Transfer in flight at some time of which `engine` is an end."""
     between = done.handover
     if between is None:
         return None

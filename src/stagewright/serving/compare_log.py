@@ -1,4 +1,4 @@
-"""A log of a server beside the same requests served here: errors of means and percentiles."""
+"""Comparison of a server's log with the same requests simulated."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stagewright.serving.simulation import Outcome
 from stagewright.serving.workloads.logs import RequestLog
 
 FIGURES = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-"""Of times of requests: the mean, and percentiles."""
+"""Figures of request times: the mean, and percentiles."""
 
 
 class ComparedTime(NamedTuple):
-    """A figure of the times of requests, in seconds."""
+    """Measured and predicted figure of request times (s)."""
 
     time: str
     """ttft, tpot or e2e."""

@@ -42,7 +42,7 @@ class ComputedChunk(NamedTuple):
     last: bool
     """The prompt is complete: cache of fixed size, whatever its length, is sent with it."""
     begin: float
-    """When the step began."""
+    """Begin of the step."""
     end: float
 
 
@@ -52,9 +52,9 @@ class EvictedRequest(NamedTuple):
     request: int
     output_tokens: int
     token_time: float
-    """When it had its last token."""
+    """Time of its last token."""
     kv_elsewhere: bool
-    """Its cache is still where it was computed."""
+    """The cache is still where it was computed."""
 
 
 class RemoteKvEngine(Engine):
@@ -81,7 +81,7 @@ class RemoteKvEngine(Engine):
         self.add_request(request)
 
     def start_pull(self, request: int, to_the_end: bool) -> bool:
-        """Take blocks for a request's remote cache, if there are as many, and ask for it.
+        """Take blocks for a request's remote cache, if enough are free, and pull it.
 
         `to_the_end`: blocks must suffice until all requests have finished.
         """

@@ -30,21 +30,21 @@ BATCHES = 4
 
 
 class ServingExpense(NamedTuple):
-    """What a run costs its owner."""
+    """Energy and cost of a run."""
 
     joules: float
-    """Of all GPUs from the first arrival to the last token."""
+    """Energy of all GPUs from the first arrival to the last token (J)."""
     watts_per_gpu: float
     """Mean of a GPU and its share of the node."""
     joules_per_token: float
-    """Of an output token."""
+    """Energy per output token (J)."""
     usd_per_million_tokens: float | None
-    """Of output tokens; None without a price."""
+    """Cost of a million output tokens (USD); None without a price."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Watts of a GPU by requests in a step of decode, and in a step of a prompt."""
+    """Power of a GPU by requests in a decode step, and in a prefill step (W)."""
 
     requests: Float
     decode: Float
@@ -52,7 +52,7 @@ class _Draws:
     idle: float
 
     def joules(self, engine: Engine, times: _StepSeconds, seconds: float) -> float:
-        """Of one GPU that an engine holds for so many seconds."""
+        """Energy of one GPU that an engine holds for `seconds` (J)."""
         rows = engine.step_log.steps()
         first, last, steps, many = (rows[:, n] for n in range(4))
         whole = (first + last) / 2 * steps
@@ -69,7 +69,7 @@ class _StepSeconds(NamedTuple):
     context: int
 
     def decode(self, requests: Float) -> Float:
-        """Of each number of requests; none takes no time."""
+        """Durations of decode steps with some numbers of requests; none takes no time."""
         known = np.unique(requests).astype(int)
         times, context = self.instance.times, self.context
         seconds = [times.decode(n, n * context) if n else 0.0 for n in known.tolist()]
@@ -124,7 +124,7 @@ def _seconds_up(of: ServedRun) -> dict[int, float]:
 
 
 def _draws(of: Instance, engines: Iterable[Engine], context: int) -> _Draws:
-    """What GPUs draw in steps of the sizes that engines had."""
+    """Power of GPUs in steps of the sizes that engines ran."""
     most = max((float(e.step_log.steps()[:, 3].max(initial=1.0)) for e in engines), default=1.0)
     sizes = np.unique(np.rint(np.geomspace(1, max(most, 1.0), BATCHES)).astype(int))
     new = 1 + of.run.num_speculative_tokens
@@ -137,7 +137,7 @@ def _draws(of: Instance, engines: Iterable[Engine], context: int) -> _Draws:
 
 @cache
 def _watts(of: Instance, group: Group) -> float:
-    """Mean watts of a GPU and its share of the node over a step with equal requests."""
+    """Mean power of a GPU and its share of the node over a step (W)."""
     many = -(-group.count // of.run.pp) * of.run.pp  # a batch of a pipeline has one at least
     run = batch_run(of.run, [group.__class__(many, group.context_length, group.new_tokens)])
     step = simulate(compile(run, of.model), of.machine)

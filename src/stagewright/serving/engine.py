@@ -53,7 +53,7 @@ class Clock(Protocol):
     """Advances in time as one: a single engine, or a lockstep group of engines."""
 
     next_event: float
-    """When the current batch ends or, if idle, the next request arrives."""
+    """End of the current batch or, if idle, arrival of the next request."""
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -130,7 +130,7 @@ class Engine:
 
         self.now = 0.0
         self.next_event = math.inf
-        """When the current batch ends or, if idle, the next request arrives."""
+        """End of the current batch or, if idle, arrival of the next request."""
         self.decode_step = 0
         """Number of decode steps so far."""
         self.context_tokens = 0
@@ -235,7 +235,7 @@ class Engine:
     # ---- actions of schedulers -------------------------------------------------------------------
 
     def reserve(self) -> bool:
-        """Take the blocks that decoding requests need in the next step, if there are as many."""
+        """Take the blocks that decoding requests need in the next step, if enough are free."""
         blocks = self.blocks
         if self.drafts is not None:
             needed = {request: self.blocks_needed(request, 1) for request in self._finish_step}
@@ -302,7 +302,7 @@ class Engine:
         return chunk
 
     def grow(self, request: int, tokens: int) -> bool:
-        """Take blocks for the next prefill chunk of a running request, if there are as many."""
+        """Take blocks for the next prefill chunk of a running request, if enough are free."""
         remaining, size = self.remaining_prefill[request], self.block_size
         computed = self.tokens(request) - remaining
         end = computed + tokens
@@ -461,7 +461,7 @@ class Engine:
         return self.times.step(tokens, pairs, keys, requests, decodes, decode_keys)
 
     def _start_decode_run(self, decodes: int, max_steps: int, interruptible: bool) -> None:
-        """Start a run of decode steps, up to the first after which the batch may change.
+        """Start a run of decode steps, up to the first possible change of the batch.
 
         The run ends when a request finishes, when KV blocks run out, where step times stop growing
         linearly, or, if `interruptible`, when the scheduler sees the next arrival.

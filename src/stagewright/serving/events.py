@@ -15,10 +15,10 @@ Handler = Callable[[float, int], None]
 
 
 class EventQueue:
-    """Heap of events by time, then by kind, then by number, then in order of addition."""
+    """Heap of events by time, kind, number and order of addition."""
 
     def __init__(self) -> None:
-        """No events."""
+        """Create an empty heap."""
         self._heap: list[tuple[float, int, int, int, Handler]] = []
         self._additions = count()
 

@@ -19,7 +19,7 @@ class HostTimes:
     per_step: float = 0.0
     """Scheduling of a step and processing of its tokens."""
     per_request_step: float = 0.0
-    """Per request in the step."""
+    """Seconds per request in the step."""
     beside: bool = False
     """The host works while the GPU runs the step before: the longer of both counts."""
     per_request: float = 0.0
@@ -41,12 +41,12 @@ class HostTimes:
         return self.per_step + self.per_request_step * requests
 
     def after(self, step: float, requests: float) -> float:
-        """Seconds from the begin of a step, which takes the GPU `step`, to that of the next one."""
+        """Seconds between the begins of two steps, of which the GPU takes `step`."""
         host = self.per_step + self.per_request_step * requests
         return step + host if not self.beside else step if step > host else host
 
     def run_after(self, run: DecodeRun, requests: int) -> DecodeRun:
-        """Like `after`, of a run of steps, as many of them as are a linear series."""
+        """Like `after`, of a run of steps, as many as are a linear series."""
         host = self.per_step + self.per_request_step * requests
         if not self.beside:
             return run._replace(seconds=run.seconds + host)

@@ -1,4 +1,4 @@
-"""What one engine runs on: step times of a model, a layout and a machine, and its KV cache."""
+"""Instance: step times of a model, a layout and a machine, and its KV cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KvCapacity:
     block_size: int
     """Tokens of a block."""
     blocks: int
-    """That fit beside weights and activations."""
+    """Number of blocks that fit next to weights and activations."""
     bytes_per_token: float
     """On all GPUs of the replica, of layers that keep all tokens; ranks of tp that hold the same
     keys count once."""
@@ -46,13 +46,13 @@ class Instance:
     """An engine, and how long its steps take."""
 
     run: Run
-    """Not resolved, as the user gave it: prompts and decode resolve differently."""
+    """Run as the user gave it, not resolved: prefill and decode resolve differently."""
     model: ModelConfig
     machine: Machine
     times: StepTimes | DraftedTimes
     cache: KvCapacity
     drafter: Drafter | None = None
-    """Who drafts tokens, where that takes time."""
+    """Drafter of speculative decoding that takes GPU time."""
 
     @property
     def gpus(self) -> int:
@@ -66,7 +66,7 @@ class Instance:
 
     @property
     def barrier(self) -> bool:
-        """Whether all replicas' steps begin together, since experts are shared among them."""
+        """True if all replicas' steps begin together, since they share experts."""
         return self.run.dp > 1 and self.model.num_experts > 0
 
 
@@ -171,14 +171,14 @@ class RankBytes(NamedTuple):
     parameters: int
     activations: int
     block: int
-    """Of a block of the cache."""
+    """Bytes of a block of the cache."""
     request: int
-    """Of a request, whatever its length."""
+    """Bytes of a request, whatever its length."""
     once: float
-    """Of a token in the cache, on all ranks of tp, without copies."""
+    """Bytes of a token in the cache on all ranks of tp, without copies."""
 
     def beside(self, other: RankBytes) -> RankBytes:
-        """Those of two models, whose steps follow each other."""
+        """Add the bytes of a second model, whose steps follow the first one's."""
         return RankBytes(
             self.parameters + other.parameters,
             max(self.activations, other.activations),
@@ -191,7 +191,7 @@ class RankBytes(NamedTuple):
 def _held(
     run: Run, model: ModelConfig, most_tokens: int, shared: frozenset[str] = frozenset()
 ) -> list[RankBytes]:
-    """What the ranks of each stage hold in a step of prompts, without `shared` blocks."""
+    """Bytes of the ranks of each stage in a prefill step, without `shared` blocks."""
     longest = most_tokens
     if model.position == "learned":
         longest = min(most_tokens, model.max_position_embeddings)

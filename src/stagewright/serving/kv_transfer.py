@@ -1,4 +1,4 @@
-"""The KV cache of a request on its way from the instance that computed it to the one that decodes.
+"""Transfer of a request's KV cache from its prefill instance to its decode instance.
 
 Decode ranks read from the prefill ranks that hold the keys and values of their layers and heads
 (`lower.inference.disaggregated`): every pair of ranks has bytes of its own, and all go at once.
@@ -32,7 +32,7 @@ from stagewright.time.network import Machine, tier_of
 _TOKENS = (1 << 17, 1 << 18)
 """Two lengths beyond all windows: bytes are linear between them, and taken to be so below."""
 _ALONE = {"dp": 1, "ep": 1, "etp": None, "dcp": None, "batch_size": None}
-"""A replica by itself."""
+"""Changes that leave one replica of a run."""
 
 
 def not_sent(model: ModelConfig) -> str:
@@ -53,20 +53,20 @@ class _Pair(NamedTuple):
     """Bytes from one prefill rank to one decode rank."""
 
     fixed: float
-    """Of windows, whatever the length."""
+    """Bytes of windows, whatever the length."""
     per_token: float
 
 
 @dataclass(frozen=True, slots=True)
 class KvTransfer:
-    """A request's cache on its way; a rank's link is shared by all its messages."""
+    """Transfer of a request's cache; a rank's link is shared by all its messages."""
 
     fixed: float
     """Bytes of all ranks whatever the length: windows."""
     per_token: float
     """Bytes of a token on all ranks."""
     links: tuple[_Pair, ...]
-    """Of the ranks that send or receive most."""
+    """Bytes on the links of the ranks that send or receive most."""
     machines: tuple[Machine, ...]
     """Both sides' networks: the slower one counts."""
     level: int
@@ -80,7 +80,7 @@ class KvTransfer:
         model: ModelConfig,
         hardware: tuple[Hardware, Hardware],
     ) -> Self:
-        """From an instance that computes prompts to one that decodes, on nodes of their own.
+        """Transfer from a prefill instance to a decode instance, on different nodes.
 
         Runs are not resolved. Raises UserError where they cannot be had, and for models whose
         caches are not keys and values of single tokens.
@@ -113,7 +113,7 @@ class KvTransfer:
         )  # fmt: skip
 
     def beside(self, other: KvTransfer) -> KvTransfer:
-        """The caches of two models of the same request, sent as one between the same instances."""
+        """Add the cache of a second model of the same request, sent along with this one."""
         links = {
             _Pair(a.fixed + b.fixed, a.per_token + b.per_token)
             for a in self.links
@@ -134,7 +134,7 @@ class KvTransfer:
         return round(self.fixed * last + self.per_token * tokens)
 
     def seconds(self, tokens: int, last: bool = True, *, parts: int = 1) -> float:
-        """Seconds of `bytes` of so many tokens alone on the links, or of one of equal parts."""
+        """Seconds of `bytes` of some tokens alone on the links, or of one of equal parts."""
         return max(
             message_seconds(
                 round((link.fixed * last + link.per_token * tokens) / parts), self.level, machine
@@ -160,16 +160,16 @@ class TransferEnd(NamedTuple):
     """One end of a transfer."""
 
     run: Run
-    """Of the instance; not resolved."""
+    """Run of the instance; not resolved."""
     step: CompiledRun
-    """A step of the instance."""
+    """Step of the instance."""
     replica: int
 
 
 def cache_messages(
     prefill: TransferEnd, decode: TransferEnd, tokens: int, upto: int
 ) -> list[Message]:
-    """What ranks that computed a request's prompt send those that decode it, by whole instances.
+    """Messages of a request's cache between the ranks of two whole instances.
 
     Layers with windows send what they keep of `upto` tokens, the others so many `tokens`.
     """
@@ -217,10 +217,10 @@ class Push(NamedTuple):
     last: bool
     """Last chunk of the prompt, with which windows are sent."""
     step_begin: float
-    """When the step began that computed it."""
+    """Begin of the step that computed it."""
     step_end: float
     begins: float
-    """When the transfer had its links."""
+    """Begin of the transfer on its links."""
     arrives: float
 
 
@@ -231,11 +231,11 @@ class Handover:
     engine: array[int]
     """Prefill engine of the request, or -1."""
     prefilled: array[float]
-    """When the prompt was complete."""
+    """Time at which the prompt was complete."""
     begins: array[float]
-    """When the transfer of the cache had its links."""
+    """Begin of the transfer of the cache on its links."""
     arrives: array[float]
-    """When all of the cache had arrived."""
+    """Time at which all of the cache had arrived."""
     bytes: array[float]
     tokens: array[int]
     """Tokens whose cache was sent."""
@@ -252,7 +252,7 @@ class Handover:
 
 
 class KvLinks:
-    """Link of each engine to the network, which sends or receives one cache at a time.
+    """Links of engines to the network; each sends or receives one cache at a time.
 
     A transfer waits until the links of both ends are free of all transfers before it.
 
@@ -318,7 +318,7 @@ class KvTransfers:
         layer_path: LayerPath | None = None,
         kv_transfer: KvPush = "prompt",
     ) -> None:
-        """No cache has been sent. `layer_path` is needed by layer only."""
+        """Create transfers that have sent nothing. `layer_path` is needed by layer only."""
         self.handover, self.kv_transfer = handover, kv_transfer
         self._path, self._layer_path, self._links = path, layer_path, KvLinks(engines)
         self._in_flight: dict[int, int] = {}  # number of the transfer of each request
@@ -378,5 +378,5 @@ class KvTransfers:
         engine.computed.clear()
 
     def pushed_by(self, at: float, request: int) -> float:
-        """When all pushed cache of a request has arrived, `at` or later."""
+        """Time at which all pushed cache of a request has arrived, `at` or later."""
         return max(at, self.handover.arrives[request])

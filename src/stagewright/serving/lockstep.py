@@ -27,7 +27,7 @@ class LockstepGroup:
         self.engines = tuple(engines)
         self.now = 0.0
         self.next_event = math.inf
-        """When the current steps of all engines end or, if idle, the next request arrives."""
+        """End of the current steps of all engines or, if idle, the next arrival."""
         self._run = NO_RUN
         self._times: GroupTimes | None = getattr(engines[0].times, "group_runs", None)
         for engine in self.engines:

@@ -1,4 +1,4 @@
-"""What users and owners of a cluster see: times, rates, goodput, use of the cache."""
+"""Metrics of a serving run: latencies, rates, goodput, use of the KV cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A distribution in a few numbers."""
+    """Mean and percentiles of a distribution."""
 
     mean: float
     p50: float
@@ -27,7 +27,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Float) -> Spread:
-        """Of equally likely values; nan of none."""
+        """Distribution of equally likely values; nan of none."""
         if not len(values):
             return cls(*[float("nan")] * 4)
         return cls(float(values.mean()), *map(float, np.quantile(values, [*QUANTILES.values()])))
@@ -35,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a request must keep to be good, in seconds; None: whatever comes."""
+    """Latency limits of a good request (s); None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -43,7 +43,7 @@ class Slo:
 
 
 class RequestLimits(NamedTuple):
-    """What each request must keep, in seconds, a place for each; infinite: whatever comes."""
+    """Latency limits of each request (s); infinite: no limit."""
 
     ttft: Float
     tpot: Float
@@ -78,16 +78,16 @@ class RequestTimes:
     number: np.ndarray[Any, np.dtype[np.int64]]
     """Places in the workload."""
     queue: Float
-    """From the arrival to the first step with the request."""
+    """Seconds from the arrival to the first step with the request."""
     ttft: Float
-    """From the arrival to the first token."""
+    """Seconds from the arrival to the first token."""
     tpot: Float
-    """From the first token to the last, per token behind the first; nan where there is one."""
+    """Seconds per token from the first token to the last; nan for a single token."""
     e2e: Float
 
     @classmethod
     def of(cls, served: Outcome) -> RequestTimes:
-        """Of all requests that are done."""
+        """Times of all finished requests."""
         records = served.records
         finish = np.frombuffer(records.finish)
         number = np.flatnonzero(np.isfinite(finish))
@@ -104,7 +104,7 @@ class RequestTimes:
 
     @classmethod
     def at_least(cls, work: Workload, records: Records, at: float) -> RequestTimes:
-        """Of all requests, what is known `at` so many seconds; nan of those that have not come."""
+        """Lower bounds of times of all requests at time `at`; nan before their arrival."""
         arrival, first, scheduled, finish = (
             np.frombuffer(c)
             for c in (records.arrival, records.first, records.scheduled, records.finish)
@@ -116,23 +116,23 @@ class RequestTimes:
         return cls(np.arange(len(work)), queue, ttft, tpot, until - arrival)
 
     def places(self, requests: int) -> np.ndarray[Any, np.dtype[np.int64]] | slice:
-        """Where these requests stand in a column of so many: a slice, without a copy, if all do."""
+        """Index of these requests in a column: a slice, without a copy, if all finished."""
         return self.number if len(self.number) < requests else slice(None)
 
     def missed(self, limits: RequestLimits) -> MissedLimits:
-        """Which of these requests miss limits (goodput of DistServe, arXiv 2401.09670)."""
+        """Requests that miss limits (goodput of DistServe, arXiv 2401.09670)."""
         at = self.places(len(limits.ttft))
         late, slow = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
         return MissedLimits(late, slow, late | slow | (self.e2e > limits.e2e[at]))
 
 
 class MissedLimits(NamedTuple):
-    """Which requests miss limits, a place for each."""
+    """Masks of requests that miss limits."""
 
     late: np.ndarray[Any, np.dtype[np.bool_]]
     """The limit of the first token."""
     slow: np.ndarray[Any, np.dtype[np.bool_]]
-    """That of further tokens."""
+    """Requests that miss the limit of further tokens."""
     lost: np.ndarray[Any, np.dtype[np.bool_]]
     """Any limit."""
 
@@ -153,10 +153,10 @@ def gap_spread(logs: Sequence[StepLog]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """What came out for a class of requests. Seconds, shares of 1."""
+    """Summary of a class of requests (s, shares of 1). Seconds, shares of 1."""
 
     requests: int
-    """That were accepted."""
+    """Number of accepted requests."""
     done: int
     good: float
     """Share of those accepted that kept the limits of the class."""
@@ -165,14 +165,14 @@ class ClassSummary:
     e2e: Spread
 
     def values(self) -> dict[str, Any]:
-        """As one object for JSON."""
+        """Return one object for JSON."""
         spreads = {name: _values(getattr(self, name)) for name in ("ttft", "tpot", "e2e")}
         return {"requests": self.requests, "done": self.done, "good": self.good, **spreads}
 
 
 @dataclass(frozen=True, slots=True)
 class ServingSummary:
-    """What came out, in numbers. Seconds, tokens, shares of 1."""
+    """Summary of a run (s, tokens, shares of 1). Seconds, tokens, shares of 1."""
 
     requests: int
     """Done."""
@@ -180,7 +180,7 @@ class ServingSummary:
     rejected: Mapping[str, int]
     shortened: int
     seconds: float
-    """From the first arrival to the last token."""
+    """Seconds from the first arrival to the last token."""
     queue: Spread
     ttft: Spread
     tpot: Spread
@@ -210,16 +210,16 @@ class ServingSummary:
     kv_peak: float
     """The largest of these shares, on any engine."""
     transfer: Spread | None = None
-    """From a prompt's end to its cache's arrival where it decodes; None: nothing is sent."""
+    """Seconds from a prompt's end to the arrival of its cache; None: no transfers."""
     transfer_bytes: float = 0.0
-    """Of all caches that were sent."""
+    """Bytes of all caches that were sent."""
     classes: Mapping[str, ClassSummary] = field(default_factory=dict[str, "ClassSummary"])
-    """Of each class of requests."""
+    """Summary of each class of requests."""
     stages: Mapping[str, Spread] = field(default_factory=dict[str, Spread])
-    """Of each stage before the prompt, its wait included: of requests that were in it."""
+    """Seconds in each stage before the prompt, waiting included, of its requests."""
 
     def values(self) -> dict[str, Any]:
-        """As one object for JSON."""
+        """Return one object for JSON."""
         spreads = ("queue", "ttft", "tpot", "itl", "e2e")
         if self.transfer is not None:
             spreads += ("transfer",)
@@ -290,7 +290,7 @@ def summarize(
 def _by_class(
     served: Outcome, times: RequestTimes, slo: Slo
 ) -> tuple[dict[str, ClassSummary], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """The numbers of each class, and which requests that are done keep the limits of theirs."""
+    """Summary of each class, and mask of finished requests that keep their limits."""
     work, good = served.workload, kept(served, times, slo)
     if work.class_of is None:
         return {}, good
@@ -311,17 +311,17 @@ def _by_class(
 
 
 def kept(served: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which requests that are done keep the limits of their class, or else those of all."""
+    """Mask of finished requests that keep the limits of their class, or the common ones."""
     return ~times.missed(RequestLimits.of(served.workload, slo)).lost
 
 
 def _spread(values: Float) -> Spread:
-    """Of the values that are numbers."""
+    """Distribution of the values that are not nan."""
     return Spread.of(values[np.isfinite(values)])
 
 
 def _sent(served: Outcome) -> dict[str, Any]:
-    """What caches on their way took, of prompts and decode on instances of their own."""
+    """Metrics of KV transfers; none without disaggregation."""
     of = served.handover
     if of is None:
         return {}

@@ -157,7 +157,7 @@ class Operator:
         return self._events.on_failure == "requeue"
 
     def all_up(self) -> list[UpTime]:
-        """When engines were up: from their start, start-up included, until they left."""
+        """Times in which engines were up: from their start, start-up included, until they left."""
         last = max((at for at in self._simulation.records.finish if at == at), default=0.0)
         still = (UpTime(n, since, max(since, last)) for n, since in self._up_since.items())
         return [*self._up_times, *still]
@@ -167,7 +167,7 @@ class Operator:
         return [number for number in numbers if number in self._serving]
 
     def hold(self, at: float, request: int, retry: Handler, fitting: Sequence[int]) -> None:
-        """Hold a request until an instance serves, or refuse it if none of `fitting` ever will."""
+        """Hold a request until an instance serves; refuse it if none of `fitting` will."""
         may_start = self._events.scaling is not None and not set(fitting).isdisjoint(self._idle)
         if self._num_starting or may_start or self._events.start_up_time is not None:
             self._held.append((request, retry))

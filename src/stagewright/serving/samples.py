@@ -54,7 +54,7 @@ class EngineSamples(NamedTuple):
 
     @classmethod
     def none(cls) -> EngineSamples:
-        """No samples yet."""
+        """Create empty samples."""
         return cls(array("d"), array("i"), array("i"), array("i"))
 
     def halved(self) -> EngineSamples:
@@ -75,7 +75,7 @@ SHIFT = 37
 
 
 def gap_quantiles(parts: Sequence[Float], shares: Sequence[float]) -> list[float]:
-    """Smallest gaps that such shares of all gaps do not exceed, to 1.5e-5 of their value.
+    """Smallest gaps that some shares of all gaps do not exceed, within 1.5e-5.
 
     `parts` are series. A histogram counts the gaps of all requests; its bins are floats without
     their last `SHIFT` bits, whose order is that of the floats.

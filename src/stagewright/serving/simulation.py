@@ -82,7 +82,7 @@ class Outcome:
     instances: Sequence[tuple[float, int]] = ()
     """Times (s) at which the number of serving instances changed, and that number."""
     up: Sequence[UpTime] = ()
-    """When engines were up; empty: all of the time."""
+    """Time spans in which engines were up; empty: all of the time."""
     stages: Mapping[str, array[float]] = field(default_factory=dict[str, "array[float]"])
     """Seconds of each request in each stage before the prompt; nan where it was in none."""
 
@@ -421,7 +421,7 @@ class ServingSimulation:
         self.schedule(number)
 
     def _pull_ended(self, at: float, request: int, number: int) -> None:
-        """The cache of a request is where it decodes, unless one of the engines has failed."""
+        """Use the cache of a request where it decodes, unless an engine has failed."""
         assert self._transfers is not None
         if self._transfers.finish(request, number):
             self._release_source(at, request)
@@ -493,7 +493,7 @@ class ServingSimulation:
 
 
 class ArrivalQueue(Iterator[tuple[float, int]]):
-    """Arrivals at the router of requests that wait for no other one, in order of time."""
+    """Arrivals at the router of requests that wait for no other one."""
 
     def __init__(self, workload: Workload, host: HostTimes) -> None:
         """Requests pass `host` on their way."""

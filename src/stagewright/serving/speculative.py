@@ -100,16 +100,16 @@ _OF_THE_MODEL: Mapping[str, Any] = {"layers": None, "vocab": None, "layers_per_s
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafter:
-    """A model that drafts, and the layout in which it runs."""
+    """Model that drafts, and its layout."""
 
     run: Run
-    """Not resolved, `num_speculative_tokens` as of the model that verifies."""
+    """Run that is not resolved; `num_speculative_tokens` as of the verifying model."""
     model: ModelConfig
-    """In the pass over all tokens of a step."""
+    """Model of the pass over all tokens of a step."""
     own: ModelConfig
-    """In later passes, which read the drafter's own hidden states."""
+    """Model of later passes, which read the drafter's own hidden states."""
     head: bool
-    """Whether embedding and output projection are the model's."""
+    """The drafter uses the model's embedding and output projection."""
 
     @property
     def number(self) -> int:
@@ -118,12 +118,12 @@ class Drafter:
 
     @property
     def more(self) -> int:
-        """As `DraftedTimes.more`."""
+        """Like `DraftedTimes.more`."""
         return 0 if self.head else 1
 
 
 def drafter_of(engines: EngineSection, run: Run, model: ModelConfig) -> Drafter | None:
-    """Who drafts for a model in a layout; None: nobody who takes time of the GPUs.
+    """Drafter of a model in a layout; None if drafts take no GPU time.
 
     Raises UserError where what is asked for is not known.
     """

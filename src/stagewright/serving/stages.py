@@ -35,15 +35,15 @@ class StageCost:
 
     name: str
     seconds: float = 0.0
-    """Of a batch, whatever is in it."""
+    """Seconds of a batch, whatever is in it."""
     per_request: float = 0.0
     per_token: float = 0.0
-    """Of the prompts of the batch."""
+    """Seconds per prompt token of the batch."""
     servers: int = 1
     batch: int = 1
-    """Most requests of a batch."""
+    """Largest number of requests of a batch."""
     follow_ups: bool = False
-    """Whether only later turns of a session pass here: the tools that an answer calls."""
+    """Only later turns of a session pass here: tools that an answer calls."""
 
     def of(self, tokens: Sequence[int]) -> float:
         """Seconds of a batch of requests with so many tokens each."""
@@ -52,7 +52,7 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IvfPq:
-    """A search in an index of inverted lists with product quantization.
+    """Search in an index of inverted lists with product quantization.
 
     FLOPs and bytes of a query are HERMES' (arXiv 2504.09775; MIST-Simulator/MIST,
     `mist/Engine/RAG_Engine.py`): the query with all centroids; table look-ups for the vectors of
@@ -69,7 +69,7 @@ class IvfPq:
     sub_quantizers: int
     """Bytes of a vector's code (`M`)."""
     vectors: int
-    """Of the whole index."""
+    """Vectors of the whole index."""
     candidates: int
     """Whose exact distances are computed."""
 
@@ -81,14 +81,14 @@ class IvfPq:
 
     @property
     def flops(self) -> float:
-        """Of a query."""
+        """FLOPs of a query."""
         scanned = self.vectors / self.centroids * self.probes
         exact = 2 * self.dimensions * (self.centroids + self.candidates)
         return exact + self.sub_quantizers * scanned
 
     @property
     def query_bytes(self) -> float:
-        """Read and written for a query besides what a batch reads once."""
+        """Bytes of a query besides those read once for a batch."""
         scanned = self.vectors / self.centroids * self.probes
         results = 8 * self.probes + 8 * self.candidates
         exact = 4 * self.dimensions * (1 + self.candidates)
@@ -96,11 +96,11 @@ class IvfPq:
 
     @property
     def batch_bytes(self) -> float:
-        """Read once for a batch: centroids and the table of codes."""
+        """Bytes read once for a batch: centroids and the table of codes."""
         return 4 * self.dimensions * (self.centroids + CODE_ENTRIES)
 
     def cost(self, *, tflops: float, bandwidth_gb_s: float, servers: int, batch: int) -> StageCost:
-        """On a machine: arithmetic and memory one after the other, as HERMES has it."""
+        """Cost on a machine: arithmetic and memory one after the other, like HERMES."""
         per_query = self.flops / (tflops * 1e12) + self.query_bytes / (bandwidth_gb_s * 1e9)
         return StageCost(
             name="search",
@@ -132,13 +132,13 @@ class Station:
     __slots__ = ("_busy", "_queue", "cost")
 
     def __init__(self, cost: StageCost) -> None:
-        """Nobody is here."""
+        """Create an idle station."""
         self.cost = cost
         self._queue: deque[tuple[int, int]] = deque()
         self._busy = 0
 
     def arrive(self, now: float, request: int, tokens: int) -> float | None:
-        """A request comes: when it is done if a server is free, else None."""
+        """Add a request; return its end if a server is free, otherwise None."""
         if self._busy < self.cost.servers:
             self._busy += 1
             return now + self.cost.of([tokens])
@@ -146,7 +146,7 @@ class Station:
         return None
 
     def end(self, now: float) -> tuple[float, list[int]] | None:
-        """A batch is done: the next one's end and its requests, if somebody waits."""
+        """End a batch; return the end and the requests of the next one, if any wait."""
         if not self._queue:
             self._busy -= 1
             return None
@@ -161,18 +161,18 @@ class StoreTier:
 
     name: str
     bandwidth_gb_s: float
-    """Of a read."""
+    """Bandwidth of a read (GB/s)."""
     capacity_gb: float = float("inf")
     latency_ms: float = 0.0
     shared_by: int = 1
     """Engines that have one store together."""
     reads: int = 1
-    """At a time, each with the whole bandwidth; others wait. 0: any number."""
+    """Concurrent reads, each with the whole bandwidth; others wait. 0: any number."""
     network_gb_s: float = float("inf")
-    """Of the way from the store to the engine, which follows the read."""
+    """Bandwidth of the network between store and engine, used after the read (GB/s)."""
     network_latency_ms: float = 0.0
     preloaded: bool = False
-    """Whether a store holds the past of all requests whose home it is."""
+    """A store holds the earlier session of all requests whose home it is."""
 
 
 class Store:
@@ -222,7 +222,7 @@ class Store:
             self._blocks -= self._held.popitem(last=False)[1]
 
     def read(self, now: float, bytes_: float) -> float:
-        """When a read is done, and what was read has come to the engine."""
+        """End of a read, after its transfer to the engine."""
         seconds = self.tier.latency_ms / 1e3 + bytes_ / self.tier.bandwidth_gb_s / 1e9
         way = self.tier.network_latency_ms / 1e3 + bytes_ / self.tier.network_gb_s / 1e9
         if not self._free:
@@ -234,7 +234,7 @@ class Store:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptStages:
-    """What requests pass before their prompts, in order, and the stores that engines read."""
+    """Stages of requests before their prompts, in order, and stores that engines read."""
 
     stations: tuple[StageCost, ...] = ()
     tiers: tuple[StoreTier, ...] = ()
@@ -244,9 +244,9 @@ class PromptStages:
     past: int = 0
     """Tokens of an earlier session at each prompt's start; stations read only what is new."""
     bytes_per_token: float = 0.0
-    """Of a request's cache."""
+    """Bytes of a token in the KV cache."""
     seed: int = 0
-    """Of the engines whose stores are preloaded with a request's past."""
+    """Seed of the engines whose stores hold a request's earlier session."""
 
 
 class StageQueues:
@@ -265,10 +265,10 @@ class StageQueues:
         self._workload, self._events, self._through = workload, events, through
         nan = array("d", [float("nan")])
         self.seconds = {cost.name: nan * len(workload) for cost in stations}
-        """By station: seconds of each request there, with its wait."""
+        """Seconds of each request in each station, waiting included."""
 
     def enter(self, at: float, request: int, nth: int = 0) -> None:
-        """A request comes to a station, or to the next one that is for it."""
+        """Add a request to a station, or to the next one that applies to it."""
         after = self._workload.after
         first = after is None or after[request] < 0
         while nth < len(self._stations) and first and self._stations[nth].cost.follow_ups:
@@ -283,7 +283,7 @@ class StageQueues:
             self._events.add(end, OTHER, request, partial(self._leave, nth, [request]))
 
     def _leave(self, nth: int, batch: list[int], at: float, number: int) -> None:
-        """A batch is done at a station."""
+        """End a batch of a station."""
         del number
         station = self._stations[nth]
         following = station.end(at)
@@ -318,7 +318,7 @@ class StoreReads:
         ]
         self._reads: dict[int, list[tuple[Store, int]]] = {}  # tokens up to which each store has
         self.seconds = array("d", [float("nan")]) * len(workload)
-        """Of each request's read, with its wait."""
+        """Seconds of each request's read, waiting included."""
         draw = Random(of.seed)
         preloaded = any(tier.preloaded for tier in of.tiers)
         self._homes = [int(draw.random() * len(numbers)) for _ in workload.prompt if preloaded]
@@ -328,7 +328,7 @@ class StoreReads:
         return NO_CHAIN if chains is None else chains[request]
 
     def near(self, request: int, numbers: Sequence[int]) -> Sequence[int]:
-        """Of some engines those that reach the preloaded store with a request's past."""
+        """Engines that reach the preloaded store with a request's earlier session."""
         if not self._homes:
             return numbers
         home = self._homes[request]
@@ -356,7 +356,7 @@ class StoreReads:
         return here * size
 
     def read(self, at: float, request: int, tokens: int) -> float:
-        """When the last so many of the tokens found have come; each store reads for itself."""
+        """Time at which the last `tokens` of the stored ones have arrived."""
         reads = self._reads.pop(request)
         start = reads[-1][1] - tokens
         arrives = at

@@ -71,7 +71,7 @@ class RequestClass:
 
     @property
     def limited(self) -> bool:
-        """Whether the class has limits of its own."""
+        """True if the class has limits."""
         return not self.ttft is self.tpot is self.e2e is None
 
 
@@ -91,9 +91,9 @@ class Workload:
     after: array[int] | None = None
     """The request that must be done before, or -1; it stands earlier in the columns."""
     session: array[int] | None = None
-    """A number for requests of one user."""
+    """Number of the user's session of each request."""
     concurrency: int | None = None
-    """So many requests are under way at a time: when one is done, the next begins (closed loop)."""
+    """Concurrent requests of a closed loop: when one finishes, the next one begins."""
     rejected: Mapping[str, int] = field(default_factory=dict[str, int])
     """Rows of a trace that are no requests: how many, by reason."""
     stages: tuple[float, ...] = ()
@@ -127,7 +127,7 @@ def in_classes(of: Workload, classes: tuple[RequestClass, ...], seed: int) -> Wo
 
 
 def with_past(of: Workload, tokens: int) -> Workload:
-    """The same requests, each with so many tokens of its own said before, at the prompt's start.
+    """Prepend a private earlier session of some tokens to each prompt.
 
     Raises UserError where prompts have named beginnings already.
     """
@@ -224,7 +224,7 @@ def accept(
 
 
 def _chosen(of: Workload, kept: array[int], output: array[int], place: array[int]) -> Workload:
-    """Some of the requests; `place` says where each stands then."""
+    """Select requests; `place` is the new index of each."""
     everything = len(kept) == len(of)
 
     def floats(column: array[float]) -> array[float]:
@@ -257,27 +257,27 @@ def _chosen(of: Workload, kept: array[int], output: array[int], place: array[int
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """What became of each request; seconds since the run began, nan where it did not happen."""
+    """Columns of what happened to each request (s since the run began); nan: it did not."""
 
     arrival: array[float]
-    """When the user sent it."""
+    """Time at which the user sent it."""
     reached: array[float]
-    """When it was in an engine's queue."""
+    """Time at which it was in an engine's queue."""
     scheduled: array[float]
-    """When an engine first computed something of it."""
+    """Time at which an engine first computed a part of it."""
     first: array[float]
-    """When its first token was there."""
+    """Time of its first token."""
     finish: array[float]
     engine: array[int]
     """The engine's number, or -1."""
     cached: array[int]
     """Prompt tokens that were in the cache when it was scheduled first."""
     preempted: array[int]
-    """How many times."""
+    """Number of preemptions."""
 
     @classmethod
     def of(cls, requests: int) -> Records:
-        """Nothing has happened yet."""
+        """Create records of requests that have not arrived."""
         nan, zero = array("d", [float("nan")]), array("i", [0])
         return cls(
             nan * requests,
@@ -291,7 +291,7 @@ class Records:
         )
 
     def known(self, least: array[float], at: float) -> Records:
-        """What is known `at` so many seconds, where first tokens stand that are not there yet.
+        """Records known at time `at`, with lower bounds of first tokens.
 
         `least`: before this no first token can be there, nan where nothing is known; one that
         stands no later, of a request that is not done, comes after `at`.

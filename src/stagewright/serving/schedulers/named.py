@@ -38,11 +38,11 @@ class BatchLimits(NamedTuple):
     tokens: int
     requests: int
     prompt_tokens: int
-    """Of prompts in a step of SGLang."""
+    """Prompt tokens of a step of SGLang."""
 
 
 def batch_limits(asked: EngineSection, hardware: Hardware) -> BatchLimits:
-    """What settings say, else vLLM's defaults of a server.
+    """Limits of the settings, or vLLM's defaults of a server.
 
     From 70 GiB on, but for the A100, 8,192 tokens and 1,024 requests, else 2,048 and 256
     (vllm-project/vllm@00024d31 `vllm/engine/arg_utils.py`, `get_batch_defaults`; it, too, knows the

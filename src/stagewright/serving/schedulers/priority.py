@@ -23,7 +23,7 @@ class VllmByPriority(Vllm):
     """
 
     priority: array[int] = field(default_factory=lambda: array("i"))
-    """Of each request."""
+    """Priority of each request."""
 
     @classmethod
     def of(cls, scheduler: Vllm, priority: array[int]) -> Self:

@@ -83,7 +83,7 @@ class SGLang:
 
     @property
     def cache_rules(self) -> CacheRules:
-        """Blocks are in the radix tree when they are computed, and copies of others' are freed."""
+        """Cache rules of the radix tree: blocks enter when computed, copies are freed."""
         return CacheRules(cache_after_compute=True, deduplicate=True)
 
     def schedule(self, engine: Engine) -> StepBatch:
@@ -215,7 +215,7 @@ class SGLang:
 
 
 def longest_prefix_first(engine: Engine) -> None:
-    """Put first who waits and has most in the cache, and last who may find more when others ran."""
+    """Sort waiting requests by cached prefix; put those last that may find more later."""
     waiting = engine.waiting
     if len(waiting) > MOST_MATCHED or len(waiting) < 2:
         return

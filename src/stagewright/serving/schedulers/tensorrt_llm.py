@@ -48,9 +48,9 @@ class TensorRtLlm:
     """
 
     max_num_batched_tokens: int = 8192
-    """Its `max_num_tokens`."""
+    """TensorRT-LLM's `max_num_tokens`."""
     max_num_seqs: int = 2048
-    """Its `max_batch_size`."""
+    """TensorRT-LLM's `max_batch_size`."""
     enable_chunked_prefill: bool = False
     capacity_scheduler_policy: str = "guaranteed_no_evict"
     batch_wait_timeout_iters: int = 0
@@ -60,7 +60,7 @@ class TensorRtLlm:
 
     @property
     def cache_rules(self) -> CacheRules:
-        """Blocks of a prompt are taken with its first chunk, and found when all is computed."""
+        """Cache rules: a prompt takes all blocks at once, and is reusable when complete."""
         return CacheRules(reserve_whole_prompt=True, cache_after_compute=True)
 
     def schedule(self, engine: Engine) -> StepBatch:
@@ -144,7 +144,7 @@ class TensorRtLlm:
         return fitting
 
     def _holds(self, engine: Engine, fitting: Iterable[int]) -> bool:
-        """Whether the prompts of this step are held back (`_waiting_requests`)."""
+        """True if the prompts of this step are held back (`_waiting_requests`)."""
         least = self.batch_wait_max_tokens_ratio * self.max_num_batched_tokens
         if not (self.batch_wait_timeout_iters and least and engine.decoding):
             return False
@@ -218,7 +218,7 @@ def _coming(engine: Engine) -> set[tuple[int, int]]:
 
 
 def _skips(engine: Engine, request: int, found: CachedPrefix, coming: set[tuple[int, int]]) -> bool:
-    """Whether a request waits for a block that another computes; if not, it computes its own."""
+    """True if a request waits for a block that another one computes."""
     block = _first_new(engine, request, found.hit.blocks) if not found.private_blocks else None
     if block is None:
         return False

@@ -42,7 +42,7 @@ Told = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingTarget:
-    """What the instances must do, and what counts."""
+    """Latency limits, GPUs and objective of a search."""
 
     slo: Slo
     share: float = 0.9
@@ -56,10 +56,10 @@ class ServingTarget:
 
 
 class ServingChoice(NamedTuple):
-    """A layout and a number of its instances, played."""
+    """Layout and number of instances, simulated."""
 
     layout: int
-    """Its row among the candidates."""
+    """Row of the layout among the candidates."""
     played: PlayedLoad
     usd_per_hour: float
     """nan without a price."""
@@ -74,29 +74,29 @@ class ServingChoice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ServingRanking:
-    """What a search for serving found."""
+    """Result of a search for serving."""
 
     rows: Candidates
     """Layouts of one instance."""
     target: ServingTarget
     choices: Sequence[ServingChoice]
-    """All that were played, in the order of layouts."""
+    """All simulated choices, in the order of layouts."""
     best: Sequence[int]
-    """Of each layout that keeps the limits the cheapest choice; the best first."""
+    """Cheapest choice of each layout that keeps the limits; the best first."""
     front: Sequence[int]
     """Choices that keep the limits and that no other beats in both tokens per second and GPU, and
     tokens per second of a user; by the latter, the slowest first."""
     removed: Sequence[Removed]
     """Layouts that no number of instances can serve with, by reason."""
     candidates: int
-    """Layouts with each number of instances up to the number of GPUs (or each number of users)."""
+    """Number of layouts with each number of instances (or of users)."""
     stopped: bool = False
-    """Whether somebody stopped it."""
+    """Interrupted by the user."""
 
 
 @dataclass(slots=True)
 class _LayoutSearch:
-    """A search under way."""
+    """State of a search."""
 
     rows: Candidates
     target: ServingTarget
@@ -131,14 +131,14 @@ class _LayoutSearch:
         return InstanceGroup(made, engines, limits, scheduler)
 
     def prepared(self, row: int) -> Iterator[ReadyLayout]:
-        """A layout that has step times."""
+        """Layout with its step times."""
         service = self.service(row)
         if service is not None:
             bounds = layout_bounds(service, self.load, self.loosest)
             yield ReadyLayout(row, service, bounds)
 
     def able(self, of: ReadyLayout) -> bool:
-        """Whether some number of instances may serve the load."""
+        """True if some number of instances may serve the load."""
         name, gpus = self.rows.describe(of.row), of.service.gpus
         if of.bounds.why:
             self.refuse(KEEPS, f"{name}: {of.bounds.why}")
@@ -275,7 +275,7 @@ def search_serving(
 
 @dataclass(slots=True)
 class _Try:
-    """A number of instances, and what came of it."""
+    """Number of instances, and whether it keeps the limits."""
 
     count: int
     meets: bool = False

@@ -1,4 +1,4 @@
-"""What can be said of a layout without playing it: what it can never do, and a guess.
+"""Bounds of a layout's latency and throughput without simulation, and a guess of instances.
 
 Each bound is sound for any scheduler: a request's tokens are made in steps, of which none gives it
 more than one token and its drafts, no step is shorter than the shortest one, and an instance runs
@@ -24,19 +24,19 @@ from stagewright.serving.workload import Workload
 _CHUNKS = 100
 """Numbers of tokens in a step of prompts that bounds look at."""
 _FEW_KEYS = (16, 32, 64, 128, 256)
-"""Of a request that decodes: so few that its new tokens are many of them."""
+"""Few keys of a decoding request, next to which new tokens count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadTotals:
-    """A workload in the numbers that bounds are made of."""
+    """Totals of a workload that bounds need."""
 
     prompt: Int
     output: Int
     span: float
     """Seconds from the first arrival to the last; infinite where requests wait for others."""
     shared: bool
-    """Whether prompts may be found in a cache, so that computing them may take nothing."""
+    """Prompts may be cached, so that computing them may take no time."""
     misses: int
     """Requests that may miss their limits."""
 
@@ -56,7 +56,7 @@ class LoadTotals:
 
     @property
     def decodes(self) -> bool:
-        """Whether a request that must keep its limits has more than one output token."""
+        """True if a request that must keep its limits has several output tokens."""
         return int((self.output > 1).sum()) > self.misses
 
     def fewest(self, tokens: Int) -> float:
@@ -67,7 +67,7 @@ class LoadTotals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutBounds:
-    """What is known of a layout before it is played."""
+    """Bounds of a layout."""
 
     least_tpot: float
     """Seconds between the tokens of a request, at least."""
@@ -86,12 +86,12 @@ class LayoutBounds:
 
 
 class ReadyLayout(NamedTuple):
-    """A layout that has step times."""
+    """Layout with step times."""
 
     row: int
     """Among the candidates."""
     service: InstanceGroup
-    """With one instance."""
+    """One instance of the layout."""
     bounds: LayoutBounds
 
 
@@ -108,7 +108,7 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
     made = 1 if drafts is None else drafts.most
 
     def least(seconds: float, tokens: int, requests: int) -> float:
-        """Of a step beside which other replicas that share its experts have nothing to do."""
+        """Seconds of a step while all other replicas are idle."""
         plan = BatchPlan(DecodeRun(1, seconds, 0.0), tokens, requests)
         return times.group_runs([plan], tokens / replicas)[0].seconds
 
@@ -157,7 +157,7 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
 
 
 def _too_long(service: InstanceGroup, load: LoadTotals) -> str:
-    """As `_never`, where instances can never serve more requests than may miss their limits."""
+    """Reason why instances cannot serve enough requests; empty if they can."""
     room = service.max_model_len - load.prompt
     most = load.prompt + np.minimum(load.output, room) - 1
     fits = (room > 0) & (load.prompt <= service.max_prompt) & (most <= service.room)
@@ -186,7 +186,7 @@ def _slack(load: LoadTotals, slo: Slo) -> float:
 
 
 def _guess(service: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
-    """Instances of a steady state in which each request sees as many prompts as there are others.
+    """Instances of a steady state with as many prefills as finished requests.
 
     While a request gets its output, n requests get theirs and n prompts are computed beside them;
     those of all replicas, where these wait for each other.
@@ -215,7 +215,7 @@ def _guess(service: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, pr
 
 
 def prompt_seconds(service: InstanceGroup, tokens: int) -> float:
-    """Of a step with so many tokens of one prompt, beside which other replicas' are few."""
+    """Seconds of a step with tokens of one prompt, while other replicas are idle."""
     times = service.instance.times.of_replica(service.host)
     alone = DecodeRun(1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
     plan = BatchPlan(alone, tokens, 1)

@@ -19,14 +19,14 @@ from stagewright.serving.search.plays import PlayedLoad, play
 from stagewright.serving.workload import Workload
 
 BUSY = 0.8
-"""Share of its time that an instance for prompts computes, in the guess of how many there are."""
+"""Share of time that a prefill instance computes, in the guess of their number."""
 PAIR_ROLES: tuple[Role, Role] = ("prefill", "decode")
 MOST_PLAYS = 10
-"""Of one pair of layouts."""
+"""Simulations of one pair of layouts at most."""
 
 
 class LayoutPair(NamedTuple):
-    """A layout that computes prompts and one that decodes, and a guess of how many of each."""
+    """Prefill layout and decode layout, and a guess of instances of each."""
 
     prompts: ReadyLayout
     decode: ReadyLayout
@@ -119,7 +119,7 @@ class CountTry:
     decode: int
     meets: bool = False
     late: bool = False
-    """Whether no fewer requests missed the limit of the first token than that of further ones."""
+    """At least as many requests missed the TTFT limit as the TPOT limit."""
 
 
 def tried_counts(of: LayoutPair, most_gpus: int) -> Iterator[CountTry]:

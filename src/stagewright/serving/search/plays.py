@@ -1,4 +1,4 @@
-"""A load played on some instances of a layout, no longer than it takes to see it fail."""
+"""Simulation of a load on a deployment, until its limits are surely missed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stagewright.serving.workload import Records, Workload
 
 @dataclass(frozen=True, slots=True)
 class PlayedLoad:
-    """What users of some instances see. Seconds, tokens per second."""
+    """Metrics of a deployment under a load (s, tokens per second). Seconds, tokens per second."""
 
     instances: int
     gpus: int
     good: float
     """Share of all requests that keep the limits; at most this share where `stopped`."""
     stopped: bool
-    """Whether too many requests had missed their limits before all were served."""
+    """Too many requests had missed their limits before all were served."""
     meets: bool
-    """Whether as many keep the limits as must."""
+    """Enough requests keep the limits."""
     ttft: Spread
     tpot: Spread
     output_rate: float
@@ -35,7 +35,7 @@ class PlayedLoad:
     concurrency: int | None = None
     """Users of a closed loop."""
     prefill_instances: int = 0
-    """Besides, of instances that compute prompts only."""
+    """Number of prefill instances besides."""
 
     @property
     def per_gpu(self) -> float:
@@ -54,17 +54,17 @@ def too_many_missed(slo: Slo, misses: int) -> StopEarly:
 
 
 class PlayedRun(NamedTuple):
-    """A load on a deployment, and which limit it misses."""
+    """Metrics of a load on a deployment, and the limit it misses."""
 
     load: PlayedLoad
     late: bool
-    """No fewer requests missed the limit of the first token than that of further ones."""
+    """At least as many requests missed the TTFT limit as the TPOT limit."""
 
 
 def play(
     deployment: Deployment, workload: Workload, load: LoadTotals, slo: Slo, instances: int
 ) -> PlayedRun:
-    """Simulate a workload, no further than it takes to see that too many requests miss limits.
+    """Simulate a workload until it ends, or too many requests have missed limits.
 
     Raises KeyboardInterrupt where the user stops it.
     """

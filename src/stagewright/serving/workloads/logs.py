@@ -39,11 +39,11 @@ class RequestLog:
 
     workload: Workload
     ttft: Float
-    """To the first token."""
+    """Seconds to the first token."""
     tpot: Float
-    """From the first token to the last, per token behind the first."""
+    """Seconds per token from the first token to the last."""
     e2e: Float
-    """To the last token."""
+    """Seconds to the last token."""
 
 
 def read_log(path: str | Path) -> RequestLog:

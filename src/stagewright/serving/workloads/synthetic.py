@@ -49,7 +49,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """How requests of an open loop arrive."""
+    """Arrival process of an open loop."""
 
     rate: float
     """Requests per second."""
@@ -169,7 +169,7 @@ def sessions(
 
 @dataclass(frozen=True, slots=True)
 class LoadStage:
-    """A stage of load: requests at a constant rate, for so many seconds."""
+    """Stage of load: requests at a constant rate."""
 
     rate: float
     duration: float

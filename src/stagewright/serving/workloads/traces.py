@@ -48,7 +48,7 @@ _SESSIONS = ("session", "session_id", "chat_id")
 
 
 class TraceRow(NamedTuple):
-    """A request of a trace."""
+    """Request of a trace."""
 
     at: float
     """Seconds, since some moment."""
