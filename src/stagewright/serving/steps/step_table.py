@@ -24,9 +24,9 @@ class Path(NamedTuple):
     """Launches up to some kernel, then all kernels from there on."""
 
     seconds: list[float]
-    """Of launches, and of kernels that depend on tokens only: by tokens."""
+    """Seconds of launches, and of kernels that depend on tokens only, by tokens."""
     counts: tuple[float, ...]
-    """How often each term runs."""
+    """Number of runs of each term."""
 
 
 class RankTable(NamedTuple):
@@ -75,7 +75,7 @@ class StepTable:
     knots: Float
     """Keys of a request that decodes, between which terms are linear."""
     at_knots: list[Float]
-    """By term, seconds of one of many such requests, without its launch."""
+    """Seconds of each term for one of many such requests, without its launch."""
     new: int
     logits: int
 
@@ -141,7 +141,7 @@ class StepTable:
 
     @cached_property
     def _plain(self) -> bool:
-        """Whether there is one rank, whose terms follow from the sums of a batch alone."""
+        """True if there is one rank whose terms follow from a batch's sums alone."""
         local = any(reach.kind for reach in self.reaches)
         return len(self.ranks) == 1 and not local and not self._in_prompts_tiles
 

@@ -31,7 +31,7 @@ from stagewright.time.network import Machine
 
 
 def batch_run(run: Run, groups: Sequence[Group]) -> Run:
-    """The run of one step with these requests, in the layout of `run`, which is not resolved.
+    """Run of one step with these requests, in the layout of an unresolved run.
 
     A request that has tokens in the cache and gets one token (and its drafts) decodes. A step with
     any such request is one of decode, beside which others' prompts are computed.
@@ -157,13 +157,14 @@ class StepTimes(GpuTimes):
     fresh: StepTable
     """Prompts alone of which no token is in the cache."""
     shared: list[float] | None
-    """By tokens of a replica, seconds of experts that get the tokens of all replicas, if all have
-    as many; None: replicas share no experts."""
+    """Seconds of experts by tokens of a replica, if all replicas have equal numbers of tokens.
+
+    None: replicas share no experts."""
     _pieces: dict[int, Pieces] = field(default_factory=dict[int, Pieces])
 
     @property
     def share_experts(self) -> bool:
-        """Whether experts get the tokens of all replicas."""
+        """True if experts get the tokens of all replicas."""
         return self.shared is not None
 
     def step(
@@ -205,8 +206,7 @@ class StepTimes(GpuTimes):
     # ---- decode ----------------------------------------------------------------------------------
 
     def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """Seconds of the next decode step, by how much each further one is longer, and for how many
-        steps that holds, the next one included."""
+        """Like `BatchTimes.linear_run`."""
         edges, at_none, per_key = self._pieces.get(requests) or self._decode_pieces(requests)
         n = bisect_right(edges, keys)
         slope = per_key[n]
@@ -255,7 +255,7 @@ class StepTimes(GpuTimes):
         return found
 
     def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
-        """Seconds of a step with so many tokens whose replicas have `mean` of them in the mean.
+        """Like `GpuTimes.in_group`.
 
         `seconds`: of the step where all have as many.
         """

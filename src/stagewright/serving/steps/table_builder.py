@@ -18,7 +18,7 @@ from stagewright.serving.steps.step_table import Path, RankTable, StepTable
 from stagewright.serving.steps.terms import Attention, Term, TimedCurve, mean_sums
 
 MOST_KEYS = 1 << 21
-"""Of a request; beyond, decode steps go on as up to here."""
+"""Keys of a request at most; beyond, decode times grow as before."""
 NEARLY = 1e-3
 """Paths that are longer than all others by less than this share are left out."""
 
@@ -29,11 +29,13 @@ class Chain(NamedTuple):
     row: Int
     copies: Float
     cut: Bool
-    """Where the GPU may wait for the host; copies between the first and the last are equal."""
+    """Mask of rows where the GPU may wait for the host.
+
+    Copies between the first and the last are equal."""
 
     @classmethod
     def of(cls, block: Int, kept: Sequence[KeptBlock]) -> Chain:
-        """From the kept block of each row; rows of block -1 do not run."""
+        """Chain of rows from the kept block of each row; rows of block -1 do not run."""
         rows: list[Int] = []
         copies: list[Float] = []
         cut: list[Bool] = []
@@ -135,7 +137,7 @@ def _paths(
 
 
 class _TermRows(NamedTuple):
-    """Where a term's kernels are."""
+    """Rows of a term's kernels."""
 
     rank: int
     rows: list[int]
@@ -173,7 +175,7 @@ class _Terms:
             self._shares[rank, row] = self._known[key], share
 
     def runs(self, rank: int) -> Float:
-        """By row of a rank the share of each term that it is: [rows, terms]."""
+        """Share of each term that a row is, by row of a rank: [rows, terms]."""
         found = np.zeros((len(self.of.timed.ranks[rank].block), len(self.found)))
         for (on, row), (term, share) in self._shares.items():
             if on == rank:
@@ -197,7 +199,7 @@ class _Terms:
         return found
 
     def _content(self, rows: RankRows, row: int) -> object:
-        """What the seconds of a row follow from."""
+        """Key of everything that the seconds of a row follow from."""
         tasks = rows.tasks
         kernel = tasks.shapes[int(tasks.shape[row])].kernel, int(tasks.dtype[row])
         ends = rows.needs[row][:, [0, -1]].tobytes()
