@@ -11,13 +11,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import COLLECTIVES
 from stagewright.run.lengths import Group
@@ -25,7 +22,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.steps.hosted import GpuTimes
 from stagewright.serving.steps.rows import Known, StepRows
-from stagewright.serving.steps.step_table import StepTable, entry
+from stagewright.serving.steps.step_table import StepTable
 from stagewright.serving.steps.table_builder import Chain, at_each, step_table
 from stagewright.time.network import Machine
 
@@ -112,34 +109,12 @@ def _shared_experts(of: StepRows, most_tokens: int) -> list[float] | None:
 
 
 class Pieces(NamedTuple):
-    """Seconds of decode steps of so many requests: piecewise linear in keys."""
+    """Seconds of decode steps of some number of requests: piecewise linear in keys."""
 
     edges: list[float]
     """Keys at which the next piece begins; the first piece begins at no keys."""
     at_none: list[float]
     per_key: list[float]
-
-
-def envelope(knots: Float, values: Float) -> tuple[Float, Float]:
-    """The largest of some piecewise linear functions: its knots, and its values there.
-
-    `values` at `knots` are [functions, knots].
-
-    >>> envelope(np.array([0.0, 4.0]), np.array([[1.0, 1.0], [0.0, 4.0]]))
-    (array([0., 1., 4.]), array([1., 1., 4.]))
-    """
-    crossings: list[Float] = []
-    for one, other in combinations(values, 2):
-        gap = one - other
-        low, high = gap[:-1], gap[1:]
-        cross = np.flatnonzero(low * high < 0)
-        share = low[cross] / (low[cross] - high[cross])
-        crossings.append(knots[cross] + np.diff(knots)[cross] * share)
-    if not any(map(len, crossings)):
-        return knots, values.max(axis=0)
-    every = np.unique(np.concatenate([knots, *crossings]))
-    there: list[Float] = [np.interp(every, knots, one) for one in values]
-    return every, np.max(there, axis=0)
 
 
 @dataclass(eq=False)
@@ -214,45 +189,19 @@ class StepTimes(GpuTimes):
         return at_none[n] + slope * keys, slope * requests, steps
 
     def _decode_pieces(self, requests: int) -> Pieces:
-        """The pieces of decode steps of so many requests: the longest of all paths."""
-        knots, longest = envelope(self.decoding.knots, np.stack(self._decode_paths(requests)))
-        slope = np.diff(longest) / np.diff(knots)
-        at_none = longest[:-1] - slope * knots[:-1]
+        """Pieces of decode steps of `requests` with equal contexts, between the table's knots."""
+        table, knots = self.decoding, self.decoding.knots
+        new, values = table.new, list[float]()
+        for keys in knots.tolist():
+            pairs = keys * new - new * (new - 1) / 2
+            batch = requests * new, requests * pairs, requests * keys, requests
+            values.append(table.seconds(*batch, requests, requests * keys))
+        slope = np.diff(values) / np.diff(knots)
+        at_none = np.array(values[:-1]) - slope * knots[:-1]
         edges = knots[1:-1] * requests
         pieces = Pieces(edges.tolist(), at_none.tolist(), (slope / requests).tolist())
         self._pieces[requests] = pieces
         return pieces
-
-    def _decode_paths(self, requests: int) -> list[Float]:
-        """Seconds of the paths that may be the longest, by keys of a request."""
-        table = self.decoding
-        batches = min(len(table.ranks), requests)
-        small, large = divmod(requests, batches)
-        sizes = [(small + 1, large), (small, batches - large)]
-        terms = table.of_one(requests / batches)
-        least = [term.least for term in table.terms]
-
-        def base(rank: int, path: int, many: int) -> float:
-            seconds, counts = table.ranks[rank].paths[path]
-            launches = sum(map(mul, counts, least))
-            head = entry(table.ranks[rank].head, many * table.logits)
-            return entry(seconds, many * table.new) + head + launches
-
-        def over_keys(counts: Sequence[float]) -> Float:
-            return sum(map(mul, counts, terms), np.zeros(len(table.knots)))
-
-        found = [
-            sum(n * base(rank, nth, many) for many, n in sizes if n) + requests * over_keys(counts)
-            for rank, of in enumerate(table.ranks)
-            for nth, (_, counts) in enumerate(of.paths)
-        ]
-        if len(table.ranks) > 1:
-            most = math.ceil(requests / batches)
-            through = sum(base(rank, 0, most) for rank in range(len(table.ranks)))
-            counts = np.sum([of.paths[0].counts for of in table.ranks], axis=0).tolist()
-            messages = table.messages(most * table.new)
-            found.append(through + messages + most * over_keys(counts))
-        return found
 
     def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
         """Like `GpuTimes.in_group`.

@@ -15,7 +15,7 @@ from stagewright.model.layers import Reach
 from stagewright.program.columns import TaskKind
 from stagewright.serving.steps.rows import KeptBlock, RankRows, StepRows, unfilled
 from stagewright.serving.steps.step_table import Path, RankTable, StepTable
-from stagewright.serving.steps.terms import Attention, Term, TimedCurve, mean_sums
+from stagewright.serving.steps.terms import Attention, Term, TimedCurve
 
 MOST_KEYS = 1 << 21
 """Keys of a request at most; beyond, decode times grow as before."""
@@ -87,9 +87,7 @@ def step_table(
                 at_each(most_tokens, of.grid, sent),
             )
         )
-    knots = _knots(of.step.model, new)
-    at_knots = terms.per_request(knots, new)
-    return StepTable(ranks, terms.found, terms.reaches, knots, at_knots, new, logits)
+    return StepTable(ranks, terms.found, terms.reaches, _knots(of.step.model, new), new, logits)
 
 
 def at_each(most: int, at: Int, values: Float) -> list[float]:
@@ -180,22 +178,6 @@ class _Terms:
         for (on, row), (term, share) in self._shares.items():
             if on == rank:
                 found[row, term] = share
-        return found
-
-    def per_request(self, keys: Float, new: int) -> list[Float]:
-        """`StepTable.at_knots`: terms are proportional to requests."""
-        of, many = self.of, 256
-        found: list[Float] = []
-        for term, reach, (rank, rows) in zip(self.found, self.reaches, self.places, strict=True):
-            each = [mean_sums(reach, k - new, float(new)) for k in keys.tolist()]
-            pairs, seen = np.rint(many * np.array(each)).astype(np.int64).T
-            if isinstance(term, TimedCurve) and not term.by_requests:
-                seconds = np.array([term(1, 1, 1, keys) for keys in seen.tolist()])
-            else:
-                requests = np.full(len(keys), many, dtype=np.int64)
-                sizes = of.sizes(new * requests, requests, requests, pairs, seen)
-                seconds = np.sum([of.kernel_seconds(rank, row, sizes) for row in rows], axis=0)
-            found.append((seconds - term.least) / many)
         return found
 
     def _content(self, rows: RankRows, row: int) -> object:
