@@ -83,19 +83,19 @@ class _Watched:
             self.decodes = not chunks and not batch.skipped and engine.drafts is None
 
 
-def captured(of: Deployment, workload: Workload, at: float, engine: int = 0) -> Captured:
+def captured(deployment: Deployment, workload: Workload, at: float, engine: int = 0) -> Captured:
     """The step that an engine runs `at` so many seconds; the last one before, if it is idle then.
 
     Engines of groups are numbered one after the other. Raises UserError where it has run none.
     """
-    (found,) = _captured(of, workload, at, [engine])
-    if found.begins > at:
+    (capture,) = _captured(deployment, workload, at, [engine])
+    if capture.begins > at:
         raise UserError(f"engine {engine} runs no step before {at:g} s; choose a later moment")
-    return found
+    return capture
 
 
 def _captured(
-    of: Deployment, workload: Workload, at: float, engines: Sequence[int]
+    deployment: Deployment, workload: Workload, at: float, engines: Sequence[int]
 ) -> list[Captured]:
     """The steps of some engines at a moment; of one that has run none the first one."""
     numbers, watched = count(), dict[int, _Watched]()
@@ -107,9 +107,9 @@ def _captured(
         watched[number] = _Watched(scheduler, at)
         return watched[number]
 
-    groups = [replace(group, watch=watch) for group in of.groups]
-    replace(of, groups=tuple(groups)).serve(workload, Slo())
-    return [_run_of(_of_engine(of, engine).service, watched[engine]) for engine in engines]
+    groups = [replace(group, watch=watch) for group in deployment.groups]
+    replace(deployment, groups=tuple(groups)).serve(workload, Slo())
+    return [_run_of(_of_engine(deployment, engine).service, watched[engine]) for engine in engines]
 
 
 def _run_of(service: InstanceGroup, watched: _Watched) -> Captured:
@@ -120,13 +120,13 @@ def _run_of(service: InstanceGroup, watched: _Watched) -> Captured:
     if watched.decodes and begins <= at:
         times = service.instance.times.with_host(service.host)
         keys = sum((g.context_length or 0) + 1 for g in groups)
-        most = max(1, round((at - begins) / times.decode(len(groups), keys)) + 1)
-        steps = max(times.steps_within(len(groups), keys, at - begins, most), 1) - 1
+        limit = max(1, round((at - begins) / times.decode(len(groups), keys)) + 1)
+        steps = max(times.steps_within(len(groups), keys, at - begins, limit), 1) - 1
         begins += times.decode_run(len(groups), keys, steps)
         groups = [replace(g, context_length=(g.context_length or 0) + steps) for g in groups]
     replicas = service.instance.replicas
-    every = [replace(g, count=g.count * replicas) for g in sorted(groups, key=_lengths)]
-    return Captured(batch_run(service.instance.run, merge_groups(every, "requests")), begins)
+    of_instance = [replace(g, count=g.count * replicas) for g in sorted(groups, key=_lengths)]
+    return Captured(batch_run(service.instance.run, merge_groups(of_instance, "requests")), begins)
 
 
 def _lengths(group: Group) -> tuple[int, int]:
@@ -140,26 +140,26 @@ class _OneEngine(NamedTuple):
     replica: int
 
 
-def _of_engine(of: Deployment, engine: int) -> _OneEngine:
-    for service in of.groups:
-        replicas = service.instance.replicas
-        many = service.engines.instances * replicas
-        if 0 <= engine < many:
-            return _OneEngine(service, engine % replicas)
-        engine -= many
+def _of_engine(deployment: Deployment, engine: int) -> _OneEngine:
+    for group in deployment.groups:
+        replicas = group.instance.replicas
+        num_engines = group.engines.instances * replicas
+        if 0 <= engine < num_engines:
+            return _OneEngine(group, engine % replicas)
+        engine -= num_engines
     raise UserError("there is no such engine; see the table of engines for their numbers")
 
 
-def first_engine(of: Deployment, instance: int) -> int:
+def first_engine(deployment: Deployment, instance: int) -> int:
     """The first engine of an instance, which are numbered through all groups."""
-    each = [s.instance.replicas for s in of.groups for _ in range(s.engines.instances)]
-    if not 0 <= instance < len(each):
-        raise UserError(f"instance {instance}: wanted one of 0 to {len(each) - 1}")
-    return [0, *accumulate(each)][instance]
+    replicas = [s.instance.replicas for s in deployment.groups for _ in range(s.engines.instances)]
+    if not 0 <= instance < len(replicas):
+        raise UserError(f"instance {instance}: wanted one of 0 to {len(replicas) - 1}")
+    return [0, *accumulate(replicas)][instance]
 
 
 def step_at(
-    of: Deployment, done: Outcome, workload: Workload, at: float, engine: int
+    deployment: Deployment, outcome: Outcome, workload: Workload, at: float, engine: int
 ) -> CompiledRun:
     """The compiled step of an engine at a moment, with the cache that is on its way meanwhile.
 
@@ -167,12 +167,12 @@ def step_at(
     it (one that has run none yet: its first one): prefill ranks first. A link sends or receives one
     cache at a time (`kv_transfer.KvLinks`), so there is at most one.
     """
-    mine = captured(of, workload, at, engine)
-    model = _of_engine(of, engine).service.instance.model
-    sent = _under_way(done, at, engine)
-    if sent is None:
-        return compile(mine.run, model)
-    source, target, tokens, upto, computed = sent
+    capture = captured(deployment, workload, at, engine)
+    model = _of_engine(deployment, engine).service.instance.model
+    transfer = _under_way(outcome, at, engine)
+    if transfer is None:
+        return compile(capture.run, model)
+    source, target, tokens, window_tokens, computed = transfer
     ends = [
         TransferEnd(
             found.service.instance.run,
@@ -180,11 +180,11 @@ def step_at(
             found.replica,
         )
         for number, step in zip(
-            (source, target), _captured(of, workload, at, (source, target)), strict=True
+            (source, target), _captured(deployment, workload, at, (source, target)), strict=True
         )
-        for found in (_of_engine(of, number),)
+        for found in (_of_engine(deployment, number),)
     ]
-    found = cache_messages(ends[0], ends[1], tokens, upto)
+    found = cache_messages(ends[0], ends[1], tokens, window_tokens)
     return beside(ends[0].step, ends[1].step, found, computed=computed)
 
 
@@ -200,20 +200,20 @@ class _Sent(NamedTuple):
     """The cache was computed before the step."""
 
 
-def _under_way(done: Outcome, at: float, engine: int) -> _Sent | None:
+def _under_way(outcome: Outcome, at: float, engine: int) -> _Sent | None:
     """Transfer in flight at some time of which `engine` is an end."""
-    between = done.handover
-    if between is None:
+    handover = outcome.handover
+    if handover is None:
         return None
-    for push in between.pushes:
-        ends = between.engine[push.request], done.records.engine[push.request]
+    for push in handover.pushes:
+        ends = handover.engine[push.request], outcome.records.engine[push.request]
         if push.begins <= at < push.arrives and engine in ends:
-            upto = between.tokens[push.request] if push.last else 0
-            return _Sent(*ends, push.tokens, upto, computed=at >= push.step_end)
-    if between.pushes:
+            window_tokens = handover.tokens[push.request] if push.last else 0
+            return _Sent(*ends, push.tokens, window_tokens, computed=at >= push.step_end)
+    if handover.pushes:
         return None
     columns = zip(
-        between.begins, between.arrives, between.engine, done.records.engine, between.tokens,
+        handover.begins, handover.arrives, handover.engine, outcome.records.engine, handover.tokens,
         strict=True,
     )  # fmt: skip
     for begins, arrives, source, target, tokens in columns:

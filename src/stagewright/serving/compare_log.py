@@ -31,30 +31,30 @@ class ComparedTime(NamedTuple):
         return self.predicted / self.measured - 1 if self.measured else float("nan")
 
 
-def compare(log: RequestLog, served: Outcome) -> list[ComparedTime]:
+def compare(log: RequestLog, outcome: Outcome) -> list[ComparedTime]:
     """Each figure of each time that the log has, measured and predicted.
 
     Requests without a time in the log do not count; where some were rejected here, all do.
     """
-    times = RequestTimes.of(served)
-    alike = len(served.workload) == len(log.workload)
+    times = RequestTimes.of(outcome)
+    all_served = len(outcome.workload) == len(log.workload)
     pairs = {
         "ttft": (log.ttft, times.ttft),
         "tpot": (log.tpot, times.tpot),
         "e2e": (log.e2e, times.e2e),
     }
-    found: list[ComparedTime] = []
+    compared: list[ComparedTime] = []
     for name, (measured, predicted) in pairs.items():
-        known = np.isfinite(predicted)
-        if alike:
-            known &= np.isfinite(measured[times.number])
-        seen, ours = measured[np.isfinite(measured)], predicted[known]
-        if len(seen) and len(ours):
-            found += [
-                ComparedTime(name, figure, figure_of(seen, figure), figure_of(ours, figure))
+        finite = np.isfinite(predicted)
+        if all_served:
+            finite &= np.isfinite(measured[times.number])
+        of_log, ours = measured[np.isfinite(measured)], predicted[finite]
+        if len(of_log) and len(ours):
+            compared += [
+                ComparedTime(name, figure, figure_of(of_log, figure), figure_of(ours, figure))
                 for figure in FIGURES
             ]
-    return found
+    return compared
 
 
 def figure_of(values: Float, figure: str) -> float:

@@ -279,30 +279,33 @@ class Deployment:
             workload = with_documents(workload, self.stages.added_tokens)
         accepted = self.accepted(workload)
         front, back = self._front, self._back
-        of = chains_in_blocks(accepted.workload, back[0].instance.cache.block_size)
-        records, handover = Records.of(len(of)), Handover.of(len(of) * self.disaggregated)
+        in_blocks = chains_in_blocks(accepted.workload, back[0].instance.cache.block_size)
+        records, handover = (
+            Records.of(len(in_blocks)),
+            Handover.of(len(in_blocks) * self.disaggregated),
+        )
         engines: list[Engine] = []
         group_of: list[InstanceGroup] = []
         for group in self.groups:
-            engines += self._engines(group, of, records, handover)
+            engines += self._engines(group, in_blocks, records, handover)
             group_of += [group] * group.num_engines
         transfers, router = None, back[0].engines.router
         if self.disaggregated:
             transfers = self._transfers(group_of, handover)
             pools = [
-                _pool("prefill", group_of, of, self.prefill_router),
-                _pool("decode", group_of, of, router),
+                _pool("prefill", group_of, in_blocks, self.prefill_router),
+                _pool("decode", group_of, in_blocks, router),
             ]
         else:
-            pools = [_pool("both", group_of, of, router)]
+            pools = [_pool("both", group_of, in_blocks, router)]
         stages, operation = self.stages, self.operation
         if stages is not None:
             stages = replace(stages, bytes_per_token=front[0].instance.cache.bytes_per_token)
         if operation is not None and operation.scaling is None:
             operation = replace(operation, instances=len(engines))  # all serve
         simulation = ServingSimulation(
-            of, records, engines, pools, transfers=transfers, stages=stages, operation=operation,
-            progress=progress, stop_early=stop_early,
+            in_blocks, records, engines, pools, transfers=transfers, stages=stages,
+            operation=operation, progress=progress, stop_early=stop_early,
         )  # fmt: skip
         return simulation.run(), accepted
 

@@ -93,13 +93,13 @@ def instance(
             "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
         )
     cache = kv_capacity(run, model, _memory(run, machine, gpu_memory_utilization), most_tokens)
-    most = {"most_tokens": most_tokens, "most_requests": most_requests}
-    return Instance(run, model, machine, step_times(run, model, machine, how, **most), cache)
+    limits = {"most_tokens": most_tokens, "most_requests": most_requests}
+    return Instance(run, model, machine, step_times(run, model, machine, how, **limits), cache)
 
 
 def _memory(run: Run, machine: Machine, share: float) -> int:
-    whole = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
-    return int(whole * share)
+    memory = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
+    return int(memory * share)
 
 
 def with_drafter(
@@ -126,12 +126,14 @@ def drafted_times(
     times: StepTimes, drafter: Drafter, machine: Machine, how: Execution | None = None
 ) -> DraftedTimes:
     """The step times of a model with those of its drafter on the same machine."""
-    most = {"most_tokens": times.most_tokens, "most_requests": times.most_requests}
+    limits = {"most_tokens": times.most_tokens, "most_requests": times.most_requests}
     new = drafter.number + drafter.more
     layout = drafter.run.model_copy(update={"num_speculative_tokens": new})
-    first = step_times(layout, drafter.model, machine, how, **most, logits=1)
-    alone = drafter.run.model_copy(update={"num_speculative_tokens": 0})
-    later = first if drafter.number == 1 else step_times(alone, drafter.own, machine, how, **most)
+    first = step_times(layout, drafter.model, machine, how, **limits, logits=1)
+    one_token = drafter.run.model_copy(update={"num_speculative_tokens": 0})
+    later = (
+        first if drafter.number == 1 else step_times(one_token, drafter.own, machine, how, **limits)
+    )
     return DraftedTimes(times, first, later, drafter.number, drafter.more)
 
 
@@ -144,15 +146,15 @@ def kv_capacity(
     table, and a cache for the layers of both). A head uses the model's embedding and output
     projection (`_maybe_share_embeddings` of vLLM's `llm_base_proposer.py`).
     """
-    each = _held(run, model, most_tokens)
+    stages = _held(run, model, most_tokens)
     if drafter is not None:
         shared = frozenset({"embedding", "head"} if drafter.head else ())
         (drafts,) = _held(drafter.run, drafter.model, most_tokens, shared)
-        each = [held.beside(drafts) for held in each]
+        stages = [held.beside(drafts) for held in stages]
     spare = max(allowance_of(run), ENGINE_BYTES)
     blocks = [
         (memory - of.parameters - of.activations - spare) // (of.block or of.request or 1)
-        for of in each
+        for of in stages
     ]
     if min(blocks) < 1:
         raise UserError(
@@ -160,8 +162,8 @@ def kv_capacity(
             "room for a block of the cache; use more ranks (--tp), fewer tokens "
             "(--max-num-batched-tokens), fewer bits or more memory (--gpu-memory-utilization)"
         )
-    fixed = max(-(-of.request // of.block) if of.block else 1 for of in each)
-    token_bytes = sum(of.once for of in each)
+    fixed = max(-(-of.request // of.block) if of.block else 1 for of in stages)
+    token_bytes = sum(of.once for of in stages)
     return KvCapacity(run.kv_block_size, min(blocks), token_bytes, fixed)
 
 
@@ -214,34 +216,38 @@ def _held(
     def held(rank: int, **changed: int) -> Mapping[str, int]:
         return memory_of.by_category(rank, [{**base, **changed}])
 
-    found: list[RankBytes] = []
+    stages_bytes: list[RankBytes] = []
     local = [reach.kind for reach in model.reaches if reach.kind]
     # Layers whose queries choose keys keep all tokens, too.
-    kept = ["", *(reach.kind for reach in model.reaches if reach.top)]
+    all_tokens = ["", *(reach.kind for reach in model.reaches if reach.top)]
     for rank in range(prompts.pp):
-        here = held(rank)
-        one_block, two = (
-            {f"{name}{kind}": n * many for kind in kept for name, many in (("L", block), ("I", 1))}
+        usage = held(rank)
+        one_block, two_blocks = (
+            {
+                f"{name}{kind}": n * many
+                for kind in all_tokens
+                for name, many in (("L", block), ("I", 1))
+            }
             for n in (1, 2)
         )
-        of_block = held(rank, **two)["kv_cache"] - held(rank, **one_block)["kv_cache"]
+        of_block = held(rank, **two_blocks)["kv_cache"] - held(rank, **one_block)["kv_cache"]
         nothing = dict.fromkeys(("L", *(f"L{kind}" for kind in local)), 0)
-        seen = {
+        in_windows = {
             f"L{reach.kind}": _kept(reach.window or reach.chunk, block)
             for reach in model.reaches
             if reach.window or reach.chunk
         }
         of_request = held(rank, **nothing, requests=2)["kv_cache"]
         of_request -= held(rank, **nothing, requests=1)["kv_cache"]
-        of_request += held(rank, **{**nothing, **seen})["kv_cache"]
+        of_request += held(rank, **{**nothing, **in_windows})["kv_cache"]
         of_request -= held(rank, **nothing)["kv_cache"]
-        found.append(
+        stages_bytes.append(
             RankBytes(
-                here["parameters"], here["activations"], of_block, of_request,
+                usage["parameters"], usage["activations"], of_block, of_request,
                 of_block / block * ranks,
             )
         )  # fmt: skip
-    return found
+    return stages_bytes
 
 
 def _kept(window: int, block: int) -> int:

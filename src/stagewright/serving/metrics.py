@@ -55,8 +55,8 @@ class RequestLimits(NamedTuple):
 
         def column(name: str) -> Float:
             common = getattr(slo, name)
-            own = [getattr(each, name) for each in work.classes]
-            limits = [common if limit is None else limit for limit in own or [None]]
+            of_classes = [getattr(request_class, name) for request_class in work.classes]
+            limits = [common if limit is None else limit for limit in of_classes or [None]]
             by_class = np.array([np.inf if limit is None else limit for limit in limits], float)
             if work.class_of is None:
                 return np.broadcast_to(by_class[:1], len(work))
@@ -67,8 +67,8 @@ class RequestLimits(NamedTuple):
     @property
     def loosest(self) -> Slo:
         """The limits that no request may exceed."""
-        most = {name: float(getattr(self, name).max(initial=0)) for name in self._fields}
-        return Slo(**{name: limit for name, limit in most.items() if limit < np.inf})
+        largest = {name: float(getattr(self, name).max(initial=0)) for name in self._fields}
+        return Slo(**{name: limit for name, limit in largest.items() if limit < np.inf})
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,20 +86,20 @@ class RequestTimes:
     e2e: Float
 
     @classmethod
-    def of(cls, served: Outcome) -> RequestTimes:
+    def of(cls, outcome: Outcome) -> RequestTimes:
         """Times of all finished requests."""
-        records = served.records
+        records = outcome.records
         finish = np.frombuffer(records.finish)
         number = np.flatnonzero(np.isfinite(finish))
-        done = number if len(number) < len(finish) else slice(None)  # all of them: no copies
+        finished = number if len(number) < len(finish) else slice(None)  # all of them: no copies
         arrival, first, scheduled, finish = (
-            np.frombuffer(c)[done]
+            np.frombuffer(c)[finished]
             for c in (records.arrival, records.first, records.scheduled, records.finish)
         )
-        more = np.frombuffer(served.workload.output, np.int32)[done] - 1
+        further_tokens = np.frombuffer(outcome.workload.output, np.int32)[finished] - 1
         tpot = finish - first
-        np.divide(tpot, more, out=tpot, where=more > 0)
-        tpot[more < 1] = np.nan
+        np.divide(tpot, further_tokens, out=tpot, where=further_tokens > 0)
+        tpot[further_tokens < 1] = np.nan
         return cls(number, scheduled - arrival, first - arrival, tpot, finish - arrival)
 
     @classmethod
@@ -109,9 +109,9 @@ class RequestTimes:
             np.frombuffer(c)
             for c in (records.arrival, records.first, records.scheduled, records.finish)
         )
-        more = np.frombuffer(work.output, np.int32) - 1
+        further_tokens = np.frombuffer(work.output, np.int32) - 1
         until = np.where(np.isnan(finish), at, finish)
-        tpot = np.where(more > 0, (until - first) / np.maximum(more, 1), np.nan)
+        tpot = np.where(further_tokens > 0, (until - first) / np.maximum(further_tokens, 1), np.nan)
         queue, ttft = (np.where(np.isnan(c), at, c) - arrival for c in (scheduled, first))
         return cls(np.arange(len(work)), queue, ttft, tpot, until - arrival)
 
@@ -122,8 +122,10 @@ class RequestTimes:
     def missed(self, limits: RequestLimits) -> MissedLimits:
         """Requests that miss limits (goodput of DistServe, arXiv 2401.09670)."""
         at = self.places(len(limits.ttft))
-        late, slow = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
-        return MissedLimits(late, slow, late | slow | (self.e2e > limits.e2e[at]))
+        slow_first, slow_decode = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
+        return MissedLimits(
+            slow_first, slow_decode, slow_first | slow_decode | (self.e2e > limits.e2e[at])
+        )
 
 
 class MissedLimits(NamedTuple):
@@ -223,96 +225,96 @@ class ServingSummary:
         spreads = ("queue", "ttft", "tpot", "itl", "e2e")
         if self.transfer is not None:
             spreads += ("transfer",)
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: getattr(self, name) for name in self.__slots__ if name not in spreads
         }
         for name in spreads:
-            of: Spread = getattr(self, name)
-            found[name] = _values(of)
-        found["classes"] = {name: each.values() for name, each in self.classes.items()}
-        found["stages"] = {name: _values(of) for name, of in self.stages.items()}
-        return found | {"output_rate_per_gpu": self.output_rate / self.gpus}
+            spread: Spread = getattr(self, name)
+            values[name] = _values(spread)
+        values["classes"] = {name: summary.values() for name, summary in self.classes.items()}
+        values["stages"] = {name: _values(spread) for name, spread in self.stages.items()}
+        return values | {"output_rate_per_gpu": self.output_rate / self.gpus}
 
 
-def _values(of: Spread) -> dict[str, float]:
-    return {name: getattr(of, name) for name in Spread.__slots__}
+def _values(spread: Spread) -> dict[str, float]:
+    return {name: getattr(spread, name) for name in Spread.__slots__}
 
 
 def summarize(
-    served: Outcome, slo: Slo, gpus: int, rejected: Mapping[str, int], shortened: int = 0
+    outcome: Outcome, slo: Slo, gpus: int, rejected: Mapping[str, int], shortened: int = 0
 ) -> ServingSummary:
     """The numbers of a run; `gpus` of all engines."""
-    times = RequestTimes.of(served)
-    work, records = served.workload, served.records
-    done = times.places(len(work))
-    output, prompt = (np.frombuffer(c, np.int32)[done] for c in (work.output, work.prompt))
-    finish = np.frombuffer(records.finish)[done]
+    times = RequestTimes.of(outcome)
+    work, records = outcome.workload, outcome.records
+    finished = times.places(len(work))
+    output, prompt = (np.frombuffer(c, np.int32)[finished] for c in (work.output, work.prompt))
+    finish = np.frombuffer(records.finish)[finished]
     begin = min((at for at in records.arrival if at == at), default=0.0)
     seconds = float(finish.max()) - begin if len(finish) else 0.0
-    classes, keep = _by_class(served, times, slo)
+    classes, keep = _by_class(outcome, times, slo)
     good = int(keep.sum())
-    every = len(work) + sum(rejected.values())
-    per = 1 / seconds if seconds else 0.0
-    shares = [np.array(e.samples.blocks) / e.blocks.size for e in served.engines]
+    total = len(work) + sum(rejected.values())
+    per_second = 1 / seconds if seconds else 0.0
+    shares = [np.array(e.samples.blocks) / e.blocks.size for e in outcome.engines]
     samples = np.concatenate(shares) if shares else np.zeros(0)
-    several = np.isfinite(times.tpot)
-    tpot = Spread.of(times.tpot if several.all() else times.tpot[several])
+    has_tpot = np.isfinite(times.tpot)
+    tpot = Spread.of(times.tpot if has_tpot.all() else times.tpot[has_tpot])
     return ServingSummary(
         requests=len(times.number),
-        unfinished=len(work) - len(times.number) - sum(served.refused.values()),
-        rejected={**rejected, **served.refused},
+        unfinished=len(work) - len(times.number) - sum(outcome.refused.values()),
+        rejected={**rejected, **outcome.refused},
         shortened=shortened,
         seconds=seconds,
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
-        itl=gap_spread([engine.step_log for engine in served.engines]),
+        itl=gap_spread([engine.step_log for engine in outcome.engines]),
         e2e=Spread.of(times.e2e),
-        good=good / every if every else 0.0,
-        goodput=good * per,
-        request_rate=len(finish) * per,
-        output_rate=float(output.sum()) * per,
-        total_rate=float(output.sum() + prompt.sum()) * per,
+        good=good / total if total else 0.0,
+        goodput=good * per_second,
+        request_rate=len(finish) * per_second,
+        output_rate=float(output.sum()) * per_second,
+        total_rate=float(output.sum() + prompt.sum()) * per_second,
         gpus=gpus,
         user_rate=1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
-        mean_running=float((times.e2e - times.queue).sum()) * per,
-        mean_waiting=float(times.queue.sum()) * per,
+        mean_running=float((times.e2e - times.queue).sum()) * per_second,
+        mean_waiting=float(times.queue.sum()) * per_second,
         hit_rate=sum(records.cached) / max(1, sum(work.prompt)),
         preemptions=sum(records.preempted),
         kv_mean=float(samples.mean()) if len(samples) else 0.0,
         kv_peak=float(samples.max()) if len(samples) else 0.0,
-        **_sent(served),
+        **_sent(outcome),
         classes=classes,
-        stages={name: _spread(np.array(column)) for name, column in served.stages.items()},
+        stages={name: _spread(np.array(column)) for name, column in outcome.stages.items()},
     )
 
 
 def _by_class(
-    served: Outcome, times: RequestTimes, slo: Slo
+    outcome: Outcome, times: RequestTimes, slo: Slo
 ) -> tuple[dict[str, ClassSummary], np.ndarray[Any, np.dtype[np.bool_]]]:
     """Summary of each class, and mask of finished requests that keep their limits."""
-    work, good = served.workload, kept(served, times, slo)
+    work, good = outcome.workload, kept(outcome, times, slo)
     if work.class_of is None:
         return {}, good
-    places = np.array(work.class_of)
-    found: dict[str, ClassSummary] = {}
-    for nth, each in enumerate(work.classes):
-        mine = places[times.number] == nth
-        every = int((places == nth).sum())
-        found[each.name] = ClassSummary(
-            every,
-            int(mine.sum()),
-            float(good[mine].sum()) / every if every else 0.0,
-            Spread.of(times.ttft[mine]),
-            _spread(times.tpot[mine]),
-            Spread.of(times.e2e[mine]),
+    class_of = np.array(work.class_of)
+    summaries: dict[str, ClassSummary] = {}
+    for index, request_class in enumerate(work.classes):
+        in_class = class_of[times.number] == index
+        requests = int((class_of == index).sum())
+        summaries[request_class.name] = ClassSummary(
+            requests,
+            int(in_class.sum()),
+            float(good[in_class].sum()) / requests if requests else 0.0,
+            Spread.of(times.ttft[in_class]),
+            _spread(times.tpot[in_class]),
+            Spread.of(times.e2e[in_class]),
         )
-    return found, good
+    return summaries, good
 
 
-def kept(served: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def kept(outcome: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Mask of finished requests that keep the limits of their class, or the common ones."""
-    return ~times.missed(RequestLimits.of(served.workload, slo)).lost
+    return ~times.missed(RequestLimits.of(outcome.workload, slo)).lost
 
 
 def _spread(values: Float) -> Spread:
@@ -320,13 +322,13 @@ def _spread(values: Float) -> Spread:
     return Spread.of(values[np.isfinite(values)])
 
 
-def _sent(served: Outcome) -> dict[str, Any]:
+def _sent(outcome: Outcome) -> dict[str, Any]:
     """Metrics of KV transfers; none without disaggregation."""
-    of = served.handover
-    if of is None:
+    handover = outcome.handover
+    if handover is None:
         return {}
-    seconds = np.array(of.arrives) - np.array(of.prefilled)
+    seconds = np.array(handover.arrives) - np.array(handover.prefilled)
     return {
         "transfer": _spread(seconds),
-        "transfer_bytes": float(sum(of.bytes)),
+        "transfer_bytes": float(sum(handover.bytes)),
     }

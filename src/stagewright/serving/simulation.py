@@ -323,8 +323,8 @@ class ServingSimulation:
 
     def _prefill_engine(self, request: int) -> int:
         """Index of the engine that computes, or computed, a prompt."""
-        of = self.records if self._transfers is None else self._transfers.handover
-        return of.engine[request]
+        columns = self.records if self._transfers is None else self._transfers.handover
+        return columns.engine[request]
 
     def refuse(self, at: float, request: int, reason: str) -> None:
         """Give up a request; requests that waited for it go on."""
@@ -501,9 +501,9 @@ class ArrivalQueue(Iterator[tuple[float, int]]):
         self._followers: dict[int, list[int]] = {}
         free: Sequence[int] = range(len(workload))
         if workload.after is not None:
-            for request, before in enumerate(workload.after):
-                if before >= 0:
-                    self._followers.setdefault(before, []).append(request)
+            for request, predecessor in enumerate(workload.after):
+                if predecessor >= 0:
+                    self._followers.setdefault(predecessor, []).append(request)
             free = [request for request in free if workload.after[request] < 0]
         self._queued = iter(())
         if workload.concurrency is not None:

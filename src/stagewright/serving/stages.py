@@ -199,17 +199,17 @@ class Store:
     def find(self, chain: Chain) -> int:
         """Blocks of the beginning of a chain that are here."""
         keys, ends = chain
-        here = found = 0
+        num_segments = blocks = 0
         for key, end in zip(keys, ends, strict=True):
             length = self._held.get(key)
             if length is None:
                 break
-            here, found = here + 1, min(end, found + length)
-            if found < end:  # the segment has grown since
+            num_segments, blocks = num_segments + 1, min(end, blocks + length)
+            if blocks < end:  # the segment has grown since
                 break
-        for key in reversed(keys[:here]):  # beginnings outlive what is behind them
+        for key in reversed(keys[:num_segments]):  # beginnings outlive what is behind them
             self._held.move_to_end(key)
-        return found
+        return blocks
 
     def keep(self, chain: Chain, blocks: int) -> None:
         """Keep the whole segments of a chain up to so many blocks."""
@@ -224,12 +224,12 @@ class Store:
     def read(self, now: float, bytes_: float) -> float:
         """End of a read, after its transfer to the engine."""
         seconds = self.tier.latency_ms / 1e3 + bytes_ / self.tier.bandwidth_gb_s / 1e9
-        way = self.tier.network_latency_ms / 1e3 + bytes_ / self.tier.network_gb_s / 1e9
+        network = self.tier.network_latency_ms / 1e3 + bytes_ / self.tier.network_gb_s / 1e9
         if not self._free:
-            return now + seconds + way
-        done = max(now, self._free[0]) + seconds
-        heapreplace(self._free, done)
-        return done + way
+            return now + seconds + network
+        end = max(now, self._free[0]) + seconds
+        heapreplace(self._free, end)
+        return end + network
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,32 +267,32 @@ class StageQueues:
         self.seconds = {cost.name: nan * len(workload) for cost in stations}
         """Seconds of each request in each station, waiting included."""
 
-    def enter(self, at: float, request: int, nth: int = 0) -> None:
+    def enter(self, at: float, request: int, index: int = 0) -> None:
         """Add a request to a station, or to the next one that applies to it."""
         after = self._workload.after
         first = after is None or after[request] < 0
-        while nth < len(self._stations) and first and self._stations[nth].cost.follow_ups:
-            nth += 1
-        if nth == len(self._stations):
+        while index < len(self._stations) and first and self._stations[index].cost.follow_ups:
+            index += 1
+        if index == len(self._stations):
             self._through(at, request)
             return
-        station = self._stations[nth]
+        station = self._stations[index]
         self.seconds[station.cost.name][request] = -at  # until the end is added
         end = station.arrive(at, request, self._workload.prompt[request] - self._known)
         if end is not None:
-            self._events.add(end, OTHER, request, partial(self._leave, nth, [request]))
+            self._events.add(end, OTHER, request, partial(self._leave, index, [request]))
 
-    def _leave(self, nth: int, batch: list[int], at: float, number: int) -> None:
+    def _leave(self, index: int, batch: list[int], at: float, number: int) -> None:
         """End a batch of a station."""
         del number
-        station = self._stations[nth]
-        following = station.end(at)
-        if following is not None:
-            end, requests = following
-            self._events.add(end, OTHER, requests[0], partial(self._leave, nth, requests))
+        station = self._stations[index]
+        next_batch = station.end(at)
+        if next_batch is not None:
+            end, requests = next_batch
+            self._events.add(end, OTHER, requests[0], partial(self._leave, index, requests))
         for request in batch:
             self.seconds[station.cost.name][request] += at
-            self.enter(at, request, nth + 1)
+            self.enter(at, request, index + 1)
 
 
 class StoreReads:
@@ -300,27 +300,27 @@ class StoreReads:
 
     def __init__(
         self,
-        of: PromptStages,
+        stages: PromptStages,
         workload: Workload,
         engines: Sequence[Engine],
         numbers: Sequence[int],
     ) -> None:
         """Stores of the engines with these numbers, among all."""
-        self._of, self._workload, self._engines = of, workload, engines
+        self._of, self._workload, self._engines = stages, workload, engines
         self._place = {nth: place for place, nth in enumerate(numbers)}
         size = engines[numbers[0]].block_size
         self._stores = [
             [
-                Store(tier, of.bytes_per_token * size)
+                Store(tier, stages.bytes_per_token * size)
                 for _ in range(-(-len(numbers) // tier.shared_by))
             ]
-            for tier in of.tiers
+            for tier in stages.tiers
         ]
         self._reads: dict[int, list[tuple[Store, int]]] = {}  # tokens up to which each store has
         self.seconds = array("d", [float("nan")]) * len(workload)
         """Seconds of each request's read, waiting included."""
-        draw = Random(of.seed)
-        preloaded = any(tier.preloaded for tier in of.tiers)
+        draw = Random(stages.seed)
+        preloaded = any(tier.preloaded for tier in stages.tiers)
         self._homes = [int(draw.random() * len(numbers)) for _ in workload.prompt if preloaded]
 
     def _chain(self, request: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -332,28 +332,28 @@ class StoreReads:
         if not self._homes:
             return numbers
         home = self._homes[request]
-        reach = max(tier.shared_by for tier in self._of.tiers if tier.preloaded)
-        found = [n for n in numbers if self._place[n] // reach == home // reach]
-        return found or numbers
+        shared_by = max(tier.shared_by for tier in self._of.tiers if tier.preloaded)
+        near = [n for n in numbers if self._place[n] // shared_by == home // shared_by]
+        return near or numbers
 
-    def find(self, request: int, nth: int) -> int:
+    def find(self, request: int, engine: int) -> int:
         """Tokens of a request that an engine's stores have, without its last one."""
         chain = self._chain(request)
         if not chain[0]:
             return 0
-        size = self._engines[nth].block_size
-        most = (self._workload.prompt[request] - 1) // size
+        size = self._engines[engine].block_size
+        limit = (self._workload.prompt[request] - 1) // size
         reads: list[tuple[Store, int]] = []
-        here = 0
+        stored = 0
         for stores in self._stores:
-            store = stores[self._place[nth] // stores[0].tier.shared_by]
-            found = max(store.find(chain), chain[1][0] if store.tier.preloaded else 0)
-            if min(found, most) > here:
-                here = min(found, most)
-                reads.append((store, here * size))
+            store = stores[self._place[engine] // stores[0].tier.shared_by]
+            blocks = max(store.find(chain), chain[1][0] if store.tier.preloaded else 0)
+            if min(blocks, limit) > stored:
+                stored = min(blocks, limit)
+                reads.append((store, stored * size))
         if reads:
             self._reads[request] = reads
-        return here * size
+        return stored * size
 
     def read(self, at: float, request: int, tokens: int) -> float:
         """Time at which the last `tokens` of the stored ones have arrived."""
@@ -367,11 +367,11 @@ class StoreReads:
         self.seconds[request] = arrives - at
         return arrives
 
-    def keep(self, request: int, nth: int) -> None:
+    def keep(self, request: int, engine: int) -> None:
         """Keep what a chain names of a request that is done, in all tiers."""
         chain = self._chain(request)
         if chain[0]:
-            done = self._workload.prompt[request] + self._workload.output[request] - 1
+            tokens = self._workload.prompt[request] + self._workload.output[request] - 1
             for stores in self._stores:
-                store = stores[self._place[nth] // stores[0].tier.shared_by]
-                store.keep(chain, done // self._engines[nth].block_size)
+                store = stores[self._place[engine] // stores[0].tier.shared_by]
+                store.keep(chain, tokens // self._engines[engine].block_size)

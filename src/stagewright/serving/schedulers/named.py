@@ -41,7 +41,7 @@ class BatchLimits(NamedTuple):
     """Prompt tokens of a step of SGLang."""
 
 
-def batch_limits(asked: EngineSection, hardware: Hardware) -> BatchLimits:
+def batch_limits(settings: EngineSection, hardware: Hardware) -> BatchLimits:
     """Limits of the settings, or vLLM's defaults of a server.
 
     From 70 GiB on, but for the A100, 8,192 tokens and 1,024 requests, else 2,048 and 256
@@ -49,34 +49,34 @@ def batch_limits(asked: EngineSection, hardware: Hardware) -> BatchLimits:
     A100 by its name).
     """
     large = hardware.memory >= _LARGE and "a100" not in hardware.name.lower()
-    tokens = asked.max_num_batched_tokens or (8192 if large else 2048)
-    requests = asked.max_num_seqs or min(1024 if large else 256, tokens)
+    tokens = settings.max_num_batched_tokens or (8192 if large else 2048)
+    requests = settings.max_num_seqs or min(1024 if large else 256, tokens)
     if tokens < requests:
         raise UserError(
             f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {requests}: in a step "
             "each request gets at least a token; raise the first or lower the second"
         )
     prompts = next((n for gib, n in _CHUNKS if hardware.memory < gib * 2**30), 16384)
-    return BatchLimits(tokens, requests, asked.chunked_prefill_size or prompts)
+    return BatchLimits(tokens, requests, settings.chunked_prefill_size or prompts)
 
 
-def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
+def scheduler_of(settings: EngineSection, limits: BatchLimits) -> Scheduler:
     """The scheduler that settings name, with those of its fields that are settings.
 
     A user's own is an entry point of an installed package in the group `ENTRY_POINTS`; a dataclass
     gets the settings that it has fields for.
     """
-    made = _class_of(asked.scheduler)
-    values = {of.name: getattr(asked, of.name) for of in fields(asked)}
+    scheduler_class = _class_of(settings.scheduler)
+    values = {of.name: getattr(settings, of.name) for of in fields(settings)}
     values |= {"max_num_batched_tokens": limits.tokens, "max_num_seqs": limits.requests}
     values["chunked_prefill_size"] = limits.prompt_tokens
     values = {name: value for name, value in values.items() if value is not None}
-    names = _settings(made)
-    make = cast("Callable[..., Scheduler]", made)
+    names = _settings(scheduler_class)
+    make = cast("Callable[..., Scheduler]", scheduler_class)
     try:
         return make(**{name: values[name] for name in names & values.keys()})
     except TypeError as error:
-        raise UserError(f"--scheduler {asked.scheduler}: cannot be made: {error}") from None
+        raise UserError(f"--scheduler {settings.scheduler}: cannot be made: {error}") from None
 
 
 def refuse_chunks_below_a_block(scheduler: Scheduler, block_size: int) -> None:
@@ -94,16 +94,16 @@ def refuse_chunks_below_a_block(scheduler: Scheduler, block_size: int) -> None:
         )
 
 
-def refuse_others(asked: EngineSection) -> None:
+def refuse_others(settings: EngineSection) -> None:
     """Raise a UserError for a setting of another scheduler, which would say nothing."""
-    own = _settings(_class_of(asked.scheduler))
-    for of in fields(asked):
-        whose = [name for name, each in SCHEDULERS.items() if of.name in _settings(each)]
-        if of.name in {*_LIMITS, *own} or not whose or getattr(asked, of.name) == of.default:
+    used = _settings(_class_of(settings.scheduler))
+    for of in fields(settings):
+        owners = [name for name, each in SCHEDULERS.items() if of.name in _settings(each)]
+        if of.name in {*_LIMITS, *used} or not owners or getattr(settings, of.name) == of.default:
             continue
         raise UserError(
-            f"--{of.name.replace('_', '-')} is a setting of --scheduler {either(whose)}, not of "
-            f"{asked.scheduler}; leave it out"
+            f"--{of.name.replace('_', '-')} is a setting of --scheduler {either(owners)}, not of "
+            f"{settings.scheduler}; leave it out"
         )
 
 
@@ -111,9 +111,11 @@ def _class_of(scheduler: str) -> Any:
     return SCHEDULERS.get(scheduler) or _installed(scheduler)
 
 
-def _settings(made: Any) -> set[str]:
+def _settings(scheduler_class: Any) -> set[str]:
     """Fields of a scheduler that is a dataclass."""
-    return {of.name for of in fields(made)} if is_dataclass(made) else set[str]()
+    return (
+        {of.name for of in fields(scheduler_class)} if is_dataclass(scheduler_class) else set[str]()
+    )
 
 
 def _installed(name: str) -> Any:
@@ -126,9 +128,9 @@ def _installed(name: str) -> Any:
             f"entry point of the group {ENTRY_POINTS!r}{hint}"
         )
     try:
-        found = declared[name].load()
+        scheduler_class = declared[name].load()
     except (ImportError, AttributeError) as error:
         raise UserError(f"--scheduler {name}: {error}; see its package's entry point") from None
-    if not callable(getattr(found, "schedule", None)):
+    if not callable(getattr(scheduler_class, "schedule", None)):
         raise UserError(f"--scheduler {name}: has no method schedule(engine)")
-    return found
+    return scheduler_class

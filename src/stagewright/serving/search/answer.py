@@ -116,62 +116,62 @@ class _LayoutSearch:
         run, machine = rows.run(row), rows.machine(row)
         limits: BatchLimits = batch_limits(engines, machine.hardware)
         try:
-            how, share = rows.execution(row), engines.gpu_memory_utilization
-            made = instance(
-                run, rows.model, machine, how, most_tokens=limits.tokens,
+            execution, share = rows.execution(row), engines.gpu_memory_utilization
+            served = instance(
+                run, rows.model, machine, execution, most_tokens=limits.tokens,
                 most_requests=limits.requests, gpu_memory_utilization=share,
             )  # fmt: skip
             drafter = drafter_of(engines, run, rows.model)
-            made = with_drafter(made, drafter, how, gpu_memory_utilization=share)
+            served = with_drafter(served, drafter, execution, gpu_memory_utilization=share)
         except UserError as error:
             self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
             return None
         ahead = engines.async_scheduling and run.pp == 1
         scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
-        return InstanceGroup(made, engines, limits, scheduler)
+        return InstanceGroup(served, engines, limits, scheduler)
 
     def prepared(self, row: int) -> Iterator[ReadyLayout]:
         """Layout with its step times."""
-        service = self.service(row)
-        if service is not None:
-            bounds = layout_bounds(service, self.load, self.loosest)
-            yield ReadyLayout(row, service, bounds)
+        group = self.service(row)
+        if group is not None:
+            bounds = layout_bounds(group, self.load, self.loosest)
+            yield ReadyLayout(row, group, bounds)
 
-    def able(self, of: ReadyLayout) -> bool:
+    def able(self, layout: ReadyLayout) -> bool:
         """True if some number of instances may serve the load."""
-        name, gpus = self.rows.describe(of.row), of.service.gpus
-        if of.bounds.why:
-            self.refuse(KEEPS, f"{name}: {of.bounds.why}")
-        elif of.bounds.least * gpus > self.target.most_gpus:
-            self.refuse(ENOUGH, f"{name} needs {of.bounds.least * gpus} GPUs or more")
+        name, gpus = self.rows.describe(layout.row), layout.service.gpus
+        if layout.bounds.why:
+            self.refuse(KEEPS, f"{name}: {layout.bounds.why}")
+        elif layout.bounds.least * gpus > self.target.most_gpus:
+            self.refuse(ENOUGH, f"{name} needs {layout.bounds.least * gpus} GPUs or more")
         else:
             return True
         return False
 
     def play_closed(
-        self, of: ReadyLayout, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
+        self, layout: ReadyLayout, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
     ) -> None:
         """More and more users on one instance, until too many requests miss their limits."""
         for work, load in zip(workloads, loads, strict=True):
-            if not self._play(of, of.service, work, load).meets:
+            if not self._play(layout, layout.service, work, load).meets:
                 return
 
-    def play_fewest(self, of: ReadyLayout, work: Workload) -> None:
+    def play_fewest(self, layout: ReadyLayout, work: Workload) -> None:
         """The fewest instances that keep the limits, between the bound and the most."""
-        gpus = of.service.gpus
-        name = self.rows.describe(of.row)
-        if self._beaten(of):
-            self.refuse(BEATEN, f"{name} needs {of.bounds.least * gpus} GPUs or more")
+        gpus = layout.service.gpus
+        name = self.rows.describe(layout.row)
+        if self._beaten(layout):
+            self.refuse(BEATEN, f"{name} needs {layout.bounds.least * gpus} GPUs or more")
             return
-        most = self.target.most_gpus // gpus
+        limit = self.target.most_gpus // gpus
         met = False
-        for each in _tried(of.bounds, most):
-            engines = replace(of.service.engines, instances=each.count)
-            service = replace(of.service, engines=engines)
-            each.meets = self._play(of, service, work, self.load).meets
-            met |= each.meets
+        for attempt in _tried(layout.bounds, limit):
+            engines = replace(layout.service.engines, instances=attempt.count)
+            service = replace(layout.service, engines=engines)
+            attempt.meets = self._play(layout, service, work, self.load).meets
+            met |= attempt.meets
         if not met:
-            self.refuse(KEEPS, f"{name}: not with {most * gpus} GPUs, either")
+            self.refuse(KEEPS, f"{name}: not with {limit * gpus} GPUs, either")
 
     def play_pairs(self, ready: Sequence[ReadyLayout], work: Workload) -> None:
         """Prompts and decode on instances of their own: the most promising pairs of layouts.
@@ -181,29 +181,29 @@ class _LayoutSearch:
         """
         target = self.target
         for pair in pairs_of(ready, self.load, self.loosest, target.most_gpus)[: target.pairs]:
-            first, last = (of.service.gpus for of in pair.layouts)
-            known = [each.played.gpus for each in self.choices if each.played.meets]
-            most = target.most_gpus
-            if known and not target.by_cost:
-                most = min(most, min(known) + first + last)
-            for each in tried_counts(pair, most):
-                found = play_pair(pair, each, work, self.load, target.slo)
-                usd = self._price(pair.prompts.row) * each.prompts * first
-                usd += self._price(pair.decode.row) * each.decode * last
-                self.choices.append(ServingChoice(pair.decode.row, found, usd, pair.prompts.row))
+            prefill_gpus, decode_gpus = (of.service.gpus for of in pair.layouts)
+            gpus = [each.played.gpus for each in self.choices if each.played.meets]
+            limit = target.most_gpus
+            if gpus and not target.by_cost:
+                limit = min(limit, min(gpus) + prefill_gpus + decode_gpus)
+            for each in tried_counts(pair, limit):
+                played = play_pair(pair, each, work, self.load, target.slo)
+                usd = self._price(pair.prompts.row) * each.prompts * prefill_gpus
+                usd += self._price(pair.decode.row) * each.decode * decode_gpus
+                self.choices.append(ServingChoice(pair.decode.row, played, usd, pair.prompts.row))
 
-    def _beaten(self, of: ReadyLayout) -> bool:
+    def _beaten(self, layout: ReadyLayout) -> bool:
         """Whether a choice that is known has no more GPUs, no higher price and faster tokens than
         any number of these instances could have."""
-        least = of.bounds.least * of.service.gpus
-        usd = self._price(of.row) * least
-        fastest = 1 / of.bounds.least_tpot
+        gpus = layout.bounds.least * layout.service.gpus
+        usd = self._price(layout.row) * gpus
+        fastest = 1 / layout.bounds.least_tpot
         return any(
-            each.played.meets
-            and each.played.gpus <= least
-            and not each.usd_per_hour > usd
-            and each.played.user_rate >= fastest
-            for each in self.choices
+            choice.played.meets
+            and choice.played.gpus <= gpus
+            and not choice.usd_per_hour > usd
+            and choice.played.user_rate >= fastest
+            for choice in self.choices
         )
 
     def _price(self, row: int) -> float:
@@ -214,13 +214,15 @@ class _LayoutSearch:
         return float("nan") if price is None else price
 
     def _play(
-        self, of: ReadyLayout, service: InstanceGroup, workload: Workload, load: LoadTotals
+        self, layout: ReadyLayout, group: InstanceGroup, workload: Workload, load: LoadTotals
     ) -> PlayedLoad:
         """Play and keep a choice."""
-        count = service.engines.instances
-        found, _ = play(Deployment((service,)), workload, load, self.target.slo, count)
-        self.choices.append(ServingChoice(of.row, found, self._price(of.row) * found.gpus))
-        return found
+        count = group.engines.instances
+        played, _ = play(Deployment((group,)), workload, load, self.target.slo, count)
+        self.choices.append(
+            ServingChoice(layout.row, played, self._price(layout.row) * played.gpus)
+        )
+        return played
 
 
 def search_serving(
@@ -237,7 +239,7 @@ def search_serving(
     more users, played on one instance of each layout. Raises UserError where no layout can be had.
     """
     loads = [LoadTotals.of(work, target.share) for work in workloads]
-    of = _LayoutSearch(
+    search = _LayoutSearch(
         rows, target, engines, loads[0], RequestLimits.of(workloads[0], target.slo).loosest
     )
     closed = workloads[0].concurrency is not None
@@ -247,30 +249,32 @@ def search_serving(
         for row in range(len(rows)):
             count = target.most_gpus // int(rows.world_size[row])
             candidates += len(workloads) if closed else count
-            ready += of.prepared(row)
+            ready += search.prepared(row)
             if told is not None:
                 told(row + 1, 2 * len(rows))
         able = sorted(
-            filter(of.able, ready), key=lambda each: each.bounds.guess * each.service.gpus
+            filter(search.able, ready), key=lambda each: each.bounds.guess * each.service.gpus
         )
-        for nth, each in enumerate(able):
+        for index, each in enumerate(able):
             if closed:
-                of.play_closed(each, workloads, loads)
+                search.play_closed(each, workloads, loads)
             else:
-                of.play_fewest(each, workloads[0])
+                search.play_fewest(each, workloads[0])
             if told is not None:
-                told(len(rows) + nth + 1, len(rows) + len(able))
+                told(len(rows) + index + 1, len(rows) + len(able))
         if not closed and target.pairs and not not_sent(rows.model):
-            of.play_pairs(ready, workloads[0])
+            search.play_pairs(ready, workloads[0])
     except KeyboardInterrupt:
         stopped = True
-    if not of.choices and not stopped and not of.refused.keys() - {FITS, MODELED}:
-        why = next(iter(of.refused.values()))[0]
+    if not search.choices and not stopped and not search.refused.keys() - {FITS, MODELED}:
+        why = next(iter(search.refused.values()))[0]
         raise UserError(f"none of {len(rows)} layouts can serve; the first: {why}")
-    best, on_front = _ranked(of, closed)
-    removed = [Removed(why, len(every), every[0]) for why, every in of.refused.items()]
+    best, on_front = _ranked(search, closed)
+    removed = [Removed(why, len(examples), examples[0]) for why, examples in search.refused.items()]
     removed.sort(key=lambda each: -each.count)
-    return ServingRanking(rows, target, of.choices, best, on_front, removed, candidates, stopped)
+    return ServingRanking(
+        rows, target, search.choices, best, on_front, removed, candidates, stopped
+    )
 
 
 @dataclass(slots=True)
@@ -281,22 +285,22 @@ class _Try:
     meets: bool = False
 
 
-def _tried(of: LayoutBounds, most: int) -> Iterator[_Try]:
+def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
     """Numbers of instances to play until the fewest are known; begins with the guess."""
-    low, high, step = of.least - 1, most + 1, 1
-    count = min(of.guess, most)
+    low, high, step = bounds.least - 1, limit + 1, 1
+    count = min(bounds.guess, limit)
     failed = 0
     while high - low > 1:
-        one = _Try(count)
-        yield one
-        if one.meets:
+        attempt = _Try(count)
+        yield attempt
+        if attempt.meets:
             high = count
-            count = max(low + 1, high - step) if low == of.least - 1 else (low + high) // 2
+            count = max(low + 1, high - step) if low == bounds.least - 1 else (low + high) // 2
             step *= 2
         else:
             low, failed = count, failed + 1
             # What fails twice may fail with any number: then the most tells.
-            count = low + 1 if failed == 1 else most if high > most else (low + high) // 2
+            count = low + 1 if failed == 1 else limit if high > limit else (low + high) // 2
 
 
 def _ranked(of: _LayoutSearch, closed: bool) -> tuple[list[int], list[int]]:

@@ -102,10 +102,10 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
     shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
     # Requests that share blocks may be as many as a step may have.
     room = service.limits.requests if load.shared else service.blocks * block // (shortest + 1)
-    most = max(1, min(service.limits.requests, room))
-    requests = np.arange(1, most + 1)
+    max_requests = max(1, min(service.limits.requests, room))
+    requests = np.arange(1, max_requests + 1)
     replicas, drafts = service.instance.replicas, service.drafts
-    made = 1 if drafts is None else drafts.most
+    tokens_of_step = 1 if drafts is None else drafts.most
 
     def least(seconds: float, tokens: int, requests: int) -> float:
         """Seconds of a step while all other replicas are idle."""
@@ -121,7 +121,7 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
             for n in requests.tolist()
         ]
     )
-    per_token = float((decode / requests).min()) / made
+    per_token = float((decode / requests).min()) / tokens_of_step
     chunks = np.unique(np.geomspace(1, service.limits.tokens, _CHUNKS).astype(int)).tolist()
     # A step of so many tokens takes no less than one of fewer. Short prompts have fewer pairs in
     # more tiles of attention, so that those of any length may take least; of long ones are fewest.
@@ -141,11 +141,11 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
         pairs = longest * (longest + 1) // 2
         least_ttft = least(times.step(longest, pairs, longest, 1), longest, 1)
         least_ttft += service.host.before_prefill(longest)
-    least_tpot = float(decode.min()) / made
-    found = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
-    why = _too_long(service, load) or _never(found, load, slo)
+    least_tpot = float(decode.min()) / tokens_of_step
+    bounds = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
+    why = _too_long(service, load) or _never(bounds, load, slo)
     if why:
-        return replace(found, why=why)
+        return replace(bounds, why=why)
     busy = max(
         load.fewest(np.maximum(load.output - 1, 0)) * per_token,
         load.fewest(load.prompt) * per_prompt_token,
@@ -153,7 +153,7 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
     room_in_time = load.span + _slack(load, slo)
     fewest = max(1, math.ceil(busy / room_in_time / service.instance.replicas - 1e-9))
     guess = _guess(service, load, slo, requests, mean_prompt)
-    return replace(found, least=fewest, guess=max(fewest, guess))
+    return replace(bounds, least=fewest, guess=max(fewest, guess))
 
 
 def _too_long(service: InstanceGroup, load: LoadTotals) -> str:
@@ -167,11 +167,11 @@ def _too_long(service: InstanceGroup, load: LoadTotals) -> str:
     return f"an instance can never serve {plural(lost, 'request', 'requests')}, so long are they"
 
 
-def _never(of: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
+def _never(bounds: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
     """Why no number of instances keeps the limits; empty: some may."""
-    if slo.tpot is not None and of.least_tpot > slo.tpot and load.decodes:
+    if slo.tpot is not None and bounds.least_tpot > slo.tpot and load.decodes:
         return "a step of decode alone takes longer than --tpot"
-    if slo.ttft is not None and of.least_ttft > slo.ttft:
+    if slo.ttft is not None and bounds.least_ttft > slo.ttft:
         return "a prompt alone takes longer than --ttft"
     return ""
 
@@ -193,20 +193,20 @@ def _guess(service: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, pr
     """
     times = service.instance.times.with_host(service.host)
     output = float(load.output.mean())
-    drafts, together = service.drafts, service.instance.replicas
+    drafts, replicas = service.drafts, service.instance.replicas
     length = 1.0 if drafts is None else drafts.length
     context = int(prompt + output / 2)
-    some = np.unique(np.geomspace(1, len(requests), 40).astype(int))
-    some = some[some * context <= service.blocks * service.instance.cache.block_size]
-    if not len(some):
-        some = np.array([1])
+    counts = np.unique(np.geomspace(1, len(requests), 40).astype(int))
+    counts = counts[counts * context <= service.blocks * service.instance.cache.block_size]
+    if not len(counts):
+        counts = np.array([1])
     tokens = min(service.limits.tokens, max(1, int(prompt)))
     chunk = prompt_seconds(service, tokens) * prompt / tokens
-    steps: Float = np.array([times.decode(n, n * context) for n in some.tolist()]) / length
-    alone = times.decode(1, context)
-    beside = some * (together if service.instance.barrier else 1)
-    tpot = steps + beside / output * max(chunk - alone, 0.0)
-    rate = some / (output * tpot)
+    steps: Float = np.array([times.decode(n, n * context) for n in counts.tolist()]) / length
+    decode_one = times.decode(1, context)
+    prefills = counts * (replicas if service.instance.barrier else 1)
+    tpot = steps + prefills / output * max(chunk - decode_one, 0.0)
+    rate = counts / (output * tpot)
     if slo.tpot is not None and (tpot <= slo.tpot).any():
         rate = rate[tpot <= slo.tpot]
     wanted = len(load.prompt) / load.span if load.span else math.inf
@@ -217,6 +217,6 @@ def _guess(service: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, pr
 def prompt_seconds(service: InstanceGroup, tokens: int) -> float:
     """Seconds of a step with tokens of one prompt, while other replicas are idle."""
     times = service.instance.times.of_replica(service.host)
-    alone = DecodeRun(1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
-    plan = BatchPlan(alone, tokens, 1)
+    run = DecodeRun(1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
+    plan = BatchPlan(run, tokens, 1)
     return times.group_runs([plan], tokens / service.instance.replicas)[0].seconds

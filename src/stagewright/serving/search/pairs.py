@@ -84,31 +84,31 @@ def _within(pair: LayoutPair, most_gpus: int) -> Iterator[LayoutPair]:
     yield pair if share == 1.0 else pair._replace(counts=(prompts, decode))
 
 
-def _for_prompts(of: InstanceGroup, load: LoadTotals, rate: float) -> int:
+def _for_prompts(group: InstanceGroup, load: LoadTotals, rate: float) -> int:
     """Instances that compute prompts as fast as they come."""
-    times = of.instance.times.with_host(of.host)
+    times = group.instance.times.with_host(group.host)
     prompt = float(load.prompt.mean())
-    tokens = min(of.limits.tokens, max(1, int(prompt)))
+    tokens = min(group.limits.tokens, max(1, int(prompt)))
     # Of all replicas, which all compute prompts.
     seconds = times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1) * prompt / tokens
-    return max(1, math.ceil(rate * seconds / BUSY / of.instance.replicas))
+    return max(1, math.ceil(rate * seconds / BUSY / group.instance.replicas))
 
 
-def _for_decode(of: InstanceGroup, load: LoadTotals, rate: float, slo: Slo) -> int:
+def _for_decode(group: InstanceGroup, load: LoadTotals, rate: float, slo: Slo) -> int:
     """Instances that decode as fast as prompts are done, within the limit per token."""
-    times = of.instance.times.with_host(of.host)
+    times = group.instance.times.with_host(group.host)
     output = float(load.output.mean())
     context = int(load.prompt.mean() + output / 2)
-    room = max(1, of.blocks * of.instance.cache.block_size // context)
-    most = max(1, min(of.limits.requests, room))
-    some = np.unique(np.geomspace(1, most, 40).astype(int))
-    length = 1.0 if of.drafts is None else of.drafts.length
+    room = max(1, group.blocks * group.instance.cache.block_size // context)
+    limit = max(1, min(group.limits.requests, room))
+    counts = np.unique(np.geomspace(1, limit, 40).astype(int))
+    length = 1.0 if group.drafts is None else group.drafts.length
     # Of all replicas, which have as many requests.
-    steps = np.array([times.decode(n, n * context) for n in some.tolist()]) / length
-    rates = some / (output * steps)
+    steps = np.array([times.decode(n, n * context) for n in counts.tolist()]) / length
+    rates = counts / (output * steps)
     if slo.tpot is not None and (steps <= slo.tpot).any():
         rates = rates[steps <= slo.tpot]
-    return max(1, math.ceil(rate / float(rates.max()) / of.instance.replicas))
+    return max(1, math.ceil(rate / float(rates.max()) / group.instance.replicas))
 
 
 @dataclass(slots=True)
@@ -122,41 +122,41 @@ class CountTry:
     """At least as many requests missed the TTFT limit as the TPOT limit."""
 
 
-def tried_counts(of: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
+def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
     """Numbers of instances to play: more of what is short until the limits are kept, then fewer."""
-    prompts, decode = of.counts
-    first, last = (each.service.gpus for each in of.layouts)
+    prompts, decode = pair.counts
+    first, last = (each.service.gpus for each in pair.layouts)
     plays = 0
     while plays < MOST_PLAYS and prompts * first + decode * last <= most_gpus:
-        one = CountTry(prompts, decode)
-        yield one
+        attempt = CountTry(prompts, decode)
+        yield attempt
         plays += 1
-        if one.meets:
+        if attempt.meets:
             break
-        if one.late:
+        if attempt.late:
             prompts += max(1, prompts // 4)
         else:
             decode += max(1, decode // 4)
     else:
         return
-    left = {"prompts", "decode"}
-    while left and plays < MOST_PLAYS:
-        side = max(left, key=lambda name: (first if name == "prompts" else last, name))
+    open_sides = {"prompts", "decode"}
+    while open_sides and plays < MOST_PLAYS:
+        side = max(open_sides, key=lambda name: (first if name == "prompts" else last, name))
         fewer = (prompts - (side == "prompts"), decode - (side == "decode"))
         if min(fewer) < 1:
-            left.remove(side)
+            open_sides.remove(side)
             continue
-        one = CountTry(*fewer)
-        yield one
+        attempt = CountTry(*fewer)
+        yield attempt
         plays += 1
-        if one.meets:
+        if attempt.meets:
             prompts, decode = fewer
         else:
-            left.remove(side)
+            open_sides.remove(side)
 
 
 def play_pair(
-    of: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
+    pair: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
 ) -> PlayedLoad:
     """Simulate a pair of layouts with some numbers of instances; the result goes to `counts`, too.
 
@@ -165,7 +165,7 @@ def play_pair(
     groups = (
         replace(each.service, role=role, engines=replace(each.service.engines, instances=count))
         for each, role, count in zip(
-            of.layouts, PAIR_ROLES, (counts.prompts, counts.decode), strict=True
+            pair.layouts, PAIR_ROLES, (counts.prompts, counts.decode), strict=True
         )
     )
     played, counts.late = play(Deployment(tuple(groups)), work, load, slo, counts.decode)
