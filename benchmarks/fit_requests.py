@@ -31,7 +31,8 @@ from stagewright.errors import UserError
 from stagewright.evidence import closed_loops, inference
 from stagewright.evidence.inference import HOST_MS, SCHEDULERS, ServedRow
 from stagewright.model.catalog import resolve
-from stagewright.serving import hosts, service
+from stagewright.serving import deployment
+from stagewright.serving import host as hosts
 
 STEP_GRID = (range(0, 3501, 500), range(0, 121, 20))
 """Microseconds of a step, and of a request in it."""
@@ -128,7 +129,7 @@ def queue() -> None:
         for constants in itertools.product(*QUEUE_GRID):
             own = {"per_request": constants[0] / 1e3, "per_prompt_token": constants[1] / 1.024e6}
             hosts.HOSTS = {**carried, name: replace(carried.get(name, hosts.HostTimes()), **own)}
-            service.HOSTS = hosts.HOSTS
+            deployment.HOSTS = hosts.HOSTS
             every[constants] = np.array([_first_token(of) for of in mine])
         best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
         print(f"{engine}: {best} ms of a request and of 1,024 tokens, carried {carried.get(name)}")

@@ -46,26 +46,26 @@ def main(arguments: list[str]) -> None:
         most_tokens=limits.tokens,
         most_requests=limits.requests,
     )
-    service = InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
+    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
     print(f"step times and cache: {time.process_time() - begin:.2f} CPU-s")
     lengths = Lengths(isl=1024, osl=256)
     if "--million" in arguments:
-        measured(service, open_loop(1_000_000, Arrivals(rate=100), lengths), 8)
+        measured(group, open_loop(1_000_000, Arrivals(rate=100), lengths), 8)
         return
     for path in arguments:
         for router in ("round_robin", "least_loaded", "kv_aware"):
-            measured(service, traces.read(path), 16, router)
+            measured(group, traces.read(path), 16, router)
     for router in ("round_robin", "least_loaded"):
-        measured(service, open_loop(20_000, Arrivals(rate=100), lengths), 8, router)
+        measured(group, open_loop(20_000, Arrivals(rate=100), lengths), 8, router)
 
 
 def measured(
-    service: InstanceGroup, workload: Workload, instances: int, router: str = "round_robin"
+    group: InstanceGroup, workload: Workload, instances: int, router: str = "round_robin"
 ) -> None:
     """Serve a workload and print how fast that went."""
-    engines = replace(service.engines, instances=instances, router=router)
+    engines = replace(group.engines, instances=instances, router=router)
     begin = time.process_time()
-    found = replace(service, engines=engines).serve(workload, Slo())
+    found = replace(group, engines=engines).serve(workload, Slo())
     seconds = time.process_time() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
@@ -87,7 +87,7 @@ def searched() -> None:
         found = searched_serving(question)
         seconds = time.process_time() - begin
         of = found.ranking
-        stopped = sum(each.played.stopped for each in of.choices)
+        stopped = sum(each.simulated.stopped for each in of.choices)
         print(
             f"{model} at {rate:g}/s: {found.describe()}; {of.candidates:,} candidates of "
             f"{len(of.rows)} layouts in {seconds:.2f} CPU-s, {of.candidates / seconds:,.0f} per "

@@ -188,7 +188,7 @@ def search_record(name: str, settings: Settings) -> dict[str, Any]:
         "candidates": of.candidates,
         "choices": [
             [each.layout, each.prompts, *(
-                getattr(each.played, column) for column in
+                getattr(each.simulated, column) for column in
                 ("instances", "prefill_instances", "gpus", "good", "meets", "stopped", "user_rate")
             )] for each in of.choices
         ],

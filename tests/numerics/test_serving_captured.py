@@ -54,7 +54,7 @@ def test_a_step_of_pools_has_the_caches_that_are_on_their_way(tmp_path):
         "llama3.1-8b", "h100-sxm", **LOAD, rate=60, prefill_instances=2, instances=2,
         prefill="tp=2,pp=2", tp=4,
     )  # fmt: skip
-    way, size = done.outcome.handover, done.service.instance.cache.block_size
+    way, size = done.outcome.handover, done.group.instance.cache.block_size
     for request in (5, 58):
         at = (way.begins[request] + way.arrives[request]) / 2
         ends = way.engine[request], done.outcome.records.engine[request]

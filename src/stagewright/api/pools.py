@@ -135,7 +135,7 @@ class Planned:
             engines,
         )
 
-    def service(self, given: Given, alike: Iterable[InstanceGroup] = ()) -> InstanceGroup:
+    def group(self, given: Given, alike: Iterable[InstanceGroup] = ()) -> InstanceGroup:
         """The instances with their step times, which may be those of others that are alike."""
         run, cluster, engines = self.experiment.run, self.experiment.cluster, self.engines
         machine = Machine.of(
@@ -185,7 +185,7 @@ def deployment_of(
     router_of(asked.prefill_router, "--prefill-router")
     groups: list[InstanceGroup] = []
     for plan in plans:
-        groups.append(plan.service(given, groups))
+        groups.append(plan.group(given, groups))
     found = Deployment(tuple(groups), asked.prefill_router, stages, kv_transfer=asked.kv_transfer)
     if asked.kv_transfer != "prompt" and not found.disaggregated:
         raise UserError("--kv-transfer is of --prefill-instances N: give how many there are")

@@ -76,7 +76,7 @@ class ServingSearch:
                 f"nothing with up to {plural(of.target.most_gpus, 'GPU', 'GPUs')} keeps the limits"
             )
         choice = of.choices[self._number(place)]
-        played, layout = choice.played, of.rows.run(choice.layout)
+        played, layout = choice.simulated, of.rows.run(choice.layout)
         words = layout.model_copy(update={"mode": "train"}).describe()
         many = f"{played.instances} x " if played.instances > 1 else ""
         cost = f", {choice.usd_per_hour:,.4g} USD/h" if choice.usd_per_hour > 0 else ""
@@ -94,7 +94,7 @@ class ServingSearch:
 
     def instances(self, place: int = 1) -> int:
         """How many instances one of the best has."""
-        return self.ranking.choices[self._number(place)].played.instances
+        return self.ranking.choices[self._number(place)].simulated.instances
 
     def run_file(self, place: int = 1) -> str:
         """The layout of one of the best as a run file in YAML."""

@@ -49,12 +49,12 @@ from stagewright.views.serving_perfetto import write_serving
 class Serving(ServedRun):
     """A workload that was served, with its views."""
 
-    service: InstanceGroup
+    group: InstanceGroup
     slo: Slo
     asked: Workload
     """The workload as it was given."""
     deployment: Deployment
-    """All instances; `service` is the first group that decodes."""
+    """All instances; `group` is the first group that decodes."""
     cluster: ClusterSection = field(default_factory=ClusterSection)
     """Says what a GPU-hour costs, by `price` or `costs`; else each hardware's price counts."""
 
@@ -83,7 +83,7 @@ class Serving(ServedRun):
     @property
     def layout(self) -> str:
         """The model, and what of its run is not as by default."""
-        return _layout(self.service)
+        return _layout(self.group)
 
     def __repr__(self) -> str:
         return f"<{self.summary.requests} requests served: {self.describe()}>"
@@ -131,12 +131,12 @@ class Serving(ServedRun):
     def page(self) -> str:
         """The page of the run: timelines, percentiles and requests as bars, as HTML."""
         count = plural(self.summary.requests, "request", "requests")
-        title = f"{self.service.instance.model.name}: {count} served"
+        title = f"{self.group.instance.model.name}: {count} served"
         return serving_page(self, self.expense(), self.slo, title, self.describe())
 
     def values(self) -> dict[str, Any]:
         """The numbers as one object for JSON: seconds, tokens, shares of 1, joules, USD."""
-        of = self.service
+        of = self.group
         return {
             "workload": self.outcome.workload.name,
             "run": self.layout,
@@ -159,8 +159,8 @@ class Serving(ServedRun):
         ).write(path)
 
 
-def _layout(service: InstanceGroup) -> str:
-    return service.instance.run.model_copy(update={"mode": "train"}).describe()
+def _layout(group: InstanceGroup) -> str:
+    return group.instance.run.model_copy(update={"mode": "train"}).describe()
 
 
 def _group(of: InstanceGroup) -> str:
@@ -172,16 +172,16 @@ def _group(of: InstanceGroup) -> str:
     return f"{'' if alone else many}{layout} on {of.instance.machine}"
 
 
-def _values(service: InstanceGroup) -> dict[str, Any]:
+def _values(group: InstanceGroup) -> dict[str, Any]:
     """A group of instances for JSON."""
     return {
-        "serves": service.role,
-        "instances": service.engines.instances,
-        "run": _layout(service),
-        "hardware": service.instance.machine.hardware.name,
-        "gpus": service.gpus,
-        "kv_blocks": service.blocks,
-        "scheduler": service.engines.scheduler,
+        "serves": group.role,
+        "instances": group.engines.instances,
+        "run": _layout(group),
+        "hardware": group.instance.machine.hardware.name,
+        "gpus": group.gpus,
+        "kv_blocks": group.blocks,
+        "scheduler": group.engines.scheduler,
     }
 
 
@@ -279,7 +279,7 @@ def served(
     rows = rows or [{"instances": asked.engines.instances}]
     deployment = deployment_of(map(base.changed, rows), given, asked.pools, stages)
     deployment = operated(deployment, asked.operation)
-    service = next(group for group in deployment.groups if group.role != "prefill")
+    group = next(group for group in deployment.groups if group.role != "prefill")
     first_engine(deployment, instance)
     run = deployment.serve(work, slo, progress)
-    return Serving(run.outcome, run.summary, service, slo, work, deployment, cluster)
+    return Serving(run.outcome, run.summary, group, slo, work, deployment, cluster)

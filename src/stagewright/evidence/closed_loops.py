@@ -118,7 +118,7 @@ def played(row: ServedRow) -> ServingSummary:
     assert row.concurrency is not None
     client = client_of(row)
     settings = {**row.settings, **client.settings}
-    service = _service(
+    group = _service(
         _Server(
             row.hardware, row.engine, _sorted(settings), _sorted(client.options), row.checkpoint
         )
@@ -126,7 +126,7 @@ def played(row: ServedRow) -> ServingSummary:
     users = round(row.concurrency)
     lengths = Lengths(isl=row.isl, osl=row.osl, range_ratio=row.shortest)
     work = closed_loop(client.requests_per_user * users, users, lengths)
-    return service.serve(work, Slo()).summary
+    return group.serve(work, Slo()).summary
 
 
 class _Server(NamedTuple):

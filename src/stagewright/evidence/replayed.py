@@ -105,8 +105,8 @@ def replay(of: ReplayedServer) -> RequestTimes:
         most_tokens=limits.tokens, most_requests=limits.requests,
         gpu_memory_utilization=engines.gpu_memory_utilization,
     )  # fmt: skip
-    service = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
-    return RequestTimes.of(service.serve(_requests(of.requests), Slo()).outcome)
+    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    return RequestTimes.of(group.serve(_requests(of.requests), Slo()).outcome)
 
 
 def _with_links(hardware: Hardware, links: Mapping[str, float]) -> Hardware:

@@ -148,7 +148,7 @@ def _served(server: LoadedServer) -> tuple[RequestTimes, Float, tuple[float, ...
         gpu_memory_utilization=engines.gpu_memory_utilization,
     )  # fmt: skip
     work = staged(tuple(s.load for s in server.stages), server.prompts, poisson=False)
-    service = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
-    outcome = service.serve(work, Slo()).outcome
+    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    outcome = group.serve(work, Slo()).outcome
     times = RequestTimes.of(outcome)
     return times, np.array(outcome.records.arrival)[times.number], work.stages

@@ -109,24 +109,24 @@ def _captured(
 
     groups = [replace(group, watch=watch) for group in deployment.groups]
     replace(deployment, groups=tuple(groups)).serve(workload, Slo())
-    return [_run_of(_of_engine(deployment, engine).service, watched[engine]) for engine in engines]
+    return [_run_of(_of_engine(deployment, engine).group, watched[engine]) for engine in engines]
 
 
-def _run_of(service: InstanceGroup, watched: _Watched) -> Captured:
+def _run_of(group: InstanceGroup, watched: _Watched) -> Captured:
     """Run of one step with the watched batch."""
     groups, begins, at = watched.groups, watched.begins, watched.at
     if not groups:
         raise UserError("the engine runs no step at all; choose another one")
     if watched.decodes and begins <= at:
-        times = service.instance.times.with_host(service.host)
+        times = group.instance.times.with_host(group.host)
         keys = sum((g.context_length or 0) + 1 for g in groups)
         limit = max(1, round((at - begins) / times.decode(len(groups), keys)) + 1)
         steps = max(times.steps_within(len(groups), keys, at - begins, limit), 1) - 1
         begins += times.decode_run(len(groups), keys, steps)
         groups = [replace(g, context_length=(g.context_length or 0) + steps) for g in groups]
-    replicas = service.instance.replicas
+    replicas = group.instance.replicas
     of_instance = [replace(g, count=g.count * replicas) for g in sorted(groups, key=_lengths)]
-    return Captured(batch_run(service.instance.run, merge_groups(of_instance, "requests")), begins)
+    return Captured(batch_run(group.instance.run, merge_groups(of_instance, "requests")), begins)
 
 
 def _lengths(group: Group) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def _lengths(group: Group) -> tuple[int, int]:
 class _OneEngine(NamedTuple):
     """An engine among all: its instances, and which replica of its instance the engine is."""
 
-    service: InstanceGroup
+    group: InstanceGroup
     replica: int
 
 
@@ -168,15 +168,15 @@ def step_at(
     cache at a time (`kv_transfer.KvLinks`), so there is at most one.
     """
     capture = captured(deployment, workload, at, engine)
-    model = _of_engine(deployment, engine).service.instance.model
+    model = _of_engine(deployment, engine).group.instance.model
     transfer = _under_way(outcome, at, engine)
     if transfer is None:
         return compile(capture.run, model)
     source, target, tokens, window_tokens, computed = transfer
     ends = [
         TransferEnd(
-            found.service.instance.run,
-            compile(step.run, found.service.instance.model),
+            found.group.instance.run,
+            compile(step.run, found.group.instance.model),
             found.replica,
         )
         for number, step in zip(

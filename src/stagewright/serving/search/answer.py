@@ -25,8 +25,8 @@ from stagewright.serving.search.bounds import (
     ReadyLayout,
     layout_bounds,
 )
-from stagewright.serving.search.pairs import pairs_of, play_pair, tried_counts
-from stagewright.serving.search.plays import PlayedLoad, play
+from stagewright.serving.search.pairs import pairs_of, simulate_pair, tried_counts
+from stagewright.serving.search.simulated import SimulatedLoad, simulate_load
 from stagewright.serving.speculative import drafter_of
 from stagewright.serving.workload import Workload
 
@@ -60,7 +60,7 @@ class ServingChoice(NamedTuple):
 
     layout: int
     """Row of the layout among the candidates."""
-    played: PlayedLoad
+    simulated: SimulatedLoad
     usd_per_hour: float
     """nan without a price."""
     prompts: int | None = None
@@ -69,7 +69,7 @@ class ServingChoice(NamedTuple):
     @property
     def usd_per_million(self) -> float:
         """USD per million output tokens."""
-        return self.usd_per_hour / 3600 / self.played.output_rate * 1e6
+        return self.usd_per_hour / 3600 / self.simulated.output_rate * 1e6
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +110,8 @@ class _LayoutSearch:
     def refuse(self, why: str, example: str) -> None:
         self.refused.setdefault(why, []).append(example)
 
-    def service(self, row: int) -> InstanceGroup | None:
-        """The service with one instance of a layout; None where it cannot be had."""
+    def group(self, row: int) -> InstanceGroup | None:
+        """The group with one instance of a layout; None where it cannot be had."""
         rows, engines = self.rows, self.engines
         run, machine = rows.run(row), rows.machine(row)
         limits: BatchLimits = batch_limits(engines, machine.hardware)
@@ -132,14 +132,14 @@ class _LayoutSearch:
 
     def prepared(self, row: int) -> Iterator[ReadyLayout]:
         """Layout with its step times."""
-        group = self.service(row)
+        group = self.group(row)
         if group is not None:
             bounds = layout_bounds(group, self.load, self.loosest)
             yield ReadyLayout(row, group, bounds)
 
     def able(self, layout: ReadyLayout) -> bool:
         """True if some number of instances may serve the load."""
-        name, gpus = self.rows.describe(layout.row), layout.service.gpus
+        name, gpus = self.rows.describe(layout.row), layout.group.gpus
         if layout.bounds.why:
             self.refuse(KEEPS, f"{name}: {layout.bounds.why}")
         elif layout.bounds.least * gpus > self.target.most_gpus:
@@ -148,17 +148,17 @@ class _LayoutSearch:
             return True
         return False
 
-    def play_closed(
+    def search_closed_loop(
         self, layout: ReadyLayout, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
     ) -> None:
         """More and more users on one instance, until too many requests miss their limits."""
         for work, load in zip(workloads, loads, strict=True):
-            if not self._play(layout, layout.service, work, load).meets:
+            if not self._simulate(layout, layout.group, work, load).meets:
                 return
 
-    def play_fewest(self, layout: ReadyLayout, work: Workload) -> None:
+    def search_fewest(self, layout: ReadyLayout, work: Workload) -> None:
         """The fewest instances that keep the limits, between the bound and the most."""
-        gpus = layout.service.gpus
+        gpus = layout.group.gpus
         name = self.rows.describe(layout.row)
         if self._beaten(layout):
             self.refuse(BEATEN, f"{name} needs {layout.bounds.least * gpus} GPUs or more")
@@ -166,14 +166,14 @@ class _LayoutSearch:
         limit = self.target.most_gpus // gpus
         met = False
         for attempt in _tried(layout.bounds, limit):
-            engines = replace(layout.service.engines, instances=attempt.count)
-            service = replace(layout.service, engines=engines)
-            attempt.meets = self._play(layout, service, work, self.load).meets
+            engines = replace(layout.group.engines, instances=attempt.count)
+            group = replace(layout.group, engines=engines)
+            attempt.meets = self._simulate(layout, group, work, self.load).meets
             met |= attempt.meets
         if not met:
             self.refuse(KEEPS, f"{name}: not with {limit * gpus} GPUs, either")
 
-    def play_pairs(self, ready: Sequence[ReadyLayout], work: Workload) -> None:
+    def search_pairs(self, ready: Sequence[ReadyLayout], work: Workload) -> None:
         """Prompts and decode on instances of their own: the most promising pairs of layouts.
 
         Unless the least cost is asked for, a pair is left when it has an instance of each more than
@@ -181,13 +181,13 @@ class _LayoutSearch:
         """
         target = self.target
         for pair in pairs_of(ready, self.load, self.loosest, target.most_gpus)[: target.pairs]:
-            prefill_gpus, decode_gpus = (of.service.gpus for of in pair.layouts)
-            gpus = [each.played.gpus for each in self.choices if each.played.meets]
+            prefill_gpus, decode_gpus = (of.group.gpus for of in pair.layouts)
+            gpus = [each.simulated.gpus for each in self.choices if each.simulated.meets]
             limit = target.most_gpus
             if gpus and not target.by_cost:
                 limit = min(limit, min(gpus) + prefill_gpus + decode_gpus)
             for each in tried_counts(pair, limit):
-                played = play_pair(pair, each, work, self.load, target.slo)
+                played = simulate_pair(pair, each, work, self.load, target.slo)
                 usd = self._price(pair.prompts.row) * each.prompts * prefill_gpus
                 usd += self._price(pair.decode.row) * each.decode * decode_gpus
                 self.choices.append(ServingChoice(pair.decode.row, played, usd, pair.prompts.row))
@@ -195,14 +195,14 @@ class _LayoutSearch:
     def _beaten(self, layout: ReadyLayout) -> bool:
         """Whether a choice that is known has no more GPUs, no higher price and faster tokens than
         any number of these instances could have."""
-        gpus = layout.bounds.least * layout.service.gpus
+        gpus = layout.bounds.least * layout.group.gpus
         usd = self._price(layout.row) * gpus
         fastest = 1 / layout.bounds.least_tpot
         return any(
-            choice.played.meets
-            and choice.played.gpus <= gpus
+            choice.simulated.meets
+            and choice.simulated.gpus <= gpus
             and not choice.usd_per_hour > usd
-            and choice.played.user_rate >= fastest
+            and choice.simulated.user_rate >= fastest
             for choice in self.choices
         )
 
@@ -213,12 +213,12 @@ class _LayoutSearch:
             price = self.rows.hardware(row).price_usd_per_gpu_hour
         return float("nan") if price is None else price
 
-    def _play(
+    def _simulate(
         self, layout: ReadyLayout, group: InstanceGroup, workload: Workload, load: LoadTotals
-    ) -> PlayedLoad:
+    ) -> SimulatedLoad:
         """Play and keep a choice."""
         count = group.engines.instances
-        played, _ = play(Deployment((group,)), workload, load, self.target.slo, count)
+        played, _ = simulate_load(Deployment((group,)), workload, load, self.target.slo, count)
         self.choices.append(
             ServingChoice(layout.row, played, self._price(layout.row) * played.gpus)
         )
@@ -253,17 +253,17 @@ def search_serving(
             if told is not None:
                 told(row + 1, 2 * len(rows))
         able = sorted(
-            filter(search.able, ready), key=lambda each: each.bounds.guess * each.service.gpus
+            filter(search.able, ready), key=lambda each: each.bounds.guess * each.group.gpus
         )
         for index, each in enumerate(able):
             if closed:
-                search.play_closed(each, workloads, loads)
+                search.search_closed_loop(each, workloads, loads)
             else:
-                search.play_fewest(each, workloads[0])
+                search.search_fewest(each, workloads[0])
             if told is not None:
                 told(len(rows) + index + 1, len(rows) + len(able))
         if not closed and target.pairs and not not_sent(rows.model):
-            search.play_pairs(ready, workloads[0])
+            search.search_pairs(ready, workloads[0])
     except KeyboardInterrupt:
         stopped = True
     if not search.choices and not stopped and not search.refused.keys() - {FITS, MODELED}:
@@ -305,11 +305,11 @@ def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
 
 def _ranked(of: _LayoutSearch, closed: bool) -> tuple[list[int], list[int]]:
     """The cheapest choice of each layout, the best first; and the front."""
-    meets = [nth for nth, each in enumerate(of.choices) if each.played.meets]
+    meets = [nth for nth, each in enumerate(of.choices) if each.simulated.meets]
 
     def cost(nth: int) -> tuple[float, float, int]:
         each = of.choices[nth]
-        played = each.played
+        played = each.simulated
         if closed:
             first = each.usd_per_million if of.target.by_cost else -played.per_gpu
         else:
@@ -319,10 +319,10 @@ def _ranked(of: _LayoutSearch, closed: bool) -> tuple[list[int], list[int]]:
     cheapest: dict[tuple[int, int | None], int] = {}
     for nth in sorted(meets, key=cost):
         cheapest.setdefault((of.choices[nth].layout, of.choices[nth].prompts), nth)
-    rates = [(of.choices[n].played.per_gpu, of.choices[n].played.user_rate) for n in meets]
+    rates = [(of.choices[n].simulated.per_gpu, of.choices[n].simulated.user_rate) for n in meets]
     on_front: list[int] = []
     if rates:
         chosen = front(-np.nan_to_num(np.array(rates)))
         on_front = [nth for nth, on in zip(meets, chosen.tolist(), strict=True) if on]
-        on_front.sort(key=lambda nth: of.choices[nth].played.user_rate)
+        on_front.sort(key=lambda nth: of.choices[nth].simulated.user_rate)
     return list(cheapest.values()), on_front

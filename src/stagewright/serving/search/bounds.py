@@ -90,21 +90,21 @@ class ReadyLayout(NamedTuple):
 
     row: int
     """Among the candidates."""
-    service: InstanceGroup
+    group: InstanceGroup
     """One instance of the layout."""
     bounds: LayoutBounds
 
 
-def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBounds:
+def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBounds:
     """The bounds of a layout, and a guess of how many instances the load needs."""
-    times = service.instance.times.of_replica(service.host)
-    block = service.instance.cache.block_size
+    times = group.instance.times.of_replica(group.host)
+    block = group.instance.cache.block_size
     shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
     # Requests that share blocks may be as many as a step may have.
-    room = service.limits.requests if load.shared else service.blocks * block // (shortest + 1)
-    max_requests = max(1, min(service.limits.requests, room))
+    room = group.limits.requests if load.shared else group.blocks * block // (shortest + 1)
+    max_requests = max(1, min(group.limits.requests, room))
     requests = np.arange(1, max_requests + 1)
-    replicas, drafts = service.instance.replicas, service.drafts
+    replicas, drafts = group.instance.replicas, group.drafts
     tokens_of_step = 1 if drafts is None else drafts.most
 
     def least(seconds: float, tokens: int, requests: int) -> float:
@@ -112,7 +112,7 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
         plan = BatchPlan(DecodeRun(1, seconds, 0.0), tokens, requests)
         return times.group_runs([plan], tokens / replicas)[0].seconds
 
-    new = 1 + service.instance.run.num_speculative_tokens
+    new = 1 + group.instance.run.num_speculative_tokens
     # Of several queries some see no more than each other, beside which more keys take no longer.
     keys = [shortest + new, *(few for few in _FEW_KEYS if shortest + new < few and new > 1)]
     decode = np.array(
@@ -122,7 +122,7 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
         ]
     )
     per_token = float((decode / requests).min()) / tokens_of_step
-    chunks = np.unique(np.geomspace(1, service.limits.tokens, _CHUNKS).astype(int)).tolist()
+    chunks = np.unique(np.geomspace(1, group.limits.tokens, _CHUNKS).astype(int)).tolist()
     # A step of so many tokens takes no less than one of fewer. Short prompts have fewer pairs in
     # more tiles of attention, so that those of any length may take least; of long ones are fewest.
     top = int(load.prompt.max())
@@ -137,13 +137,13 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
     per_prompt_token = 0.0 if load.shared else min(prompts)
     longest = int(np.sort(load.prompt)[max(0, len(load.prompt) - 1 - max(load.misses, 0))])
     least_ttft = 0.0
-    if not load.shared and longest <= service.limits.tokens:
+    if not load.shared and longest <= group.limits.tokens:
         pairs = longest * (longest + 1) // 2
         least_ttft = least(times.step(longest, pairs, longest, 1), longest, 1)
-        least_ttft += service.host.before_prefill(longest)
+        least_ttft += group.host.before_prefill(longest)
     least_tpot = float(decode.min()) / tokens_of_step
     bounds = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
-    why = _too_long(service, load) or _never(bounds, load, slo)
+    why = _too_long(group, load) or _never(bounds, load, slo)
     if why:
         return replace(bounds, why=why)
     busy = max(
@@ -151,16 +151,16 @@ def layout_bounds(service: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutB
         load.fewest(load.prompt) * per_prompt_token,
     )
     room_in_time = load.span + _slack(load, slo)
-    fewest = max(1, math.ceil(busy / room_in_time / service.instance.replicas - 1e-9))
-    guess = _guess(service, load, slo, requests, mean_prompt)
+    fewest = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
+    guess = _guess(group, load, slo, requests, mean_prompt)
     return replace(bounds, least=fewest, guess=max(fewest, guess))
 
 
-def _too_long(service: InstanceGroup, load: LoadTotals) -> str:
+def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
     """Reason why instances cannot serve enough requests; empty if they can."""
-    room = service.max_model_len - load.prompt
+    room = group.max_model_len - load.prompt
     most = load.prompt + np.minimum(load.output, room) - 1
-    fits = (room > 0) & (load.prompt <= service.max_prompt) & (most <= service.room)
+    fits = (room > 0) & (load.prompt <= group.max_prompt) & (most <= group.room)
     lost = int((~fits).sum())
     if lost <= load.misses:
         return ""
@@ -185,38 +185,38 @@ def _slack(load: LoadTotals, slo: Slo) -> float:
     return slo.ttft + float(load.output.max()) * slo.tpot
 
 
-def _guess(service: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
+def _guess(group: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
     """Instances of a steady state with as many prefills as finished requests.
 
     While a request gets its output, n requests get theirs and n prompts are computed beside them;
     those of all replicas, where these wait for each other.
     """
-    times = service.instance.times.with_host(service.host)
+    times = group.instance.times.with_host(group.host)
     output = float(load.output.mean())
-    drafts, replicas = service.drafts, service.instance.replicas
+    drafts, replicas = group.drafts, group.instance.replicas
     length = 1.0 if drafts is None else drafts.length
     context = int(prompt + output / 2)
     counts = np.unique(np.geomspace(1, len(requests), 40).astype(int))
-    counts = counts[counts * context <= service.blocks * service.instance.cache.block_size]
+    counts = counts[counts * context <= group.blocks * group.instance.cache.block_size]
     if not len(counts):
         counts = np.array([1])
-    tokens = min(service.limits.tokens, max(1, int(prompt)))
-    chunk = prompt_seconds(service, tokens) * prompt / tokens
+    tokens = min(group.limits.tokens, max(1, int(prompt)))
+    chunk = prompt_seconds(group, tokens) * prompt / tokens
     steps: Float = np.array([times.decode(n, n * context) for n in counts.tolist()]) / length
     decode_one = times.decode(1, context)
-    prefills = counts * (replicas if service.instance.barrier else 1)
+    prefills = counts * (replicas if group.instance.barrier else 1)
     tpot = steps + prefills / output * max(chunk - decode_one, 0.0)
     rate = counts / (output * tpot)
     if slo.tpot is not None and (tpot <= slo.tpot).any():
         rate = rate[tpot <= slo.tpot]
     wanted = len(load.prompt) / load.span if load.span else math.inf
-    per_instance = float(rate.max()) * service.instance.replicas
+    per_instance = float(rate.max()) * group.instance.replicas
     return 1 if wanted == math.inf else max(1, math.ceil(wanted / per_instance))
 
 
-def prompt_seconds(service: InstanceGroup, tokens: int) -> float:
+def prompt_seconds(group: InstanceGroup, tokens: int) -> float:
     """Seconds of a step with tokens of one prompt, while other replicas are idle."""
-    times = service.instance.times.of_replica(service.host)
+    times = group.instance.times.of_replica(group.host)
     run = DecodeRun(1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
     plan = BatchPlan(run, tokens, 1)
-    return times.group_runs([plan], tokens / service.instance.replicas)[0].seconds
+    return times.group_runs([plan], tokens / group.instance.replicas)[0].seconds

@@ -15,13 +15,13 @@ from stagewright.serving.disaggregation import Role
 from stagewright.serving.metrics import Slo
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
-from stagewright.serving.search.plays import PlayedLoad, play
+from stagewright.serving.search.simulated import SimulatedLoad, simulate_load
 from stagewright.serving.workload import Workload
 
 BUSY = 0.8
 """Share of time that a prefill instance computes, in the guess of their number."""
 PAIR_ROLES: tuple[Role, Role] = ("prefill", "decode")
-MOST_PLAYS = 10
+MAX_SIMULATIONS = 10
 """Simulations of one pair of layouts at most."""
 
 
@@ -41,7 +41,7 @@ class LayoutPair(NamedTuple):
     def gpus(self) -> int:
         """GPUs of the guess."""
         return sum(
-            count * of.service.gpus for count, of in zip(self.counts, self.layouts, strict=True)
+            count * of.group.gpus for count, of in zip(self.counts, self.layouts, strict=True)
         )
 
 
@@ -59,14 +59,14 @@ def pairs_of(
         (of, count)
         for of in ready
         if slo.ttft is None or of.bounds.least_ttft <= slo.ttft
-        for count in [_for_prompts(of.service, load, rate)]
+        for count in [_for_prompts(of.group, load, rate)]
     ]
     last = [
         (of, count)
         for of in ready
         if slo.tpot is None or of.bounds.least_tpot <= slo.tpot or not load.decodes
-        if not isinstance(of.service.scheduler, Static)
-        for count in [_for_decode(of.service, load, rate, slo)]
+        if not isinstance(of.group.scheduler, Static)
+        for count in [_for_decode(of.group, load, rate, slo)]
     ]
     pairs = [LayoutPair(one, two, (p, d)) for (one, p), (two, d) in product(first, last)]
     pairs.sort(key=lambda pair: pair.gpus)
@@ -75,7 +75,7 @@ def pairs_of(
 
 def _within(pair: LayoutPair, most_gpus: int) -> Iterator[LayoutPair]:
     """The pair with no more instances than there are GPUs; nothing if one of each is too much."""
-    first, last = (each.service.gpus for each in pair.layouts)
+    first, last = (each.group.gpus for each in pair.layouts)
     if first + last > most_gpus:
         return
     share = min(1.0, most_gpus / pair.gpus)
@@ -125,12 +125,12 @@ class CountTry:
 def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
     """Numbers of instances to play: more of what is short until the limits are kept, then fewer."""
     prompts, decode = pair.counts
-    first, last = (each.service.gpus for each in pair.layouts)
-    plays = 0
-    while plays < MOST_PLAYS and prompts * first + decode * last <= most_gpus:
+    first, last = (each.group.gpus for each in pair.layouts)
+    simulations = 0
+    while simulations < MAX_SIMULATIONS and prompts * first + decode * last <= most_gpus:
         attempt = CountTry(prompts, decode)
         yield attempt
-        plays += 1
+        simulations += 1
         if attempt.meets:
             break
         if attempt.late:
@@ -140,7 +140,7 @@ def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
     else:
         return
     open_sides = {"prompts", "decode"}
-    while open_sides and plays < MOST_PLAYS:
+    while open_sides and simulations < MAX_SIMULATIONS:
         side = max(open_sides, key=lambda name: (first if name == "prompts" else last, name))
         fewer = (prompts - (side == "prompts"), decode - (side == "decode"))
         if min(fewer) < 1:
@@ -148,26 +148,26 @@ def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
             continue
         attempt = CountTry(*fewer)
         yield attempt
-        plays += 1
+        simulations += 1
         if attempt.meets:
             prompts, decode = fewer
         else:
             open_sides.remove(side)
 
 
-def play_pair(
+def simulate_pair(
     pair: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
-) -> PlayedLoad:
+) -> SimulatedLoad:
     """Simulate a pair of layouts with some numbers of instances; the result goes to `counts`, too.
 
     No longer than it takes to see that too many requests miss their limits.
     """
     groups = (
-        replace(each.service, role=role, engines=replace(each.service.engines, instances=count))
+        replace(each.group, role=role, engines=replace(each.group.engines, instances=count))
         for each, role, count in zip(
             pair.layouts, PAIR_ROLES, (counts.prompts, counts.decode), strict=True
         )
     )
-    played, counts.late = play(Deployment(tuple(groups)), work, load, slo, counts.decode)
+    played, counts.late = simulate_load(Deployment(tuple(groups)), work, load, slo, counts.decode)
     counts.meets = played.meets
     return replace(played, prefill_instances=counts.prompts)

@@ -15,7 +15,7 @@ from stagewright.serving.workload import Records, Workload
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedLoad:
+class SimulatedLoad:
     """Metrics of a deployment under a load (s, tokens per second). Seconds, tokens per second."""
 
     instances: int
@@ -53,17 +53,17 @@ def too_many_missed(slo: Slo, misses: int) -> StopEarly:
     return stop
 
 
-class PlayedRun(NamedTuple):
+class LoadResult(NamedTuple):
     """Metrics of a load on a deployment, and the limit it misses."""
 
-    load: PlayedLoad
+    load: SimulatedLoad
     late: bool
     """At least as many requests missed the TTFT limit as the TPOT limit."""
 
 
-def play(
+def simulate_load(
     deployment: Deployment, workload: Workload, load: LoadTotals, slo: Slo, instances: int
-) -> PlayedRun:
+) -> LoadResult:
     """Simulate a workload until it ends, or too many requests have missed limits.
 
     Raises KeyboardInterrupt where the user stops it.
@@ -86,7 +86,7 @@ def play(
     if len(times.number):
         arrival = np.array(outcome.records.arrival)[times.number]
         seconds = max(float((arrival + times.e2e).max()) - float(arrival.min()), 1e-12)
-    played = PlayedLoad(
+    played = SimulatedLoad(
         instances,
         deployment.gpus,
         1 - lost / total,
@@ -98,4 +98,4 @@ def play(
         1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
         workload.concurrency,
     )
-    return PlayedRun(played, bool(missed.late.sum() >= missed.slow.sum()))
+    return LoadResult(played, bool(missed.late.sum() >= missed.slow.sum()))
