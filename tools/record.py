@@ -271,15 +271,15 @@ def made(part: str, known_steps: Sequence[Any] | None) -> Iterator[Any]:
         "validate": validate,
         "serving": recorded_serving.records,
     }
-    return map(_as_written, make[part]())
+    return map(as_written, make[part]())
 
 
-def _as_written(value: Any) -> Any:
+def as_written(value: Any) -> Any:
     """A line as its file has it: numbers of `DIGITS` digits, None for those that are not finite."""
     if isinstance(value, dict):
-        return {str(name): _as_written(each) for name, each in value.items()}
+        return {str(name): as_written(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_written(each) for each in value]
+        return [as_written(each) for each in value]
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value
