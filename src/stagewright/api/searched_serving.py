@@ -28,9 +28,9 @@ from stagewright.searching.run_file import printed_run_file, write_run_file
 from stagewright.serving.deployment import slo_of
 from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (
+    SearchProgress,
     ServingRanking,
     ServingTarget,
-    Told,
 )
 from stagewright.serving.search.answer import (
     search_serving as ranked,
@@ -299,7 +299,7 @@ def _gpus(value: Any) -> int:
     return counts[0]
 
 
-def searched_serving(of: ServingQuestion, told: Told | None = None) -> ServingSearch:
+def searched_serving(of: ServingQuestion, progress: SearchProgress | None = None) -> ServingSearch:
     """The search itself."""
     found = of.request.space.candidates()
     if of.target.by_cost and all(
@@ -308,7 +308,7 @@ def searched_serving(of: ServingQuestion, told: Told | None = None) -> ServingSe
         for row in range(len(found.rows))
     ):
         raise UserError("--objective cost: no hardware here has a price; give --price USD per hour")
-    ranking = ranked(found.rows, of.workloads, of.target, of.engines, told)
+    ranking = ranked(found.rows, of.workloads, of.target, of.engines, progress)
     return ServingSearch(found, ranking, _load(of))
 
 

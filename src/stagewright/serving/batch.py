@@ -24,19 +24,20 @@ class StepBatch(NamedTuple):
     skipped: Sequence[int] = ()
     """Decoding requests that get no token in this single step."""
     repeatable: bool = False
-    """The same decision holds after requests finish, while no request waits or has a prefill and
-    blocks suffice: the scheduler is not called again."""
+    """The scheduler need not be called again when requests finish.
+
+    That holds while no request waits or has a prefill, and blocks suffice."""
 
 
 class CacheRules(NamedTuple):
-    """When prompts take KV blocks and others may reuse them; the defaults are vLLM's."""
+    """Times at which prompts take KV blocks and make them reusable; vLLM's by default."""
 
     reserve_whole_prompt: bool = False
     """An admitted request takes the blocks of its whole prompt at once."""
     cache_after_compute: bool = False
     """Blocks can be reused once they are computed, not when they are allocated."""
     deduplicate: bool = False
-    """Of equal blocks that two requests computed in one step a single copy remains."""
+    """Copies of blocks that another request computed in the same step are freed."""
 
 
 class DecodeRun(NamedTuple):

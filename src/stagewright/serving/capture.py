@@ -1,7 +1,7 @@
 """Capture of the batch that an engine runs at some time, as a run of one step.
 
-A workload served twice is served alike, so the second time a scheduler is watched: what it decided
-last before the moment is the batch, and the steps since then have given each request a token.
+Simulations are deterministic, so a second one watches the scheduler: its last batch before that
+time is the batch, and each step since then has given each request a token.
 
 Where a cache is on its way meanwhile between the instance and another one, the step is that of both
 instances side by side, with the messages between their ranks.
@@ -34,8 +34,9 @@ class Captured(NamedTuple):
     """Step of one engine."""
 
     run: Run
-    """Its batch in the layout of the instance; for `compile`, `simulate` and `generate`. Where an
-    instance has several replicas, all have this batch."""
+    """Run of the batch in the layout of the instance, for `compile`, `simulate` and `generate`.
+
+    Where an instance has several replicas, all have this batch."""
     begins: float
     """Seconds since the run began."""
 
@@ -84,7 +85,7 @@ class _Watched:
 
 
 def captured(deployment: Deployment, workload: Workload, at: float, engine: int = 0) -> Captured:
-    """The step that an engine runs `at` so many seconds; the last one before, if it is idle then.
+    """Capture the step that an engine runs `at` a time; if idle, the last one before.
 
     Engines of groups are numbered one after the other. Raises UserError where it has run none.
     """
@@ -97,7 +98,7 @@ def captured(deployment: Deployment, workload: Workload, at: float, engine: int 
 def _captured(
     deployment: Deployment, workload: Workload, at: float, engines: Sequence[int]
 ) -> list[Captured]:
-    """The steps of some engines at a moment; of one that has run none the first one."""
+    """Capture the steps of some engines; the first one of an engine that has run none."""
     numbers, watched = count(), dict[int, _Watched]()
 
     def watch(scheduler: Scheduler) -> Scheduler:
@@ -161,7 +162,7 @@ def first_engine(deployment: Deployment, instance: int) -> int:
 def step_at(
     deployment: Deployment, outcome: Outcome, workload: Workload, at: float, engine: int
 ) -> CompiledRun:
-    """The compiled step of an engine at a moment, with the cache that is on its way meanwhile.
+    """Compile the step of an engine at some time, with the transfer that is in flight.
 
     Where a request's cache is being sent from or to the engine, the step of the other one is beside
     it (one that has run none yet: its first one): prefill ranks first. A link sends or receives one

@@ -65,11 +65,16 @@ HOSTS: Mapping[str, HostTimes] = {
     ),
     "sglang": HostTimes(per_request=30e-3, per_prompt_token=5.9e-6),
 }
-"""By engine. vLLM: 126 us for a step and 4 for a request in it, of Inference-Sim's fit to vLLM 0.15
-on H100 (github.com/inference-sim/inference-sim, docs/guide/latency-models.md). Until the queue:
-what the times to first tokens of its training data (vLLM 0.15.1, prompts of 570 to 790 tokens that
-are cached) leave beside the steps that a request waits for. TensorRT-LLM, whose scheduler prepares
-a step while the GPU runs the one before: fitted to times per token of 70% of the rows of dense
-models in `data/measured/inference.csv` (`benchmarks/fit_requests.py`). Until the queue: fitted to
-first tokens of 70% of the closed loops (`benchmarks/fit_requests.py queue`), whose mean error on
-the others falls from 40% to 24% (17 rows of TensorRT-LLM) and from 47% to 42% (5 of SGLang)."""
+"""Host times by engine.
+
+vLLM: 126 us for a step and 4 us for a request in it, of Inference-Sim's fit to vLLM 0.15 on H100
+(github.com/inference-sim/inference-sim, docs/guide/latency-models.md). Until the queue: the rest of
+the TTFT in its training data (vLLM 0.15.1, cached prompts of 570 to 790 tokens), without the steps
+that a request waits for.
+
+TensorRT-LLM, whose scheduler prepares a step while the GPU runs the previous one: fitted to TPOT of
+70% of the rows of dense models in `data/measured/inference.csv` (`benchmarks/fit_requests.py`).
+
+Until the queue, TensorRT-LLM and SGLang: fitted to TTFT of 70% of the closed loops
+(`benchmarks/fit_requests.py queue`). The mean error of the other rows falls from 40% to 24% (17
+rows of TensorRT-LLM) and from 47% to 42% (5 of SGLang)."""

@@ -35,8 +35,9 @@ class KvCapacity:
     blocks: int
     """Number of blocks that fit next to weights and activations."""
     bytes_per_token: float
-    """On all GPUs of the replica, of layers that keep all tokens; ranks of tp that hold the same
-    keys count once."""
+    """Bytes on all GPUs of the replica, of layers that keep all tokens.
+
+    Ranks of tp that hold the same keys count once."""
     blocks_per_request: int
     """Blocks as large as what a request holds whatever its length: states, windows of tokens."""
 
@@ -80,7 +81,7 @@ def instance(
     most_requests: int = 1024,
     gpu_memory_utilization: float = 0.9,
 ) -> Instance:
-    """An engine with the layout of a run, which is not resolved, on a machine of as many GPUs.
+    """Create an instance with the layout of an unresolved run on a machine.
 
     `most_tokens` and `most_requests` of a step are vLLM's `max_num_batched_tokens` and
     `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the engine takes. Raises
@@ -109,7 +110,7 @@ def with_drafter(
     *,
     gpu_memory_utilization: float = 0.9,
 ) -> Instance:
-    """The engine with the passes that draft behind each step; None: nobody drafts.
+    """Add a drafter, whose passes follow each step; None: no change.
 
     `how` and `gpu_memory_utilization` as in `instance`.
     """
@@ -140,7 +141,7 @@ def drafted_times(
 def kv_capacity(
     run: Run, model: ModelConfig, memory: int, most_tokens: int, drafter: Drafter | None = None
 ) -> KvCapacity:
-    """The blocks that fit in so many bytes of each GPU, beside a step of `most_tokens`.
+    """KV blocks that fit into `memory` bytes of each GPU, next to a step of `most_tokens`.
 
     A block of a request's tokens is one of the model and one of what drafts for it (vLLM: one block
     table, and a cache for the layers of both). A head uses the model's embedding and output

@@ -28,7 +28,7 @@ class CachedSegment:
     __slots__ = ("blocks", "holders", "key", "stale")
 
     def __init__(self, key: int, blocks: int, holders: int) -> None:
-        """Segment with so many blocks, not in the queue of evictable blocks."""
+        """Segment of `blocks` blocks that is not in the queue of evictable blocks."""
         self.key, self.blocks, self.holders = key, blocks, holders
         self.stale = 0
         """Queue positions that no longer count, since a request holds the segment again."""

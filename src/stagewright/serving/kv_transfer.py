@@ -127,7 +127,7 @@ class KvTransfer:
         )
 
     def bytes(self, tokens: int, last: bool = True) -> int:
-        """Bytes of so many tokens of a request, on all ranks.
+        """Bytes of some tokens of a request, on all ranks.
 
         `last`: windows go with the last tokens of a prompt, so that they are sent once.
         """
@@ -147,7 +147,7 @@ class KvTransfer:
 def _messages(
     first: Run, second: Run, model: ModelConfig, tokens: int
 ) -> tuple[tuple[Run, Run], list[Message]]:
-    """Both sides' resolved runs, and the messages of one request with so many tokens."""
+    """Both sides' resolved runs, and the messages of one request."""
     new = 1 + second.num_speculative_tokens
     sides = (
         batch_run(first, [Group(1, 0, tokens)]).resolved(model),
@@ -171,7 +171,7 @@ def cache_messages(
 ) -> list[Message]:
     """Messages of a request's cache between the ranks of two whole instances.
 
-    Layers with windows send what they keep of `upto` tokens, the others so many `tokens`.
+    Layers with windows send what they keep of `upto` tokens, the others `tokens`.
     """
     model, ends = decode.step.model, (prefill, decode)
     first, second = (of.run.model_copy(update=_ALONE) for of in ends)
@@ -193,7 +193,7 @@ def cache_messages(
 def _pairs(
     first: Run, second: Run, model: ModelConfig, tokens: int
 ) -> Mapping[tuple[int, int], int]:
-    """Bytes by prefill rank and decode rank, for one request with so many tokens."""
+    """Bytes of one request by prefill rank and decode rank."""
     found: dict[tuple[int, int], int] = {}
     for one in _messages(first, second, model, tokens)[1]:
         key = one.source, one.target
@@ -266,7 +266,7 @@ class KvLinks:
         self._free_at = [0.0] * engines
 
     def send(self, source: int, target: int, now: float, seconds: float) -> float:
-        """Begin of a transfer that takes so many seconds on its links."""
+        """Begin of a transfer that takes `seconds` on its links."""
         begins = max(now, self._free_at[source], self._free_at[target])
         self.hold(source, target, begins + seconds)
         return begins

@@ -208,7 +208,7 @@ class ServingSummary:
     """Share of prompt tokens that were in a cache."""
     preemptions: int
     kv_mean: float
-    """Mean share of the blocks that requests hold, at equally far moments."""
+    """Mean share of the blocks that requests hold, over equidistant samples."""
     kv_peak: float
     """The largest of these shares, on any engine."""
     transfer: Spread | None = None

@@ -1,7 +1,7 @@
 """Operation of instances during a run: full queues, failures, autoscaling.
 
 Requests of a failed instance go elsewhere, or fail. With a failed prefill instance the caches are
-lost that nobody has read: their requests are recomputed where they decode, or fail (vLLM's
+lost that no engine has read: their requests are recomputed where they decode, or fail (vLLM's
 `kv_load_failure_policy`, recompute or fail, vllm-project/vllm@00024d31
 `vllm/config/kv_transfer.py`). Requests of a failed decode instance go to another one; caches that
 had not arrived are sent there, others are computed there.

@@ -87,14 +87,14 @@ class Drafts:
         return 1 + sum(share > 0 for share in self.right)
 
     def tokens_of_step(self, request: int, output_tokens: int) -> int:
-        """Tokens of a step of a request that has so many output tokens."""
+        """Tokens of a step of a request that has `output_tokens`."""
         return self._tokens[(request * 7919 + output_tokens * 10007) % DRAWS]
 
 
 # ---- drafters -----------------------------------------------------------------------------------
 
 HEADS: Mapping[str, DraftHead] = {"mtp": "mtp", "eagle": "eagle", "eagle3": "eagle3"}
-"""By method, in vLLM's words (vllm-project/vllm@82720b1e `vllm/config/speculative.py`)."""
+"""Draft heads by vLLM's method (vllm-project/vllm@82720b1e `vllm/config/speculative.py`)."""
 _OF_THE_MODEL: Mapping[str, Any] = {"layers": None, "vocab": None, "layers_per_stage": None}
 
 

@@ -46,7 +46,7 @@ class StageCost:
     """Only later turns of a session pass here: tools that an answer calls."""
 
     def of(self, tokens: Sequence[int]) -> float:
-        """Seconds of a batch of requests with so many tokens each."""
+        """Seconds of a batch of requests with these numbers of tokens."""
         return self.seconds + self.per_request * len(tokens) + self.per_token * sum(tokens)
 
 
@@ -212,7 +212,7 @@ class Store:
         return blocks
 
     def keep(self, chain: Chain, blocks: int) -> None:
-        """Keep the whole segments of a chain up to so many blocks."""
+        """Keep the whole segments of a chain up to `blocks`."""
         lengths = {key: end - start for key, end, start in
                    zip(*chain, (0, *chain[1]), strict=False) if end <= blocks}  # fmt: skip
         for key in reversed(lengths):

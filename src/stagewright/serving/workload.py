@@ -16,7 +16,7 @@ from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
 
 Chain = tuple[tuple[int, ...], tuple[int, ...]]
-"""What requests have in common: keys of segments, and the tokens up to the end of each. Requests
+"""Segments that a request may share: their keys, and the tokens up to each end. Requests
 whose chains begin with equal keys have equal tokens up to the end of the last equal one; where that
 end differs, up to the lesser: a session is one segment, which grows with its turns."""
 
@@ -24,10 +24,10 @@ NO_CHAIN: Chain = ((), ())
 
 
 def folded(chains: Sequence[Chain]) -> list[Chain]:
-    """The same chains in fewer segments.
+    """Merge segments of chains without changing what requests share.
 
-    A chain ends where nobody else goes on: what is behind is like anything of a request's own. And
-    segments that the same requests have, one behind the other, become one.
+    A chain ends where no other request continues it: what follows is private. Successive segments
+    of the same requests become one.
 
     >>> folded([((1, 2, 3), (16, 32, 48)), ((1, 2, 4), (16, 32, 40))])
     [((1,), (32,)), ((1,), (32,))]
@@ -58,11 +58,11 @@ def folded(chains: Sequence[Chain]) -> list[Chain]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestClass:
-    """Requests that are alike in what users want of them; limits in seconds, None: as for all."""
+    """Class of requests with common latency limits (s); None: the common limit."""
 
     name: str
     share: float = 1.0
-    """Of all requests, beside the shares of the others."""
+    """Weight of the class among all classes."""
     priority: int = 0
     """The lower, the earlier (vLLM's `priority` of a request)."""
     ttft: float | None = None
@@ -138,7 +138,7 @@ def with_past(of: Workload, tokens: int) -> Workload:
 
 
 def with_documents(of: Workload, tokens: int) -> Workload:
-    """The same requests, with documents of so many tokens at each prompt's end.
+    """Append documents of some tokens to each prompt.
 
     Raises UserError for sessions, whose later prompts hold the earlier ones.
     """

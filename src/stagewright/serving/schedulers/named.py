@@ -29,7 +29,7 @@ _LIMITS = ("max_num_batched_tokens", "max_num_seqs")
 """Settings that also say for which batches memory is kept, whatever the scheduler."""
 _LARGE = 70 * 2**30
 _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
-"""SGLang's chunks below so many GiB (sglang 0.5.23, `arg_groups/memory_hook.py`)."""
+"""SGLang's chunks by memory in GiB (sglang 0.5.23, `arg_groups/memory_hook.py`)."""
 
 
 class BatchLimits(NamedTuple):
@@ -119,7 +119,7 @@ def _settings(scheduler_class: Any) -> set[str]:
 
 
 def _installed(name: str) -> Any:
-    """The class of an entry point. A run file of somebody else names no code beyond those."""
+    """Class of an entry point; a run file can name no other code."""
     declared = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in declared:
         hint = did_you_mean(name, [*SCHEDULERS, *declared])

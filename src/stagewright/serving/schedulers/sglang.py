@@ -22,42 +22,42 @@ RETRACT_STEPS = 20
 class SGLang:
     """SGLang 0.5.23 (`sglang/srt/managers/` of the wheel).
 
-    1. If a batch of prompts can be formed it runs alone, else all requests decode
-       (`scheduler.py`, `get_next_batch_to_run`). With `enable_mixed_chunk` requests decode beside
-       it, of whose budgets their tokens are taken; if then room lacks for them they sit this step
-       out (`_get_new_batch_prefill_raw`, "Mixed-style chunked prefill").
-    2. A batch of prompts takes the prompt that has been begun, then waiting requests in order, as
-       long as any of `max_prefill_tokens` and of `chunked_prefill_size` is left; the last is cut to
-       whole pages (`_get_new_batch_prefill_raw`, `schedule_policy.py` `PrefillAdder`). Each needs
-       room for the tokens it lacks, those it will make (at most 4,096) and a page; the room is what
-       is free less `new_token_ratio` of what running requests will make, or all of that if clients
-       send `ignore_eos`. Budgets are charged whole pages (`_update_prefill_budget`). If it lacks
-       room, or there are `max_running_requests`, nobody is admitted before a request ends, or the
-       batch is another one: one that was empty, or mixed (`batch_is_full`).
+    1. A batch of prompts runs alone if one can be formed; otherwise all requests decode
+       (`scheduler.py`, `get_next_batch_to_run`). With `enable_mixed_chunk` requests decode in the
+       same step, and their tokens count against its budgets; where they have no room they skip the
+       step (`_get_new_batch_prefill_raw`, "Mixed-style chunked prefill").
+    2. A batch of prompts takes the begun prompt, then waiting requests in order, while
+       `max_prefill_tokens` and `chunked_prefill_size` last; the last prompt is cut to whole pages
+       (`_get_new_batch_prefill_raw`, `schedule_policy.py` `PrefillAdder`). Each needs room for its
+       uncached tokens, its output (at most 4,096 tokens) and a page. The room is what is free, less
+       `new_token_ratio` of what running requests will generate (all of it if clients send
+       `ignore_eos`). Budgets are charged whole pages (`_update_prefill_budget`). Without room, or
+       with `max_running_requests`, no request is admitted before one finishes, or before a batch
+       that was empty or mixed (`batch_is_full`).
     3. The ratio is 0.7 x `schedule_conservativeness` and falls to 0.14 of that in 600 decode steps
        (`new_token_ratio_tracker.py`).
-    4. Where a decode step lacks room, requests with the fewest tokens made are retracted, of equal
-       ones the longest prompt first, but for the last one (`schedule_batch.py`, `retract_decode`):
-       they wait behind all others, and of what they had only their prompts are in the cache, of
-       which as much is forgotten as leaves 20 tokens for each of the others (`release_req`). The
-       ratio is then (tokens made + 20 per request) / tokens that will have been made. Where the
-       last one, too, lacks room it is retracted here; SGLang ends it with an error.
-    5. With the policy `lpm` who has most in the cache comes first, while at most 128 wait.
-       Of those of which it has at most 32 tokens, one that shares 32 with another one before it
-       comes last, so that it finds these in the cache (`schedule_policy.py`,
-       `_compute_prefix_matches`, `_sort_by_longest_prefix`).
-    6. What a chunk has computed is in the radix cache after its step, of copies only one
+    4. Where a decode step has no room, requests with the fewest output tokens are retracted, of
+       equal ones the longest prompt first, except the last one (`schedule_batch.py`,
+       `retract_decode`). They wait after all others, with only their prompts cached, of which so
+       much is evicted that each other request has room for 20 tokens (`release_req`). The ratio is
+       then (generated + 20 per request) / (all output tokens). Where the last request has no room
+       it is retracted here; SGLang ends it with an error.
+    5. With the policy `lpm` the request with the longest cached prefix comes first, while at most
+       128 wait. Of those with at most 32 cached tokens, one that shares 32 with an earlier one
+       comes last, so that it finds these cached (`schedule_policy.py`, `_compute_prefix_matches`,
+       `_sort_by_longest_prefix`).
+    6. A chunk enters the radix cache after its step, and copies are freed
        (`cache_unfinished_req`).
-    7. With `scheduler_recv_interval` requests are received in one of so many steps of decode, and
-       behind each batch of prompts (`scheduler_components/recv_skipper.py`).
+    7. With `scheduler_recv_interval` N, requests are received in every Nth decode step, and after
+       each batch of prompts (`scheduler_components/recv_skipper.py`).
 
-    Its radix cache forgets whole nodes (`mem_cache/radix_cache.py`, `evict`): what a chunk of a
+    Its radix cache evicts whole nodes (`mem_cache/radix_cache.py`, `evict`): what a chunk of a
     prompt, or an output, added, as far as no two requests differ in it. Here, as with all
-    schedulers, the last blocks of what was used least recently are forgotten, no more than needed,
-    so that more of it may be found where memory is short.
+    schedulers, the least recently used blocks are evicted, no more than needed, so that more may be
+    found where memory is scarce.
 
-    With `async_scheduling` a step is decided when the one before begins (`event_loop_overlap`, the
-    default but with pipelines).
+    With `async_scheduling` a step is scheduled when the previous one begins (`event_loop_overlap`,
+    the default except with pipelines).
     """
 
     max_prefill_tokens: int = 16_384

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's scheduler: who has room for all of its tokens, then who has of the budget."""
+"""TensorRT-LLM's scheduler: capacity of the KV cache first, then the token budget."""
 
 from __future__ import annotations
 
@@ -13,37 +13,38 @@ from stagewright.serving.engine import CachedPrefix, Engine
 
 @dataclass(slots=True, kw_only=True)
 class TensorRtLlm:
-    """TensorRT-LLM with its PyTorch backend (NVIDIA/TensorRT-LLM@002f3cc3
-    `tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py`, which says of which lines of
-    `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp` (@02a10fed) and `microBatchScheduler.cpp`
-    (@0a949d31) each class is the equal).
+    """TensorRT-LLM with its PyTorch backend.
 
-    In each step it asks twice, of requests in the order of their arrival, and may then wait.
+    Source: NVIDIA/TensorRT-LLM@002f3cc3 `tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py`,
+    which names the equal lines of `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp`
+    (@02a10fed) and `microBatchScheduler.cpp` (@0a949d31).
 
-    1. Who has blocks? With GUARANTEED_NO_EVICT, its default, who runs and, in order, who waits
-       while free blocks suffice for all tokens of all of them (`GuaranteedNoEvictPolicy`;
-       `getRemainingBlocksToCompletion` counts prompt and output): so nobody is paused. Prompts that
-       have begun come first here; there, one that has overtaken another comes behind it, and both
-       may then wait for ever. With
-       MAX_UTILIZATION blocks must suffice for the step: for a whole prompt before its first chunk,
-       for none before a later one, for a token of who decodes (`getNeededBlocksOneStep`). At the
-       first for whom they do not suffice the last that has begun is paused, itself or one behind
-       it, and nobody behind that one is looked at, until they suffice or nobody is left
-       (`MaxUtilizationPolicy`). Who is paused keeps its place and is computed again.
-    2. Who has tokens of `max_num_tokens`? Who decodes comes first. Without `enable_chunked_prefill`
-       (its default) prompts run whole, and the first that does not fit ends this. With it each in
-       turn gets what it lacks, or what is left, cut to whole blocks; who then gets nothing does not
-       keep a shorter one behind it from running (`PyMicroBatchScheduler`, `_chunk_fcfs`).
-    3. Do prompts wait for others? While requests decode, all chunks of a step are held back, for at
-       most `batch_wait_timeout_iters` steps, as long as the step's tokens, with those of who
-       decodes, are fewer than `batch_wait_max_tokens_ratio` x `max_num_tokens`. Held prompts take
-       no blocks. With attention data parallelism nobody waits (NVIDIA/TensorRT-LLM@00043967
+    Each step has three decisions, on requests in order of arrival:
+
+    1. Capacity. With GUARANTEED_NO_EVICT, the default, running requests and then waiting ones have
+       capacity while free blocks suffice for all of their tokens (`GuaranteedNoEvictPolicy`;
+       `getRemainingBlocksToCompletion` counts prompt and output), so that no request is paused.
+       Begun prompts come first here; there, a prompt that overtook another comes after it, and both
+       may then wait forever. With MAX_UTILIZATION blocks must suffice for the step: for a whole
+       prompt before its first chunk, for none before a later chunk, for one token of a decoding
+       request (`getNeededBlocksOneStep`). At the first request without blocks, the last begun one
+       is paused, and no later request is considered, until blocks suffice or none is left
+       (`MaxUtilizationPolicy`). A paused request keeps its place and is recomputed.
+    2. Tokens. Of `max_num_tokens`, decoding requests get theirs first. Without
+       `enable_chunked_prefill` (its default) prompts run whole, and the first that does not fit
+       ends the batch. With it, each prompt gets what it needs, or the remaining budget in whole
+       blocks; a prompt that gets nothing does not stop a shorter one after it
+       (`PyMicroBatchScheduler`, `_chunk_fcfs`).
+    3. Waiting. While requests decode, all chunks of a step are held back, for at most
+       `batch_wait_timeout_iters` steps, while the tokens of the step, decoding ones included, are
+       fewer than `batch_wait_max_tokens_ratio` x `max_num_tokens`. Prompts that are held back take
+       no blocks. With attention data parallelism none is (NVIDIA/TensorRT-LLM@00043967
        `tensorrt_llm/_torch/pyexecutor/py_executor.py`, `_schedule`, `_waiting_requests`).
 
-    A prompt's blocks are all taken with its first chunk (`add_sequence`) and may be reused when the
-    prompt is done (`store_context_blocks`); who would compute a block that another prompt is about
-    to compute waits for it (`_beneficial_to_skip`). With `async_scheduling` a step is decided when
-    the one before begins, as its overlap scheduler does (`disable_overlap_scheduler` is off), but
+    A prompt takes all its blocks with its first chunk (`add_sequence`), and they can be reused when
+    it is complete (`store_context_blocks`). A request waits for a block that another prompt is
+    about to compute (`_beneficial_to_skip`). With `async_scheduling` a step is scheduled when the
+    previous one begins, like its overlap scheduler (`disable_overlap_scheduler` is off), except
     with pipelines.
     """
 

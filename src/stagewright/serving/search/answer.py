@@ -36,8 +36,8 @@ KEEPS = "as many requests as must keep the limits"
 MODELED = "the layout has step times"
 BEATEN = "no other choice has fewer GPUs and faster tokens than the layout could have"
 
-Told = Callable[[int, int], None]
-"""Is told how many steps of the search are done, of how many."""
+SearchProgress = Callable[[int, int], None]
+"""Called with the number of finished steps of the search, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,13 @@ class ServingTarget:
 
     slo: Slo
     share: float = 0.9
-    """Of all requests, that must keep the limits (SLO attainment of DistServe, arXiv 2401.09670,
+    """Share of requests that must keep the limits (SLO attainment of DistServe, arXiv 2401.09670,
     which takes 90%)."""
     most_gpus: int
     pairs: int = 4
-    """Pairs of layouts for prompts and for decode that are played, the most promising ones."""
+    """Pairs of layouts for prompts and for decode that are simulated, the most promising ones."""
     by_cost: bool = False
-    """Whether the cheapest per hour is the best, or the one with the fewest GPUs."""
+    """Prefer the lowest cost per hour to the fewest GPUs."""
 
 
 class ServingChoice(NamedTuple):
@@ -84,8 +84,9 @@ class ServingRanking:
     best: Sequence[int]
     """Cheapest choice of each layout that keeps the limits; the best first."""
     front: Sequence[int]
-    """Choices that keep the limits and that no other beats in both tokens per second and GPU, and
-    tokens per second of a user; by the latter, the slowest first."""
+    """Choices that keep the limits and that no other choice dominates, the slowest user first.
+
+    Both output tokens per second and GPU, and those of a user count."""
     removed: Sequence[Removed]
     """Layouts that no number of instances can serve with, by reason."""
     candidates: int
@@ -187,14 +188,18 @@ class _LayoutSearch:
             if gpus and not target.by_cost:
                 limit = min(limit, min(gpus) + prefill_gpus + decode_gpus)
             for each in tried_counts(pair, limit):
-                played = simulate_pair(pair, each, work, self.load, target.slo)
+                simulated = simulate_pair(pair, each, work, self.load, target.slo)
                 usd = self._price(pair.prompts.row) * each.prompts * prefill_gpus
                 usd += self._price(pair.decode.row) * each.decode * decode_gpus
-                self.choices.append(ServingChoice(pair.decode.row, played, usd, pair.prompts.row))
+                self.choices.append(
+                    ServingChoice(pair.decode.row, simulated, usd, pair.prompts.row)
+                )
 
     def _beaten(self, layout: ReadyLayout) -> bool:
-        """Whether a choice that is known has no more GPUs, no higher price and faster tokens than
-        any number of these instances could have."""
+        """True if a simulated choice beats any number of these instances.
+
+        It has no more GPUs, no higher price and faster tokens.
+        """
         gpus = layout.bounds.least * layout.group.gpus
         usd = self._price(layout.row) * gpus
         fastest = 1 / layout.bounds.least_tpot
@@ -207,7 +212,7 @@ class _LayoutSearch:
         )
 
     def _price(self, row: int) -> float:
-        """USD per GPU and hour; nan: nobody says."""
+        """USD per GPU and hour; nan if unknown."""
         price = self.rows.cluster(row).price
         if price is None:
             price = self.rows.hardware(row).price_usd_per_gpu_hour
@@ -218,11 +223,11 @@ class _LayoutSearch:
     ) -> SimulatedLoad:
         """Play and keep a choice."""
         count = group.engines.instances
-        played, _ = simulate_load(Deployment((group,)), workload, load, self.target.slo, count)
+        simulated, _ = simulate_load(Deployment((group,)), workload, load, self.target.slo, count)
         self.choices.append(
-            ServingChoice(layout.row, played, self._price(layout.row) * played.gpus)
+            ServingChoice(layout.row, simulated, self._price(layout.row) * simulated.gpus)
         )
-        return played
+        return simulated
 
 
 def search_serving(
@@ -230,13 +235,13 @@ def search_serving(
     workloads: Sequence[Workload],
     target: ServingTarget,
     engines: EngineSection,
-    told: Told | None = None,
+    progress: SearchProgress | None = None,
 ) -> ServingRanking:
     """The cheapest choices for a load.
 
-    One workload with its own arrivals is played on as few instances of each layout as keep the
+    One workload with its own arrivals is simulated on as few instances of each layout as keep the
     limits; more instances are taken to be no worse. Several workloads are closed loops of more and
-    more users, played on one instance of each layout. Raises UserError where no layout can be had.
+    more users, simulated on one instance of each layout. Raises UserError where no layout exists.
     """
     loads = [LoadTotals.of(work, target.share) for work in workloads]
     search = _LayoutSearch(
@@ -250,8 +255,8 @@ def search_serving(
             count = target.most_gpus // int(rows.world_size[row])
             candidates += len(workloads) if closed else count
             ready += search.prepared(row)
-            if told is not None:
-                told(row + 1, 2 * len(rows))
+            if progress is not None:
+                progress(row + 1, 2 * len(rows))
         able = sorted(
             filter(search.able, ready), key=lambda each: each.bounds.guess * each.group.gpus
         )
@@ -260,8 +265,8 @@ def search_serving(
                 search.search_closed_loop(each, workloads, loads)
             else:
                 search.search_fewest(each, workloads[0])
-            if told is not None:
-                told(len(rows) + index + 1, len(rows) + len(able))
+            if progress is not None:
+                progress(len(rows) + index + 1, len(rows) + len(able))
         if not closed and target.pairs and not not_sent(rows.model):
             search.search_pairs(ready, workloads[0])
     except KeyboardInterrupt:
@@ -309,12 +314,12 @@ def _ranked(of: _LayoutSearch, closed: bool) -> tuple[list[int], list[int]]:
 
     def cost(nth: int) -> tuple[float, float, int]:
         each = of.choices[nth]
-        played = each.simulated
+        simulated = each.simulated
         if closed:
-            first = each.usd_per_million if of.target.by_cost else -played.per_gpu
+            first = each.usd_per_million if of.target.by_cost else -simulated.per_gpu
         else:
-            first = each.usd_per_hour if of.target.by_cost else played.gpus
-        return first, -played.user_rate, nth
+            first = each.usd_per_hour if of.target.by_cost else simulated.gpus
+        return first, -simulated.user_rate, nth
 
     cheapest: dict[tuple[int, int | None], int] = {}
     for nth in sorted(meets, key=cost):

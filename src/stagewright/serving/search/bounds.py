@@ -42,7 +42,7 @@ class LoadTotals:
 
     @classmethod
     def of(cls, workload: Workload, share: float) -> Self:
-        """Of requests whose `share` must keep the limits."""
+        """Totals of a workload whose `share` must keep the limits."""
         every = len(workload) + sum(workload.rejected.values())
         waits = workload.after is not None or workload.concurrency is not None
         may = every - math.ceil(share * every - 1e-9)

@@ -1,4 +1,4 @@
-"""Prompts and decode on instances of their own: which pairs of layouts promise most, and plays."""
+"""Disaggregated deployments: the most promising pairs of layouts, and their simulation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def pairs_of(
 ) -> list[LayoutPair]:
     """Pairs that may keep the limits, those whose guess has the fewest GPUs first.
 
-    A guess is no bound: where it has more than the most GPUs, as many of it are played.
+    A guess is no bound: one with too many GPUs is reduced to `most_gpus`.
     """
     rate = len(load.prompt) / load.span if load.span else math.inf
     if not 0 < rate < math.inf:
@@ -123,7 +123,7 @@ class CountTry:
 
 
 def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
-    """Numbers of instances to play: more of what is short until the limits are kept, then fewer."""
+    """Numbers of instances to simulate: more until the limits are kept, then fewer."""
     prompts, decode = pair.counts
     first, last = (each.group.gpus for each in pair.layouts)
     simulations = 0
@@ -168,6 +168,8 @@ def simulate_pair(
             pair.layouts, PAIR_ROLES, (counts.prompts, counts.decode), strict=True
         )
     )
-    played, counts.late = simulate_load(Deployment(tuple(groups)), work, load, slo, counts.decode)
-    counts.meets = played.meets
-    return replace(played, prefill_instances=counts.prompts)
+    simulated, counts.late = simulate_load(
+        Deployment(tuple(groups)), work, load, slo, counts.decode
+    )
+    counts.meets = simulated.meets
+    return replace(simulated, prefill_instances=counts.prompts)

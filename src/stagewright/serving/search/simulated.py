@@ -86,7 +86,7 @@ def simulate_load(
     if len(times.number):
         arrival = np.array(outcome.records.arrival)[times.number]
         seconds = max(float((arrival + times.e2e).max()) - float(arrival.min()), 1e-12)
-    played = SimulatedLoad(
+    simulated = SimulatedLoad(
         instances,
         deployment.gpus,
         1 - lost / total,
@@ -98,4 +98,4 @@ def simulate_load(
         1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
         workload.concurrency,
     )
-    return LoadResult(played, bool(missed.late.sum() >= missed.slow.sum()))
+    return LoadResult(simulated, bool(missed.late.sum() >= missed.slow.sum()))

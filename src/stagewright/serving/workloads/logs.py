@@ -47,7 +47,7 @@ class RequestLog:
 
 
 def read_log(path: str | Path) -> RequestLog:
-    """A log in JSONL or CSV with the columns of a trace, and `ttft`, and `e2e` or `latency`.
+    """Read a log in JSONL or CSV: a trace with `ttft`, and `e2e` or `latency`.
 
     Times are seconds, of columns whose names end in `_ms` milliseconds. A row without times is a
     request that nobody answered: it is served, and counts nowhere else. Raises UserError for what

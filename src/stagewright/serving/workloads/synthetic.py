@@ -112,7 +112,7 @@ def open_loop(requests: int, arrivals: Arrivals, lengths: Lengths, seed: int = 0
 
 
 def closed_loop(requests: int, concurrency: int, lengths: Lengths, seed: int = 0) -> Workload:
-    """So many users, each of whom sends the next request when one is done (InferenceX's client)."""
+    """Closed loop of users, each with one request at a time (InferenceX's client)."""
     if not 1 <= concurrency <= LARGEST:
         raise UserError(f"--concurrency is {concurrency}, wanted at least 1")
     random = Random(seed)
