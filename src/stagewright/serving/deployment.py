@@ -26,7 +26,7 @@ from stagewright.serving.engine import Engine, Scheduler
 from stagewright.serving.host import HOSTS, HostTimes
 from stagewright.serving.instance import Instance
 from stagewright.serving.kv_cache import PagedKvCache
-from stagewright.serving.kv_transfer import Handover, KvTransfer, KvTransfers
+from stagewright.serving.kv_transfer import Handover, KvTransferCost, KvTransfers
 from stagewright.serving.lockstep import LockstepGroup
 from stagewright.serving.metrics import ServingSummary, Slo, summarize
 from stagewright.serving.operation import InstanceEvents
@@ -408,17 +408,17 @@ def _pool(role: Role, group_of: list[InstanceGroup], of: Workload, router: str) 
     return Pool(role, [*groups], router_of(router), hosts, None if all_fit else fits)
 
 
-def transfer_between(source: InstanceGroup, target: InstanceGroup) -> KvTransfer:
+def transfer_between(source: InstanceGroup, target: InstanceGroup) -> KvTransferCost:
     """Transfer of a request's cache from a prefill instance to a decode instance."""
     first, second = source.instance, target.instance
     hardware = first.machine.hardware, second.machine.hardware
-    transfer = KvTransfer.between(first.run, second.run, second.model, hardware)
+    transfer = KvTransferCost.between(first.run, second.run, second.model, hardware)
     drafters = first.drafter, second.drafter
     if drafters[0] is None or drafters[1] is None:
         return transfer
     # vLLM's connectors send the caches of all layers, including those of the drafter.
     layouts = drafters[0].run, drafters[1].run
-    return transfer.beside(KvTransfer.between(*layouts, drafters[1].model, hardware))
+    return transfer.beside(KvTransferCost.between(*layouts, drafters[1].model, hardware))
 
 
 def slo_of(settings: WorkloadSection) -> Slo:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy as np
 
 from stagewright.serving.batch import DecodeRun
 
@@ -30,11 +27,6 @@ class HostTimes:
     def before_prefill(self, prompt_tokens: int) -> float:
         """Seconds from a request's arrival to its place in the engine's queue."""
         return self.per_request + self.per_prompt_token * prompt_tokens
-
-    def reached(self, arrival: array[float], prompts: array[int]) -> array[float]:
-        """Times at which requests are in the engine's queue."""
-        delays = self.per_request + self.per_prompt_token * np.frombuffer(prompts, np.int32)
-        return array("d", (np.frombuffer(arrival) + delays).tobytes())
 
     def step(self, requests: float) -> float:
         """Host seconds of a step."""

@@ -58,7 +58,7 @@ class _Pair(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KvTransfer:
+class KvTransferCost:
     """Transfer of a request's cache; a rank's link is shared by all its messages."""
 
     fixed: float
@@ -112,7 +112,7 @@ class KvTransfer:
             tuple(sorted(most)), machines, level,
         )  # fmt: skip
 
-    def beside(self, other: KvTransfer) -> KvTransfer:
+    def beside(self, other: KvTransferCost) -> KvTransferCost:
         """Add the cache of a second model of the same request, sent along with this one."""
         links = {
             _Pair(a.fixed + b.fixed, a.per_token + b.per_token)

@@ -122,21 +122,19 @@ class RequestTimes:
     def missed(self, limits: RequestLimits) -> MissedLimits:
         """Requests that miss limits (goodput of DistServe, arXiv 2401.09670)."""
         at = self.places(len(limits.ttft))
-        slow_first, slow_decode = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
-        return MissedLimits(
-            slow_first, slow_decode, slow_first | slow_decode | (self.e2e > limits.e2e[at])
-        )
+        ttft, tpot = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
+        return MissedLimits(ttft, tpot, ttft | tpot | (self.e2e > limits.e2e[at]))
 
 
 class MissedLimits(NamedTuple):
     """Masks of requests that miss limits."""
 
-    late: np.ndarray[Any, np.dtype[np.bool_]]
-    """The limit of the first token."""
-    slow: np.ndarray[Any, np.dtype[np.bool_]]
-    """Requests that miss the limit of further tokens."""
-    lost: np.ndarray[Any, np.dtype[np.bool_]]
-    """Any limit."""
+    ttft: np.ndarray[Any, np.dtype[np.bool_]]
+    """Requests that miss the TTFT limit."""
+    tpot: np.ndarray[Any, np.dtype[np.bool_]]
+    """Requests that miss the TPOT limit."""
+    any_limit: np.ndarray[Any, np.dtype[np.bool_]]
+    """Requests that miss some limit."""
 
 
 def gap_spread(logs: Sequence[StepLog]) -> Spread:
@@ -314,7 +312,7 @@ def _by_class(
 
 def kept(outcome: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Mask of finished requests that keep the limits of their class, or the common ones."""
-    return ~times.missed(RequestLimits.of(outcome.workload, slo)).lost
+    return ~times.missed(RequestLimits.of(outcome.workload, slo)).any_limit
 
 
 def _spread(values: Float) -> Spread:

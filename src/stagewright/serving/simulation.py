@@ -509,15 +509,18 @@ class ArrivalQueue(Iterator[tuple[float, int]]):
         if workload.concurrency is not None:
             self._queued = iter(free[workload.concurrency :])
             free = free[: workload.concurrency]
-        self._reached = host.reached(workload.arrival, workload.prompt)
         if host.per_prompt_token or (np.diff(np.frombuffer(workload.arrival)) < 0).any():
-            free = sorted(free, key=self._reached.__getitem__)
+            free = sorted(free, key=self._arrival)
         self._free = iter(free)
 
     def __next__(self) -> tuple[float, int]:
         """Return time and number of the next request."""
         request = next(self._free)
-        return self._reached[request], request
+        return self._arrival(request), request
+
+    def _arrival(self, request: int) -> float:
+        """Time at which a request has passed the host, if it waits for no other one."""
+        return self._workload.arrival[request] + self.delay(request)
 
     def delay(self, request: int) -> float:
         """Seconds from the user to the engine's queue."""
@@ -531,5 +534,4 @@ class ArrivalQueue(Iterator[tuple[float, int]]):
             if queued is not None:
                 following = [*following, queued]
         for follower in following:
-            delay = self._workload.arrival[follower] + self.delay(follower)
-            yield at + delay, follower
+            yield at + self._arrival(follower), follower

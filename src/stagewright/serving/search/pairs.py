@@ -118,7 +118,7 @@ class CountTry:
     prompts: int
     decode: int
     meets: bool = False
-    late: bool = False
+    ttft_binds: bool = False
     """At least as many requests missed the TTFT limit as the TPOT limit."""
 
 
@@ -133,7 +133,7 @@ def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
         simulations += 1
         if attempt.meets:
             break
-        if attempt.late:
+        if attempt.ttft_binds:
             prompts += max(1, prompts // 4)
         else:
             decode += max(1, decode // 4)
@@ -168,7 +168,7 @@ def simulate_pair(
             pair.layouts, PAIR_ROLES, (counts.prompts, counts.decode), strict=True
         )
     )
-    simulated, counts.late = simulate_load(
+    simulated, counts.ttft_binds = simulate_load(
         Deployment(tuple(groups)), work, load, slo, counts.decode
     )
     counts.meets = simulated.meets

@@ -48,7 +48,7 @@ def too_many_missed(slo: Slo, misses: int) -> StopEarly:
 
     def stop(work: Workload, records: Records, at: float) -> bool:
         known = RequestTimes.at_least(work, records, at)
-        return int(known.missed(RequestLimits.of(work, slo)).lost.sum()) > misses
+        return int(known.missed(RequestLimits.of(work, slo)).any_limit.sum()) > misses
 
     return stop
 
@@ -57,7 +57,7 @@ class LoadResult(NamedTuple):
     """Metrics of a load on a deployment, and the limit it misses."""
 
     load: SimulatedLoad
-    late: bool
+    ttft_binds: bool
     """At least as many requests missed the TTFT limit as the TPOT limit."""
 
 
@@ -77,8 +77,8 @@ def simulate_load(
     limits, finish = RequestLimits.of(work, slo), np.array(outcome.records.finish)
     at = float(np.nanmax(finish)) if len(times.number) else 0.0
     missed = RequestTimes.at_least(work, outcome.records, at).missed(limits)
-    good = int((~times.missed(limits).lost).sum())
-    lost = int(missed.lost.sum()) + rejected
+    good = int((~times.missed(limits).any_limit).sum())
+    lost = int(missed.any_limit.sum()) + rejected
     total, may_miss = len(workload) + unread, load.misses + unread
     stopped = good + lost < total
     tpot = Spread.of(times.tpot[np.isfinite(times.tpot)])
@@ -98,4 +98,4 @@ def simulate_load(
         1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
         workload.concurrency,
     )
-    return LoadResult(simulated, bool(missed.late.sum() >= missed.slow.sum()))
+    return LoadResult(simulated, bool(missed.ttft.sum() >= missed.tpot.sum()))
