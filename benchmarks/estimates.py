@@ -19,7 +19,7 @@ import numpy as np
 from stagewright.arrays import Float
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.estimate import estimate
-from stagewright.searching.request import asked
+from stagewright.searching.request import search_request
 from stagewright.searching.simulated import simulate_all
 
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
@@ -72,8 +72,8 @@ def errors(name: str, count: int, random: np.random.Generator) -> Errors:
     model, hardware, gpus, given = SPACES[name]
     settings = {"model": model, **given}
     families = settings.pop("space", None)
-    request = asked(settings, hardware=[hardware], gpus=gpus, families=families)
-    rows = request.space.candidates().rows
+    request = search_request(settings, hardware=[hardware], gpus=gpus, families=families)
+    rows = request.space.enumerate().candidates
     rows = rows.take(np.sort(random.choice(len(rows), min(count, len(rows)), replace=False)))
     exact = simulate_all(rows).figures
     ran = np.isfinite(exact.seconds)

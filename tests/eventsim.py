@@ -208,9 +208,10 @@ def issued(
         set(tasks.data[tasks.data_ptr[i] : tasks.data_ptr[i + 1]].tolist()) for i in range(size)
     ]
     one = how.streams == "one"
-    moved = set[int]()
+    moved, casts = set[int](), dict[int, list[int]]()
     if how.overlap_param_gather and not one:
-        moved = _next_forward(tasks, needs)
+        moved, casts = _next_forward(tasks, needs)
+    data = [set(n) for n in needs]
     empty = [not n for n in needs]
     users: list[list[int]] = [[] for _ in range(size)]
     for row, some in enumerate(needs):
@@ -226,7 +227,13 @@ def issued(
             and COLLECTIVES[tasks.collective[row]] in ("all_reduce", "reduce_scatter")
         )
 
-    # Sums of reduced gradients.
+    once = [phase[r] == "backward" and tasks.microbatch[r] < 0 for r in range(size)]
+    again = {r for r in range(size) if once[r] and kind[r] == TaskKind.COLLECTIVE}
+
+    # Sums of reduced gradients: no kernel of the model reads them.
+    def gradient(r: int) -> bool:
+        return all(u in aside or u in again or phase[u] == "optimizer" for u in users[r])
+
     aside = {
         r
         for r in range(size)
@@ -237,37 +244,33 @@ def issued(
         bad = {
             r
             for r in aside
-            if not all(reduction(n) or n in aside for n in needs[r])
-            or not all(u in aside or phase[u] == "optimizer" for u in users[r])
+            if not all(reduction(n) or n in aside for n in needs[r]) or not gradient(r)
         }
         changed = bool(bad)
         aside -= bad
     if one:
         aside = set()
-    once = [phase[r] == "backward" and tasks.microbatch[r] < 0 for r in range(size)]
+    reduced = again | aside | {r for r in range(size) if reduction(r) and gradient(r)}
     late: set[int] = set()
     for r in range(size):
-        if once[r] and not one:
-            second = any(
-                once[n] and (kind[n] == TaskKind.COLLECTIVE or n in late) for n in needs[r]
-            )
-            if second or "dp" in how.no_overlap:
-                late.add(r)
+        if once[r] and not one and (data[r] & (reduced | late) or "dp" in how.no_overlap):
+            late.add(r)
     early = [r for r in range(size) if phase[r] != "optimizer" and r not in late]
     rows = early + sorted(late) + [r for r in range(size) if phase[r] == "optimizer"]
     if not one:
-        rows = _prefetched(tasks, kind, phase, needs, aside, rows, how, moved)
+        rows = _prefetched(tasks, kind, phase, needs, aside, rows, how, moved, casts)
 
     def stream(r: int) -> object:
-        if kind[r] == TaskKind.COMPUTE and r not in aside:
+        if kind[r] == TaskKind.COMPUTE and r not in aside and (one or tasks.slot[r] < 0):
             return "kernels"
         if kind[r] == TaskKind.RECV:
             return None
         if one:
             return "communication"
         if r in aside:
-            first = min(needs[r])
-            return stream(first)
+            return stream(min(data[r]))
+        if kind[r] == TaskKind.COMPUTE:  # a small kernel on the stream of a communicator
+            return TaskKind.COLLECTIVE, int(tasks.slot[r])
         return kind[r], int(tasks.slot[r])
 
     queues: dict[object, list[int]] = {"kernels": []}
@@ -280,8 +283,10 @@ def issued(
     awaited = [set[int](), set[int]()]
     for r in rows:
         s = stream(r)
-        of_microbatch = reduction(r) and tasks.microbatch[r] >= 0
-        reduces = of_microbatch and _degree(program, tasks, r) == "dp"
+        reduces = reduction(r) and tasks.microbatch[r] >= 0
+        if reduces:  # over cp: gradients of weights, and not those of keys and values
+            along = _degree(program, tasks, r)
+            reduces = along == "dp" or (along == "cp" and gradient(r))
         if (reduces or kind[r] == TaskKind.STORE) and not one:
             if not lots[reduces]:
                 awaited[reduces] = set(done[reduces].values())
@@ -304,8 +309,10 @@ def issued(
 
 
 DEGREES = {
-    "dp": ("dp", "edp"), "pp": ("pp",), "ep": ("ep",), "cp": ("cp",), "tp": ("tp", "etp"),
+    "dp": ("dp", "edp", MIRROR), "pp": ("pp",), "ep": ("ep",), "cp": ("cp",), "tp": ("tp", "etp"),
 }  # fmt: skip
+"""What tasks communicate along, and the groups of these; the first that a task has part in.
+`MIRROR`: replicas of a stage."""
 
 
 def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
@@ -315,45 +322,43 @@ def _blocks(program: Program, tasks: Tasks, row: int, how: Execution) -> bool:
 def _degree(program: Program, tasks: Tasks, row: int) -> str:
     """The degree along which a task communicates."""
     slot = int(tasks.slot[row])
-    if tasks.kind[row] in (TaskKind.LOAD, TaskKind.STORE):
+    if tasks.kind[row] in (TaskKind.COMPUTE, TaskKind.LOAD, TaskKind.STORE):
         return ""
+    exchange = False
     if tasks.kind[row] == TaskKind.COLLECTIVE:
-        axes = program.communicators[slot].axes
+        groups = program.degrees_of(slot)
         exchange = COLLECTIVES[tasks.collective[row]] == "all_to_all"
     else:
-        axes, exchange = (program.peers[slot].axis,), False
-    degrees: dict[str, set[str]] = defaultdict(set)
-    for label, members in program.mesh.groups:
-        degrees[label.split()[-1]] |= set(members)  # `decode tp` is a tp
-    for name, parts in (
-        ("dp", ("dp", "edp")),
-        ("pp", ("pp",)),
-        ("ep", ("ep",)),
-        ("cp", ("cp",)),
-        ("tp", ("tp", "etp")),
-    ):
-        members = {a for p in parts for a in degrees.get(p, ())}
-        members |= {MIRROR} if name == "dp" else set()  # replicas of a stage
-        if name == "dp" and exchange:
-            continue
-        if name == "ep" and not exchange:
-            continue
-        if set(axes) & members:
-            return name
-    return ""
+        groups = program.mesh.degrees((program.peers[slot].axis,))
+    # Ranks may be a group of dp and one of ep: tokens are exchanged along ep.
+    names = ["ep" if exchange and "ep" in same else same[0] for same in groups]
+    own = {program.mesh.degree_of(name) for name in names}  # `decode tp` is a tp
+    return next((degree for degree, parts in DEGREES.items() if own & {*parts}), "")
 
 
-def _next_forward(tasks: Tasks, needs: list[set[int]]) -> set[int]:
-    """Gathers of updated parameters, to be waited for by the kernels that use these first."""
+def _next_forward(tasks: Tasks, needs: list[set[int]]) -> tuple[set[int], dict[int, list[int]]]:
+    """Gathers of updated parameters, to be waited for by the kernels that use these first.
+
+    Also by kernel the casts of weights that it comes after: weights are cast once they are there.
+    """
     forward = [
         r
         for r in range(len(tasks))
         if tasks.kind[r] == TaskKind.COMPUTE and PHASES[tasks.phase[r]] == "forward"
     ]
     moved = set[int]()
+    casts: dict[int, list[int]] = defaultdict(list)
     for stage in {int(tasks.stage[r]) for r in forward}:
-        mine = [r for r in forward if tasks.stage[r] == stage]
+        mine = [r for r in forward if tasks.stage[r] == stage and tasks.microbatch[r] >= 0]
         mine = [r for r in mine if tasks.microbatch[r] == tasks.microbatch[mine[0]]]
+        block: list[int] = []  # of each of mine, the first of its block
+        for before, r in zip([-1, *mine], mine, strict=False):
+            same = before >= 0 and tasks.layer[before] == tasks.layer[r]
+            block.append(block[-1] if same else r)
+        for cast in forward:
+            if tasks.stage[cast] == stage and tasks.microbatch[cast] < 0:
+                first = next(i for i, r in enumerate(mine) if cast in needs[r])
+                casts[block[first]].append(cast)
         begin = 0
         for row in range(len(tasks)):
             if (
@@ -363,34 +368,41 @@ def _next_forward(tasks: Tasks, needs: list[set[int]]) -> set[int]:
                 or tasks.kind[row] != TaskKind.COLLECTIVE
             ):
                 continue
-            while tasks.layer[mine[begin]] != tasks.layer[row]:
-                begin += 1
-            needs[mine[begin]].add(row)
+            layers = [tasks.layer[r] for r in mine[begin:]]
+            if tasks.layer[row] not in layers:
+                continue  # nothing computes with these
+            begin += layers.index(tasks.layer[row])
+            for user in (mine[begin], *casts.get(mine[begin], ())):
+                needs[user].add(row)
             needs[row].clear()
             moved.add(row)
-    return moved
+    return moved, casts
 
 
-def _prefetched(tasks, kind, phase, needs, aside, rows, how, moved):  # type: ignore[no-untyped-def]
-    gathers = [r for r in rows if kind[r] == TaskKind.COLLECTIVE and not needs[r]]
-    gathers = [r for r in gathers if how.prefetch != 1 or r in moved]
-    rest = [r for r in rows if r not in gathers]
+def _prefetched(tasks, kind, phase, needs, aside, rows, how, moved, casts):  # type: ignore[no-untyped-def]
+    cast = {c for some in casts.values() for c in some}
+    kernels = [r for r in rows if kind[r] == TaskKind.COMPUTE and r not in aside and r not in cast]
+    gathers = [
+        r
+        for r in rows
+        if kind[r] == TaskKind.COLLECTIVE
+        and COLLECTIVES[tasks.collective[r]] == "all_gather"
+        and not needs[r]
+        and (how.prefetch != 1 or r in moved)
+        and any(r in needs[k] for k in kernels)
+    ]
+    rest = [r for r in rows if r not in gathers and r not in cast]
     blocks: list[tuple[object, object, int]] = []  # (action, block, first kernel)
-    for r in rest:
-        if kind[r] != TaskKind.COMPUTE or r in aside:
-            continue
+    for r in kernels:
         action = (tasks.stage[r], tasks.microbatch[r], phase[r] != "forward")
         if not blocks or blocks[-1][:2] != (action, tasks.layer[r]):
             blocks.append((action, tasks.layer[r], r))
     before: dict[int, list[int]] = defaultdict(list)
     for g in gathers:
-        users = [
-            r for r in rest if kind[r] == TaskKind.COMPUTE and r not in aside and g in needs[r]
-        ]
-        user = rest.index(users[0])
+        user = rest.index(next(r for r in rest if r in kernels and g in needs[r]))
         nth = max(i for i, b in enumerate(blocks) if rest.index(b[2]) <= user)
         to = nth
         while to > nth - how.prefetch and to > 0 and blocks[to - 1][0] == blocks[nth][0]:
             to -= 1
         before[blocks[to][2]].append(g)
-    return [x for r in rest for x in (*before.get(r, ()), r)]
+    return [x for r in rest for x in (*before.get(r, ()), *casts.get(r, ()), r)]

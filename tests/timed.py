@@ -10,13 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.program.columns import Program
+from stagewright.program.columns import Program, Tasks
 from stagewright.program.memory import deltas
 from stagewright.run.sections.execution import Execution
 from stagewright.time.collectives import seconds_by_algorithm
 from stagewright.time.network import Machine, Placement
 from stagewright.time.simulate.memory import MemoryTimeline
+from stagewright.time.simulate.order import deferred_past_backward
 from stagewright.time.simulate.timeline import Lane, table_rows
+from stagewright.time.simulate.units import CarriedDeps, Units
 
 SMALL: dict[str, Any] = {"model": "llama3-8b", "layers": 2, "seq_length": 64, "streams": "separate"}
 SP = {"sequence_parallel": True}
@@ -45,6 +47,15 @@ RUNS: dict[str, dict[str, Any]] = {
                      "framework": "torchtitan", "global_batch_size": 8},
     "lots": GPT | {"layers": 4, "pp": 2, "vpp": 2, "dp": 2, "schedule": "v-half",
                    "grad_reduce": "microbatch", "bucket": "parameter", "global_batch_size": 12},
+    "vocab": SMALL | {"layers": 2, "pp": 2, "schedule": "vocab-1", "global_batch_size": 4},
+    "halves": SMALL | {"layers": 4, "pp": 2, "tp": 2, "vpp": 2, "schedule": "v-half-vocab-1",
+                       "global_batch_size": 4},
+    "ring": MIXTRAL | {"cp": 2, "ep": 2, "expert_load": 1.3, "global_batch_size": 2},
+    "wide": MIXTRAL | SP | {"tp": 2, "dp": 2, "etp": 4, "ep": 1, "zero": 1, "global_batch_size": 4},
+    "cp": SMALL | {"layers": 4, "cp": 2, "zero": 2, "bucket": "parameter", "global_batch_size": 3},
+    "fp8": SMALL | SP | {"tp": 2, "dp": 2, "pp": 2, "zero": 1, "precision": "fp8",
+                         "global_batch_size": 4},
+    "again": SMALL | SP | {"tp": 2, "dp": 2, "zero": 3, "global_batch_size": 4},
 }  # fmt: skip
 WAYS = {
     "overlap": Execution(),
@@ -62,6 +73,14 @@ SHOWN = [
     ("frozen", "late"),  # weights that only the second half of a backward reads
     ("frozen", "ahead"),  # which are gathered in the first half, where the second follows at once
     ("lots", "overlap"),  # reductions of two actions without a kernel between are one lot
+    ("vocab", "overlap"),  # small kernels on the stream of a communicator
+    ("vocab", "late"),  # broadcasts, which have no inputs and gather no weights
+    ("halves", "ahead"),  # a broadcast that only an all-gather reads
+    ("ring", "overlap"),  # neighbours on a ring whose experts have unequal loads
+    ("wide", "no dp"),  # axes of dp that are those of etp, too
+    ("cp", "overlap"),  # reductions over cp alone are limited
+    ("fp8", "next"),  # casts of weights, which wait for updated parameters
+    ("again", "overlap"),  # gradients of ZeRO-3 that are reduced a second time
 ]
 """Runs and ways that show what few of them do."""
 
@@ -106,6 +125,16 @@ def by_action(program: Program, by_row: Sequence[NDArray[Any]]) -> list[NDArray[
     return result
 
 
+def one_unit(tasks: Tasks, execution: Execution) -> Units:
+    """All rows of a rank as one unit: the oracle of units of actions."""
+    size = len(tasks)
+    zeros, none = np.zeros(size, np.int64), np.zeros(0, np.int64)
+    return Units(
+        tasks, deferred_past_backward(tasks, execution), np.arange(size), zeros, zeros, tasks.reads,
+        CarriedDeps(none, none, none, none), ((0,),), np.arange(size), np.zeros((1, 1), np.int64),
+    )  # fmt: skip
+
+
 def algorithm_of(op: str, local_bytes: int, group: Placement, machine: Machine) -> str:
     """The fastest algorithm of a collective."""
     options = seconds_by_algorithm(op, local_bytes, group, machine)
@@ -114,7 +143,7 @@ def algorithm_of(op: str, local_bytes: int, group: Placement, machine: Machine) 
 
 def memory_by_row(lane: Lane) -> MemoryTimeline:
     """The memory of a lane over time, counted from the times of its rows and their values."""
-    start, allocated, freed = deltas(lane.of)
+    start, allocated, freed = deltas(lane.rank_class)
     rows = lane.issue.rows
     ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
     ready[rows], end[rows] = lane.ready, lane.end

@@ -45,11 +45,11 @@ import recorded_serving
 import goldens
 import stagewright as sw
 from paths import ROOT
-from stagewright.api.searched import searched
+from stagewright.api.searched import run_search
 from stagewright.errors import UserError
 from stagewright.program.fit import held_at_peak
-from stagewright.searching.ranking import Wanted
-from stagewright.searching.request import asked as search_of_file
+from stagewright.searching.ranking import SearchOptions
+from stagewright.searching.request import search_request as search_of_file
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.unbundle import expand
@@ -181,7 +181,7 @@ def search_record(name: str) -> dict[str, Any]:
     try:
         if "config" in asked:
             of = search_of_file({}, ROOT / asked["config"], gpus=asked["gpus"])
-            found = searched(of, Wanted())
+            found = run_search(of, SearchOptions())
         else:
             found = sw.search(asked.pop("model"), asked.pop("hardware"), **asked)
     except UserError as error:
@@ -191,13 +191,14 @@ def search_record(name: str) -> dict[str, Any]:
     columns = ("seconds", "bubble", "mfu", "joules", "usd")
     return {
         "search": name,
-        "best": [found.describe(place) for place in range(1, min(len(ranking.best), 20) + 1)],
+        "best": [found.describe(row) for row in range(1, len(ranking.listed) + 1)],
         "ticks": round(found.seconds / TICK),
-        **{key: getattr(ranking, key) for key in
-           ("candidates", "evaluated", "bounded_out", "simulated", "open")},
+        "candidates": len(ranking),
+        "simulated": ranking.simulated,
+        "open": len(ranking.open),
         "simulations": [
             {
-                "run": f"{ranking.rows.describe(row)} on {ranking.rows.machine(row)}",
+                "run": f"{ranking.candidates.describe(row)} on {ranking.candidates.machine(row)}",
                 "ticks": round(float(figures.seconds[row]) / TICK),
                 "tokens": int(figures.tokens[row]),
                 "memory": {key: int(size[row]) for key, size in figures.memory.items()

@@ -264,8 +264,6 @@ SEARCHES: dict[str, Settings] = {
                         "vary": {"memory.gb": "80,141", "scale_out.bandwidth_gb_s": "25,50"}},
     "straggler": LLAMA_8B | {"tp": "1,2", "pp": "1,2", "micro_batch_size": 1, "zero": 1,
                              "recompute": "none", "stragglers": {"3": 1.2}, "top": 4},
-    "sample of everything": {"hardware": "gb200-nvl72", "model": "qwen3-30b-a3b", "gpus": 32,
-                             "space": "full", "sample": 60, "global_batch_size": 256, "top": 8},
     "prefill": {"hardware": "h100-sxm", "model": "llama3-70b", "gpus": 16, "mode": "prefill",
                 "batch_size": 8, "prompt_length": 2048},
     "decode of experts": {"hardware": "h200", "model": "qwen3-30b-a3b", "gpus": 8,

@@ -157,12 +157,15 @@ class Table:
         >>> table = Table("", {"rank": ["a"], "sent": [1], "got": [2]}, {"sent": "", "got": ""})
         >>> [list(block.columns) for block in table.blocks(12)]
         [['rank', 'sent'], ['rank', 'got']]
+        >>> table = Table("", {"#": [1], "sent": [1], "got": [2]}, {"#": "", "sent": "", "got": ""})
+        >>> [list(block.columns) for block in table.blocks(9)]
+        [['#', 'sent'], ['#', 'got']]
         """
         wide = {name: self._width(name) + GAP for name in self.columns}
         if sum(wide.values()) - GAP <= width:
             return [self]
         names = list(self.columns)
-        labels = list(itertools.takewhile(lambda name: not self.is_number(name), names))
+        labels = list(itertools.takewhile(self._is_label, names))
         while len(labels) > 1 and sum(wide[name] for name in labels) > 2 * width // 3:
             labels.pop()
         room = width + GAP - sum(wide[name] for name in labels)
@@ -172,6 +175,9 @@ class Table:
             pieces, room = fewer, room - 1  # as wide as each other
         first, *more = [self.only(*labels, *piece) for piece in pieces]
         return [first, *(replace(each, title="") for each in more)]
+
+    def _is_label(self, name: str) -> bool:
+        return name == "#" or not self.is_number(name)
 
     def _width(self, name: str) -> int:
         """Columns of text that a column needs; of text, that it is not folded below."""

@@ -42,7 +42,7 @@ def test_parts_of_every_lane_add_up_to_the_step(run: str, way: str) -> None:
             assert all(s >= 0 for s in found.exposed.values())
             for axis, s in found.exposed.items():
                 # What waits is in no transfer; settling gradients aside counts to their axis.
-                aside = int((lane.end - lane.begin)[lane.aside].sum()) * TICK
+                aside = int((lane.end - lane.begin)[lane.on_comm_stream].sum()) * TICK
                 received = lane.kind == TaskKind.RECV
                 message = int((lane.end - lane.begin)[received].sum()) * TICK
                 assert s <= found.communication.get(axis, 0) + aside + message + 1e-12

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from columns import candidates_of
 from effort import EFFORT
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
@@ -20,7 +21,6 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates, Column
 from stagewright.searching.constraints import constraints
-from stagewright.time.hardware import resolve
 
 pytestmark = pytest.mark.numerics
 
@@ -73,15 +73,15 @@ def drawn(model: str, count: int, seed: int, **settings: Any) -> Candidates:
         code[draw.random(count) < USUAL.get(name, 0)] = 0
         columns[name] = Column(code.astype(np.uint8), values)
     base = Experiment(Run(model=model, layers=8, **settings), ClusterSection(), Execution())
-    return Candidates.of(base, resolve("h100-sxm"), columns)
+    return candidates_of(base, columns)
 
 
 def refusals(rows: Candidates) -> list[str]:
     """What the first constraint that refuses a candidate asks for; empty: it passes."""
     first = [""] * len(rows)
-    for rule in constraints("train", rows.model):
-        for row in np.flatnonzero(rule.refused(rows) >= 0).tolist():
-            first[row] = first[row] or rule.name
+    for constraint in constraints("train", rows.model):
+        for row in np.flatnonzero(constraint.refused(rows) >= 0).tolist():
+            first[row] = first[row] or constraint.requirement
     return first
 
 
@@ -91,7 +91,9 @@ def refusals(rows: Candidates) -> list[str]:
 )
 def test_constraints_refuse_what_runs_refuse(model: str):
     rows = drawn(model, 400 * EFFORT, 5)
-    by_name = {rule.name: rule for rule in constraints("train", rows.model)}
+    by_name = {
+        constraint.requirement: constraint for constraint in constraints("train", rows.model)
+    }
     passed = 0
     for row, why in enumerate(refusals(rows)):
         run = rows.run(row)

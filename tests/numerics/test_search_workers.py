@@ -65,7 +65,7 @@ def test_sensitivities_are_those_of_the_simulation(tmp_path: Any, found: sw.Sear
     found.write(path)
     text = path.read_text()
     assert "memory_bandwidth_gb_s" in text
-    assert f'id="run-{found.row(1)}"' in text
+    assert f'id="run-{found.index(1)}"' in text
     for ending in ("csv", "json", "yaml"):
         found.write(tmp_path / f"found.{ending}")
     again = sw.load_run(tmp_path / "found.yaml")

@@ -14,7 +14,7 @@ from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind, Tasks
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.breakdown import breakdown, critical_path, path_parts
@@ -163,7 +163,7 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
         tasks, **columns, data_ptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         data=np.concatenate(data).astype(np.int32),
     )  # fmt: skip
-    classes = replace(first, work=RankWork.given(moved)), program.classes[1]
+    classes = replace(first, work=RankWork.from_tables(moved)), program.classes[1]
     crossed = replace(program, classes=classes)
     seconds = [np.ones(len(of.work.actions.tasks)) for of in crossed.classes]
     with pytest.raises(

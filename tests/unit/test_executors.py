@@ -86,12 +86,13 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_processes_end_with_the_one_that_started_them(tmp_path: Path, number: int) -> None:
     (script := tmp_path / "script.py").write_text(ONE_JOB_OF_AN_HOUR)
     with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
-        os.kill(parent.pid, signal.SIGTERM)
+        os.kill(parent.pid, number)
         parent.wait()
         assert pids
         deadline = time.monotonic() + 60

@@ -21,7 +21,7 @@ from stagewright.run.sections.serving import (
     WorkloadSection,
 )
 from stagewright.run.settings import Run
-from stagewright.searching.enumeration import DIVIDES, DP_GIVEN, Found, Removed
+from stagewright.searching.enumeration import DIVIDES, DP_ALLOWED, Enumeration, Removed
 from stagewright.searching.lists import values_of
 from stagewright.searching.request import SearchRequest
 from stagewright.searching.run_file import printed_run_file, write_run_file
@@ -51,9 +51,9 @@ OBJECTIVES = ("gpus", "cost")
 
 @dataclass(frozen=True, eq=False)
 class ServingSearch:
-    """The result of a search for serving, with its views; choices by their place, from 1."""
+    """The result of a search for serving, with its views; choices by row of `best`, from 1."""
 
-    found: Found
+    found: Enumeration
     """The layouts, and what constraints have removed."""
     ranking: ServingRanking
     """The choices that were played, which of them are the best, and what limits have removed."""
@@ -66,7 +66,7 @@ class ServingSearch:
     def _repr_html_(self) -> str:
         return self.best()._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
-    def describe(self, place: int = 1) -> str:
+    def describe(self, listed_row: int = 1) -> str:
         """One of the best in words."""
         of = self.ranking
         if not of.best:
@@ -75,7 +75,7 @@ class ServingSearch:
             return (
                 f"nothing with up to {plural(of.target.most_gpus, 'GPU', 'GPUs')} keeps the limits"
             )
-        choice = of.choices[self._number(place)]
+        choice = of.choices[self._number(listed_row)]
         played, layout = choice.simulated, of.rows.run(choice.layout)
         words = layout.model_copy(update={"mode": "train"}).describe()
         many = f"{played.instances} x " if played.instances > 1 else ""
@@ -88,28 +88,28 @@ class ServingSearch:
             where = f"{card} for prompts"
         return f"{many}{words} on {where}: {plural(played.gpus, 'GPU', 'GPUs')}{cost}"
 
-    def run(self, place: int = 1) -> Run:
+    def run(self, listed_row: int = 1) -> Run:
         """The layout of one of the best."""
-        return self.ranking.rows.run(self.ranking.choices[self._number(place)].layout)
+        return self.ranking.rows.run(self.ranking.choices[self._number(listed_row)].layout)
 
-    def instances(self, place: int = 1) -> int:
+    def instances(self, listed_row: int = 1) -> int:
         """How many instances one of the best has."""
-        return self.ranking.choices[self._number(place)].simulated.instances
+        return self.ranking.choices[self._number(listed_row)].simulated.instances
 
-    def run_file(self, place: int = 1) -> str:
+    def run_file(self, listed_row: int = 1) -> str:
         """The layout of one of the best as a run file in YAML."""
-        return printed_run_file(self.ranking.rows, self._layout(place))
+        return printed_run_file(self.ranking.rows, self._layout(listed_row))
 
-    def _layout(self, place: int) -> int:
-        return self.ranking.choices[self._number(place)].layout
+    def _layout(self, listed_row: int) -> int:
+        return self.ranking.choices[self._number(listed_row)].layout
 
-    def _number(self, place: int) -> int:
+    def _number(self, listed_row: int) -> int:
         count = len(self.ranking.best)
         if not count:
             raise UserError(f"{self.describe()}; raise --gpus, --ttft or --tpot")
-        if not 1 <= place <= count:
-            raise UserError(no_such_place(place, count))
-        return self.ranking.best[place - 1]
+        if not 1 <= listed_row <= count:
+            raise UserError(no_such_place(listed_row, count))
+        return self.ranking.best[listed_row - 1]
 
     def best(self, most: int = 20) -> Table:
         """Of each layout the fewest instances that keep the limits."""
@@ -126,8 +126,8 @@ class ServingSearch:
     @property
     def all_removed(self) -> tuple[Removed, ...]:
         """What constraints and limits have removed."""
-        crossed = (DIVIDES, DP_GIVEN)  # sizes of instances are crossed with all degrees
-        mine = [each for each in self.found.removed if each.why not in crossed]
+        crossed = (DIVIDES, DP_ALLOWED)  # sizes of instances are crossed with all degrees
+        mine = [each for each in self.found.removed if each.requirement not in crossed]
         return (*mine, *self.ranking.removed)
 
     def removed(self) -> Table:
@@ -144,23 +144,23 @@ class ServingSearch:
             "played": len(of.choices),
             "stopped": of.stopped,
             "removed": [
-                {"wanted": each.why, "count": each.count, "example": each.example}
+                {"wanted": each.requirement, "count": each.count, "example": each.example}
                 for each in self.all_removed
             ],
             "best": self.best(len(of.best)).rows,
             "front": self.front().rows,
         }
 
-    def write(self, path: str | os.PathLike[str], place: int = 1) -> list[str]:
+    def write(self, path: str | os.PathLike[str], listed_row: int = 1) -> list[str]:
         """Write the result, as the name's ending says; returns the files' names.
 
         `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: the page;
-        `.yaml`: the run file of the best layout, or of another `place`.
+        `.yaml`: the run file of the best layout, or of another `listed_row`.
         """
         check_ending(path, OF_SEARCH)
 
         def run_file(where: str) -> list[str]:
-            return write_run_file(self.ranking.rows, self._layout(place), where)
+            return write_run_file(self.ranking.rows, self._layout(listed_row), where)
 
         return ResultFile(
             self.every,
@@ -301,14 +301,14 @@ def _gpus(value: Any) -> int:
 
 def searched_serving(of: ServingQuestion, progress: SearchProgress | None = None) -> ServingSearch:
     """The search itself."""
-    found = of.request.space.candidates()
+    found = of.request.space.enumerate()
     if of.target.by_cost and all(
-        found.rows.cluster(row).price is None
-        and found.rows.hardware(row).price_usd_per_gpu_hour is None
-        for row in range(len(found.rows))
+        found.candidates.cluster(row).price is None
+        and found.candidates.hardware(row).price_usd_per_gpu_hour is None
+        for row in range(len(found.candidates))
     ):
         raise UserError("--objective cost: no hardware here has a price; give --price USD per hour")
-    ranking = ranked(found.rows, of.workloads, of.target, of.engines, progress)
+    ranking = ranked(found.candidates, of.workloads, of.target, of.engines, progress)
     return ServingSearch(found, ranking, _load(of))
 
 

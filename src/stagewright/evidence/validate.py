@@ -19,7 +19,7 @@ from stagewright.lower.compile import compile
 from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time.hardware import resolve as resolve_hardware
 from stagewright.time.network import Machine
-from stagewright.time.simulate.step import executed
+from stagewright.time.simulate.step import execute_step
 from stagewright.time.simulate.utilization import model_flops
 
 NEEDS_REASON = 0.25
@@ -139,7 +139,7 @@ def step_seconds(m: Measurement, machine: Machine) -> float:
     def simulated(microbatches: int) -> float:
         batch = microbatches * run.micro_batch_size * run.dp
         part = run.model_copy(update={"global_batch_size": batch})
-        return executed(compile(part, m.model), machine, m.execution).seconds
+        return execute_step(compile(part, m.model), machine, m.execution).seconds
 
     schedule = SCHEDULES.get(run.schedule or "")
     full = (schedule.fills if schedule else 1) * run.pp

@@ -1,4 +1,4 @@
-"""A block variant as a graph, pass by pass, and with numbers as kernels and collectives."""
+"""Build, recompute and shard the graph of a block variant; lower it to kernels and collectives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Use, permane
 from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
 from stagewright.lower.kernels.extent import Extent, Split, bytes_of
 from stagewright.lower.kernels.kernel import Kernel
-from stagewright.lower.kernels.live_values import handed_on, interface
+from stagewright.lower.kernels.live_values import interface, outputs
 from stagewright.lower.kernels.lowering import KernelRules, kernels
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
@@ -37,11 +37,11 @@ from stagewright.run.settings import Run
 
 
 MEMOIZED = 256
-"""Graphs, and blocks with numbers, that are kept: of a run a dozen, of a search some hundred."""
+"""Entries per cache of graphs and lowered blocks: a run needs a dozen, a search some hundred."""
 
 
 def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) -> nn.Block:
-    """The block for one device: forward pass, and in training gradients and optimizer step."""
+    """Build the block for one device: forward, and in training gradients and optimizer step."""
     recipe = replace(
         recipe,
         ties=variant.ties,
@@ -63,7 +63,7 @@ def build_block(variant: BlockVariant, model: ModelConfig, recipe: nn.Recipe) ->
 def build_for_one_device(
     name: str, model: ModelConfig, recipe: nn.Recipe, layer: Layer
 ) -> nn.Block:
-    """The same by name."""
+    """Like `build_block`, by name."""
     block = nn.BLOCKS[name](model, recipe, layer)
     verify(block.graph, "building, with gradients")
     return block
@@ -76,40 +76,40 @@ SAVED: Mapping[str, frozenset[str]] = {
     "mlpwi": frozenset({"gate", "up"}),
     "mlpwo": frozenset({"mlp_out", "mlp_reduced"}),
 }
-"""The values of a layer that `recompute_save` names; what a layer has not is not kept.
+"""Values that `recompute_save` names, where a layer has them.
 
-MaxText's `checkpoint_name`: queries and keys as attention reads them, behind rotary positions.
+MaxText's `checkpoint_name`: queries and keys as attention reads them, after rotary positions.
 """
 
 
 class Recomputation(NamedTuple):
-    """What backward of a block computes or gathers again, instead of keeping it."""
+    """Values that backward of a block computes or gathers again instead of reading saved ones."""
 
     block: bool
-    """All of forward is computed again."""
+    """Recompute all of forward, except `saved`."""
     saved: frozenset[str]
-    """But for these values, by name."""
+    """Names of values saved for backward."""
     as_read: bool
-    """Only what backward reads, and not the results of the block or of attention's core."""
+    """Recompute only what backward reads, not the results of the block or of attention's core."""
     modules: frozenset[str]
-    """Of a block that is kept: the parts that are computed again, as `recompute_modules`."""
+    """Parts that are recomputed if `block` is not set, as in `recompute_modules`."""
     weights: bool
-    """Weights that ZeRO shards are gathered again."""
+    """Gather weights that ZeRO shards again."""
     keys: bool
-    """Keys and values that context parallelism gathers are gathered again."""
+    """Gather keys and values of context parallelism again."""
     keys_in_backward: bool
     """The backward of attention itself gathers keys and values, as PyTorch's ring does."""
     moved: bool
-    """Context parallelism moves values, where identities name the places."""
+    """Context parallelism moves values at identities."""
 
     @classmethod
     def of(cls, run: Run, variant: BlockVariant) -> Self:
-        """That of a block variant of a run."""
+        """Recomputation of a block variant of a run."""
         gathered = run.cp_comm_type == "all_gather"
         return cls(
             variant.recomputed,
             frozenset(name for what in run.recompute_save or () for name in SAVED[what]),
-            # Compiled programs, which save values by name, make again what backward reads.
+            # Compiled programs, which save values by name, recompute what backward reads.
             run.recompute_early_stop or bool(run.recompute_save),
             frozenset(run.recompute_modules if run.recompute == "selective" else ()),
             run.zero == 3 and run.reshard_after_forward and not variant.root,
@@ -119,16 +119,16 @@ class Recomputation(NamedTuple):
         )
 
     def phase(self, n: Node) -> str | None:
-        """The phase in which backward makes a forward value again; None where it is kept."""
-        if n.role is Role.DEQUANTIZED:  # is not kept: backward reads what is stored
+        """Phase in which backward recomputes a forward value; None: it is saved."""
+        if n.role is Role.DEQUANTIZED:  # not saved: backward reads what is stored
             return "backward"
         if n.role in (Role.SENT, Role.USED, Role.LOW_PRECISION):  # a weight as it is computed with
             return "backward" if self.weights else None
         if self.block:
             return None if n.once or n.name in self.saved else "recompute"
-        # Without context parallelism, an identity names a place where nothing moves.
+        # Without context parallelism, identities move nothing.
         value = n.srcs[0] if n.op == "identity" and not self.moved else n
-        if value.role is Role.REMADE:  # by the kernels that are trained with
+        if value.role is Role.REMADE:  # by the kernels of training
             return "backward"
         if n.role is Role.KEYS and (self.keys or self.keys_in_backward):
             return "backward"
@@ -136,7 +136,7 @@ class Recomputation(NamedTuple):
 
 
 def _module(n: Node) -> str:
-    """The part of a layer that a value is of, as `recompute_modules` calls it."""
+    """Part of a layer that a value belongs to, as in `recompute_modules`."""
     if n.scope == "attention.core":
         return "core_attn"
     if n.op == "norm" and n.scope in ("attention", "mlp"):
@@ -144,18 +144,18 @@ def _module(n: Node) -> str:
     return "activation" if n.op in ("act", "glu") and n.scope == "mlp" else ""
 
 
-def recompute(block: nn.Block, again: Recomputation) -> nn.Block:
-    """Backward computes or gathers again what is not kept for it."""
-    results: set[Node] = set()  # of forward, that backward makes again though they are kept
-    if again.as_read or all(n.phase != "backward" for n in block.graph):
+def recompute(block: nn.Block, rules: Recomputation) -> nn.Block:
+    """Recompute in backward the values that are not saved."""
+    results: set[Node] = set()  # results of forward that backward recomputes though they are saved
+    if rules.as_read or all(n.phase != "backward" for n in block.graph):
         pass
-    elif again.block:
-        results = {n for value, n in handed_on(block.graph).items() if not value.gradient}
+    elif rules.block:
+        results = {n for value, n in outputs(block.graph).items() if not value.gradient}
     else:
         results = {n for n in block.graph if n.role is Role.CORE}
     rerun = results.__contains__
-    graph, primal = remat(block.graph, again.phase, block.primal, rerun=rerun)
-    if again.block and again.keys_in_backward:
+    graph, primal = remat(block.graph, rules.phase, block.primal, rerun=rerun)
+    if rules.block and rules.keys_in_backward:
         keys = {n: "backward" for n in graph if n.role is Role.KEYS and n.phase == "recompute"}
         graph, primal = remat(graph, keys.get, primal, made_in="recompute")
     return replace(block, graph=graph, primal=primal)
@@ -170,10 +170,9 @@ def shard_block(
     sizes: Mapping[str, int],
     recipe: nn.Recipe,
 ) -> Graph:
-    """The graph of a block variant as each rank executes it, symbolic in its sizes.
+    """Build the graph of a block variant as each rank executes it, symbolic in its sizes.
 
-    Runs share graphs: of degrees and sizes, a graph knows only which degrees are above 1 and how
-    ZeRO splits parameters.
+    Runs share graphs: a graph depends only on which degrees exceed 1 and which dims ZeRO splits.
     """
     block = build_block(variant, model, recipe)
     return sharded(
@@ -188,14 +187,14 @@ def shard_block(
 @lru_cache(maxsize=MEMOIZED)
 def sharded(
     block: nn.Block,
-    again: Recomputation,
+    rules: Recomputation,
     plan: Plan,
     zero: tuple[tuple[ParameterShape, Dims], ...],
     *,
     keep_gathered: bool,
 ) -> Graph:
-    """A block after all passes; the arguments are all that these read."""
-    block = recompute(block, again)
+    """Apply all passes to a block; the arguments are all that they read."""
+    block = recompute(block, rules)
     verify(block.graph, "recomputation")
     graph = shard(
         block.graph,
@@ -211,13 +210,13 @@ def sharded(
 # ---- the kernels of a block: the graph with numbers ----------------------------------------------
 
 
-class InMemory(NamedTuple):
-    """Where the values of a block variant are kept."""
+class ValueLocations(NamedTuple):
+    """Location of the values of a block variant."""
 
     activations_on_host: bool
-    """What is kept for backward waits in the host's memory."""
+    """Values saved for backward are in host memory."""
     input_on_host: bool
-    """So does the input of the block."""
+    """The input of the block is in host memory, too."""
     states_on_host: bool
     elsewhere: frozenset[str]
     """Tables of which another block of the rank owns the tensor."""
@@ -225,7 +224,7 @@ class InMemory(NamedTuple):
 
     @classmethod
     def of(cls, run: Run, variant: BlockVariant) -> Self:
-        """That of a block variant of a run."""
+        """Locations for a block variant of a run."""
         saved_on_host = variant.recomputed and run.recompute_save_on_host
         return cls(
             variant.activations_on_host or saved_on_host,
@@ -243,12 +242,12 @@ def lower_block(
     variant: BlockVariant,
     habits: Habit = MEGATRON_LM,
 ) -> LoweredBlock:
-    """The kernels, messages and memory of a sharded block on one rank, for these sizes.
+    """Lower a sharded block to kernels, messages and memory of one rank, for these sizes.
 
     Runs share blocks: equal blocks are one object.
     """
-    rules, memory = kernel_rules(run, habits), InMemory.of(run, variant)
-    block, _ = lowered(graph, rules, memory, extent.of_graph(graph), habits)
+    rules, locations = kernel_rules(run, habits), ValueLocations.of(run, variant)
+    block, _ = lowered(graph, rules, locations, extent.of_graph(graph), habits)
     _check_numbers(block.tasks, run)
     return block
 
@@ -256,58 +255,58 @@ def lower_block(
 def uneven_splits(
     graph: Graph, run: Run, extent: Extent, variant: BlockVariant, habits: Habit
 ) -> Sequence[Split]:
-    """The splits of a block's parameters that do not divide; of the ranks some have fewer rows."""
-    rules, memory = kernel_rules(run, habits), InMemory.of(run, variant)
-    return lowered(graph, rules, memory, extent.of_graph(graph), habits)[1]
+    """Splits of a block's parameters that do not divide: some ranks have fewer rows."""
+    rules, locations = kernel_rules(run, habits), ValueLocations.of(run, variant)
+    return lowered(graph, rules, locations, extent.of_graph(graph), habits)[1]
 
 
 @lru_cache(maxsize=MEMOIZED)
 def lowered(
-    graph: Graph, rules: KernelRules, memory: InMemory, extent: Extent, habits: Habit
+    graph: Graph, rules: KernelRules, locations: ValueLocations, extent: Extent, habits: Habit
 ) -> tuple[LoweredBlock, Sequence[Split]]:
-    """A block with its kernels and its memory; the arguments are all that these depend on.
+    """Lower a block, and list the splits of its rows that do not divide.
 
-    And the splits of the rows that a rank has of its own which do not divide.
+    The arguments are all that these depend on.
     """
     mesh = extent.mesh
     allocation = habits.allocation(PERMANENT_BUFFERS)
     tasks, made_by = kernels(graph, extent, mesh, rules)
-    makers = {value: made_by[n] for value, n in handed_on(graph).items()}
+    makers = {value: made_by[n] for value, n in outputs(graph).items()}
     size = _bytes_of_values(graph, mesh, extent, habits)
     offloaded = frozenset[Node]()
-    if memory.activations_on_host:
-        with_input = memory.input_on_host
+    if locations.activations_on_host:
+        with_input = locations.input_on_host
         tasks, offloaded = offload.activations(graph, tasks, size, with_input=with_input)
-    if memory.states_on_host:
+    if locations.states_on_host:
         tasks = offload.states(tasks, size)
     tied = {n.binding.tied for n in graph if n.op == "param" and n.binding.tied}
-    handed_back = [t for v, t in makers.items() if v.gradient and v.name not in tied]
+    input_gradients = [t for v, t in makers.items() if v.gradient and v.name not in tied]
     permanent = permanent_bytes(
         graph,
         size,
-        elsewhere=memory.elsewhere,
-        states_on_host=memory.states_on_host,
+        elsewhere=locations.elsewhere,
+        states_on_host=locations.states_on_host,
         allocation=allocation,
     ) | habits.permanent_bytes(graph, size)
     block = LoweredBlock(
         graph,
         tasks,
         makers,
-        handed_on(graph),
-        _handed_to(graph, extent),
-        weight_half(tasks, handed_back),
+        outputs(graph),
+        _inputs(graph, extent),
+        weight_half(tasks, input_gradients),
         size,
         _uses(tasks, size, graph, habits),
         permanent,
         offloaded,
         allocation,
-        memory.root,
+        locations.root,
     )
     return block, tuple(extent.optimizer.uneven) if extent.optimizer else ()
 
 
 def kernel_rules(run: Run, habits: Habit = MEGATRON_LM) -> KernelRules:
-    """Which operations of a run's blocks become one kernel."""
+    """Rules of a run for fusing operations into kernels."""
     return KernelRules(
         fuse=run.fuse,
         bucket=habits.bucket(run.bucket),
@@ -320,16 +319,16 @@ def kernel_rules(run: Run, habits: Habit = MEGATRON_LM) -> KernelRules:
 def _uses(
     tasks: Sequence[Kernel], size: Mapping[Node, int], graph: Graph, habits: Habit
 ) -> dict[Kernel, Use]:
-    """What each task makes and reads, and the bytes it needs while it runs."""
-    found = uses(tasks, size, graph, habits.allocation(PERMANENT_BUFFERS))
+    """Values that each task allocates and touches, and its scratch bytes."""
+    by_task = uses(tasks, size, graph, habits.allocation(PERMANENT_BUFFERS))
     for t in tasks:
-        if more := habits.scratch(t, size):
-            found[t] = found[t]._replace(scratch=more + (found[t].scratch or 0))
-    return found
+        if scratch := habits.scratch(t, size):
+            by_task[t] = by_task[t]._replace(scratch=scratch + (by_task[t].scratch or 0))
+    return by_task
 
 
 def _check_numbers(tasks: Sequence[Kernel], run: Run) -> None:
-    """Sums over a step must stay within 64 bits."""
+    """Raise UserError where sums over a step could exceed 64 bits."""
     for t in tasks:
         if max(t.flops, t.traffic, t.comm_bytes) > MOST_FLOPS:
             raise UserError(
@@ -338,8 +337,8 @@ def _check_numbers(tasks: Sequence[Kernel], run: Run) -> None:
             )
 
 
-def _handed_to(graph: Graph, extent: Extent) -> dict[str, tuple[int, str]]:
-    """Bytes and dtype, on one rank, of each value that blocks before this one hand to it."""
+def _inputs(graph: Graph, extent: Extent) -> dict[str, tuple[int, str]]:
+    """Bytes and dtype, on one rank, of each value from earlier blocks."""
     return {
         value.name: (bytes_of(n, extent), n.dtype)
         for n in graph
@@ -348,11 +347,11 @@ def _handed_to(graph: Graph, extent: Extent) -> dict[str, tuple[int, str]]:
 
 
 def _bytes_of_values(graph: Graph, mesh: Mesh, extent: Extent, habits: Habit) -> dict[Node, int]:
-    """Bytes that each value takes on one rank."""
+    """Bytes of each value on one rank."""
     size = {n: bytes_of(n, extent.of(n)) for n in graph}
-    for n in graph if extent.rows else ():  # gathered together with their padding
+    for n in graph if extent.rows else ():  # gathered with their padding
         if n.op == "all_gather" and n.role is Role.USED:
             axes: Any = n["axes"]
             size[n] = size[n.srcs[0]] * mesh.size(*axes)
-    beside = {n: habits.bytes_beside(n, extent) for n in graph}
-    return size | {n: size[n] + extra for n, extra in beside.items() if extra}
+    workspace = {n: habits.workspace_bytes(n, extent) for n in graph}
+    return size | {n: size[n] + extra for n, extra in workspace.items() if extra}

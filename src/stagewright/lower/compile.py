@@ -1,4 +1,4 @@
-"""Compiles a run: checks it, and hands it to the pipeline of its mode."""
+"""Compile a run: check it, and call the pipeline of its mode."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ def compile(
     table: Mapping[str, str] | None = None,
     device_memory: int | None = None,
 ) -> CompiledRun:
-    """Everything that a run implies; raises UserError where it cannot be done.
+    """Compile a run; raises UserError for an invalid one.
 
-    `model` replaces the configuration that `run.model` names. `table` is a placement of one's own:
-    the layout of values and parameters by name, such as `{"wq": "[M, A/tp, D]"}`; its rows go
-    before those of `run.strategy` and those that the degrees imply.
-    `device_memory`, in bytes, is that of the hardware where the run names none.
+    `model` replaces the configuration that `run.model` names. `table`: layouts of values and
+    parameters by name, such as `{"wq": "[M, A/tp, D]"}`; its rows override those of `run.strategy`
+    and those that the degrees imply. `device_memory`: bytes of the hardware, if the run has none.
     """
     model = (model or resolve(run.model, run.as_family or "")).with_overrides(
         num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
@@ -42,7 +41,7 @@ def compile(
     compiled = _compile_mode(within, model, table or {})
     return replace(
         compiled,
-        run=run,  # without the memory of the hardware, which nobody asked of the run
+        run=run,  # without the memory of the hardware, which is no setting of the run
         program=_with_allowance(compiled.program, run),
         device_memory=within.device_memory and read_bytes(within.device_memory),
     )
@@ -57,7 +56,7 @@ def _compile_mode(run: Run, model: ModelConfig, table: Mapping[str, str]) -> Com
 
 
 def _with_allowance(program: Program, run: Run) -> Program:
-    """The program with the run's `memory_allowance` beside the peak of every class."""
+    """Add the run's `memory_allowance` to every class."""
     allowance = allowance_of(run)
     if not allowance:
         return program

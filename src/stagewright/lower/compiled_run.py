@@ -1,4 +1,4 @@
-"""What compiling a run gives: its graphs, its schedule and the program of every rank."""
+"""Result of compiling a run: graphs, schedule and the program of every rank."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from stagewright.schedule.actions import Order
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledRun:
-    """A run with every decision made: resolved settings, sharded graphs, schedule, programs.
+    """Compiled run: resolved settings, sharded graphs, schedule, programs.
 
-    `blocks` maps the label of each block variant to its sharded graph. `parameters` counts those of
-    the model as published, `active_parameters` those that a token uses.
+    `blocks`: sharded graph by label of the block variant; `parameters`: number of parameters as
+    published; `active_parameters`: of these, those that a token uses.
     """
 
     run: Run
@@ -32,24 +32,24 @@ class CompiledRun:
     order: Order
     program: Program
     capacity: Capacity | None = None
-    """How many requests fit; only in inference, where the memory of a device is given."""
+    """Number of requests that fit; only in inference with a known device memory."""
     trained: TrainedParameters | None = None
-    """What trains of a model of which not all does."""
+    """Number of trained parameters, if not all train."""
     load: Load | None = None
-    """Tokens per expert; only where they are not spread evenly."""
+    """Tokens per expert, if uneven."""
     device_memory: int | None = None
-    """Bytes of a device: the run's `device_memory`, or else the hardware's where that is known."""
+    """Bytes of a device: the run's `device_memory`, or else the hardware's if known."""
 
     def __repr__(self) -> str:
         return f"<{self.run.describe()}: {self.program.mesh.world_size} ranks, compiled>"
 
     @property
     def fit(self) -> Fit | None:
-        """Whether the step fits into the memory of a device; None where that is not known."""
+        """Comparison with the memory of a device; None: unknown memory."""
         if self.device_memory is None:
             return None
         return fit_of(map(held_at_peak, self.program.classes), self.device_memory)
 
     def graph_text(self) -> str:
-        """The sharded graph in the paper's notation, one section per block variant."""
+        """Sharded graphs in the paper's notation, one section per block variant."""
         return "\n\n".join(f"# {label}\n{text(graph)}" for label, graph in self.blocks.items())

@@ -1,7 +1,7 @@
-"""What of a run's blocks trains: parameters by name or pattern, and adapters beside frozen ones.
+"""Trained parameters of a run's blocks: by name or pattern, and adapters of frozen ones.
 
-A block whose input depends on nothing that trains needs no gradient of it: which live values these
-are follows from the blocks before, whose graphs say what depends on what.
+A block whose input depends on no trained parameter needs no gradient of it. The graphs of earlier
+blocks say which live values these are.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class TrainedParameters(NamedTuple):
 
 
 WHAT_TRAINS = ("trainable", "freeze", "lora_rank", "lora_target_modules")
-"""The settings that say which parameters train, and beside which there are adapters."""
+"""Settings that select trained parameters and adapters."""
 
 
 def trains_all(run: Run) -> bool:
-    """Whether every parameter trains, and no other."""
+    """True if all parameters train, without adapters."""
     return run.trainable is None and run.freeze is None and run.lora_rank is None
 
 
 def mark_trained(
     stages: Stages, run: Run, model: ModelConfig, recipe: nn.Recipe
 ) -> list[list[PlacedVariant]]:
-    """The blocks of each stage, each with what of it trains.
+    """Mark the trained parameters of each block.
 
-    Raises UserError for a name or pattern that nothing has, and where nothing trains.
+    Raises UserError for a name or pattern without a match, and where nothing trains.
     """
     if trains_all(run):
         return [[*stage] for stage in stages]
     rows = _Rows(stages, run, model, recipe)
     marked: list[list[PlacedVariant]] = []
-    constant = frozenset[str]()  # live values that depend on nothing that trains
+    constant = frozenset[str]()  # live values that depend on no trained parameter
     for stage in stages:
         marked.append([])
         for variant, layer in stage:
@@ -75,13 +75,13 @@ def mark_trained(
 
 
 class _Rows:
-    """Names and patterns of a run, and which of them have matched something."""
+    """Names and patterns of a run, and their matches so far."""
 
     def __init__(self, stages: Stages, run: Run, model: ModelConfig, recipe: nn.Recipe) -> None:
         self.run, self.model, self.recipe = run, model, recipe
         self.matched: set[str] = set()
         self.any_trains = False
-        self.known: set[str] = set()
+        self.names: set[str] = set()
         self.tables: dict[str, set[str]] = {}  # names of all copies of each table
         for variant, layer in chain.from_iterable(stages):
             for name, tied in self.parameters(variant).items():
@@ -90,21 +90,21 @@ class _Rows:
                     self.tables.setdefault(tied, set()).update(names)
 
     def parameters(self, variant: BlockVariant) -> dict[str, str]:
-        """The parameters of a block that a gradient could reach, and the table that each is of.
+        """Parameters of a block that may have a gradient, and the tied table of each.
 
-        A block before may hand the block a table that it has gathered.
+        An earlier block may pass a gathered table.
         """
         graph = build_block(variant, self.model, self.recipe).graph
         leaves = (n for n in graph if n.op in LEAVES and not n.binding.buffer)
-        of = (n for n in leaves if n.role in (Role.PARAMETER, Role.USED))
-        return {n.binding.name: n.binding.tied or n.binding.live_in for n in of}
+        weights = (n for n in leaves if n.role in (Role.PARAMETER, Role.USED))
+        return {n.binding.name: n.binding.tied or n.binding.live_in for n in weights}
 
     def training(self, variant: BlockVariant, layer: int) -> nn.Training:
-        """What of a block trains, but for the values that come to it."""
-        own = self.parameters(variant)
-        adapters = tuple(self.adapters(variant, layer, frozenset(own)))
+        """Frozen parameters and adapters of a block; its inputs follow later."""
+        parameters = self.parameters(variant)
+        adapters = tuple(self.adapters(variant, layer, frozenset(parameters)))
         frozen: set[str] = set()
-        for name, tied in own.items():
+        for name, tied in parameters.items():
             names = _names(variant, layer, name) | self.tables.get(tied, set())
             if not self.trains(names, of_adapter=False):
                 frozen.add(name)
@@ -112,7 +112,7 @@ class _Rows:
             for name in adapter.factors:
                 if not self.trains(_names(variant, layer, name), of_adapter=True):
                     frozen.add(name)
-        self.any_trains |= len(frozen) < len(own) + sum(len(a.factors) for a in adapters)
+        self.any_trains |= len(frozen) < len(parameters) + sum(len(a.factors) for a in adapters)
         stored = FROZEN[self.run.quantize_base] if self.run.quantize_base else None
         return nn.Training(
             frozenset(frozen),
@@ -121,9 +121,9 @@ class _Rows:
         )
 
     def trains(self, names: set[str], *, of_adapter: bool) -> bool:
-        """Whether the parameter with these names trains."""
+        """True if the parameter with these names trains."""
         run = self.run
-        self.known |= names
+        self.names |= names
         frozen = self.matches(run.freeze or (), names)
         chosen = self.matches(run.trainable or (), names)
         implied = of_adapter or (run.trainable is None and run.lora_rank is None)
@@ -132,7 +132,7 @@ class _Rows:
     def adapters(
         self, variant: BlockVariant, layer: int, weights: frozenset[str]
     ) -> Iterator[nn.Adapter]:
-        """The adapters of a block."""
+        """Adapters of a block."""
         run = self.run
         if run.lora_rank is None:
             return
@@ -148,27 +148,27 @@ class _Rows:
                 adapted |= dict.fromkeys(linear, target)
                 rank, alpha = run.lora_rank, run.lora_alpha or run.lora_rank
                 yield nn.Adapter(linear, rank, alpha / rank, run.lora_dropout)
-        self.known |= weights
+        self.names |= weights
 
     def matches(self, patterns: Iterable[str], names: set[str]) -> bool:
-        """Whether a name is one of the patterns, or is matched by one."""
-        found = {p for p in patterns if any(fnmatchcase(name, p) for name in names)}
-        self.matched |= found
-        return bool(found)
+        """True if a pattern matches one of the names."""
+        matches = {p for p in patterns if any(fnmatchcase(name, p) for name in names)}
+        self.matched |= matches
+        return bool(matches)
 
     def check(self) -> None:
-        """Raise UserError for what has matched nothing, and where nothing trains."""
+        """Raise UserError for patterns without a match, and where nothing trains."""
         run, name = self.run, self.model.name
         for setting in ("trainable", "freeze", "lora_target_modules"):
             if setting == "lora_target_modules" and run.lora_rank is None:
                 continue
-            given: tuple[str, ...] = getattr(run, setting) or ()
-            unknown = [p for p in given if p not in self.matched]
-            if setting == "lora_target_modules" and given == SETTINGS[setting].default:
-                unknown = unknown if len(unknown) == len(given) else []
+            patterns: tuple[str, ...] = getattr(run, setting) or ()
+            unknown = [p for p in patterns if p not in self.matched]
+            if setting == "lora_target_modules" and patterns == SETTINGS[setting].default:
+                unknown = unknown if len(unknown) == len(patterns) else []
             if unknown:
                 layers = [*LINEARS] if setting == "lora_target_modules" else []
-                hint = did_you_mean(unknown[0], [*sorted(self.known), *layers])
+                hint = did_you_mean(unknown[0], [*sorted(self.names), *layers])
                 hint = hint or "; see `stagewright show --graph` for the names"
                 raise UserError(f"{setting}: {name} has no {unknown[0]!r}{hint}")
         if not self.any_trains:
@@ -178,14 +178,14 @@ class _Rows:
 
 
 def _names(variant: BlockVariant, layer: int, name: str) -> set[str]:
-    """The names of a parameter: its own, with its block, and with the kind of its block."""
+    """Names of a parameter: alone, with its block's name, and with its block's kind."""
     return {name, f"{variant.name_at(layer)}.{name}", f"{variant.block}.{name}"}
 
 
 def _targets(
     target: str, variant: BlockVariant, layer: int, weights: frozenset[str]
 ) -> Iterator[tuple[str, ...]]:
-    """The linear layers of a block that a target names: by module, or weights by pattern."""
+    """Linear layers of a block that a target selects: by module, or weights by pattern."""
     modules = [m for m in LINEARS if any(fnmatchcase(x, target) for x in _names(variant, layer, m))]
     if modules:
         for module in modules:
@@ -198,7 +198,7 @@ def _targets(
 
 
 def count(stages: Stages, run: Run, model: ModelConfig) -> TrainedParameters | None:
-    """How many parameters train, with tied ones once; None: all of the model's."""
+    """Number of trained parameters, with tied ones once; None: all of the model's."""
     if trains_all(run):
         return None
     recipe, sizes = recipe_of(run, model), published_sizes(model)

@@ -1,9 +1,9 @@
-"""Habits of training frameworks, as far as lowering knows them: a class each, built from settings.
+"""Habits of training frameworks in lowering: a class each, built from settings.
 
-`Habit` has a method for every place in lowering where frameworks differ, and does there what
-Megatron-LM does; a subclass overrides the places where its framework does something else. A run has
-the habits that its settings name, whatever its `framework`, which only chooses their defaults. To
-add a habit: a setting in `run.sections.habits`, and a class here, in `HABITS`.
+`Habit` has a method for every point in lowering where frameworks differ, and does there what
+Megatron-LM does; a subclass overrides points. A run has the habits that its settings name; its
+`framework` only chooses their defaults. To add a habit: a setting in `run.sections.habits`, and a
+class in `HABITS`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Allocation, Value
-from stagewright.lower.assembly.segments import NEXT
-from stagewright.lower.assembly.stage_values import ActionRows, StageValues
+from stagewright.lower.assembly.segments import ActionRows, Owner
+from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.extent import Extent
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
@@ -40,7 +40,7 @@ _COMPUTED = (TaskPart.FORWARD, TaskPart.BACKWARD)
 
 @dataclass(frozen=True, slots=True)
 class GradientsSetToNone(Habit):
-    """`zero_grad(set_to_none=True)`: gradients are live from when they are made."""
+    """`zero_grad(set_to_none=True)`: gradients are allocated when they are made."""
 
     one_microbatch: bool
 
@@ -50,11 +50,11 @@ class GradientsSetToNone(Habit):
         return cls(run.microbatches == 1) if run.set_grads_to_none else None
 
     def allocation(self, allocation: Allocation) -> Allocation:
-        """No buffers: of one microbatch, the gradient itself is what the optimizer reads."""
+        """Use no buffers; with one microbatch, the optimizer reads the gradient itself."""
         return replace(allocation, gradient_buffers=False, one_microbatch=self.one_microbatch)
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
-        """Autograd takes the first gradient of a parameter as its sum."""
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
+        """Let the first gradient of a parameter become its sum, as autograd does."""
         if action.forward or self.one_microbatch:
             return
         for i, t in action.order:
@@ -66,47 +66,50 @@ class GradientsSetToNone(Habit):
 
 @dataclass(frozen=True, slots=True)
 class EagerOperators(Habit):
-    """What PyTorch's operators and optimizers allocate while they run."""
+    """Temporary tensors of PyTorch's operators and optimizers."""
 
     update_temporaries: int
     checkpoints: bool
-    """Blocks are computed again by `torch.utils.checkpoint`."""
+    """Blocks are recomputed by `torch.utils.checkpoint`."""
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `operators`; `denom` of torch.optim.AdamW is a square root, and what divides by it."""
+        """By `operators`; torch.optim.AdamW has two temporaries: a square root and its quotient."""
         if run.operators != "eager":
             return None
         return cls(2 if run.optimizer == "adamw" else 0, run.recompute == "full")
 
     def allocation(self, allocation: Allocation) -> Allocation:
-        """Updates have temporaries, and DTensor clones the part of a tensor that is a rank's."""
-        more = {"update_temporaries": self.update_temporaries, "copies_slices": True}
-        return replace(allocation, **more)
+        """Add temporaries of updates; DTensor clones a rank's slice of a tensor."""
+        temporaries = self.update_temporaries
+        return replace(allocation, update_temporaries=temporaries, copies_slices=True)
 
-    def bytes_beside(self, n: Node, extent: Extent) -> int:
-        """Numbers that operators keep besides: attention one in fp32 for every row of scores,
-        LayerNorm a row's mean and the inverse of its deviation, an opaque op what it says."""
-        each = {"attention": 1, "norm": 2 * (n.get("fn") == "layernorm")}.get(n.op, 0)
-        if each and n.phase != "backward":
+    def workspace_bytes(self, n: Node, extent: Extent) -> int:
+        """Bytes of statistics that operators save for backward.
+
+        Attention has one fp32 number per row of scores, LayerNorm the mean and inverse deviation of
+        each row, an opaque op what it declares.
+        """
+        per_row = {"attention": 1, "norm": 2 * (n.get("fn") == "layernorm")}.get(n.op, 0)
+        if per_row and n.phase != "backward":
             rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
-            return rows * each * int(BYTES["fp32"])
+            return rows * per_row * int(BYTES["fp32"])
         if n.op == "topk" and n.get("kept") is not None:
-            return _of_routing(n, extent)
+            return _routing_bytes(n, extent)
         if n.op != "opaque":
             return 0
         indices = extent.elements(n) * int(BYTES["int64"]) if n.get("indices") else 0
-        beside: Any = n.get("beside") or 0
-        rows = math.ceil(extent(n.shape[0], n.layout.dims[0])) if beside else 0
-        return indices + rows * beside
+        row_bytes: Any = n.get("beside") or 0
+        rows = math.ceil(extent(n.shape[0], n.layout.dims[0])) if row_bytes else 0
+        return indices + rows * row_bytes
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
-        """Parts of a fused product live as long as the last of them, in the memory of all.
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
+        """Free the parts of a fused product as one.
 
-        A checkpoint holds its input until backward has read all that it has computed again.
+        A checkpoint holds its input until backward has read all recomputed values.
         """
         for i, placed in enumerate(values.blocks):
-            _hold_together(values, i, placed.block.graph)
+            _join_fused(values, i, placed.block.graph)
         if action.forward or not self.checkpoints:
             return
         for i, placed in enumerate(values.blocks):
@@ -116,33 +119,34 @@ class EagerOperators(Habit):
                 if any(n.phase == "recompute" for n in t.reads) and t.phase == "backward"
             ]
             inputs = (n for n in placed.block.graph if interface(n) == LiveValue(STREAM))
-            given = next((v for n in inputs if (v := values.value(i, n)) is not None), None)
-            if reads and given is not None:
-                given.touch(action.at(max(reads)), "backward")
+            value = next((v for n in inputs if (v := values.value(i, n)) is not None), None)
+            if reads and value is not None:
+                value.touch(action.touch_by(max(reads)), "backward")
 
 
-def _of_routing(n: Node, extent: Extent) -> int:
-    """What routing keeps in all, less the scores and gates that stand for that here."""
-    each, once = int(str(n["kept"])), int(str(n.get("kept_once") or 0))
+def _routing_bytes(n: Node, extent: Extent) -> int:
+    """Bytes that routing saves for backward, without those of its scores and gates."""
+    per_token, constant = int(str(n["kept"])), int(str(n.get("kept_once") or 0))
     scores = n.srcs[0]
     tokens = extent.elements(scores) // math.ceil(extent(scores.shape[-1], scores.layout.dims[-1]))
-    here = sum(extent.elements(x) * int(BYTES[x.dtype]) for x in (scores, n))
-    return tokens * each + once - here
+    counted = sum(extent.elements(x) * int(BYTES[x.dtype]) for x in (scores, n))
+    return tokens * per_token + constant - counted
 
 
-def _hold_together(values: StageValues, i: int, graph: Graph) -> None:
-    """Give parts of one product's result in block `i` the same live range."""
-    together: dict[object, list[Value]] = {}
+def _join_fused(values: StageValues, i: int, graph: Graph) -> None:
+    """Give the parts of a fused product in block `i` the same live range."""
+    products: dict[object, list[Value]] = {}
     for n in graph:
         if n.op == "einsum" and n.phase != "backward" and n.get("fused"):
             value = values.value(i, n)
             if value is not None:
-                together.setdefault((n["fused"], n.phase), []).append(value)
-    for parts in together.values():
-        touches = list(dict.fromkeys(at for value in parts for at in value.touches))
-        kept = next((v.category for v in parts if v.category == "activations"), "")
+                products.setdefault((n["fused"], n.phase), []).append(value)
+    for parts in products.values():
+        touches = list(dict.fromkeys(touch for value in parts for touch in value.touches))
+        saved = any(v.category == "activations" for v in parts)
         for value in parts:
-            value.touches, value.category = [*touches], kept or value.category
+            value.touches = [*touches]
+            value.category = "activations" if saved else value.category
 
 
 # ---- PyTorch: DistributedDataParallel ------------------------------------------------------------
@@ -150,7 +154,7 @@ def _hold_together(values: StageValues, i: int, graph: Graph) -> None:
 
 @dataclass(frozen=True, slots=True)
 class GradientBuckets(Habit):
-    """DDP reduces whole gradients once per step, in buckets across layers."""
+    """DDP reduces unsharded gradients once per step, in buckets across layers."""
 
     FIRST = 2**20
     """Bytes at which DDP closes its first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
@@ -161,17 +165,17 @@ class GradientBuckets(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `ddp_bucket_cap_mb`, where gradients are whole and reduced once per step."""
+        """By `ddp_bucket_cap_mb`, where gradients are unsharded and reduced once per step."""
         if run.zero or reduces_each_microbatch(run) or not run.ddp_bucket_cap_mb:
             return None
         return cls(run.ddp_bucket_cap_mb * 2**20, run.dp * run.cp)
 
     def bucket(self, bucket: str) -> str:
-        """Of one block, reductions of the step are not merged."""
+        """Do not merge a block's reductions once per step."""
         return "step"
 
     def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
-        """Buckets hold the gradients once more."""
+        """Add the buckets, as large as the gradients."""
         if self.replicas < 2:
             return {}
         return {"communication": sum(size[n] for n in graph if n.op == "accumulate")}
@@ -179,7 +183,7 @@ class GradientBuckets(Habit):
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
     ) -> Sequence[Row] | None:
-        """In backward, gradients fill buckets in the order in which they are made."""
+        """Fill buckets with gradients in the order of backward."""
         return None if forward else in_buckets(items, self.cap, self.FIRST)
 
 
@@ -188,7 +192,7 @@ class GradientBuckets(Habit):
 
 @dataclass(frozen=True, slots=True)
 class OneBucket(Habit):
-    """A rank's gradients are reduced at once, and its updated parameters gathered at once."""
+    """One reduction of all gradients of a rank, and one gather of its updated parameters."""
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
@@ -198,11 +202,11 @@ class OneBucket(Habit):
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
     ) -> Sequence[Row] | None:
-        """Gradients are reduced behind backward, when all are made."""
+        """Reduce all gradients after backward."""
         return None if forward else in_buckets(items, sys.maxsize, sys.maxsize)
 
     def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row] | None:
-        """Gathers are last, one for all parameters of a data type."""
+        """Gather last, once per data type."""
         return gathered_last(items)
 
 
@@ -211,7 +215,7 @@ class OneBucket(Habit):
 
 @dataclass(frozen=True, slots=True)
 class PipelineCaches(Habit):
-    """PyTorch's pipeline stages keep buffers of messages, and what they have sent."""
+    """PyTorch's pipeline stages hold message buffers and sent values."""
 
     microbatches: int
     split_backward: bool
@@ -233,48 +237,48 @@ class PipelineCaches(Habit):
         )
 
     def message_buffers(self) -> int:
-        """A receive buffer for every microbatch."""
+        """Use a receive buffer per microbatch."""
         return self.microbatches
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
-        """Outputs are kept for backward; sent gradients, and what split backward has read, too."""
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
+        """Hold outputs for backward, sent gradients, and what a split backward has read."""
         if action.forward:
             return
         if self.holds_sent_gradients:
             for value, row in action.sent:
-                value.touches.append((NEXT, action.stage, row))
-        rows = action.of_all_microbatches
+                value.touches.append((Owner.NEXT_BACKWARD, action.stage, row))
+        rows = action.every_microbatch
         if rows and self.ranks > 1:
             for output in _outputs(values):
-                output.touch(action.at(rows[-1]), "backward")
-        if self.split_backward and values.arriving:  # the first stage has one half only
+                output.touch(action.touch_by(rows[-1]), "backward")
+        if self.split_backward and values.arriving:  # the first stage has no input half
             _retain_graph(values, action)
 
 
 def _outputs(values: StageValues) -> list[Value]:
-    """What the stage's module returns: what it sends on, or on the last stage the logits."""
+    """Outputs of the stage's module: what it sends, or on the last stage the logits."""
     if values.place.after is not None:
-        found = [values.handed_on(LiveValue(c.name)) for c in values.leaving]
+        outputs = [values.output(LiveValue(c.name)) for c in values.leaving]
     else:
         logits = module_logits(values)
-        found = [values.value(len(values.blocks) - 1, logits)] if logits else []
-    return [v for v in found if v is not None]
+        outputs = [values.value(len(values.blocks) - 1, logits)] if logits else []
+    return [v for v in outputs if v is not None]
 
 
 def _retain_graph(values: StageValues, action: ActionRows) -> None:
-    """Autograd keeps what backward has read until its second half is done (`retain_graph`).
+    """Hold what backward has read until the end of its weight half (`retain_graph`).
 
-    The gradient of the stage's input stays with the input (`Tensor.grad`): a buffer, which a
-    backward in one piece would clear, and which is cleared when the step is over.
+    The gradient of the stage's input stays in a buffer of the input (`Tensor.grad`): an unsplit
+    backward would clear it; otherwise it is cleared at the end of the step.
     """
-    last = max({*action.weight} - {*action.once}, default=-1)
+    last = max({*action.weight_half} - {*action.once_per_step}, default=-1)
     for v in values.values:
         if v.category == "activations" and last >= 0:
-            v.touches.append(action.at(last))
+            v.touches.append(action.touch_by(last))
     for c in values.arriving:
-        given = values.handed_on(LiveValue(c.name, True))
-        if given is not None:
-            given.lasts_halved = True
+        gradient = values.output(LiveValue(c.name, True))
+        if gradient is not None:
+            gradient.until_step_end_if_split = True
 
 
 # ---- the habits of a run -------------------------------------------------------------------------
@@ -298,58 +302,58 @@ class Habits(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self:
-        """The habits that a resolved run has."""
-        return cls(tuple(habit for kind in HABITS if (habit := kind.of(run, order)) is not None))
+        """Habits of a resolved run."""
+        return cls(tuple(habit for cls_ in HABITS if (habit := cls_.of(run, order)) is not None))
 
     def allocation(self, allocation: Allocation) -> Allocation:
-        """As all habits together have it."""
+        """Apply all habits."""
         for habit in self.habits:
             allocation = habit.allocation(allocation)
         return allocation
 
-    def bytes_beside(self, n: Node, extent: Extent) -> int:
-        """The sum over the habits."""
-        return sum(habit.bytes_beside(n, extent) for habit in self.habits)
+    def workspace_bytes(self, n: Node, extent: Extent) -> int:
+        """Sum over the habits."""
+        return sum(habit.workspace_bytes(n, extent) for habit in self.habits)
 
     def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
-        """The sum over the habits."""
+        """Sum over the habits."""
         return sum(habit.scratch(t, size) for habit in self.habits)
 
     def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
-        """Those of all habits, each with categories of its own."""
+        """Merge the bytes of all habits; their categories differ."""
         result: dict[str, int] = {}
         for habit in self.habits:
             result |= habit.permanent_bytes(graph, size)
         return result
 
     def bucket(self, bucket: str) -> str:
-        """As all habits together have it."""
+        """Apply all habits."""
         for habit in self.habits:
             bucket = habit.bucket(bucket)
         return bucket
 
     def message_buffers(self) -> int:
-        """The most that a habit asks for."""
+        """Maximum over the habits."""
         return max((habit.message_buffers() for habit in self.habits), default=0)
 
     def unit_weights(self) -> UnitWeights:
-        """As the first habit has it that says more than the default."""
-        said = (habit.unit_weights() for habit in self.habits)
-        return next((weights for weights in said if any(weights)), UnitWeights())
+        """Take the first habit that differs from the default."""
+        candidates = (habit.unit_weights() for habit in self.habits)
+        return next((weights for weights in candidates if any(weights)), UnitWeights())
 
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
     ) -> Sequence[Row] | None:
-        """As the first habit has it that changes the order."""
+        """Take the first habit that changes the order."""
         arranged = (habit.arrange(items, root, forward=forward) for habit in self.habits)
         return next((rows for rows in arranged if rows is not None), None)
 
     def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row] | None:
-        """As the first habit has it that merges some."""
+        """Take the first habit that merges updates."""
         arranged = (habit.arrange_updates(items) for habit in self.habits)
         return next((rows for rows in arranged if rows and len(rows) < len(items)), None)
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
-        """All habits prolong what they hold."""
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
+        """Apply all habits."""
         for habit in self.habits:
-            habit.prolong(values, action)
+            habit.extend_live_ranges(values, action)

@@ -1,7 +1,7 @@
-"""What is kept in the memory of the host: optimizer states, and activations until backward.
+"""Offload optimizer states, and activations until backward, to host memory.
 
-Both are rewrites of a block's tasks. Copies are tasks of their own (`TaskKind.STORE` to the host,
-`TaskKind.LOAD` back), one each way per block, and run beside kernels and collectives.
+Both rewrite a block's tasks. Copies are separate tasks (`TaskKind.STORE` to the host,
+`TaskKind.LOAD` back), one per direction and block, and overlap with kernels and collectives.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _LATER = (TaskPart.GATHER_AGAIN, TaskPart.BACKWARD, TaskPart.REDUCE_ONCE)
 def activations(
     graph: Graph, tasks: Sequence[Kernel], size: Mapping[Node, int], *, with_input: bool = True
 ) -> tuple[list[Kernel], frozenset[Node]]:
-    """The tasks with activations on the host between forward and backward; and the values moved.
+    """Store activations on the host between forward and backward; return tasks and moved values.
 
-    As in Megatron-LM's `--cpu-offloading-num-layers`: stored when the block's forward is done,
-    loaded while backward is at the block behind it. Without its input, that is what JAX's
+    As in Megatron-LM's `--cpu-offloading-num-layers`: stored after the block's forward, loaded
+    during the backward of the block after it. Without the input, this is what JAX's
     `save_and_offload_only_these_names` offloads.
     """
     owner = PERMANENT_BUFFERS.owner  # no gradient of a weight is made in forward
@@ -33,31 +33,31 @@ def activations(
     made |= {n for n in graph if with_input and interface(n) == LiveValue(STREAM)}
     later = [t for t in tasks if t.part in _LATER]
     read = dict.fromkeys(owner(n) for t in later for n in t.reads)
-    kept = {n: None for n in read if n in made and not PERMANENT_BUFFERS.permanent(n)}
-    total = sum(size[n] for n in kept)
+    saved = {n: None for n in read if n in made and not PERMANENT_BUFFERS.permanent(n)}
+    total = sum(size[n] for n in saved)
     if not total:
         return [*tasks], frozenset()
-    dtype = next(iter(kept)).dtype
+    dtype = next(iter(saved)).dtype
     makers = [
-        t for t in tasks if t.part is TaskPart.FORWARD and any(owner(n) in kept for n in t.made)
+        t for t in tasks if t.part is TaskPart.FORWARD and any(owner(n) in saved for n in t.made)
     ]
-    stream = [LiveValue(STREAM)] if any(n.op == "input" for n in kept) else []
+    stream = [LiveValue(STREAM)] if any(n.op == "input" for n in saved) else []
     deps: list[Dependency] = [*makers, *stream]
     store = Kernel("offload", "store", TaskKind.STORE, "forward", TaskPart.FORWARD,
-                 comm_bytes=total, dtype=dtype, deps=deps, reads=list(kept))  # fmt: skip
+                 comm_bytes=total, dtype=dtype, deps=deps, reads=list(saved))  # fmt: skip
     load = Kernel("reload", "load", TaskKind.LOAD, "backward", TaskPart.RELOAD,
                 comm_bytes=total, dtype=dtype, deps=[store])  # fmt: skip
     for t in later:
-        if any(owner(n) in kept for n in t.reads):
+        if any(owner(n) in saved for n in t.reads):
             t.deps.append(load)
-    return [*tasks, store, load], frozenset(kept)
+    return [*tasks, store, load], frozenset(saved)
 
 
 def states(tasks: Sequence[Kernel], size: Mapping[Node, int]) -> list[Kernel]:
-    """The tasks, with the optimizer on the host: gradients go there, parameters come back.
+    """Move the optimizer to the host: store gradients, load parameters.
 
-    As in Megatron-LM's `--optimizer-cpu-offload`, the host holds master copies and moments and
-    makes the update, which is not a task of the device.
+    As in Megatron-LM's `--optimizer-cpu-offload`, the host has master copies and moments and
+    computes the update, which is not a task of the device.
     """
     updates = [t for t in tasks if any(map(is_update, t.made))]
     if not updates:
@@ -69,9 +69,9 @@ def states(tasks: Sequence[Kernel], size: Mapping[Node, int]) -> list[Kernel]:
                  deps=list(dict.fromkeys(d for t in updates for d in t.deps)))  # fmt: skip
     load = Kernel("parameters.reload", "load", TaskKind.LOAD, "optimizer", TaskPart.UPDATE,
                 comm_bytes=sum(size[n] for n in new), dtype=new[0].dtype, deps=[store])  # fmt: skip
-    gone = set(updates)
-    rest = [t for t in tasks if t not in gone]
-    for t in rest:
-        t.deps = list(dict.fromkeys(load if d in gone else d for d in t.deps))
-    at = next(i for i, t in enumerate(tasks) if t in gone)
-    return [*(t for t in tasks[:at]), store, load, *(t for t in tasks[at:] if t not in gone)]
+    removed = set(updates)
+    first = next(i for i, t in enumerate(tasks) if t in removed)
+    remaining = [t for t in tasks if t not in removed]
+    for t in remaining:
+        t.deps = list(dict.fromkeys(load if d in removed else d for d in t.deps))
+    return [*remaining[:first], store, load, *remaining[first:]]

@@ -1,4 +1,4 @@
-"""How many parameters a model has."""
+"""Number of parameters of a model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagewright.schedule.schedules import make as make_order
 
 
 def published_sizes(model: ModelConfig) -> dict[str, int]:
-    """The sizes of a model's parameters as published: without padding."""
+    """Sizes of a model's parameters as published: without padding."""
     seq_length = model.max_position_embeddings if model.vision else 1
     run = Run(model=model.name).model_copy(update={"seq_length": seq_length})
     return sizes_of(run, model)
@@ -24,7 +24,7 @@ def published_sizes(model: ModelConfig) -> dict[str, int]:
 
 @lru_cache(maxsize=16)
 def parameters(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of the model as published: all of them, and those that one token uses.
+    """Number of parameters as published: all, and those that one token uses.
 
     Without padding; tied weights count once. Of a layer's experts, a token uses `top_k`.
     """

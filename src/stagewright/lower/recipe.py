@@ -1,4 +1,4 @@
-"""What a run's settings mean to the builders of blocks: a recipe, and the sizes of dims."""
+"""Translate a run's settings for the builders of blocks: a recipe, and the sizes of dims."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from stagewright.run.settings import Run
 from stagewright.schedule.schedules import shared_ends
 
 OPTIMIZER_READS = {"adamw": 3, "sgd": 1}
-"""How often PyTorch's optimizers read a gradient: `lerp_` once and `addcmul_` twice; `add_`."""
+"""Number of reads of a gradient by PyTorch's optimizers: `lerp_` 1, `addcmul_` 2; `add_` 1."""
 
 
 def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
-    """How the run trains or serves a model, as far as a single device can tell."""
+    """Recipe of a run on a single device."""
     freed = run.reshard_after_forward or (run.reshard_after_backward and run.pp == 1)
     gathered_once = run.zero == 3 and not freed
     dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_size > 1
@@ -57,7 +57,7 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
 
 
 def _logits(run: Run) -> str:
-    """Whether the loss is of logits split over the vocabulary; with tp=1 nothing is split."""
+    """Layout of the logits that the loss reads; with tp=1 nothing is split."""
     if run.tp == 1:
         return ""
     return "split" if run.loss_parallel else "gathered"
@@ -117,11 +117,11 @@ def _experts(run: Run, model: ModelConfig) -> nn.ExpertRecipe:
 
 
 def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, int]:
-    """The number behind each named dim; the vocabulary is padded so that the ranks divide it that
-    split it: tp, and pp where all ranks share the embedding and the output layer.
+    """Size of each named dim.
 
-    In inference, the sizes that depend on a batch are not among them. `replicas` is how often the
-    schedule holds each stage, each time with a microbatch of its own.
+    The vocabulary is padded so that tp divides it, and pp where all ranks share the embedding and
+    the output layer. In inference, sizes that depend on a batch are omitted. `replicas`: number of
+    replicas of each stage in the schedule, each with another microbatch.
     """
     parts = run.tp * (run.pp if shared_ends(run.schedule) else 1)
     multiple = run.make_vocab_size_divisible_by * parts
@@ -146,19 +146,19 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
 
 
 def _chosen(run: Run, model: ModelConfig) -> int:
-    """Keys, or blocks of keys, that an indexer chooses for a query of a sequence in training."""
+    """Number of keys, or blocks of keys, that an indexer selects for a query in training."""
     keys = (run.seq_length or 0) // (model.compress_rate_csa or 1)
     return -(-min(model.index_topk, keys) // model.index_block_size)
 
 
 def _text_positions(run: Run, model: ModelConfig) -> dict[str, int]:
-    """Positions left to the text, where a tower's patches stand before it in the sequence."""
+    """Number of text positions, where a tower's patches precede the text in the sequence."""
     vision = model.tower and model.tower.vision
     return {"Text": (run.seq_length or 0) - vision.patches} if vision else {}
 
 
 def _rows_per_expert(run: Run, model: ModelConfig) -> int:
-    """Copies of tokens that each expert gets from all ranks, the same number from every rank."""
+    """Token copies per expert from all ranks, an equal number from every rank."""
     if not model.num_experts:
         return 0
     ranks = run.tp * run.cp * run.dp

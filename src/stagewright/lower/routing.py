@@ -1,8 +1,8 @@
-"""How many token copies each rank dispatches to experts, and how many its own experts receive.
+"""Token copies that each rank dispatches to experts, and that its experts receive.
 
-Copies are spread evenly unless a file of expert loads says otherwise (`--expert-load`): then the
-work of a rank depends on its experts, and ranks with equal work in all layers form a class. The
-work of a rank is linear: its work without copies, plus a term per copy sent and per copy received.
+The load is even unless a file of expert loads says otherwise (`--expert-load`): then the work of a
+rank depends on its experts, and ranks with equal work in all layers form a class. The work of a
+rank is linear: its work without copies, plus a term per copy sent and per copy received.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.algebra.size import size
 from stagewright.arrays import Int
 from stagewright.errors import UserError
-from stagewright.lower.assembly.work import StageHeld, assembled
+from stagewright.lower.assembly.work import StageBytes, assembled
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import ROUTED
 from stagewright.parallel.plan import Plan
@@ -31,46 +31,47 @@ from stagewright.program.columns import (
     Shape,
     TaskKind,
 )
+from stagewright.program.communicators import place_along
 from stagewright.run.expert_load import lines_of
 from stagewright.run.settings import Run
 
 ROWS = size("R")
-"""The dim of token copies (rows) of an expert."""
+"""Dim of token copies (rows) of an expert."""
 
 
 class ExpertRows(NamedTuple):
-    """Mean rows of an expert, on all ranks together that the rows are split over.
+    """Mean rows of an expert, in total on the ranks that split the rows.
 
-    Before dispatch these are all that have tokens of their own; after dispatch, those that also
-    hold the expert.
+    Before dispatch these are all ranks with different tokens; after dispatch, those that also have
+    the expert.
     """
 
     moving: frozenset[str]
-    """The axes of expert parallelism that split tokens."""
+    """Axes of expert parallelism that split tokens."""
     before: Fraction
     after: Fraction
 
     def __call__(self, axes: tuple[str, ...]) -> Fraction:
-        """The rows where `axes` split them."""
-        waiting = bool(self.moving) and self.moving <= set(axes)
-        return self.before if waiting else self.after
+        """Mean rows where `axes` split them."""
+        dispatched = not self.moving or not self.moving <= set(axes)
+        return self.after if dispatched else self.before
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Which ranks exchange token copies in a run, and how many experts and rows each has."""
+    """Exchange of token copies in a run: ranks, experts and copies per rank."""
 
     mesh: Mesh
     experts: int
     expert: tuple[str, ...]  # axes that split the experts, outermost first
     tokens: tuple[str, ...]  # axes that split tokens
     copies: int  # token copies that a rank sends in a microbatch
-    capacity: int | None  # capacity: most copies that an expert receives from one rank
+    capacity: int | None  # max copies that an expert receives from one rank
     padded: bool
 
     @classmethod
     def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan, tokens: int) -> Routing:
-        """The routing of a resolved run; `tokens` are those of all ranks in a microbatch."""
+        """Routing of a resolved run; `tokens`: tokens of all ranks in a microbatch."""
         sequence = plan.context + (plan.tensor if plan.sequence_parallel else ())
         axes = (*plan.data, *sequence)
         copies = tokens // mesh.size(*axes) * model.top_k
@@ -87,20 +88,20 @@ class Routing:
 
     @property
     def held(self) -> int:
-        """Experts that a rank holds."""
+        """Number of experts of a rank."""
         return self.experts // self.positions
 
     @property
     def senders(self) -> int:
-        """Ranks with tokens of their own among those that the experts are split over."""
+        """Number of ranks with different tokens among those that split the experts."""
         return self.mesh.size(*(a for a in self.expert if a in self.tokens))
 
     def taken(self, share: Fraction) -> Fraction:
-        """Copies that an expert receives from one rank, given its fraction of all copies."""
+        """Copies that an expert receives from one rank; `share`: its fraction of all copies."""
         if self.padded and self.capacity is not None:
             return Fraction(self.capacity)
-        wanted = share * self.copies
-        return wanted if self.capacity is None else min(wanted, Fraction(self.capacity))
+        copies = share * self.copies
+        return copies if self.capacity is None else min(copies, Fraction(self.capacity))
 
     def rows(self, sent: Fraction | int, got: Fraction | int) -> ExpertRows:
         """ExpertRows of the experts on a rank that sends `sent` copies and receives `got`."""
@@ -111,9 +112,9 @@ class Routing:
         return ExpertRows(moving, before, after)
 
     def even(self) -> ExpertRows:
-        """As `rows`, with all experts receiving equally many copies."""
-        each = self.taken(Fraction(1, self.experts))
-        return self.rows(self.experts * each, self.held * self.senders * each)
+        """Like `rows`, with equal numbers of copies for all experts."""
+        copies = self.taken(Fraction(1, self.experts))
+        return self.rows(self.experts * copies, self.held * self.senders * copies)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +130,10 @@ class Load:
     def read(
         cls, given: str | Sequence[Sequence[object]], routing: Routing, model: ModelConfig
     ) -> Load:
-        """The load from a file, from rows: one per layer with experts, or one for all; or from how
-        many times the mean the busiest rank gets."""
+        """Read the load from a file, rows, or the ratio of the busiest rank to the mean.
+
+        Rows: one per layer with experts, or one for all.
+        """
         if not set(routing.expert) <= set(routing.tokens):
             raise UserError(
                 "expert_load: ep spans ranks of tp, and without sequence parallelism these hold "
@@ -140,27 +143,23 @@ class Load:
         lines = lines_of(given, model, layers, routing.positions)
         sent = np.zeros(model.num_layers, np.int64)
         got = np.zeros((model.num_layers, routing.positions), np.int64)
-        known: dict[tuple[float, ...], tuple[int, list[int]]] = {}
-        for layer, each in zip(layers, lines * (len(layers) // len(lines)), strict=True):
-            if each not in known:
-                total = sum(map(Fraction, each))
-                taken = [routing.taken(Fraction(number) / total) for number in each]
-                mine = [taken[i : i + routing.held] for i in range(0, len(taken), routing.held)]
-                most = [round(sum(some) * routing.senders) for some in mine]
-                known[each] = round(sum(taken)), most
-            sent[layer], got[layer] = known[each]
+        memo: dict[tuple[float, ...], tuple[int, list[int]]] = {}
+        for layer, line in zip(layers, lines * (len(layers) // len(lines)), strict=True):
+            if line not in memo:
+                total, held = sum(map(Fraction, line)), routing.held
+                taken = [routing.taken(Fraction(number) / total) for number in line]
+                by_rank = [taken[i : i + held] for i in range(0, len(taken), held)]
+                received = [round(sum(experts) * routing.senders) for experts in by_rank]
+                memo[line] = round(sum(taken)), received
+            sent[layer], got[layer] = memo[line]
         return cls(routing, lines, sent, got)
 
     def position(self) -> Int:
         """Index of every rank among the ranks that the experts are split over."""
-        mesh = self.routing.mesh
-        ranks, place = np.arange(mesh.world_size, dtype=np.int64), 0
-        for axis in self.routing.expert:
-            place = place * mesh.size(axis) + ranks // mesh.stride(axis) % mesh.size(axis)
-        return place + np.zeros_like(ranks)
+        return place_along(self.routing.mesh, self.routing.expert)
 
     def programs(self, make: Callable[[ExpertRows], Program]) -> Program:
-        """The programs of all ranks at this load; `make` compiles the program at equal rows.
+        """Build the program of all ranks at this load; `make` compiles it at equal rows.
 
         Every column is linear in the rows, so it follows from programs at zero rows and at one.
         """
@@ -170,26 +169,26 @@ class Load:
         )
         classes: list[RankClass] = []
         for three in zip(none.classes, sent.classes, got.classes, strict=True):
-            classes += self._apart(_Growing.of(routing, *three))
+            classes += self._split(_LinearClass.of(routing, *three))
         return replace(none, classes=tuple(classes))
 
-    def _apart(self, growing: _Growing) -> list[RankClass]:
+    def _split(self, linear: _LinearClass) -> list[RankClass]:
         """Split a rank class into classes of equal work."""
-        place = self.position()[growing.none.ranks]
+        ranks, maximum = linear.none.ranks, self.got.max(axis=1)
+        position = self.position()[ranks]
         # Layers whose actions are shared have equal loads.
-        layers = np.unique(growing.layer)
-        work = np.concatenate([np.zeros((1, len(place)), np.int64), self.got[layers][:, place]])
-        _, first, which = np.unique(work, axis=1, return_index=True, return_inverse=True)
-        which = np.argsort(np.argsort(first))[which.ravel()]  # classes by their first rank
-        ranks, most = growing.none.ranks, self.got.max(axis=1)
+        got = self.got[np.unique(linear.layer)][:, position]
+        work = np.concatenate([np.zeros((1, len(position)), np.int64), got])
+        _, first, index = np.unique(work, axis=1, return_index=True, return_inverse=True)
+        index = np.argsort(np.argsort(first))[index.ravel()]  # classes by their first rank
         return [
-            growing.with_load(ranks[which == nth], self.sent, self.got[:, place[at]], most)
-            for nth, at in enumerate(np.sort(first).tolist())
+            linear.with_load(ranks[index == i], self.sent, self.got[:, position[example]], maximum)
+            for i, example in enumerate(np.sort(first).tolist())
         ]
 
     @property
     def of_layers(self) -> Mapping[int, Hashable]:
-        """The load of each layer: layers with equal loads do the same."""
+        """Key of the load of each layer."""
         loads = zip(self.sent.tolist(), self.got, strict=True)
         return {layer: (sent, got.tobytes()) for layer, (sent, got) in enumerate(loads)}
 
@@ -198,8 +197,8 @@ _COLUMNS = ("flops", "traffic", "comm_bytes")
 
 
 @dataclass(frozen=True, eq=False)
-class _Growing:
-    """A rank class at zero rows, and how its actions grow per copy sent and per copy received."""
+class _LinearClass:
+    """Rank class at zero rows, and growth of its actions per copy sent and per copy received."""
 
     none: RankClass
     rows: Int  # rows of the actions of the class that grow
@@ -207,24 +206,24 @@ class _Growing:
     tasks: Mapping[str, Int]  # column -> [rows, 2]
     kind: Int  # of the shape of each of `rows`: index into `shapes`
     shapes: Sequence[tuple[int, tuple[tuple[Fraction, Fraction], ...]]]  # old shape, its extents
-    held: Sequence[tuple[StageHeld, Int]]  # values by stage, and their bytes: [values, 2]
+    held: Sequence[tuple[StageBytes, Int]]  # values by stage, and their bytes: [values, 2]
 
     @classmethod
-    def of(cls, routing: Routing, none: RankClass, sent: RankClass, got: RankClass) -> _Growing:
-        """From the class at zero rows, at one row sent per expert, and at one row received."""
-        three = [assembled(of) for of in (none, sent, got)]
+    def of(cls, routing: Routing, none: RankClass, sent: RankClass, got: RankClass) -> _LinearClass:
+        """Compare the class at zero rows, at one row sent per expert, and at one row received."""
+        works = [assembled(rank_class) for rank_class in (none, sent, got)]
 
-        def more(columns: Sequence[Int]) -> Int:
+        def growth(columns: Sequence[Int]) -> Int:
             start, by_sent, by_got = columns
             return np.stack(
                 [(by_sent - start) // routing.experts, (by_got - start) // routing.held], axis=1
             )
 
-        at = three[0].rows
-        tables = [of.actions.tasks for of in three]
-        columns = {c: more([getattr(tasks, c)[at] for tasks in tables]) for c in _COLUMNS}
-        unlike = np.stack([tasks.shape[at] for tasks in tables], axis=1)
-        kinds, kind = np.unique(unlike, axis=0, return_inverse=True)
+        at = works[0].rows
+        tables = [work.actions.tasks for work in works]
+        columns = {c: growth([getattr(tasks, c)[at] for tasks in tables]) for c in _COLUMNS}
+        old_shapes = np.stack([tasks.shape[at] for tasks in tables], axis=1)
+        kinds, kind = np.unique(old_shapes, axis=0, return_inverse=True)
         shapes = [
             (old[0], _extents(routing, [tasks.shapes for tasks in tables], old))
             for old in kinds.tolist()
@@ -232,8 +231,8 @@ class _Growing:
         grows = np.array([any(map(any, extents)) for _, extents in shapes])[kind.ravel()]
         rows = np.flatnonzero(grows | np.any([c.any(axis=1) for c in columns.values()], axis=0))
         held = [
-            (of[0], more([each.size for each in of]))
-            for of in zip(*(of.held for of in three), strict=True)
+            (stages[0], growth([stage.size for stage in stages]))
+            for stages in zip(*(work.stage_bytes for work in works), strict=True)
         ]
         return cls(
             none,
@@ -245,58 +244,58 @@ class _Growing:
             held,
         )
 
-    def with_load(self, ranks: Int, sent: Int, got: Int, most: Int) -> RankClass:
-        """The class of ranks that send `sent` and receive `got` copies per layer, at most `most`.
+    def with_load(self, ranks: Int, sent: Int, got: Int, maximum: Int) -> RankClass:
+        """Class of ranks that send `sent` and receive `got` copies per layer, at most `maximum`.
 
-        An exchange lasts as long as its busiest rank needs. All members must name one size, so
-        `comm_bytes` is that of an even exchange that lasts as long; `uneven_bytes` is what this
-        rank contributes.
+        An exchange lasts as long as its busiest rank needs. All members must have one size, so
+        `comm_bytes` is that of an even exchange of equal duration; `uneven_bytes` is the size of
+        this rank.
         """
         work = assembled(self.none)
         tasks, at = work.actions.tasks, self.rows
-        many = np.stack([sent[self.layer], got[self.layer]], axis=1)
+        copies = np.stack([sent[self.layer], got[self.layer]], axis=1)
         new = {c: getattr(tasks, c).copy() for c in _COLUMNS}
-        for c, more in self.tasks.items():
-            new[c][at] += (more * many).sum(axis=1)
+        for c, growth in self.tasks.items():
+            new[c][at] += (growth * copies).sum(axis=1)
         local, size = new["comm_bytes"], new["comm_bytes"].copy()
         moves = tasks.collective[at] == COLLECTIVES.index("all_to_all")
         width = self.tasks["comm_bytes"][moves].sum(axis=1)
-        size[at[moves]] = width * np.maximum(sent, most)[self.layer[moves]]
+        size[at[moves]] = width * np.maximum(sent, maximum)[self.layer[moves]]
         kernel = tasks.kind[at] == TaskKind.COMPUTE
         # A launch without rows has a byte; ASTRA-sim hangs on a collective without bytes.
         new["traffic"][at[kernel]] = np.maximum(new["traffic"][at[kernel]], 1)
         size[at[~kernel]] = np.maximum(size[at[~kernel]], 1)
-        shape, shapes = self._shapes(many)
+        shape, shapes = self._shapes(copies)
         loaded = replace(
             tasks, flops=new["flops"], traffic=new["traffic"], comm_bytes=size, uneven_bytes=local,
             shape=shape, shapes=shapes,
         )  # fmt: skip
         sizes = {
-            stage: size + (more * np.stack([sent[layer], got[layer]], axis=1)).sum(axis=1)
-            for (stage, layer, size), more in self.held
+            stage: size + (growth * np.stack([sent[layer], got[layer]], axis=1)).sum(axis=1)
+            for (stage, layer, size), growth in self.held
         }
         return replace(self.none, ranks=ranks, work=work.with_numbers(loaded, sizes))
 
-    def _shapes(self, many: Int) -> tuple[NDArray[np.int32], tuple[Shape, ...]]:
-        """The column of shapes and the table of shapes, at this load."""
+    def _shapes(self, copies: Int) -> tuple[NDArray[np.int32], tuple[Shape, ...]]:
+        """Column of shapes and table of shapes, at this load."""
         tasks = assembled(self.none).actions.tasks
         number = {shape: i for i, shape in enumerate(tasks.shapes)}
-        unlike = np.concatenate([self.kind[:, None], many], axis=1)
-        loads, which = np.unique(unlike, axis=0, return_inverse=True)
+        keys = np.concatenate([self.kind[:, None], copies], axis=1)
+        distinct, index = np.unique(keys, axis=0, return_inverse=True)
         new: list[int] = []
-        three: list[list[int]] = loads.tolist()
-        for kind, s, g in three:
-            old, more = self.shapes[kind]
+        loads: list[list[int]] = distinct.tolist()
+        for kind, s, g in loads:
+            old, growth = self.shapes[kind]
             if old >= 0:
                 shape = tasks.shapes[old]
                 grown = tuple(
                     (name, extent + math.ceil(a * s + b * g))
-                    for (name, extent), (a, b) in zip(shape.extents, more, strict=True)
+                    for (name, extent), (a, b) in zip(shape.extents, growth, strict=True)
                 )
                 old = number.setdefault(Shape(shape.kernel, grown, shape.joint), len(number))
             new.append(old)
         column = tasks.shape.copy()
-        column[self.rows] = np.array(new, np.int32)[which.ravel()]
+        column[self.rows] = np.array(new, np.int32)[index.ravel()]
         return column, tuple(number)
 
 

@@ -1,4 +1,4 @@
-"""The rows with which a user places values: collected from modules, files and the caller."""
+"""Layouts of values that a user sets: collected from modules, files and the caller."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from stagewright.parallel.plan import Plan
 from stagewright.run.settings import Run
 
 
-def table_of(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str, Tensor]:
-    """The layout of each named value: rows of modules, then of the run's file, then `given`.
+def table_of(run: Run, model: ModelConfig, overrides: Mapping[str, str]) -> dict[str, Tensor]:
+    """Layout of each named value: rows of modules, then of the run's file, then `overrides`.
 
     Later rows replace earlier ones. Raises UserError for a row that cannot be parsed.
     """
@@ -33,7 +33,7 @@ def table_of(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str
             rows |= {name: rows[other] for name, other in same_as.items() if other in rows}
     if run.strategy is not None:
         rows |= notation.table(run.strategy)
-    for name, layout in given.items():
+    for name, layout in overrides.items():
         try:
             rows[name] = notation.tensor(layout)
         except notation.NotationError as error:
@@ -44,7 +44,7 @@ def table_of(run: Run, model: ModelConfig, given: Mapping[str, str]) -> dict[str
 def check_table(
     plan: Plan, mesh: Mesh, run: Run, model: ModelConfig, sizes: Mapping[str, int]
 ) -> None:
-    """Raise UserError where a row of the plan's table names no value, or does not fit it."""
+    """Raise UserError for rows of the plan's table that name no value, or do not fit it."""
     if not plan.table:
         return
     recipe = recipe_of(run, model)

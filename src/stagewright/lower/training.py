@@ -1,4 +1,4 @@
-"""From a training run to the program of every rank: the whole pipeline on one screen.
+"""From a training run to the program of every rank: all steps on one screen.
 
 A model is a chain of blocks of few variants. Each variant becomes one graph (`lower.blocks`: built,
 recomputed, sharded) and, with numbers, a list of kernels and collectives; the schedule's order of
@@ -41,7 +41,7 @@ from stagewright.schedule.schedules import known_order
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """A training step of a resolved run, before its graphs have numbers."""
+    """Training step of a resolved run, before its graphs have numbers."""
 
     run: Run
     model: ModelConfig
@@ -56,7 +56,7 @@ class TrainingStep:
 
     @classmethod
     def of(cls, run: Run, model: ModelConfig, table: Mapping[str, str]) -> Self:
-        """The step of a run that has been checked; `table` as in `lower.compile`."""
+        """Step of a run that has been checked; `table` as in `lower.compile`."""
         order = order_of(run)
         mesh, plan = parallelization(run, model, mirrored=mirrored(order))
         plan = replace(plan, table=table_of(run, model, table))
@@ -68,11 +68,11 @@ class TrainingStep:
 
     @property
     def variants(self) -> Sequence[BlockVariant]:
-        """The distinct blocks of the model."""
+        """Distinct blocks of the model."""
         return [*dict.fromkeys(variant for stage in self.stages for variant, _ in stage)]
 
     def shard(self, variant: BlockVariant) -> Graph:
-        """The graph of a block as each rank executes it."""
+        """Build the graph of a block as each rank executes it."""
         plan = self._plan_of(variant)
         run, model, recipe = self.run, self.model, self.recipe
         return shard_block(variant, run, model, self.mesh, plan, self.sizes, recipe)
@@ -80,21 +80,21 @@ class TrainingStep:
     def _plan_of(self, variant: BlockVariant) -> Plan:
         if not variant.shared:
             return self.plan
-        # Groups of the vocabulary are split by all of these axes, none is within a group.
+        # All of these axes split groups of the vocabulary; none is within a group.
         return replace(self.plan, vocabulary=("pp", *self.plan.tensor), inner=frozenset())
 
     @property
     def routing(self) -> Routing | None:
-        """Which ranks exchange copies of tokens; None: a dense model."""
+        """Exchange of token copies between ranks; None: a dense model."""
         if not self.model.num_experts:
             return None
         tokens = self.sizes["B"] * self.sizes["S"]
         return Routing.of(self.run, self.model, self.mesh, self.plan, tokens)
 
     def extent(self, rows: ExpertRows | None, own: OwnRows | None = None) -> Extent:
-        """How large dims are on a rank if experts compute this many rows; None: a dense model.
+        """Sizes of dims on a rank; `rows`: rows of experts, None: a dense model.
 
-        `own` are the rank's rows of the weights that FSDP splits; None: the first rank's.
+        `own`: the rank's rows of the weights that FSDP splits; None: the first rank's.
         """
         shards = frozenset(self.plan.shard if self.plan.shard_rows else ())
         means = {ROWS: rows} if rows else None
@@ -103,14 +103,14 @@ class TrainingStep:
     def lower(
         self, graphs: Mapping[BlockVariant, Graph], extent: Extent
     ) -> dict[BlockVariant, LoweredBlock]:
-        """The blocks of the step with numbers."""
+        """Lower the blocks of the step."""
         run, habits = self.run, self.habits
         return {v: lower_block(g, run, extent, v, habits) for v, g in graphs.items()}
 
     def uneven_splits(
         self, graphs: Mapping[BlockVariant, Graph], rows: ExpertRows | None
     ) -> Sequence[Split]:
-        """The splits by FSDP that do not divide, each once."""
+        """Distinct splits by FSDP that do not divide."""
         extent = self.extent(rows, OwnRows(self.plan.shard))
         blocks = (uneven_splits(g, self.run, extent, v, self.habits) for v, g in graphs.items())
         return [*dict.fromkeys(split for block in blocks for split in block)]
@@ -120,7 +120,7 @@ class TrainingStep:
         blocks: Mapping[BlockVariant, LoweredBlock],
         layers: Mapping[int, Hashable] | None = None,
     ) -> Program:
-        """The program of every rank; `layers` with other entries do not do the same."""
+        """Build the program of every rank; `layers`: extra key per layer (see `assemble`)."""
         placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages]
         clip = _clip_norm(self.run, self.plan) if self.run.clip_grad else None
         streams, habits = self.run.streams, self.habits
@@ -130,46 +130,46 @@ class TrainingStep:
 
 
 def order_of(run: Run) -> Order:
-    """The actions of each pipeline rank of a resolved run."""
+    """Actions of each pipeline rank of a resolved run."""
     group = run.microbatch_group
     return known_order(str(run.schedule), run.pp, run.microbatches, run.vpp, group)
 
 
 def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVariant]]:
-    """The blocks of each stage of a resolved run, with what of each block trains."""
+    """Blocks of each stage of a resolved run, with the parameters of each that train."""
     tied = tie_tables(place_blocks(run, model), order, model)
     return tied if trains_all(run) else mark_trained(tied, run, model, recipe_of(run, model))
 
 
 def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
-    """A training step of a resolved run that has been checked; `table` as in `lower.compile`."""
+    """Compile a training step of a resolved, checked run; `table` as in `lower.compile`."""
     step = TrainingStep.of(run, model, table)
     graphs = {v: step.shard(v) for v in step.variants}
     routing = step.routing
     load = Load.read(run.expert_load, routing, model) if routing and run.expert_load else None
 
-    def equal(rows: ExpertRows | None, own: OwnRows | None) -> Program:
-        """As `program`, of ranks that have these rows of the weights that FSDP splits."""
+    def equal_ranks(rows: ExpertRows | None, own: OwnRows | None) -> Program:
+        """Program of all ranks if each has the `own` rows of the weights that FSDP splits."""
         blocks = step.lower(graphs, step.extent(rows, own))
         return step.assemble(blocks, load.of_layers if load else None)
 
     def program(rows: ExpertRows | None) -> Program:
-        """The program of every rank if experts compute this many rows; None: a dense model."""
+        """Program of every rank; `rows`: rows of experts, None: a dense model."""
         plan = step.plan
         if not plan.shard_rows:
-            return equal(rows, None)
+            return equal_ranks(rows, None)
         splits = step.uneven_splits(graphs, rows)
-        return by_rows(step.mesh, plan.shard, splits, partial(equal, rows))
+        return by_rows(step.mesh, plan.shard, splits, partial(equal_ranks, rows))
 
-    every = load.programs(program) if load else program(routing.even() if routing else None)
+    merged = load.programs(program) if load else program(routing.even() if routing else None)
     trained = count(step.stages, run, model)
     texts = {label: graphs[v] for v, label in labels(graphs).items()}
     total = parameters(model)
-    return CompiledRun(run, model, *total, texts, step.order, every, load=load, trained=trained)
+    return CompiledRun(run, model, *total, texts, step.order, merged, load=load, trained=trained)
 
 
 def _clip_norm(run: Run, plan: Plan) -> ClipNorm:
-    """The axes over which the norm of all gradients is a sum; or, by `clip_grad_norm`, each norm.
+    """Axes over which norms of gradients are summed.
 
     With `clip_grad_norm=vector`, ranks exchange the norm of each gradient, in its data type, over
     two groups of axes: those that shard gradients, and those that split tensors.

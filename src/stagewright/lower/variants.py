@@ -1,4 +1,4 @@
-"""The block variants of a model, and where each of its blocks stands in the pipeline."""
+"""Block variants of a model, and the placement of its blocks in the pipeline."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ from stagewright.stored import Storage
 
 
 class BlockVariant(NamedTuple):
-    """All that makes two blocks of a model differ: equal variants share one graph."""
+    """Key of a block's graph: equal variants share one."""
 
     block: str  # a name in `blocks.BLOCKS`: embedding, layer, head, ...
     layer: Layer = Layer()
-    recomputed: bool = False  # backward computes all of its forward pass again
+    recomputed: bool = False  # backward recomputes its forward pass
     states_on_host: bool = False  # its optimizer step runs on the host
-    activations_on_host: bool = False  # what it keeps for backward waits in the host's memory
-    root: bool = False  # outside of all layers: may gather weights together with other such blocks
-    ties: tuple[nn.Tie, ...] = ()  # tables that other blocks have copies of
-    begins: frozenset[str] = frozenset()  # values that it is the first of its stage to use
-    ends: frozenset[str] = frozenset()  # values that it is the last to use
-    shared: bool = False  # every pipeline rank holds a part of its vocabulary
-    weights: Storage = ()  # how its matrices are stored where the model is served
-    training: nn.Training = nn.EVERYTHING  # what of it trains
+    activations_on_host: bool = False  # values saved for backward are in host memory
+    root: bool = False  # outside of all layers: may gather weights with other root blocks
+    ties: tuple[nn.Tie, ...] = ()  # tables of which other blocks have copies
+    begins: frozenset[str] = frozenset()  # values of which it is the first user on its stage
+    ends: frozenset[str] = frozenset()  # values of which it is the last user
+    shared: bool = False  # every pipeline rank has a shard of its vocabulary
+    weights: Storage = ()  # storage of its matrices in inference
+    training: nn.Training = nn.EVERYTHING  # its trained parameters
 
     def name_at(self, layer: int) -> str:
-        """The name of this block at a layer index, such as `layer3`; -1: `head` and the like."""
+        """Name of this block at a layer index, such as `layer3`; -1: `head` and the like."""
         if layer >= 0:
             return f"layer{layer}"
         return f"{self.block}{self.layer.ahead or ''}"
 
 
 PlacedVariant = tuple[BlockVariant, int]
-"""A block of a stage: its variant, and which layer of the model it is; -1: none."""
+"""Variant of a block of a stage, and its layer of the model; -1: none."""
 
 
 def labels(variants: Iterable[BlockVariant]) -> dict[BlockVariant, str]:
-    """A name for each variant: its block, and in words what the variants of a block differ in."""
+    """Label each variant: its block, and the properties in which variants of a block differ."""
     by_block: dict[str, list[BlockVariant]] = {}
     for variant in variants:
         by_block.setdefault(variant.block, []).append(variant)
@@ -88,7 +88,7 @@ def _label(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> str:
 
 
 def _trained(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> list[str]:
-    """What of a block trains, in the words in which it differs from others."""
+    """Words for the trained parameters of a block, where variants differ."""
     words: list[str] = []
     if len({v.training.constant for v in alternatives}) > 1:
         words.append("last of backward" if variant.training.constant else "with gradient of input")
@@ -100,19 +100,19 @@ def _trained(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> lis
 
 
 def _stored(variant: BlockVariant) -> str:
-    """How the matrices of a block are stored, in words."""
+    """Words for the storage of a block's matrices."""
     return f"in {describe(variant.weights) or 'full precision'}"
 
 
-# ---- which block stands where --------------------------------------------------------------------
+# ---- placement -----------------------------------------------------------------------------------
 
 
 def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
-    """The blocks of each virtual stage of a resolved run, in order.
+    """Blocks of each virtual stage of a resolved run, in order.
 
-    A block that is no layer goes with the layer after it, or before it
-    (`blocks.chain.PlacedBlock.behind`); those before all layers are on the first stage, those after
-    them on the last.
+    A block that is no layer is placed with the layer after it, or before it
+    (`blocks.chain.PlacedBlock.behind`); blocks before all layers are on the first stage, those
+    after them on the last.
     """
     counts = run.layers_per_stage
     assert counts is not None
@@ -131,9 +131,10 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
             stage += 1
         stages[stage if index else 0] += between
         between = []
-        nth = index - ends[stage] + counts[stage]  # of the layers of its stage
-        recomputed = run.recompute == "full" and nth < (run.recompute_num_layers or counts[stage])
-        offloaded = nth < (run.cpu_offloading_num_layers or 0)
+        on_stage = index - ends[stage] + counts[stage]
+        num_recomputed = run.recompute_num_layers or counts[stage]
+        recomputed = run.recompute == "full" and on_stage < num_recomputed
+        offloaded = on_stage < (run.cpu_offloading_num_layers or 0)
         variant = BlockVariant(name, layer, recomputed, activations_on_host=offloaded)
         stages[stage].append((variant, index))
     stages[-1] += between
@@ -151,7 +152,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
 def _share_ends(
     stages: Sequence[Sequence[PlacedVariant]], ends: SharedEnds
 ) -> list[list[PlacedVariant]]:
-    """The embedding and the output layer in stages that all ranks share, without their neighbours.
+    """Move the embedding and the output layer to stages that all ranks share.
 
     Positions, and the last norm, stay on the first and on the last rank.
     """
@@ -170,9 +171,9 @@ def _share_ends(
 def _mark_first_and_last_users(
     stages: Sequence[Sequence[PlacedVariant]], model: ModelConfig
 ) -> list[list[PlacedVariant]]:
-    """The blocks, with the values beside the stream that each is the first or the last to use.
+    """Mark the first and last users of values other than the stream.
 
-    The first user on a stage makes a value that every stage makes for itself; only the last user
+    The first user on a stage makes a value that is computed on every stage; only the last user
     starts its gradient.
     """
     users: dict[tuple[str, int], list[tuple[int, int]]] = {}  # value, stage -> stage, block
@@ -196,27 +197,27 @@ def _mark_first_and_last_users(
 
 
 def _move_states(run: Run, stage: Sequence[PlacedVariant]) -> list[PlacedVariant]:
-    """The blocks of a stage, the first of them with their optimizer states on the host."""
+    """Move optimizer states of the first blocks of a stage to the host."""
     if not run.optimizer_cpu_offload:
         return [*stage]
     fraction = run.optimizer_offload_fraction
     moved = len(stage) if fraction is None else round(fraction * len(stage))
     return [
-        (variant._replace(states_on_host=nth < moved), layer)
-        for nth, (variant, layer) in enumerate(stage)
+        (variant._replace(states_on_host=i < moved), layer)
+        for i, (variant, layer) in enumerate(stage)
     ]
 
 
-# ---- tables of which several blocks have copies --------------------------------------------------
+# ---- tied tables ---------------------------------------------------------------------------------
 
 
 def tie_tables(
     stages: Sequence[Sequence[PlacedVariant]], order: Order, model: ModelConfig
 ) -> list[list[PlacedVariant]]:
-    """The blocks, each with what it has to know of the other copies of its tables.
+    """Set the ties of blocks with copies of a table.
 
     Copies on one rank are one tensor; copies on several ranks exchange their gradients. Raises
-    UserError where an order of a rank completes a tensor's gradient too late.
+    UserError if the order of a rank completes a tensor's gradient too late.
     """
     copies_of: dict[str, list[tuple[int, int]]] = {}  # table -> stage, block
     distinct = {variant for stage in stages for variant, _ in stage}
@@ -227,7 +228,7 @@ def tie_tables(
         for i, (variant, _) in enumerate(stage):
             for name in tables[variant]:
                 copies_of.setdefault(name, []).append((s, i))
-    ranks: dict[int, frozenset[int]] = {}  # stage -> pipeline ranks that hold it
+    ranks: dict[int, frozenset[int]] = {}  # stage -> its pipeline ranks
     for place in places(order):
         ranks[place.stage] = ranks.get(place.stage, frozenset()) | {place.rank}
     ties: dict[tuple[int, int], list[nn.Tie]] = {}
@@ -249,7 +250,7 @@ def tie_tables(
 def _ties(
     name: str, copies: Sequence[tuple[int, int]], ranks: Mapping[int, frozenset[int]]
 ) -> dict[tuple[int, int], nn.Tie]:
-    """The tie of each copy of a table; a copy is a stage and the number of a block on it."""
+    """Tie of each copy of a table: a stage and the index of a block on it."""
     numbered = list(enumerate(copies))
     first_on_ranks = {ranks[s]: n for n, (s, _) in reversed(numbered)}
     first_on_stage = {s: n for n, (s, _) in reversed(numbered)}
@@ -268,7 +269,7 @@ def _ties(
 
 
 def _check_order(order: Order, ranks: Iterable[int], name: str, stages: Sequence[int]) -> None:
-    """A tensor that several stages of a rank share is complete with the first stage's gradient."""
+    """Raise UserError unless the first stage's gradient completes a shared tensor's."""
     for rank in ranks if len(stages) > 1 else ():
         backwards = [a for a in flat(order[rank]) if a.kind in "BW" and a.stage in stages]
         if backwards[-1].stage != stages[0]:

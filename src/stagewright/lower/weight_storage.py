@@ -1,4 +1,4 @@
-"""How a model's matrices are stored where it is served: as a run asks, or as its checkpoint."""
+"""Storage formats of a served model's matrices: those of the run, or of its checkpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from stagewright.run.settings import Run
 from stagewright.stored import Storage, Stored
 
 SCOPES = ("attention", "mlp", "mixer", "mtp")
-"""What `weight_precision` is about: all matrices but the output projection and the embedding."""
+"""Scopes of `weight_precision`: all matrices but the output projection and the embedding."""
 
 
 def storage(run: Run, model: ModelConfig, block: str, layer: int) -> Storage:
-    """How the matrices of a block are stored; `layer` is its index, -1 where it is no layer.
+    """Storage of the matrices of a block; `layer`: its index, -1 outside the layers.
 
-    As `weight_precision` says, or else as the checkpoint does (`ModelConfig.quantization`).
+    By `weight_precision`, or else by the checkpoint (`ModelConfig.quantization`).
     """
     if run.weight_precision is not None:
         stored = STORED[run.weight_precision]
@@ -31,14 +31,16 @@ def storage(run: Run, model: ModelConfig, block: str, layer: int) -> Storage:
 
 
 def checkpoint(run: Run, model: ModelConfig) -> Quantization | None:
-    """The model's quantization where it decides how the matrices of a run are stored, else None."""
+    """Quantization of the model if the run uses it, else None."""
     asked = run.mode == "train" or run.weight_precision is not None or run.precision != "bf16"
     return None if asked else model.quantization
 
 
 def in_blocks(run: Run, model: ModelConfig) -> bool:
-    """Whether a run of inference has products in fp8 whose weights are scaled by blocks of rows and
-    columns, as DeepSeek-V3's are: they have kernels of their own."""
+    """True if an inference run has fp8 products with block-scaled weights, as DeepSeek-V3's.
+
+    These have separate kernels.
+    """
     given = checkpoint(run, model)
     asked = STORED[run.weight_precision] if run.weight_precision else None
     formats = given.formats if given else (asked,) if asked else ()
@@ -46,7 +48,7 @@ def in_blocks(run: Run, model: ModelConfig) -> bool:
 
 
 def notes(run: Run, model: ModelConfig) -> list[str]:
-    """Where a run passes over how a config.json says that its checkpoint is stored."""
+    """Notes about quantization in a config.json that a run ignores."""
     given = model.quantization
     if given is None:
         return _unread(run, model)
@@ -70,11 +72,11 @@ _QUANTIZED = re.compile(
     r"(?<![a-z0-9])(?:(?:nv|mx)fp4|(?:mx)?fp8|fp4|awq|gptq|int[48]|w[48]a(?:4|8|16))(?![a-z0-9])",
     re.IGNORECASE,
 )
-"""What the names of models say of how their checkpoints are quantized."""
+"""Quantization formats in names of models."""
 
 
 def _unread(run: Run, model: ModelConfig) -> list[str]:
-    """That a name speaks of a quantization which no file has been read of."""
+    """Note about a quantization in the model's name for which no file was read."""
     said = _QUANTIZED.search(model.name)
     if said is None or run.mode == "train" or run.weight_precision is not None:
         return []
@@ -86,7 +88,7 @@ def _unread(run: Run, model: ModelConfig) -> list[str]:
 
 
 def weight_formats(run: Run, model: ModelConfig) -> list[str]:
-    """The data types in which a run of inference stores weights, most specific first.
+    """Data types of the weights of an inference run, most specific first.
 
     `weight_precision` leaves the embedding and the output projection in that of the computation.
     """
@@ -100,7 +102,7 @@ def weight_formats(run: Run, model: ModelConfig) -> list[str]:
 
 
 def name(stored: Stored) -> str:
-    """The usual name of a way to store a matrix.
+    """Usual name of a storage format.
 
     >>> name(Stored("fp4", 8, 1, 32)), name(Stored("int4", 16, 1, 128)), name(Stored("fp8", 32))
     ('mxfp4', 'int4', 'fp8')
@@ -111,7 +113,7 @@ def name(stored: Stored) -> str:
 
 
 def describe(weights: Storage) -> str:
-    """A storage in words: matrices that are stored alike, scopes first.
+    """Storage formats by matrix as text, scopes first.
 
     >>> describe((("mlp", Stored("fp4", 8, 1, 32)), ("w_up", None)))
     'mlp mxfp4, w_up bf16'

@@ -1,4 +1,4 @@
-"""What every rank does, as columns of numbers: the seam between lowering and all its readers.
+"""Program of every rank as columns of numbers, between lowering and all its readers.
 
 In: rows from `lower`. Out: a `Program`: per class of ranks its tasks and values, its communicators
 and peers, and the memory that follows from them.

@@ -1,4 +1,4 @@
-"""Along which parallel degrees the tasks of a rank communicate."""
+"""Parallel degrees along which the tasks of a rank communicate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPUTE = int(TaskKind.COMPUTE)
 
 
 class Along(NamedTuple):
-    """The degrees along which tasks communicate, and the pipeline positions if only some do."""
+    """Degrees along which tasks communicate, and the pipeline positions if only some do."""
 
     degrees: tuple[str, ...]
     only: tuple[int, ...] | None = None
@@ -26,7 +26,7 @@ class Along(NamedTuple):
 
 
 def degree(program: Program, axis: Along) -> str:
-    """The parallel degree that an axis stands for: gradients over cp and dp are dp's."""
+    """Parallel degree that an axis counts as: gradients over cp and dp are dp's."""
     alias = {"edp": "dp", "etp": "tp", MIRROR: "dp"}
     degrees = {program.mesh.degree_of(name) for name in axis.degrees}
     degrees = {alias.get(degree, degree) for degree in degrees}
@@ -34,24 +34,24 @@ def degree(program: Program, axis: Along) -> str:
 
 
 class TasksAlong(NamedTuple):
-    """The axis that each task of a rank communicates along."""
+    """Axis that each task of a rank communicates along."""
 
     number: Int
-    """By task, which of `keys` it has; -1: it communicates with no rank, nor with the host."""
+    """By task, index into `keys`; -1: it communicates neither with a rank nor with the host."""
     keys: Sequence[tuple[int, int, int]]
     """Kind, slot and collective."""
     axes: Sequence[Along]
     """By key."""
     degrees: Sequence[str]
-    """The parallel degree that each of these stands for (`degree`)."""
+    """By key, the parallel degree that the axis counts as (`degree`)."""
 
     def of_tasks(self, by_key: Sequence[bool]) -> Bool:
-        """By task, what holds for its key; of those without one: no."""
+        """By task, the flag of its key; False without a key."""
         return np.array([*by_key, False])[self.number]
 
 
 def along(program: Program, tasks: Tasks) -> TasksAlong:
-    """The axis that each task communicates along.
+    """Find the axis that each task communicates along.
 
     Where one group of ranks serves two degrees, all-to-alls count as expert parallelism.
     """
@@ -61,9 +61,9 @@ def along(program: Program, tasks: Tasks) -> TasksAlong:
 
 
 def axis_of(program: Program, tasks: Tasks) -> dict[tuple[int, int, int], Along]:
-    """The axis that tasks communicate along, by (kind, slot, collective); as `along` has it."""
-    found = along(program, tasks)
-    return dict(zip(found.keys, found.axes, strict=True))
+    """Axis that tasks communicate along (see `along`), by (kind, slot, collective)."""
+    tasks_along = along(program, tasks)
+    return dict(zip(tasks_along.keys, tasks_along.axes, strict=True))
 
 
 def _axis(program: Program, kind: int, slot: int, collective: int) -> Along:
@@ -74,8 +74,8 @@ def _axis(program: Program, kind: int, slot: int, collective: int) -> Along:
     else:
         degrees, only = program.degrees_of(slot), program.communicators[slot].only
     experts = kind == TaskKind.COLLECTIVE and COLLECTIVES[collective] == "all_to_all"
-    chosen = dict.fromkeys(_choose(names, experts) for names in degrees)
-    return Along(tuple(chosen), only)
+    distinct = dict.fromkeys(_choose(names, experts) for names in degrees)
+    return Along(tuple(distinct), only)
 
 
 def _choose(names: Sequence[str], experts: bool) -> str:
@@ -83,13 +83,13 @@ def _choose(names: Sequence[str], experts: bool) -> str:
 
 
 def _distinct(
-    columns: Sequence[NDArray[np.integer]], chosen: Bool
+    columns: Sequence[NDArray[np.integer]], mask: Bool
 ) -> tuple[Int, list[tuple[int, int, int]]]:
-    """Which of the distinct chosen rows each row is, -1 for those that are not chosen; and these.
+    """Number the distinct rows of three columns: by row its number, -1 outside the mask; the rows.
 
-    Three columns of small numbers, -1 or more.
+    Columns have small numbers, -1 or more.
     """
-    rows = np.flatnonzero(chosen)
+    rows = np.flatnonzero(mask)
     key = np.zeros(len(rows), dtype=np.int64)
     sizes: list[int] = []
     for column in columns:
@@ -97,7 +97,7 @@ def _distinct(
         sizes.append(int(values.max(initial=0)) + 1)
         key = key * sizes[-1] + values
     used = np.flatnonzero(np.bincount(key))
-    number = np.full(len(chosen), -1)
+    number = np.full(len(mask), -1)
     number[rows] = np.searchsorted(used, key)
-    found = [(of - 1).tolist() for of in np.unravel_index(used, sizes)]
-    return number, [*zip(*found, strict=True)]
+    distinct = [(column - 1).tolist() for column in np.unravel_index(used, sizes)]
+    return number, [*zip(*distinct, strict=True)]

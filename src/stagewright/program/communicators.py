@@ -1,4 +1,4 @@
-"""The partners of every rank, computed from the mesh: groups of collectives, peers of messages."""
+"""Partners of every rank, computed from the mesh: groups of collectives, peers of messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from stagewright.arrays import Bool, Int
 class Communicator(NamedTuple):
     """Groups of ranks that differ only in their coordinates along `axes`.
 
-    The axis `MIRROR` joins two replicas. `only` restricts a single axis to some positions: the
-    first and the last pipeline stage, which share a tied embedding.
+    The axis `MIRROR` joins two replicas. `only` restricts a single axis to some positions, such as
+    the first and the last pipeline stage, which share a tied embedding.
     """
 
     axes: tuple[str, ...]
@@ -27,7 +27,7 @@ class Communicator(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """The rank `shift` positions further along `axis`, cyclically; all other coordinates equal."""
+    """Rank `shift` positions further along `axis`, cyclically; other coordinates are equal."""
 
     axis: str
     shift: int
@@ -41,7 +41,7 @@ class Users(NamedTuple):
 
 
 class Communication:
-    """Communicators and peers of a program, by slot, and what each slot means to each rank."""
+    """Communicators and peers of a program by slot, resolved for each rank."""
 
     __slots__ = ()
     mesh: Mesh
@@ -49,66 +49,68 @@ class Communication:
     peers: tuple[Peer, ...]
 
     def degrees_of(self, slot: int) -> tuple[tuple[str, ...], ...]:
-        """The degrees that communicator `slot` is along; see `Mesh.degrees`."""
+        """Degrees that communicator `slot` spans; see `Mesh.degrees`."""
         return self.mesh.degrees(self.communicators[slot].axes)
 
     def label_of(self, slot: int) -> str:
-        """The usual name of communicator `slot`: `tp`, `cp+dp`, `pp[0, 3]`."""
+        """Label of communicator `slot`: `tp`, `cp+dp`, `pp[0, 3]`."""
         axes, only = self.communicators[slot]
         return self.mesh.label(axes) + ("" if only is None else str(list(only)))
 
     def group_of(self, slot: int, ranks: Int | None = None) -> Int:
-        """For each of `ranks` the id of its group of communicator `slot`; 0: in none.
+        """Group id of each of `ranks` in communicator `slot`; 0: in none.
 
         Here and in `peer_of`, `ranks` are by default all ranks of the mesh.
         """
-        who, mesh = self.communicators[slot], self.mesh
+        communicator, mesh = self.communicators[slot], self.mesh
         ranks = np.arange(self.mesh.world_size, dtype=np.int64) if ranks is None else ranks
         index, scale = np.zeros_like(ranks), 1
-        for axis, size, paired in self._others(who):
-            at = ranks // mesh.stride(axis) % mesh.size(axis)
-            index += (np.minimum(at, mesh.size(axis) - 1 - at) if paired else at) * scale
+        for axis, size, paired in self._group_axes(communicator):
+            coord = ranks // mesh.stride(axis) % mesh.size(axis)
+            coord = np.minimum(coord, mesh.size(axis) - 1 - coord) if paired else coord
+            index += coord * scale
             scale *= size
         ids = self.group_ids(slot, index)
-        if who.only is None:
+        if communicator.only is None:
             return ids
-        (axis,) = who.axes
-        return np.where(np.isin(ranks // mesh.stride(axis) % mesh.size(axis), who.only), ids, 0)
+        (axis,) = communicator.axes
+        coord = ranks // mesh.stride(axis) % mesh.size(axis)
+        return np.where(np.isin(coord, communicator.only), ids, 0)
 
     def group_count(self, slot: int) -> int:
-        """How many groups communicator `slot` has."""
-        return math.prod(size for _, size, _ in self._others(self.communicators[slot]))
+        """Number of groups of communicator `slot`."""
+        return math.prod(size for _, size, _ in self._group_axes(self.communicators[slot]))
 
     def members(self, slot: int, index: Int) -> Int:
-        """Ranks of the groups with these indices in communicator `slot`: a row each, ascending."""
-        who, mesh = self.communicators[slot], self.mesh
+        """Ascending ranks of the groups with these indices in communicator `slot`, a row each."""
+        (axes, only), mesh = self.communicators[slot], self.mesh
         first, steps = np.zeros_like(index)[:, None], np.zeros(1, np.int64)
         for axis in mesh.names:
-            if axis in who.axes:
-                places = np.array(range(mesh.size(axis)) if who.only is None else who.only)
-                steps = (steps + places[:, None] * mesh.stride(axis)).ravel()
-        for axis, size, paired in self._others(who):
-            at = index[:, None] % size
+            if axis in axes:
+                coords = np.array(range(mesh.size(axis)) if only is None else only)
+                steps = (steps + coords[:, None] * mesh.stride(axis)).ravel()
+        for axis, size, paired in self._group_axes(self.communicators[slot]):
+            coord = index[:, None] % size
             if paired:
-                at = np.concatenate((at, mesh.size(axis) - 1 - at), axis=1)
-            first, index = first + at * mesh.stride(axis), index // size
+                coord = np.concatenate((coord, mesh.size(axis) - 1 - coord), axis=1)
+            first, index = first + coord * mesh.stride(axis), index // size
         ranks = first[:, :, None] + np.sort(steps)
         return np.sort(ranks.reshape(len(index), first.shape[1] * len(steps)), axis=1)
 
     def peer_of(self, slot: int, ranks: Int | None = None) -> Int:
-        """For each of `ranks` the rank it exchanges messages with as peer `slot`."""
+        """Rank with which each of `ranks` exchanges messages as peer `slot`."""
         axis, shift = self.peers[slot]
         size, stride = self.mesh.size(axis), self.mesh.stride(axis)
         ranks = np.arange(self.mesh.world_size, dtype=np.int64) if ranks is None else ranks
-        at = ranks // stride % size
-        return ranks + ((at + shift) % size - at) * stride
+        coord = ranks // stride % size
+        return ranks + ((coord + shift) % size - coord) * stride
 
     def used_groups(self, slot: int, users: Sequence[Users]) -> Bool:
-        """Which groups of a communicator some rank uses.
+        """Mask of the groups of a communicator that some rank uses.
 
         The ranks of a stage without layers do not use a communicator that only layers use.
         """
-        members = [of.ranks for of in users if slot in of.communicators]
+        members = [u.ranks for u in users if slot in u.communicators]
         is_used = np.ones(self.group_count(slot), bool)
         if len(members) < len(users):
             ids = self.group_of(slot, np.concatenate((*members, np.zeros(0, np.int64))))
@@ -140,16 +142,18 @@ class Communication:
             first *= 10
         return first
 
-    def _others(self, who: Communicator) -> Iterator[tuple[str, int, bool]]:
-        """The axes that tell groups apart: their sizes, and whether mirrored positions are one."""
+    def _group_axes(self, communicator: Communicator) -> Iterator[tuple[str, int, bool]]:
+        """Axes along which groups differ: their sizes, and True if mirrored positions are one."""
         for axis, size in self.mesh.axes:
-            if axis not in who.axes:
-                paired = axis == self.mesh.mirror and MIRROR in who.axes
+            if axis not in communicator.axes:
+                paired = axis == self.mesh.mirror and MIRROR in communicator.axes
                 yield axis, size // 2 if paired else size, paired
 
 
 def place_along(mesh: Mesh, axes: Sequence[str]) -> Int:
-    """The index of every rank in the joint group of some axes, outermost first.
+    """Index of every rank in the joint group of `axes`, outermost first.
+
+    Of two replicas along `MIRROR`, the one with the lower rank has index 0.
 
     >>> place_along(Mesh((("tp", 2), ("dp", 3))), ["dp"]).tolist()
     [0, 0, 1, 1, 2, 2]
@@ -157,5 +161,9 @@ def place_along(mesh: Mesh, axes: Sequence[str]) -> Int:
     ranks = np.arange(mesh.world_size, dtype=np.int64)
     index = np.zeros_like(ranks)
     for axis in axes:
-        index = index * mesh.size(axis) + ranks // mesh.stride(axis) % mesh.size(axis)
+        mesh_axis = mesh.mirror if axis == MIRROR else axis
+        coord = ranks // mesh.stride(mesh_axis) % mesh.size(mesh_axis)
+        if axis == MIRROR:
+            coord = coord * 2 // mesh.size(mesh_axis)
+        index = index * mesh.size(axis) + coord
     return index

@@ -1,4 +1,4 @@
-"""Whether a step fits into the memory of a device: what the fullest rank holds, and the room."""
+"""Compare the peak of the fullest rank with the memory of a device."""
 
 from __future__ import annotations
 
@@ -12,62 +12,61 @@ NEARLY_FULL = 0.9
 
 
 class Held(NamedTuple):
-    """What the ranks of a class hold at their peak, in bytes by category.
-
-    The categories are those of tensors and, with `memory_allowance`, `allowance`.
-    """
+    """Bytes of a rank class at its peak, by category of tensors, and `allowance` if set."""
 
     of: RankClass
     by_category: Mapping[str, int]
     seconds: float | None = None
-    """When, in a simulated step; None where the same is held all the time."""
+    """Time of the peak in a simulated step; None: memory is constant."""
 
     @property
     def size(self) -> int:
-        """Bytes of all categories together."""
+        """Total bytes."""
         return sum(self.by_category.values())
 
 
 class Fit(NamedTuple):
-    """The memory of a device beside what the fullest rank holds."""
+    """Memory of a device, and the rank class that needs the most."""
 
     device_memory: int
     """Bytes that a rank may use."""
     fullest: Held
     over: int
-    """Kinds of ranks that hold more than the device does."""
+    """Number of rank classes that exceed the device."""
     kinds: int
+    """Number of rank classes."""
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits."""
+        """True if every rank fits."""
         return not self.over
 
     @property
     def peak(self) -> int:
-        """The most bytes that any rank holds: its peak of tensors and, where set, its allowance."""
+        """Peak bytes of the fullest rank: tensors and, if set, the allowance."""
         return self.fullest.size
 
     def entry(self) -> dict[str, object]:
-        """The same for JSON; bytes, and seconds where a simulated step has a moment of its peak."""
-        moment = {} if self.fullest.seconds is None else {"seconds": self.fullest.seconds}
+        """Fields for JSON, in bytes; `seconds` if the step was simulated."""
+        time = {} if self.fullest.seconds is None else {"seconds": self.fullest.seconds}
         return {
             "fits": self.fits,
             "device_memory": self.device_memory,
             "peak": self.peak,
             "pipeline_rank": self.fullest.of.pipeline_rank,
-            **moment,
+            **time,
             "by_category": dict(self.fullest.by_category),
         }
 
 
 def fit_of(held: Iterable[Held], device_memory: int) -> Fit:
-    """Compare what each kind of ranks holds with the memory of a device."""
-    every = list(held)
-    over = sum(each.size > device_memory for each in every)
-    return Fit(device_memory, max(every, key=lambda each: each.size), over, len(every))
+    """Compare the peak of each rank class with the memory of a device."""
+    peaks = list(held)
+    over = sum(peak.size > device_memory for peak in peaks)
+    return Fit(device_memory, max(peaks, key=lambda peak: peak.size), over, len(peaks))
 
 
-def held_at_peak(of: RankClass) -> Held:
-    """What a class holds at the peak of its program, in the order of issue; allowance included."""
-    return Held(of, {k: int(v) for k, v in of.memory.items() if k != "peak" and v})
+def held_at_peak(rank_class: RankClass) -> Held:
+    """Bytes of a class at the peak of its program in issue order, allowance included."""
+    by_category = {k: int(v) for k, v in rank_class.memory.items() if k != "peak" and v}
+    return Held(rank_class, by_category)

@@ -1,4 +1,4 @@
-"""The shape of a kernel, from which its duration is computed or looked up.
+"""Shape of a kernel, from which its duration is computed or looked up.
 
 >>> from stagewright.graph.make import einsum, leaf
 >>> x, w = leaf("input", ("B", "S", "M"), "bf16", "x"), leaf("param", ("M", "F"), "bf16", "w")
@@ -21,25 +21,25 @@ from stagewright.graph.table import OPS, Timing, heads
 from stagewright.program.columns import Shape
 
 GEMM = "gemm"
-"""What the shape of a product of two operands is called, whatever indices it has."""
+"""Kernel name of all products of two operands."""
 
 
 def ops_of(joined: str) -> tuple[str, ...]:
-    """The ops that a kernel fuses, from how columns name it: joined by `+`."""
+    """Ops that a kernel fuses, from its name in columns: joined by `+`."""
     return tuple(joined.split("+"))
 
 
 def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], Any]) -> Shape:
-    """The shape of a kernel of fused nodes; the first node decides the kind of kernel."""
+    """Shape of a kernel of fused nodes; the first node decides the kind of kernel."""
     n = cluster[0]
-    # Experts may have unequal numbers of rows: the largest counts.
     exact = extents(n, extent)
     if n.get("touched") is not None:
         exact = _of_touched(n, exact, extent)
-    sizes = {x: math.ceil(extent_) for x, extent_ in exact.items()}
+    # Experts may have unequal numbers of rows: the largest counts.
+    sizes = {x: math.ceil(size_) for x, size_ in exact.items()}
     if n.op == "einsum" and len(n.srcs) == 2:
         joint: Any = n.get("joint") or ()
-        return Shape(GEMM, _gemm(n, sizes), joint, _width_of_heads(n, sizes))
+        return Shape(GEMM, _gemm(n, sizes), joint, _head_width(n, sizes))
     if OPS[n.op].timing is Timing.PRODUCT:
         return Shape(GEMM, _of_flops(n, sizes, flops(n, extent)))
     if OPS[n.op].timing in (Timing.ATTENTION, Timing.ATTENTION_BACKWARD):
@@ -52,41 +52,43 @@ def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], 
 def _of_touched(
     n: Node, exact: dict[str, Any], extent: Callable[[Size, tuple[str, ...]], Any]
 ) -> dict[str, Any]:
-    """Extents with the experts that some token goes to in the place of all, and their rows."""
+    """Count only the experts that some token is routed to, and their rows."""
     _, split_by = indices(n)
     touched: Any = n["touched"]
-    some = max(1, math.ceil(extent(size(touched), split_by.get("e", ()))))
-    rows = {"r": exact["r"] * exact["e"] / some} if "r" in exact else {}
-    return {**exact, "e": some, **rows} if some < exact["e"] else exact
+    experts = max(1, math.ceil(extent(size(touched), split_by.get("e", ()))))
+    rows = {"r": exact["r"] * exact["e"] / experts} if "r" in exact else {}
+    return {**exact, "e": experts, **rows} if experts < exact["e"] else exact
 
 
 def _gemm(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """A contraction as a matrix product; its rows are of the operand whose index comes first."""
+    """Contraction as a matrix product; the operand with the first output index has the rows."""
     spec = parse(str(n["spec"]))
     first, second = ({x for dim in dims for x in dim} for dims in spec.ins)
-    kept = [x for dim in spec.out for x in dim]
-    outer = [x for x in kept if (x in first) != (x in second)]
+    output = [x for dim in spec.out for x in dim]
+    outer = [x for x in output if (x in first) != (x in second)]
     if outer and outer[0] in second:
         first, second = second, first
-    role = {x: "batch" if x in first and x in second else "m" if x in first else "n" for x in kept}
+    role = {
+        x: "batch" if x in first and x in second else "m" if x in first else "n" for x in output
+    }
     return tuple(
         (name, math.prod(size for x, size in sizes.items() if role.get(x, "k") == name))
         for name in ("batch", "m", "n", "k")
     )
 
 
-def _width_of_heads(n: Node, sizes: dict[str, int]) -> int:
-    """The width of a head in products of attention that no kernel fuses; 0 of other products."""
+def _head_width(n: Node, sizes: dict[str, int]) -> int:
+    """Head width of unfused products of attention; 0 of other products."""
     return sizes.get("d", sizes.get("v", 0)) if n.scope == "attention.core" else 0
 
 
 def _of_flops(n: Node, sizes: dict[str, int], work: Any) -> tuple[tuple[str, int], ...]:
-    """A convolution as a matrix product of equal FLOPs: the result's rows and columns are known."""
+    """Convolution as a matrix product of equal FLOPs, and of the result's rows and columns."""
     spec = parse(str(n["spec"]))
     second = {x for dim in spec.ins[1] for x in dim}
-    kept = [x for dim in spec.out for x in dim]
-    columns = math.prod([sizes[x] for x in kept if x in second], start=1)
-    rows = math.prod([sizes[x] for x in kept if x not in second], start=1)
+    output = [x for dim in spec.out for x in dim]
+    columns = math.prod([sizes[x] for x in output if x in second], start=1)
+    rows = math.prod([sizes[x] for x in output if x not in second], start=1)
     k = max(1, math.ceil(work) // max(1, 2 * rows * columns))
     return (("batch", 1), ("m", rows), ("n", columns), ("k", k))
 
@@ -95,12 +97,12 @@ def _attention(n: Node, sizes: dict[str, int]) -> tuple[tuple[str, int], ...]:
     operands = parse(str(n["spec"])).ins
     keys = {x for dim in next(dims for dims in operands if ("k",) in dims) for x in dim}
     by_head = heads(sizes)
-    # Keys that an indexer chose are as many as those of a window, wherever they are.
+    # `top`: number of keys that an indexer selects, wherever they are.
     window: Any = n.get("window") or n.get("top") or 0
-    if n.get("compress") is not None:  # beside those of a window, of the compressed ones
-        each: Any = n["compress"]
-        beside: Any = n.get("top") or sizes["q"] // int(each)
-        window = int(window) + int(beside)
+    if n.get("compress") is not None:  # compressed keys in addition to those of the window
+        ratio: Any = n["compress"]
+        compressed: Any = n.get("top") or sizes["q"] // int(ratio)
+        window = int(window) + int(compressed)
     chunk: Any = n.get("chunk") or 0
     return (
         ("batch", sizes.get("b", 1)),

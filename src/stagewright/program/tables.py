@@ -1,7 +1,7 @@
-"""The tables of a rank: tasks and values as columns, one row each.
+"""Tables of a rank: tasks and values as columns, one row each.
 
-Numbers in columns are indices into tuples of names, shapes and the like; partners are slots, which
-`communicators` resolves for each rank.
+Columns index tuples of names, shapes and the like; partners are slots, which `communicators`
+resolves for each rank.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
+from stagewright.graph.node import PHASES
 
+FORWARD_PHASE, RECOMPUTE_PHASE, BACKWARD_PHASE, OPTIMIZER_PHASE = range(len(PHASES))
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
 
 class TaskKind(IntEnum):
-    """What a task does: computes, or moves bytes between ranks, or to and from the host."""
+    """Compute, or move bytes between ranks, or to and from the host."""
 
     COMPUTE = 0
     COLLECTIVE = 1
@@ -29,13 +31,13 @@ class TaskKind(IntEnum):
     STORE = 5  # to it
 
 
-# As plain numbers, for columns of kinds: Python 3.11 looks up a member by a function of its own.
+# Plain ints: enum lookup is slow in columns.
 COMPUTE, COLLECTIVE, SEND, RECV, LOAD, STORE = map(int, TaskKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the duration of a kernel depends on: its kind, and its extents on one rank.
+    """Kind of a kernel and its extents on one rank, from which its duration follows.
 
     The kind is `gemm` (batch, m, n, k: `batch` matrices of m x n, each a sum over k), `attention`
     or `attention_bwd` (batch, heads, kv_heads, q, k, d, v; causal; window: 0, or the keys that a
@@ -48,19 +50,19 @@ class Shape:
     kernel: str
     extents: tuple[tuple[str, int], ...]
     joint: tuple[str, ...] = ()
-    """For a product that runs as a part of a larger one: the name of that one, and the result."""
+    """(fused GEMM, output) if part of a fused GEMM."""
     head: int = 0
-    """For a product of attention that no kernel fuses: the width of a head; 0: another kernel."""
+    """Head width of an unfused product of attention; 0: another kernel."""
 
     def __str__(self) -> str:
         return " ".join([self.kernel, *(f"{name}={extent}" for name, extent in self.extents)])
 
     def sizes(self) -> dict[str, int]:
-        """The extents by name, and the width of a head where there is one (`head`)."""
+        """Extents by name, and `head` if there is one."""
         return dict(self.extents) | ({"head": self.head} if self.head else {})
 
     def fields(self) -> dict[str, Any]:
-        """The shape as JSON has it: `joint` only where there is one."""
+        """Fields for JSON; `joint` only if it is set."""
         fields: dict[str, Any] = {"kernel": self.kernel, "extents": self.extents}
         return fields | ({"joint": self.joint} if self.joint else {})
 
@@ -71,12 +73,12 @@ class Tasks:
 
     Units: `flops` floating-point operations (2 per multiply-add); `traffic` bytes read and written
     in device memory; `comm_bytes` bytes of the local input of a collective (of an all_gather: the
-    shard that this rank gives; of an all_reduce, reduce_scatter or all_to_all: the whole tensor on
-    this rank), or of a message. All members of a group have the same `comm_bytes`; of an uneven
-    exchange it is the size of the even exchange that takes as long (see `local_bytes`).
+    shard of this rank; of an all_reduce, reduce_scatter or all_to_all: the full tensor on this
+    rank), or of a message. All members of a group have the same `comm_bytes`. Uneven: bytes of the
+    even collective of equal duration; `local_bytes` has those of the rank.
 
-    Kernels run on one stream, slot -1, but for small ones whose slot is that of a communicator:
-    they stand between its collectives and run on the stream of these.
+    Kernels run on one stream, slot -1. Small kernels between the collectives of a communicator
+    have its slot and run on its stream.
 
     Dependencies are CSR: row `i` reads the results of rows `data[data_ptr[i]:data_ptr[i + 1]]`, and
     likewise waits for the rows in `order` so that the schedule holds: one compute stream, one or
@@ -93,9 +95,9 @@ class Tasks:
     flops: Int  # 0 unless COMPUTE
     traffic: Int  # 0 unless COMPUTE
     collective: NDArray[np.int8]  # index into COLLECTIVES, -1 unless COLLECTIVE
-    dtype: NDArray[np.int8]  # index into dtypes: what is computed in or sent
+    dtype: NDArray[np.int8]  # index into dtypes: of the computation, or of what is sent
     comm_bytes: Int  # 0 for COMPUTE
-    slot: NDArray[np.int16]  # COLLECTIVE: communicator; SEND, RECV: peer; COMPUTE: see below
+    slot: NDArray[np.int16]  # COLLECTIVE: communicator; SEND, RECV: peer; COMPUTE: see above
     tag: NDArray[np.int32]  # SEND, RECV: equal on both ends; else -1
     shape: NDArray[np.int32]  # COMPUTE: index into shapes; -1: has none
     data_ptr: Int
@@ -117,7 +119,7 @@ class Tasks:
 
     @property
     def reads(self) -> tuple[Int, Int]:
-        """All data dependencies as two columns: the reading row, and the row it reads from."""
+        """Data dependencies as two columns: the reading row, and the row it reads from."""
         owner = np.repeat(np.arange(len(self)), np.diff(self.data_ptr))
         return owner, self.data.astype(np.int64)
 
@@ -136,14 +138,14 @@ CATEGORIES = (
     "communication",
     "workspace",
 )
-"""What memory is held for. `activations` are made in forward, or recomputed, and kept for backward;
+"""Categories of memory. `activations` are made in forward, or recomputed, and saved for backward;
 `gathered_parameters` are weights gathered or cast for a use; `communication` are receive buffers;
-`workspace` is what else one action makes and consumes, gradients of activations included."""
+`workspace` are other values of one action, gradients of activations included."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values:
-    """The values that a rank holds in a step, with the live range of each.
+    """Values of a rank in a step, with the live range of each.
 
     The columns up to `size` have a row per value of a stage; those from `value` on have a row per
     value and microbatch. A value is live from before task row `first` (-1: from the start) until

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +36,7 @@ from stagewright.schedule.actions import (
 )
 
 _LINKS = 6  # ranks of a circular wait that an error names
-_EVERY = -1  # home of an action that all ranks run
+_ALL_RANKS = -1
 
 Cost = Mapping[str, Any] | Callable[[ScheduleStep], Any]
 """Time of a step: by kind of action, `{"F": 1, "B": 2}`, or by a function of the step.
@@ -67,12 +67,12 @@ def plan(order: Order) -> tuple[PlannedStep, ...]:
     """
     stages, halves, shared = stage_count(order), halved(order), shared_stages(order)
     planned: list[PlannedStep] = []
+    homes: list[int] = []  # by planned step: its rank, or _ALL_RANKS
     index: dict[Action, int] = {}
-    home: dict[Action, int] = {}
-    came: dict[ScheduleStep, int] = {}  # ranks that have come to an action that all ranks run
+    arrivals: dict[ScheduleStep, int] = {}  # ranks that have reached a step of all ranks
     reached = [0] * len(order)
     last: list[int | None] = [None] * len(order)
-    waiting: dict[Action, list[int]] = {}  # an action not planned yet -> the ranks that wait for it
+    waiting: dict[Action, list[int]] = {}  # ranks that wait for an action
     runnable = list(reversed(range(len(order))))
     while runnable:
         rank = runnable.pop()
@@ -80,30 +80,35 @@ def plan(order: Order) -> tuple[PlannedStep, ...]:
         while at < len(steps):
             step = steps[at]
             actions = parts(step)
-            if actions[0] in index:  # all ranks have come to an action that they share
+            if actions[0] in index:  # a step of all ranks that the last one planned
                 at += 1
                 continue
-            required = [need for a in actions for need in needs(a, stages, halves)]
-            missing = next((need for need in required if need not in index), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(rank)
+            required = [need for action in actions for need in needs(action, stages, halves)]
+            numbers = [index.get(need, -1) for need in required]
+            if -1 in numbers:
+                waiting.setdefault(required[numbers.index(-1)], []).append(rank)
                 break
             ranks = (rank,)
             if actions[0].stage in shared:
-                came[step] = came.get(step, 0) + 1
-                if came[step] < len(order):
+                arrivals[step] = arrivals.get(step, 0) + 1
+                if arrivals[step] < len(order):
                     waiting.setdefault(actions[0], []).append(rank)
                     break
                 ranks = tuple(range(len(order)))
             previous = dict.fromkeys(n for r in ranks if (n := last[r]) is not None)
-            previous |= dict.fromkeys(index[a] for a in required if home[a] == _EVERY)
-            received = {index[a]: None for a in required if home[a] not in (rank, _EVERY)}
+            received: dict[int, None] = {}
+            for n in numbers:
+                if homes[n] == _ALL_RANKS:
+                    previous[n] = None
+                elif homes[n] != rank:
+                    received[n] = None
             number = len(planned)
             planned.append(PlannedStep(step, ranks, (*previous,), (*received,)))
+            homes.append(rank if len(ranks) == 1 else _ALL_RANKS)
             for r in ranks:
                 last[r] = number
             for action in actions:
-                index[action], home[action] = number, rank if len(ranks) == 1 else _EVERY
+                index[action] = number
                 runnable += waiting.pop(action, ())
             at += 1
         reached[rank] = at
@@ -119,14 +124,15 @@ def ends(planned: Sequence[PlannedStep], cost: Cost, delay: Any = 0) -> list[Any
     step that receives it.
     """
     price = cost if callable(cost) else partial(_price, cost)
-    found: list[Any] = []
+    step_ends: list[Any] = []
     for step, _, previous, received in planned:
-        before: list[Any] = [found[i] for i in previous]
+        times = [step_ends[n] for n in previous]
         if received:
-            late = delay(step) if callable(delay) else delay
-            before += [found[i] + late for i in received]
-        found.append(_latest(before) + price(step))
-    return found
+            message = delay(step) if callable(delay) else delay
+            times += [step_ends[n] + message for n in received]
+        start = reduce(_later, times) if times else 0
+        step_ends.append(start + price(step))
+    return step_ends
 
 
 def _price(cost: Mapping[str, Any], step: ScheduleStep) -> Any:
@@ -136,13 +142,11 @@ def _price(cost: Mapping[str, Any], step: ScheduleStep) -> Any:
     return cost[step.kind]
 
 
-def _latest(times: Sequence[Any]) -> Any:
-    """The latest of some times, 0 without any; elementwise where some are arrays."""
-    if any(isinstance(each, np.ndarray) for each in times):
-        return (
-            np.maximum.reduce([np.asarray(each) for each in times]) if len(times) > 1 else times[0]
-        )
-    return max(times, default=0)
+def _later(time: Any, other: Any) -> Any:
+    """Maximum of two times; elementwise if one is an array."""
+    has_array = np.ndarray in (type(time), type(other))
+    maximum: Callable[[Any, Any], Any] = np.maximum if has_array else max
+    return maximum(time, other)
 
 
 def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, Any]]:

@@ -1,5 +1,5 @@
 """Search the best execution of a model on a machine.
 
-A candidate's way: `space` and `enumeration` make it, `block_costs` and `estimate` say about how
-long its step takes, `search` simulates the best of all, and `ranking` holds the answer.
+`space` and `enumeration` make candidates, `block_costs` and `estimate` estimate their steps,
+`search` simulates the best, and `ranking` holds the result.
 """

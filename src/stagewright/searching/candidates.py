@@ -1,34 +1,34 @@
-"""Candidates of a search: runs that differ in some settings, as a column for each of these.
+"""Candidates of a search: runs that differ in some settings, stored as a column per setting.
 
->>> import numpy as np
+>>> from stagewright.model.catalog import resolve as preset
 >>> from stagewright.run.settings import Run
 >>> from stagewright.time.hardware import resolve
 >>> base = Experiment(Run(model="gpt2"), ClusterSection(), Execution())
 >>> columns = {
+...     "hardware": Column.constant(resolve("h100-sxm"), 4),
 ...     "tp": Column.of([1, 2, 4, 4]),
 ...     "recompute": Column.of(["none", "full", "none", "none"]),
 ...     "no_overlap": Column.of([frozenset(), frozenset(), frozenset(), frozenset({"tp"})]),
 ... }
->>> found = Candidates.of(base, resolve("h100-sxm"), columns)
->>> len(found), found.numbers("tp").tolist(), found.numbers("dp").tolist()
+>>> candidates = Candidates(base, preset("gpt2"), columns, count=4)
+>>> len(candidates), candidates.numbers("tp").tolist(), candidates.numbers("dp").tolist()
 (4, [1, 2, 4, 4], [1, 1, 1, 1])
->>> found.run(1).describe(), found.execution(3).no_overlap
+>>> candidates.run(1).describe(), candidates.execution(3).no_overlap
 ('gpt2 tp=2 recompute=full', frozenset({'tp'}))
->>> found.distinct("tp", "recompute").first.tolist(), found.distinct("tp").of.tolist()
+>>> candidates.distinct("tp", "recompute").first.tolist(), candidates.distinct("tp").of.tolist()
 ([0, 1, 2], [0, 1, 2, 2])
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int, distinct_numbers
-from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
 from stagewright.run.requests import read_bytes
@@ -41,13 +41,13 @@ from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 
 Codes = NDArray[np.unsignedinteger[Any]]
-"""Which of a column's values each candidate has."""
+"""Index into `Column.values`: [candidates]."""
 
 ABSENT = -1
-"""In columns of numbers: the setting is None, so that its default follows from the others."""
+"""None in columns of numbers: the default follows from other settings."""
 
-_PLAIN = frozenset({int, float, str, bool, tuple, type(None)})
-"""Types of figures that are no block of figures."""
+_SCALARS = frozenset({int, float, str, bool, tuple, type(None)})
+"""Types of specs of hardware that are no block of specs."""
 
 HARDWARE = "hardware"
 """The column of systems; its values are of `Hardware`, not names."""
@@ -55,116 +55,93 @@ HARDWARE = "hardware"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """One setting of all candidates: values without repetition, and for each candidate which."""
+    """One setting of all candidates, dictionary-encoded."""
 
     codes: Codes
-    """[candidates]."""
     values: tuple[Any, ...]
-    """By code: of any type that the setting has; None: its default follows from the others."""
+    """Values by code, without repetition; None: the default follows from other settings."""
 
     def __len__(self) -> int:
         return len(self.codes)
 
-    def __getitem__(self, rows: Int | Bool | slice) -> Column:
-        """The column of some candidates."""
-        codes = self.codes[rows]
+    def __getitem__(self, indices: Int | Bool | slice) -> Column:
+        """Column of the selected candidates."""
+        codes = self.codes[indices]
         if len(self.values) == 1:
             return Column.constant(self.values[0], len(codes))
         return Column(codes, self.values)
 
     @classmethod
     def of(cls, values: Iterable[Any]) -> Self:
-        """A column of one value for each candidate, which must be hashable."""
-        known: dict[Any, int] = {}
+        """Column from one hashable value per candidate."""
+        code_of: dict[Any, int] = {}
         # 1, 1.0 and True are equal, but no setting has more than one of them.
-        codes = [known.setdefault(value, len(known)) for value in values]
-        return cls(np.array(codes, dtype=code_type(len(known))), tuple(known))
+        codes = [code_of.setdefault(value, len(code_of)) for value in values]
+        return cls(np.array(codes, dtype=code_type(len(code_of))), tuple(code_of))
 
     @classmethod
     def constant(cls, value: Any, count: int) -> Self:
-        """A column of one value, which takes no memory."""
+        """Column of one value, which takes no memory."""
         return cls(np.broadcast_to(np.uint8(0), count), (value,))
 
-    def at(self, row: int) -> Any:
-        """The value of one candidate."""
-        return self.values[int(self.codes[row])]
+    def at(self, index: int) -> Any:
+        """Value of one candidate."""
+        return self.values[int(self.codes[index])]
 
     def numbers(self) -> Int:
-        """Whole numbers [candidates]: None is `ABSENT`, true and false are 1 and 0."""
+        """Integers [candidates]: None is `ABSENT`, true and false are 1 and 0."""
         table = [ABSENT if value is None else int(value) for value in self.values]
         return np.array(table, dtype=np.int64)[self.codes]
 
     def is_one_of(self, *values: Any) -> Bool:
-        """Which candidates have one of these values."""
+        """Mask of candidates that have one of these values."""
         return np.array([value in values for value in self.values], dtype=bool)[self.codes]
 
 
-def code_type(values: int) -> type[np.unsignedinteger[Any]]:
-    """The smallest type of codes for so many values."""
-    return np.uint8 if values <= 1 << 8 else np.uint16 if values <= 1 << 16 else np.uint32
+def code_type(num_values: int) -> type[np.unsignedinteger[Any]]:
+    """Smallest dtype of codes for `num_values` values."""
+    return np.uint8 if num_values <= 1 << 8 else np.uint16 if num_values <= 1 << 16 else np.uint32
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Distinct:
-    """The distinct tuples of some columns, numbered in the order of their codes."""
+class Distinct(NamedTuple):
+    """Distinct tuples of some columns, numbered in the order of their codes."""
 
     first: Int
-    """[tuples]: the first candidate that has each."""
+    """First candidate of each tuple: [tuples]."""
     of: Int
-    """[candidates]: the tuple that each has."""
-
-    def __len__(self) -> int:
-        return len(self.first)
+    """Tuple of each candidate: [candidates]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidates:
-    """Runs of one model with their execution and hardware, of which some settings differ."""
+    """Runs of one model with their execution and hardware; some settings differ."""
 
     base: Experiment
-    """What all have in common. Its run is not resolved: what is None follows from the others."""
+    """Settings that all share. Its run is not resolved."""
     model: ModelConfig
-    """The model of all, with the overrides of the base's run (`layers`, `vocab`)."""
+    """Model of all candidates, with the overrides of the base's run (`layers`, `vocab`)."""
     columns: Mapping[str, Column]
-    """Settings of a run, of the machine and of the execution by name, and `hardware`."""
+    """Settings of the run, the machine and the execution by name; `hardware` is always one."""
     count: int
-
-    @classmethod
-    def of(
-        cls,
-        base: Experiment,
-        hardware: Hardware,
-        columns: Mapping[str, Column],
-        model: ModelConfig | None = None,
-    ) -> Self:
-        """Candidates from columns of one length; `hardware` is that of all without such a column.
-
-        `model` replaces the configuration that the model's name stands for.
-        """
-        run = base.run
-        of = model or resolve(run.model, run.as_family or "")
-        of = of.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
-        counts = {len(column) for column in columns.values()} or {1}
-        if len(counts) > 1:
-            raise ValueError(f"columns of candidates have {sorted(counts)} rows, wanted one number")
-        (count,) = counts
-        every = {HARDWARE: Column.constant(hardware, count), **columns}
-        return cls(base, of, every, count)
+    varied: Mapping[str, Mapping[str, float]] = field(
+        default_factory=dict[str, Mapping[str, float]]
+    )
+    """Specs that `--vary` changed, by name of hardware and path."""
 
     def __len__(self) -> int:
         return self.count
 
     def column(self, name: str) -> Column:
-        """The values of a setting, also of one that all candidates have in common."""
+        """Column of a setting, also of one that all candidates share."""
         if name in self.columns:
             return self.columns[name]
         setting = EXPERIMENT[name]
-        homes = {"cluster": self.base.cluster, "execution": self.base.execution}
-        value = getattr(homes.get(setting.section, self.base.run), name)
+        sections = {"cluster": self.base.cluster, "execution": self.base.execution}
+        value = getattr(sections.get(setting.section, self.base.run), name)
         return Column.constant(value, self.count)
 
     def numbers(self, name: str) -> Int:
-        """The whole numbers of a setting [candidates]; `ABSENT` where it is None."""
+        """Integers of a setting [candidates]; `ABSENT` where it is None."""
         return self.column(name).numbers()
 
     @property
@@ -174,80 +151,104 @@ class Candidates:
         return np.prod(np.stack(degrees), axis=0)
 
     @property
+    def prefill_gpus(self) -> int:
+        """GPUs of `prefill`, which no degree counts."""
+        prefill = self.base.run.prefill_ranks
+        return prefill.world_size if prefill else 0
+
+    @property
+    def seq_length(self) -> Int:
+        """Tokens of a sequence [candidates]."""
+        return self.map_distinct(
+            ("seq_length",), lambda index: self.run(index).resolved(self.model).seq_length or 1
+        )
+
+    @property
     def microbatches(self) -> Int:
-        """Microbatches of a training step [candidates]; without a global batch size, those that a
-        run then has: as few as its schedule takes."""
+        """Microbatches of a training step [candidates].
+
+        Without a global batch size as few as the schedule takes, like in a run.
+        """
         batch = self.numbers("global_batch_size")
-        found = batch // (self.numbers("micro_batch_size") * self.numbers("dp"))
+        counts = batch // (self.numbers("micro_batch_size") * self.numbers("dp"))
         absent = np.flatnonzero(batch == ABSENT)
         if len(absent):
-            some = self.take(absent)
-            pipelines = some.distinct("schedule", "pp", "microbatch_group_size_per_vp_stage")
-            fewest = [some.run(first).microbatches for first in pipelines.first.tolist()]
-            found[absent] = np.array(fewest)[pipelines.of]
-        return found
+            unsized = self.take(absent)
+            counts[absent] = unsized.map_distinct(
+                ("schedule", "pp", "microbatch_group_size_per_vp_stage"),
+                lambda index: unsized.run(index).microbatches,
+            )
+        return counts
 
     @property
     def machines(self) -> Int:
-        """Numbers that are equal for candidates with equal machines and ways to execute:
-        [candidates]."""
-        names = {HARDWARE, *_named("cluster"), *_named("execution")}
-        alike = self.distinct(*(name for name in self.columns if name in names))
-        return distinct_numbers([alike.of, self.world_size], self.count)[1]
+        """Id of (hardware, cluster, execution, world size): [candidates]."""
+        names = {HARDWARE, *_names_in("cluster"), *_names_in("execution")}
+        systems = self.distinct(*(name for name in self.columns if name in names)).of
+        return distinct_numbers([systems, self.world_size], self.count)[1]
 
     @property
     def device_memory(self) -> Int:
         """Bytes that a rank may use [candidates]."""
-        alike = self.distinct(HARDWARE, "device_memory")
-        found: list[int] = []
-        for row in alike.first.tolist():
-            asked = self.column("device_memory").at(row)
-            found.append(self.hardware(row).memory if asked is None else read_bytes(asked))
-        return np.array(found, dtype=np.int64)[alike.of]
 
-    def regardless_of_memory(self) -> Candidates:
-        """The same runs, where of machines that differ in the size of their memory alone the first
-        stands for all: a step takes the same time on each, and holds the same bytes."""
+        def usable(index: int) -> int:
+            setting = self.column("device_memory").at(index)
+            return self.hardware(index).memory if setting is None else read_bytes(setting)
+
+        return self.map_distinct((HARDWARE, "device_memory"), usable)
+
+    def merge_memory_sizes(self) -> Candidates:
+        """Merge hardware that differs in memory size only.
+
+        A step takes the same time on each, and the same bytes.
+        """
         column = self.columns[HARDWARE]
         if len(column.values) == 1:
             return self
-        known: dict[tuple[object, ...], int] = {}
+        number: dict[tuple[object, ...], int] = {}
         blocks: dict[int, object] = {}
-        number = [
-            known.setdefault(_apart_from_memory(of, blocks), len(known)) for of in column.values
+        merged = [
+            number.setdefault(_specs_without_memory(hardware, blocks), len(number))
+            for hardware in column.values
         ]
-        if len(known) == len(column.values):
+        if len(number) == len(column.values):
             return self
-        first = dict(zip(number[::-1], column.values[::-1], strict=True))
-        values = tuple(first[code] for code in range(len(known)))
-        codes = np.array(number, dtype=code_type(len(known)))[column.codes]
+        first = dict(zip(merged[::-1], column.values[::-1], strict=True))
+        values = tuple(first[code] for code in range(len(number)))
+        codes = np.array(merged, dtype=code_type(len(number)))[column.codes]
         return replace(self, columns={**self.columns, HARDWARE: Column(codes, values)})
 
-    def take(self, rows: Int | Bool | slice) -> Candidates:
-        """Some of the candidates, in the order of `rows`."""
-        columns = {name: column[rows] for name, column in self.columns.items()}
+    def take(self, indices: Int | Bool | slice) -> Candidates:
+        """Selected candidates, in the order of `indices`."""
+        columns = {name: column[indices] for name, column in self.columns.items()}
         return replace(self, columns=columns, count=len(next(iter(columns.values()))))
 
     def distinct(self, *names: str) -> Distinct:
-        """The distinct tuples of settings, and which of them each candidate has.
+        """Distinct tuples of settings, and the tuple of each candidate."""
+        columns = [self.column(name) for name in names]
+        codes = [column.codes for column in columns if len(column.values) > 1]
+        return Distinct(*distinct_numbers(codes, self.count))
 
-        Whatever depends on these settings alone is computed for the candidates `first`, and
-        gathered by `of`.
+    def map_distinct(self, names: Iterable[str], compute: Callable[[int], Any]) -> NDArray[Any]:
+        """Array [candidates] of `compute`, called once per distinct tuple of settings.
+
+        `compute` takes the index of the tuple's first candidate.
         """
-        return distinct([self.column(name) for name in names], self.count)
+        first, of = self.distinct(*names)
+        return np.array([compute(index) for index in first.tolist()])[of]
 
-    def run(self, row: int) -> Run:
-        """One candidate as an ordinary run, not resolved."""
-        return self.base.run.model_copy(update=self._given(row, SETTINGS))
+    def run(self, index: int) -> Run:
+        """Run of one candidate, not resolved."""
+        return self.base.run.model_copy(update=self._values(index, SETTINGS))
 
-    def execution(self, row: int) -> Execution:
-        """How one candidate is executed."""
-        return replace(self.base.execution, **self._given(row, _named("execution")))
+    def execution(self, index: int) -> Execution:
+        """Execution of one candidate."""
+        return replace(self.base.execution, **self._values(index, _names_in("execution")))
 
-    def describe(self, row: int) -> str:
-        """The run of one candidate, and what of its execution is not the default."""
-        run, how = self.run(row), self.execution(row)
-        values = {name: getattr(how, name) for name in sorted(_named("execution"))}
+    def describe(self, index: int) -> str:
+        """Run of one candidate, and non-default settings of its execution."""
+        run, execution = self.run(index), self.execution(index)
+        values = {name: getattr(execution, name) for name in sorted(_names_in("execution"))}
         differ = [
             setting_in_words(name, value)
             for name, value in values.items()
@@ -255,52 +256,49 @@ class Candidates:
         ]
         return " ".join([run.describe(), *differ])
 
-    def cluster(self, row: int) -> ClusterSection:
-        """The machine of one candidate by its settings; `hardware` says which hardware it has."""
-        return replace(self.base.cluster, **self._given(row, _named("cluster") - {HARDWARE}))
+    def cluster(self, index: int) -> ClusterSection:
+        """Settings of one candidate's machine, except `hardware`."""
+        return replace(self.base.cluster, **self._values(index, _names_in("cluster") - {HARDWARE}))
 
-    def hardware(self, row: int) -> Hardware:
-        """The hardware of one candidate."""
-        return self.columns[HARDWARE].at(row)
+    def hardware(self, index: int) -> Hardware:
+        """Hardware of one candidate."""
+        return self.columns[HARDWARE].at(index)
 
-    def machine(self, row: int) -> Machine:
-        """The machine of one candidate, as large as its world size."""
-        cluster = self.cluster(row)
+    def machine(
+        self, index: int, *, hardware: Hardware | None = None, gpus: int | None = None
+    ) -> Machine:
+        """Machine of one candidate; with other hardware, or another number of GPUs."""
+        cluster = self.cluster(index)
         return Machine.of(
-            self.hardware(row),
-            gpus=self.run(row).world_size,
+            hardware or self.hardware(index),
+            gpus=gpus or self.run(index).world_size,
             topology=cluster.topology,
             algorithm=cluster.algorithm,
         )
 
-    def _given(self, row: int, names: Iterable[str]) -> dict[str, Any]:
-        known = set(names)
-        return {name: of.at(row) for name, of in self.columns.items() if name in known}
+    def _values(self, index: int, names: Iterable[str]) -> dict[str, Any]:
+        selected = set(names)
+        return {name: col.at(index) for name, col in self.columns.items() if name in selected}
 
 
-def _apart_from_memory(hardware: Hardware, blocks: dict[int, object]) -> tuple[object, ...]:
-    """All figures of hardware but the size of its memory, and not its name.
+def _specs_without_memory(hardware: Hardware, blocks: dict[int, object]) -> tuple[object, ...]:
+    """All specs of hardware except its name and memory size.
 
-    `blocks` are blocks of figures that have been seen, which variants share, by their identity.
+    `blocks`: specs by identity of their block, since variants of hardware share blocks.
     """
 
-    def figures(of: object) -> object:
-        if type(of) in _PLAIN:
-            return of
-        block = id(of)
+    def specs(value: object) -> object:
+        if type(value) in _SCALARS:
+            return value
+        block = id(value)
         if block not in blocks:
-            inner = cast("Mapping[str, Any]", of if isinstance(of, Mapping) else vars(of))
-            blocks[block] = tuple([(name, figures(value)) for name, value in inner.items()])
+            inner = cast("Mapping[str, Any]", value if isinstance(value, Mapping) else vars(value))
+            blocks[block] = tuple([(name, specs(v)) for name, v in inner.items()])
         return blocks[block]
 
-    own = vars(hardware).items()
-    return tuple([figures(of) for name, of in own if name not in ("name", "memory_gb")])
+    items = vars(hardware).items()
+    return tuple([specs(value) for name, value in items if name not in ("name", "memory_gb")])
 
 
-def _named(section: str) -> set[str]:
-    return {of.name for of in EXPERIMENT.values() if of.section == section}
-
-
-def distinct(columns: Sequence[Column], count: int) -> Distinct:
-    """The distinct tuples of some columns of `count` rows."""
-    return Distinct(*distinct_numbers([of.codes for of in columns if len(of.values) > 1], count))
+def _names_in(section: str) -> set[str]:
+    return {setting.name for setting in EXPERIMENT.values() if setting.section == section}

@@ -1,8 +1,8 @@
-"""The space of a search where a setting is not given: values that are tried by default.
+"""Default space: values of settings that the user leaves open.
 
-Training searches degrees, microbatches, schedules, ZeRO stages, sequence parallelism, kinds of
-context parallelism, recomputation and the dispatcher of experts; inference the degrees. `--space`
-adds families of settings that most clusters leave alone (`FAMILIES`), and multiplies candidates.
+Training searches degrees, microbatch sizes, schedules, ZeRO stages, sequence parallelism, context
+parallelism, recomputation and the dispatcher of experts; inference the degrees. `--space` adds
+families of settings that few clusters use (`FAMILIES`), and multiplies candidates.
 
 >>> families_of("offload,stages"), families_of("full") == tuple(FAMILIES)
 (('offload', 'stages'), True)
@@ -22,38 +22,41 @@ from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
 from stagewright.searching.machines import Fleet, divisors_of
 
+Axes = dict[str, Sequence[Any]]
+"""Values to try by setting."""
+
 STEP_TOKENS = 4_194_304
-"""Tokens of a step where no batch is given: Llama 2's, arXiv 2307.09288, section 2.2."""
+"""Tokens of the default batch: Llama 2's, arXiv 2307.09288, section 2.2."""
 TOKENS_PER_GPU = 1024
-"""Of a step on many GPUs where no batch is given: 16M on 16,384, as Llama 3 405B's, arXiv
+"""Tokens per GPU of the default batch on many GPUs: Llama 3 405B's 16M on 16,384, arXiv
 2407.21783, table 4."""
-TOKENS_OF_RANK = 4096
-"""Fewest tokens of a sequence that context parallelism leaves a rank by default."""
+MIN_TOKENS_PER_CP_RANK = 4096
+"""Minimum tokens of a sequence per rank of cp."""
 MOST_MICRO_BATCH = 16
 FINE_GRAINED = 4
-"""Experts of a token from which on a model counts as fine-grained: Megatron-LM's recipes send a
-token once to each rank for DeepSeek-V3 and Qwen3 (8 experts), not for Mixtral (2)."""
+"""Minimum top-k of a fine-grained MoE.
+
+Megatron-LM's recipes send a token once per rank for DeepSeek-V3 and Qwen3 (top-k 8), not for
+Mixtral (top-k 2)."""
 MOST_CHUNKS = 8
-"""Virtual stages of a rank that are tried whether they divide the layers or not."""
+"""Limit of virtual stages per rank that need not divide the layers."""
 HEADROOM = 0.05
-"""Share of a device's memory that candidates leave to what is no tensor: the CUDA context,
-libraries, fragmentation."""
+"""Share of device memory for the CUDA context, libraries and fragmentation."""
 
 SCHEDULES = {
     "megatron": ("1f1b", "interleaved"),
     "torchtitan": ("1f1b", "interleaved", "zbv", "dualpipev"),
 }
-"""Schedules that frameworks have; any other is searched where it is named."""
+"""Default schedules of frameworks."""
 FINE_GRAINED_SCHEDULES = ("dualpipe",)
-"""Schedules of recipes of fine-grained experts: DeepSeek-V3's, arXiv 2412.19437, section 3.2.1."""
+"""Default schedules of fine-grained MoEs: DeepSeek-V3's, arXiv 2412.19437, section 3.2.1."""
 
 
 def default_batch(run: Run, model: ModelConfig, gpus: Iterable[int]) -> int:
-    """Sequences of a step where none are given: `STEP_TOKENS`, more on many GPUs.
+    """Default global batch size in sequences: about `STEP_TOKENS` tokens, more on many GPUs.
 
-    A power of two, times the odd factor of each number of GPUs: dp divides these, and has to divide
-    the batch. Where several numbers of GPUs would make that more than four times as much, the odd
-    factor of the largest alone.
+    A power of two times the odd factor of every number of GPUs, since dp divides both. If that is
+    more than four times as much, only the odd factor of the largest number counts.
 
     >>> from stagewright.model.catalog import resolve
     >>> run, model = Run(model="llama3.1-405b"), resolve("llama3.1-405b")
@@ -62,26 +65,23 @@ def default_batch(run: Run, model: ModelConfig, gpus: Iterable[int]) -> int:
     """
     counts = sorted({*gpus})
     length = run.resolved(model).seq_length or 1
-    wanted = max(STEP_TOKENS, TOKENS_PER_GPU * counts[-1]) / length
+    target = max(STEP_TOKENS, TOKENS_PER_GPU * counts[-1]) / length
     odd = [count // (count & -count) for count in counts]
     common = math.lcm(*odd)
-    batch = common if common <= 4 * wanted else odd[-1]
-    while batch < wanted:
+    batch = common if common <= 4 * target else odd[-1]
+    while batch < target:
         batch *= 2
     return batch
 
 
-def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> dict[str, Sequence[Any]]:
-    """Values by setting that are tried where the setting is not given.
-
-    dp is not among them where the number of GPUs is known: it fills them.
-    """
+def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    """Default values by setting; dp is left out, since it fills the GPUs."""
     gpus = max((fleet.gpus or 1 for fleet in fleets), default=1)
     counts = {fleet.gpus for fleet in fleets if fleet.gpus}
     domain = max(fleet.hardware.scale_up.gpus for fleet in fleets)
     divisors = sorted({d for count in counts or {1} for d in divisors_of(count)})
     layers = model.depth
-    axes: dict[str, Sequence[Any]] = {
+    axes: Axes = {
         "tp": [d for d in divisors if d <= domain and _may_split(model, d)],
         "pp": [d for d in divisors if d <= layers],
     }
@@ -91,7 +91,9 @@ def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> dict[
     if run.mode != "train":
         return axes
     length = run.resolved(model).seq_length or 1
-    axes["cp"] = [d for d in _powers_of_two(gpus) if length // d >= TOKENS_OF_RANK or d == 1]
+    axes["cp"] = [
+        d for d in _powers_of_two(gpus) if length // d >= MIN_TOKENS_PER_CP_RANK or d == 1
+    ]
     chunks = {*range(1, MOST_CHUNKS + 1), *divisors_of(layers)}
     axes["vpp"] = sorted(d for d in chunks if 2 * d <= layers or d == 1)
     axes["micro_batch_size"] = list(_powers_of_two(MOST_MICRO_BATCH))
@@ -108,8 +110,8 @@ def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> dict[
     return axes
 
 
-def _precision(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> dict[str, Sequence[Any]]:
-    """fp8 where the model was trained in it and all hardware has it: its weights are in fp8."""
+def _precision(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
+    """fp8 if published weights are in fp8 and all hardware has it."""
     published = model.quantization is not None and model.quantization.method == "fp8"
     if not published or any(fleet.hardware.rate_of("fp8") is None for fleet in fleets):
         return {}
@@ -117,8 +119,7 @@ def _precision(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> dict[st
 
 
 def not_tried(run: Run, axes: Mapping[str, Sequence[Any]], model: ModelConfig) -> list[str]:
-    """Settings that recipes of models with experts use and that are not among the axes, in a
-    sentence."""
+    """Sentence that names settings of MoE recipes that no axis covers."""
     if run.mode != "train" or not model.num_experts:
         return []
     missing: list[str] = []
@@ -138,7 +139,7 @@ _WITHOUT_DEGREE = {
 
 
 def without_effect(axes: Collection[str], values: Mapping[str, Sequence[Any]]) -> set[str]:
-    """Settings among the axes that change nothing, since a degree is 1 everywhere.
+    """Axes without effect, since a degree is always 1.
 
     >>> sorted(without_effect(["vpp", "zero"], {"pp": (1,), "tp": (1, 2)}))
     ['vpp']
@@ -147,26 +148,26 @@ def without_effect(axes: Collection[str], values: Mapping[str, Sequence[Any]]) -
     return {name for degree in single for name in _WITHOUT_DEGREE[degree] if name in axes}
 
 
-def policies(given: Collection[str]) -> list[Constraint]:
-    """Constraints of the default space, where settings are not `given`."""
-    found: list[Constraint] = []
-    if "etp" not in given:
-        found.append(Constraint("by default etp is 1 or tp", ("etp", "tp"), _check_etp))
-    if "dp_shard" not in given:
+def default_constraints(fixed: Collection[str]) -> list[Constraint]:
+    """Constraints of default values, for settings that the user did not fix."""
+    result: list[Constraint] = []
+    if "etp" not in fixed:
+        result.append(Constraint("by default etp is 1 or tp", ("etp", "tp"), _check_etp))
+    if "dp_shard" not in fixed:
         reads = ("dp_shard", "tp", "cp", "dp", HARDWARE)
-        why = "by default copies of sharded states fill whole domains"
-        found.append(Constraint(why, reads, _check_hsdp))
-    return found
+        requirement = "by default copies of sharded states fill whole domains"
+        result.append(Constraint(requirement, reads, _check_hsdp))
+    return result
 
 
-def _check_etp(rows: Candidates, row: int) -> None:
-    run = rows.run(row)
+def _check_etp(candidates: Candidates, index: int) -> None:
+    run = candidates.run(index)
     if run.etp not in (None, 1, run.tp):
         raise UserError(f"etp={run.etp} is neither 1 nor tp={run.tp}; list it with --etp to try it")
 
 
-def _check_hsdp(rows: Candidates, row: int) -> None:
-    run, domain = rows.run(row), rows.hardware(row).scale_up.gpus
+def _check_hsdp(candidates: Candidates, index: int) -> None:
+    run, domain = candidates.run(index), candidates.hardware(index).scale_up.gpus
     if run.dp_shard is None:
         return
     if run.dp_shard == run.dp:
@@ -187,15 +188,13 @@ def _powers_of_two(limit: int) -> Iterator[int]:
 
 
 def _may_split(model: ModelConfig, ranks: int) -> bool:
-    """True if as many ranks could split the heads: a rough filter, the checks decide."""
+    """True if this many ranks divide the heads; a rough filter before the checks."""
     return not model.attends or model.num_attention_heads % ranks == 0
 
 
 # ---- families that --space adds ------------------------------------------------------------------
 
 DEFAULT, FULL = "default", "full"
-
-Axes = dict[str, Sequence[Any]]
 
 
 def _hsdp(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
@@ -209,7 +208,7 @@ def _offload(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
 
 
 def _placement(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    # Experts lie over the ranks of dp first, wherever these are.
+    # ep is the innermost part of dp.
     orders = itertools.permutations(("tp", "cp", "ep-dp", "pp"))
     return {"order": [run.order, *("-".join(axes) for axes in orders)]}
 
@@ -251,34 +250,34 @@ FAMILIES: Mapping[str, Callable[[Run, ModelConfig, Sequence[Fleet]], Axes]] = {
 
 
 def families_of(text: str | None) -> tuple[str, ...]:
-    """Families that the text of `--space` names; UserError for another word."""
+    """Families in the text of `--space`; UserError for another word."""
     if text is None:
         return ()
-    named = [word.strip() for word in text.split(",")]
-    known = (DEFAULT, FULL, *FAMILIES)
-    for word in named:
+    words = [word.strip() for word in text.split(",")]
+    allowed = (DEFAULT, FULL, *FAMILIES)
+    for word in words:
         if not word:
             raise UserError(
-                f"--space: got {text!r}, in which a word is empty; wanted {', '.join(known)}, or "
+                f"--space: got {text!r}, in which a word is empty; wanted {', '.join(allowed)}, or "
                 "several of these"
             )
-        if word not in known:
+        if word not in allowed:
             raise UserError(
-                f"--space {word}: wanted {', '.join(known)}, or several of these"
-                f"{did_you_mean(word, known)}"
+                f"--space {word}: wanted {', '.join(allowed)}, or several of these"
+                f"{did_you_mean(word, allowed)}"
             )
-    if FULL in named:
+    if FULL in words:
         return tuple(FAMILIES)
-    return tuple(dict.fromkeys(word for word in named if word != DEFAULT))
+    return tuple(dict.fromkeys(word for word in words if word != DEFAULT))
 
 
 def family_axes(
     names: Iterable[str], run: Run, model: ModelConfig, fleets: Sequence[Fleet]
-) -> dict[str, Sequence[Any]]:
-    """Values by setting that families add; UserError in inference, which has none of them."""
-    found: dict[str, Sequence[Any]] = {}
+) -> Axes:
+    """Values by setting that families add; UserError in inference, which has no families."""
+    axes: Axes = {}
     for name in names:
         if run.mode != "train":
             raise UserError(f"--space {name} adds settings of training, got mode={run.mode}")
-        found |= FAMILIES[name](run, model, fleets)
-    return {name: tuple(dict.fromkeys(values)) for name, values in found.items()}
+        axes |= FAMILIES[name](run, model, fleets)
+    return {name: tuple(dict.fromkeys(values)) for name, values in axes.items()}

@@ -1,14 +1,14 @@
-"""The candidates of a space: settings crossed one after another, with constraints between them.
+"""Enumeration of a space: settings are crossed one by one, constraints applied in between.
 
-Each constraint is applied as soon as all settings that it reads are there, so that what cannot run
-is never crossed with more. Of candidates that differ in a setting without effect, one stays.
+A constraint is applied once all settings that it reads are crossed, so that refused combinations
+are not multiplied. Of candidates that differ in a setting without effect, one remains.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
@@ -19,7 +19,6 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.experiment import Experiment
 from stagewright.run.rule import ALL
 from stagewright.run.sections import EXPERIMENT
-from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates, Column, code_type
 from stagewright.searching.constraints import (
     SAME_RUN,
@@ -32,20 +31,20 @@ from stagewright.searching.machines import Fleet, divisors_of
 from stagewright.time.hardware import Hardware
 
 MOST_CANDIDATES = 30_000_000
-"""Larger spaces are refused: a candidate takes about 20 bytes here, 500 once it is estimated."""
+"""Limit of candidates: each takes about 20 bytes here, 500 once it is estimated."""
 CHUNK = 1 << 21
-"""Combinations that are made at once."""
+"""Combinations that are crossed at once."""
 DIVIDES = "tp x cp x pp divides the GPUs"
-DP_GIVEN = "dp is one of those asked for"
+DP_ALLOWED = "dp is one of those asked for"
 _GPUS = "gpus"
-_ENDS = "first_stage_less_layers", "last_stage_less_layers"
+_STAGE_SETTINGS = "first_stage_less_layers", "last_stage_less_layers"
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """Combinations that a constraint has removed."""
+    """Combinations that a constraint removed."""
 
-    why: str
+    requirement: str
     """Requirement of the constraint."""
     count: int
     """Number of combinations."""
@@ -54,14 +53,14 @@ class Removed:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The candidates of a space."""
+class Enumeration:
+    """All candidates of a space."""
 
-    rows: Candidates
+    candidates: Candidates
     combinations: int
-    """Before any constraint."""
+    """Number of combinations before any constraint."""
     removed: tuple[Removed, ...]
-    """By constraint, the one that removed most first."""
+    """Removed combinations by constraint, largest count first."""
 
 
 def enumerate_candidates(
@@ -69,18 +68,14 @@ def enumerate_candidates(
     model: ModelConfig,
     fleets: Sequence[Fleet],
     axes: Mapping[str, tuple[Any, ...]],
-    policies: Iterable[Constraint] = (),
-    progress: Callable[[str, int], None] | None = None,
-) -> Found:
+    extra_constraints: Iterable[Constraint] = (),
+) -> Enumeration:
     """All combinations of values that can run; dp fills the GPUs where their number is known.
 
-    `progress` is called with each setting before it is crossed, and the candidates so far. Raises
-    UserError where there are none, or more than `MOST_CANDIDATES`.
+    Raises UserError where there are none, or more than `MOST_CANDIDATES`.
     """
-    crossing = _PartialCandidates.of(base, model, fleets, axes, policies)
+    crossing = _PartialCandidates.of(base, model, fleets, axes, extra_constraints)
     for name, values in crossing.axes.items():
-        if progress is not None:
-            progress(name, len(crossing.rows))
         crossing.cross(name, values)
     return crossing.result()
 
@@ -89,18 +84,18 @@ def enumerate_candidates(
 class _PartialCandidates:
     """Candidates while their settings are crossed."""
 
-    rows: Candidates
-    """With a column `gpus`, where the number of GPUs is known."""
+    candidates: Candidates
+    """Candidates with a column `gpus`, where the number of GPUs is known."""
     axes: dict[str, tuple[Any, ...]]
     combinations: int
-    rules: list[Constraint]
+    constraints: list[Constraint]
     """Constraints that have not been applied."""
-    left: int
+    uncrossed: int
     """Combinations of the axes that have not been crossed."""
     degrees: tuple[int, ...]
-    """Values that dp may have where it fills the GPUs."""
+    """Possible values of dp where it fills the GPUs."""
     removed: dict[str, dict[str, int]] = field(default_factory=dict[str, dict[str, int]])
-    """Combinations by constraint and example."""
+    """Number of removed combinations by requirement and example."""
 
     @classmethod
     def of(
@@ -109,182 +104,193 @@ class _PartialCandidates:
         model: ModelConfig,
         fleets: Sequence[Fleet],
         axes: Mapping[str, tuple[Any, ...]],
-        policies: Iterable[Constraint],
+        extra_constraints: Iterable[Constraint],
     ) -> Self:
-        """The rows of the fleets, where nothing has been crossed."""
+        """One candidate per fleet; no axis is crossed."""
         combinations = len(fleets) * math.prod(map(len, axes.values()))
         counts = [fleet.gpus for fleet in fleets]
-        degrees: tuple[int, ...] = ()
         columns = {HARDWARE: _hardware_column([fleet.hardware for fleet in fleets])}
         axes = dict(axes)
-        if any(counts):
-            given = axes.pop("dp", None)
+        dp_fills = any(counts)
+        if dp_fills:
+            dp_values = axes.pop("dp", None)
             columns[_GPUS] = Column.of(counts)
-            axes = _with_dp(axes, given)
-            filled = {(count or 1) - prefill_gpus(base.run) for count in counts}
+            axes = _with_dp(axes, dp_values)
+        varied = {fleet.hardware.name: fleet.varied for fleet in fleets if fleet.varied}
+        candidates = Candidates(base, model, columns, len(counts), varied)
+        degrees: tuple[int, ...] = ()
+        if dp_fills:
+            filled = {(count or 1) - candidates.prefill_gpus for count in counts}
             degrees = tuple(sorted({d for count in filled for d in divisors_of(count)}))
-        rows = Candidates(base, model, columns, len(counts))
-        rules = [*constraints(base.run.mode, model), *policies]
-        left = math.prod(len(values) for values in axes.values())
-        start = cls(rows, axes, combinations, rules, left, degrees)
-        start.rows = start.rows.take(start._kept(start.rows, start._due(start.rows)))
+        remaining = [*constraints(base.run.mode, model), *extra_constraints]
+        uncrossed = math.prod(len(values) for values in axes.values())
+        start = cls(candidates, axes, combinations, remaining, uncrossed, degrees)
+        start.candidates = candidates.take(
+            start._allowed(candidates, start._pop_applicable(candidates))
+        )
         return start
 
     def cross(self, name: str, values: tuple[Any, ...]) -> None:
-        """Combine all candidates with the values of a setting, and drop those that are refused."""
-        self.left //= len(values)
-        fills = name == "dp" and _GPUS in self.rows.columns
+        """Combine all candidates with the values of a setting; remove those that are refused."""
+        self.uncrossed //= len(values)
+        fills = name == "dp" and _GPUS in self.candidates.columns
         if not fills and self._has_no_effect(name, values):
             values = values[:1]
-        if len(self.rows) * len(values) > 4 * MOST_CANDIDATES:
-            raise _too_many(len(self.rows) * len(values) * self.left)
-        due: list[Constraint] | None = None
+        total = len(self.candidates)
+        if total * len(values) > 4 * MOST_CANDIDATES:
+            raise _too_many(total * len(values) * self.uncrossed)
+        applicable: list[Constraint] | None = None
         chunks: list[Candidates] = []
         step = max(1, CHUNK // len(values))
-        for begin in range(0, max(len(self.rows), 1), step):
-            chunk = self.rows.take(slice(begin, begin + step))
+        for begin in range(0, max(total, 1), step):
+            chunk = self.candidates.take(slice(begin, begin + step))
             chunk = self._filled(chunk, values) if fills else _crossed(chunk, name, values)
             parents = np.arange(len(chunk)) // len(values)
-            due = self._due(chunk) if due is None else due
-            kept = self._kept(chunk, due)
-            chunk, parents = chunk.take(kept), parents[kept]
+            if applicable is None:
+                applicable = self._pop_applicable(chunk)
+            allowed = self._allowed(chunk, applicable)
+            chunk, parents = chunk.take(allowed), parents[allowed]
             if not fills and len(values) > 1:
                 chunk = self._without_same(chunk, parents, name)
             chunks.append(chunk)
-            if sum(map(len, chunks)) > MOST_CANDIDATES:
-                share = min(1.0, (begin + step) / len(self.rows))
-                raise _too_many(sum(map(len, chunks)) / share * self.left)
-        self.rows = _concatenated(chunks)
+            count = sum(map(len, chunks))
+            if count > MOST_CANDIDATES:
+                raise _too_many(count / min(1.0, (begin + step) / total) * self.uncrossed)
+        self.candidates = _concatenated(chunks)
 
-    def _due(self, rows: Candidates) -> list[Constraint]:
-        """Constraints whose settings are all there, which are applied but once."""
-        waiting = self.axes.keys() - rows.columns.keys()
-        due = [
-            rule
-            for rule in self.rules
-            if not (waiting if rule.reads == ALL else waiting.intersection(rule.reads))
+    def _pop_applicable(self, candidates: Candidates) -> list[Constraint]:
+        """Pop constraints whose settings are all crossed."""
+        waiting = self.axes.keys() - candidates.columns.keys()
+        applicable = [
+            constraint
+            for constraint in self.constraints
+            if not (waiting if constraint.reads == ALL else waiting.intersection(constraint.reads))
         ]
-        self.rules = [rule for rule in self.rules if rule not in due]
-        return due
+        self.constraints = [c for c in self.constraints if c not in applicable]
+        return applicable
 
-    def _kept(self, rows: Candidates, due: Iterable[Constraint]) -> Int:
+    def _allowed(self, candidates: Candidates, applicable: Iterable[Constraint]) -> Int:
         """Candidates that no constraint refuses."""
-        kept = np.arange(len(rows))
-        for rule in due:
-            some = rows.take(kept) if len(kept) < len(rows) else rows
+        allowed = np.arange(len(candidates))
+        for constraint in applicable:
+            subset = candidates.take(allowed) if len(allowed) < len(candidates) else candidates
             try:
-                refused = rule.refused(some)
+                refused = constraint.refused(subset)
             except TooManyChecks as error:
-                raise error.as_user_error(len(some) * self.left) from None
-            counts = np.bincount(refused + 1, minlength=1 + len(rule.examples)).tolist()
-            for example, count in zip(rule.examples, counts[1:], strict=True):
+                raise error.as_user_error(len(subset) * self.uncrossed) from None
+            counts = np.bincount(refused + 1, minlength=1 + len(constraint.examples)).tolist()
+            for example, count in zip(constraint.examples, counts[1:], strict=True):
                 if count:
-                    self._note(rule.name, count, example)
-            kept = kept[refused < 0]
-        return kept
+                    self._count_removed(constraint.requirement, count, example)
+            allowed = allowed[refused < 0]
+        return allowed
 
-    def _note(self, why: str, count: int, example: str) -> None:
-        """Count combinations that a constraint has removed."""
-        examples = self.removed.setdefault(why, {})
-        # Each chunk has an example of its own: the first stands for all.
-        words = next((known for known in examples if same_words(known, example)), example)
-        examples[words] = examples.get(words, 0) + count * self.left
+    def _count_removed(self, requirement: str, count: int, example: str) -> None:
+        """Count removed combinations. Merge examples of chunks that differ in numbers only."""
+        counts = self.removed.setdefault(requirement, {})
+        example = next((text for text in counts if same_words(text, example)), example)
+        counts[example] = counts.get(example, 0) + count * self.uncrossed
 
-    def _filled(self, rows: Candidates, values: tuple[Any, ...]) -> Candidates:
+    def _filled(self, candidates: Candidates, values: tuple[Any, ...]) -> Candidates:
         """Candidates with the dp that fills their GPUs, where it is one of the values."""
-        gpus = rows.numbers(_GPUS) - prefill_gpus(rows.base.run)
-        others = rows.numbers("tp") * rows.numbers("cp") * rows.numbers("pp")
-        divides = gpus % others == 0
-        dp = gpus // others
+        gpus = candidates.numbers(_GPUS) - candidates.prefill_gpus
+        ranks = np.prod([candidates.numbers(name) for name in ("tp", "cp", "pp")], axis=0)
+        divides = gpus % ranks == 0
+        dp: Int = gpus // ranks
         if not divides.all():
-            row = int(np.argmin(divides))
-            run = rows.run(row)
+            index = int(np.argmin(divides))
+            run = candidates.run(index)
             example = (
-                f"{gpus[row]} GPUs are not a multiple of tp={run.tp} x cp={run.cp} x pp={run.pp}"
+                f"{gpus[index]} GPUs are not a multiple of tp={run.tp} x cp={run.cp} x pp={run.pp}"
             )
-            self._note(DIVIDES, int((~divides).sum()), example)
-        rows, dp = rows.take(divides), dp[divides]
-        codes = np.searchsorted(self.degrees, dp).astype(code_type(len(self.degrees)))
-        column = Column(codes, self.degrees)
-        rows = Candidates(rows.base, rows.model, {**rows.columns, "dp": column}, len(rows))
+            self._count_removed(DIVIDES, int((~divides).sum()), example)
+        candidates, dp = candidates.take(divides), dp[divides]
+        codes: Int = np.searchsorted(self.degrees, dp)
+        column = Column(codes.astype(code_type(len(self.degrees))), self.degrees)
+        candidates = replace(candidates, columns={**candidates.columns, "dp": column})
         if values == (None,):
-            return rows
-        given = column.is_one_of(*values)
-        if not given.all():
-            row = int(np.argmin(given))
+            return candidates
+        allowed = column.is_one_of(*values)
+        if not allowed.all():
+            index = int(np.argmin(allowed))
             example = (
-                f"dp is {dp[row]}, which fills {rows.world_size[row]} GPUs, and not "
+                f"dp is {dp[index]}, which fills {candidates.world_size[index]} GPUs, and not "
                 f"{either([str(value) for value in values])}"
             )
-            self._note(DP_GIVEN, int((~given).sum()), example)
-        return rows.take(given)
+            self._count_removed(DP_ALLOWED, int((~allowed).sum()), example)
+        return candidates.take(allowed)
 
     # ---- candidates that are the same run --------------------------------------------------------
 
     def _has_no_effect(self, name: str, values: tuple[Any, ...]) -> bool:
-        """True if a setting changes no candidate, and no constraint reads it: then its further
-        values are removed without being crossed."""
-        rows = self.rows
-        read = (rule for rule in self.rules if rule.reads == ALL or name in rule.reads)
-        if len(values) == 1 or not len(rows) or any(read) or not self._no_effect(rows, name).all():
+        """True if a setting changes no candidate, and no remaining constraint reads it.
+
+        Its further values are then counted as removed without being crossed.
+        """
+        candidates = self.candidates
+        if len(values) == 1 or not len(candidates):
             return False
-        second = _crossed(rows.take(slice(1)), name, values[:2])
-        self._note_same(second, 1, name, len(rows) * (len(values) - 1))
+        if any(c.reads == ALL or name in c.reads for c in self.constraints):
+            return False
+        if not self._no_effect(candidates, name).all():
+            return False
+        second = _crossed(candidates.take(slice(1)), name, values[:2])
+        self._count_same(second, 1, name, len(candidates) * (len(values) - 1))
         return True
 
-    def _no_effect(self, rows: Candidates, name: str) -> Bool:
-        """Candidates for which a setting changes nothing, as far as their settings are known."""
-        found = np.zeros(len(rows), dtype=bool)
+    def _no_effect(self, candidates: Candidates, name: str) -> Bool:
+        """Mask of candidates in which a setting changes nothing, by the settings crossed so far."""
+        mask = np.zeros(len(candidates), dtype=bool)
         for values in (*EXPERIMENT[name].idle, *SAME_RUN.get(name, ())):
-            if not self.axes.keys() & values.keys() - rows.columns.keys():
-                each = [rows.column(other).is_one_of(value) for other, value in values.items()]
-                found |= np.logical_and.reduce(each)
-        return found
+            if not self.axes.keys() & values.keys() - candidates.columns.keys():
+                equal = [candidates.column(n).is_one_of(value) for n, value in values.items()]
+                mask |= np.logical_and.reduce(equal)
+        return mask
 
-    def _without_same(self, rows: Candidates, parents: Int, name: str) -> Candidates:
-        """One candidate of those that differ only in a setting without effect."""
-        same = np.zeros(len(rows), dtype=bool)
-        at = np.flatnonzero(self._no_effect(rows, name))
+    def _without_same(self, candidates: Candidates, parents: Int, name: str) -> Candidates:
+        """Keep one of the candidates that differ only in a setting without effect."""
+        same = np.zeros(len(candidates), dtype=bool)
+        at = np.flatnonzero(self._no_effect(candidates, name))
         same[at[1:]] = parents[at[1:]] == parents[at[:-1]]
         if name == "order":
-            same |= _same_order(rows, parents, self.axes.keys() - rows.columns.keys())
+            same |= _same_order(candidates, parents, self.axes.keys() - candidates.columns.keys())
         if not same.any():
-            return rows
-        self._note_same(rows, int(np.argmax(same)), name, int(same.sum()))
-        return rows.take(~same)
+            return candidates
+        self._count_same(candidates, int(np.argmax(same)), name, int(same.sum()))
+        return candidates.take(~same)
 
-    def _note_same(self, rows: Candidates, row: int, name: str, count: int) -> None:
-        example = f"{rows.describe(row)}: the same as without {name}"
-        self._note(f"{name} changes something", count, example)
+    def _count_same(self, candidates: Candidates, index: int, name: str, count: int) -> None:
+        example = f"{candidates.describe(index)}: the same as without {name}"
+        self._count_removed(f"{name} changes something", count, example)
 
     # ---- the result ------------------------------------------------------------------------------
 
-    def result(self) -> Found:
-        """The candidates; UserError where there are none."""
-        rows = self.rows
-        same = _same_stages(rows)
+    def result(self) -> Enumeration:
+        """All candidates; UserError where there are none."""
+        candidates = self.candidates
+        same = _same_stages(candidates)
         if same.any():
-            ends = "first_stage_less_layers or last_stage_less_layers"
-            self._note_same(rows, int(np.argmax(same)), ends, int(same.sum()))
-            rows = rows.take(~same)
-        if not len(rows):
+            names = " or ".join(_STAGE_SETTINGS)
+            self._count_same(candidates, int(np.argmax(same)), names, int(same.sum()))
+            candidates = candidates.take(~same)
+        if not len(candidates):
             raise self._none()
         removed = [
-            Removed(why, sum(examples.values()), max(examples, key=lambda words: examples[words]))
-            for why, examples in self.removed.items()
+            Removed(requirement, sum(counts.values()), max(counts, key=lambda text: counts[text]))
+            for requirement, counts in self.removed.items()
         ]
-        columns = {name: _compact(of) for name, of in rows.columns.items() if name != _GPUS}
-        return Found(
-            Candidates(rows.base, rows.model, columns, len(rows)),
+        columns = {n: _compact(column) for n, column in candidates.columns.items() if n != _GPUS}
+        return Enumeration(
+            replace(candidates, columns=columns),
             self.combinations,
-            tuple(sorted((each for each in removed if each.count), key=lambda each: -each.count)),
+            tuple(sorted((r for r in removed if r.count), key=lambda r: -r.count)),
         )
 
     def _none(self) -> UserError:
         """Error of a space in which nothing can run: the most frequent reasons."""
-        reasons = [item for examples in self.removed.values() for item in examples.items()]
-        most = sorted(reasons, key=lambda item: -item[1])[:2]
-        why = "; ".join(f"{example} ({count:,} such)" for example, count in most)
+        reasons = [item for counts in self.removed.values() for item in counts.items()]
+        frequent = sorted(reasons, key=lambda item: -item[1])[:2]
+        why = "; ".join(f"{example} ({count:,} such)" for example, count in frequent)
         none = f"none of the {self.combinations:,} combinations can be run"
         if self.combinations == 1:
             none = "the only combination cannot be run"
@@ -292,24 +298,19 @@ class _PartialCandidates:
 
 
 def _too_many(count: float) -> UserError:
-    """Error of a space of so many candidates."""
+    """Error of a space with about `count` candidates."""
     return UserError(
         f"the space has about {count:.2g} candidates, wanted at most {MOST_CANDIDATES:,}; give "
         "fewer values, or fix some settings"
     )
 
 
-def prefill_gpus(run: Run) -> int:
-    """GPUs that the degrees do not count: those of `prefill`."""
-    return run.world_size - run.tp * run.cp * run.dp * run.pp
-
-
 def _with_dp(
-    axes: Mapping[str, tuple[Any, ...]], given: tuple[Any, ...] | None
+    axes: Mapping[str, tuple[Any, ...]], dp_values: tuple[Any, ...] | None
 ) -> dict[str, tuple[Any, ...]]:
-    """The axes with dp after the degrees that it follows from."""
+    """Axes with dp after the degrees that it follows from."""
     before = [name for name in axes if name in ("pp", "tp", "cp")]
-    result = {name: axes[name] for name in before} | {"dp": given or (None,)}
+    result = {name: axes[name] for name in before} | {"dp": dp_values or (None,)}
     return result | {name: values for name, values in axes.items() if name not in before}
 
 
@@ -317,32 +318,32 @@ def _with_dp(
 
 
 def _hardware_column(systems: Sequence[Hardware]) -> Column:
-    """A column of hardware, which cannot be hashed."""
+    """Column of hardware, which cannot be hashed."""
     number: dict[int, int] = {}
     codes = [number.setdefault(id(hardware), len(number)) for hardware in systems]
     values = tuple({id(hardware): hardware for hardware in systems}.values())
     return Column(np.array(codes, dtype=code_type(len(values))), values)
 
 
-def _crossed(rows: Candidates, name: str, values: tuple[Any, ...]) -> Candidates:
+def _crossed(candidates: Candidates, name: str, values: tuple[Any, ...]) -> Candidates:
     """Each candidate with each of the values, in order."""
-    count = len(rows) * len(values)
+    count = len(candidates) * len(values)
     columns = {
         other: Column.constant(column.values[0], count)
         if len(column.values) == 1
         else Column(np.repeat(column.codes, len(values)), column.values)
-        for other, column in rows.columns.items()
+        for other, column in candidates.columns.items()
     }
     if len(values) == 1:
         columns[name] = Column.constant(values[0], count)
     else:
-        codes = np.tile(np.arange(len(values), dtype=code_type(len(values))), len(rows))
+        codes = np.tile(np.arange(len(values), dtype=code_type(len(values))), len(candidates))
         columns[name] = Column(codes, values)
-    return Candidates(rows.base, rows.model, columns, count)
+    return replace(candidates, columns=columns, count=count)
 
 
 def _concatenated(chunks: Sequence[Candidates]) -> Candidates:
-    """Chunks of the same columns, one after another."""
+    """Concatenate chunks that have the same columns."""
     first = chunks[0]
     if len(chunks) == 1:
         return first
@@ -353,11 +354,11 @@ def _concatenated(chunks: Sequence[Candidates]) -> Candidates:
         else Column(np.concatenate([c.columns[name].codes for c in chunks]), column.values)
         for name, column in first.columns.items()
     }
-    return Candidates(first.base, first.model, columns, count)
+    return replace(first, columns=columns, count=count)
 
 
 def _compact(column: Column) -> Column:
-    """The column without values that no candidate has."""
+    """Drop values that no candidate has."""
     used: Bool = np.zeros(len(column.values), dtype=bool)
     used[column.codes] = True
     if used.all():
@@ -369,50 +370,52 @@ def _compact(column: Column) -> Column:
     return Column(number[column.codes].astype(code_type(len(values))), values)
 
 
-# ---- candidates that are the same run as one before them -----------------------------------------
+# ---- candidates that are the same run as an earlier one ------------------------------------------
 
 
-def _same_order(rows: Candidates, parents: Int, unknown: Collection[str]) -> Bool:
-    """Orders that only move axes of one rank, and number ranks as another of the same parent does.
+def _same_order(candidates: Candidates, parents: Int, uncrossed: Collection[str]) -> Bool:
+    """Mask of axis orders equal to an earlier one once size-1 axes are dropped.
 
-    `unknown`: degrees that are not crossed yet, and may be more than one.
+    `uncrossed`: degrees that are not crossed yet, and may be more than one.
     """
-    degrees = {axis: rows.numbers(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
-    split = {axis: flag | (axis in unknown) for axis, flag in degrees.items()}
-    orders = [value.split("-") for value in rows.column("order").values]
-    codes = rows.column("order").codes
-    known: dict[tuple[str, ...], int] = {}
-    number = np.zeros(len(rows), dtype=np.int64)
-    pattern = sum(flag.astype(np.int64) << n for n, flag in enumerate(split.values()))
+    degrees = {axis: candidates.numbers(axis) > 1 for axis in ("tp", "cp", "dp", "pp", "ep")}
+    split = {axis: mask | (axis in uncrossed) for axis, mask in degrees.items()}
+    column = candidates.column("order")
+    orders = [value.split("-") for value in column.values]
+    number_of: dict[tuple[str, ...], int] = {}
+    number = np.zeros(len(candidates), dtype=np.int64)
+    pattern = sum(mask.astype(np.int64) << n for n, mask in enumerate(split.values()))
     for bits in np.unique(pattern).tolist():
         axes = {axis for n, axis in enumerate(split) if bits >> n & 1}
         of_value = [
-            known.setdefault(tuple(axis for axis in order if axis in axes), len(known))
+            number_of.setdefault(tuple(axis for axis in order if axis in axes), len(number_of))
             for order in orders
         ]
         selected = pattern == bits
-        number[selected] = np.array(of_value)[codes[selected]]
-    return _seen_before(parents * len(known) + number)
+        number[selected] = np.array(of_value)[column.codes[selected]]
+    return _is_repeated(parents * len(number_of) + number)
 
 
-def _same_stages(rows: Candidates) -> Bool:
-    """Candidates that differ from one before them only in how many layers the ends of the pipeline
-    count for, and have the same layers on each stage."""
-    several = any(len(rows.columns[n].values) > 1 for n in _ENDS if n in rows.columns)
-    if not several or not len(rows):
-        return np.zeros(len(rows), dtype=bool)
-    others = rows.distinct(*(name for name in rows.columns if name not in _ENDS)).of
-    splits = rows.distinct("pp", "vpp", "layers_per_stage", "pipeline_split", *_ENDS)
-    known: dict[object, int] = {}
-    number = [
-        known.setdefault(rows.run(row).resolved(rows.model).layers_per_stage, len(known))
-        for row in splits.first.tolist()
-    ]
-    return _seen_before(others * len(known) + np.array(number)[splits.of])
+def _same_stages(candidates: Candidates) -> Bool:
+    """Mask of candidates with the layers per stage of an earlier, otherwise equal one."""
+    columns = candidates.columns
+    varies = any(len(columns[n].values) > 1 for n in _STAGE_SETTINGS if n in columns)
+    if not varies or not len(candidates):
+        return np.zeros(len(candidates), dtype=bool)
+    others = candidates.distinct(*(name for name in columns if name not in _STAGE_SETTINGS)).of
+    number: dict[object, int] = {}
+
+    def number_of_split(index: int) -> int:
+        layers = candidates.run(index).resolved(candidates.model).layers_per_stage
+        return number.setdefault(layers, len(number))
+
+    names = ("pp", "vpp", "layers_per_stage", "pipeline_split", *_STAGE_SETTINGS)
+    split = candidates.map_distinct(names, number_of_split)
+    return _is_repeated(others * len(number) + split)
 
 
-def _seen_before(keys: Int) -> Bool:
-    """Keys that an earlier row has."""
-    found = np.ones(len(keys), dtype=bool)
-    found[np.unique(keys, return_index=True)[1]] = False
-    return found
+def _is_repeated(keys: Int) -> Bool:
+    """Mask of keys that occurred before."""
+    mask = np.ones(len(keys), dtype=bool)
+    mask[np.unique(keys, return_index=True)[1]] = False
+    return mask

@@ -1,10 +1,9 @@
-"""Estimates of candidates: their schedule is played on the costs of single blocks.
+"""Estimates of candidates: their schedule simulated on the costs of single blocks.
 
-A stage's forward pass takes as long as its blocks (`block_costs`). For each distinct pipeline the
-order of its schedule is played once, on arrays over all candidates that have it (`pipelines`). What
-follows the last backward pass is added: gradients that are still exchanged, the optimizer, and the
-gather of updated parameters. With ZeRO-2 and 3, blocks take at least as long as their gathers and
-reductions.
+A stage's forward pass takes as long as its blocks (`block_costs`). Each distinct pipeline's order
+of actions is simulated once, on arrays over all candidates that have it (`pipelines`). After the
+last backward pass follow the remaining reductions, the optimizer, and the gather of updated
+parameters. ZeRO-2/3: a block takes max(compute, gathers, reductions).
 
 Memory is that of the fullest pipeline rank: states as ZeRO shards them, and for each microbatch in
 flight the bytes that blocks save for backward.
@@ -28,10 +27,9 @@ from stagewright.program.communicators import Communicator
 from stagewright.run.requests import allowance_of
 from stagewright.schedule.actions import flat, halved
 from stagewright.searching.block_costs import (
-    GROUPS,
-    PARTLY,
+    PER_LAYER,
     BlockCosts,
-    Blocks,
+    blocks_of,
     input_bytes,
     pass_costs,
     state_costs,
@@ -40,14 +38,15 @@ from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates, Colum
 from stagewright.searching.figures import Figures
 from stagewright.searching.pipelines import (
     Pipeline,
-    Played,
+    PipelineTimes,
     occupancies,
     pairs_ranks,
     pipelines,
-    play_order,
+    simulate_order,
     work,
 )
 from stagewright.searching.simulated import simulate_all
+from stagewright.searching.tiny_step import GROUPS, USES
 from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.expense.power import RUNNING_FRACTION, watts_per_gpu
 from stagewright.time.network import Machine, Placement, placements, tier_of
@@ -57,66 +56,70 @@ from stagewright.time.simulate.utilization import sequence_flops
 OPTIMIZER_POWER = 0.7
 """Power over TDP of an optimizer's kernels, which stream bytes."""
 _STATES = {"parameters": 3, "gradients": 2, "optimizer": 1}
-"""Least ZeRO stage that shards each category of states."""
+"""Minimum ZeRO stage that shards each category of states."""
 
 
-def estimate(rows: Candidates, executor: Executor | None = None) -> Figures:
-    """The figures of candidates as estimates; NaN where there is none."""
-    if rows.base.run.mode != "train":
-        return _of_fewer_layers(rows, executor)
-    blocks = Blocks.of(rows)
-    groups = list(pipelines(rows, blocks))
-    halves = any(halved(pipeline.order(played[0])) for pipeline, played, _ in groups)
-    variants = any((rows.numbers(name) > 0).any() for name in PARTLY)
-    alike = rows.regardless_of_memory()
-    passes = pass_costs(alike, blocks, halves=halves, variants=variants)
-    states = state_costs(alike, blocks, variants=variants)
-    estimates = _Estimates.of(rows, passes, states)
-    for pipeline, played, at in groups:
-        estimates.add(_SamePipeline(estimates, pipeline, played, at))
+def estimate(candidates: Candidates, executor: Executor | None = None) -> Figures:
+    """Estimated metrics of candidates; NaN without an estimate."""
+    if candidates.base.run.mode != "train":
+        return _extrapolate_layers(candidates, executor)
+    blocks = blocks_of(candidates)
+    groups = list(pipelines(candidates, blocks))
+    halves = any(halved(pipeline.order(counts[0])) for pipeline, counts, _ in groups)
+    variants = any((candidates.numbers(name) > 0).any() for name in PER_LAYER)
+    merged = candidates.merge_memory_sizes()
+    passes = pass_costs(merged, blocks, halves=halves, variants=variants)
+    states = state_costs(merged, blocks, variants=variants)
+    estimates = _Estimates.of(candidates, passes, states)
+    for pipeline, counts, at in groups:
+        group = _SamePipeline(estimates, pipeline, counts, at)
+        group.write_times()
+        group.write_memory()
     return estimates.figures()
 
 
-def _of_fewer_layers(rows: Candidates, executor: Executor | None) -> Figures:
+def _extrapolate_layers(candidates: Candidates, executor: Executor | None) -> Figures:
     """Estimates of inference: each candidate simulated with few layers and with twice as many."""
-    depth = rows.model.num_layers
-    few = np.minimum(Blocks.of(rows).layers * rows.numbers("pp"), depth)
-    more = np.minimum(2 * few, depth)
-    found: list[Figures] = []
-    for layers in (few, more):
-        shorter = replace(rows, columns={**rows.columns, "layers": Column.of(layers.tolist())})
-        simulated = simulate_all(shorter, executor)
-        if simulated.stopped:
+    depth = candidates.model.num_layers
+    few = np.minimum(blocks_of(candidates).layers * candidates.numbers("pp"), depth)
+    twice = np.minimum(2 * few, depth)
+
+    def simulated(layers: Int) -> Figures:
+        column = Column.of(layers.tolist())
+        shorter = replace(candidates, columns={**candidates.columns, "layers": column})
+        results = simulate_all(shorter, executor)
+        if results.stopped:
             raise KeyboardInterrupt
-        found.append(simulated.figures)
-    first, second = Figures.concatenated(found).halves()
-    times = np.where(more > few, (depth - few) / np.maximum(more - few, 1), 0.0)
+        return results.figures
+
+    first, second = simulated(few), simulated(twice)
+    times = np.where(twice > few, (depth - few) / np.maximum(twice - few, 1), 0.0)
     return first.extrapolated(second, times)
 
 
-def lower_bounds(rows: Candidates) -> Float:
-    """Seconds that steps take at least: kernels of layers, on the mean rank of a full pipeline."""
-    blocks = Blocks.of(rows)
-    passes = pass_costs(rows, blocks)
-    run = rows.run(0).model_copy(update={"pp": 1, "vpp": 1, "dp": 1, "schedule": None})
-    (placed,) = place_blocks(run.resolved(rows.model), rows.model)
-    kinds = [blocks.kind(each) for each in placed if each[1] >= 0]
+def lower_bounds(candidates: Candidates) -> Float:
+    """Lower bound of step seconds: layer kernels over pp ranks."""
+    blocks = blocks_of(candidates)
+    passes = pass_costs(candidates, blocks)
+    run = candidates.run(0).model_copy(update={"pp": 1, "vpp": 1, "dp": 1, "schedule": None})
+    (placed,) = place_blocks(run.resolved(candidates.model), candidates.model)
+    kinds = [blocks.kind(block) for block in placed if block[1] >= 0]
     layers = np.bincount(kinds, minlength=len(blocks.kinds))
-    of_microbatch = (passes["F kernels"] + passes["B kernels"]) @ layers
-    return of_microbatch[passes.of] * rows.microbatches / rows.numbers("pp")
+    per_microbatch = (passes["F kernels"] + passes["B kernels"]) @ layers
+    return per_microbatch[passes.of] * candidates.microbatches / candidates.numbers("pp")
 
 
-# ---- exchanges along dp --------------------------------------------------------------------------
+# ---- dp communication ----------------------------------------------------------------------------
 
 
-class _Ranks(NamedTuple):
-    """Ranks of a candidate that have the same weights, and how they exchange these."""
+class _DpGroup(NamedTuple):
+    """Ranks of a candidate that have the same weights, and how they communicate."""
 
     machine: Machine
     shard: Placement | None
-    """Ranks that shard dense states, or without ZeRO have the same."""
+    """Ranks that shard dense states; without ZeRO those that replicate them."""
     replicas: Placement | None
-    """Ranks that have the same shard, with HSDP."""
+    """Ranks with the same shard, with HSDP."""
     experts: Placement | None
     zero: int
     shards: int
@@ -128,22 +131,23 @@ class _Ranks(NamedTuple):
     updates: bool
     """True if updated parameters are gathered at the end of the step."""
     overlaps: bool
-    """True if exchanges run beside kernels."""
+    """True if communication overlaps kernels."""
     level: int
     """Tier of the network that messages between stages cross."""
 
     @classmethod
-    def of(cls, rows: Candidates, row: int) -> Self:
-        """The ranks of one candidate."""
-        run, machine = rows.run(row).resolved(rows.model), rows.machine(row)
-        execution = rows.execution(row)
-        mesh, plan = parallelization(run, rows.model, mirrored=pairs_ranks(str(run.schedule)))
+    def of(cls, candidates: Candidates, index: int) -> Self:
+        """Group of one candidate."""
+        run, machine = candidates.run(index).resolved(candidates.model), candidates.machine(index)
+        execution = candidates.execution(index)
+        mirrored = pairs_ranks(str(run.schedule))
+        mesh, plan = parallelization(run, candidates.model, mirrored=mirrored)
 
         def place(axes: Sequence[str]) -> Placement | None:
             if mesh.size(*axes) < 2:
                 return None
-            groups = Program(mesh, (), (Communicator(tuple(axes)),), ())
-            return placements(machine, groups.members(0, np.zeros(1, dtype=np.int64)))[0]
+            program = Program(mesh, (), (Communicator(tuple(axes)),), ())
+            return placements(machine, program.members(0, np.zeros(1, dtype=np.int64)))[0]
 
         data = (*plan.data, *plan.context)
         shard = plan.shard if run.zero else data
@@ -153,22 +157,22 @@ class _Ranks(NamedTuple):
             ranks = ranks[ranks // mesh.stride("pp") % run.pp < run.pp - 1]
             level = int(tier_of(machine, ranks, ranks + mesh.stride("pp")).max())
         return cls(
-            machine,
-            place(shard),
-            place([axis for axis in data if axis not in shard]),
-            place(dict(mesh.groups).get("edp", ())),
-            run.zero,
-            mesh.size(*shard),
-            reduces_each_microbatch(run),
-            # PyTorch's pipelines keep what they have gathered (`reshard_after_backward`).
-            not (run.pipeline_caches and run.pp > 1),
-            not execution.overlap_param_gather,
-            "dp" not in execution.no_overlap and execution.streams != "one",
-            level,
+            machine=machine,
+            shard=place(shard),
+            replicas=place([axis for axis in data if axis not in shard]),
+            experts=place(dict(mesh.groups).get("edp", ())),
+            zero=run.zero,
+            shards=mesh.size(*shard),
+            reduces=reduces_each_microbatch(run),
+            # PyTorch's pipelines keep gathered parameters (`reshard_after_backward`).
+            gathers=not (run.pipeline_caches and run.pp > 1),
+            updates=not execution.overlap_param_gather,
+            overlaps="dp" not in execution.no_overlap and execution.streams != "one",
+            level=level,
         )
 
     def seconds(self, group: str, use: str, sizes: Float) -> Float:
-        """Seconds of exchanges of whole tensors of these bytes."""
+        """Seconds to communicate unsharded tensors of `sizes` bytes."""
         place = self.shard if group == "dense" else self.experts
         if place is None or (use == "update" and not self.updates):
             return np.zeros_like(sizes)
@@ -177,58 +181,58 @@ class _Ranks(NamedTuple):
                 return np.zeros_like(sizes)
             return collective_seconds("all_gather", sizes / place.ranks, place, self.machine)
         op = "reduce_scatter" if self.zero else "all_reduce"
-        found = collective_seconds(op, sizes, place, self.machine)
+        seconds = collective_seconds(op, sizes, place, self.machine)
         if self.replicas is not None and group == "dense":
             shard = sizes / place.ranks
-            found = found + collective_seconds("all_reduce", shard, self.replicas, self.machine)
-        return found
+            seconds = seconds + collective_seconds("all_reduce", shard, self.replicas, self.machine)
+        return seconds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Exchanges:
-    """Seconds of exchanges along dp by block: [groups of ranks, tuples, kinds] each.
+class _DpComm:
+    """Seconds of dp communication by block: [groups of ranks, tuples, kinds] each.
 
-    Dense and expert weights (`GROUPS`) are exchanged on a stream each.
+    Dense and expert weights (`GROUPS`) use one stream each.
     """
 
     of: Int
     """Tuple of each candidate."""
-    ranks: Sequence[_Ranks]
-    """By tuple."""
+    groups: Sequence[_DpGroup]
+    """Ranks by tuple."""
     forward: Float
-    """Gathers of each microbatch's forward pass."""
+    """Gathers of a microbatch's forward pass."""
     backward: Float
-    """The same of its backward pass."""
+    """Gathers of a microbatch's backward pass."""
     reduce: Float
-    """Reductions of gradients, of each microbatch or once."""
+    """Reductions of gradients, per microbatch or per step."""
     update: Float
-    """Gathers of updated parameters, once."""
+    """Gathers of updated parameters, per step."""
 
     @classmethod
-    def of_candidates(cls, rows: Candidates, states: BlockCosts) -> Self:
-        """The exchanges of candidates with these states."""
+    def of_candidates(cls, candidates: Candidates, states: BlockCosts) -> Self:
+        """Communication of candidates with these states."""
         names = (
             *("tp", "cp", "dp", "pp", "ep", "etp", "order", "dp_shard", "zero", "schedule"),
             *("overlap_param_gather", "no_overlap", "grad_reduce"),
             *(HARDWARE, "topology", "algorithm"),
         )
-        places = rows.distinct(*names)
-        first, of = distinct_numbers([places.of, states.of], len(rows))
-        by_place = {n: _Ranks.of(rows, row) for n, row in enumerate(places.first.tolist())}
-        ranks = [by_place[place] for place in places.of[first].tolist()]
+        placed = candidates.distinct(*names)
+        first, of = distinct_numbers([placed.of, states.of], len(candidates))
+        by_tuple = [_DpGroup.of(candidates, index) for index in placed.first.tolist()]
+        numbers: list[int] = placed.of[first].tolist()
+        groups = [by_tuple[n] for n in numbers]
         tables = np.zeros((4, len(GROUPS), len(first), states["optimizer"].shape[1]))
-        for n, (mine, state) in enumerate(zip(ranks, states.of[first].tolist(), strict=True)):
+        for n, (ranks, state) in enumerate(zip(groups, states.of[first].tolist(), strict=True)):
             for g, group in enumerate(GROUPS):
-                uses = ("gather_forward", "gather_recompute", "gather_backward", "reduce", "update")
-                forward, again, backward, reduce, update = (
-                    mine.seconds(group, use, states[f"{group} {use}"][state]) for use in uses
+                forward, recompute, backward, reduce, update = (
+                    ranks.seconds(group, use, states[f"{group} {use}"][state]) for use in USES
                 )
-                tables[:, g, n] = forward, again + backward, reduce, update
-        return cls(of, ranks, *tables)
+                tables[:, g, n] = forward, recompute + backward, reduce, update
+        return cls(of, groups, *tables)
 
     def flags(self, name: str) -> Int:
-        """A figure of `_Ranks` for each tuple."""
-        return np.array([int(getattr(mine, name)) for mine in self.ranks])
+        """Field of `_DpGroup` per tuple."""
+        return np.array([int(getattr(group, name)) for group in self.groups])
 
 
 # ---- estimates of training -----------------------------------------------------------------------
@@ -236,276 +240,267 @@ class _Exchanges:
 
 @dataclass(slots=True, eq=False)
 class _Estimates:
-    """Estimates while they are made: arrays over candidates."""
+    """Estimates that `_SamePipeline` fills in: [candidates] each."""
 
-    rows: Candidates
+    candidates: Candidates
     passes: BlockCosts
     states: BlockCosts
-    exchanges: _Exchanges
+    dp_comm: _DpComm
     message: Float
     """Seconds of a message from stage to stage."""
     sent: Float
     """Bytes of such a message."""
     seconds: Float
     bubble: Float
-    after: Float
-    """Seconds after the last backward pass in which GPUs wait for exchanges along dp."""
-    waits: Float
+    exposed_dp: Float
+    """Seconds after the last backward pass in which GPUs wait for dp communication."""
+    exposed_layers: Float
     """Seconds in which the mean GPU waits for communication within layers."""
     kernels: Float
-    drawn: Float
-    """Seconds at TDP, as `BlockCosts` has it."""
+    energy_over_tdp: Float
+    """Energy of kernels over TDP, in seconds."""
     memory: dict[str, Float]
 
     @classmethod
-    def of(cls, rows: Candidates, passes: BlockCosts, states: BlockCosts) -> Self:
-        """Nothing is estimated yet."""
-        exchanges = _Exchanges.of_candidates(rows, states)
-        sent = input_bytes(rows)
-        message = np.zeros(len(rows))
-        level = exchanges.flags("level")[exchanges.of]
-        first, of = distinct_numbers([rows.machines, level], len(rows))
-        for n, row in enumerate(first.tolist()):
-            mine = of == n
-            message[mine] = message_seconds(sent[mine], int(level[row]), rows.machine(row))
+    def of(cls, candidates: Candidates, passes: BlockCosts, states: BlockCosts) -> Self:
+        """Estimates of zero."""
+        dp_comm = _DpComm.of_candidates(candidates, states)
+        sent = input_bytes(candidates)
+        message = np.zeros(len(candidates))
+        level = dp_comm.flags("level")[dp_comm.of]
+        first, of = distinct_numbers([candidates.machines, level], len(candidates))
+        for n, index in enumerate(first.tolist()):
+            mask = of == n
+            machine = candidates.machine(index)
+            message[mask] = message_seconds(sent[mask], int(level[index]), machine)
         categories = (*_STATES, "gathered_parameters", "activations", "workspace", "communication")
-        memory = {name: np.zeros(len(rows)) for name in categories}
-        seconds, bubble, after, waits, kernels, drawn = np.zeros((6, len(rows)))
-        return cls(
-            rows, passes, states, exchanges, message, sent, seconds, bubble, after, waits, kernels,
-            drawn, memory,
-        )  # fmt: skip
-
-    def add(self, group: _SamePipeline) -> None:
-        """Write the estimates of candidates with one pipeline."""
-        group.write_times()
-        group.write_memory()
+        memory = {name: np.zeros(len(candidates)) for name in categories}
+        zeros = np.zeros((6, len(candidates)))
+        return cls(candidates, passes, states, dp_comm, message, sent, *zeros, memory=memory)
 
     def figures(self) -> Figures:
-        """The estimates as figures."""
-        rows = self.rows
+        """Estimates as figures."""
+        candidates = self.candidates
         memory = {n: np.ceil(v).astype(np.int64) for n, v in self.memory.items() if v.any()}
-        allowance = rows.distinct("memory_allowance")
-        sizes = [allowance_of(rows.run(row)) for row in allowance.first.tolist()]
-        if any(sizes):
-            memory["allowance"] = np.array(sizes)[allowance.of]
-        gpus, batch = rows.world_size, rows.numbers("global_batch_size")
-        sequences = rows.microbatches * rows.numbers("micro_batch_size") * rows.numbers("dp")
-        batch = np.where(batch == ABSENT, sequences, batch)
-        exposed = self.after + self.waits
+        allowance = candidates.map_distinct(
+            ("memory_allowance",), lambda index: allowance_of(candidates.run(index))
+        )
+        if allowance.any():
+            memory["allowance"] = allowance
+        gpus, batch = candidates.world_size, candidates.numbers("global_batch_size")
+        sequences = candidates.microbatches * candidates.numbers("micro_batch_size")
+        batch = np.where(batch == ABSENT, sequences * candidates.numbers("dp"), batch)
+        exposed = self.exposed_dp + self.exposed_layers
         running = np.minimum((self.kernels + exposed) / self.seconds, 1.0)
-        drawn = (self.drawn + RUNNING_FRACTION * exposed) / self.seconds
-        full, causal, peak, watts, usd = np.zeros((5, len(rows)))
-        alike = rows.distinct("seq_length", HARDWARE, "precision")
-        for n, row in enumerate(alike.first.tolist()):
-            mine, hardware = alike.of == n, rows.hardware(row)
-            run = rows.run(row).resolved(rows.model)
-            full[mine], causal[mine] = sequence_flops(run, rows.model).of_step(1)
-            peak[mine] = peak_flops(hardware, PRECISIONS[run.precision].product)
-            watts[mine] = watts_per_gpu(hardware, running[mine], drawn[mine])
-            price = rows.cluster(row).price
+        power_over_tdp = (self.energy_over_tdp + RUNNING_FRACTION * exposed) / self.seconds
+        full, causal, peak, watts, usd = np.zeros((5, len(candidates)))
+        first, of = candidates.distinct("seq_length", HARDWARE, "precision")
+        for n, index in enumerate(first.tolist()):
+            mask, hardware = of == n, candidates.hardware(index)
+            run = candidates.run(index).resolved(candidates.model)
+            full[mask], causal[mask] = sequence_flops(run, candidates.model).of_step(1)
+            peak[mask] = peak_flops(hardware, PRECISIONS[run.precision].product)
+            watts[mask] = watts_per_gpu(hardware, running[mask], power_over_tdp[mask])
+            price = candidates.cluster(index).price
             price = hardware.price_usd_per_gpu_hour if price is None else price
-            usd[mine] = np.nan if price is None else price / 3600
+            usd[mask] = np.nan if price is None else price / 3600
         rate = batch / (self.seconds * gpus)
         return Figures(
             seconds=np.where(self.seconds > 0, self.seconds, np.nan),
             memory=memory,
-            device_memory=rows.device_memory,
-            exposed={"dp": self.after, "layers": self.waits},
+            device_memory=candidates.device_memory,
+            exposed={"dp": self.exposed_dp, "layers": self.exposed_layers},
             bubble=self.bubble,
-            tokens=batch * _lengths(rows),
+            tokens=batch * candidates.seq_length,
             mfu=full * rate / peak,
             mfu_causal=causal * rate / peak,
             tflops=full * rate / 1e12,
             joules=watts * gpus * self.seconds,
             usd=usd * gpus * self.seconds,
-            exact=np.zeros(len(rows), dtype=bool),
+            exact=np.zeros(len(candidates), dtype=bool),
         )
 
 
-def _lengths(rows: Candidates) -> Int:
-    """Tokens of a sequence [candidates]."""
-    alike = rows.distinct("seq_length")
-    runs = [rows.run(row).resolved(rows.model) for row in alike.first.tolist()]
-    return np.array([run.seq_length or 1 for run in runs])[alike.of]
-
-
 class _SamePipeline:
-    """Candidates of one pipeline of which the same microbatches are played."""
+    """Candidates with one pipeline and one tuple of simulated microbatch counts."""
 
     def __init__(
-        self, estimates: _Estimates, pipeline: Pipeline, played: tuple[int, ...], at: Int
+        self, estimates: _Estimates, pipeline: Pipeline, counts: tuple[int, ...], at: Int
     ) -> None:
-        """`at`: their numbers among all candidates."""
-        self.estimates, self.pipeline, self.played, self.at = estimates, pipeline, played, at
-        self.order = pipeline.order(played[-1])
+        """`counts`: simulated microbatches; `at`: indices among all candidates."""
+        self.estimates, self.pipeline, self.counts, self.at = estimates, pipeline, counts, at
+        self.order = pipeline.order(counts[-1])
         kinds = estimates.passes["F"].shape[1]
-        self.counts = np.array([np.bincount(s, minlength=kinds) for s in pipeline.stages], float)
+        self.blocks = np.array([np.bincount(s, minlength=kinds) for s in pipeline.stages], float)
         """Blocks of each kind on each stage: [stages, kinds]."""
-        self.microbatches = estimates.rows.microbatches[at]
-        self.zero = estimates.rows.numbers("zero")[at]
+        self.blocks_of_ranks = [
+            self.blocks[sorted({action.stage for action in flat(steps)})].sum(axis=0)
+            for steps in self.order
+        ]
+        """Blocks of each kind on each rank."""
+        self.microbatches = estimates.candidates.microbatches[at]
+        self.zero = estimates.candidates.numbers("zero")[at]
         self.passes = estimates.passes.of[at]
         self.states = estimates.states.of[at]
-        self.exchanged = estimates.exchanges.of[at]
+        self.comm = estimates.dp_comm.of[at]
 
     def flags(self, name: str) -> Int:
-        """A figure of `_Ranks` for each candidate."""
-        return self.estimates.exchanges.flags(name)[self.exchanged]
-
-    @property
-    def on_ranks(self) -> list[Float]:
-        """Blocks of each kind on each rank."""
-        return [self.counts[sorted({a.stage for a in flat(steps)})].sum(axis=0)
-                for steps in self.order]  # fmt: skip
+        """Field of `_DpGroup` per candidate."""
+        return self.estimates.dp_comm.flags(name)[self.comm]
 
     # ---- time ------------------------------------------------------------------------------------
 
     def write_times(self) -> None:
-        """Play the order once for each distinct set of costs, and add what follows."""
-        whole, at, m = self.estimates, self.at, self.microbatches
-        message = whole.message[at]
-        busy = whole.exchanges.forward.any(axis=(0, 2)) | (whole.exchanges.flags("reduces") > 0)
-        times = np.unique(message, return_inverse=True)[1]
-        host = np.where(busy[self.exchanged], self.exchanged + 1, 0)
-        first, of = distinct_numbers([self.passes, host, times], len(at))
+        """Simulate the order once per distinct set of costs, and add the end of the step."""
+        estimates, at, microbatches = self.estimates, self.at, self.microbatches
+        comm, passes = estimates.dp_comm, estimates.passes
+        message = estimates.message[at]
+        overlaps_passes = comm.forward.any(axis=(0, 2)) | (comm.flags("reduces") > 0)
+        message_id = np.unique(message, return_inverse=True)[1]
+        comm_id = np.where(overlaps_passes[self.comm], self.comm + 1, 0)
+        first, of = distinct_numbers([self.passes, comm_id, message_id], len(at))
         costs, gathers = self._costs(first)
         kernels, launches = (
-            {
-                kind: self.counts @ whole.passes[f"{kind} {part}"][self.passes[first]].T
-                for kind in "FB"
-            }
-            for part in ("kernels", "host")
+            {kind: self.blocks @ passes[f"{kind} {name}"][self.passes[first]].T for kind in "FB"}
+            for name in ("kernels", "host")
         )
-        played = [
-            play_order(self.pipeline.order(n), costs, kernels, launches, message[first], gathers)
-            for n in self.played
+        simulated = [
+            simulate_order(
+                self.pipeline.order(count), costs, kernels, launches, message[first], gathers
+            )
+            for count in self.counts
         ]
-        ends = played[-1].ranks[:, of]
-        if len(played) > 1:
-            rounds = (m - self.played[-1]) / self.pipeline.round
-            ends = ends + rounds * (played[-1].ranks - played[0].ranks).max(axis=0)[of]
-        span, step = ends.max(axis=0), self._reduced(played[-1], costs, of, ends).max(axis=0)
-        mean = work(self.order, costs, kernels, launches).mean(axis=0)[of] * (m / self.played[-1])
-        optimizer, update = self._after()
-        per_rank = self.counts.sum(axis=0) / self.pipeline.pp
-        running = whole.passes["F kernels"] + whole.passes["B kernels"]
-        whole.seconds[at] = step + optimizer + update
-        whole.bubble[at] = np.maximum(span - mean, 0.0)
-        whole.after[at] = step - span + update
-        whole.kernels[at] = running[self.passes] @ per_rank * m + optimizer
-        whole.waits[at] = np.maximum(mean + optimizer - whole.kernels[at], 0.0)
-        drawn = whole.passes["drawn"][self.passes] @ per_rank * m
-        whole.drawn[at] = drawn + OPTIMIZER_POWER * optimizer
+        times, count = simulated[-1], self.counts[-1]
+        ends = times.ranks[:, of]
+        if len(simulated) > 1:
+            periods = (microbatches - count) / self.pipeline.period
+            ends = ends + periods * (times.ranks - simulated[0].ranks).max(axis=0)[of]
+        span, step = ends.max(axis=0), self._reduction_ends(times, costs, of, ends).max(axis=0)
+        mean = work(self.order, costs, kernels, launches).mean(axis=0)[of] * (microbatches / count)
+        optimizer, update = self._optimizer_and_update()
+        per_rank = self.blocks.sum(axis=0) / self.pipeline.pp
+        kernel_seconds = (passes["F kernels"] + passes["B kernels"])[self.passes] @ per_rank
+        estimates.seconds[at] = step + optimizer + update
+        estimates.bubble[at] = np.maximum(span - mean, 0.0)
+        estimates.exposed_dp[at] = step - span + update
+        estimates.kernels[at] = kernel_seconds * microbatches + optimizer
+        estimates.exposed_layers[at] = np.maximum(mean + optimizer - estimates.kernels[at], 0.0)
+        energy = passes["energy over TDP"][self.passes] @ per_rank * microbatches
+        estimates.energy_over_tdp[at] = energy + OPTIMIZER_POWER * optimizer
 
     def _costs(self, first: Int) -> tuple[dict[str, Float], dict[str, Float]]:
-        """Seconds of actions by kind on each stage, for some candidates: [stages, candidates].
+        """Seconds of actions by kind: [stages, candidates].
 
-        And those of gathers before their first block: no block hides these.
+        Second result: exposed gathers before the first block.
         """
-        whole = self.estimates
-        passes, states, exchanges = whole.passes, whole.states, whole.exchanges
-        t, y, x = self.passes[first], self.states[first], self.exchanged[first]
+        estimates = self.estimates
+        passes, states, comm = estimates.passes, estimates.states, estimates.dp_comm
+        pass_of, state_of, comm_of = self.passes[first], self.states[first], self.comm[first]
         overlaps = self.flags("overlaps")[first, None] > 0
-        hidden = whole.rows.column("overlap_moe_expert_parallel_comm").is_one_of(True)
-        hidden = hidden[self.at][first, None]
-        slowest = max((whole.rows.base.cluster.stragglers or {}).values(), default=1.0)
-        reduce = exchanges.reduce[:, x] * self.flags("reduces")[first, None]
+        ep_overlap = estimates.candidates.column("overlap_moe_expert_parallel_comm")
+        hides_experts = ep_overlap.is_one_of(True)[self.at][first, None]
+        stragglers = estimates.candidates.base.cluster.stragglers or {}
+        slowdown = max(max(stragglers.values(), default=1.0), 1.0)
+        reduce = comm.reduce[:, comm_of] * self.flags("reduces")[first, None]
         ends = [(stage[0], stage[-1]) if stage else (0, 0) for stage in self.pipeline.stages]
         head, tail = (np.array(kinds) for kinds in zip(*ends, strict=True))
         costs: dict[str, Float] = {}
         gathers: dict[str, Float] = {}
         for kind in (kind for kind in "FBIW" if kind in passes.tables):
-            each = passes[kind][t] * max(slowest, 1.0)
-            waits = np.zeros_like(exchanges.forward[:, x])
-            if kind in "FB":  # what ZeRO adds, and what experts hide
-                host = passes[f"{kind} host"][t] + states[f"{kind} host"][y]
-                each = np.maximum(each + states[f"{kind} kernels"][y], host)
-                exchanged = np.minimum(passes[f"{kind} experts"][t], each)
-                each = np.where(hidden, np.maximum(each - exchanged, host), each)
-            if kind == "F":
-                waits = exchanges.forward[:, x]
-            elif kind in "BI":
-                waits = exchanges.backward[:, x]
+            compute = passes[kind][pass_of] * slowdown
+            if kind in "FB":  # what ZeRO adds, and what overlap of experts hides
+                host = passes[f"{kind} host"][pass_of] + states[f"{kind} host"][state_of]
+                compute = np.maximum(compute + states[f"{kind} kernels"][state_of], host)
+                hidden = np.minimum(passes[f"{kind} experts"][pass_of], compute)
+                compute = np.where(hides_experts, np.maximum(compute - hidden, host), compute)
+            gather = comm.forward[:, comm_of] if kind == "F" else comm.backward[:, comm_of]
+            if kind == "W":
+                gather = np.zeros_like(gather)
             begin, end = (head, tail) if kind == "F" else (tail, head)
-            first_gather = waits.max(axis=0)[:, begin]
-            hold = waits if kind == "F" else waits + reduce
-            longer = np.where(overlaps, latest([each, *hold]), each + hold.sum(axis=0))
-            gathers[kind] = np.minimum(each[:, end], first_gather).T
+            first_gather = gather.max(axis=0)[:, begin]
+            per_block = gather if kind == "F" else gather + reduce
+            block = np.where(
+                overlaps, latest([compute, *per_block]), compute + per_block.sum(axis=0)
+            )
+            exposed = np.minimum(compute[:, end], first_gather).T
             if kind == "F":  # gathers wait for the last reduction of the backward pass before
-                gathers[kind] = (
-                    gathers[kind] + np.where(waits > 0, reduce, 0.0).max(axis=0)[:, begin].T
-                )
-            gathers[kind] = gathers[kind] * overlaps.T
-            costs[kind] = self.counts @ longer.T + gathers[kind]
+                exposed = exposed + np.where(gather > 0, reduce, 0.0).max(axis=0)[:, begin].T
+            gathers[kind] = exposed * overlaps.T
+            costs[kind] = self.blocks @ block.T + gathers[kind]
         return costs, gathers
 
-    def _reduced(self, played: Played, costs: Mapping[str, Float], of: Int, ends: Float) -> Float:
-        """Seconds until all gradients of each rank are reduced: [ranks, candidates]."""
+    def _reduction_ends(
+        self, times: PipelineTimes, costs: Mapping[str, Float], of: Int, ends: Float
+    ) -> Float:
+        """End of the last gradient reduction of each rank: [ranks, candidates].
+
+        Reductions queue on one stream per group.
+        """
         finished = ends.copy()
-        once = self.flags("reduces") == 0
+        once_per_step = self.flags("reduces") == 0
         overlaps = self.flags("overlaps") > 0
-        for group in self.estimates.exchanges.reduce:
-            reduce = group[self.exchanged]
+        for group in self.estimates.dp_comm.reduce:
+            reduce = group[self.comm]
             if not reduce.any():
                 continue
-            on_stages = self.counts @ reduce.T
-            for rank, stages in enumerate(played.last):
-                queue = np.full(len(self.at), -np.inf)
+            of_stages = self.blocks @ reduce.T
+            for rank, stages in enumerate(times.last):
+                queue_end = np.full(len(self.at), -np.inf)
                 for stage, kind, end in stages:
                     blocks = self.pipeline.stages[stage]
                     if not blocks:
                         continue
-                    late: Float = ends[rank] - played.ranks[rank][of] + end[of]
-                    # The first block in order of backward passes is done before the others.
-                    hidden: Float = costs[kind][stage][of] * (1 - 1 / len(blocks))
-                    begin = late - hidden
+                    pass_end: Float = ends[rank] - times.ranks[rank][of] + end[of]
+                    # The first block in the order of backward passes ends before the others.
+                    begin: Float = pass_end - costs[kind][stage][of] * (1 - 1 / len(blocks))
                     begin[~overlaps] = ends[rank][~overlaps]
-                    whole = np.maximum(queue, begin) + on_stages[stage]
-                    queue = np.maximum(np.where(once, whole, 0.0), late + reduce[:, blocks[0]])
-                finished[rank] = np.maximum(finished[rank], queue)
+                    all_blocks = np.maximum(queue_end, begin) + of_stages[stage]
+                    last_block = pass_end + reduce[:, blocks[0]]
+                    queue_end = np.maximum(np.where(once_per_step, all_blocks, 0.0), last_block)
+                finished[rank] = np.maximum(finished[rank], queue_end)
         return finished
 
-    def _after(self) -> tuple[Float, Float]:
-        """Seconds of the optimizer, and beyond these of gathers of updated parameters."""
-        states, exchanges = self.estimates.states, self.estimates.exchanges
+    def _optimizer_and_update(self) -> tuple[Float, Float]:
+        """Seconds of the optimizer, and of gathers of updated parameters beyond these."""
+        states, comm = self.estimates.states, self.estimates.dp_comm
         seconds = states["optimizer seconds"][self.states]
         scale = np.where(self.zero > 0, self._shard, 1.0)
-        optimizer, both = np.zeros((2, len(self.at)))
-        for held in self.on_ranks:
-            mine = seconds @ held * scale
-            optimizer = np.maximum(optimizer, mine)
-            both = np.maximum(both, mine)
-            for update in exchanges.update[:, self.exchanged]:
-                begun = mine / max(held.sum(), 1.0)  # after the first block
-                last = mine + update.max(axis=1)
-                both = latest([both, update @ held + begun, np.where(update.any(axis=1), last, 0)])
-        return optimizer, both - optimizer
+        optimizer, total = np.zeros((2, len(self.at)))
+        for blocks in self.blocks_of_ranks:
+            of_rank = seconds @ blocks * scale
+            optimizer = np.maximum(optimizer, of_rank)
+            total = np.maximum(total, of_rank)
+            for update in comm.update[:, self.comm]:
+                begin = of_rank / max(blocks.sum(), 1.0)  # after the first block
+                last_block = np.where(update.any(axis=1), of_rank + update.max(axis=1), 0)
+                total = latest([total, update @ blocks + begin, last_block])
+        return optimizer, total - optimizer
 
     @property
     def _shard(self) -> Float:
-        """States of a rank where ZeRO shards them, over those in the tiny run."""
+        """States of a rank with ZeRO, over those in the tiny run."""
         return self.estimates.states.shards[self.states] / self.flags("shards")
 
     # ---- memory ----------------------------------------------------------------------------------
 
     def write_memory(self) -> None:
         """Memory of the fullest rank."""
-        whole, at, stages = self.estimates, self.at, self.pipeline.stages
-        states, passes, sent = whole.states, whole.passes, whole.sent[at]
-        held = [
+        estimates, at, stages = self.estimates, self.at, self.pipeline.stages
+        states, passes, sent = estimates.states, estimates.passes, estimates.sent[at]
+        state_bytes = [
             {
                 name: states[name][self.states] @ blocks * np.where(self.zero >= n, self._shard, 1)
                 for name, n in _STATES.items()
             }
-            for blocks in self.on_ranks
+            for blocks in self.blocks_of_ranks
         ]
-        saved = self.counts @ passes["saved"][self.passes].T
-        caches = self._torch_buffers(sent)
+        saved = self.blocks @ passes["saved"][self.passes].T
+        buffers = self._torch_buffers(sent)
         if len(stages) > 1:
             saved[0] -= np.minimum(sent, saved[0])  # what is sent is not saved
-        if caches is not None:
-            saved[:-1] += sent  # by PyTorch's stages it is
-        beside = {
+        if buffers is not None:
+            saved[:-1] += sent  # PyTorch's stages save it
+        by_stage = {
             stage: {
                 "gathered_parameters": self._gathered(stage),
                 "workspace": np.maximum(self._transient(stage), 0.0),
@@ -513,56 +508,59 @@ class _SamePipeline:
             }
             for stage in {*stages}
         }
-        scale = self.microbatches / self.played[-1] if self.pipeline.forwards_first else 1.0
-        most = np.full(len(at), -1.0)
-        for rank, stage, own, counts in occupancies(self.order):
-            kept = np.einsum("s,sn->n", np.array(counts, dtype=float), saved[list(own)]) * scale
-            parts = held[rank] | beside[stages[stage]] | {"activations": kept}
-            if caches is not None:
-                parts["communication"] = parts["communication"] + caches[rank]
-            total = sum(parts.values())
-            larger = total > most
-            most = np.where(larger, total, most)
-            for name, size in parts.items():
-                column = whole.memory[name]
-                column[at] = np.where(larger, size, column[at])
+        scale = self.microbatches / self.counts[-1] if self.pipeline.forwards_first else 1.0
+        peak, fullest = np.full(len(at), -1.0), dict.fromkeys(estimates.memory, np.zeros(len(at)))
+        for rank, stage, rank_stages, counts in occupancies(self.order):
+            in_flight = np.array(counts, dtype=float)
+            activations = np.einsum("s,sn->n", in_flight, saved[list(rank_stages)]) * scale
+            sizes = state_bytes[rank] | by_stage[stages[stage]] | {"activations": activations}
+            if buffers is not None:
+                sizes["communication"] = sizes["communication"] + buffers[rank]
+            total = sum(sizes.values())
+            larger = total > peak
+            peak = np.where(larger, total, peak)
+            fullest = {n: np.where(larger, sizes[n], size) for n, size in fullest.items()}
+        for name, size in fullest.items():
+            estimates.memory[name][at] = size
 
     def _transient(self, stage: Sequence[int]) -> Float:
         """Bytes beyond those saved at the peak of a stage's backward pass."""
-        passes, p = self.estimates.passes, self.passes
-        found = np.zeros(len(p))
+        passes, tuples = self.estimates.passes, self.passes
+        peak = np.zeros(len(tuples))
         for kind in {*stage}:
-            place = len(stage) - 1 - stage[::-1].index(kind)
-            freed = np.bincount(stage[place + 1 :], minlength=passes["saved"].shape[1])
-            found = np.maximum(found, passes["transient"][p, kind] - passes["saved"][p] @ freed)
-        return found
+            position = len(stage) - 1 - stage[::-1].index(kind)
+            freed = np.bincount(stage[position + 1 :], minlength=passes["saved"].shape[1])
+            transient = passes["transient"][tuples, kind] - passes["saved"][tuples] @ freed
+            peak = np.maximum(peak, transient)
+        return peak
 
     def _bytes(self, use: str) -> Float:
-        """Bytes that each kind of block exchanges: [candidates, kinds]."""
+        """Bytes of dp communication of each kind of block: [candidates, kinds]."""
         states = self.estimates.states
         return np.sum([states[f"{group} {use}"] for group in GROUPS], axis=0)[self.states]
 
-    def _largest(self, stage: Sequence[int], use: str, blocks: int) -> Float:
-        """Most bytes exchanged for as many blocks in a row, of a stage."""
+    def _largest(self, stage: Sequence[int], use: str, num_blocks: int) -> Float:
+        """Maximum bytes of dp communication of `num_blocks` adjacent blocks of a stage."""
         sizes = self._bytes(use)
-        runs = {tuple(stage[n : n + blocks]) for n in range(max(len(stage) - blocks + 1, 1))}
-        return latest([np.zeros(len(sizes)), *(sizes[:, [*run]].sum(axis=1) for run in runs)])
+        last = max(len(stage) - num_blocks + 1, 1)
+        windows = {tuple(stage[n : n + num_blocks]) for n in range(last)}
+        sums = (sizes[:, [*window]].sum(axis=1) for window in windows)
+        return latest([np.zeros(len(sizes)), *sums])
 
     def _gathered(self, stage: Sequence[int]) -> Float:
-        """Bytes of gathered parameters: of two blocks, or all that PyTorch's pipelines keep."""
+        """Bytes of gathered parameters: of two blocks, or of all in PyTorch's pipelines."""
         pair = self._largest(stage, "gather_forward", 2)
-        blocks = max(self.on_ranks, key=lambda counts: counts.sum())
+        blocks = max(self.blocks_of_ranks, key=lambda counts: counts.sum())
         return np.where(self.flags("gathers") > 0, pair, self._bytes("gather_forward") @ blocks)
 
     def _torch_buffers(self, sent: Float) -> list[Float] | None:
-        """Bytes of each rank's buffers, one for each message of a step (`pipeline_caches`); None:
-        there are none."""
-        if not self.estimates.rows.run(int(self.at[0])).pipeline_caches:
+        """Bytes of each rank's message buffers in PyTorch's pipelines (`pipeline_caches`)."""
+        if not self.estimates.candidates.run(int(self.at[0])).pipeline_caches:
             return None
         last = len(self.pipeline.stages) - 1
-        found: list[Float] = []
+        buffers: list[Float] = []
         for steps in self.order:
             stages = {action.stage for action in flat(steps)}
             messages = sum((stage > 0) + (stage < last) for stage in stages)
-            found.append(sent * self.microbatches * messages)
-        return found
+            buffers.append(sent * self.microbatches * messages)
+        return buffers

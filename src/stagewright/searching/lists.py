@@ -1,17 +1,15 @@
-"""Lists and ranges in place of one value: as text of the command line, and in run files.
+"""Lists and ranges of values, as text of the command line and in run files.
 
-| text        | values                                              |
-|-------------|-----------------------------------------------------|
-| `1,2,4,8`   | these                                               |
-| `1:8`       | every whole number from 1 to 8                      |
-| `8:64:8`    | from 8 to 64 in steps of 8                          |
-| `1:64:x2`   | from 1 to 64, each twice the one before             |
-| `none,1:4`  | what follows where nothing is given, and 1 to 4     |
-| `on,off`    | of a switch: both                                   |
-| `9,7/8,8`   | of a setting that is a list itself: lists between / |
-| `dp/none`   | of such a setting: the list of dp, and none at all  |
-
-No entry may be empty.
+| text        | values                                         |
+|-------------|------------------------------------------------|
+| `1,2,4,8`   | these                                          |
+| `1:8`       | every integer from 1 to 8                      |
+| `8:64:8`    | from 8 to 64 in steps of 8                     |
+| `1:64:x2`   | 1, 2, 4, ..., 64                               |
+| `none,1:4`  | the default, and 1 to 4                        |
+| `on,off`    | both values of a switch                        |
+| `9,7/8,8`   | two values of a setting whose values are lists |
+| `dp/none`   | such a setting: the list of dp, and no list    |
 
 >>> values_of(int, "1:8:x2,12"), values_of(bool, "on,off"), values_of(tuple, "9,7/8,8")
 ((1, 2, 4, 8, 12), (True, False), ((9, 7), (8, 8)))
@@ -21,14 +19,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any, cast
 
 from stagewright.errors import UserError
 
 MOST_VALUES = 10_000
-"""Of one setting: more are a mistake in a range, or no list that anybody wants to see searched."""
+"""Maximum values of one setting."""
 
 Kind = type | tuple[str, ...]
 
@@ -41,7 +39,7 @@ _LISTS: Mapping[type, str] = {
 
 
 def is_listed(kind: Kind, value: object) -> bool:
-    """Whether a value of a run file stands for several: a list, or text with a comma or a range.
+    """True if a value of a run file is a list of values, or text with a comma or a range.
 
     >>> is_listed(int, [1, 2]), is_listed(int, "1:8"), is_listed(int, 8), is_listed(tuple, [9, 7])
     (True, True, False, False)
@@ -61,10 +59,10 @@ def is_listed(kind: Kind, value: object) -> bool:
 
 
 def values_of(kind: Kind, value: object, name: str = "value") -> tuple[Any, ...]:
-    """The values that a list, a range or a single value stands for, in order, each once.
+    """Values of a list, a range or a single value, in order, without repetition.
 
-    `name` is the setting's, for errors. Raises UserError for what is no number, for an empty entry,
-    for ranges that hold nothing, and for more than `MOST_VALUES`.
+    `name`: the setting, for errors. Raises UserError for an invalid number, an empty entry or
+    range, and more than `MOST_VALUES`.
     """
     if isinstance(value, list | tuple):
         items = cast("Sequence[object]", value)
@@ -73,39 +71,37 @@ def values_of(kind: Kind, value: object, name: str = "value") -> tuple[Any, ...]
             if isinstance(item, list | tuple):
                 got = shown(cast("object", item))
                 raise UserError(f"{name}: got {got}, a list within a list; wanted one list")
-        of_each = [(i,) if kind in (tuple, frozenset) else values_of(kind, i, name) for i in nested]
-        found = [each for some in of_each for each in some]
+        if kind in (tuple, frozenset):
+            values = nested
+        else:
+            values = [v for item in nested for v in values_of(kind, item, name)]
     elif isinstance(value, str):
-        found = list(_of_text(kind, value, name))
+        values = list(_parse(kind, value, name))
     else:
-        found = [_checked(value, name)]
-    if not found:
-        raise UserError(f"{name}: the list is empty, wanted {_wanted(kind)}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{name} is {value}, wanted a finite number")
+        values = [value]
+    if not values:
+        raise UserError(f"{name}: the list is empty, wanted {_expected(kind)}")
     if kind is frozenset:
-        found = [each if each is None else frozenset(each) for each in found]
-    return tuple(dict.fromkeys(found))
+        values = [v if v is None else frozenset(cast("Iterable[Any]", v)) for v in values]
+    return tuple(dict.fromkeys(values))
 
 
-def _checked(value: object, name: str) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{name} is {value}, wanted a finite number")
-    return value
-
-
-def _of_text(kind: Kind, text: str, name: str) -> Iterator[Any]:
-    """The values of one text."""
+def _parse(kind: Kind, text: str, name: str) -> Iterator[Any]:
+    """Values of a text."""
     if not text.strip():
         return
     if kind is dict:
         raise UserError(f"{name}: takes no list; give one")
     if kind in (tuple, frozenset):
-        for each in text.split("/"):
-            if each.strip().lower() == "none":
+        for item in text.split("/"):
+            if item.strip().lower() == "none":
                 yield None if kind is tuple else ()
             else:
-                yield _list_of(each, text, name, _wanted(kind))
+                yield _parse_tuple(item, text, name, _expected(kind))
         return
-    for word in _entries(text, text, name, _wanted(kind)):
+    for word in _words(text, text, name, _expected(kind)):
         if word.lower() == "none" and not isinstance(kind, tuple):
             yield None
         elif kind is bool:
@@ -113,13 +109,13 @@ def _of_text(kind: Kind, text: str, name: str) -> Iterator[Any]:
                 raise UserError(f"{name}: got {shown(word)}, wanted on or off")
             yield _SWITCH[word.lower()]
         elif kind in (int, float):
-            yield from _numbers(kind is int, word, name)
+            yield from _parse_range(kind is int, word, name)
         else:
             yield word
 
 
-def _wanted(kind: Kind) -> str:
-    """What a list of values of a setting looks like."""
+def _expected(kind: Kind) -> str:
+    """Expected text of a list, for errors."""
     if isinstance(kind, tuple):
         return f"words with commas between them: {', '.join(kind)}"
     if kind is bool:
@@ -129,60 +125,67 @@ def _wanted(kind: Kind) -> str:
     return _NUMBERS if kind in (int, float) else "words with commas between them"
 
 
-def _entries(text: str, whole: str, name: str, wanted: str) -> list[str]:
-    """The words between commas; UserError where one is empty."""
+def _words(text: str, full_text: str, name: str, expected: str) -> list[str]:
+    """Words between commas; UserError where one is empty."""
     words = [word.strip() for word in text.split(",")]
     if not all(words):
-        raise UserError(f"{name}: got {shown(whole)}, in which an entry is empty; wanted {wanted}")
+        raise UserError(
+            f"{name}: got {shown(full_text)}, in which an entry is empty; wanted {expected}"
+        )
     return words
 
 
-def _list_of(text: str, whole: str, name: str, wanted: str) -> tuple[Any, ...]:
-    """One value of a setting that is a list itself."""
-    words = tuple(_entries(text, whole, name, wanted))
+def _parse_tuple(text: str, full_text: str, name: str, expected: str) -> tuple[Any, ...]:
+    """One value of a setting whose values are lists."""
+    words = tuple(_words(text, full_text, name, expected))
     if any(word.lower() == "none" for word in words):
-        raise UserError(f"{name}: got {shown(whole)}, with none as one of several; wanted {wanted}")
-    numbers = all(word.isdecimal() and word.isascii() for word in words)
-    return tuple(map(int, words)) if numbers else words
+        raise UserError(
+            f"{name}: got {shown(full_text)}, with none as one of several; wanted {expected}"
+        )
+    integers = all(word.isdecimal() and word.isascii() for word in words)
+    return tuple(map(int, words)) if integers else words
 
 
-def _numbers(whole: bool, text: str, name: str) -> Iterator[float]:
-    """A number, or those of a range."""
+def _parse_range(integer: bool, text: str, name: str) -> Iterator[float]:
+    """A number, or the numbers of a range."""
     first, *rest = text.split(":")
     if len(rest) > 2:
         raise UserError(f"{name}: cannot read {shown(text)}, wanted {_NUMBERS}")
-    low = _number(whole, first, text, name)
+    low = _parse_number(integer, first, text, name)
     if not rest:
         yield low
         return
-    high = _number(whole, rest[0], text, name)
-    step = rest[1] if len(rest) > 1 else "1"
-    factor = step.startswith("x")
-    by = _number(whole and not factor, step.removeprefix("x"), text, name)
+    high = _parse_number(integer, rest[0], text, name)
+    step_text = rest[1] if len(rest) > 1 else "1"
+    geometric = step_text.startswith("x")
+    step = _parse_number(integer and not geometric, step_text.removeprefix("x"), text, name)
     if high < low:
         raise UserError(f"{name}: {text} runs backwards and holds nothing; use {rest[0]}:{first}")
-    if by <= (1 if factor else 0) or (factor and low <= 0):
+    if step <= (1 if geometric else 0) or (geometric and low <= 0):
         raise UserError(f"{name}: {text} never ends; wanted a step above 0, or a factor above 1")
     if len(rest) == 1 and (low % 1 or high % 1):
         raise UserError(f"{name}: {text} needs a step, such as {text}:0.1")
-    count = 1 + int(
-        math.log(high / low * (1 + 1e-12)) / math.log(by) if factor else (high - low) / by + 1e-9
+    steps = (
+        math.log(high / low * (1 + 1e-12)) / math.log(step)
+        if geometric
+        else (high - low) / step + 1e-9
     )
+    count = 1 + int(steps)
     if count > MOST_VALUES:
         raise UserError(
             f"{name}: {text} holds {count:,} values, wanted at most {MOST_VALUES:,}; give a step"
         )
-    for nth in range(count):
-        value = low * by**nth if factor else low + nth * by
-        yield int(value) if whole else float(f"{value:.12g}")
+    for i in range(count):
+        value = low * step**i if geometric else low + i * step
+        yield int(value) if integer else float(f"{value:.12g}")
 
 
-def _number(whole: bool, word: str, text: str, name: str) -> float:
+def _parse_number(integer: bool, word: str, text: str, name: str) -> float:
     try:
-        value = int(word) if whole else float(word)
+        value = int(word) if integer else float(word)
     except ValueError:
-        what = "a whole number" if whole else "a number"
-        raise UserError(f"{name}: got {shown(text)}, wanted {what}, or {_NUMBERS}") from None
+        expected = "a whole number" if integer else "a number"
+        raise UserError(f"{name}: got {shown(text)}, wanted {expected}, or {_NUMBERS}") from None
     if not math.isfinite(value):
         raise UserError(f"{name} is {value}, wanted a finite number")
     return value

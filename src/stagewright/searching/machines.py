@@ -1,7 +1,7 @@
-"""The machines of a search: hardware, figures of it that are varied, and how many GPUs.
+"""Machines of a search: hardware, specs of it that vary, and the number of GPUs.
 
 >>> from stagewright.time.hardware import resolve
->>> [of.memory_gb for of in varied(resolve("h100-sxm"), {"memory.gb": "80:96:16"})]
+>>> [hardware.memory_gb for hardware, _ in varied(resolve("h100-sxm"), {"memory.gb": "80:96:16"})]
 [80.0, 96.0]
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pydantic import ValidationError
@@ -21,16 +21,19 @@ from stagewright.time.constants import wanted_of
 from stagewright.time.hardware import Hardware
 
 MOST_SYSTEMS = 100_000
-"""Combinations of figures of hardware."""
+"""Limit of combinations of specs."""
 
-_SAME = {"size": "gpus"}
-"""Last words of figures that stand for others: the size of a scale-up domain is its GPUs."""
+Specs = Mapping[str, float]
+"""Numbers of a hardware file by path: keys joined by dots."""
+
+_ALIASES = {"size": "gpus"}
+"""Aliases of the last key of a path: the size of a scale-up domain is its GPUs."""
 _DOCUMENTED = {
     "memory_gb": "memory.gb",
     "memory_bandwidth_gb_s": "memory.bandwidth_gb_s",
     "scale_up.gpus": "scale_up.size",
 }
-"""What the documentation calls figures, by path, where that is another name."""
+"""Documented names of specs, where these differ from their paths."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,10 +43,12 @@ class Fleet:
     hardware: Hardware
     gpus: int | None
     """None: as many as the degrees make."""
+    varied: Specs = field(default_factory=dict[str, float])
+    """Specs that `--vary` changed."""
 
 
 def divisors_of(n: int) -> list[int]:
-    """The numbers that divide n, ascending.
+    """Divisors of n, ascending.
 
     >>> divisors_of(12)
     [1, 2, 3, 4, 6, 12]
@@ -52,8 +57,8 @@ def divisors_of(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def figures_of(hardware: Hardware) -> dict[str, float]:
-    """All numbers of a hardware file by their paths: keys with dots between."""
+def specs_of(hardware: Hardware) -> dict[str, float]:
+    """All numbers of a hardware file by path."""
 
     def walk(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
         for key, value in values.items():
@@ -66,19 +71,20 @@ def figures_of(hardware: Hardware) -> dict[str, float]:
 
 
 def path_of(name: str, hardware: Hardware) -> str:
-    """The path of a figure as people write it; UserError for what the hardware has not.
+    """Path of a spec by its name in `--vary`; UserError if the hardware lacks it.
 
     >>> from stagewright.time.hardware import resolve
     >>> path_of("scale-up.size", resolve("h100-sxm")), path_of("memory.gb", resolve("h100-sxm"))
     ('scale_up.gpus', 'memory_gb')
     """
-    known = figures_of(hardware)
-    path = known_path(name, known)
-    if path is not None:
-        return path
-    hint = did_you_mean(
-        name.replace("-", "_"), [_DOCUMENTED.get(p, p) for p in known]
-    ).removesuffix("?")
+    paths: Collection[str] = specs_of(hardware)
+    written = name.replace("-", "_")
+    *head, last = written.split(".")
+    spellings = written, ".".join([*head, _ALIASES.get(last, last)]), written.replace(".", "_")
+    for path in spellings:
+        if path in paths:
+            return path
+    hint = did_you_mean(written, [_DOCUMENTED.get(p, p) for p in paths]).removesuffix("?")
     see = f"see `stagewright hardware {hardware.name}`"
     raise UserError(
         f"--vary {name}: neither a setting nor a figure of {hardware.name}"
@@ -86,84 +92,62 @@ def path_of(name: str, hardware: Hardware) -> str:
     )
 
 
-def known_path(name: str, known: Collection[str]) -> str | None:
-    """The path of a figure as people write it, of those that are known; None: of none."""
-    written = name.replace("-", "_")
-    *head, last = written.split(".")
-    ways = written, ".".join([*head, _SAME.get(last, last)]), written.replace(".", "_")
-    return next((path for path in ways if path in known), None)
+def varied(hardware: Hardware, axes: Mapping[str, object]) -> list[tuple[Hardware, Specs]]:
+    """Hardware with every combination of some specs' values, and these specs.
 
-
-def with_figure(hardware: Hardware, path: str, value: float) -> Hardware:
-    """The hardware with another value of a figure; UserError where no hardware has such a one."""
-    return _with_figures(hardware, {path: value}, {})
-
-
-def varied(hardware: Hardware, figures: Mapping[str, object]) -> list[Hardware]:
-    """The hardware with every combination of the values of some figures.
-
-    `figures`: lists or ranges (`listed`) by name. Each system is named after its figures.
+    `axes`: lists or ranges (`lists`) by name. Each system is named after its specs.
     """
-    lists: dict[str, tuple[float, ...]] = {}
+    values_by_path: dict[str, tuple[float, ...]] = {}
     names: dict[str, str] = {}
-    for name, values in figures.items():
+    defaults = specs_of(hardware)
+    for name, text in axes.items():
         path = path_of(name, hardware)
-        if path in lists:
+        if path in names:
             raise UserError(
                 f"--vary {name}: {path} is given twice, also as --vary {names[path]}; give one "
                 "list of both"
             )
         names[path] = name
-        found = values_of(float, values, f"--vary {name}")
-        lists[path] = tuple(value for value in found if value is not None)
-        if len(lists[path]) < len(found):
+        values_by_path[path] = values = values_of(float, text, f"--vary {name}")
+        if None in values:
             raise UserError(
                 f"--vary {name}: got none, wanted numbers; for the value that {hardware.name} has "
-                f"say {figures_of(hardware)[path]:g}"
+                f"say {defaults[path]:g}"
             )
-    count = math.prod(map(len, lists.values()))
+    count = math.prod(map(len, values_by_path.values()))
     if count > MOST_SYSTEMS:
         raise UserError(
             f"--vary makes {count:,} systems of {hardware.name}, wanted at most {MOST_SYSTEMS:,}; "
             "give fewer values, or steps"
         )
-    if not lists:
-        return [hardware]
-    whole = figures_of(hardware)
-    for path, values in lists.items():
-        lists[path] = _read(hardware, path, values, names, is_count=isinstance(whole[path], int))
-    return [
-        _replaced(hardware, dict(zip(lists, each, strict=True)), names)
-        for each in itertools.product(*lists.values())
+    if not values_by_path:
+        return [(hardware, {})]
+    for path, values in values_by_path.items():
+        if isinstance(defaults[path], int):
+            values_by_path[path] = values = _integers(names[path], values)
+        for value in (min(values), max(values)):  # valid numbers are a range
+            _check_spec(hardware, path, value, names)
+    systems = [
+        dict(zip(values_by_path, values, strict=True))
+        for values in itertools.product(*values_by_path.values())
     ]
+    return [(with_specs(hardware, specs, names), specs) for specs in systems]
 
 
-def _read(
-    hardware: Hardware,
-    path: str,
-    values: Iterable[float],
-    names: Mapping[str, str],
-    *,
-    is_count: bool,
-) -> tuple[float, ...]:
-    """The values of a figure as the hardware has them; UserError for one that no hardware has.
-
-    What a figure may be is a range, and each figure is checked by itself: the least and the largest
-    value decide for all.
-    """
-    every = tuple(values)
-    for value in every if is_count else ():
+def _integers(name: str, values: Sequence[float]) -> tuple[int, ...]:
+    for value in values:
         if value % 1:
-            raise UserError(f"--vary {names.get(path, path)}: got {value:g}, wanted a whole number")
-    for value in {min(every): None, max(every): None}:
-        _with_figures(hardware, {path: value}, names)
-    return tuple(map(int, every)) if is_count else every
+            raise UserError(f"--vary {name}: got {value:g}, wanted a whole number")
+    return tuple(map(int, values))
 
 
-def _replaced(
-    hardware: Hardware, figures: Mapping[str, float], names: Mapping[str, str]
+def with_specs(
+    hardware: Hardware, specs: Specs, names: Mapping[str, str] | None = None
 ) -> Hardware:
-    """The hardware with other figures that have been checked, by path."""
+    """Replace specs, which are not checked, and name the hardware after them.
+
+    `names`: names of specs in the command, by path.
+    """
 
     def replaced(block: Any, path: Sequence[str], value: float) -> Any:
         first, *rest = path
@@ -173,36 +157,19 @@ def _replaced(
         new = replaced(getattr(block, first), rest, value) if rest else value
         return block.model_copy(update={first: new})
 
-    for path, value in figures.items():
+    for path, value in specs.items():
         hardware = replaced(hardware, path.split("."), value)
-    return hardware.model_copy(update={"name": _named(hardware.name, figures, names)})
+    text = ", ".join(f"{(names or {}).get(p, p)}={value:.12g}" for p, value in specs.items())
+    return hardware.model_copy(update={"name": f"{hardware.name} {text}"})
 
 
-def _named(name: str, figures: Mapping[str, float], names: Mapping[str, str]) -> str:
-    """What hardware with other figures is called: by the figures, as the user names them."""
-    said = ", ".join(f"{names.get(path, path)}={value:.12g}" for path, value in figures.items())
-    return f"{name} {said}"
-
-
-def _with_figures(
-    hardware: Hardware, figures: Mapping[str, float], names: Mapping[str, str]
-) -> Hardware:
-    """The hardware with other figures, by path; `names` are what the user calls some of them."""
-    values = hardware.model_dump()
-    whole = figures_of(hardware)
-    for path, value in figures.items():
-        *places, last = path.split(".")
-        block = values
-        for place in places:
-            block = block[place]
-        block[last] = int(value) if isinstance(whole[path], int) and not value % 1 else value
-    values["name"] = _named(hardware.name, figures, names)
+def _check_spec(hardware: Hardware, path: str, value: float, names: Mapping[str, str]) -> None:
+    """Raise a UserError for a value that no hardware may have."""
     try:
-        return Hardware.model_validate(values)
+        Hardware.model_validate(with_specs(hardware, {path: value}).model_dump(warnings=False))
     except ValidationError as error:
         first = error.errors()[0]
-        path = ".".join(str(part) for part in first["loc"])
-        wanted = wanted_of(first["msg"])
+        path = ".".join(str(key) for key in first["loc"])
         raise UserError(
-            f"--vary {names.get(path, path)}: got {first['input']:g}, {wanted}"
+            f"--vary {names.get(path, path)}: got {first['input']:g}, {wanted_of(first['msg'])}"
         ) from None

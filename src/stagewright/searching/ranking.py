@@ -1,105 +1,104 @@
-"""The answer of a search: all candidates with their figures, the best, and how sure that is."""
+"""Result of a search: all candidates with their metrics, the best, and how certain these are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
-from stagewright.arrays import Bool, Float, Int
+from stagewright.arrays import Bool, Float, Int, distinct_numbers
 from stagewright.errors import UserError
 from stagewright.searching import objectives
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.figures import Figures
 
 TOP = 20
-"""Candidates that are listed unless the user says otherwise."""
+"""Default number of candidates to list."""
 MOST = 200
-"""Candidates that are simulated at most unless the user says otherwise."""
+"""Default limit of candidates to simulate."""
 SLACK = 0.03
-"""Estimates are taken to be off by this share at least."""
+"""Minimum assumed error of estimates."""
 MEMORY_SLACK = 0.05
-"""The same for bytes."""
+"""Minimum assumed error of estimated bytes."""
 TIE = 0.01
-"""Candidates within this share of the best count as equally good."""
-LAYOUT = ("tp", "cp", "pp", "ep", "zero", "recompute", HARDWARE, "gpus")
-"""Settings of a layout: of variants that agree in these, the best is listed."""
+"""Candidates within this share of the best count as equal."""
+LAYOUT = ("tp", "cp", "pp", "ep", "zero", "recompute", HARDWARE)
+"""Settings of a layout, plus the number of GPUs; the best of its variants is listed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What the user asks of a search."""
+class SearchOptions:
+    """Options of a search besides its space."""
 
     objectives: tuple[str, ...] = ("time",)
     top: int = TOP
     """Candidates to list, and layouts of which the best variant is simulated."""
     most: int = MOST
-    """Candidates to simulate at most."""
-    prove: bool = False
+    """Limit of candidates to simulate."""
+    exact: bool = False
     """Simulate all candidates whose lower bound is below the best."""
-    any_memory: bool = False
-    """Candidates that do not fit into memory count, too."""
+    allow_oom: bool = False
+    """Rank candidates that do not fit into memory, too."""
     all_variants: bool = False
-    """List variants of one layout."""
+    """List several variants of one layout."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Ranking:
-    """Candidates with their figures, and the best of them."""
+    """Candidates with their metrics, while and after the search simulates them."""
 
-    rows: Candidates
+    candidates: Candidates
     estimates: Figures
-    """Of all candidates; `seconds` is NaN where there is no estimate."""
+    """Of all candidates; `seconds` is NaN without an estimate."""
+    options: SearchOptions
     figures: Figures
     """Of all candidates: simulated where `exact`, else their estimates."""
-    launches: Mapping[int, float]
+    launches: dict[int, float] = field(default_factory=dict[int, float])
     """Seconds of a step in which the mean GPU waits for launches, of simulated candidates."""
-    refused: Mapping[int, str]
+    refused: dict[int, str] = field(default_factory=dict[int, str])
     """Error messages of candidates that could not be compiled or simulated."""
-    wanted: Wanted
-    stopped: bool
-    """True if Ctrl-C has ended the search."""
+    stopped: bool = False
+    """True if Ctrl-C ended the search."""
     bounds: Float | None = None
-    """Lower bounds of seconds, where the answer is to be proven."""
+    """Lower bounds of seconds, with `exact`."""
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.candidates)
+
+    @property
+    def winners(self) -> Int:
+        """Simulated candidates that fit, best first; of several objectives, the front."""
+        return best_of(self.figures, self.figures.exact & self.fits, self.options.objectives)
 
     @cached_property
     def best(self) -> Int:
-        """Simulated candidates that fit, best first; of several objectives, the front.
+        """Winners after the search. Ties within 1%: sharded optimizer states, then least memory.
 
-        Of one objective, the first is the one among equally good ones (`TIE`) that takes least
-        memory, but none with whole optimizer states on every rank: recipes shard these (ZeRO-1).
+        Recipes shard these states (ZeRO-1). A front keeps its order.
         """
-        found = best_of(self.figures, self.figures.exact & self.fits, self.wanted.objectives)
-        if len(self.wanted.objectives) > 1 or len(found) < 2:
-            return found
-        values = objectives.values(self.figures, self.wanted.objectives)[found, 0]
-        tied = found[values <= values[0] + TIE * abs(values[0])]
-        unsharded = self.rows.numbers("zero")[tied] == 0
+        winners = self.winners
+        if len(self.options.objectives) > 1 or len(winners) < 2:
+            return winners
+        values = objectives.values(self.figures, self.options.objectives)[winners, 0]
+        tied = winners[values <= values[0] + TIE * abs(values[0])]
+        unsharded = self.candidates.numbers("zero")[tied] == 0
         first = tied[np.lexsort((self.figures.peak[tied], unsharded))[0]]
-        return np.concatenate([[first], found[found != first]])
+        return np.concatenate([[first], winners[winners != first]])
 
     @cached_property
     def listed(self) -> Int:
-        """The best to list: one of each layout, unless all variants are asked for."""
+        """Best candidates to list: one of each layout, unless the options ask for all variants."""
         best = self.best
-        if not self.wanted.all_variants and len(self.wanted.objectives) == 1:
-            best = best[first_of_each(self.layouts[best])]
-        return best[: self.wanted.top]
-
-    @cached_property
-    def layouts(self) -> Int:
-        """A number for each candidate that is equal for variants of one layout."""
-        return layouts(self.rows)
+        if not self.options.all_variants and len(self.options.objectives) == 1:
+            best = best[first_of_each(layouts(self.candidates)[best])]
+        return best[: self.options.top]
 
     @property
     def fits(self) -> Bool:
-        """Candidates that fit into memory, or need not."""
-        return self.figures.fits | self.wanted.any_memory
+        """Mask of candidates that fit into memory, or need not."""
+        return self.figures.fits | self.options.allow_oom
 
     @property
     def simulated(self) -> int:
@@ -107,156 +106,143 @@ class Ranking:
         return int(self.figures.exact.sum())
 
     @property
-    def unknown(self) -> Bool:
-        """Candidates without figures: neither estimated nor simulated."""
-        found = np.isnan(self.figures.seconds)
-        found[[*self.refused]] = False
-        return found
+    def attempted(self) -> Bool:
+        """Mask of candidates that were simulated, or refused."""
+        mask = self.figures.exact.copy()
+        mask[[*self.refused]] = True
+        return mask
+
+    @property
+    def without_metrics(self) -> Bool:
+        """Mask of candidates that were neither estimated nor simulated nor refused."""
+        return np.isnan(self.figures.seconds) & ~self.attempted
 
     def errors(self, objective: str) -> Float:
-        """Objective as simulated over its estimate, of candidates that have both."""
+        """Simulated over estimated objective, of candidates that have both."""
         both = self.figures.exact & ~np.isnan(self.estimates.seconds)
-        column = objectives.OBJECTIVES[objective].column
+        column = objectives.OBJECTIVES[objective]
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = column(self.figures.take(both)) / column(self.estimates.take(both))
         return ratio[np.isfinite(ratio)]
 
+    def optimistic_values(self, names: Sequence[str]) -> Float:
+        """Estimates times the lowest simulated/estimated ratio of their ZeRO stage.
+
+        The ratio is at most 1 - `SLACK`, of bytes 1 - `MEMORY_SLACK`. ZeRO 0 and 1 share a class.
+        Returns [candidates, objectives].
+        """
+        zero = np.maximum(self.candidates.numbers("zero"), 1)
+        values = objectives.values(self.estimates, names)
+        simulated = objectives.values(self.figures, names)
+        for n, name in enumerate(names):
+            slack = MEMORY_SLACK if name == "memory" else SLACK
+            column = values[:, n]
+            both = self.figures.exact & np.isfinite(column) & np.isfinite(simulated[:, n])
+            ratio = np.where(both, simulated[:, n], 1.0) / np.where(both, column, 1.0)
+            ratio = ratio if name != "mfu" else 1 / ratio  # the objective is -MFU
+            for stage in np.unique(zero).tolist():
+                in_class = zero == stage
+                lowest = min(1 - slack, float(ratio[in_class].min(initial=1.0)))
+                column[in_class] *= lowest if name != "mfu" else 1 / lowest
+        return values
+
+    def promising(self) -> Int:
+        """Candidates not attempted that may be better than the best, or join the front."""
+        names, estimates = self.options.objectives, self.estimates
+        mask = ~self.attempted & ~np.isnan(estimates.seconds)
+        if self.bounds is None:
+            peak = self.optimistic_values(("memory",))[:, 0]
+            may_fit = np.where(np.isfinite(peak), peak <= estimates.device_memory, True)
+            mask &= may_fit | self.options.allow_oom
+            optimistic = self.optimistic_values(names)
+        else:
+            optimistic = (self.bounds / np.maximum(estimates.tokens, 1))[:, None]
+        answers = objectives.values(self.figures.take(self.winners), names)
+        if len(names) == 1:
+            answers = answers.min(axis=0, keepdims=True)
+        for answer in answers:
+            mask &= ~(answer <= optimistic).all(axis=1)
+        return np.flatnonzero(mask & np.isfinite(optimistic).all(axis=1))
+
     @cached_property
     def open(self) -> Int:
-        """Candidates that were not simulated and could still be the best, or on the front."""
-        if not len(self.best):
-            return np.zeros(0, dtype=np.int64)
-        promising = promising_candidates(
-            self.rows, self.estimates, self.figures, self.best, self.wanted, self.bounds
-        )
-        promising[[*self.refused]] = False
-        return np.flatnonzero(promising)
+        """Candidates that could still win after the search; none if nothing was simulated."""
+        return self.promising() if len(self.best) else np.zeros(0, dtype=np.int64)
 
     @property
     def proven(self) -> bool:
         """True if no candidate that was not simulated can be faster than the best."""
-        return self.wanted.prove and not self.stopped and len(self.best) > 0 and not len(self.open)
+        return self.options.exact and not self.stopped and len(self.best) > 0 and not len(self.open)
 
-    def without(self, *names: str) -> Bool:
-        """Candidates that have figures, but none for one of these objectives."""
+    def missing_objective(self, *names: str) -> Bool:
+        """Mask of candidates that have metrics, but lack one of these objectives."""
         values = objectives.values(self.figures, names)
         return ~np.isnan(self.figures.seconds) & ~np.isfinite(values).all(axis=1)
 
-    def why_unknown(self, name: str) -> str:
-        """Reason why candidates have no figure for an objective."""
-        column = self.rows.columns[HARDWARE]
-        codes = np.unique(column.codes[self.without(name)]).tolist()
-        return objectives.why_unknown(name, (column.values[code].name for code in codes))
+    def missing_reason(self, name: str) -> str:
+        """Reason why candidates lack an objective."""
+        column = self.candidates.columns[HARDWARE]
+        codes = np.unique(column.codes[self.missing_objective(name)]).tolist()
+        return objectives.missing_reason(name, (column.values[code].name for code in codes))
 
 
-def layouts(rows: Candidates) -> Int:
-    """A number for each candidate that is equal for variants of one layout: [candidates]."""
-    return rows.distinct(*(name for name in LAYOUT if name in rows.columns)).of
+def layouts(candidates: Candidates) -> Int:
+    """Number of each candidate's layout: [candidates]."""
+    settings = candidates.distinct(*(name for name in LAYOUT if name in candidates.columns)).of
+    return distinct_numbers([settings, candidates.world_size], len(candidates))[1]
 
 
 def first_of_each(keys: Int) -> Int:
-    """Positions of the first element of each set of equal ones, ascending."""
+    """Positions of the first occurrence of each key, ascending."""
     return np.sort(np.unique(keys, return_index=True)[1])
 
 
 def best_of(figures: Figures, usable: Bool, names: Sequence[str]) -> Int:
-    """Candidates by one objective, best first; of several, the front by the first of them."""
+    """Usable candidates by one objective, best first; of several, the front by the first."""
     values = objectives.values(figures, names)
-    rows = np.flatnonzero(usable & np.isfinite(values).all(axis=1))
+    indices = np.flatnonzero(usable & np.isfinite(values).all(axis=1))
     if len(names) > 1:
-        rows = rows[objectives.front(values[rows])]
-    return rows[np.lexsort((rows, *values[rows].T[::-1]))]
-
-
-# ---- how far estimates are off -------------------------------------------------------------------
-
-
-def hopes(rows: Candidates, estimates: Figures, figures: Figures, names: Sequence[str]) -> Float:
-    """Best values that objectives of candidates may have: [candidates, objectives].
-
-    Estimates are taken to be as far off as the worst one of the same ZeRO stage that was simulated,
-    and by `SLACK` at least; of bytes by `MEMORY_SLACK`.
-    """
-    kind = np.maximum(rows.numbers("zero"), 1)
-    found = objectives.values(estimates, names)
-    simulated = objectives.values(figures, names)
-    for n, name in enumerate(names):
-        least = MEMORY_SLACK if name == "memory" else SLACK
-        column = found[:, n]
-        both = figures.exact & np.isfinite(column) & np.isfinite(simulated[:, n])
-        ratio = np.where(both, simulated[:, n], 1.0) / np.where(both, column, 1.0)
-        better = ratio if name != "mfu" else 1 / ratio  # MFU counts below zero
-        for stage in np.unique(kind).tolist():
-            mine = kind == stage
-            low = min(1 - least, float(better[mine].min(initial=1.0)))
-            column[mine] *= low if name != "mfu" else 1 / low
-    return found
-
-
-def may_fit(rows: Candidates, estimates: Figures, figures: Figures) -> Bool:
-    """Candidates that may fit into memory, if estimates are as far off as those simulated."""
-    peak = hopes(rows, estimates, figures, ("memory",))[:, 0]
-    return np.where(np.isfinite(peak), peak <= estimates.device_memory, True)
-
-
-def promising_candidates(
-    rows: Candidates,
-    estimates: Figures,
-    figures: Figures,
-    best: Int,
-    wanted: Wanted,
-    bounds: Float | None = None,
-) -> Bool:
-    """Candidates that were not simulated and may be better than the best, or join the front."""
-    names = wanted.objectives
-    promising = ~figures.exact & ~np.isnan(estimates.seconds)
-    if bounds is None:
-        promising &= may_fit(rows, estimates, figures) | wanted.any_memory
-        hoped = hopes(rows, estimates, figures, names)
-    else:
-        hoped = (bounds / np.maximum(estimates.tokens, 1))[:, None]
-    answers = objectives.values(figures.take(best), names)
-    if len(names) == 1:
-        answers = answers.min(axis=0, keepdims=True)
-    for answer in answers:
-        promising &= ~(answer <= hoped).all(axis=1)
-    return promising & np.isfinite(hoped).all(axis=1)
+        indices = indices[objectives.front(values[indices])]
+    return indices[np.lexsort((indices, *values[indices].T[::-1]))]
 
 
 # ---- no answer -----------------------------------------------------------------------------------
 
 
 class NothingFound(UserError):
-    """None of the candidates can be the answer."""
+    """No candidate can be the answer."""
 
-    def __init__(self, why: str, ranking: Ranking, *, too_large: bool) -> None:
+    def __init__(self, message: str, ranking: Ranking, *, too_large: bool) -> None:
         """`too_large`: no candidate fits into memory."""
-        super().__init__(why)
+        super().__init__(message)
         self.ranking, self.too_large = ranking, too_large
 
 
 def nothing_found(ranking: Ranking) -> NothingFound:
-    """Reason why there is no answer."""
-    figures, rows = ranking.figures, ranking.rows
-    if ranking.refused and len(ranking.refused) == ranking.simulated + len(ranking.refused):
-        why = f"none of the {len(rows):,} candidates runs: {next(iter(ranking.refused.values()))}"
-        return NothingFound(why, ranking, too_large=False)
+    """Error of a search without an answer."""
+    figures, candidates = ranking.figures, ranking.candidates
+    if ranking.refused and not ranking.simulated:
+        first = next(iter(ranking.refused.values()))
+        message = f"none of the {len(candidates):,} candidates runs: {first}"
+        return NothingFound(message, ranking, too_large=False)
     if ranking.stopped and not ranking.simulated:
         return NothingFound("stopped before any candidate was simulated", ranking, too_large=False)
     large = np.flatnonzero(~np.isnan(figures.seconds) & ~figures.fits)
     if not len(large) or (figures.exact & ranking.fits).any():
-        unknown = [name for name in ranking.wanted.objectives if ranking.without(name).any()]
-        name = (unknown or ranking.wanted.objectives)[0]
-        why = (
-            f"--objective {name}: not known of any of the {len(rows):,} candidates: "
-            f"{ranking.why_unknown(name)}"
+        names = ranking.options.objectives
+        missing = [name for name in names if ranking.missing_objective(name).any()]
+        name = (missing or names)[0]
+        message = (
+            f"--objective {name}: not known of any of the {len(candidates):,} candidates: "
+            f"{ranking.missing_reason(name)}"
         )
-        return NothingFound(why, ranking, too_large=False)
-    least = int(large[np.argmin((figures.peak - figures.device_memory)[large])])
-    how = "" if figures.exact[least] else " by its estimate"
-    held, room = figures.peak[least] / 1e9, figures.device_memory[least] / 1e9
-    why = (
-        f"none of the {len(rows):,} candidates fits: the least takes {held:.4g} GB of {room:.4g} "
-        f"GB{how} ({rows.describe(least)}); use more GPUs, more memory, or --allow-oom to see them"
+        return NothingFound(message, ranking, too_large=False)
+    nearest = int(large[np.argmin((figures.peak - figures.device_memory)[large])])
+    source = "" if figures.exact[nearest] else " by its estimate"
+    peak, limit = figures.peak[nearest] / 1e9, figures.device_memory[nearest] / 1e9
+    message = (
+        f"none of the {len(candidates):,} candidates fits: the least takes {peak:.4g} GB of "
+        f"{limit:.4g} GB{source} ({candidates.describe(nearest)}); use more GPUs, more memory, or "
+        "--allow-oom to see them"
     )
-    return NothingFound(why, ranking, too_large=True)
+    return NothingFound(message, ranking, too_large=True)

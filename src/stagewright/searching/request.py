@@ -1,4 +1,7 @@
-"""What a search is asked for: settings, lists of them, machines, and what is tried by default."""
+"""Request of a search: fixed settings, axes, machines and default values.
+
+Option values arrive as text by setting name; a list or a range becomes an axis.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ from stagewright.searching.defaults import (
     HEADROOM,
     default_axes,
     default_batch,
+    default_constraints,
     families_of,
     family_axes,
     not_tried,
-    policies,
     without_effect,
 )
 from stagewright.searching.lists import is_listed, values_of
-from stagewright.searching.machines import MOST_SYSTEMS, Fleet, path_of, varied
+from stagewright.searching.machines import MOST_SYSTEMS, Fleet, Specs, path_of, varied
 from stagewright.searching.space import Space, check_searched
 from stagewright.time.expense.ownership import costs_of
 from stagewright.time.hardware import Hardware, resolve
@@ -37,13 +40,13 @@ from stagewright.time.hardware import Hardware, resolve
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """The space of a search, and what was assumed for it."""
+    """Space of a search, and notes on assumptions."""
 
     space: Space
     notes: tuple[str, ...]
 
 
-def asked(
+def search_request(
     settings: Mapping[str, Any],
     path: str | Path | None = None,
     *,
@@ -53,190 +56,190 @@ def asked(
     model: ModelConfig | None = None,
     families: str | None = None,
 ) -> SearchRequest:
-    """The space that settings ask for; any of them may be a list or a range (`listed`).
+    """Space of some settings, any of which may be a list or a range (`lists`).
 
-    `settings` go before those of the run file at `path`. `gpus` is a number of GPUs, or several;
-    without it the setting `nodes` counts, and then `gpus` in the run file. `vary` has lists of
-    settings and of figures of hardware by name; figures may stand in the run file, too. What is not
-    given is tried by default (`defaults`), and what `families` add to that. Raises UserError.
+    `settings` override those of the run file at `path`. `gpus`: numbers of GPUs; without it the
+    setting `nodes` counts, then `gpus` in the run file. `vary`: lists of settings and of hardware
+    specs by name; the run file may have specs, too. Open settings take default values (`defaults`),
+    to which `families` add. Raises UserError.
     """
     values = {} if path is None else read_settings(path)
     where = "" if path is None else f"{path}: "
-    beside: dict[str, Any] = {}
+    file_extras: dict[str, Any] = {}
     if is_manifest(values):
         model = model or recorded_model(values, path or "")
     else:
-        values, beside = _of_search(flat(values, path))
+        values, file_extras = _split_extras(flat(values, path))
     axes: dict[str, tuple[Any, ...]] = {}
-    file_values = values if is_manifest(values) else _without_lists(values, axes, where)
+    file_values = values if is_manifest(values) else _pop_axes(values, axes, where)
     from_file = {*axes}
-    given = _without_lists({k: v for k, v in settings.items() if v is not None}, axes)
-    once = {setting_of(name) for name, value in settings.items() if value is not None}
-    lists, figures = _of_vary(vary or {}, once | ({"hardware"} if hardware else set()))
-    axes |= lists
-    from_file -= once | {*lists}
-    without_allowance = _drop_zero_allowance(given) or _drop_zero_allowance(file_values)
-    named = axes.pop("hardware", ())
+    options = _pop_axes({k: v for k, v in settings.items() if v is not None}, axes)
+    given_names = {setting_of(name) for name, value in settings.items() if value is not None}
+    taken = {*given_names, "hardware"} if hardware else given_names
+    vary_axes, specs = _split_vary(vary or {}, taken)
+    axes |= vary_axes
+    from_file -= given_names | {*vary_axes}
+    without_allowance = _drop_zero_allowance(options) or _drop_zero_allowance(file_values)
+    hardware_names = axes.pop("hardware", ())
     nodes = axes.pop("nodes", ())
     check_searched(axes)
-    base = Experiment.of(file_values, given, path)
-    costs_of(base.cluster.price, base.cluster.costs)
-    if base.cluster.durations is not None:
+    base = Experiment.of(file_values, options, path)
+    cluster = base.cluster
+    costs_of(cluster.price, cluster.costs)
+    if cluster.durations is not None:
         raise UserError(
             "a search computes all durations; leave durations out, and give the file "
             "to `simulate` with the run that was found"
         )
-    named = tuple(hardware) or named or ((base.cluster.hardware,) if base.cluster.hardware else ())
-    if not named:
+    hardware_names = tuple(hardware) or hardware_names or filter(None, [cluster.hardware])
+    systems = _resolved(hardware_names)
+    if not systems:
         raise UserError("a search needs hardware; name some with --hardware, such as h100-sxm")
-    if not nodes and base.cluster.nodes is not None:
-        nodes = (base.cluster.nodes,)
-    known = {*map(setting_of, [*file_values, *given]), *axes}
-    known |= {"memory_allowance"} if without_allowance else set()
-    every = _each_once(of if isinstance(of, Hardware) else resolve(str(of)) for of in named)
-    figures = _figures(beside, figures, every, where)
-    counts = _counts(gpus, beside.get("gpus"), nodes, known, where)
-    added = families_of(families)
-    systems = [each for of in every for each in varied(of, figures)]
-    fleets = _fleets(systems, *counts)
-    if "dp" in known and "dp" not in axes:
+    if not nodes and cluster.nodes is not None:
+        nodes = (cluster.nodes,)
+    fixed = {name for name in map(setting_of, [*file_values, *options]) if name} | {*axes}
+    fixed |= {"memory_allowance"} if without_allowance else set()
+    specs = _with_file_specs(specs, file_extras, systems, where)
+    counts = _gpu_counts(gpus, file_extras.get("gpus"), nodes, fixed, where)
+    families_to_add = families_of(families)
+    fleets = _fleets([pair for system in systems for pair in varied(system, specs)], *counts)
+    if "dp" in fixed and "dp" not in axes:
         axes["dp"] = (base.run.dp,)
-    of_model = model or resolve_model(base.run.model, base.run.as_family or "")
-    names = {name for name in known if name}
+    model = model or resolve_model(base.run.model, base.run.as_family or "")
     origins = dict.fromkeys(from_file, where)
-    return _completed(base, of_model, fleets, axes, names, added, origins)
+    return _completed(base, model, fleets, axes, fixed, families_to_add, origins)
 
 
 def _drop_zero_allowance(values: dict[str, Any]) -> bool:
-    """Take a `memory_allowance` of 0 out of settings: no run has one; True if there was one."""
+    """Drop a `memory_allowance` of 0, which no run has; True if there was one."""
     if str(values.get("memory_allowance")) in ("0", "0.0"):
         del values["memory_allowance"]
         return True
     return False
 
 
-def _of_search(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of a run file, and what only a search takes: `gpus`, and figures of hardware."""
-    beside = {
+def _split_extras(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of a run file, and extras that only a search takes: `gpus`, and hardware specs."""
+    extras = {
         name: value
         for name, value in values.items()
         if name == "gpus" or ("." in name and not known_name(canonical(name)))
     }
-    return {name: value for name, value in values.items() if name not in beside}, beside
+    return {name: value for name, value in values.items() if name not in extras}, extras
 
 
-def _figures(
-    beside: Mapping[str, Any], figures: dict[str, Any], every: Iterable[Hardware], where: str
+def _with_file_specs(
+    specs: dict[str, Any], file_extras: Mapping[str, Any], systems: Iterable[Hardware], where: str
 ) -> dict[str, Any]:
-    """Lists of figures of hardware by name: those of a run file, and before them `figures`.
+    """Lists of specs by name, also those of a run file that `specs` do not override.
 
-    UserError for a name that one of the machines has not.
+    UserError for a name that one of the systems lacks.
     """
-    systems = list(every)
-    of_file = {name: value for name, value in beside.items() if name != "gpus"}
-    for of in systems:
-        paths = {path_of(name, of) for name in figures}
-        for name in [*of_file]:
+    file_specs = {name: value for name, value in file_extras.items() if name != "gpus"}
+    for system in systems:
+        paths = {path_of(name, system) for name in specs}
+        for name in [*file_specs]:
             try:
-                path = path_of(name, of)
+                path = path_of(name, system)
             except UserError as error:
                 raise UserError(f"{where}{str(error).removeprefix('--vary ')}") from None
             if path in paths:
-                del of_file[name]
-    return of_file | figures
+                del file_specs[name]
+    return file_specs | specs
 
 
-def _of_vary(
-    vary: Mapping[str, Any], given: Collection[str | None]
+def _split_vary(
+    vary: Mapping[str, Any], taken: Collection[str | None]
 ) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
-    """Lists of settings and of figures of hardware, by name; UserError for what is given twice."""
+    """Axes of settings, and lists of hardware specs; UserError for a setting in `taken`."""
     axes: dict[str, tuple[Any, ...]] = {}
-    figures: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
     for name, value in vary.items():
         setting = setting_of(name.replace("-", "_"))
         if name == "gpus":
             raise UserError(f"--vary gpus: GPUs are no setting; give --gpus {value}")
         if setting not in EXPERIMENT:
-            figures[name] = value
+            specs[name] = value
             continue
-        if setting in given or setting in axes:
+        if setting in taken or setting in axes:
             flag = EXPERIMENT[setting].flag
             raise UserError(f"{flag} is given twice, once as --vary {name}; give one list of both")
         axes[setting] = values_of(EXPERIMENT[setting].kind, value, f"--vary {name}")
-    return axes, figures
+    return axes, specs
 
 
-def _each_once(systems: Iterable[Hardware]) -> list[Hardware]:
-    """Hardware without what is named twice."""
-    known: list[Hardware] = []
-    for each in systems:
-        if each not in known:
-            known.append(each)
-    return known
+def _resolved(systems: Iterable[str | Hardware]) -> list[Hardware]:
+    """Hardware by name, path or object, without repetition."""
+    resolved: list[Hardware] = []
+    for system in systems:
+        hardware = system if isinstance(system, Hardware) else resolve(str(system))
+        if hardware not in resolved:
+            resolved.append(hardware)
+    return resolved
 
 
-def _without_lists(
+def _pop_axes(
     values: Mapping[str, Any], axes: dict[str, tuple[Any, ...]], where: str | None = None
 ) -> dict[str, Any]:
-    """Settings that have one value; those with several become axes, by our names.
+    """Settings of one value; those of several values become axes, by canonical name.
 
-    `where` begins errors about values of a run file; None: they are of options.
+    `where`: prefix of errors about a run file; None: errors name options.
     """
-    rest: dict[str, Any] = {}
+    single: dict[str, Any] = {}
     for name, value in values.items():
         setting = setting_of(name)
         if setting not in EXPERIMENT:
-            rest[name] = value
+            single[name] = value
             continue
         kind = EXPERIMENT[setting].kind
-        called = EXPERIMENT[setting].flag if where is None else f"{where}{name}"
+        label = EXPERIMENT[setting].flag if where is None else f"{where}{name}"
         if is_listed(kind, value):
-            axes[setting] = values_of(kind, value, called)
+            axes[setting] = values_of(kind, value, label)
             continue
-        of_text = isinstance(value, str) and (
+        needs_parsing = isinstance(value, str) and (
             kind in (int, float, tuple, frozenset) or (kind is str and value.lower() == "none")
         )
-        rest[name] = values_of(kind, value, called)[0] if of_text else value
+        single[name] = values_of(kind, value, label)[0] if needs_parsing else value
         axes.pop(setting, None)
-    return rest
+    return single
 
 
-def _counts(
-    gpus: object, of_file: object, nodes: Sequence[Any], known: Collection[Any], where: str
+def _gpu_counts(
+    gpus: object, file_gpus: object, nodes: Sequence[Any], fixed: Collection[str], where: str
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Numbers of GPUs, or of nodes, that are asked for; UserError where there are both, or none.
+    """Numbers of GPUs, or of nodes; UserError where there are both, or none.
 
-    `of_file` counts where neither is given otherwise.
+    `file_gpus` counts if the options have neither.
     """
-    option = "--gpus" if gpus is not None or nodes else f"{where}gpus"
-    asked_for = gpus if gpus is not None or nodes else of_file
-    counts = () if asked_for is None else values_of(int, asked_for, option)
+    from_options = gpus is not None or bool(nodes)
+    option, text = ("--gpus", gpus) if from_options else (f"{where}gpus", file_gpus)
+    counts = () if text is None else values_of(int, text, option)
     if counts and nodes:
         raise UserError("--gpus and --nodes both say how many GPUs there are; give one of them")
     option = option if counts else "--nodes"
     for count in (*counts, *nodes):
         if type(count) is not int or not 1 <= count <= MOST_RANKS:
             raise UserError(f"{option}: got {count}, wanted 1 to {MOST_RANKS:,}")
-    if not counts and not nodes and "dp" not in known:
+    if not counts and not nodes and "dp" not in fixed:
         raise UserError("a search needs the number of GPUs; give --gpus N, or --nodes N")
     return counts, tuple(nodes)
 
 
 def _fleets(
-    systems: Sequence[Hardware], counts: Sequence[int], nodes: Sequence[int]
+    systems: Sequence[tuple[Hardware, Specs]], counts: Sequence[int], nodes: Sequence[int]
 ) -> list[Fleet]:
-    """Hardware with each number of GPUs."""
-    count = len(systems) * max(1, len(counts), len(nodes))
-    if count > MOST_SYSTEMS:
+    """Each system with each number of GPUs."""
+    num_fleets = len(systems) * max(1, len(counts), len(nodes))
+    if num_fleets > MOST_SYSTEMS:
         raise UserError(
-            f"systems and their numbers of GPUs are {count:,} machines, wanted at most "
+            f"systems and their numbers of GPUs are {num_fleets:,} machines, wanted at most "
             f"{MOST_SYSTEMS:,}; give fewer values of --gpus or --vary"
         )
-    fleets: list[Fleet] = []
-    for of in systems:
-        of_system = counts or tuple(n * of.gpus_per_node for n in nodes) or (None,)
-        fleets += [Fleet(of, count) for count in of_system]
-    return fleets
+    return [
+        Fleet(system, count, specs)
+        for system, specs in systems
+        for count in counts or tuple(n * system.gpus_per_node for n in nodes) or (None,)
+    ]
 
 
 def _completed(
@@ -244,42 +247,42 @@ def _completed(
     model: ModelConfig,
     fleets: Sequence[Fleet],
     axes: dict[str, tuple[Any, ...]],
-    known: set[str],
+    fixed: set[str],
     families: Sequence[str],
     origins: Mapping[str, str],
 ) -> SearchRequest:
-    """The space with what is tried by default, and with a batch; `origins` as in `Space.of`."""
+    """Space with default values and a batch; `origins` as in `Space.of`."""
     run, notes = base.run, list[str]()
-    of = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
-    check_value(run, of)
-    if run.mode == "train" and "global_batch_size" not in known:
+    config = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
+    check_value(run, config)
+    if run.mode == "train" and "global_batch_size" not in fixed:
         length = _longest(axes.get("seq_length", (run.seq_length,)))
         gpus = [fleet.gpus or 1 for fleet in fleets]
         longest = run.model_copy(update={"seq_length": length})
-        batch = default_batch(longest, of, gpus)
-        tokens = batch * (longest.resolved(of).seq_length or 0)
+        batch = default_batch(longest, config, gpus)
+        tokens = batch * (longest.resolved(config).seq_length or 0)
         axes["global_batch_size"] = (batch,)
         notes.append(
             f"global_batch_size={batch} ({tokens:,} tokens) is assumed; give --global-batch-size"
         )
-    defaults = {**default_axes(run, of, fleets), **family_axes(families, run, of, fleets)}
-    if "precision" in known:
+    defaults = {**default_axes(run, config, fleets), **family_axes(families, run, config, fleets)}
+    if "precision" in fixed:
         defaults.pop("fp8_recipe", None)
-    tried = {name: values for name, values in defaults.items() if name not in known}
-    degrees = {name: (getattr(run, name),) for name in ("tp", "cp", "pp") if name in known}
-    idle = without_effect(tried, {**tried, **degrees, **axes})
-    axes |= {name: tuple(values) for name, values in tried.items() if name not in idle}
-    if axes.get("precision") == ("fp8",) and "precision" not in known:
+    tried = {name: values for name, values in defaults.items() if name not in fixed}
+    degrees = {name: (getattr(run, name),) for name in ("tp", "cp", "pp") if name in fixed}
+    no_effect = without_effect(tried, {**tried, **degrees, **axes})
+    axes |= {name: tuple(values) for name, values in tried.items() if name not in no_effect}
+    if axes.get("precision") == ("fp8",) and "precision" not in fixed:
         notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")
-    notes += not_tried(run, axes, of)
-    headroom = HEADROOM if run.mode == "train" and "memory_allowance" not in known else 0.0
-    space = Space.of(base, fleets, axes, model, policies(known), origins, headroom)
+    notes += not_tried(run, axes, config)
+    headroom = HEADROOM if run.mode == "train" and "memory_allowance" not in fixed else 0.0
+    extra_constraints = default_constraints(fixed)
+    space = Space.of(base, fleets, axes, model, extra_constraints, origins, headroom)
     return SearchRequest(space, tuple(notes))
 
 
 def _longest(lengths: Sequence[Any]) -> Any:
-    """The longest of some lengths of sequences, so that no step has more tokens than are told;
-    None: that of the model. What is no length is refused elsewhere."""
+    """Longest sequence length, for the assumed batch; None: that of the model."""
     if all(isinstance(length, int) for length in lengths):
         return max(lengths)
     return None if None in lengths else lengths[0]

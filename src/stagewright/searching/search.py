@@ -1,106 +1,80 @@
-"""The best of many candidates: all are estimated, and the best are simulated until one is sure.
+"""Estimate all candidates, then simulate best first until none can win.
 
-First the best variant of each of the best layouts is simulated, as estimates have them. Then
-candidates are simulated best first, until no estimate, widened by how far estimates were off so
-far, can still be among the best. A small space is simulated as a whole.
+First the best variant of each of the best layouts is simulated. Then candidates are simulated in
+the order of their estimates, until no estimate, reduced by its stage's worst error so far, beats
+the best. A small space is simulated without estimates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.searching import objectives
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.estimate import estimate, lower_bounds
-from stagewright.searching.figures import Figures
+from stagewright.searching.figures import Figures, with_costs
 from stagewright.searching.ranking import (
     Ranking,
-    Wanted,
+    SearchOptions,
     best_of,
     first_of_each,
     layouts,
     nothing_found,
-    promising_candidates,
 )
-from stagewright.searching.simulated import Progress, simulate_all, unknown
-from stagewright.searching.usd import with_costs
+from stagewright.searching.simulated import Progress, simulate_all
 
 SMALL = 70
 """Spaces of at most this many candidates are simulated whole: estimates would cost as much."""
 BATCH = 20
-"""Candidates that are simulated at once; the answer depends on it, but not on workers."""
+"""Batch size; independent of the number of workers, so answers are too."""
 
 Estimate = Callable[[Candidates, Executor | None], Figures]
 
 
 @dataclass(slots=True, eq=False)
-class _SearchState:
-    """What is known of candidates so far."""
+class _Simulator:
+    """Simulates candidates of a ranking, and writes their metrics into it."""
 
-    rows: Candidates
-    estimates: Figures
-    wanted: Wanted
+    ranking: Ranking
     executor: Executor | None
     progress: Progress | None
-    figures: Figures = field(init=False)
-    launches: dict[int, float] = field(default_factory=dict[int, float])
-    refused: dict[int, str] = field(default_factory=dict[int, str])
-    bounds: Float | None = None
-    stopped: bool = False
 
-    def __post_init__(self) -> None:
-        self.figures = self.estimates.take(np.arange(len(self.rows)))
-
-    def simulate(self, rows: Int) -> None:
-        """Simulate those of some candidates that have not been."""
-        done = self.figures.exact.copy()
-        done[[*self.refused]] = True
-        rows = rows[~done[rows]]
-        if not len(rows) or self.stopped:
+    def simulate(self, indices: Int) -> None:
+        """Simulate candidates that have not been attempted."""
+        ranking = self.ranking
+        attempted = ranking.attempted
+        indices = indices[~attempted[indices]]
+        if not len(indices) or ranking.stopped:
             return
-        before = int(done.sum())
+        before = int(attempted.sum())
 
         def progress(count: int, total: int, figures: Figures) -> None:
             if self.progress is not None:
                 self.progress(before + count, before + total, figures)
 
-        found = simulate_all(self.rows.take(rows), self.executor, progress)
-        at = rows[found.rows]
-        self.figures.put(at, with_costs(self.rows.take(at), found.figures))
-        self.launches |= {int(rows[n]): seconds for n, seconds in found.launches.items()}
-        self.refused |= {int(rows[n]): why for n, why in found.refused.items()}
-        for row in self.refused:
-            self.figures.exact[row] = False
-        self.stopped = found.stopped
+        results = simulate_all(ranking.candidates.take(indices), self.executor, progress)
+        at = indices[results.indices]
+        ranking.figures.put(at, with_costs(ranking.candidates.take(at), results.figures))
+        ranking.launches |= {int(indices[n]): seconds for n, seconds in results.launches.items()}
+        ranking.refused |= {int(indices[n]): message for n, message in results.refused.items()}
+        ranking.figures.exact[[*ranking.refused]] = False
+        ranking.stopped = results.stopped
 
     @property
-    def best(self) -> Int:
-        """Simulated candidates that fit, best first; of several objectives, the front."""
-        usable = self.figures.exact & (self.figures.fits | self.wanted.any_memory)
-        return best_of(self.figures, usable, self.wanted.objectives)
-
-    @property
-    def simulated(self) -> int:
-        """Number of candidates that were simulated, or refused."""
-        return int(self.figures.exact.sum()) + len(self.refused)
-
-    def ranking(self) -> Ranking:
-        """The answer."""
-        return Ranking(
-            self.rows, self.estimates, self.figures, self.launches, self.refused, self.wanted,
-            self.stopped, self.bounds,
-        )  # fmt: skip
+    def at_limit(self) -> bool:
+        """True if as many candidates were attempted as the options allow."""
+        return int(self.ranking.attempted.sum()) >= self.ranking.options.most
 
 
 def search(
-    rows: Candidates,
-    wanted: Wanted | None = None,
+    candidates: Candidates,
+    options: SearchOptions | None = None,
     *,
     estimates: Estimate = estimate,
     executor: Executor | None = None,
@@ -108,70 +82,69 @@ def search(
 ) -> Ranking:
     """Find the best candidates.
 
-    `executor` runs the simulations, None: this process does. Ctrl-C ends the search with what has
-    been simulated by then. Raises `NothingFound` where nothing that was simulated fits, or runs.
+    `executor` runs the simulations; None: this process. Ctrl-C ends the search with the candidates
+    simulated so far. Raises `NothingFound` if no simulated candidate fits, or runs.
     """
-    wanted = wanted or Wanted()
-    if wanted.prove and wanted.objectives != ("time",):
+    options = options or SearchOptions()
+    if options.exact and options.objectives != ("time",):
         raise UserError("--exact proves the least time; use --objective time alone")
-    if "mfu" in wanted.objectives and rows.base.run.mode != "train":
-        raise UserError(f"--objective mfu: {objectives.UNKNOWN['mfu']}")
-    every = np.arange(len(rows))
-    if len(rows) <= SMALL:
-        state = _SearchState(rows, unknown(len(rows)), wanted, executor, progress)
-        state.simulate(every)
+    if "mfu" in options.objectives and candidates.base.run.mode != "train":
+        raise UserError(f"--objective mfu: {objectives.MISSING['mfu']}")
+    small = len(candidates) <= SMALL
+    if small:
+        estimated = Figures.missing(len(candidates))
     else:
-        state = _SearchState(
-            rows, with_costs(rows, estimates(rows, executor)), wanted, executor, progress
-        )
-        if wanted.prove:
-            state.bounds = lower_bounds(rows)
-        _simulate_layouts(state)
-        _simulate_promising(state)
-    ranking = state.ranking()
+        estimated = with_costs(candidates, estimates(candidates, executor))
+    every = np.arange(len(candidates))
+    ranking = Ranking(candidates, estimated, options, estimated.take(every))
+    simulator = _Simulator(ranking, executor, progress)
+    if small:
+        simulator.simulate(every)
+    else:
+        ranking.bounds = lower_bounds(candidates) if options.exact else None
+        _simulate_layouts(simulator)
+        _simulate_promising(simulator)
     if not len(ranking.best):
         raise nothing_found(ranking)
     return ranking
 
 
-def _simulate_layouts(state: _SearchState) -> None:
-    """Simulate the best variant of each of the best layouts, or the best of a front.
+def _simulate_layouts(simulator: _Simulator) -> None:
+    """Simulate the best variant of each of the best layouts, or points of the estimated front.
 
-    Where none of them fits, go on with those that lack least memory.
+    If none fits, continue with those that lack least memory.
     """
-    rows, estimates, wanted = state.rows, state.estimates, state.wanted
+    ranking = simulator.ranking
+    estimates, options = ranking.estimates, ranking.options
     usable = ~np.isnan(estimates.seconds)
-    fits = usable & ((estimates.peak <= estimates.device_memory) | wanted.any_memory)
-    order = best_of(estimates, fits, wanted.objectives)
-    if len(wanted.objectives) == 1:
-        order = order[first_of_each(layouts(rows)[order])]
-    elif len(order) > wanted.top:
-        order = order[np.linspace(0, len(order) - 1, wanted.top).astype(np.int64)]
-    state.simulate(order[: wanted.top])
-    lacking = estimates.peak / np.maximum(estimates.device_memory, 1)
-    near = np.flatnonzero(usable & ~fits)
-    near = near[np.argsort(lacking[near], kind="stable")]
-    remaining = np.concatenate([order[wanted.top :], near, np.flatnonzero(~usable)])
+    fits = usable & (estimates.fits | options.allow_oom)
+    order = best_of(estimates, fits, options.objectives)
+    if len(options.objectives) == 1:
+        order = order[first_of_each(layouts(ranking.candidates)[order])]
+    elif len(order) > options.top:
+        order = order[np.linspace(0, len(order) - 1, options.top).astype(np.int64)]
+    simulator.simulate(order[: options.top])
+    excess = estimates.peak / np.maximum(estimates.device_memory, 1)
+    too_large = np.flatnonzero(usable & ~fits)
+    too_large = too_large[np.argsort(excess[too_large], kind="stable")]
+    remaining = np.concatenate([order[options.top :], too_large, np.flatnonzero(~usable)])
     for begin in range(0, len(remaining), BATCH):
-        if len(state.best) or state.stopped or state.simulated >= wanted.most:
+        if len(ranking.winners) or ranking.stopped or simulator.at_limit:
             return
-        state.simulate(remaining[begin : begin + BATCH])
+        simulator.simulate(remaining[begin : begin + BATCH])
 
 
-def _simulate_promising(state: _SearchState) -> None:
+def _simulate_promising(simulator: _Simulator) -> None:
     """Simulate candidates that may be better than the best, best estimates first."""
-    rows, estimates, wanted = state.rows, state.estimates, state.wanted
-    values = objectives.values(estimates, wanted.objectives)
-    if state.bounds is not None:
-        values = state.bounds[:, None]
-    while len(state.best) and not state.stopped:
-        left = promising_candidates(
-            rows, estimates, state.figures, state.best, wanted, state.bounds
-        )
-        left[[*state.refused]] = False
-        order = np.flatnonzero(left)
-        if not len(order) or (state.simulated >= wanted.most and not wanted.prove):
+    ranking = simulator.ranking
+    options = ranking.options
+    values = objectives.values(ranking.estimates, options.objectives)
+    if ranking.bounds is not None:
+        values = ranking.bounds[:, None]
+    while len(ranking.winners) and not ranking.stopped:
+        order = ranking.promising()
+        if not len(order) or (simulator.at_limit and not options.exact):
             return
-        if len(wanted.objectives) == 1:
+        if len(options.objectives) == 1:
             order = order[np.argsort(values[order, 0], kind="stable")]
-        state.simulate(order[:BATCH])
+        simulator.simulate(order[:BATCH])

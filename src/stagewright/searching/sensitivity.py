@@ -1,4 +1,4 @@
-"""How the step of a candidate changes with each figure of its hardware, by finite differences."""
+"""Sensitivity of a candidate's step to each spec of its hardware, by finite differences."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.searching.candidates import Candidates
-from stagewright.searching.machines import figures_of, with_figure
+from stagewright.searching.machines import specs_of, with_specs
 from stagewright.searching.simulated import step_of
-from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate
 
 _CHANGE = 0.05
-_FIGURES = (
+_PATHS = (
     *("memory_bandwidth_gb_s", "host_bandwidth_gb_s", "kernel_launch_us"),
     *("scale_up.bandwidth_gb_s", "scale_up.latency_us", "scale_up.hop_us"),
     *("scale_out.bandwidth_gb_s", "scale_out.latency_us", "scale_out.hop_us"),
@@ -21,36 +20,31 @@ _FIGURES = (
 )
 
 
-def sensitivities(candidates: Candidates, row: int) -> dict[str, float]:
-    """Percent by which the step gets longer where a figure of the hardware grows by a percent.
+def sensitivities(candidates: Candidates, index: int) -> dict[str, float]:
+    """Percent by which the step gets longer if a spec grows by one percent, largest first.
 
-    Central differences of the simulated step over 5% of each figure, for the execution as it is: of
-    the optimum this is the derivative of the optimum itself, as long as no other overtakes it. The
-    largest first, without those that change nothing.
+    Central differences over 5% of each spec, with the same execution: the derivative of the
+    optimum, as long as no other candidate overtakes it. Specs without effect are left out.
     """
-    machine = candidates.machine(row)
-    hardware, cluster = machine.hardware, candidates.cluster(row)
-    product = PRECISIONS[candidates.run(row).precision].product
-    compiled = step_of(candidates, row).compiled
-    execution = candidates.execution(row)
-    known = figures_of(hardware)
-    found: dict[str, float] = {}
-    for path in (f"peak_{product}_tflops", *_FIGURES):
-        value = known.get(path, 0)
+    machine = candidates.machine(index)
+    product = PRECISIONS[candidates.run(index).precision].product
+    compiled = step_of(candidates, index).compiled
+    execution, stragglers = candidates.execution(index), candidates.cluster(index).stragglers
+    specs = specs_of(machine.hardware)
+    slopes: dict[str, float] = {}
+    for path in (f"peak_{product}_tflops", *_PATHS):
+        value = specs.get(path, 0)
         if not value:
             continue
         logs: list[float] = []
         for factor in (1 - _CHANGE, 1 + _CHANGE):
             if path.startswith("sustained_fraction") and value * factor > 1:
-                factor = 1.0  # a clock above the benchmark's is none
-            other = with_figure(hardware, path, value * factor)
-            changed = Machine.of(
-                other, gpus=machine.gpus, topology=cluster.topology, algorithm=cluster.algorithm
-            )
+                factor = 1.0  # no clock is above the benchmark's
+            hardware = with_specs(machine.hardware, {path: value * factor})
+            changed = candidates.machine(index, hardware=hardware)
             changed = replace(changed, direct_all_reduce=machine.direct_all_reduce)
-            step = simulate(compiled, changed, execution, cluster.stragglers)
-            logs.append(math.log(step.seconds))
-            logs.append(math.log(factor))
-        found[path] = (logs[2] - logs[0]) / (logs[3] - logs[1])
-    ordered = sorted(found.items(), key=lambda item: -abs(item[1]))
+            step = simulate(compiled, changed, execution, stragglers)
+            logs += [math.log(step.seconds), math.log(factor)]
+        slopes[path] = (logs[2] - logs[0]) / (logs[3] - logs[1])
+    ordered = sorted(slopes.items(), key=lambda item: -abs(item[1]))
     return {path: slope for path, slope in ordered if abs(slope) >= 5e-4}

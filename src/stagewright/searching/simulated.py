@@ -1,13 +1,13 @@
-"""Candidates simulated one by one, in this process, in several, or on a Ray cluster.
+"""Exact simulation of candidates: in this process, in several, or on a Ray cluster.
 
-The figures are the same, whichever process finds them. Ctrl-C keeps what has been simulated.
+Results do not depend on the executor. Ctrl-C keeps the candidates simulated so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,34 +22,34 @@ from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.step import SimulatedStep, simulate
 
 Progress = Callable[[int, int, Figures], None]
-"""Called after each simulation with how many are done, how many there are, and the new figures."""
+"""Called after each simulation with the number simulated, the total, and the new metrics."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Simulated:
-    """Candidates that have been simulated."""
+    """Results of simulated candidates."""
 
-    rows: Int
-    """Their numbers among those that were given, ascending."""
+    indices: Int
+    """Positions among the given candidates, ascending."""
     figures: Figures
-    """Of these rows. Where a run was refused, `seconds` is NaN."""
+    """Metrics by position in `indices`; `seconds` is NaN for a refused run."""
     launches: Mapping[int, float]
-    """Seconds of a step in which the mean GPU waits for the host's launches, by row."""
+    """Seconds of a step in which the mean GPU waits for launches, by index."""
     refused: Mapping[int, str]
-    """Error messages of rows that could not be compiled or simulated."""
+    """Error messages of candidates that could not be compiled or simulated, by index."""
     stopped: bool
-    """True if Ctrl-C has left out the others."""
+    """True if Ctrl-C left out the others."""
 
 
 class _Job(NamedTuple):
     """One candidate, for any process."""
 
-    row: int
+    number: int
     candidate: Candidates
 
 
 class _Result(NamedTuple):
-    row: int
+    number: int
     figures: Figures
     refused: str
     launches: float = 0.0
@@ -58,55 +58,53 @@ class _Result(NamedTuple):
 def simulate_all(
     candidates: Candidates, executor: Executor | None = None, progress: Progress | None = None
 ) -> Simulated:
-    """Compile and simulate every candidate on its machine.
-
-    `executor` None: in this process. Ctrl-C ends the work, and returns what was found by then.
-    """
+    """Compile and simulate every candidate on its machine; `executor` None: in this process."""
     results: dict[int, _Result] = {}
 
-    def keep(result: _Result) -> None:
-        results[result.row] = result
+    def collect(result: _Result) -> None:
+        results[result.number] = result
         if progress is not None:
             progress(len(results), len(candidates), result.figures)
 
-    def job(row: int) -> _Job:
-        return _Job(row, candidates.take(slice(row, row + 1)))
+    def job(index: int) -> _Job:
+        return _Job(index, candidates.take(slice(index, index + 1)))
 
     stopped = False
     try:
-        (executor or InTurn()).run(_simulated, map(job, range(len(candidates))), keep)
+        (executor or InTurn()).run(_simulate_job, map(job, range(len(candidates))), collect)
     except KeyboardInterrupt:
         stopped = True
-    rows = sorted(results)
-    figures = Figures.concatenated([results[row].figures for row in rows] or [unknown(0)])
-    refused = {row: results[row].refused for row in rows if results[row].refused}
-    launches = {row: results[row].launches for row in rows if row not in refused}
-    return Simulated(np.array(rows, dtype=np.int64), figures, launches, refused, stopped)
+    indices = sorted(results)
+    figures = [results[index].figures for index in indices] or [Figures.missing(0)]
+    refused = {index: results[index].refused for index in indices if results[index].refused}
+    launches = {index: results[index].launches for index in indices if index not in refused}
+    return Simulated(
+        np.array(indices, dtype=np.int64), Figures.concatenated(figures), launches, refused, stopped
+    )
 
 
-def _simulated(job: _Job) -> _Result:
-    """The figures of one candidate."""
+def _simulate_job(job: _Job) -> _Result:
     candidate = job.candidate
     try:
         step = step_of(candidate, 0)
-        figures = figures_of(step, candidate.cluster(0).price)
-        return _Result(job.row, figures, "", step.mean.launches)
+        figures = _step_figures(step, candidate.cluster(0).price)
+        return _Result(job.number, figures, "", step.mean.launches)
     except UserError as error:
-        return _Result(job.row, unknown(1), str(error))
+        return _Result(job.number, Figures.missing(1), str(error))
 
 
-def step_of(candidates: Candidates, row: int) -> SimulatedStep:
-    """One candidate, compiled and simulated."""
-    machine = candidates.machine(row)
-    compiled = compile(candidates.run(row), candidates.model, device_memory=machine.hardware.memory)
-    factors = candidates.cluster(row).stragglers
-    return simulate(compiled, machine, candidates.execution(row), factors)
+def step_of(candidates: Candidates, index: int) -> SimulatedStep:
+    """Simulated step of one candidate."""
+    machine, run = candidates.machine(index), candidates.run(index)
+    compiled = compile(run, candidates.model, device_memory=machine.hardware.memory)
+    stragglers = candidates.cluster(index).stragglers
+    return simulate(compiled, machine, candidates.execution(index), stragglers)
 
 
-def figures_of(step: SimulatedStep, price: float | None = None) -> Figures:
-    """The figures of a simulated step, as columns of one row; `price` in USD per GPU and hour."""
-    fit, spent, run = step.fit, step.expense(price), step.compiled.run
-    usd = spent.usd_per_million_tokens
+def _step_figures(step: SimulatedStep, price: float | None = None) -> Figures:
+    """Metrics of one simulated step, as a candidate batch of size 1; `price`: USD per GPU-hour."""
+    fit, expense, run = step.fit, step.expense(price), step.compiled.run
+    usd = expense.usd_per_million_tokens
     trains = run.mode == "train"
     peak = peak_flops(step.machine.hardware, PRECISIONS[run.precision].product)
     return Figures(
@@ -119,15 +117,7 @@ def figures_of(step: SimulatedStep, price: float | None = None) -> Figures:
         mfu=np.array([step.mfu if trains else np.nan]),
         mfu_causal=np.array([step.mfu_causal if trains else np.nan]),
         tflops=np.array([step.mfu * peak / 1e12 if trains else np.nan]),
-        joules=np.array([spent.joules]),
+        joules=np.array([expense.joules]),
         usd=np.array([np.nan if usd is None else usd * step.tokens / 1e6]),
         exact=np.array([True]),
     )
-
-
-def unknown(count: int) -> Figures:
-    """Figures of candidates that were neither estimated nor simulated: NaN, or 0."""
-    names = "seconds", "bubble", "mfu", "mfu_causal", "tflops", "joules", "usd"
-    columns: dict[str, Any] = {name: np.full(count, np.nan) for name in names}
-    columns |= {name: np.zeros(count, dtype=np.int64) for name in ("device_memory", "tokens")}
-    return Figures(**columns, memory={}, exposed={}, exact=np.zeros(count, dtype=bool))

@@ -92,7 +92,7 @@ class AstraSim:
 
     @classmethod
     def of(cls, machine: Machine, precision: str = "bf16") -> Self:
-        """A machine, as far as ASTRA-sim can represent it; UserError where it cannot.
+        """Represent a machine; UserError where ASTRA-sim cannot.
 
         The peak is the rate that a product of 8192 x 8192 matrices reaches within a training step.
         ASTRA-sim knows a latency per step of a collective and none per collective: the machine's
@@ -104,15 +104,15 @@ class AstraSim:
         for dimension in machine.tiers:
             dimensions += _dimensions(dimension)
         hardware = machine.hardware
-        side = np.array([8192.0])
-        moved = 3 * side * side * 2
-        took = gemm_seconds(
-            side / side, side, side, side, traffic=moved, dtype=precision, on=hardware.sustained()
+        size = np.array([8192.0])
+        traffic = 3 * size * size * 2
+        seconds = gemm_seconds(
+            size / size, size, size, size, traffic=traffic, dtype=precision, on=hardware.sustained()
         )
-        reached = float(2 * side[0] ** 3 / took[0])
+        flops = float(2 * size[0] ** 3 / seconds[0])
         system = cls(
             tuple(dimensions),
-            round(reached / 1e12, 3),
+            round(flops / 1e12, 3),
             round(hardware.memory_bandwidth_gb_s * hardware.memory_bandwidth_fraction, 3),
             {op: tuple(_implementation(op, d.topology) for d in dimensions) for op in OPS},
         )
@@ -153,7 +153,7 @@ class AstraSim:
         """The system configuration: the keys for which ASTRA-sim has no default that works."""
         lists = {
             f"{op.replace('_', '-')}-implementation": [
-                self.implementation_of(op, nth) for nth in range(len(self.dimensions))
+                self.implementation_of(op, i) for i in range(len(self.dimensions))
             ]
             for op in OPS
         }
@@ -171,20 +171,20 @@ class AstraSim:
         return json.dumps(settings, indent=2) + "\n"
 
 
-def _dimensions(of: network.Tier) -> list[Dimension]:
-    """A dimension of a machine as dimensions of ASTRA-sim: one, or one for each ring of a torus."""
-    rings = [ring for ring in of.shape if ring > 1] or [of.size]
-    topology = _TOPOLOGY.get(of.topology, "Switch")
-    links = len(rings) if topology == "Ring" else of.size - 1 if topology != "Switch" else 1
-    found: list[Dimension] = []
+def _dimensions(tier: network.Tier) -> list[Dimension]:
+    """Dimensions of ASTRA-sim for a tier: one, or one per ring of a torus."""
+    rings = [ring for ring in tier.shape if ring > 1] or [tier.size]
+    topology = _TOPOLOGY.get(tier.topology, "Switch")
+    links = len(rings) if topology == "Ring" else tier.size - 1 if topology != "Switch" else 1
+    result: list[Dimension] = []
     for size in rings:
         if size < 2:
             continue
-        step = 1000 * (of.hop_us + 1e6 * of.start(network.MessageSize.LARGE) / (2 * (size - 1)))
+        step = 1000 * (tier.hop_us + 1e6 * tier.start(network.MessageSize.LARGE) / (2 * (size - 1)))
         latency = max(0.0, step - ENDPOINT_NS) / (2 if topology == "Switch" else 1)
-        rate = of.bandwidth_gb_s / links / GIB_PER_S
-        found.append(Dimension(topology, size, round(rate, 3), round(latency, 1)))
-    return found
+        rate = tier.bandwidth_gb_s / links / GIB_PER_S
+        result.append(Dimension(topology, size, round(rate, 3), round(latency, 1)))
+    return result
 
 
 _TOPOLOGY = {"fully_connected": "FullyConnected", "ring": "Ring", "torus": "Ring"}
@@ -197,7 +197,7 @@ def _implementation(op: str, topology: str) -> str:
 
 
 def beside(run: Run, hardware: str) -> dict[str, bytes]:
-    """The files beside the traces of a run, by name: configurations, and a script to run them.
+    """Configurations next to the traces of a run, and a script to run them, by name.
 
     `hardware` is a name or a file, as `stagewright.time.hardware.resolve` takes it. Raises
     UserError where ASTRA-sim cannot run this run or represent the hardware.
@@ -223,7 +223,7 @@ def script_of(machine: Machine, ranks: int) -> str:
 
 
 def _remote_memory(machine: Machine) -> str:
-    """The memory of hosts, for tensors that are offloaded: a link of its own for every GPU.
+    """Host memory for offloaded tensors: a private link for every GPU.
 
     The unit is GB/s, that is bytes in a nanosecond (`get_remote_mem_runtime` of
     astra-memory-analytical, AnalyticalRemoteMemory.cc). The latency keeps a transfer from taking no
@@ -254,30 +254,30 @@ class Adapted(NamedTuple):
 
 def adapted(program: Program, hardware: str) -> Adapted:
     """A program for ASTRA-sim on a hardware; its first kernels take a nanosecond at least."""
-    least = max(BYTES_PER_NS, math.ceil(1.5 * resolve(hardware).memory_bandwidth_gb_s))
-    entry = {"hardware": hardware, "least_bytes": least, "notes": _notes(program)}
-    return Adapted(with_least_bytes(program, least), entry)
+    min_bytes = max(BYTES_PER_NS, math.ceil(1.5 * resolve(hardware).memory_bandwidth_gb_s))
+    entry = {"hardware": hardware, "least_bytes": min_bytes, "notes": _notes(program)}
+    return Adapted(with_least_bytes(program, min_bytes), entry)
 
 
-def with_least_bytes(program: Program, least: int) -> Program:
+def with_least_bytes(program: Program, min_bytes: int) -> Program:
     """The program, in which kernels that nothing precedes move so many bytes or more."""
     classes: list[RankClass] = []
-    for of in program.classes:
-        tasks = of.tasks
+    for rank_class in program.classes:
+        tasks = rank_class.tasks
         first = (np.diff(tasks.data_ptr) == 0) & (np.diff(tasks.order_ptr) == 0)
         first &= (tasks.kind == TaskKind.COMPUTE) & (tasks.flops < FLOPS_PER_NS)
-        traffic = np.where(first, np.maximum(tasks.traffic, least), tasks.traffic)
-        work = of.work.with_tasks(replace(tasks, traffic=traffic))
-        classes.append(replace(of, work=work))
+        traffic = np.where(first, np.maximum(tasks.traffic, min_bytes), tasks.traffic)
+        work = rank_class.work.with_tasks(replace(tasks, traffic=traffic))
+        classes.append(replace(rank_class, work=work))
     return replace(program, classes=tuple(classes))
 
 
 def _notes(program: Program) -> list[str]:
-    """What a user of ASTRA-sim should know of the communication of a program."""
+    """Warnings about the communication of a program in ASTRA-sim."""
     large = 0
     count = 0
-    for of in program.classes:
-        sizes = of.tasks.comm_bytes[of.tasks.kind == TaskKind.COLLECTIVE]
+    for rank_class in program.classes:
+        sizes = rank_class.tasks.comm_bytes[rank_class.tasks.kind == TaskKind.COLLECTIVE]
         large = max(large, int(sizes.max(initial=0)))
         count += int((sizes > MOST_COUNTED).sum())
     if not count:

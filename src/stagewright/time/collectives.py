@@ -1,4 +1,4 @@
-"""How long collectives and messages take on a machine: models of their algorithms.
+"""Time of collectives and messages on a machine: models of their algorithms.
 
 >>> import numpy as np
 >>> from stagewright.time.hardware import resolve
@@ -45,7 +45,7 @@ def collective_seconds(op: str, local_bytes: Amount, group: Placement, machine: 
 def seconds_by_algorithm(
     op: str, local_bytes: Amount, group: Placement, machine: Machine
 ) -> dict[str, Amount]:
-    """Seconds by each algorithm that may be taken: by the machine's, where that can do it.
+    """Seconds by each applicable algorithm: by the machine's, if it supports the collective.
 
     Empty where a group of one rank exchanges nothing.
     """
@@ -53,14 +53,14 @@ def seconds_by_algorithm(
         return {}
     whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
     uses = tiers_used(group, machine)
-    unknown = {*_unknown_to(machine)} - {machine.algorithm}
+    unsupported = {*_unknown_to(machine)} - {machine.algorithm}
     options: dict[str, Amount] = {}
     for name, model in _ALGORITHMS.items():
-        if name in unknown:
+        if name in unsupported:
             continue
-        found = [s for size in MessageSize if (s := model(op, whole, uses, size)) is not None]
-        if found:
-            options[name] = reduce(_smaller, found)
+        candidates = [s for size in MessageSize if (s := model(op, whole, uses, size)) is not None]
+        if candidates:
+            options[name] = reduce(_smaller, candidates)
     if machine.algorithm in options:
         return {machine.algorithm: options[machine.algorithm]}
     direct = machine.direct_all_reduce
@@ -88,7 +88,7 @@ def _larger(a: Amount, b: Amount) -> Amount:
 
 
 def direct_all_reduce(whole: Amount, ranks: int, link_gb_s: float, fit: DirectAllReduce) -> Amount:
-    """Seconds of an all_reduce of `whole` bytes by one kernel over the links of a node.
+    """Seconds of an all-reduce of `whole` bytes by one kernel within a node.
 
     Every GPU reads the vectors of all others and adds them up; or each adds up one part, and then
     all read the parts (vLLM's csrc/custom_all_reduce.cuh, TensorRT-LLM's one-shot and two-shot).
@@ -118,7 +118,7 @@ def message_seconds(bytes_: Amount, nth_tier: int, machine: Machine) -> Amount:
 
 
 class TierUse(NamedTuple):
-    """How one group uses a tier."""
+    """Use of a tier by one group."""
 
     tier: Tier
     positions: int  # of the tier, over which the group spreads
@@ -130,11 +130,11 @@ class TierUse(NamedTuple):
 
     @property
     def around(self) -> int:
-        """Steps through all positions; rings of a torus pass parts on from one to the next."""
+        """Number of steps through all positions, ring after ring in a torus."""
         return sum(ring.size - 1 for ring in self.rings) or self.positions - 1
 
     def senders(self, op: str) -> int:
-        """Ranks below a position that a collective sends from, each by an adapter of its own."""
+        """Ranks below a position that a collective sends from, each by its adapter."""
         few = self.tier.all_reduce_senders if op == "all_reduce" else 0
         return min(self.below, few) if few else self.below
 
@@ -143,12 +143,12 @@ def tiers_used(group: Placement, machine: Machine) -> list[TierUse]:
     """The tiers over which a group spreads, with their use."""
     below = 1
     result: list[TierUse] = []
-    lies_in = zip(machine.tiers, group.counts, group.strides, strict=True)
-    for level, (tier, count, stride) in enumerate(lies_in):
+    levels = zip(machine.tiers, group.counts, group.strides, strict=True)
+    for level, (tier, count, stride) in enumerate(levels):
         if count > 1:
-            lies = _rings(tier, count, stride)
-            share = _share(tier, count, lies)
-            result.append(TierUse(tier, count, below, group.ranks, share, level, lies))
+            tier_rings = _rings(tier, count, stride)
+            share = _share(tier, count, tier_rings)
+            result.append(TierUse(tier, count, below, group.ranks, share, level, tier_rings))
         below *= count
     return result
 
@@ -161,7 +161,7 @@ def _rings(tier: Tier, count: int, stride: int) -> tuple[Ring, ...]:
     return rings(shape, tier.closed or (True,) * len(shape), count, stride)
 
 
-def _share(tier: Tier, count: int, lies: tuple[Ring, ...]) -> float:
+def _share(tier: Tier, count: int, group_rings: tuple[Ring, ...]) -> float:
     """The share of a GPU's links that a group of `count` positions can use.
 
     Fully connected: the links to its members. Torus: those along the dimensions of its rings.
@@ -170,14 +170,14 @@ def _share(tier: Tier, count: int, lies: tuple[Ring, ...]) -> float:
         return (count - 1) / (tier.size - 1)
     if tier.topology not in ("ring", "torus"):
         return 1.0
-    return (sum(ring.share for ring in lies) or 0.5) / max(1, len(tier.shape))
+    return (sum(ring.share for ring in group_rings) or 0.5) / max(1, len(tier.shape))
 
 
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 
 
 def _ring(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
-    """A ring through all ranks; in fact one per member of a node, each with its own NIC."""
+    """A ring through all ranks: one per member of a node, each with its NIC."""
     if op not in PASSES:
         return None
     ranks = uses[0].ranks
@@ -217,23 +217,23 @@ def _hierarchical(op: str, whole: Amount, uses: list[TierUse], size: MessageSize
     for use in uses:
         moved = part * (use.positions - 1) / use.positions
         transfer = use.tier.hop_us * 1e-6 * use.around
-        few = use.below / use.senders(op)
-        transfer = transfer + few * moved / (use.tier.rate(size) * use.share)
+        parts_per_sender = use.below / use.senders(op)
+        transfer = transfer + parts_per_sender * moved / (use.tier.rate(size) * use.share)
         seconds = seconds + (use.tier.start(size) + PASSES[op] * transfer)
         part = part / use.positions
     return seconds
 
 
 def _direct(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
-    """Every rank sends to every other at once: all_to_all; the slowest tier decides."""
+    """All-to-all: every rank sends to every other at once; the slowest tier decides."""
     if op != "all_to_all":
         return None
     slowest: Amount = 0.0
     for use in uses:
         # All bytes that leave a block of this tier pass it, whichever tier they meet in.
-        leaves = whole * (use.ranks - use.below) / use.ranks
-        each = leaves * detour(use) / (use.tier.rate(size) * use.share)
-        slowest = _larger(slowest, each)
+        leaving = whole * (use.ranks - use.below) / use.ranks
+        seconds = leaving * detour(use) / (use.tier.rate(size) * use.share)
+        slowest = _larger(slowest, seconds)
     last = max(uses, key=lambda use: use.tier.start(size)).tier
     return last.start(size) + last.hop_us * 1e-6 + slowest
 

@@ -1,4 +1,4 @@
-"""Blocks of figures in a hardware file: the constants of kernels in it, as `roofline` takes them.
+"""Blocks of figures in a hardware file: constants of kernels for `roofline`.
 
 >>> tiles = GemmFit(fraction=0.8, tile_factor=0, tile_us=0.6, quantization=0, split_us=0,
 ...     launch_us=2, memory_fraction=0.8, sharpness=3)
@@ -26,7 +26,7 @@ class FigureBlock(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse texts and switches in the place of numbers, which pydantic would convert.
+        """Reject texts and switches instead of numbers, which pydantic would convert.
 
         YAML 1.1 reads 1e3 as text.
         """
@@ -40,7 +40,7 @@ class FigureBlock(BaseModel):
     @field_validator("*")
     @classmethod
     def _within_reason(cls, value: Any) -> Any:
-        """Refuse figures beyond those of any device: products of such figures are infinite."""
+        """Reject figures beyond those of any device: their products are infinite."""
         if isinstance(value, int | float) and abs(value) > MOST:
             most = f"wanted at most {MOST:g}; check the unit"
             raise PydanticCustomError("beyond_reason", "{most}", {"most": most})
@@ -48,7 +48,7 @@ class FigureBlock(BaseModel):
 
 
 def wanted_of(message: str) -> str:
-    """What pydantic says of a figure, in the words of an error.
+    """Message of pydantic on a figure, in the terms of our errors.
 
     >>> wanted_of("Input should be greater than 0"), wanted_of("Input should be a finite number")
     ('wanted a number greater than 0', 'wanted a finite number')

@@ -1,4 +1,4 @@
-"""How long the tasks of a program take on a machine, each alone: kernels, collectives, messages.
+"""Isolated durations of the tasks of a program on a machine: kernels, collectives, messages.
 
 >>> import stagewright as sw
 >>> from stagewright.time.hardware import resolve
@@ -36,6 +36,7 @@ from stagewright.time.experts.kernels import (
     among_experts,
     bias_seconds,
     copying_seconds,
+    exchanges_tokens,
     slots_of_tokens,
     trains,
     weighed_within,
@@ -69,7 +70,7 @@ def task_seconds(
     tp_comm_overlap: bool = False,
     routed: Routed | None = None,
 ) -> list[Seconds]:
-    """Seconds of each row of the actions of each rank class, alone on its GPU and links.
+    """Seconds of each row of the actions of each rank class, in isolation.
 
     A collective takes as long as in the slowest group of the class; SEND and RECV both carry the
     duration of the message. With `tp_comm_overlap`, TP collectives are split into chunks and count
@@ -83,23 +84,20 @@ def task_seconds(
             f"{machine.gpus} GPUs; make them equal"
         )
     timed = _Timed(Placements(program, machine), routed)
-    seconds = [timed.seconds(which) for which in program.classes]
+    seconds = [timed.seconds(rank_class) for rank_class in program.classes]
     if tp_comm_overlap:
         split: dict[tuple[int, bytes], Seconds] = {}
-        for which, alone in zip(program.classes, seconds, strict=True):
-            tasks = which.work.actions.tasks
-            key = id(tasks), alone.tobytes()
+        for class_id, rank_class in enumerate(program.classes):
+            tasks, isolated = rank_class.work.actions.tasks, seconds[class_id]
+            key = id(tasks), isolated.tobytes()
             if key not in split:
-                split[key] = with_tp_overlap(program, tasks, alone, machine.hardware)
-        seconds = [
-            split[id(which.work.actions.tasks), alone.tobytes()]
-            for which, alone in zip(program.classes, seconds, strict=True)
-        ]
+                split[key] = with_tp_overlap(program, tasks, isolated, machine.hardware)
+            seconds[class_id] = split[key]
     return seconds
 
 
 class Placements:
-    """Maps communicator groups and peers of a program onto the tiers of a machine, on request."""
+    """Placement of communicator groups and peers of a program in the tiers of a machine."""
 
     def __init__(self, program: Program, machine: Machine) -> None:
         """Compute the groups of each communicator; placements are computed on request."""
@@ -108,63 +106,63 @@ class Placements:
         self.groups = [program.group_of(slot) for slot in range(len(program.communicators))]
         self._placed: dict[int, tuple[list[Placement], Int]] = {}
 
-    def placements(self, slot: int, which: RankClass) -> list[Placement]:
-        """The placements of the groups of communicator `slot` that have members in a rank class."""
+    def placements(self, slot: int, rank_class: RankClass) -> list[Placement]:
+        """Placements of the groups of communicator `slot` with members in a rank class."""
         if slot not in self._placed:
             self._placed[slot] = placements_by_rank(self.machine, self.groups[slot])
         distinct, of_rank = self._placed[slot]
-        mine = of_rank[which.ranks]
-        return [distinct[n] for n in sorted_values(mine[mine >= 0]).tolist()]
+        indices = of_rank[rank_class.ranks]
+        return [distinct[n] for n in sorted_values(indices[indices >= 0]).tolist()]
 
-    def routed(self, which: RankClass, routed: Routed | None) -> Routed | None:
-        """`routed` as the ranks of a class send tokens: those that prefill, in large messages."""
+    def routed(self, rank_class: RankClass, routed: Routed | None) -> Routed | None:
+        """`routed` for the ranks of a class: those that prefill send large messages."""
         mesh = self.program.mesh
-        if routed and isinstance(mesh, Meshes) and which.ranks[0] < mesh.parts[0].world_size:
+        if routed and isinstance(mesh, Meshes) and rank_class.ranks[0] < mesh.parts[0].world_size:
             return routed._replace(low_latency=False)
         return routed
 
     def copying_seconds(self, tasks: Tasks) -> Seconds:
         """Seconds of copying rows around all-to-alls of experts, by task."""
         mesh = self.program.mesh
-        sharing = slots_of_tokens(self.program, tasks)
-        if not sharing:
+        token_slots = slots_of_tokens(self.program, tasks)
+        if not token_slots:
             return np.zeros(len(tasks))
-        ranks = max(mesh.size(*self.program.communicators[slot].axes) for slot in sharing)
+        ranks = max(mesh.size(*self.program.communicators[slot].axes) for slot in token_slots)
         width = mesh.size(*dict(mesh.groups).get("etp", ()))
         return copying_seconds(tasks, ranks, width, self.machine.hardware)
 
-    def level(self, slot: int, which: RankClass) -> int:
-        """The outermost tier that the messages of a rank class to peer `slot` cross."""
-        peers = self.program.peer_of(slot)[which.ranks]
-        return int(tier_of(self.machine, which.ranks, peers).max(initial=0))
+    def level(self, slot: int, rank_class: RankClass) -> int:
+        """Outermost tier that messages of a rank class to peer `slot` cross."""
+        peers = self.program.peer_of(slot)[rank_class.ranks]
+        return int(tier_of(self.machine, rank_class.ranks, peers).max(initial=0))
 
 
 class _Timed:
-    """Durations of the rows of actions; what classes share is timed once."""
+    """Durations of the rows of actions; shared tables are timed once."""
 
     def __init__(self, placed: Placements, routed: Routed | None) -> None:
         self.placed, self.routed = placed, routed
         self.known: dict[tuple[int, Routed | None], Seconds] = {}
         self.exchanges: dict[tuple[str, int, Placement, Routed | None], float] = {}
 
-    def seconds(self, which: RankClass) -> Seconds:
+    def seconds(self, rank_class: RankClass) -> Seconds:
         """Seconds of the rows of the actions of a class."""
-        tasks, machine = which.work.actions.tasks, self.placed.machine
-        routed = self.placed.routed(which, self.routed)
+        tasks, machine = rank_class.work.actions.tasks, self.placed.machine
+        routed = self.placed.routed(rank_class, self.routed)
         key = id(tasks), routed
         if key not in self.known:
-            self.known[key] = self._kernels(which, tasks, routed)
+            self.known[key] = self._kernels(rank_class, tasks, routed)
         seconds = self.known[key].copy()
 
-        moves = tasks.kind == TaskKind.COLLECTIVE
-        exchanged = tasks.collective == COLLECTIVES.index("all_to_all")
+        is_collective = tasks.kind == TaskKind.COLLECTIVE
+        exchanged = exchanges_tokens(self.placed.program, tasks)
         gates = _gates(tasks, exchanged)
         columns = (tasks.collective, tasks.slot, tasks.comm_bytes, gates.astype(np.int8))
-        rows, back = _unique(columns, moves)
-        slots = [int(s) for s in sorted_values(tasks.slot[moves])]
-        where = {s: self.placed.placements(s, which) for s in slots}
+        rows, inverse = _unique(columns, is_collective)
+        slots = [int(s) for s in sorted_values(tasks.slot[is_collective])]
+        where = {s: self.placed.placements(s, rank_class) for s in slots}
 
-        def moved(i: int, group: Placement) -> float:
+        def duration_of(i: int, group: Placement) -> float:
             op, size = COLLECTIVES[int(tasks.collective[i])], int(tasks.comm_bytes[i])
             dispatches = None
             if op == "all_to_all" and routed:
@@ -173,26 +171,26 @@ class _Timed:
             exchange = op, size, group, dispatches
             if exchange not in self.exchanges:
                 if dispatches is None:
-                    took = collective_seconds(op, size, group, machine)
+                    duration = collective_seconds(op, size, group, machine)
                 else:
-                    took = dispatch_seconds(size, group, machine, dispatches)
-                self.exchanges[exchange] = took
+                    duration = dispatch_seconds(size, group, machine, dispatches)
+                self.exchanges[exchange] = duration
             return self.exchanges[exchange] if dispatches is None or not gates[i] else 0.0
 
-        # Of actions of other ranks a class may not be in the groups.
-        longest = [
-            max((moved(int(i), group) for group in where[int(tasks.slot[i])]), default=0.0)
+        # Shared actions of other ranks may use groups that the class is not in.
+        slowest = [
+            max((duration_of(int(i), group) for group in where[int(tasks.slot[i])]), default=0.0)
             for i in rows
         ]
-        seconds[moves] = np.array(longest)[back] if longest else 0.0
+        seconds[is_collective] = np.array(slowest)[inverse] if slowest else 0.0
         if routed and routed.hidden:
-            actions, order = which.work.actions, which.work.order
+            actions, order = rank_class.work.actions, rank_class.work.order
             copies = np.bincount(order.action, minlength=len(actions.begin) - 1)
-            times = np.repeat(copies, np.diff(actions.begin))
-            beside = (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch >= 0)
-            seconds[beside] *= slowdown_beside(
-                seconds[beside], seconds[exchanged], machine.hardware,
-                kernel_copies=times[beside], dispatch_copies=times[exchanged],
+            row_copies = np.repeat(copies, np.diff(actions.begin))
+            overlapped = (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch >= 0)
+            seconds[overlapped] *= slowdown_beside(
+                seconds[overlapped], seconds[exchanged], machine.hardware,
+                kernel_copies=row_copies[overlapped], dispatch_copies=row_copies[exchanged],
             )  # fmt: skip
 
         on_host = (tasks.kind == TaskKind.LOAD) | (tasks.kind == TaskKind.STORE)
@@ -200,26 +198,26 @@ class _Timed:
         seconds = np.where(on_host, tasks.comm_bytes / to_host, seconds)
 
         messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
-        rows, back = _unique((tasks.slot, tasks.comm_bytes), messages)
-        of_slots = sorted_values(tasks.slot[messages])
-        levels = {int(s): self.placed.level(int(s), which) for s in of_slots}
+        rows, inverse = _unique((tasks.slot, tasks.comm_bytes), messages)
+        peer_slots = sorted_values(tasks.slot[messages])
+        levels = {int(s): self.placed.level(int(s), rank_class) for s in peer_slots}
         sent = [
             message_seconds(int(tasks.comm_bytes[i]), levels[int(tasks.slot[i])], machine)
             for i in rows
         ]
-        seconds[messages] = np.array(sent)[back] if sent else 0.0
+        seconds[messages] = np.array(sent)[inverse] if sent else 0.0
         if tasks.duration is not None:  # a measured duration replaces the computed one
             seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
         return seconds
 
-    def _kernels(self, which: RankClass, tasks: Tasks, routed: Routed | None) -> Seconds:
-        """Seconds of kernels, 0 of all else: those of every class with these actions."""
+    def _kernels(self, rank_class: RankClass, tasks: Tasks, routed: Routed | None) -> Seconds:
+        """Seconds of kernels, 0 for other tasks: equal for all classes with these actions."""
         hardware = self.placed.machine.hardware
         seconds = np.zeros(len(tasks))
         computes = tasks.kind == TaskKind.COMPUTE
         columns = (tasks.shape, tasks.dtype, tasks.flops, tasks.traffic, tasks.phase)
-        rows, back = _unique(columns, computes)
-        seconds[computes] = kernel_seconds(tasks, rows, hardware)[back]
+        rows, inverse = _unique(columns, computes)
+        seconds[computes] = kernel_seconds(tasks, rows, hardware)[inverse]
         seconds = with_fused_products(tasks, seconds, hardware)
         seconds[weighed_within(tasks)] = 0.0
         if trains(tasks):
@@ -231,23 +229,23 @@ class _Timed:
 
 
 def _gates(tasks: Tasks, exchanged: Bool) -> Bool:
-    """Mask of the exchanges of gates, one number for each row, that are sent with the tokens.
+    """Mask of exchanges of gates, one number per row, that travel with the tokens.
 
     Microbatches of training are equally large; batches of a served step are not.
     """
     batch = np.where(tasks.microbatch < 0, -1, 0) if trains(tasks) else tasks.microbatch
-    most = np.zeros(int(batch.max(initial=-1)) + 2, dtype=np.int64)  # the last: once per step
-    np.maximum.at(most, batch[exchanged], tasks.comm_bytes[exchanged])
-    return exchanged & (16 * tasks.comm_bytes <= most[batch])
+    largest = np.zeros(int(batch.max(initial=-1)) + 2, dtype=np.int64)  # the last: once per step
+    np.maximum.at(largest, batch[exchanged], tasks.comm_bytes[exchanged])
+    return exchanged & (16 * tasks.comm_bytes <= largest[batch])
 
 
 def _unique(
     columns: tuple[NDArray[np.integer], ...], chosen: Bool
 ) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """The first of each set of equal chosen rows, and for each chosen row the index of its set."""
-    where = np.flatnonzero(chosen)
-    first, back = distinct_rows([column[where] for column in columns])
-    return where[first], back
+    """First of each set of equal rows in `chosen`, and the set of each of these rows."""
+    rows = np.flatnonzero(chosen)
+    first, inverse = distinct_rows([column[rows] for column in columns])
+    return rows[first], inverse
 
 
 class Kernels(NamedTuple):
@@ -261,20 +259,20 @@ class Kernels(NamedTuple):
     dtype: str
     backward: Bool
 
-    def select(self, chosen: Bool) -> Kernels:
-        """Only the chosen kernels."""
-        extents = {name: column[chosen] for name, column in self.extents.items()}
+    def select(self, mask: Bool) -> Kernels:
+        """Kernels in the mask."""
+        extents = {name: column[mask] for name, column in self.extents.items()}
         return Kernels(
             extents,
-            self.flops[chosen],
-            self.traffic[chosen],
+            self.flops[mask],
+            self.traffic[mask],
             self.dtype,
-            self.backward[chosen],
+            self.backward[mask],
         )
 
 
 def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> Seconds:
-    """Seconds of the COMPUTE tasks in `rows` within a step, from the shapes of their kernels."""
+    """Seconds of COMPUTE tasks within a step, from the shapes of their kernels."""
     hardware = hardware.sustained()
     flops, traffic = tasks.flops[rows].astype(float), tasks.traffic[rows].astype(float)
     seconds = memory_seconds(traffic, flops, hardware)
@@ -284,19 +282,19 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
         timing = timing_of(kernel)
         if timing is Timing.MEMORY:
             continue
-        mine = (names == kernel) & (dtypes == dtype)
-        shapes = [tasks.shapes[int(i)].sizes() for i in tasks.shape[rows[mine]]]
+        selected = (names == kernel) & (dtypes == dtype)
+        shapes = [tasks.shapes[int(i)].sizes() for i in tasks.shape[rows[selected]]]
         # An extent that a kernel need not have is 0 where it lacks it: chunks of attention.
         extents = dict.fromkeys(name for shape in shapes for name in shape)
         size = {x: np.array([shape.get(x, 0) for shape in shapes], float) for x in extents}
-        backward = tasks.phase[rows[mine]] == PHASES.index("backward")
-        kernels = Kernels(size, flops[mine], traffic[mine], dtype, backward)
-        seconds[mine] = kernels_seconds(kernel, kernels, hardware)
+        backward = tasks.phase[rows[selected]] == PHASES.index("backward")
+        kernels = Kernels(size, flops[selected], traffic[selected], dtype, backward)
+        seconds[selected] = kernels_seconds(kernel, kernels, hardware)
     return seconds
 
 
 def kernels_seconds(kernel: str, kernels: Kernels, hardware: Hardware) -> Seconds:
-    """Seconds of kernels of one name, on hardware as it is `sustained`: an element per kernel."""
+    """Seconds of kernels of one name, on `sustained` hardware: an element per kernel."""
     size, timing = kernels.extents, timing_of(kernel)
     if timing is Timing.PRODUCT:
         seconds = gemm_seconds(
@@ -336,12 +334,12 @@ def unaligned_seconds(kernels: Kernels, hardware: Hardware) -> Seconds:
     width = kernels.extents.get("head")
     if width is None or hardware.unaligned_heads_tflops is None:
         return np.zeros_like(kernels.flops)
-    off = (width * float(BYTES[kernels.dtype])) % ALIGNED_BYTES > 0
-    return np.where(off, kernels.flops / (hardware.unaligned_heads_tflops * 1e12), 0.0)
+    unaligned = (width * float(BYTES[kernels.dtype])) % ALIGNED_BYTES > 0
+    return np.where(unaligned, kernels.flops / (hardware.unaligned_heads_tflops * 1e12), 0.0)
 
 
 def timing_of(kernel: str) -> Timing:
-    """The model that times a kernel, by the kernel's name: `gemm`, or the name of an op."""
+    """Timing model of a kernel, by its name: `gemm`, or the name of an op."""
     if kernel == GEMM:
         return Timing.PRODUCT
     return OPS[kernel].timing if kernel in OPS else Timing.MEMORY
@@ -413,12 +411,12 @@ def attention_shape_seconds(kernels: Kernels, hardware: Hardware, *, backward: b
     d, v = size["d"], size["v"]
     # Backward goes through the keys in tiles, each of which meets all queries.
     rows, columns = (size["k"], size["q"]) if backward else (size["q"], size["k"])
-    reach = np.maximum(size["window"], size.get("chunk", 0))
-    seen = np.where(reach > 0, np.minimum(reach, columns), columns)
+    span = np.maximum(size["window"], size.get("chunk", 0))
+    visible = np.where(span > 0, np.minimum(span, columns), columns)
     heads = size["batch"] * size["heads"]
     tiles = np.ceil(rows / QUERIES) * heads
     flops_per_point = 2 * (3 * d + 2 * v) if backward else 2 * (d + v)
     # Masks act on whole tiles: those on the diagonal are computed in full.
     points = kernels.flops / flops_per_point + size["causal"] * tiles * QUERIES**2 / 2
-    work = AttentionTiles(tiles, seen, points, flops_per_point, kernels.traffic)
+    work = AttentionTiles(tiles, visible, points, flops_per_point, kernels.traffic)
     return attention_seconds(work, dtype=kernels.dtype, on=hardware, backward=backward)

@@ -1,4 +1,4 @@
-"""Products of one input that a framework fuses into one GEMM, and biases that a product adds.
+"""Products of one input that a framework fuses into one GEMM, and fused biases.
 
 Query, key and value are one product, and so are gate and up: Megatron-LM's `linear_qkv` and
 `linear_fc1`, and vLLM's `QKVParallelLinear`, hold the weights side by side. The graph keeps the
@@ -22,7 +22,7 @@ from stagewright.time.roofline import bytes_per_second, gemm_seconds
 
 
 class Gemms(NamedTuple):
-    """Matrix products as they run, one per row, and the share of the product that the row is."""
+    """Matrix products as they run, one per row, and the row's share of each."""
 
     batch: Float
     m: Float
@@ -34,7 +34,7 @@ class Gemms(NamedTuple):
 
 
 class FusedGemms(NamedTuple):
-    """Rows fused into larger products; `whole[i]` is the index of the product row i belongs to."""
+    """Rows fused into larger products; `whole[i]` is the product of row i."""
 
     rows: Int
     whole: Int
@@ -56,7 +56,7 @@ def gemms_of(tasks: Tasks, rows: Int) -> Gemms:
 
 
 class Joint(NamedTuple):
-    """Rows that are parts of larger products; `whole[i]` is the product that row i belongs to."""
+    """Rows that are parts of larger products; `whole[i]` is the product of row i."""
 
     rows: Int
     whole: Int
@@ -72,11 +72,11 @@ def joint_rows(tasks: Tasks) -> Joint:
     if tasks.duration is not None:
         rows = rows[tasks.duration[rows] == 0]
     columns = (label, tasks.stage, tasks.layer, tasks.microbatch, tasks.phase)
-    own = [column[rows].astype(np.int64) for column in columns]
-    _, whole = distinct_numbers([of - of.min(initial=0) for of in own], len(rows))
+    keys = [column[rows].astype(np.int64) for column in columns]
+    _, whole = distinct_numbers([key - key.min(initial=0) for key in keys], len(rows))
     several = np.bincount(whole) > 1
-    many = several[whole]
-    rows, whole = rows[many], (np.cumsum(several) - 1)[whole[many]]
+    is_part = several[whole]
+    rows, whole = rows[is_part], (np.cumsum(several) - 1)[whole[is_part]]
     summed = np.array([name[-1:] == ("input",) for name in number])[label[rows]]
     return Joint(rows, whole, summed)
 
@@ -84,20 +84,20 @@ def joint_rows(tasks: Tasks) -> Joint:
 def fused_gemms(tasks: Tasks) -> FusedGemms:
     """All rows fused into larger products, except rows whose own duration was measured."""
     joint = joint_rows(tasks)
-    one, summed = _separate_gemms(tasks, joint.rows), joint.summed
-    width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[one.dtype]
+    gemms, summed = _separate_gemms(tasks, joint.rows), joint.summed
+    width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[gemms.dtype]
 
     def total(column: Float) -> Float:
         return np.bincount(joint.whole, column).astype(float)[joint.whole]
 
     # The input is read once, or its gradient written once.
-    result = one.batch * one.m * one.n * np.where(width < 2, 2, width)
-    once = np.where(summed, result, one.batch * one.m * one.k * width)
-    work = one.batch * one.m * one.n * one.k + 1  # experts may have no rows
+    result = gemms.batch * gemms.m * gemms.n * np.where(width < 2, 2, width)
+    shared_bytes = np.where(summed, result, gemms.batch * gemms.m * gemms.k * width)
+    work = gemms.batch * gemms.m * gemms.n * gemms.k + 1  # experts may have no rows
     products = Gemms(
-        one.batch, one.m,
-        np.where(summed, one.n, total(one.n)), np.where(summed, total(one.k), one.k),
-        total(one.traffic - once) + once, one.dtype, work / total(work),
+        gemms.batch, gemms.m,
+        np.where(summed, gemms.n, total(gemms.n)), np.where(summed, total(gemms.k), gemms.k),
+        total(gemms.traffic - shared_bytes) + shared_bytes, gemms.dtype, work / total(work),
     )  # fmt: skip
     return FusedGemms(joint.rows, joint.whole, products, summed, result)
 
@@ -116,14 +116,14 @@ def _extents(shape: Shape) -> tuple[float, ...]:
 def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
     """Seconds of each row within a step: its share of the seconds of the product."""
     on = on.sustained()
-    first, back = distinct_rows(gemms[:-1])
+    first, inverse = distinct_rows(gemms[:-1])
     distinct = [column[first] for column in gemms[:-2]]
     dtype, seconds = gemms.dtype[first], np.zeros(len(first))
     for i in {int(number) for number in dtype}:
-        mine = dtype == i
-        batch, m, n, k, traffic = (column[mine] for column in distinct)
-        seconds[mine] = gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtypes[i], on=on)
-    return gemms.share * seconds[back]
+        selected = dtype == i
+        batch, m, n, k, traffic = (column[selected] for column in distinct)
+        seconds[selected] = gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtypes[i], on=on)
+    return gemms.share * seconds[inverse]
 
 
 def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
@@ -137,48 +137,48 @@ def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
 
 
 def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
-    """Durations less those of additions that fused products make needless.
+    """Durations without additions that fused products make needless.
 
     These read several parts of one sum, which is one product: they read it once.
     """
     whole = np.full(len(tasks), -1)
     whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
-    owner, needed = tasks.reads
+    waiter, dep = tasks.reads
     inputs = np.diff(tasks.data_ptr)
-    reads = whole[needed] >= 0
-    owner, needed = owner[reads], needed[reads]
-    first, of = distinct_rows([owner, whole[needed]])
-    count = np.bincount(of, minlength=len(first))
-    order = np.lexsort((whole[needed[first]], owner[first]))
-    order = order[np.diff(owner[first[order]], append=-1) != 0]
+    reads = whole[dep] >= 0
+    waiter, dep = waiter[reads], dep[reads]
+    first, inverse = distinct_rows([waiter, whole[dep]])
+    count = np.bincount(inverse, minlength=len(first))
+    order = np.lexsort((whole[dep[first]], waiter[first]))
+    order = order[np.diff(waiter[first[order]], append=-1) != 0]
     first, count = first[order], count[order]
-    rows = owner[first]
+    rows = waiter[first]
     size = np.zeros(len(tasks))
     size[joint.rows] = joint.result
-    left = seconds[rows] - (count - 1) * size[needed[first]] / bytes_per_second(on)
+    remaining = seconds[rows] - (count - 1) * size[dep[first]] / bytes_per_second(on)
     result = seconds.copy()
-    result[rows] = np.where((count > 1) & (count == inputs[rows]), 0.0, left)
+    result[rows] = np.where((count > 1) & (count == inputs[rows]), 0.0, remaining)
     return result
 
 
 def within_products(tasks: Tasks) -> Bool:
-    """Which tasks are a bias of the product that they read, where operators run one by one.
+    """Mask of biases that the product they read adds, where operators run unfused.
 
     cuBLASLt adds the bias of a `torch.nn.Linear` to a tile of the product before it is written
     (`at::cuda::blas::gemm_and_bias`, aten/src/ATen/native/cuda/Blas.cpp, since PyTorch 1.11).
     Megatron-LM's linear layers multiply and then add, or join the bias with the operators behind
     it, as a program does whose `fuse` is on. A bias behind a reduction is a kernel in any case.
     """
-    found = np.zeros(len(tasks), dtype=bool)
+    result = np.zeros(len(tasks), dtype=bool)
     names = [ops_of(name) for name in tasks.ops]
     if any("bias" in ops and len(ops) > 1 for ops in names):
-        return found
+        return result
     computes = tasks.kind == TaskKind.COMPUTE
     biases = np.array([ops == ("bias",) for ops in names])[tasks.op] & computes
     if not biases.any():
-        return found
+        return result
     linear = [shape.kernel == GEMM and not shape.head for shape in tasks.shapes]
     products = np.array([*linear, False])[tasks.shape] & computes
-    owner, needed = tasks.reads
-    found[owner[biases[owner] & products[needed]]] = True
-    return found
+    waiter, dep = tasks.reads
+    result[waiter[biases[waiter] & products[dep]]] = True
+    return result

@@ -1,4 +1,4 @@
-"""Accelerators and the systems they come in, as data: one YAML file each, a source per number.
+"""Accelerators and their systems as data: one YAML file each, a source per number.
 
 >>> h100 = resolve("h100-sxm")
 >>> h100.peak_bf16_tflops, h100.scale_up.gpus
@@ -166,17 +166,17 @@ class Hardware(FigureBlock):
         return round(self.memory_gb * 1e9)
 
     def rate_of(self, dtype: str) -> float | None:
-        """Dense peak of matrix products in TFLOP/s, of vector units for fp32; None: it has none."""
+        """Dense peak of matrix products in TFLOP/s; vector units for fp32; None: unsupported."""
         return PRODUCTS[dtype](self) if dtype in PRODUCTS else None
 
     def clock_of(self, dtype: str) -> float:
-        """The clock of compute units in a step, over that of a benchmark; of attention: bf16's."""
+        """Clock of compute units in a step, over that of a benchmark."""
         like = _LIKE.get(dtype, dtype)
         known = [d for d in (dtype, like, "bf16") if d in self.sustained_fraction]
         return self.sustained_fraction[known[0]] if known else 1.0
 
     def sustained(self) -> Hardware:
-        """This hardware at the clocks of a step: what computes is slower, what moves bytes is not.
+        """Hardware at the clocks of a step: compute is slower, memory is not.
 
         The constants of kernels are those of a benchmark (`benchmarks/fit_kernels.py`).
         """
@@ -196,13 +196,13 @@ class Hardware(FigureBlock):
         )
 
     def products(self, dtype: str, *, grouped: bool = False) -> GemmFit:
-        """The constants of matrix products in one precision; `grouped`: of many in one kernel."""
+        """Constants of matrix products in one precision; `grouped`: several in one kernel."""
         like = _LIKE.get(dtype, dtype)
-        own = self.experts.gemm.get(like) if grouped and self.experts else None
-        return own or self.gemm.get(dtype) or self.gemm.get(like) or self.gemm["bf16"]
+        grouped_fit = self.experts.gemm.get(like) if grouped and self.experts else None
+        return grouped_fit or self.gemm.get(dtype) or self.gemm.get(like) or self.gemm["bf16"]
 
     def with_rates_of_bf16(self, dtypes: Iterable[str]) -> Hardware:
-        """This hardware with bf16's rate for data types that it has no matrix products in.
+        """Hardware with bf16's rate for data types without matrix products.
 
         Such kernels read weights in few bits and multiply in bf16, as vLLM's Marlin kernels do
         where a GPU lacks fp8 or fp4.
@@ -241,12 +241,15 @@ _LIKE = {"mxfp8": "fp8"}
 
 
 def names() -> list[str]:
-    """The names of the hardware that the package carries."""
+    """Names of the hardware in the package."""
     return sorted(f.name.removesuffix(".yaml") for f in _folder().iterdir())
 
 
 def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
-    """The hardware of a name in `names()`, or of a YAML file: its path or lines; or a UserError."""
+    """Hardware of a name in `names()`, or of a YAML file: its path or lines.
+
+    Raises UserError.
+    """
     if "\n" in (name := str(name_or_path)):
         return _load(from_yaml(name, "hardware"), "hardware")
     if name.endswith((".yaml", ".yml")) or os.sep in name:
@@ -293,49 +296,49 @@ def _load(raw: Any, where: str) -> Hardware:
 def _with_base(
     raw: Any, where: str, seen: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a file, as read, and their sources, over those of its base."""
+    """Values of a file and their sources, merged with those of its base."""
     if not isinstance(raw, dict):
         raise UserError(f"{where}: got {shown(raw)}, wanted keys such as peak_bf16_tflops: 989.4")
-    given = {str(key): value for key, value in cast("dict[object, Any]", raw).items()}
-    base = given.pop("base", None)
-    texts: Any = given.pop("sources", {})
+    own_values = {str(key): value for key, value in cast("dict[object, Any]", raw).items()}
+    base = own_values.pop("base", None)
+    texts: Any = own_values.pop("sources", {})
     if not isinstance(texts, dict):
         raise UserError(f"{where}: sources is {shown(texts)}, wanted names and where they lead")
     texts = {str(name): text for name, text in cast("dict[object, Any]", texts).items()}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    _split_sources(given, texts, where, "", values, sources)
+    _split_sources(own_values, texts, where, "", values, sources)
     if base is None:
         return values, sources
-    found = _file_of_base(base, where)
-    if (found is None and base not in names()) or (found or base) in seen:
+    path = _file_of_base(base, where)
+    if (path is None and base not in names()) or (path or base) in seen:
         raise UserError(
             f"{where}: base is {base!r}{did_you_mean(str(base), names())}; wanted "
             f"{either(n for n in names() if n not in seen)}, or the path of another .yaml file"
         )
-    if found is None:
-        below, name = own_yaml((_folder() / f"{base}.yaml").read_text("utf-8")), str(base)
+    if path is None:
+        base_raw, name = own_yaml((_folder() / f"{base}.yaml").read_text("utf-8")), str(base)
     else:
-        text = read_text(found, f"hardware in YAML, the base of {where}")
-        below, name = from_yaml(text, found), found
-    under, under_sources = _with_base(below, name, (*seen, name))
-    for key in [k for k in under_sources if k.split(".")[0] in values and "." not in k]:
-        del under_sources[key]
-    return _overlay(under, values), under_sources | sources
+        text = read_text(path, f"hardware in YAML, the base of {where}")
+        base_raw, name = from_yaml(text, path), path
+    base_values, base_sources = _with_base(base_raw, name, (*seen, name))
+    for key in [k for k in base_sources if k.split(".")[0] in values and "." not in k]:
+        del base_sources[key]
+    return _overlay(base_values, values), base_sources | sources
 
 
 def _file_of_base(base: object, where: str) -> str | None:
-    """The path of a base that is a file, from the file `where` it stands; None for a name."""
+    """Path of a base that is a file, relative to the file `where`; None for a name."""
     if not (isinstance(base, str) and (base.endswith((".yaml", ".yml")) or os.sep in base)):
         return None
     return os.path.normpath(Path(where).parent / base)
 
 
-def _overlay(under: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(under)
+def _overlay(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
     for key, value in values.items():
-        nested = isinstance(value, dict) and isinstance(under.get(key), dict)
-        result[key] = _overlay(under[key], cast("dict[str, Any]", value)) if nested else value
+        nested = isinstance(value, dict) and isinstance(base.get(key), dict)
+        result[key] = _overlay(base[key], cast("dict[str, Any]", value)) if nested else value
     return result
 
 
@@ -347,7 +350,7 @@ def _split_sources(
     values: dict[str, Any],
     sources: dict[str, str],
 ) -> None:
-    """Split `[value, source]` at every depth; `source: x` in a block holds for the whole block."""
+    """Split `[value, source]` at every depth; `source: x` holds for its block."""
     common = given.get("source") if prefix else None
     for key, value in given.items():
         path = f"{prefix}{key}"

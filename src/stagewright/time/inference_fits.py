@@ -62,7 +62,7 @@ class MixedAttentionFit(FigureBlock):
 
 
 class DirectAllReduce(FigureBlock):
-    """An all_reduce by one kernel that reads the memory of its peers, as engines have for decode.
+    """An all-reduce by one kernel that reads its peers' memory, as engines use in decode.
 
     See `collectives.direct_all_reduce`.
     """
@@ -105,13 +105,13 @@ class InferenceFit(FigureBlock):
 
     def of_engine(self, engine: str | None, cache: str) -> InferenceFit:
         """These constants with those of an engine, whose cache is kept in the precision `cache`."""
-        own = self.engines.get(engine or "")
-        if own is None:
+        fit = self.engines.get(engine or "")
+        if fit is None:
             return self
-        attention = own.cached_attention.get(cache, self.cached_attention)
-        products = {**self.gemm, **own.gemm}
+        attention = fit.cached_attention.get(cache, self.cached_attention)
+        products = {**self.gemm, **fit.gemm}
         # FlashAttention 2 reads no cache in fp8: engines have another kernel then.
-        mixed = own.mixed_attention if cache == "bf16" else None
+        mixed = fit.mixed_attention if cache == "bf16" else None
         return self.model_copy(
             update={"cached_attention": attention, "gemm": products, "mixed_attention": mixed}
         )

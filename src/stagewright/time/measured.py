@@ -37,7 +37,7 @@ from stagewright.program.columns import (
     Shape,
     TaskKind,
     Tasks,
-    groups_met,
+    groups_of_ranks,
 )
 
 COLUMNS = ("kernel", "shape", "dtype", "duration_us")
@@ -64,7 +64,7 @@ class Durations:
 
 
 class Matched(NamedTuple):
-    """How many kernels of a program have a measured duration, counting one rank of each class."""
+    """Number of kernels with a measured duration, counting one rank of each class."""
 
     kernels: int
     measured: int
@@ -158,10 +158,10 @@ def _row(
 def kernels(program: Program) -> list[dict[str, Any]]:
     """The distinct kernels of a program, largest total FLOPs first: CSV rows without a duration."""
     by_key: dict[Key, dict[str, Any]] = {}
-    for of in program.classes:
-        tasks = of.tasks
-        for which, rows, counts in _distinct(tasks):
-            shape, dtype = tasks.shapes[which[0]], tasks.dtypes[which[1]]
+    for rank_class in program.classes:
+        tasks = rank_class.tasks
+        for key, rows, counts in _distinct(tasks):
+            shape, dtype = tasks.shapes[key[0]], tasks.dtypes[key[1]]
             row = by_key.setdefault(
                 (shape.kernel, frozenset(shape.extents), dtype),
                 {
@@ -172,7 +172,7 @@ def kernels(program: Program) -> list[dict[str, Any]]:
                 }
                 | {"flops": int(tasks.flops[rows]), "bytes": int(tasks.traffic[rows])},
             )
-            row["count"] += counts * len(of.ranks)
+            row["count"] += counts * len(rank_class.ranks)
     order = sorted(by_key.values(), key=lambda row: -row["count"] * row["flops"])
     return [{**row, "duration_us": ""} for row in order]
 
@@ -180,38 +180,38 @@ def kernels(program: Program) -> list[dict[str, Any]]:
 def collectives(program: Program) -> list[dict[str, Any]]:
     """The distinct collectives of a program, largest total bytes first: rows without a duration."""
     by_key: dict[Key, dict[str, Any]] = {}
-    for of in program.classes:
-        for shape, rows in collective_rows(program, of):
+    for rank_class in program.classes:
+        for shape, rows in collective_rows(program, rank_class):
             row = by_key.setdefault(
                 (shape.kernel, frozenset(shape.extents), ""),
                 {"kernel": shape.kernel, "shape": describe_extents(shape), "dtype": "", "count": 0}
                 | {"flops": 0, "bytes": dict(shape.extents)["bytes"]},
             )
-            row["count"] += len(rows) * len(of.ranks)
+            row["count"] += len(rows) * len(rank_class.ranks)
     order = sorted(by_key.values(), key=lambda row: -row["count"] * row["bytes"])
     return [{**row, "duration_us": ""} for row in order]
 
 
-def collective_rows(program: Program, of: RankClass) -> Iterator[tuple[Shape, Int]]:
+def collective_rows(program: Program, rank_class: RankClass) -> Iterator[tuple[Shape, Int]]:
     """The distinct collectives of a rank class, and the rows of each."""
-    tasks = of.tasks
-    where = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
+    tasks = rank_class.tasks
+    collective = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
     columns = (tasks.collective, tasks.slot, tasks.comm_bytes)
-    keys = np.stack([column[where].astype(np.int64) for column in columns], axis=1)
-    distinct, back = np.unique(keys, axis=0, return_inverse=True)
-    sizes = {slot: _extent(program, of, slot) for slot in {*distinct[:, 1].tolist()}}
-    for nth, (op, slot, size) in enumerate(distinct.tolist()):
+    keys = np.stack([column[collective].astype(np.int64) for column in columns], axis=1)
+    distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
+    sizes = {slot: _extent(program, rank_class, slot) for slot in {*distinct[:, 1].tolist()}}
+    for i, (op, slot, size) in enumerate(distinct.tolist()):
         ranks, span = sizes[slot]
         extents = (("bytes", size), ("ranks", ranks), ("span", span))
-        yield Shape(COLLECTIVES[int(op)], extents), where[back.reshape(-1) == nth]
+        yield Shape(COLLECTIVES[int(op)], extents), collective[inverse.reshape(-1) == i]
 
 
-def _extent(program: Program, of: RankClass, slot: int) -> tuple[int, int]:
-    """How many ranks the group of a communicator has, and how many lie from its first to its last.
+def _extent(program: Program, rank_class: RankClass, slot: int) -> tuple[int, int]:
+    """Ranks of the group of a communicator, and the span from first to last.
 
     Of the groups that a class is in, the one with the widest span: it is the slowest.
     """
-    groups = groups_met(program.group_of(slot), of.ranks)
+    groups = groups_of_ranks(program.group_of(slot), rank_class.ranks)
     return groups.shape[1], int((groups[:, -1] - groups[:, 0]).max()) + 1
 
 
@@ -231,13 +231,13 @@ def to_csv(program: Program) -> str:
 
 
 def _distinct(tasks: Tasks) -> list[tuple[tuple[int, int], int, int]]:
-    """Per distinct kernel: its shape and data type, its first row, and how many rows it has."""
-    where = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tasks.shape >= 0))
-    keys = tasks.shape[where].astype(np.int64) * len(tasks.dtypes) + tasks.dtype[where]
+    """Shape and data type, first row and number of rows of each distinct kernel."""
+    kernel = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tasks.shape >= 0))
+    keys = tasks.shape[kernel].astype(np.int64) * len(tasks.dtypes) + tasks.dtype[kernel]
     unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
     return [
-        (divmod(int(key), len(tasks.dtypes)), int(where[at]), int(count))
-        for key, at, count in zip(unique, first, counts, strict=True)
+        (divmod(int(key), len(tasks.dtypes)), int(kernel[index]), int(count))
+        for key, index, count in zip(unique, first, counts, strict=True)
     ]
 
 
@@ -248,22 +248,22 @@ def with_collectives(program: Program, table: Durations) -> tuple[Program, Count
     """
     program, matched = measured(program, table)
     classes = list(program.classes)
-    known = total = 0
-    for nth, of in enumerate(classes):
-        assert of.tasks.duration is not None
-        duration = of.tasks.duration.copy()
-        for shape, rows in collective_rows(program, of):
+    num_measured = total = 0
+    for i, rank_class in enumerate(classes):
+        assert rank_class.tasks.duration is not None
+        duration = rank_class.tasks.duration.copy()
+        for shape, rows in collective_rows(program, rank_class):
             duration[rows] = table.of(shape, "")
             total += len(rows)
-            known += len(rows) if table.of(shape, "") else 0
-        tasks = dataclasses.replace(of.tasks, duration=duration)
-        classes[nth] = dataclasses.replace(of, work=of.work.with_tasks(tasks))
-    counts = Counts(matched.kernels, matched.measured, total, known)
+            num_measured += len(rows) if table.of(shape, "") else 0
+        tasks = dataclasses.replace(rank_class.tasks, duration=duration)
+        classes[i] = dataclasses.replace(rank_class, work=rank_class.work.with_tasks(tasks))
+    counts = Counts(matched.kernels, matched.measured, total, num_measured)
     return dataclasses.replace(program, classes=tuple(classes)), counts
 
 
 class Counts(NamedTuple):
-    """How many kernels and collectives there are, and how many of them have a duration."""
+    """Numbers of kernels and collectives, and of those with a duration."""
 
     kernels: int
     measured_kernels: int
@@ -278,23 +278,23 @@ class Counts(NamedTuple):
 
 
 def measured(program: Program, table: Durations) -> tuple[Program, Matched]:
-    """The program with the durations of all kernels in the table, and the kernels without one."""
+    """Program with the durations of kernels in the table, and kernels without one."""
     missing: dict[str, int] = {}
-    total = known = 0
+    total = num_measured = 0
     classes = list(program.classes)
-    for i, of in enumerate(classes):
-        tasks = of.tasks
+    for i, rank_class in enumerate(classes):
+        tasks = rank_class.tasks
         nanoseconds = np.zeros((len(tasks.shapes) + 1, len(tasks.dtypes)), np.int64)  # last: none
         for (shape, dtype), _, count in _distinct(tasks):
             measured_ns = table.of(tasks.shapes[shape], tasks.dtypes[dtype])
             nanoseconds[shape, dtype] = measured_ns
             total += count
-            known += count if measured_ns else 0
+            num_measured += count if measured_ns else 0
             if not measured_ns:
                 name = f"{tasks.shapes[shape]} {tasks.dtypes[dtype]}"
                 missing[name] = missing.get(name, 0) + count
         duration: Int = nanoseconds[tasks.shape, tasks.dtype] * (tasks.kind == TaskKind.COMPUTE)
         timed = dataclasses.replace(tasks, duration=duration)
-        classes[i] = dataclasses.replace(of, work=of.work.with_tasks(timed))
+        classes[i] = dataclasses.replace(rank_class, work=rank_class.work.with_tasks(timed))
     order = tuple(sorted(missing.items(), key=lambda x: (-x[1], x[0])))
-    return dataclasses.replace(program, classes=tuple(classes)), Matched(total, known, order)
+    return dataclasses.replace(program, classes=tuple(classes)), Matched(total, num_measured, order)

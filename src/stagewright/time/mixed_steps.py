@@ -28,24 +28,24 @@ _CACHED = (Timing.CACHED_ATTENTION, Timing.SERVED_ATTENTION)
 
 
 def takes_prompts_tiles(model: ModelConfig, on: Hardware) -> bool:
-    """Whether one kernel computes prompts and requests that decode, with the tiles of prompts.
+    """True if one kernel computes prompts and decoding requests, in the tiles of prompts.
 
     Latent attention and layers with windows or states are other kernels.
     """
     fit = on.inference.mixed_attention if on.inference else None
-    plain = not model.kv_lora_rank and model.state_space is None
-    return fit is not None and plain and [*model.reaches] == [Reach()]
+    is_standard = not model.kv_lora_rank and model.state_space is None
+    return fit is not None and is_standard and [*model.reaches] == [Reach()]
 
 
 def beside_prompts(sizes: Mapping[str, float], on: Hardware) -> DecodingBesidePrompts | None:
-    """How a kernel of attention with such extents computes requests that decode beside prompts."""
+    """Model of decoding requests in an attention kernel with prompts, by its extents."""
     width = sizes["d"] + sizes.get("v", sizes["d"])
     sharing = sizes.get("r", sizes.get("a", 1.0))
     return DecodingBesidePrompts.of(on, math.prod(served_heads(sizes)), sharing, width)
 
 
 class _Decoding(NamedTuple):
-    """Sums over the requests of a batch that decode, and how many prompts are beside them."""
+    """Sums over the decoding requests of a batch, and its number of prompts."""
 
     requests: float
     tokens: float
@@ -58,55 +58,57 @@ class _Decoding(NamedTuple):
 def with_prompts_tiles(
     run: Run, model: ModelConfig, tasks: Tasks, seconds: Float, on: Hardware
 ) -> Float:
-    """Durations of a served step's tasks, where one kernel has prompts and requests that decode."""
+    """Durations of a served step's tasks, with attention of prompts and decoding requests fused."""
     if run.mode != "decode" or not takes_prompts_tiles(model, on):
         return seconds
-    new = 1 + run.num_speculative_tokens
-    every = _batches(run)
-    batches = {at: of for at, of in every.items() if of.requests and (of.prompts or new > 1)}
+    new_tokens = 1 + run.num_speculative_tokens
+    batches = _batches(run).items()
+    batches = {k: b for k, b in batches if b.requests and (b.prompts or new_tokens > 1)}
     if not batches:
         return seconds
     assert on.inference is not None
     launch = on.inference.cached_attention.launch_us * 1e-6
     kernels = [n for n, s in enumerate(tasks.shapes) if timing_of(s.kernel) in _CACHED]
-    found = seconds.copy()
+    result = seconds.copy()
     for row in np.flatnonzero(np.isin(tasks.shape, kernels)).tolist():
         shape = tasks.shapes[int(tasks.shape[row])]
         sizes = shape.sizes()
-        of, beside = batches.get((sizes["q"], sizes["k"])), beside_prompts(sizes, on)
-        if of is None or beside is None:
+        batch, decode_model = batches.get((sizes["q"], sizes["k"])), beside_prompts(sizes, on)
+        if batch is None or decode_model is None:
             continue
-        if not of.prompts:
-            found[row] = launch + beside(of.requests, of.keys, new)
+        if not batch.prompts:
+            result[row] = launch + decode_model(batch.requests, batch.keys, new_tokens)
             continue
         heads, width = math.prod(served_heads(sizes)), sizes["d"] + sizes.get("v", sizes["d"])
-        moved = of.tokens * heads + of.keys * heads / sizes.get("r", sizes.get("a", 1.0))
+        moved = batch.tokens * heads + batch.keys * heads / sizes.get("r", sizes.get("a", 1.0))
         extents = {x: np.array([float(n)]) for x, n in sizes.items()}
-        extents["q"], extents["k"] = extents["q"] - of.tokens, extents["k"] - of.slots
-        flops = np.array([float(tasks.flops[row])]) - 2 * width * heads * of.pairs
+        extents["q"], extents["k"] = extents["q"] - batch.tokens, extents["k"] - batch.slots
+        flops = np.array([float(tasks.flops[row])]) - 2 * width * heads * batch.pairs
         traffic = np.array([float(tasks.traffic[row])]) - 2 * width * moved
         dtype = tasks.dtypes[int(tasks.dtype[row])]
         prompts = Kernels(extents, flops, traffic, dtype, np.zeros(1, dtype=bool))
-        alone = float(kernels_seconds(shape.kernel, prompts, on.sustained())[0])
-        queries = (sizes["q"] - of.tokens) / of.prompts
-        found[row] = alone + beside(of.requests, of.keys, queries)
-    return found
+        prompt_seconds = float(kernels_seconds(shape.kernel, prompts, on.sustained())[0])
+        queries = (sizes["q"] - batch.tokens) / batch.prompts
+        result[row] = prompt_seconds + decode_model(batch.requests, batch.keys, queries)
+    return result
 
 
 def _batches(run: Run) -> dict[tuple[int, int], _Decoding]:
-    """By new tokens and places of the cache, what a rank's microbatch has."""
-    every = groups(run)
+    """Contents of a rank's microbatches, by new tokens and cache slots."""
+    workload = groups(run)
     new = 1 + run.num_speculative_tokens
-    decodes = np.array([bool(g.context_length) and (g.new_tokens or 0) <= new for g in every])
-    sums = attention_sums(every, cache_of(run), multiple=padding(run))
-    places = run.dp * microbatches(run)
-    whole = deal(every, sums, places)
-    decoding = deal(every, sums * decodes[:, None], places).astype(float)
+    decodes = np.array([bool(g.context_length) and (g.new_tokens or 0) <= new for g in workload])
+    sums = attention_sums(workload, cache_of(run), multiple=padding(run))
+    parts = run.dp * microbatches(run)
+    total = deal(workload, sums, parts)
+    decoding = deal(workload, sums * decodes[:, None], parts).astype(float)
     names = ("requests", "tokens", "pairs", "keys", "slots")
-    chosen = [COLUMNS.index(name) for name in names]
-    tokens, slots, requests = (whole[:, COLUMNS.index(x)] for x in ("tokens", "slots", "requests"))
+    columns = [COLUMNS.index(name) for name in names]
+    tokens, slots, requests = (total[:, COLUMNS.index(x)] for x in ("tokens", "slots", "requests"))
     rows = zip(tokens.tolist(), slots.tolist(), requests.tolist(), decoding.tolist(), strict=True)
     return {
-        (new_tokens, held): _Decoding._make([*(row[n] for n in chosen), count - row[chosen[0]]])
-        for new_tokens, held, count, row in rows
+        (new_tokens, cache_slots): _Decoding._make(
+            [*(row[n] for n in columns), count - row[columns[0]]]
+        )
+        for new_tokens, cache_slots, count, row in rows
     }

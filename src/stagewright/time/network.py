@@ -1,4 +1,4 @@
-"""A machine as a stack of network tiers, and where groups of ranks lie in it.
+"""A machine as a stack of network tiers, and the placement of groups of ranks.
 
 >>> from stagewright.time.hardware import resolve
 >>> machine = Machine.of(resolve("h100-sxm"), gpus=32)
@@ -39,7 +39,7 @@ class MessageSize(IntEnum):
 
 
 class Tier(NamedTuple):
-    """One tier of the network: `size` blocks of the tier below (GPUs, in the first), joined alike.
+    """One tier of the network: it joins `size` blocks of the tier below, or GPUs.
 
     Bandwidths are per GPU in one direction, over all its links, as measured messages reach them.
     """
@@ -75,7 +75,7 @@ class Tier(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """GPUs, and the network tiers that join them, from the GPU outwards; sizes multiply to `gpus`.
+    """GPUs and their network tiers, from the GPU outwards; sizes multiply to `gpus`.
 
     Rank r of a program sits on GPU r, and consecutive GPUs are neighbours: ranks 0 to 7 fill the
     first node of eight. The order of the program's mesh decides which ranks these are. In a torus
@@ -93,7 +93,7 @@ class Machine:
 
     @property
     def network(self) -> tuple[tuple[Tier, ...], Algorithm, DirectAllReduce | None]:
-        """What decides about collectives, but for what the GPUs themselves do in them."""
+        """All that determines the time of collectives, except the GPUs."""
         return self.tiers, self.algorithm, self.direct_all_reduce
 
     @classmethod
@@ -150,11 +150,11 @@ class Machine:
 
         `blocks`, `engine` and `cache` as in the function of the same name.
         """
-        of = self.hardware.inference
-        if of is None:
+        fit = self.hardware.inference
+        if fit is None:
             return self
         hardware = for_inference(self.hardware, blocks=blocks, engine=engine, cache=cache)
-        return replace(self, hardware=hardware, direct_all_reduce=of.all_reduce)
+        return replace(self, hardware=hardware, direct_all_reduce=fit.all_reduce)
 
     def __str__(self) -> str:
         return f"{self.gpus} x {self.hardware.name}: " + ", ".join(map(str, self.tiers))
@@ -170,24 +170,26 @@ def for_inference(
     """
     if hardware.inference is None:
         return hardware
-    of = hardware.inference.of_engine(engine, cache)
+    engine_fit = hardware.inference.of_engine(engine, cache)
 
-    def changed(fits: Mapping[str, InferenceGemmFit]) -> dict[str, GemmFit]:
-        chosen = {dtype: fit for dtype, fit in fits.items() if dtype != BLOCKS}
+    def updated(fits: Mapping[str, InferenceGemmFit]) -> dict[str, GemmFit]:
+        selected = {dtype: fit for dtype, fit in fits.items() if dtype != BLOCKS}
         if blocks and BLOCKS in fits:
-            chosen["fp8"] = fits[BLOCKS]
+            selected["fp8"] = fits[BLOCKS]
         return {
             dtype: hardware.products(dtype).model_copy(update=fit.model_dump(exclude_none=True))
-            for dtype, fit in chosen.items()
+            for dtype, fit in selected.items()
         }
 
     experts = hardware.experts
     if experts is not None:
-        routing = experts.routing_us if of.routing_us is None else of.routing_us
-        grouped = {**experts.gemm, **changed(of.experts_gemm)}
+        routing = experts.routing_us if engine_fit.routing_us is None else engine_fit.routing_us
+        grouped = {**experts.gemm, **updated(engine_fit.experts_gemm)}
         experts = experts.model_copy(update={"routing_us": routing, "gemm": grouped})
-    products = {**hardware.gemm, **changed(of.gemm)}
-    return hardware.model_copy(update={"gemm": products, "experts": experts, "inference": of})
+    products = {**hardware.gemm, **updated(engine_fit.gemm)}
+    return hardware.model_copy(
+        update={"gemm": products, "experts": experts, "inference": engine_fit}
+    )
 
 
 def _per_domain(gpus: int, hardware: Hardware) -> int:
@@ -238,7 +240,7 @@ def _tier(link: ScaleUp | ScaleOut, topology: str, size: int) -> Tier:
 
 
 class Placement(NamedTuple):
-    """Where the ranks of a group lie: over how many positions of each tier they spread.
+    """Number of positions of each tier over which the ranks of a group spread.
 
     `counts[0]` ranks in each node, `counts[1]` nodes, and so on; where nodes hold unequal parts of
     the group, the mean rounded up. `strides`: the distance between neighbours within each tier.
@@ -254,16 +256,11 @@ class Placement(NamedTuple):
 
 def placements(machine: Machine, groups: Int) -> list[Placement]:
     """The distinct placements of groups of one size; `groups` has shape (groups, ranks)."""
-    return placements_in(machine.tiers, groups)
-
-
-def placements_in(tiers: Sequence[Tier], groups: Int) -> list[Placement]:
-    """As `placements`, in a network of these tiers."""
-    return _placed(tiers, groups)[0]
+    return _placed(machine.tiers, groups)[0]
 
 
 def placements_by_rank(machine: Machine, ids: Int) -> tuple[list[Placement], Int]:
-    """The distinct placements of groups of one size, and by rank which one its group has.
+    """Distinct placements of groups of one size, and the placement of each rank's group.
 
     `ids`: by rank of the world the group that it is in, 0: none, for which the number is -1.
     """
@@ -278,16 +275,16 @@ def placements_by_rank(machine: Machine, ids: Int) -> tuple[list[Placement], Int
 
 
 def _placed(tiers: Sequence[Tier], groups: Int) -> tuple[list[Placement], Int]:
-    """The distinct placements of groups, and which one each group has."""
-    apart, of_group = _shifted_apart(tiers, groups)
-    blocks = np.sort(apart, axis=1)
+    """Distinct placements of groups, and the placement of each group."""
+    distinct_groups, of_group = _shifted_apart(tiers, groups)
+    blocks = np.sort(distinct_groups, axis=1)
     size = blocks.shape[1]
     distinct = np.full(len(blocks), size, dtype=np.int64)
     columns: list[Int] = []
     for tier in tiers:
-        at = blocks % tier.size
+        position = blocks % tier.size
         moved = np.diff(blocks, axis=1) > 0
-        steps = np.where(moved, np.diff(at, axis=1), 0)
+        steps = np.where(moved, np.diff(position, axis=1), 0)
         gaps = np.where(steps > 0, steps, tier.size).min(axis=1, initial=tier.size)
         blocks = blocks // tier.size
         above = (np.diff(blocks, axis=1) > 0).sum(axis=1) + 1
@@ -299,29 +296,32 @@ def _placed(tiers: Sequence[Tier], groups: Int) -> tuple[list[Placement], Int]:
     order = np.lexsort(rows.T[::-1])
     rank = np.empty_like(order)
     rank[order] = np.arange(len(order))
-    found = [
+    result = [
         Placement(size, tuple(int(x) for x in row[::2]), tuple(int(x) for x in row[1::2]))
         for row in rows[order]
     ]
-    return found, rank[number][of_group]
+    return result, rank[number][of_group]
 
 
 def _shifted_apart(tiers: Sequence[Tier], groups: Int) -> tuple[Int, Int]:
-    """Groups without those that lie as others do, since they differ by whole blocks of the
-    outermost tier from these; and which of them each group lies as. Most communicators have groups
-    that differ by shifts alone."""
-    first = groups[:, :1]
-    if not (groups - first == groups[0] - groups[0, 0]).all():
+    """Groups that are distinct up to shifts by outermost blocks, and the one of each group.
+
+    Groups of most communicators differ by shifts only.
+    """
+    first_ranks = groups[:, :1]
+    if not (groups - first_ranks == groups[0] - groups[0, 0]).all():
         return groups, np.arange(len(groups))
     block = math.prod(tier.size for tier in tiers[:-1])
-    _, index, of_group = np.unique(first[:, 0] % block, return_index=True, return_inverse=True)
+    _, index, of_group = np.unique(
+        first_ranks[:, 0] % block, return_index=True, return_inverse=True
+    )
     return groups[index], of_group.ravel()
 
 
 def tier_of(machine: Machine, a: Int, b: Int) -> Int:
-    """For each pair of ranks, the index of the tier in which they meet; 0: in one node."""
-    nth = np.zeros(len(a), dtype=np.int64)
+    """Index of the tier that joins each pair of ranks; 0: in one node."""
+    tier_index = np.zeros(len(a), dtype=np.int64)
     for i, tier in enumerate(machine.tiers[:-1]):
         a, b = a // tier.size, b // tier.size
-        nth[a != b] = i + 1
-    return nth
+        tier_index[a != b] = i + 1
+    return tier_index

@@ -1,4 +1,4 @@
-"""How long a kernel takes, from its shape: a roofline, and what makes rooflines wrong.
+"""Time of a kernel from its shape: a roofline with corrections.
 
 Matrix products run as tiles over the compute units of a GPU: the last wave of tiles is rarely
 full, a small tile reuses less of what it reads, and every tile starts and ends. Attention runs as
@@ -43,9 +43,9 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
     """
     peak = hardware.rate_of(dtype)
     if peak is None:
-        known = [name for name in PRODUCTS if hardware.rate_of(name)]
+        supported = [name for name in PRODUCTS if hardware.rate_of(name)]
         raise UserError(
-            f"{hardware.name} has no matrix products in {dtype}; use one of {', '.join(known)}"
+            f"{hardware.name} has no matrix products in {dtype}; use one of {', '.join(supported)}"
         )
     return peak * 1e12
 
@@ -58,15 +58,15 @@ def gemm_seconds(
     Each product has `batch` results of m x n, whose elements are sums over k. Several results are
     a grouped product: one kernel, whose constants are fitted to those of experts.
     """
-    many = batch > 1
+    is_grouped = batch > 1
     sizes, seconds = np.stack([batch, m, n, k, traffic]), np.zeros(len(m))
     for grouped in (False, True):
-        mine = np.flatnonzero(many == grouped)
-        if not len(mine):
+        selected = np.flatnonzero(is_grouped == grouped)
+        if not len(selected):
             continue
         fit = on.products(dtype, grouped=grouped)
-        for some in np.split(mine, range(_AT_ONCE, len(mine), _AT_ONCE)):
-            seconds[some] = _fastest(sizes[:, some], fit, peak_flops(on, dtype), on)
+        for chunk in np.split(selected, range(_AT_ONCE, len(selected), _AT_ONCE)):
+            seconds[chunk] = _fastest(sizes[:, chunk], fit, peak_flops(on, dtype), on)
     return seconds
 
 
@@ -75,7 +75,7 @@ _AT_ONCE = 1024
 
 
 def _fastest(sizes: Array, fit: GemmFit, peak: float, on: Hardware) -> Array:
-    """Seconds of products, each with the tile and the split of the sum that suit it best.
+    """Seconds of products, each with its fastest tile and split of the sum.
 
     `sizes` has the shape [5, products]: batch, m, n, k and traffic.
     """
@@ -99,17 +99,17 @@ def _fastest(sizes: Array, fit: GemmFit, peak: float, on: Hardware) -> Array:
 
 
 def _reuse(fit: GemmFit, rows: int, columns: int) -> float:
-    """Speed of a tile over that of 128 x 256, which reads less per multiply-add than others."""
+    """Speed of a tile over that of 128 x 256, which reads least per multiply-add."""
     return (1 + fit.tile_factor * 0.75) / (1 + fit.tile_factor * (64 / rows + 64 / columns))
 
 
 def _waves(ratio: Array, quantization: float) -> Array:
-    """Rounds of tiles: the last round counts whole, or by its part as far as tiles overlap."""
+    """Waves of tiles: the last one counts in full, or by its share if tiles overlap."""
     return np.where(ratio <= 1, 1.0, quantization * np.ceil(ratio) + (1 - quantization) * ratio)
 
 
 def _overlapped(compute: Array, memory: Array, sharpness: float) -> Array:
-    """Seconds of two overlapping parts: the longer one, and more where both are about as long."""
+    """Seconds of two overlapping parts: the longer one, plus a term if both are similar."""
     longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
     return longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness)
 
@@ -132,13 +132,13 @@ class AttentionTiles(NamedTuple):
 
 
 def _attention_peak(on: Hardware, dtype: str) -> float:
-    """FLOP/s of fused attention: that of products in bf16 where the hardware has none in `dtype`.
+    """FLOP/s of fused attention; of bf16 if the hardware does not support `dtype`.
 
     Only narrower data types fall back to bf16: fp32 has the rate of the vector units, as in
     matrix products.
     """
-    known = dtype in ("fp32", "bf16") or (dtype == "fp8" and on.peak_fp8_tflops is not None)
-    return peak_flops(on, dtype if known else "bf16")
+    supported = dtype in ("fp32", "bf16") or (dtype == "fp8" and on.peak_fp8_tflops is not None)
+    return peak_flops(on, dtype if supported else "bf16")
 
 
 def attention_seconds(
@@ -187,17 +187,19 @@ def cached_attention_seconds(work: CachedAttentionWork, *, dtype: str, on: Hardw
     fit = on.inference.cached_attention
     rate = _attention_peak(on, dtype) * on.attention.fraction / on.compute_units
     point = work.flops_per_point / rate + on.attention.softmax_ps * 1e-12
-    met = np.maximum(work.points / np.maximum(work.keys, 1), 1e-9)  # queries that a key meets
-    computed = work.points * np.maximum(1.0, ROWS / met) * point / on.compute_units
+    queries_per_key = np.maximum(
+        work.points / np.maximum(work.keys, 1), 1e-9
+    )  # queries that a key meets
+    computed = work.points * np.maximum(1.0, ROWS / queries_per_key) * point / on.compute_units
     moved = work.traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
-    rows = np.clip(met, np.minimum(work.sharing, QUERIES), QUERIES)
+    rows = np.clip(queries_per_key, np.minimum(work.sharing, QUERIES), QUERIES)
     tiles = work.queries / rows / on.compute_units
     both = _overlapped(computed, moved, fit.sharpness)
     return (fit.launch_us + tiles * fit.tile_us) * 1e-6 + both
 
 
 class DecodingBesidePrompts(NamedTuple):
-    """What attention of decoding requests adds to that of prompts, in one kernel of both.
+    """Time that decoding requests add to attention of prompts in one kernel.
 
     FlashAttention 2 has one call for all requests of a step (vLLM's `FLASH_ATTN` on GPUs of compute
     capability 8 and 12). Heads share the tile of a key-value head, and units the keys of a request,
@@ -224,8 +226,10 @@ class DecodingBesidePrompts(NamedTuple):
 
     @classmethod
     def of(cls, on: Hardware, heads: float, sharing: float, width: float) -> Self | None:
-        """For so many heads, of which `sharing` have the same keys, and the `width` of key and
-        value; None where the engine has no such kernel."""
+        """Model of `heads` heads, of which `sharing` share keys, or None without such a kernel.
+
+        `width` is that of key and value.
+        """
         fit = on.inference.mixed_attention if on.inference else None
         if fit is None or on.inference is None:
             return None
@@ -238,10 +242,10 @@ class DecodingBesidePrompts(NamedTuple):
         )  # fmt: skip
 
     def __call__(self, requests: float, keys: float, queries: float) -> float:
-        """Seconds for `requests` with so many `keys` in all, where the longest has `queries`."""
+        """Seconds of `requests` with `keys` in total; the longest prompt has `queries`."""
         tiles = self.tiles * requests
-        whole = tiles * self.per_tile + self.tiles * keys * self.per_key
-        computed = max(whole, self.per_tile + keys / requests * self.per_key)
+        even = tiles * self.per_tile + self.tiles * keys * self.per_key
+        computed = max(even, self.per_tile + keys / requests * self.per_key)
         read = keys * self.moved * (1 + self.again * max(0.0, 1 - self.held / keys))
         empty = tiles * max(-(-queries // ROWS) - 1, 0) * self.per_empty_tile
         shorter, longer = sorted((computed, read))
@@ -260,7 +264,7 @@ def memory_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
 
 
 def copies_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
-    """Seconds of kernels that copy rows by index: tokens to their experts, and sums of them back.
+    """Seconds of kernels that copy rows by index, to experts and back.
 
     `traffic` in bytes counts the row that is read for each copy that is written.
     """
@@ -271,7 +275,7 @@ def copies_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
 
 
 def routing_seconds(choices: Array, on: Hardware) -> Array:
-    """Seconds of the kernels that sort tokens by expert; a token makes top-k of the `choices`."""
+    """Seconds of kernels that sort tokens by expert; `choices`: tokens times top-k."""
     if on.experts is None:
         return np.zeros_like(choices)
     return on.experts.routing_us * 1e-6 + on.experts.routing_ns * 1e-9 * choices

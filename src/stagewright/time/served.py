@@ -1,4 +1,4 @@
-"""The kernels of a served step as an engine runs them: which have no launch of their own.
+"""Kernels of a served step as an engine runs them: those without a separate launch.
 
 A program has a kernel for each group of element-wise operators that its graph joins within a block
 of the model. Engines join more, and the tables to which the constants of attention and of products
@@ -80,42 +80,42 @@ def without_joined_launches(
     computes = tasks.kind == TaskKind.COMPUTE
     names = [frozenset(ops_of(name)) for name in tasks.ops]
 
-    def are(chosen: Callable[[Ops], bool]) -> Bool:
-        return np.array([chosen(ops) for ops in names])[tasks.op] & computes
+    def mask(predicate: Callable[[Ops], bool]) -> Bool:
+        return np.array([predicate(ops) for ops in names])[tasks.op] & computes
 
-    writes = are(lambda ops: "cache" in ops and ops <= {"bias", "norm", "rope", "cache"})
-    casts = are(lambda ops: ops <= {"cast"})
-    sums = are(lambda ops: "add" in ops and ops <= {"bias", "add"})
-    norms = are(lambda ops: "norm" in ops and ops <= {"bias", "add", "norm", "cast"})
-    joined = writes | casts | (sums & _followed(tasks, norms))
+    writes = mask(lambda ops: "cache" in ops and ops <= {"bias", "norm", "rope", "cache"})
+    casts = mask(lambda ops: ops <= {"cast"})
+    sums = mask(lambda ops: "add" in ops and ops <= {"bias", "add"})
+    norms = mask(lambda ops: "norm" in ops and ops <= {"bias", "add", "norm", "cast"})
+    fused = writes | casts | (sums & _followed(tasks, norms))
     launch = on.kernel_launch_us * 1e-6
     if engine == "trtllm":
-        joined |= are(lambda ops: "rope" in ops and ops <= {"bias", "rope"})
-        behind = (sums | norms) & _behind_all_reduce(tasks, sums)
+        fused |= mask(lambda ops: "rope" in ops and ops <= {"bias", "rope"})
+        after_all_reduce = (sums | norms) & _behind_all_reduce(tasks, sums)
         if any({"norm", "rope"} <= ops for ops in names) and not any("topk" in o for o in names):
-            behind[:] = False
-        joined |= behind
-        apart = norms & ~behind & are(lambda ops: "cast" in ops)
+            after_all_reduce[:] = False
+        fused |= after_all_reduce
+        unfused_casts = norms & ~after_all_reduce & mask(lambda ops: "cast" in ops)
         if not blocks:
-            seconds = seconds + launch * apart
-    return np.maximum(seconds - launch * joined, 0.0)
+            seconds = seconds + launch * unfused_casts
+    return np.maximum(seconds - launch * fused, 0.0)
 
 
 def _followed(tasks: Tasks, by: Bool) -> Bool:
-    """Which kernels have one of `by` as the next kernel of their microbatch and stage."""
-    found = np.zeros(len(tasks), dtype=bool)
+    """Mask of kernels whose next kernel of the microbatch and stage is in `by`."""
+    result = np.zeros(len(tasks), dtype=bool)
     kernels = np.flatnonzero(tasks.kind == TaskKind.COMPUTE)
-    this, following = kernels[:-1], kernels[1:]
-    same = tasks.microbatch[this] == tasks.microbatch[following]
-    same &= tasks.stage[this] == tasks.stage[following]
-    found[this] = by[following] & same
-    return found
+    previous, following = kernels[:-1], kernels[1:]
+    same = tasks.microbatch[previous] == tasks.microbatch[following]
+    same &= tasks.stage[previous] == tasks.stage[following]
+    result[previous] = by[following] & same
+    return result
 
 
 def _behind_all_reduce(tasks: Tasks, sums: Bool) -> Bool:
-    """Which rows stand behind an all_reduce, or behind a sum that does."""
+    """Mask of rows after an all-reduce, or after a sum that is after one."""
     reduces = (tasks.kind == TaskKind.COLLECTIVE) & (
         tasks.collective == COLLECTIVES.index("all_reduce")
     )
-    found = np.append(False, reduces[:-1])
-    return found | np.append(False, (found & sums)[:-1])
+    follows = np.append(False, reduces[:-1])
+    return follows | np.append(False, (follows & sums)[:-1])

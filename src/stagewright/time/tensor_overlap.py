@@ -23,7 +23,7 @@ _BACKWARD = PHASES.index("backward")
 
 
 def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) -> Seconds:
-    """Durations when TP collectives are split and overlapped with the adjacent GEMMs.
+    """Durations with TP collectives split and overlapped with adjacent GEMMs.
 
     A product split into tp chunks takes g, longer than the whole product. Of the product and a
     collective of duration c, the longer runs through, and one chunk of the shorter is exposed:
@@ -33,29 +33,32 @@ def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardwa
     pairs = overlap_pairs(program, tasks)
     if not len(pairs.product):
         return seconds
-    rows, first, of = np.unique(pairs.product, return_index=True, return_inverse=True)
-    cut = split_seconds(gemms_of(tasks, rows), tasks.dtypes, pairs.ranks[first], on)
+    rows, first, inverse = np.unique(pairs.product, return_index=True, return_inverse=True)
+    split = split_seconds(gemms_of(tasks, rows), tasks.dtypes, pairs.ranks[first], on)
     if tasks.duration is not None:
-        cut = np.where(tasks.duration[rows] > 0, seconds[rows], cut)
-    cut = cut[of.ravel()]
-    moves, of = np.unique(pairs.collective, return_inverse=True)
-    of = of.ravel()
-    whole = np.bincount(of, seconds[pairs.product])
-    g = np.bincount(of, cut)
-    tp = np.ones_like(g)
-    tp[of] = pairs.ranks
-    c = seconds[moves]
-    left = np.maximum(c - g, 0) + np.minimum(c, g) / tp
-    better = left + g < c + whole
+        split = np.where(tasks.duration[rows] > 0, seconds[rows], split)
+    split = split[inverse.ravel()]
+    collectives, inverse = np.unique(pairs.collective, return_inverse=True)
+    inverse = inverse.ravel()
+    unsplit = np.bincount(inverse, seconds[pairs.product])
+    product_seconds = np.bincount(inverse, split)
+    tp = np.ones_like(product_seconds)
+    tp[inverse] = pairs.ranks
+    collective_seconds = seconds[collectives]
+    exposed = (
+        np.maximum(collective_seconds - product_seconds, 0)
+        + np.minimum(collective_seconds, product_seconds) / tp
+    )
+    better = exposed + product_seconds < collective_seconds + unsplit
     result = seconds.copy()
-    result[moves] = np.where(better, left, c)
-    faster = better[of]
-    result[pairs.product[faster]] = cut[faster]
+    result[collectives] = np.where(better, exposed, collective_seconds)
+    faster = better[inverse]
+    result[pairs.product[faster]] = split[faster]
     return result
 
 
 class OverlapPairs(NamedTuple):
-    """Pairs of a collective and the product it overlaps with, and the ranks of the group."""
+    """Pairs of a collective and a product that overlap, and the ranks of the group."""
 
     collective: Int
     product: Int
@@ -63,7 +66,7 @@ class OverlapPairs(NamedTuple):
 
 
 def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
-    """Pairs of a gather and a product it feeds (through casts too), of a product and its scatter.
+    """Pairs of a gather and a product that reads it, and of a product and its scatter.
 
     In backward a gather feeds two products and overlaps with the first. A gather of an activation
     kept by forward waits for nothing in backward, and is hidden without being split.
@@ -71,40 +74,40 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
     over_tp = [program.mesh.degrees(c.axes) == (("tp",),) for c in program.communicators]
     sizes = [program.mesh.size(*c.axes) for c in program.communicators]
     ranks = np.where(over_tp, sizes, 1) if over_tp else np.ones(1, np.int64)
-    chosen = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.layer >= 0)
-    ranks = np.where(chosen, ranks[np.where(chosen, tasks.slot, 0)], 1)  # by task
-    chosen &= ranks > 1
-    gathers = chosen & (tasks.collective == COLLECTIVES.index("all_gather"))
-    scatters = chosen & (tasks.collective == COLLECTIVES.index("reduce_scatter"))
+    over_group = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.layer >= 0)
+    ranks = np.where(over_group, ranks[np.where(over_group, tasks.slot, 0)], 1)  # by task
+    over_group &= ranks > 1
+    gathers = over_group & (tasks.collective == COLLECTIVES.index("all_gather"))
+    scatters = over_group & (tasks.collective == COLLECTIVES.index("reduce_scatter"))
     gemm = np.array([shape.kernel == "gemm" for shape in tasks.shapes] or [False])
     product = gemm[tasks.shape] & (tasks.shape >= 0)
     converts = np.array([op == "cast" for op in tasks.ops] or [False])[tasks.op]
 
-    owner, needed = tasks.reads
-    late = np.zeros(len(tasks), bool)
-    late[owner[tasks.phase[needed] == _BACKWARD]] = True
-    gathers &= (tasks.phase != _BACKWARD) | late
+    waiter, dep = tasks.reads
+    reads_backward = np.zeros(len(tasks), bool)
+    reads_backward[waiter[tasks.phase[dep] == _BACKWARD]] = True
+    gathers &= (tasks.phase != _BACKWARD) | reads_backward
     # A cast stands for the value it converts.
     origin = np.arange(len(tasks))
-    through = converts[owner] & gathers[needed]
-    origin[owner[through]] = needed[through]
+    converts_gather = converts[waiter] & gathers[dep]
+    origin[waiter[converts_gather]] = dep[converts_gather]
 
-    fed = product[owner] & gathers[origin[needed]]
-    source, fed_by = origin[needed[fed]], owner[fed]
+    fed = product[waiter] & gathers[origin[dep]]
+    source, fed_by = origin[dep[fed]], waiter[fed]
     order = np.lexsort((fed_by, source))
     source, fed_by = source[order], fed_by[order]
-    again = np.zeros(len(source), bool)
-    again[1:] = (source[1:] == source[:-1]) & (tasks.phase[source[1:]] == _BACKWARD)
-    after = scatters[owner] & product[needed]
-    collective = np.concatenate([source[~again], owner[after]])
-    products = np.concatenate([fed_by[~again], needed[after]])
+    is_second = np.zeros(len(source), bool)
+    is_second[1:] = (source[1:] == source[:-1]) & (tasks.phase[source[1:]] == _BACKWARD)
+    feeds_scatter = scatters[waiter] & product[dep]
+    collective = np.concatenate([source[~is_second], waiter[feeds_scatter]])
+    products = np.concatenate([fed_by[~is_second], dep[feeds_scatter]])
     return OverlapPairs(collective, products, ranks[collective])
 
 
-def split_seconds(whole: Gemms, dtypes: tuple[str, ...], pieces: Int, on: Hardware) -> Seconds:
-    """Durations of products split by rows into `pieces`; each piece reads all of the weights."""
-    weights = whole.batch * whole.n * whole.k
-    weights *= np.array([float(BYTES.get(d, 0)) for d in dtypes])[whole.dtype]
-    traffic = np.maximum(whole.traffic - weights, 0) / pieces + weights
-    piece = whole._replace(m=np.ceil(whole.m / pieces), traffic=traffic)
-    return pieces * gemms_seconds(piece, dtypes, on)
+def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, on: Hardware) -> Seconds:
+    """Durations of products split by rows into `chunks`; each piece reads all of the weights."""
+    weights = gemms.batch * gemms.n * gemms.k
+    weights *= np.array([float(BYTES.get(d, 0)) for d in dtypes])[gemms.dtype]
+    traffic = np.maximum(gemms.traffic - weights, 0) / chunks + weights
+    chunk = gemms._replace(m=np.ceil(gemms.m / chunks), traffic=traffic)
+    return chunks * gemms_seconds(chunk, dtypes, on)

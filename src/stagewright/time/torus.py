@@ -1,4 +1,4 @@
-"""A slice of a torus: its shape, and the rings that a group of ranks has in it.
+"""A slice of a torus: its shape, and the rings of a group of ranks.
 
 Chips of a TPU are joined to their neighbours along two or three dimensions. A job gets a slice of a
 pod; an axis of the mesh lies along dimensions of its own, so that all its groups have whole rings
@@ -66,17 +66,17 @@ class Pod(NamedTuple):
         return tuple(whole or side in self.shape for side in shape)
 
 
-def _shapes(chips: int, most: Shape) -> Iterator[Shape]:
-    """Shapes with this many chips, sides ascending, each at most as long as that of `most`."""
-    if len(most) == 1:
-        if chips <= most[0]:
+def _shapes(chips: int, limits: Shape) -> Iterator[Shape]:
+    """Shapes of `chips` chips, sides ascending, within the limits of `limits`."""
+    if len(limits) == 1:
+        if chips <= limits[0]:
             yield (chips,)
         return
-    for last in range(1, most[-1] + 1):
+    for last in range(1, limits[-1] + 1):
         if chips % last == 0:
-            for rest in _shapes(chips // last, most[:-1]):
-                if rest[-1] <= last:
-                    yield (*rest, last)
+            for inner in _shapes(chips // last, limits[:-1]):
+                if inner[-1] <= last:
+                    yield (*inner, last)
 
 
 @cache
@@ -86,35 +86,35 @@ def rings(shape: Shape, closed: tuple[bool, ...], count: int, stride: int) -> tu
     The ranks between two members are those of inner axes of the mesh, which have dimensions of
     their own where sizes allow that. Otherwise the group shares dimensions with them.
     """
-    of_its_own = [
+    separate = [
         tuple(Ring(shape[i], closed[i], 1) for i, part in enumerate(parts) if part == _GROUP)
         for parts in product((_INNER, _GROUP, _OUTER), repeat=len(shape))
         if _points(shape, parts, _INNER) == stride and _points(shape, parts, _GROUP) == count
     ]
-    ways = of_its_own or [
+    layouts = separate or [
         _walk([(shape[i], closed[i]) for i in order], count, stride)
         for order in permutations(range(len(shape)))
     ]
-    used = [tuple(ring for ring in way if ring.size > 1) for way in ways]
-    return max(used, key=lambda way: sum(ring.share for ring in way))
+    used = [tuple(ring for ring in layout if ring.size > 1) for layout in layouts]
+    return max(used, key=lambda layout: sum(ring.share for ring in layout))
 
 
 _INNER, _GROUP, _OUTER = range(3)
 
 
 def _points(shape: Shape, parts: tuple[int, ...], part: int) -> int:
-    return math.prod(side for side, of in zip(shape, parts, strict=True) if of == part)
+    return math.prod(side for side, role in zip(shape, parts, strict=True) if role == part)
 
 
 def _walk(sides: list[tuple[int, bool]], count: int, stride: int) -> tuple[Ring, ...]:
     """The rings of a group where ranks fill dimension after dimension, the first one fastest."""
-    found: list[Ring] = []
-    step, left = stride, count
+    result: list[Ring] = []
+    step, remaining = stride, count
     for side, closed in sides:
-        if left > 1 and step < side:
-            size = min(left, -(-side // step))
-            found.append(Ring(size, closed and size * step >= side, step))
-            left, step = -(-left // size), 1
+        if remaining > 1 and step < side:
+            size = min(remaining, -(-side // step))
+            result.append(Ring(size, closed and size * step >= side, step))
+            remaining, step = -(-remaining // size), 1
         else:
             step = max(1, step // side)
-    return tuple(found)
+    return tuple(result)

@@ -23,8 +23,8 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 
-MOST = 64
-"""Rows of a matrix at most."""
+MAX_BLOCKS = 64
+"""Limit of the rows of a matrix."""
 _CHUNK = 1 << 16  # groups at a time
 
 
@@ -39,35 +39,36 @@ class Matrix(NamedTuple):
 def axes(program: Program) -> list[str]:
     """The axes along which a program communicates, the busiest first."""
     sums: dict[str, float] = defaultdict(float)
-    for of in program.classes:
-        tasks = of.tasks
+    for rank_class in program.classes:
+        tasks = rank_class.tasks
         for kind, names in (
             (TaskKind.COLLECTIVE, _groups(program)),
             (TaskKind.SEND, _peers(program)),
         ):
             for slot, axis in enumerate(names):
-                mine = (tasks.kind == kind) & (tasks.slot == slot)
-                sums[axis] += float(tasks.comm_bytes[mine].sum()) * len(of.ranks)
+                selected = (tasks.kind == kind) & (tasks.slot == slot)
+                sums[axis] += float(tasks.comm_bytes[selected].sum()) * len(rank_class.ranks)
     return sorted((axis for axis, size in sums.items() if size), key=lambda a: (-sums[a], a))
 
 
-def blocks(program: Program, most: int = MOST) -> Int:
-    """Edges of at most `most` blocks of neighbouring ranks, of equal size.
+def blocks(program: Program, limit: int = MAX_BLOCKS) -> Int:
+    """Edges of at most `limit` blocks of neighbouring ranks, of equal size.
 
     A block has all positions along the fastest axes of the mesh, and a part of the next axis.
     """
-    world = program.mesh.world_size
-    least = -(-world // most)
-    size, inner = world, 1
+    world_size = program.mesh.world_size
+    min_size = -(-world_size // limit)
+    size, inner = world_size, 1
     for _, extent in program.mesh.axes:
-        fits = [inner * d for d in range(1, extent + 1) if extent % d == 0 and inner * d >= least]
+        sizes = [inner * d for d in range(1, extent + 1) if extent % d == 0]
+        fits = [block for block in sizes if block >= min_size]
         if fits:
             size = fits[0]
             break
         inner *= extent
-    if world % size:  # meshes side by side
-        size = least
-    return np.append(np.arange(0, world, size), world).astype(np.int64)
+    if world_size % size:  # meshes side by side
+        size = min_size
+    return np.append(np.arange(0, world_size, size), world_size).astype(np.int64)
 
 
 def matrix(program: Program, axis: str | None = None, edges: Int | None = None) -> Matrix:
@@ -98,42 +99,41 @@ _TIMES = {"all_reduce": 2.0, "all_gather": 0.0, "broadcast": 1.0}
 def _add_groups(sums: Float, program: Program, slot: int, of_rank: Int) -> None:
     """Add collectives: the bytes that members in one block send, times the members in another."""
     ids = program.group_of(slot)
-    known, group = np.unique(ids, return_inverse=True)
+    groups, group = np.unique(ids, return_inverse=True)
     members = np.bincount(group)
     sent = np.zeros(len(ids))  # to each other member of the group
-    for of in program.classes:
-        tasks = of.tasks
-        mine = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
-        for number, kind in enumerate(COLLECTIVES):
-            size = float(tasks.local_bytes[mine & (tasks.collective == number)].sum(dtype=float))
+    for rank_class in program.classes:
+        tasks = rank_class.tasks
+        selected = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
+        for number, op in enumerate(COLLECTIVES):
+            rows = selected & (tasks.collective == number)
+            size = float(tasks.local_bytes[rows].sum(dtype=float))
             if size:
-                ranks = members[group[of.ranks]]
-                parts = 1.0 if kind == "all_gather" else _TIMES.get(kind, 1.0) / ranks
-                sent[of.ranks] += size * parts
+                ranks = members[group[rank_class.ranks]]
+                parts = 1.0 if op == "all_gather" else _TIMES.get(op, 1.0) / ranks
+                sent[rank_class.ranks] += size * parts
     sent[ids == 0] = 0
-    wide = len(sums)
-    busy = np.flatnonzero(sent)
-    for low in range(0, len(known), _CHUNK):
+    width = len(sums)
+    senders = np.flatnonzero(sent)
+    for low in range(0, len(groups), _CHUNK):
         inside = (group >= low) & (group < low + _CHUNK) & (ids > 0)
-        mine = np.flatnonzero(inside & (sent > 0))
-        if not len(mine):
+        selected = np.flatnonzero(inside & (sent > 0))
+        if not len(selected):
             continue
-        count = min(_CHUNK, len(known) - low)
-        there = np.flatnonzero(inside)
-        at = (group[there] - low) * wide + of_rank[there]
-        counts = np.bincount(at, minlength=count * wide).reshape(count, wide).astype(float)
-        at = (group[mine] - low) * wide + of_rank[mine]
-        gives = np.bincount(at, sent[mine], count * wide).reshape(count, wide)
-        sums += gives.T @ counts
+        count = min(_CHUNK, len(groups) - low)
+        cell = (group - low) * width + of_rank
+        counts = np.bincount(cell[inside], minlength=count * width).astype(float)
+        sent_bytes = np.bincount(cell[selected], sent[selected], count * width)
+        sums += sent_bytes.reshape(count, width).T @ counts.reshape(count, width)
     # No rank sends to itself.
-    np.subtract.at(sums, (of_rank[busy], of_rank[busy]), sent[busy])
+    np.subtract.at(sums, (of_rank[senders], of_rank[senders]), sent[senders])
 
 
 def _add_messages(sums: Float, program: Program, slot: int, of_rank: Int) -> None:
-    for of in program.classes:
-        tasks = of.tasks
-        mine = (tasks.kind == TaskKind.SEND) & (tasks.slot == slot)
-        size = float(tasks.comm_bytes[mine].sum(dtype=float))
+    for rank_class in program.classes:
+        tasks = rank_class.tasks
+        sends = (tasks.kind == TaskKind.SEND) & (tasks.slot == slot)
+        size = float(tasks.comm_bytes[sends].sum(dtype=float))
         if size:
-            peers = program.peer_of(slot, of.ranks)
-            np.add.at(sums, (of_rank[of.ranks], of_rank[peers]), size)
+            peers = program.peer_of(slot, rank_class.ranks)
+            np.add.at(sums, (of_rank[rank_class.ranks], of_rank[peers]), size)

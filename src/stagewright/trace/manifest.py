@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.program.columns import Program, TaskKind, among
+from stagewright.program.columns import Program, TaskKind, intersect
 from stagewright.trace.storage import WrittenFile
 from stagewright.version import __version__
 
@@ -50,7 +50,7 @@ class WrittenRanks(NamedTuple):
 
     def among(self, ranks: Int) -> WrittenRanks:
         """The files of some ranks, ascending; the rows must be ascending, too."""
-        return self.at(np.searchsorted(self.ranks, among(self.ranks, ranks)))
+        return self.at(np.searchsorted(self.ranks, intersect(self.ranks, ranks)))
 
     def to_json(self) -> dict[str, list[Any]]:
         """Columns that `from_json` reads."""
@@ -173,7 +173,7 @@ def counts(program: Program, ranks: Int) -> list[dict[str, object]]:
     return [
         {
             "pipeline_rank": of.pipeline_rank,
-            "files": len(among(of.ranks, ranks)),
+            "files": len(intersect(of.ranks, ranks)),
             **{kind.name.lower(): int((of.tasks.kind == kind).sum()) for kind in TaskKind},
         }
         for of in program.classes

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from stagewright.errors import UserError, did_you_mean
-from stagewright.program.columns import among
+from stagewright.program.columns import intersect
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.manifest import head_of
 from stagewright.trace.templates import FORMATS
@@ -31,7 +31,7 @@ def expand(
     wanted = chosen_ranks(source.world_size, ranks)
     given = source.manifest
     nodes = [
-        {**of, "files": len(among(mine, wanted))}
+        {**of, "files": len(intersect(mine, wanted))}
         for of, mine in zip(given.pop("nodes"), source.ranks, strict=True)
     ]
     del given["format"]

@@ -25,7 +25,7 @@ from stagewright.arrays import Int
 from stagewright.errors import Stopped, UserError, did_you_mean
 from stagewright.executors import Threads, ray_cluster
 from stagewright.files import check_parent, exists_already
-from stagewright.program.columns import Program, among
+from stagewright.program.columns import Program, intersect
 from stagewright.program.communicators import Users
 from stagewright.trace.formats import bundle, chakra
 from stagewright.trace.formats.archive import is_bundle
@@ -130,7 +130,7 @@ def write_ranks(
 ) -> dict[str, Any]:
     """Write the files of some ranks, the groups, and the manifest, which begins as `head`.
 
-    `users` as in `Program.blocks_of_groups`, `beside` as in `write`.
+    `users` as in `Program.group_chunks`, `beside` as in `write`.
     """
     engine, address = how.get("engine", "local"), how.get("address")
     if engine not in ENGINES:
@@ -173,7 +173,7 @@ def _share_of(program: Program, ranks: Int, shard: tuple[int, int] | None) -> In
         raise UserError(
             f"shard {nth}/{count}: wanted 1/{max(1, count)} to {max(1, count)}/{max(1, count)}"
         )
-    by_class = np.concatenate([among(of.ranks, ranks) for of in program.classes])
+    by_class = np.concatenate([intersect(of.ranks, ranks) for of in program.classes])
     return np.sort(np.array_split(by_class, count)[(nth - 1) % count])
 
 

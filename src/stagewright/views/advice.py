@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import exact_sum
+from stagewright.blocks.recipe import PRECISIONS
 from stagewright.lower import weight_storage
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import duration, plural, quantity, side_by_side, spans
@@ -31,6 +32,7 @@ from stagewright.program.fit import NEARLY_FULL, Fit
 from stagewright.run.settings import Run
 from stagewright.schedule.play import bubble
 from stagewright.time.network import Machine, placements
+from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.deviations import known
 from stagewright.views.stages import stage_name
@@ -177,8 +179,14 @@ def _crossings(program: Program, machine: Machine) -> Iterator[Remark]:
 
 
 def _speed(found: SimulatedStep) -> Iterator[Remark]:
-    if found.compiled.run.mode != "train" or found.mfu >= LOW_MFU:
+    run, hardware = found.compiled.run, found.machine.hardware
+    if run.mode != "train":
         return
+    product = PRECISIONS[run.precision].product
+    in_bf16 = found.mfu * peak_flops(hardware, product) / peak_flops(hardware, "bf16")
+    if in_bf16 >= LOW_MFU:
+        return
+    of_peak = "" if product == "bf16" else f" of the peak in {product}, {in_bf16:.1%} of bf16's"
     mean, step = found.mean, found.seconds
     parts = {f"{axis} communication": s for axis, s in mean.exposed.items()}
     parts["the pipeline's bubble and waiting"] = mean.bubble
@@ -194,9 +202,9 @@ def _speed(found: SimulatedStep) -> Iterator[Remark]:
     yield Remark(
         "warning",
         "Speed",
-        f"MFU is {found.mfu:.1%}, which is low (large dense models reach 38% to 43%: Llama 3, "
-        f"arXiv 2407.21783, table 4). Kernels run {kernels:.1%} of the step of the mean GPU; "
-        f"{rest}.",
+        f"MFU is {found.mfu:.1%}{of_peak}, which is low (large dense models reach 38% to 43% in "
+        f"bf16: Llama 3, arXiv 2407.21783, table 4). Kernels run {kernels:.1%} of the step of the "
+        f"mean GPU; {rest}.",
     )
 
 
@@ -215,12 +223,22 @@ def _idle(compiled: CompiledRun, found: SimulatedStep | None) -> Iterator[Remark
     run = compiled.run
     if run.pp < 2 or run.mode != "train":
         return
-    idle = bubble(compiled.order)
+    idle = of_schedule = bubble(compiled.order)
     so = "by the schedule alone"
     if found is not None:
         idle, so = found.mean.bubble / found.seconds, "in the simulation"
     if idle > MUCH_IDLE:
         stages = plural(run.virtual_stages, "stage", "stages")
+        if idle > 2 * of_schedule:
+            yield Remark(
+                "warning",
+                "The pipeline",
+                f"ranks are idle {idle:.1%} of the step {so}, {of_schedule:.1%} by the schedule "
+                "if all stages took equal time: the rest is waiting for stages that take longer, "
+                "such as that of the head, and for messages. layers_per_stage and "
+                "last_stage_less_layers move layers (--space stages of a search tries them).",
+            )
+            return
         yield Remark(
             "warning",
             "The pipeline",

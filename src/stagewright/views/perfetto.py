@@ -68,7 +68,7 @@ def event(**fields: object) -> str:
 
 
 def _names(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
-    of, ranks = lane.of, lane.ranks
+    of, ranks = lane.rank_class, lane.ranks
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}.. ({len(ranks)})"
     title = f"pipeline rank {of.pipeline_rank}: {who}"
     yield event(ph="M", pid=nth, tid=0, name="process_name", args={"name": title})
@@ -81,16 +81,16 @@ def _names(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
 def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
     """The threads of a lane."""
     names = {_ACTIONS: "actions", _KERNELS: "kernels"}
-    if lane.since is not None:
+    if lane.last_wait is not None:
         names[_host(line)] = "launches by the host"
-    tasks = lane.of.tasks
+    tasks = lane.rank_class.tasks
     thread = _thread(line, lane)
     slots = tasks.slot[lane.issue.rows]
     for (kind, slot, collective), axis in axis_of(line.program, tasks).items():
         mine = (lane.kind == kind) & (slots == slot)
         mine &= tasks.collective[lane.issue.rows] == collective
         for tid in np.unique(thread[mine]):
-            if line.how.streams == "one" and kind != TaskKind.RECV:
+            if line.execution.streams == "one" and kind != TaskKind.RECV:
                 names[int(tid)] = "communication"
             elif kind in (TaskKind.LOAD, TaskKind.STORE):
                 names[int(tid)] = "to the host" if kind == TaskKind.STORE else "from the host"
@@ -105,7 +105,7 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
 
 def _thread(line: Timeline, lane: Lane) -> Int:
     """The thread of each place: streams in order, then receives by peer."""
-    slot = lane.of.tasks.slot[lane.issue.rows].astype(np.int64)
+    slot = lane.rank_class.tasks.slot[lane.issue.rows].astype(np.int64)
     receives = _KERNELS + num_streams(line.program) + slot
     return np.where(lane.kind == TaskKind.RECV, receives, lane.issue.stream + _KERNELS)
 
@@ -117,10 +117,10 @@ def _host(line: Timeline) -> int:
 
 def _launches(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     """A slice from where the host begins to launch to where it pauses, for a result or the end."""
-    if lane.since is None or not len(lane.launched):
+    if lane.last_wait is None or not len(lane.launched):
         return
-    last = np.flatnonzero(np.append(np.diff(lane.since.place) != 0, True))
-    begin, end = _nanoseconds(lane.since.end[last]), _nanoseconds(lane.launched[last])
+    last = np.flatnonzero(np.append(np.diff(lane.last_wait.issue_index) != 0, True))
+    begin, end = _nanoseconds(lane.last_wait.end[last]), _nanoseconds(lane.launched[last])
     for b, e in zip(begin.tolist(), end.tolist(), strict=True):
         if e > b:
             yield (
@@ -142,7 +142,7 @@ def _actions(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     place = np.flatnonzero(lane.main)
     if not len(place):
         return
-    tasks, rows = lane.of.tasks, lane.issue.rows[place]
+    tasks, rows = lane.rank_class.tasks, lane.issue.rows[place]
     step = tasks.phase[rows] == PHASES.index("optimizer")
     backward = tasks.phase[rows] != PHASES.index("forward")
     what = np.stack([tasks.stage[rows], backward, tasks.microbatch[rows], step]).astype(np.int64)
@@ -165,7 +165,7 @@ def _actions(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
 
 def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[str]:
     """A slice per task, and the ends of arrows."""
-    tasks, rows = lane.of.tasks, lane.issue.rows
+    tasks, rows = lane.rank_class.tasks, lane.issue.rows
     head = [json.dumps(name) for name in tasks.names]
     columns = (
         lane.kind, _thread(line, lane), arrows.begin, arrows.end, arrows.number,
@@ -194,7 +194,7 @@ def _tasks(line: Timeline, nth: int, lane: Lane, arrows: _Arrows) -> Iterator[st
 
 def _memory(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     """A counter, in bytes by category."""
-    if not len(lane.of.values.size):
+    if not len(lane.rank_class.values.size):
         return
     found = memory_timeline(line, nth).sampled(_POINTS)
     there = [(name, size) for name, size in zip(CATEGORIES, found.size, strict=True) if size.any()]
@@ -229,7 +229,7 @@ def _arrows(line: Timeline) -> list[_Arrows]:
         received, own = who.received[of], nth - int(who.lanes[of][0])
         senders = received.sender[:, own]
         for sender in sorted({int(s) for s in senders}):
-            to, at = received.place[senders == sender], received.sent[senders == sender, own]
+            to, at = received.issue_index[senders == sender], received.sent[senders == sender, own]
             mine.begin[to] = found[sender].begin[at]
             mine.end[to] = found[sender].end[at]
             mine.number[to] = found[sender].number[at] = number + np.arange(len(to))

@@ -1,4 +1,4 @@
-"""A search as tables and sentences: the best, the price of other choices, and how sure that is."""
+"""A search as tables and sentences: the best, the price of other choices, certainty."""
 
 from __future__ import annotations
 
@@ -21,51 +21,52 @@ from stagewright.texttable import Table
 
 UNTIL_STOPPED = "the best of what was simulated until then"
 EXPECTED_ERROR: Mapping[str, float] = {"dense": 0.06, "experts": 0.14}
-"""Mean error of published steps, of dense models and of mixtures of experts (docs/accuracy)."""
+"""Mean error of predicted steps, dense models and MoEs (docs/time.md#how-good-it-is)."""
 _CHOICES = ("tp", "pp", "cp", "ep", "etp", "zero", "recompute", "precision", HARDWARE)
-"""Settings of which the price of each value is shown, with those that the user varies."""
+"""Settings whose values are compared, besides those that the user varies."""
 _VARIANTS = (
     *("dp", "vpp", "micro_batch_size", "schedule", "sequence_parallel", "cp_comm_type"),
     *("moe_flex_dispatcher", "fp8_recipe", "memory_allowance"),
 )
-"""Settings of variants of a layout, which have no price of their own."""
-_LEAST = 0.005
-"""Shares below this are not named."""
+"""Settings of variants of a layout, whose values are not compared."""
+_MIN_SHARE = 0.005
+"""Minimum share that is shown."""
 _FEW_SYSTEMS = 8
-"""Most kinds of hardware that are named one by one."""
+"""Limit of hardware names in a sentence."""
 
 
 # ---- the best ------------------------------------------------------------------------------------
 
 
 def best(ranking: Ranking, most: int | None = None) -> Table:
-    """The best candidates: their settings, time, memory, and what limits them."""
-    rows = ranking.listed[:most]
-    figures = ranking.figures.take(rows)
-    shares = [_shares(ranking, row) for row in rows.tolist()]
-    gpus = ranking.rows.take(rows).world_size
+    """Table of the best candidates: settings, time, memory, and what limits them."""
+    candidates, indices = ranking.candidates, ranking.listed[:most]
+    rows = indices.tolist()
+    figures = ranking.figures.take(indices)
+    shares = [_shares(ranking, index) for index in rows]
+    gpus = candidates.take(indices).world_size
     columns: dict[str, list[Any]] = {
         "#": [n + 1 for n in range(len(rows))],
-        "settings": [words(ranking.rows, row) for row in rows.tolist()],
+        "settings": [words(candidates, index) for index in rows],
         "GPUs": gpus.tolist(),
         "step": figures.seconds.tolist(),
         "tokens/s per GPU": (figures.tokens_per_second / gpus).tolist(),
-        "MFU": _known(figures.mfu),
-        "causal MFU": _known(figures.mfu_causal),
-        "TFLOP/s": [None if value is None else round(value) for value in _known(figures.tflops)],
+        "MFU": _or_none(figures.mfu),
+        "causal MFU": _or_none(figures.mfu_causal),
+        "TFLOP/s": [None if value is None else round(value) for value in _or_none(figures.tflops)],
         "memory": figures.peak.tolist(),
         "bubble": [share.get("bubble", 0.0) for share in shares],
         "exposed": [
             ", ".join(f"{axis} {part:.0%}" for axis, part in share.items() if axis != "bubble")
             for share in shares
         ],
-        "limited by": [limit(ranking, row) for row in rows.tolist()],
+        "limited by": [limit(ranking, index) for index in rows],
     }
     for name, unit in (("cost", "USD per Mtoken"), ("energy", "J per token")):
-        if name in ranking.wanted.objectives:
+        if name in ranking.options.objectives:
             value = figures.usd * 1e6 if name == "cost" else figures.joules
             columns[unit] = (value / np.maximum(figures.tokens, 1)).tolist()
-    worlds = ranking.rows.world_size
+    worlds = candidates.world_size
     if (worlds == worlds[:1]).all():
         del columns["GPUs"]
     if np.isnan(figures.mfu).all():
@@ -74,48 +75,49 @@ def best(ranking: Ranking, most: int | None = None) -> Table:
     units = {"#": "", "GPUs": "count", "step": "s", "tokens/s per GPU": "rate", "MFU": "share"}
     units |= {"causal MFU": "share", "TFLOP/s": "count", "memory": "B", "bubble": "share"}
     units |= {"USD per Mtoken": "figure", "J per token": "figure"}
-    title, names = "Best", ranking.wanted.objectives
+    title, names = "Best", ranking.options.objectives
     if len(names) > 1:
         title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}"
     return Table(title, columns, {name: unit for name, unit in units.items() if name in columns})
 
 
-def _known(column: Float) -> list[float | None]:
+def _or_none(column: Float) -> list[float | None]:
     return [None if np.isnan(value) else value for value in column.tolist()]
 
 
-def words(rows: Candidates, row: int) -> str:
-    """The settings of a candidate that others have otherwise, without those that are defaults."""
+def words(candidates: Candidates, index: int) -> str:
+    """Settings in which candidates differ, without defaults."""
     differ: list[str] = []
-    run = rows.run(row)
-    given = run.given()
-    for name, column in rows.columns.items():
+    run = candidates.run(index)
+    explicit = run.given()
+    for name, column in candidates.columns.items():
         if len(column.values) == 1 or name == "memory_allowance":
             continue
-        value = column.at(row)
+        value = column.at(index)
         if name == HARDWARE:
             differ.append(value.name)
-        elif isinstance(value, str) and name in SETTINGS and name not in given:
-            continue  # a word that other settings imply, such as 1f1b without virtual stages
+        elif isinstance(value, str) and name in SETTINGS and name not in explicit:
+            continue  # implied by other settings, such as 1f1b without virtual stages
         elif value != EXPERIMENT[name].default_of(run.framework):
             differ.append(setting_in_words(name, value))
     if differ:
         return " ".join(differ)
-    several = any(len(column.values) > 1 for column in rows.columns.values())
+    several = any(len(column.values) > 1 for column in candidates.columns.values())
     return "defaults" if several else "as given"
 
 
 def _shares(ranking: Ranking, row: int) -> dict[str, float]:
-    """Shares of a step that the mean GPU waits: the bubble, and by axis, the largest first."""
+    """Shares of a step in which the mean GPU waits: the bubble, then axes, largest first."""
     seconds = float(ranking.figures.seconds[row])
-    waits = {axis: float(each[row]) / seconds for axis, each in ranking.figures.exposed.items()}
+    exposed = ranking.figures.exposed
+    waits = {axis: float(column[row]) / seconds for axis, column in exposed.items()}
     ordered = sorted(waits.items(), key=lambda item: -item[1])
-    named = {axis: share for axis, share in ordered if share >= _LEAST}
+    named = {axis: share for axis, share in ordered if share >= _MIN_SHARE}
     return {"bubble": float(ranking.figures.bubble[row]) / seconds, **named}
 
 
 def limit(ranking: Ranking, row: int) -> str:
-    """The largest share of a candidate's step, and its memory where that is nearly full."""
+    """Largest share of a candidate's step, and its memory if that is nearly full."""
     shares = _shares(ranking, row)
     kernels = 1 - sum(shares.values())
     busy = {"kernels and launches": kernels}
@@ -131,7 +133,7 @@ def limit(ranking: Ranking, row: int) -> str:
 
 
 def _tensors(ranking: Ranking, row: int) -> float:
-    """Share of its memory that tensors of the fullest rank of a candidate take at its peak."""
+    """Share of device memory that tensors of the fullest rank take at its peak."""
     allowance = ranking.figures.memory.get("allowance")
     held = float(ranking.figures.peak[row])
     held -= 0.0 if allowance is None else float(allowance[row])
@@ -145,10 +147,10 @@ def _too_large(ranking: Ranking, row: int) -> str:
 
 
 def choice(ranking: Ranking) -> str:
-    """Why the first of the best is not the fastest, in a sentence; empty: it is."""
-    if len(ranking.wanted.objectives) > 1 or len(ranking.best) < 2:
+    """Sentence on why the first of the best is not the fastest; empty if it is."""
+    if len(ranking.options.objectives) > 1 or len(ranking.best) < 2:
         return ""
-    values = objectives.values(ranking.figures, ranking.wanted.objectives)[:, 0]
+    values = objectives.values(ranking.figures, ranking.options.objectives)[:, 0]
     first, fastest = int(ranking.best[0]), int(ranking.best[np.argmin(values[ranking.best])])
     if first == fastest:
         return ""
@@ -158,22 +160,22 @@ def choice(ranking: Ranking) -> str:
     why = f"takes {quantity(less, 'B')} less" if less > 0 else "uses ZeRO-1, as recipes do"
     return (
         f"candidates within {TIE:.0%} count as equal: run 1 is {more:.1%} behind "
-        f"{words(ranking.rows, fastest)}, and {why}"
+        f"{words(ranking.candidates, fastest)}, and {why}"
     )
 
 
 def expected_error(ranking: Ranking) -> str:
-    """How far predicted steps are off on average, in a sentence."""
-    if ranking.rows.base.run.mode != "train":
+    """Sentence on the mean error of predicted steps."""
+    if ranking.candidates.base.run.mode != "train":
         return ""
-    kind = "experts" if ranking.rows.model.num_experts else "dense"
+    kind = "experts" if ranking.candidates.model.num_experts else "dense"
     share = EXPECTED_ERROR[kind]
     what = "mixtures of experts" if kind == "experts" else "dense models"
     return f"steps of {what} were off by {share:.0%} on average where they were measured"
 
 
 def headroom(ranking: Ranking) -> str:
-    """What the memory of the best counts beside tensors, in a sentence."""
+    """Sentence on the memory of the best besides its tensors."""
     row = int(ranking.best[0])
     if not ranking.figures.fits[row]:
         return f"the best {_too_large(ranking, row)}"
@@ -194,9 +196,9 @@ def headroom(ranking: Ranking) -> str:
 
 
 def missing_hardware(ranking: Ranking) -> str:
-    """Hardware that none of the listed candidates has, in a sentence; empty: each has some."""
-    column = ranking.rows.columns[HARDWARE]
-    listed = {column.at(row).name for row in ranking.listed.tolist()}
+    """Sentence on hardware without a listed candidate; empty if there is none."""
+    column = ranking.candidates.columns[HARDWARE]
+    listed = {column.at(index).name for index in ranking.listed.tolist()}
     missing = [hardware.name for hardware in column.values if hardware.name not in listed]
     if not missing or len(missing) > _FEW_SYSTEMS:
         return ""
@@ -207,9 +209,9 @@ def missing_hardware(ranking: Ranking) -> str:
 
 
 def choices(ranking: Ranking) -> Table:
-    """The best step for each value of a setting, whatever the others are, and why it is slower.
+    """Table of the best step for each value of a setting, and why it is slower.
 
-    Figures of candidates that were not simulated are estimates, and marked `~`.
+    Other settings are free. Estimates are marked `~`.
     """
     columns: dict[str, list[Any]] = {
         name: [] for name in ("setting", "value", _value_name(ranking), "against the best", "why")
@@ -224,30 +226,30 @@ def choices(ranking: Ranking) -> Table:
 
 
 def _value_name(ranking: Ranking) -> str:
-    objective = ranking.wanted.objectives[0]
+    objective = ranking.options.objectives[0]
     return "step" if objective == "time" else objective
 
 
 def _alternatives(ranking: Ranking) -> Iterator[tuple[str, str, Bool]]:
-    """Each value of the settings that are compared, with the candidates that have it."""
-    rows = ranking.rows
-    names = [n for n in _CHOICES if n in rows.columns]
-    names += [n for n in rows.columns if n not in {*_CHOICES, *_VARIANTS}]
+    """Setting, value and mask of its candidates, for each value that is compared."""
+    candidates = ranking.candidates
+    names = [n for n in _CHOICES if n in candidates.columns]
+    names += [n for n in candidates.columns if n not in {*_CHOICES, *_VARIANTS}]
     for name in names:
-        column = rows.columns[name]
+        column = candidates.columns[name]
         if len(column.values) < 2:
             continue
         order = sorted(range(len(column.values)), key=lambda code: _order(column.values[code]))
         for code in order:
             yield name, _text(name, column.values[code]), column.codes == code
-    worlds = rows.world_size
+    worlds = candidates.world_size
     for gpus in np.unique(worlds).tolist() if (worlds != worlds[0]).any() else ():
         yield "gpus", f"{gpus:,}", worlds == gpus
 
 
 def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
-    """The best of some candidates: its value, how much worse than the best, and the reason."""
-    names = ranking.wanted.objectives[:1]
+    """Best candidate of a mask: its value, the distance to the best, and the reason."""
+    names = ranking.options.objectives[:1]
     figures, first = ranking.figures, int(ranking.best[0])
     values = objectives.values(figures, names)[:, 0]
     usable = mask & ranking.fits & np.isfinite(values)
@@ -273,32 +275,32 @@ def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
     more = values[row] / values[first] - 1
     more = -more if names[0] == "mfu" else more
     reason = _reason(ranking, row, first) if names[0] == "time" else ""
-    return f"{mark}{value}", f"{mark}{more:+.1%}", reason or words(ranking.rows, row)
+    return f"{mark}{value}", f"{mark}{more:+.1%}", reason or words(ranking.candidates, row)
 
 
 def _reason(ranking: Ranking, row: int, first: int) -> str:
-    """The part of the step that is most longer than in the best, with the candidate's settings."""
-    parts, of_best = _parts(ranking, row), _parts(ranking, first)
-    whole = sum(of_best.values())
-    longer = {name: (size - of_best[name]) / whole for name, size in parts.items()}
-    name = max(longer, key=lambda part: longer[part])
-    settings = words(ranking.rows, row)
-    return f"{name} {longer[name]:+.0%}: {settings}" if longer[name] >= _LEAST else settings
+    """Part of the step that grew most against the best, and the candidate's settings."""
+    parts, best_parts = _parts(ranking, row), _parts(ranking, first)
+    total = sum(best_parts.values())
+    growth = {name: (size - best_parts[name]) / total for name, size in parts.items()}
+    name = max(growth, key=lambda part: growth[part])
+    settings = words(ranking.candidates, row)
+    return f"{name} {growth[name]:+.0%}: {settings}" if growth[name] >= _MIN_SHARE else settings
 
 
 def _parts(ranking: Ranking, row: int) -> dict[str, float]:
-    """Seconds per token of the parts of a candidate's step."""
+    """Seconds per token of each part of a candidate's step."""
     figures = ranking.figures
     tokens = max(int(figures.tokens[row]), 1)
     bubble = float(figures.bubble[row])
-    waits = sum(float(each[row]) for each in figures.exposed.values())
+    waits = sum(float(column[row]) for column in figures.exposed.values())
     kernels = float(figures.seconds[row]) - bubble - waits
     parts = {"kernels": kernels, "bubble": bubble, "communication": waits}
     return {name: size / tokens for name, size in parts.items()}
 
 
 def _order(value: Any) -> tuple[bool, Any]:
-    """Numbers by size, before all else by name."""
+    """Sort key: numbers by size, then other values by name."""
     number = isinstance(value, int | float)
     return (not number, value if number else _text("", value))
 
@@ -309,61 +311,61 @@ def _text(name: str, value: Any) -> str:
     return "on" if value is True else "off" if value is False else text_of(value)
 
 
-# ---- what was removed, and how sure the answer is ------------------------------------------------
+# ---- removed combinations, and certainty ------------------------------------------------
 
 
-def removed(found: Sequence[Removed]) -> Table:
-    """What each constraint has removed, with one example of it."""
+def removed(constraints: Sequence[Removed]) -> Table:
+    """Table of the combinations that each constraint removed, with one example."""
     columns = {
-        "removed": [each.count for each in found],
-        "wanted": [each.why for each in found],
-        "example": [each.example for each in found],
+        "removed": [constraint.count for constraint in constraints],
+        "wanted": [constraint.requirement for constraint in constraints],
+        "example": [constraint.example for constraint in constraints],
     }
     return Table("Removed", columns, {"removed": "count"})
 
 
 def certainty(ranking: Ranking) -> str:
-    """How far estimates were off, and if a candidate that was not simulated could still win."""
+    """Sentences on the errors of estimates, and on candidates that could still win."""
     if ranking.proven:
         return (
             "proven: every other candidate has been simulated, or its lower bound is above the best"
         )
     sentences: list[str] = []
-    every = ranking.simulated + len(ranking.refused) == len(ranking)
-    if every:
+    complete = bool(ranking.attempted.all())
+    if complete:
         sentences.append("all candidates have been simulated")
-    for name in ranking.wanted.objectives:
+    for name in ranking.options.objectives:
         errors = ranking.errors(name)
         if len(errors):
             low, high = (_percent(error - 1) for error in (errors.min(), errors.max()))
             off = low if low == high else f"{low} to {high}"
             sentences.append(f"simulated {_SIMULATED[name]} {off} off the estimate")
-    unknown = int(ranking.unknown.sum())
-    if unknown:
-        were = many(unknown, "candidate was", "candidates were")
+    missing = int(ranking.without_metrics.sum())
+    if missing:
+        were = many(missing, "candidate was", "candidates were")
         sentences.append(f"{were} neither estimated nor simulated, and any could {_win(ranking)}")
-    if len(ranking.best) and not every:
+    if len(ranking.best) and not complete:
         sentences.append(_open(ranking))
     return "; ".join(sentences) or "no candidate has been simulated"
 
 
 def _open(ranking: Ranking) -> str:
-    """How many candidates beyond those simulated could still win."""
-    left = len(ranking.open)
-    if not left:
+    """Number of candidates that were not simulated and could still win."""
+    num_open = len(ranking.open)
+    if not num_open:
         return (
             f"no candidate beyond those simulated can {_win(ranking)}, unless its estimate is "
             "further off"
         )
-    exact = "--exact or " if ranking.wanted.objectives == ("time",) else ""
+    exact = "--exact or " if ranking.options.objectives == ("time",) else ""
     return (
-        f"{many(left, 'candidate', 'candidates')} beyond those simulated could still "
+        f"{many(num_open, 'candidate', 'candidates')} beyond those simulated could still "
         f"{_win(ranking)}, if estimates were as far off; {exact}a larger --most tells"
     )
 
 
 def _percent(share: float) -> str:
-    """An error in percent, with a sign unless it is rounded to nothing.
+    """Error in percent, with a sign unless it rounds to 0.
 
     >>> _percent(0.0021), _percent(-0.00001)
     ('+0.2%', '0.0%')
@@ -373,8 +375,8 @@ def _percent(share: float) -> str:
 
 
 def _win(ranking: Ranking) -> str:
-    """What a candidate does that wins."""
-    names = ranking.wanted.objectives
+    """Verb phrase for a candidate that wins."""
+    names = ranking.options.objectives
     return _WINS[names[0]] if len(names) == 1 else f"join the front of {in_words(names)}"
 
 
@@ -389,11 +391,13 @@ _WINS = {
 
 
 def without_objective(ranking: Ranking) -> list[str]:
-    """Candidates that have no figure for an objective, and why; a sentence for each objective."""
-    counts = {name: int(ranking.without(name).sum()) for name in ranking.wanted.objectives}
+    """Sentence per objective on candidates that lack it, and why."""
+    counts = {
+        name: int(ranking.missing_objective(name).sum()) for name in ranking.options.objectives
+    }
     return [
         f"{many(count, 'candidate', 'candidates')} left out, of which {name} is not known: "
-        f"{ranking.why_unknown(name)}"
+        f"{ranking.missing_reason(name)}"
         for name, count in counts.items()
         if count
     ]
@@ -401,5 +405,5 @@ def without_objective(ranking: Ranking) -> list[str]:
 
 def in_words(names: Sequence[str]) -> str:
     """Objectives in words: `time, memory and MFU`."""
-    said = ["MFU" if name == "mfu" else name for name in names]
-    return said[0] if len(said) == 1 else f"{', '.join(said[:-1])} and {said[-1]}"
+    listed = ["MFU" if name == "mfu" else name for name in names]
+    return listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"

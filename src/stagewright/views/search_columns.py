@@ -10,9 +10,8 @@ import numpy as np
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
 from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
-from stagewright.searching.machines import figures_of
+from stagewright.searching.machines import specs_of
 from stagewright.searching.ranking import Ranking
-from stagewright.searching.run_file import varied_figures
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 
@@ -80,73 +79,71 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
 """Columns of `every` by name, in their order; words in capitals stand for several."""
 
 
-def every(of: Ranking) -> Table:
-    """All candidates, a row each: settings that differ, and figures (`COLUMNS`)."""
-    rows, figures = of.rows, of.figures
+def every(ranking: Ranking) -> Table:
+    """Table of all candidates: settings that differ, and metrics (`COLUMNS`)."""
+    candidates, figures = ranking.candidates, ranking.figures
     columns: dict[str, Any] = {}
-    for name, column in rows.columns.items():
+    for name, column in candidates.columns.items():
         if len(column.values) > 1:
-            table = [_cell(name, value) for value in column.values]
-            columns[name] = [table[code] for code in column.codes.tolist()]
-    columns |= _varied(rows)
-    unknown = np.isnan(figures.seconds)
+            cells = [_cell(name, value) for value in column.values]
+            columns[name] = [cells[code] for code in column.codes.tolist()]
+    columns |= _varied(candidates)
+    evaluated = ~np.isnan(figures.seconds)
 
-    def numbers(values: Any, *, known: Any = None) -> list[Any]:
-        """Values, of which those that are unknown are None."""
-        absent = np.isnan(values) if known is None else ~known
-        return [
-            None if no else value
-            for value, no in zip(values.tolist(), absent.tolist(), strict=True)
-        ]
+    def numbers(values: Any, *, present: Any = None) -> list[Any]:
+        """Values, None where they are absent."""
+        mask = ~np.isnan(values) if present is None else present
+        pairs = zip(values.tolist(), mask.tolist(), strict=True)
+        return [value if is_present else None for value, is_present in pairs]
 
-    seen = ~unknown
-    columns["gpus"] = rows.world_size.tolist()
-    if rows.base.run.mode == "train":
-        batch = rows.numbers("global_batch_size")
-        columns.setdefault("global_batch_size", numbers(batch, known=batch != ABSENT))
+    columns["gpus"] = candidates.world_size.tolist()
+    if candidates.base.run.mode == "train":
+        batch = candidates.numbers("global_batch_size")
+        columns.setdefault("global_batch_size", numbers(batch, present=batch != ABSENT))
+    exposed, memory = figures.exposed.items(), figures.memory.items()
     columns |= {
         "seconds": numbers(figures.seconds),
-        "tokens": numbers(figures.tokens, known=seen),
+        "tokens": numbers(figures.tokens, present=evaluated),
         "tokens_per_second": numbers(figures.tokens_per_second),
         "mfu": numbers(figures.mfu),
         "mfu_causal": numbers(figures.mfu_causal),
         "tflops": numbers(figures.tflops),
         "bubble": numbers(figures.bubble),
-        "launches": [of.launches.get(row) for row in range(len(rows))],
-        **{f"exposed_{axis}": numbers(each, known=seen) for axis, each in figures.exposed.items()},
-        "peak": numbers(figures.peak, known=seen),
-        **{f"memory_{name}": numbers(each, known=seen) for name, each in figures.memory.items()},
-        "device_memory": numbers(figures.device_memory, known=seen),
-        "fits": numbers(figures.fits, known=seen),
+        "launches": [ranking.launches.get(index) for index in range(len(candidates))],
+        **{f"exposed_{axis}": numbers(column, present=evaluated) for axis, column in exposed},
+        "peak": numbers(figures.peak, present=evaluated),
+        **{f"memory_{name}": numbers(column, present=evaluated) for name, column in memory},
+        "device_memory": numbers(figures.device_memory, present=evaluated),
+        "fits": numbers(figures.fits, present=evaluated),
         "joules": numbers(figures.joules),
         "usd": numbers(figures.usd),
         "simulated": figures.exact.tolist(),
-        "estimated_seconds": numbers(of.estimates.seconds),
-        "best": _places(of),
+        "estimated_seconds": numbers(ranking.estimates.seconds),
+        "best": _rows_of_best(ranking),
     }
-    if of.bounds is not None:
-        columns["lower_bound"] = numbers(of.bounds)
+    if ranking.bounds is not None:
+        columns["lower_bound"] = numbers(ranking.bounds)
     return Table("Candidates", columns)
 
 
-def _varied(rows: Candidates) -> dict[str, list[float | None]]:
-    """The figures of the hardware that are varied, a column for each."""
-    column = rows.columns[HARDWARE]
+def _varied(candidates: Candidates) -> dict[str, list[float | None]]:
+    """Varied specs of the hardware, a column for each."""
+    column = candidates.columns[HARDWARE]
     systems: tuple[Hardware, ...] = column.values
     if len(systems) < 2:
         return {}
-    names = dict.fromkeys(path for of in systems for path in varied_figures(of)[1])
-    known = [figures_of(of) for of in systems]
+    paths = dict.fromkeys(p for system in systems for p in candidates.varied.get(system.name, ()))
+    specs = [specs_of(system) for system in systems]
     codes: list[int] = column.codes.tolist()
-    return {f"hardware.{path}": [known[code].get(path) for code in codes] for path in names}
+    return {f"hardware.{path}": [specs[code].get(path) for code in codes] for path in paths}
 
 
-def _places(of: Ranking) -> list[int | None]:
-    """Rank of each candidate among the listed ones, from 1."""
-    places: list[int | None] = [None] * len(of.rows)
-    for n, row in enumerate(of.listed.tolist()):
-        places[row] = n + 1
-    return places
+def _rows_of_best(ranking: Ranking) -> list[int | None]:
+    """Row of each candidate in the table of the best, from 1."""
+    rows: list[int | None] = [None] * len(ranking)
+    for n, index in enumerate(ranking.listed.tolist()):
+        rows[index] = n + 1
+    return rows
 
 
 def _cell(name: str, value: Any) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.texttable import Table
-from stagewright.time.simulate.breakdown import Breakdown, TracedStep
+from stagewright.time.simulate.breakdown import Breakdown
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, Lane
+from stagewright.time.simulate.traced import TracedStep
 from stagewright.views.tables import of_class, of_rows
 
 _MOST_ROWS = 32
@@ -48,7 +49,7 @@ def parts(found: SimulatedStep | TracedStep) -> Table:
 def lanes_in_words(lanes: Sequence[Lane]) -> str:
     """A name for consecutive lanes: a rank, or how many ranks of which pipeline ranks."""
     count = sum(len(lane.ranks) for lane in lanes)
-    first, last = lanes[0].of.pipeline_rank, lanes[-1].of.pipeline_rank
+    first, last = lanes[0].rank_class.pipeline_rank, lanes[-1].rank_class.pipeline_rank
     if count == 1:
         return f"rank {lanes[0].ranks[0]}"
     return f"{count} of pipeline rank {first}" + (f" to {last}" if last > first else "")
@@ -73,7 +74,7 @@ def tasks_in_time(found: SimulatedStep, lane: int) -> Table:
     if not 0 <= lane < count:
         raise UserError(f"there is no lane {lane}; use 0 to {count - 1}")
     of = found.line.lanes[lane]
-    table = of_class(f"Tasks of {lanes_in_words([of])}", found.line.program, of.of)
+    table = of_class(f"Tasks of {lanes_in_words([of])}", found.line.program, of.rank_class)
     rows = of.issue.rows.tolist()
     columns = {name: [column[row] for row in rows] for name, column in table.columns.items()}
     times = {"begin": (of.begin * TICK).tolist(), "end": (of.end * TICK).tolist()}

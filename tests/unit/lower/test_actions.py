@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.lower.assembly.rank_values import shortened
+from stagewright.lower.assembly.rank_values import representative_order
 from stagewright.lower.assembly.work import assembled
 from stagewright.lower.compile import compile
 from stagewright.program.columns import CATEGORIES, Program, RankClass, Values
 from stagewright.program.memory import alive, deltas, peak_row
-from stagewright.program.step import KINDS
+from stagewright.program.rank_work import KINDS
 from stagewright.run.settings import Run
 
 SIZES = {"seq_length": 64, "micro_batch_size": 1, "vocab": 240, "layers": 8}
@@ -33,6 +33,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "a V of equal halves": TIED | {"pp": 2, "vpp": 2, "schedule": "v-half"},
     "DualPipe": EXPERTS | {"pp": 4, "dp": 2, "ep": 2, "schedule": "dualpipe", "zero": 1},
     "DualPipeV": EXPERTS | {"pp": 2, "vpp": 2, "dp": 2, "ep": 2, "schedule": "dualpipev"},
+    "DualPipe, uneven shards": EXPERTS | FSDP | {"pp": 2, "schedule": "dualpipe", "vocab": 241},
     "shared vocabulary": DENSE | {"pp": 4, "schedule": "vocab-1"},
     "interlaced vocabulary": DENSE | {"pp": 2, "dp": 2, "schedule": "interlaced", "zero": 3},
     "reduced each microbatch": DENSE | {"pp": 2, "dp": 2, "zero": 2, "grad_reduce": "microbatch"},
@@ -87,22 +88,22 @@ def test_copies_of_actions_are_the_rows_of_the_rank(name: str):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_needs_of_copies_are_those_of_the_rank(name: str):
+def test_dependencies_of_copies_are_those_of_the_rank(name: str):
     for of in program_of(RUNS[name]).classes:
         actions, order, tasks = of.work.actions, of.work.order, of.tasks
         owner = np.repeat(np.arange(len(actions.tasks)), np.diff(actions.tasks.data_ptr))
         inside = ~actions.carried
         assert (actions.tasks.data[inside] < owner[inside]).all()
         for action in np.unique(order.action).tolist():
-            needs, copies = actions.needs(action), np.flatnonzero(order.action == action)
-            copy, row = order.sources(action, needs)
+            entries, copies = actions.dep_entries(action), np.flatnonzero(order.action == action)
+            copy, row = order.sources(action, entries)
             tags = order.tags(action, actions.rows(action))
             for nth, number in enumerate(copies.tolist()):
                 begin, end = order.begin[number : number + 2].tolist()
-                needed = tasks.data[tasks.data_ptr[begin] : tasks.data_ptr[end]]
+                sources = tasks.data[tasks.data_ptr[begin] : tasks.data_ptr[end]]
                 distance = row[nth] - actions.begin[order.action[copy[nth]]]
-                assert np.array_equal(order.begin[copy[nth]] + distance, needed)
-                assert np.array_equal(copy[nth] != number, actions.carried[needs])
+                assert np.array_equal(order.begin[copy[nth]] + distance, sources)
+                assert np.array_equal(copy[nth] != number, actions.carried[entries])
                 assert (copy[nth] <= number).all()
                 assert np.array_equal(tags[nth], tasks.tag[begin:end])
 
@@ -122,8 +123,8 @@ def test_bytes_of_copies_are_those_of_live_ranges(name: str):
     for of in program_of(RUNS[name]).classes:
         order, changes, whole = of.work.order, of.work.changes, deltas(of)
         assert np.array_equal(changes.start, whole.start)
-        assert len(changes.kind) == len(order.action)
-        for copy, kind in enumerate(changes.kind.tolist()):
+        assert len(changes.profile) == len(order.action)
+        for copy, kind in enumerate(changes.profile.tolist()):
             rows, profile = slice(*order.begin[copy : copy + 2].tolist()), changes.profiles[kind]
             assert not profile.start.any()
             assert np.array_equal(profile.allocated, whole.allocated[:, rows])
@@ -155,7 +156,7 @@ def test_weights_are_gathered_before_all_other_actions():
 
 
 @pytest.mark.parametrize("name", ["interleaved", "DualPipe"])
-def test_each_part_has_a_number_of_its_own(name: str):
+def test_each_part_has_a_distinct_placeholder(name: str):
     actions = program_of(RUNS[name]).classes[0].work.actions
     action = np.repeat(np.arange(len(actions.begin) - 1), np.diff(actions.begin))
     part = np.stack([action, actions.part], axis=1)[actions.tasks.microbatch >= 0]
@@ -177,8 +178,8 @@ def test_a_few_microbatches_stand_for_all(name: str):
     lengths: list[list[int]] = []
     for count in (48, 96):
         settings = RUNS[name] | {"global_batch_size": count * RUNS[name].get("dp", 1)}
-        orders = [assembled(of).order for of in program_of(settings).classes]
-        lengths.append([len(shortened(order)[0].order.action) for order in orders])
+        orders = [assembled(of).rank_order for of in program_of(settings).classes]
+        lengths.append([len(representative_order(order)[0].order.action) for order in orders])
     assert lengths[0] == lengths[1]
     assert max(lengths[0]) < 48
 
@@ -190,7 +191,7 @@ def test_ranks_with_equal_actions_share_profiles():
     assert first is not inner[0] is not last
 
 
-def test_stages_with_equal_content_share_actions():
+def test_stages_of_a_class_share_actions():
     few, many = (program_of(DENSE | {"pp": pp, "vpp": 2, "layers": 4 * pp}) for pp in (4, 8))
     assert len({id(of.work.actions) for of in many.classes}) == 1
     # First, inner and last stages; ranks with the first one, with none of these, with the last one.
@@ -210,9 +211,18 @@ def test_classes_of_a_pipeline_rank_differ_in_numbers_only():
         assert not np.array_equal(work.actions.tasks.flops, first.actions.tasks.flops)
 
 
-def test_given_tables_are_one_action():
+def test_replicas_of_a_mirrored_pipeline_are_shards():
+    """241 rows of the vocabulary on four ranks: 61, 61, 61 and 58, the last pipeline rank last."""
+    program = program_of(RUNS["DualPipe, uneven shards"])
+    assert [of.ranks.tolist() for of in program.classes] == [[0, 1], [2], [3]]
+    sizes = [of.memory["optimizer"] for of in program.classes]
+    values_per_row = 4 * 4096  # two moments, of the embedding and of the output layer
+    assert [sizes[0] - size for size in sizes] == [0, 0, 3 * values_per_row * 4]
+
+
+def test_explicit_tables_are_one_action():
     (of,) = program_of(DENSE | {"global_batch_size": 2}).classes
-    work = of.work.given(of.tasks, values=of.values)
+    work = of.work.from_tables(of.tasks, values=of.values)
     assert work.tasks is of.tasks
     assert work.actions.tasks is of.tasks
     assert work.order.action.tolist() == [0]

@@ -13,6 +13,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program.columns import COLLECTIVES, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
+from stagewright.program.rank_work import RankWork
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Action, Overlap, flat
 
@@ -24,6 +25,14 @@ FORWARD, RECOMPUTE, BACKWARD, OPTIMIZER = range(4)
 
 def compiled(**settings: Any) -> CompiledRun:
     return compile(Run(**settings))
+
+
+def test_a_pipeline_rank_without_an_optimizer_has_actions_alone() -> None:
+    settings = {"pp": 3, "layers": 3, "vocab": 240, "clip_grad": False}
+    run = compiled(**GPT | settings, trainable=("embedding.*",))
+    for rank_class in run.program.classes:
+        row_by_row = RankWork.from_tables(rank_class.tasks, values=rank_class.values)
+        assert rank_class.work.memory == row_by_row.memory
 
 
 def op(t: Tasks, row: int) -> str:

@@ -23,7 +23,7 @@ from stagewright.program.columns import (
 )
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.program.fold import fold
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 from stagewright.run.settings import Run
 from stagewright.trace.formats import chakra
 
@@ -97,7 +97,7 @@ def test_some_ranks_have_the_partners_that_they_have_among_all(program: Program,
 @pytest.mark.numerics
 @given(worlds(), st.integers(1, 7))
 def test_groups_come_in_blocks_of_any_size(program: Program, block: int):
-    blocks = list(program.blocks_of_groups(block=block))
+    blocks = list(program.group_chunks(size=block))
     ids = [group for some, _ in blocks for group in some.tolist()]
     ranks = [members.tolist() for _, some in blocks for members in some]
     assert dict(zip(ids, ranks, strict=True)) == program.groups()
@@ -145,7 +145,9 @@ def rings(draw: st.DrawFn) -> Program:
         if draw(st.booleans()):
             rows.append((TaskKind.COLLECTIVE, 0, -1))
         at = np.arange(mesh.world_size) // mesh.stride("pp") % mesh.size("pp") == stage
-        classes.append(RankClass(np.flatnonzero(at), stage, RankWork.given(talking(rows), {})))
+        classes.append(
+            RankClass(np.flatnonzero(at), stage, RankWork.from_tables(talking(rows), {}))
+        )
     return Program(mesh, tuple(classes), who, (*peers, *back))
 
 

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from columns import candidates_of
 from stagewright import arrays
 from stagewright.run.experiment import Experiment
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.searching.candidates import ABSENT, Candidates, Column, distinct
-from stagewright.time.hardware import resolve
+from stagewright.searching.candidates import ABSENT, Candidates, Column
 
 BASE = Experiment(Run(model="gpt2", layers=4), ClusterSection(), Execution(prefetch=2))
 
@@ -23,24 +23,24 @@ def _candidates() -> Candidates:
         "topology": Column.of(["two_tier", "fullflat", "two_tier"]),
         "global_batch_size": Column.of([16, 16, 16]),
     }
-    return Candidates.of(BASE, resolve("h100-sxm"), columns)
+    return candidates_of(BASE, columns)
 
 
 def test_rows_are_runs_with_their_execution_and_machine():
-    found = _candidates()
-    assert found.model.num_layers == 4
-    assert found.run(1) == Run(model="gpt2", layers=4, tp=2, dp=2, etp=1, global_batch_size=16)
-    assert [found.execution(row).prefetch for row in range(3)] == [1, 0, 1]
-    assert found.cluster(1).topology == "fullflat"
-    assert found.machine(2).gpus == 4
+    candidates = _candidates()
+    assert candidates.model.num_layers == 4
+    assert candidates.run(1) == Run(model="gpt2", layers=4, tp=2, dp=2, etp=1, global_batch_size=16)
+    assert [candidates.execution(row).prefetch for row in range(3)] == [1, 0, 1]
+    assert candidates.cluster(1).topology == "fullflat"
+    assert candidates.machine(2).gpus == 4
 
 
 def test_columns_of_what_all_have_in_common():
-    found = _candidates()
-    assert found.numbers("pp").tolist() == [1, 1, 1]
-    assert found.numbers("etp").tolist() == [ABSENT, 1, ABSENT]
-    assert found.world_size.tolist() == [4, 4, 4]
-    assert found.microbatches.tolist() == [4, 8, 16]
+    candidates = _candidates()
+    assert candidates.numbers("pp").tolist() == [1, 1, 1]
+    assert candidates.numbers("etp").tolist() == [ABSENT, 1, ABSENT]
+    assert candidates.world_size.tolist() == [4, 4, 4]
+    assert candidates.microbatches.tolist() == [4, 8, 16]
 
 
 def test_without_a_batch_there_are_as_many_microbatches_as_a_run_has():
@@ -52,28 +52,28 @@ def test_without_a_batch_there_are_as_many_microbatches_as_a_run_has():
         "dp": Column.of([2, 1, 1, 1, 1, 1]),
         "global_batch_size": Column.of([None, None, None, None, None, 12]),
     }
-    found = Candidates.of(BASE, resolve("h100-sxm"), columns)
-    assert found.microbatches.tolist() == [found.run(row).microbatches for row in range(6)]
+    candidates = candidates_of(BASE, columns)
+    assert candidates.microbatches.tolist() == [
+        candidates.run(row).microbatches for row in range(6)
+    ]
 
 
 def test_taken_rows():
-    found = _candidates().take(np.array([2, 0]))
-    assert len(found) == 2
-    assert [found.run(row).tp for row in range(2)] == [4, 1]
-
-
-def test_columns_of_unequal_length_are_refused():
-    with pytest.raises(ValueError, match="wanted one number"):
-        Candidates.of(BASE, resolve("h100-sxm"), {"tp": Column.of([1]), "dp": Column.of([1, 2])})
+    candidates = _candidates().take(np.array([2, 0]))
+    assert len(candidates) == 2
+    assert [candidates.run(row).tp for row in range(2)] == [4, 1]
 
 
 @pytest.mark.parametrize("keys", [0, 1 << 14])
 def test_distinct_tuples_are_numpys(keys: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(arrays, "_KEYS_OF_A_ROW", keys)
     draw = np.random.default_rng(3)
-    columns = [Column.of(draw.integers(0, n, 500).tolist()) for n in (3, 700, 2, 900)]
-    found = distinct(columns, 500)
-    rows = np.stack([column.numbers() for column in columns], axis=1)
-    assert len(found) == len(np.unique(rows, axis=0))
-    assert (rows[found.first][found.of] == rows).all()
-    assert (found.first[found.of] <= np.arange(500)).all()
+    sizes = {"tp": 3, "cp": 700, "dp": 2, "pp": 900}
+    columns = {
+        name: Column.of(draw.integers(0, size, 500).tolist()) for name, size in sizes.items()
+    }
+    first, of = candidates_of(BASE, columns).distinct(*columns)
+    tuples = np.stack([column.numbers() for column in columns.values()], axis=1)
+    assert len(first) == len(np.unique(tuples, axis=0))
+    assert (tuples[first][of] == tuples).all()
+    assert (first[of] <= np.arange(500)).all()

@@ -9,15 +9,15 @@ import shlex
 
 import pytest
 
+from columns import candidates_of
 from stagewright.run.experiment import Experiment
 from stagewright.run.pipeline_split import layout_split
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.searching.candidates import Candidates, Column
+from stagewright.searching.candidates import Column
 from stagewright.searching.flags import TOOLS, flags, notes
-from stagewright.time.hardware import resolve
 
 MEGATRON = frozenset({
     "--attention-backend", "--attention-dropout", "--bf16", "--ckpt-format", "--clip-grad",
@@ -81,7 +81,7 @@ def candidates(model="mixtral-8x7b", how=None, framework="megatron", **settings)
     run = Run(model=model, framework=framework)
     base = Experiment(run, ClusterSection(), how or Execution())
     columns = {name: Column.of([value]) for name, value in settings.items()}
-    return Candidates.of(base, resolve("h100-sxm"), columns)
+    return candidates_of(base, columns)
 
 
 def lines(tool, *args, **settings):

@@ -20,13 +20,13 @@ from stagewright.searching import simulated
 from stagewright.searching.candidates import HARDWARE, Candidates, Column
 from stagewright.searching.estimate import estimate
 from stagewright.searching.figures import Figures
-from stagewright.searching.machines import varied, with_figure
+from stagewright.searching.machines import varied
 from stagewright.searching.objectives import front
-from stagewright.searching.ranking import NothingFound, Wanted
-from stagewright.searching.request import asked
+from stagewright.searching.ranking import NothingFound, SearchOptions
+from stagewright.searching.request import search_request
 from stagewright.searching.run_file import hardware_file, printed_run_file, run_file, write_run_file
 from stagewright.searching.search import search
-from stagewright.searching.simulated import simulate_all, unknown
+from stagewright.searching.simulated import simulate_all
 from stagewright.time.hardware import resolve
 from stagewright.views.search import (
     best,
@@ -48,15 +48,15 @@ FIXED: dict[str, Any] = {
 
 
 def candidates(**settings: Any) -> Candidates:
-    request = asked({**FIXED, **settings}, hardware=["h100-sxm"], gpus=4)
-    return request.space.candidates().rows
+    request = search_request({**FIXED, **settings}, hardware=["h100-sxm"], gpus=4)
+    return request.space.enumerate().candidates
 
 
 def figures(seconds: list[float], peak: list[int], *, exact: bool = False) -> Figures:
     """Figures of which only time and memory count."""
     count = len(seconds)
     return replace(
-        unknown(count), seconds=np.array(seconds), memory={"parameters": np.array(peak)},
+        Figures.missing(count), seconds=np.array(seconds), memory={"parameters": np.array(peak)},
         device_memory=np.full(count, 10), bubble=np.zeros(count),
         tokens=np.ones(count, dtype=np.int64), exact=np.full(count, exact),
     )  # fmt: skip
@@ -74,9 +74,9 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[float, int]]:
 
     def fake(job: Any) -> Any:
         seconds, peak = table[job.candidate.run(0).micro_batch_size]
-        return simulated._Result(job.row, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+        return simulated._Result(job.number, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
 
-    monkeypatch.setattr(simulated, "_simulated", fake)
+    monkeypatch.setattr(simulated, "_simulate_job", fake)
     return table
 
 
@@ -89,45 +89,47 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_best_is_the_fastest_that_fits(truth: dict[int, tuple[float, int]]):
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
-    found = search(rows)
-    sizes = [rows.run(row).micro_batch_size for row in found.best.tolist()]
+    result = search(rows)
+    sizes = [rows.run(row).micro_batch_size for row in result.best.tolist()]
     assert sizes == [4, 2, 1]
-    assert found.simulated == len(truth)
-    assert search(rows, Wanted(any_memory=True)).best.tolist()[0] == sizes.index(1) + 1
+    assert result.simulated == len(truth)
+    assert search(rows, SearchOptions(allow_oom=True)).best.tolist()[0] == sizes.index(1) + 1
 
 
 @pytest.mark.usefixtures("truth", "large")
 def test_candidates_are_simulated_until_no_estimate_can_win():
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
-    found = search(rows, estimates=estimated([4.2, 2.9, 3.0, 9.1], [5, 6, 7, 20]))
+    result = search(rows, estimates=estimated([4.2, 2.9, 3.0, 9.1], [5, 6, 7, 20]))
     # 2.9 is simulated as 3.0, so that 3.0 may be the best; 4.2 cannot, and 9.1 does not fit.
-    assert found.simulated == 2
-    assert rows.run(int(found.best[0])).micro_batch_size == 4
-    assert found.errors("time").tolist() == pytest.approx([3.0 / 2.9, 2.0 / 3.0])
-    assert len(found.open) == 0
+    assert result.simulated == 2
+    assert rows.run(int(result.best[0])).micro_batch_size == 4
+    assert result.errors("time").tolist() == pytest.approx([3.0 / 2.9, 2.0 / 3.0])
+    assert len(result.open) == 0
     # Once an estimate was 33% off, others may be, too.
-    found = search(rows, estimates=estimated([2.9, 9.9, 3.0, 9.1], [5, 6, 7, 20]))
-    assert found.simulated == 2
-    found = search(rows, Wanted(most=1), estimates=estimated([2.9, 3.0, 3.0, 9.1], [5, 6, 7, 20]))
-    assert (found.simulated, len(found.open)) == (1, 2)
+    result = search(rows, estimates=estimated([2.9, 9.9, 3.0, 9.1], [5, 6, 7, 20]))
+    assert result.simulated == 2
+    result = search(
+        rows, SearchOptions(most=1), estimates=estimated([2.9, 3.0, 3.0, 9.1], [5, 6, 7, 20])
+    )
+    assert (result.simulated, len(result.open)) == (1, 2)
 
 
 @pytest.mark.usefixtures("truth", "large")
 def test_candidates_whose_memory_is_nearly_too_large_are_simulated():
     rows = candidates(micro_batch_size=[1, 2, 4], tp=1)
-    found = search(rows, estimates=estimated([4.0, 3.0, 2.0], [5, 6, 11]))
-    assert rows.run(int(found.best[0])).micro_batch_size == 2  # 11 of 10 is more than 5% too much
-    found = search(rows, estimates=estimated([4.0, 3.0, 2.0], [5, 8, 11]))
-    assert rows.run(int(found.best[0])).micro_batch_size == 4  # an estimate was 25% too large
+    result = search(rows, estimates=estimated([4.0, 3.0, 2.0], [5, 6, 11]))
+    assert rows.run(int(result.best[0])).micro_batch_size == 2  # 11 of 10 is more than 5% too much
+    result = search(rows, estimates=estimated([4.0, 3.0, 2.0], [5, 8, 11]))
+    assert rows.run(int(result.best[0])).micro_batch_size == 4  # an estimate was 25% too large
 
 
 def test_equal_candidates_are_told_apart_by_memory(truth: dict[int, tuple[float, int]]):
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
     assert choice(search(rows)) == ""
     truth[2] = 2.01, 3
-    found = search(rows)
-    assert [rows.run(row).micro_batch_size for row in found.best.tolist()] == [2, 4, 1]
-    assert choice(found) == (
+    result = search(rows)
+    assert [rows.run(row).micro_batch_size for row in result.best.tolist()] == [2, 4, 1]
+    assert choice(result) == (
         "candidates within 1% count as equal: run 1 is 0.5% behind micro_batch_size=4, and takes "
         "4 B less"
     )
@@ -140,18 +142,27 @@ def test_zero_1_is_preferred_among_equal_candidates():
 
 
 @pytest.mark.usefixtures("truth")
+def test_numbers_of_gpus_are_layouts():
+    settings = {**FIXED, "micro_batch_size": [1, 4], "tp": 1, "zero": 0}
+    rows = search_request(settings, hardware=["h100-sxm"], gpus="2,4").space.enumerate().candidates
+    ranking = search(rows)
+    assert sorted(rows.world_size[ranking.listed].tolist()) == [2, 4]
+    assert [rows.run(row).micro_batch_size for row in ranking.listed.tolist()] == [4, 4]
+
+
+@pytest.mark.usefixtures("truth")
 def test_variants_of_one_layout_are_one_row():
     rows = candidates(micro_batch_size=[1, 2, 4], tp=1, zero=[0, 1])
-    found = search(rows)
-    assert [rows.run(row).zero for row in found.listed.tolist()] == [1, 0]
-    assert len(search(rows, Wanted(all_variants=True)).listed) == 6
+    result = search(rows)
+    assert [rows.run(row).zero for row in result.listed.tolist()] == [1, 0]
+    assert len(search(rows, SearchOptions(all_variants=True)).listed) == 6
 
 
 def test_a_front_of_two_objectives(truth: dict[int, tuple[float, int]]):
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
-    found = search(rows, Wanted(("time", "memory")))
-    assert [rows.run(row).micro_batch_size for row in found.best.tolist()] == [4, 2, 1]
-    assert best(found).title == "Pareto front of time and memory, by time"
+    result = search(rows, SearchOptions(("time", "memory")))
+    assert [rows.run(row).micro_batch_size for row in result.best.tolist()] == [4, 2, 1]
+    assert best(result).title == "Pareto front of time and memory, by time"
     assert truth
 
 
@@ -159,27 +170,27 @@ def test_a_front_of_two_objectives(truth: dict[int, tuple[float, int]]):
 def test_every_candidate_below_its_bound_is_simulated(monkeypatch: pytest.MonkeyPatch):
     rows = candidates(micro_batch_size=[1, 2, 4], tp=1)
     monkeypatch.setattr(searching, "lower_bounds", lambda _: np.array([3.5, 0.5, 1.9]))
-    found = search(
-        rows, Wanted(prove=True, most=1), estimates=estimated([4.0, 3.0, 9.0], [5, 5, 5])
+    result = search(
+        rows, SearchOptions(exact=True, most=1), estimates=estimated([4.0, 3.0, 9.0], [5, 5, 5])
     )
-    assert (found.simulated, found.proven) == (2, True)
-    assert rows.run(int(found.best[0])).micro_batch_size == 4
+    assert (result.simulated, result.proven) == (2, True)
+    assert rows.run(int(result.best[0])).micro_batch_size == 4
 
 
 @pytest.mark.usefixtures("truth")
 def test_ctrl_c_keeps_what_was_simulated(monkeypatch: pytest.MonkeyPatch):
-    real = simulated._simulated  # pyright: ignore[reportPrivateUsage]
+    real = simulated._simulate_job  # pyright: ignore[reportPrivateUsage]
     ends = [2]
 
     def stopping(job: Any) -> Any:
-        if job.row == ends[0]:
+        if job.number == ends[0]:
             raise KeyboardInterrupt
         return real(job)
 
-    monkeypatch.setattr(simulated, "_simulated", stopping)
-    found = search(candidates(micro_batch_size=[1, 2, 4, 8], tp=1))
-    assert (found.stopped, found.simulated, found.proven) == (True, 2, False)
-    assert "2 candidates were neither estimated nor simulated" in certainty(found)
+    monkeypatch.setattr(simulated, "_simulate_job", stopping)
+    result = search(candidates(micro_batch_size=[1, 2, 4, 8], tp=1))
+    assert (result.stopped, result.simulated, result.proven) == (True, 2, False)
+    assert "2 candidates were neither estimated nor simulated" in certainty(result)
     ends[0] = 0
     with pytest.raises(NothingFound, match="stopped before any candidate was simulated"):
         search(candidates(micro_batch_size=[1, 2, 4, 8], tp=1))
@@ -190,34 +201,36 @@ def test_nothing_fits_or_runs(truth: dict[int, tuple[float, int]]):
     with pytest.raises(UserError, match="none of the 1 candidates fits: the least takes"):
         search(rows)
     with pytest.raises(UserError, match="--exact proves the least time"):
-        search(rows, Wanted(("memory",), prove=True))
+        search(rows, SearchOptions(("memory",), exact=True))
     assert truth
 
 
 @pytest.mark.usefixtures("truth", "large")
 def test_where_no_estimate_fits_the_nearest_are_simulated():
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
-    found = search(rows, estimates=estimated([1.0, 2.0, 3.0, 4.0], [14, 12, 13, 11]))
-    assert rows.run(int(found.best[0])).micro_batch_size == 4
+    result = search(rows, estimates=estimated([1.0, 2.0, 3.0, 4.0], [14, 12, 13, 11]))
+    assert rows.run(int(result.best[0])).micro_batch_size == 4
 
 
 @pytest.mark.usefixtures("large")
 def test_estimates_of_gpt2_are_near_what_is_simulated():
     rows = candidates(micro_batch_size=[4, 8], tp=[1, 2], zero=[0, 1, 2, 3], layers=4)
-    found, exact = estimate(rows), simulate_all(rows).figures
-    assert np.abs(found.seconds / exact.seconds - 1).max() < 0.15
-    assert np.abs(found.peak / exact.peak - 1).max() < 0.15
-    assert found.mfu.tolist() == pytest.approx((exact.mfu * exact.seconds / found.seconds).tolist())
+    result, exact = estimate(rows), simulate_all(rows).figures
+    assert np.abs(result.seconds / exact.seconds - 1).max() < 0.15
+    assert np.abs(result.peak / exact.peak - 1).max() < 0.15
+    assert result.mfu.tolist() == pytest.approx(
+        (exact.mfu * exact.seconds / result.seconds).tolist()
+    )
 
 
 def test_estimates_of_paired_and_halved_passes_are_near_what_is_simulated():
     """Their launches are counted apart."""
     names = ["dualpipe", "zb-h1"]
     rows = candidates(schedule=names, pp=4, micro_batch_size=[1, 2], layers=8)
-    found, exact = estimate(rows), simulate_all(rows).figures
+    result, exact = estimate(rows), simulate_all(rows).figures
     known = ~np.isnan(exact.seconds)
     assert {rows.run(n).schedule for n in np.flatnonzero(known)} == {*names}
-    ratio = found.seconds[known] / exact.seconds[known]
+    ratio = result.seconds[known] / exact.seconds[known]
     assert np.abs(ratio - 1).max() < 0.3, ratio
 
 
@@ -229,14 +242,14 @@ def test_a_candidate_is_described_with_its_execution():
 
 def test_splits_that_put_the_same_layers_on_each_stage_are_one_candidate():
     ends = {"first_stage_less_layers": [0, 1], "last_stage_less_layers": [0, 1]}
-    found = asked(
+    result = search_request(
         {**FIXED, "layers": 8, "pp": 2, "tp": 2, "vpp": 2, "schedule": None, **ends},
         hardware=["h100-sxm"], gpus=4,
-    ).space.candidates()  # fmt: skip
-    runs = [found.rows.run(row) for row in range(len(found.rows))]
-    splits = [run.resolved(found.rows.model).layers_per_stage for run in runs]
+    ).space.enumerate()  # fmt: skip
+    runs = [result.candidates.run(row) for row in range(len(result.candidates))]
+    splits = [run.resolved(result.candidates.model).layers_per_stage for run in runs]
     assert len({*splits}) == len(splits) == 3
-    assert "the same as without first_stage_less_layers" in found.removed[-1].example
+    assert "the same as without first_stage_less_layers" in result.removed[-1].example
 
 
 def test_fronts_of_three_are_those_of_two_with_a_constant():
@@ -271,9 +284,7 @@ def test_words_leave_out_what_other_settings_imply():
 
 
 def test_run_files_name_hardware_by_name_only_where_the_name_says_all(tmp_path: Path):
-    larger = with_figure(resolve("h100-sxm"), "memory_gb", 96).model_copy(
-        update={"name": "h100-sxm"}
-    )
+    larger = resolve("h100-sxm").model_copy(update={"memory_gb": 96})
     rows = candidates(tp=1)
     for hardware, said in ((resolve("h100-sxm"), "h100-sxm"), (larger, "h100-sxm.yaml")):
         column = Column(np.zeros(1, dtype=np.uint8), (hardware,))
@@ -292,10 +303,10 @@ def test_run_files_name_hardware_by_name_only_where_the_name_says_all(tmp_path: 
 def test_every_column_is_described_and_varied_figures_are_numbers():
     asked: dict[str, Any] = {**FIXED, "layers": 1, "tp": [1, 2], "top": 1}
     asked["memory_allowance"] = "1GB"
-    found = sw.search(
+    result = sw.search(
         asked.pop("model"), "h100-sxm", gpus=2, vary={"memory.gb": [70, 80]}, **asked,
     )  # fmt: skip
-    table = found.every()
+    table = result.every()
     patterns = [re.sub(r"\b[A-Z]+|(?<=_)[A-Z]+", "*", name) for name in COLUMNS]
     settings = {"tp", "dp"}
     other = [name for name in table.columns
@@ -313,8 +324,10 @@ def test_every_column_is_described_and_varied_figures_are_numbers():
 def test_files_of_varied_hardware_say_what_is_varied(tmp_path: Path):
     own = resolve("base: h100-sxm\nname: own\ndescription: Mine")
     for of, lines in ((resolve("h100-sxm"), 6), (own, 100)):
-        hardware = varied(of, {"memory.gb": 96, "scale_up.size": 16})[0]
-        text = hardware_file(hardware)
+        ((hardware, specs),) = varied(of, {"memory.gb": 96, "scale_up.size": 16})
+        columns = {HARDWARE: Column.constant(hardware, 1)}
+        rows = replace(candidates(tp=1).take(slice(1)), columns=columns)
+        text = hardware_file(replace(rows, varied={hardware.name: specs}), 0)
         assert (text.count("\n") <= lines) == (of is not own)
         assert text.startswith("base: h100-sxm\n") == (of is not own)
         read = resolve(text)
@@ -331,47 +344,47 @@ def test_costs_and_stragglers_count(tmp_path: Path):
     costs = tmp_path / "costs.yaml"
     costs.write_text("gpu_usd: 30000\nyears: 4\nusd_per_kwh: 0.08\n")
     given: dict[str, Any] = {**FIXED, "costs": str(costs), "straggler": {1: 1.5}, "tp": 1}
-    of = asked(given, hardware=["h100-sxm"], gpus=4).space.candidates().rows
-    found = search(of, Wanted(("cost",)))
+    of = search_request(given, hardware=["h100-sxm"], gpus=4).space.enumerate().candidates
+    result = search(of, SearchOptions(("cost",)))
     step = sw.simulate(
         of.run(0), ClusterSection(hardware="h100-sxm", costs=str(costs), stragglers={1: 1.5})
     )
     expected = step.expense().usd_per_million_tokens
     assert expected is not None
-    assert found.figures.seconds[0] == step.seconds
-    assert found.figures.usd[0] == pytest.approx(expected * step.tokens / 1e6)
+    assert result.figures.seconds[0] == step.seconds
+    assert result.figures.usd[0] == pytest.approx(expected * step.tokens / 1e6)
 
 
 @pytest.mark.numerics
 def test_figures_are_those_of_simulate():
     rows = candidates(tp=[1, 2])
-    found = simulate_all(rows)
+    result = simulate_all(rows)
     for row in range(2):
         step = sw.simulate(rows.run(row), "h100-sxm")
-        of = found.figures
+        of = result.figures
         assert of.seconds[row] == step.seconds
         assert of.peak[row] == step.fit.peak
         assert of.mfu[row] == step.mfu
         assert of.bubble[row] == step.mean.bubble
         assert of.joules[row] == step.expense().joules
-        assert found.launches[row] == step.mean.launches
-    assert not found.refused
-    best_row = int((result := search(rows)).best[0])
-    launches = result.launches[best_row] / result.figures.seconds[best_row]
-    assert limit(result, best_row) == f"launches {launches:.0%}"
+        assert result.launches[row] == step.mean.launches
+    assert not result.refused
+    best_row = int((ranking := search(rows)).best[0])
+    launches = ranking.launches[best_row] / ranking.figures.seconds[best_row]
+    assert limit(ranking, best_row) == f"launches {launches:.0%}"
 
 
 def test_what_memory_counts_beside_tensors_is_said(truth: dict[int, tuple[float, int]]):
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
     assert headroom(search(rows)) == ""  # 7 of 10
     truth[4] = 2.0, 10
-    found = search(rows)
-    assert "take 100% of the memory" in headroom(found)
-    assert limit(found, int(found.best[0])).endswith("memory 100%")
-    found = search(rows, Wanted(any_memory=True))
-    assert headroom(found) == "the best does not fit: needs 20 B of 10 B"
-    request = asked({**FIXED, "memory_allowance": None}, hardware=["h100-sxm"], gpus=4)
-    assert request.space.candidates().rows.run(0).memory_allowance == "4GB"
+    result = search(rows)
+    assert "take 100% of the memory" in headroom(result)
+    assert limit(result, int(result.best[0])).endswith("memory 100%")
+    result = search(rows, SearchOptions(allow_oom=True))
+    assert headroom(result) == "the best does not fit: needs 20 B of 10 B"
+    request = search_request({**FIXED, "memory_allowance": None}, hardware=["h100-sxm"], gpus=4)
+    assert request.space.enumerate().candidates.run(0).memory_allowance == "4GB"
 
 
 def test_the_price_of_other_choices_is_listed(truth: dict[int, tuple[float, int]]):
@@ -386,13 +399,14 @@ def test_the_price_of_other_choices_is_listed(truth: dict[int, tuple[float, int]
 def test_an_unknown_objective_is_explained(truth: dict[int, tuple[float, int]]):
     rows = candidates(micro_batch_size=[4, 8], tp=1)
     with pytest.raises(NothingFound, match="no price is known; give --price or --costs"):
-        search(rows, Wanted(("cost",)))
-    found = search(rows)
-    found = replace(found, wanted=Wanted(("cost",)))
-    assert "no price is known" in without_objective(found)[0]
+        search(rows, SearchOptions(("cost",)))
+    result = search(rows)
+    result = replace(result, options=SearchOptions(("cost",)))
+    assert "no price is known" in without_objective(result)[0]
+    settings = {"model": "gpt2", "mode": "decode", "tp": 1, "pp": 1}
+    inference = search_request(settings, hardware=["h100-sxm"], gpus=1)
     with pytest.raises(UserError, match="--objective mfu: only training"):
-        search(asked({"model": "gpt2", "mode": "decode", "tp": 1, "pp": 1}, hardware=["h100-sxm"],
-                     gpus=1).space.candidates().rows, Wanted(("mfu",)))  # fmt: skip
+        search(inference.space.enumerate().candidates, SearchOptions(("mfu",)))
     assert truth
 
 
@@ -402,7 +416,7 @@ def test_how_sure_the_answer_is():
     columns = estimated([4.0, 3.0, 2.5, 9.9], [5, 6, 8, 20])
 
     def said(*names: str, most: int = 200) -> str:
-        return certainty(search(rows, Wanted(names, most=most), estimates=columns))
+        return certainty(search(rows, SearchOptions(names, most=most), estimates=columns))
 
     assert said("memory") == (
         "simulated memory is 0.0% off the estimate; no candidate beyond those simulated can take "
@@ -412,6 +426,6 @@ def test_how_sure_the_answer_is():
         "simulated times are -20.0% off the estimate; no candidate beyond those simulated can be "
         "faster, unless its estimate is further off"
     )
-    assert certainty(search(rows, estimates=columns, wanted=Wanted(top=9, most=9))).startswith(
-        "simulated times are -20.0%"
-    )
+    assert certainty(
+        search(rows, estimates=columns, options=SearchOptions(top=9, most=9))
+    ).startswith("simulated times are -20.0%")

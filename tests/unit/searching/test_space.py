@@ -17,14 +17,14 @@ from stagewright.run.settings import Run
 from stagewright.searching.defaults import (
     default_axes,
     default_batch,
+    default_constraints,
     families_of,
     family_axes,
-    policies,
 )
 from stagewright.searching.estimate import estimate
 from stagewright.searching.lists import values_of
 from stagewright.searching.machines import Fleet, varied
-from stagewright.searching.request import asked
+from stagewright.searching.request import search_request
 from stagewright.searching.space import Space
 from stagewright.time.hardware import resolve
 
@@ -42,7 +42,7 @@ def test_candidates_are_the_combinations_that_run():
         "tp": (1, 2, 3, 4), "pp": (1, 2, 4), "vpp": (1, 2), "micro_batch_size": (1, 2, 16),
         "schedule": ("1f1b", "interleaved"), "recompute": ("none", "full"),
     }  # fmt: skip
-    found = space(axes).candidates()
+    result = space(axes).enumerate()
     model = model_of("gpt2")
     expected: list[str] = []
     for values in itertools.product(*axes.values()):
@@ -57,49 +57,51 @@ def test_candidates_are_the_combinations_that_run():
         except UserError:
             continue
         expected.append(run.describe())
-    got = [found.rows.run(row).describe() for row in range(len(found.rows))]
+    got = [result.candidates.run(row).describe() for row in range(len(result.candidates))]
     assert sorted(got) == sorted(expected)
     assert len(expected) > 10
-    assert found.combinations == len(found.rows) + sum(each.count for each in found.removed)
+    assert result.combinations == len(result.candidates) + sum(
+        each.count for each in result.removed
+    )
 
 
 def test_a_setting_that_does_nothing_is_tried_once():
-    found = space({"tp": (1, 2), "sequence_parallel": (True, False)}, gpus=2).candidates()
-    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    result = space({"tp": (1, 2), "sequence_parallel": (True, False)}, gpus=2).enumerate()
+    runs = [result.candidates.run(row) for row in range(len(result.candidates))]
     assert [(run.tp, run.sequence_parallel) for run in runs] == [(1, False), (2, False), (2, True)]
 
 
 def test_a_setting_that_does_nothing_anywhere_is_not_spread_out():
-    found = space({"zero": (0, 1), "prefetch": tuple(range(3, 10_003))}, gpus=2).candidates()
-    assert len(found.rows) == 2
-    assert found.combinations == 20_000
-    assert [(each.why, each.count) for each in found.removed] == [
+    result = space({"zero": (0, 1), "prefetch": tuple(range(3, 10_003))}, gpus=2).enumerate()
+    assert len(result.candidates) == 2
+    assert result.combinations == 20_000
+    assert [(each.requirement, each.count) for each in result.removed] == [
         ("prefetch changes something", 19_998)
     ]
 
 
 def test_listed_dp_is_kept_to():
-    found = space({"tp": (1, 2, 4), "dp": (2,)}).candidates()
-    assert [found.rows.run(row).describe() for row in range(len(found.rows))] == [
+    result = space({"tp": (1, 2, 4), "dp": (2,)}).enumerate()
+    assert [result.candidates.run(row).describe() for row in range(len(result.candidates))] == [
         "gpt2 tp=4 dp=2 global_batch_size=16"
     ]
 
 
 def test_without_gpus_degrees_make_the_world():
-    found = space({"tp": (1, 2), "dp": (1, 4)}, gpus=None).candidates()
-    assert found.rows.world_size.tolist() == [1, 4, 2, 8]
+    result = space({"tp": (1, 2), "dp": (1, 4)}, gpus=None).enumerate()
+    assert result.candidates.world_size.tolist() == [1, 4, 2, 8]
 
 
 def test_constraints_look_at_many_batches_at_once():
     batches, sizes = tuple(range(1, 201)), tuple(range(1, 101))
     axes = {"global_batch_size": batches, "micro_batch_size": sizes}
-    found = space(axes, gpus=2, layers=2).candidates()
-    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    result = space(axes, gpus=2, layers=2).enumerate()
+    runs = [result.candidates.run(row) for row in range(len(result.candidates))]
     assert {(run.global_batch_size, run.micro_batch_size) for run in runs} == {
         (batch, size) for batch in batches for size in sizes if batch % (2 * size) == 0
     }
-    assert found.combinations == len(runs) + sum(each.count for each in found.removed)
-    assert found.removed[0].example.startswith("global_batch_size=1 is not divisible by")
+    assert result.combinations == len(runs) + sum(each.count for each in result.removed)
+    assert result.removed[0].example.startswith("global_batch_size=1 is not divisible by")
 
 
 def test_too_many_checks_are_refused_with_their_number():
@@ -109,37 +111,41 @@ def test_too_many_checks_are_refused_with_their_number():
     with pytest.raises(
         UserError, match=r"1e\+06 combinations: micro_batch_size x seq_length alone"
     ):
-        of.candidates()
+        of.enumerate()
 
 
 def test_machines_that_differ_in_memory_alone_are_evaluated_once():
     vary = {"memory.gb": "2.5,3,80", "scale_up.size": "4,8"}
     given = {"model": "gpt2", "layers": 2, "tp": "1,2", "pp": 1, "zero": 3, "recompute": "none"}
     own = {"micro_batch_size": "8,16", "global_batch_size": 64, "sequence_parallel": False}
-    rows = asked(given | own, hardware=[H100], gpus=4, vary=vary).space.candidates().rows
-    assert len(rows.regardless_of_memory().columns["hardware"].values) == 2
-    found = estimate(rows)
-    assert {*found.device_memory.tolist()} == {2_500_000_000, 3_000_000_000, 80_000_000_000}
+    rows = (
+        search_request(given | own, hardware=[H100], gpus=4, vary=vary).space.enumerate().candidates
+    )
+    assert len(rows.merge_memory_sizes().columns["hardware"].values) == 2
+    result = estimate(rows)
+    assert {*result.device_memory.tolist()} == {2_500_000_000, 3_000_000_000, 80_000_000_000}
     last = rows.take(slice(len(rows) - 1, len(rows)))
-    assert found.seconds[-1] == estimate(last).seconds[0]
-    assert found.peak[-1] == estimate(last).peak[0]
+    assert result.seconds[-1] == estimate(last).seconds[0]
+    assert result.peak[-1] == estimate(last).peak[0]
 
 
 def test_hardware_is_an_axis():
-    systems = [Fleet(of, 8) for of in varied(H100, {"memory.gb": "80:96:16", "scale_up.size": 4})]
+    systems = [
+        Fleet(of, 8) for of, _ in varied(H100, {"memory.gb": "80:96:16", "scale_up.size": 4})
+    ]
     base = Experiment(Run(model="gpt2", global_batch_size=16), ClusterSection(), Execution())
-    found = Space.of(base, systems, {"tp": (1, 2)}).candidates()
-    held = [found.rows.hardware(row).memory_gb for row in range(len(found.rows))]
+    result = Space.of(base, systems, {"tp": (1, 2)}).enumerate()
+    held = [result.candidates.hardware(row).memory_gb for row in range(len(result.candidates))]
     assert held == [80, 80, 96, 96]
-    assert {found.rows.hardware(row).scale_up.gpus for row in range(4)} == {4}
-    assert found.rows.hardware(0).name == "h100-sxm memory.gb=80, scale_up.size=4"
+    assert {result.candidates.hardware(row).scale_up.gpus for row in range(4)} == {4}
+    assert result.candidates.hardware(0).name == "h100-sxm memory.gb=80, scale_up.size=4"
 
 
 def test_figures_below_others_are_replaced():
-    (found,) = varied(H100, {"gemm.bf16.fraction": "0.5", "scale-out.bandwidth_gb_s": "25"})
-    assert found.gemm["bf16"] == H100.gemm["bf16"].model_copy(update={"fraction": 0.5})
-    assert found.gemm["fp8"] == H100.gemm["fp8"]
-    assert found.scale_out == H100.scale_out.model_copy(update={"bandwidth_gb_s": 25})
+    ((result, _),) = varied(H100, {"gemm.bf16.fraction": "0.5", "scale-out.bandwidth_gb_s": "25"})
+    assert result.gemm["bf16"] == H100.gemm["bf16"].model_copy(update={"fraction": 0.5})
+    assert result.gemm["fp8"] == H100.gemm["fp8"]
+    assert result.scale_out == H100.scale_out.model_copy(update={"bandwidth_gb_s": 25})
 
 
 def test_the_default_space_of_experts_runs():
@@ -147,7 +153,11 @@ def test_the_default_space_of_experts_runs():
     systems = [Fleet(H100, 8)]
     axes = default_axes(run, model, systems) | {"recompute": ("full",), "zero": (1,), "vpp": (1,)}
     base = Experiment(run, ClusterSection(), Execution())
-    rows = Space.of(base, systems, axes, policies=policies([])).candidates().rows
+    rows = (
+        Space.of(base, systems, axes, extra_constraints=default_constraints([]))
+        .enumerate()
+        .candidates
+    )
     etp = {(rows.run(row).etp, rows.run(row).tp) for row in range(len(rows))}
     assert all(size in (1, tp) for size, tp in etp)
     assert len(rows) > 100
@@ -174,7 +184,7 @@ def test_the_default_space_of_experts_runs():
 )
 def test_spaces_that_are_refused(axes: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
-        space(axes).candidates()
+        space(axes).enumerate()
 
 
 @pytest.mark.parametrize(
@@ -245,17 +255,17 @@ def test_nothing_that_is_asked_for_is_passed_over(given: dict[str, Any], said: s
     own: dict[str, Any] = {"gpus": 8, **given}
     vary, gpus = own.pop("vary", {}), own.pop("gpus")
     with pytest.raises(UserError, match=said):
-        asked({"model": "gpt2", **own}, hardware=[H100], gpus=gpus, vary=vary)
+        search_request({"model": "gpt2", **own}, hardware=[H100], gpus=gpus, vary=vary)
 
 
 def test_a_run_file_may_say_how_many_gpus_and_figures_of_hardware(tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text("model: gpt2\nhardware: h100-sxm\ngpus: 4,8\nmemory.gb: [80, 141]\ntp: 1:2\n")
-    fleets = asked({}, path).space.fleets
+    fleets = search_request({}, path).space.fleets
     assert [(of.hardware.memory_gb, of.gpus) for of in fleets] == [
         (80, 4), (80, 8), (141, 4), (141, 8)
     ]  # fmt: skip
-    over = asked({}, path, gpus=2, vary={"memory_gb": "96"})
+    over = search_request({}, path, gpus=2, vary={"memory_gb": "96"})
     assert [(of.hardware.memory_gb, of.gpus) for of in over.space.fleets] == [(96, 2)]
     assert over.space.axes["tp"] == (1, 2)
 
@@ -276,16 +286,18 @@ def test_what_a_run_file_says_wrong_is_told_with_its_name(tmp_path: Path, text: 
     path = tmp_path / "run.yaml"
     path.write_text(f"model: gpt2\nhardware: h100-sxm\n{text}\n")
     with pytest.raises(UserError, match=said):
-        asked({}, path, gpus=None if "gpus" in text else 4)
+        search_request({}, path, gpus=None if "gpus" in text else 4)
 
 
 def test_hardware_that_is_named_twice_is_tried_once():
-    of = asked({"model": "gpt2", "tp": 1}, hardware=["h100-sxm", "h200", "h100-sxm"], gpus=8)
+    of = search_request(
+        {"model": "gpt2", "tp": 1}, hardware=["h100-sxm", "h200", "h100-sxm"], gpus=8
+    )
     assert [fleet.hardware.name for fleet in of.space.fleets] == ["h100-sxm", "h200"]
 
 
 def test_none_in_a_list_is_what_follows_where_nothing_is_given():
-    of = asked(
+    of = search_request(
         {"model": "gpt2", "schedule": "none,gpipe", "no_overlap": "none/dp", "dp_shard": "none"},
         hardware=[H100], gpus=8,
     )  # fmt: skip
@@ -304,34 +316,34 @@ def test_dp_of_any_number_of_gpus_divides_the_batch_by_default():
 
 
 def test_the_batch_by_default_is_of_the_longest_sequence():
-    of = asked({"model": "gpt2", "seq_length": "256,512"}, hardware=[H100], gpus=4)
+    of = search_request({"model": "gpt2", "seq_length": "256,512"}, hardware=[H100], gpus=4)
     assert of.space.axes["global_batch_size"] == (8192,)
     assert "(4,194,304 tokens)" in of.notes[0]
 
 
 def test_orders_that_number_ranks_alike_are_tried_once():
     orders = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "cp-tp-ep-dp-pp", "ep-dp-tp-cp-pp")
-    found = space({"tp": (1, 2), "pp": (1, 2), "order": orders}).candidates()
-    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    result = space({"tp": (1, 2), "pp": (1, 2), "order": orders}).enumerate()
+    runs = [result.candidates.run(row) for row in range(len(result.candidates))]
     assert [(run.tp, run.pp, run.order) for run in runs] == [
         (1, 1, orders[0]),
         (2, 1, orders[0]), (2, 1, orders[3]),
         (1, 2, orders[0]), (1, 2, orders[1]),
         (2, 2, orders[0]), (2, 2, orders[1]), (2, 2, orders[3]),
     ]  # fmt: skip
-    assert found.combinations == len(runs) + sum(each.count for each in found.removed)
+    assert result.combinations == len(runs) + sum(each.count for each in result.removed)
 
 
 def test_layers_that_ends_count_for_are_tried_once_where_one_stage_has_all():
     ends = {"first_stage_less_layers": (0, 1), "last_stage_less_layers": (0, 1)}
-    found = space({"tp": (1,), "pp": (1,), **ends}).candidates()
-    assert len(found.rows) == 1
-    assert sum(each.count for each in found.removed) == 3
+    result = space({"tp": (1,), "pp": (1,), **ends}).enumerate()
+    assert len(result.candidates) == 1
+    assert sum(each.count for each in result.removed) == 3
 
 
 def test_a_dp_that_does_not_fill_the_gpus_is_told_beside_those_asked_for():
     with pytest.raises(UserError, match=r"dp is \d+, which fills \d+ GPUs, and not 7 or 11"):
-        space({"tp": (1,), "pp": (1,), "dp": (7, 11)}).candidates()
+        space({"tp": (1,), "pp": (1,), "dp": (7, 11)}).enumerate()
 
 
 def test_families_add_settings_and_copies_of_sharded_states_fill_domains():
@@ -340,8 +352,10 @@ def test_families_add_settings_and_copies_of_sharded_states_fill_domains():
     assert added["first_stage_less_layers"] == (0, 1)
     of = Experiment(base, ClusterSection(), Execution())
     axes = {"tp": (1, 2), "zero": (0, 3), "dp_shard": added["dp_shard"]}
-    found = Space.of(of, [Fleet(H100, 32)], axes, policies=policies({"zero"})).candidates()
-    runs = [found.rows.run(row) for row in range(len(found.rows))]
+    result = Space.of(
+        of, [Fleet(H100, 32)], axes, extra_constraints=default_constraints({"zero"})
+    ).enumerate()
+    runs = [result.candidates.run(row) for row in range(len(result.candidates))]
     assert {(run.tp, run.zero, run.dp_shard) for run in runs} == {
         (1, 0, None), (1, 3, None), (1, 3, 8), (1, 3, 16),
         (2, 0, None), (2, 3, None), (2, 3, 4), (2, 3, 8),
@@ -357,7 +371,7 @@ def test_families_add_settings_and_copies_of_sharded_states_fill_domains():
 def test_what_contradicts_is_told_in_all_words():
     of = space({"pp": (1, 2), "vpp": (2, 3), "schedule": ("1f1b",)})
     with pytest.raises(UserError, match=r"got pp=1.*\(2 such\); schedule 1f1b has one stage"):
-        of.candidates()
+        of.enumerate()
 
 
 def test_the_size_of_a_large_space_is_known_at_once():
@@ -366,4 +380,4 @@ def test_the_size_of_a_large_space_is_known_at_once():
     of = replace(of, axes={**of.axes, **many})
     assert of.combinations == 36 * 10**9
     with pytest.raises(UserError, match=r"about [0-9.]+e\+09 candidates.*give fewer"):
-        of.candidates()
+        of.enumerate()

@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.program.columns import COLLECTIVES, TaskKind
+from stagewright.program.columns import TaskKind
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time import hardware
@@ -22,6 +22,7 @@ from stagewright.time.experts.dispatch import (
     dispatch_seconds,
     slowdown_beside,
 )
+from stagewright.time.experts.kernels import exchanges_tokens
 from stagewright.time.network import Machine, Placement, placements
 from stagewright.time.simulate.step import simulate
 
@@ -151,9 +152,14 @@ def test_flex_dispatcher_is_for_experts_on_several_ranks() -> None:
     assert once < each
 
 
-def test_dispatches_beside_kernels_keep_multiprocessors() -> None:
-    """16 of 132: kernels of a microbatch lose so much of the time of its dispatches in all."""
-    run = Run(model="qwen3-30b-a3b", layers=2, dp=8, ep=8, zero=1, seq_length=1024)
+@pytest.mark.parametrize("cp", [1, 2])
+def test_dispatches_beside_kernels_keep_multiprocessors(cp: int) -> None:
+    """16 of 132: kernels of a microbatch lose so much of the time of its dispatches in all.
+
+    All-to-alls of attention (cp) are none.
+    """
+    settings = {"dp": 8 // cp, "ep": 8 // cp, "cp": cp, "cp_comm_type": "a2a"}
+    run = Run(model="qwen3-30b-a3b", layers=2, zero=1, seq_length=1024, **settings)
     program = compile(run).program
     tasks = program.classes[0].tasks
     machine = Machine.of(H100, gpus=8)
@@ -163,7 +169,7 @@ def test_dispatches_beside_kernels_keep_multiprocessors() -> None:
     )
     moves = tasks.kind == TaskKind.COLLECTIVE
     assert (beside[moves] == alone[moves]).all()
-    exchanged = alone[tasks.collective == COLLECTIVES.index("all_to_all")].sum()
+    exchanged = alone[exchanges_tokens(program, tasks)].sum()
     assert (beside - alone).sum() == pytest.approx(exchanged * 16 / 132)
     assert not (beside - alone)[tasks.microbatch < 0].any()
 

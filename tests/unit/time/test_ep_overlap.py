@@ -13,10 +13,10 @@ from stagewright.evidence import validate
 from stagewright.evidence.measurements import measurements
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
+from stagewright.time.experts.kernels import exchanges_tokens
 from stagewright.time.simulate import ep_overlap as combined
 from stagewright.time.simulate.timeline import timeline
-from stagewright.time.simulate.units import one_unit
-from timed import by_row
+from timed import by_row, one_unit
 
 MIXTRAL: dict[str, Any] = {"model": "mixtral-8x7b", "layers": 2, "ep": 2, "dp": 2, "zero": 1}
 ON = Execution(overlap_moe_expert_parallel_comm=True)
@@ -32,34 +32,43 @@ def rows_sent(t: Tasks) -> np.ndarray:
     return moves & (t.comm_bytes * 2 >= t.comm_bytes[moves].max())
 
 
-def order_of(t: Tasks) -> np.ndarray:
+def order_of(of: Program, t: Tasks) -> np.ndarray:
     """All rows of a rank in issue order."""
-    of = one_unit(t)
-    return combined.order(t, of.row, of.unit, of.member)
+    unit = one_unit(t, ON)
+    return combined.order(t, unit.row, unit.unit, unit.member, exchanges_tokens(of, t))
 
 
-def turns(t: Tasks) -> list[tuple[int, str]]:
+def turns(of: Program, t: Tasks) -> list[tuple[int, str]]:
     """Microbatch and direction of the kernels in issue order, each run of them once."""
-    rows = order_of(t)
+    rows = order_of(of, t)
     rows = rows[(t.kind[rows] == TaskKind.COMPUTE) & (t.microbatch[rows] >= 0)]
     each = [(int(t.microbatch[i]), "FB"[int(t.phase[i] > 0)]) for i in rows]
     return [x for i, x in enumerate(each) if i == 0 or x != each[i - 1]]
 
 
 def test_backward_and_the_next_forward_take_turns() -> None:
-    (of,) = program(global_batch_size=6, micro_batch_size=1).classes
-    order = order_of(of.tasks)
+    p = program(global_batch_size=6, micro_batch_size=1)
+    (of,) = p.classes
+    order = order_of(p, of.tasks)
     assert sorted(order.tolist()) == list(range(len(of.tasks)))
     # Two layers with two all-to-alls each are five turns.
     pair = [(0, "B"), (1, "F")] * 5
-    assert turns(of.tasks) == [(0, "F"), *pair, *[(1, "B"), (2, "F")] * 5, (2, "B")]
+    assert turns(p, of.tasks) == [(0, "F"), *pair, *[(1, "B"), (2, "F")] * 5, (2, "B")]
+
+
+def test_exchanges_of_attention_end_no_turn() -> None:
+    settings = {"ep": 4, "cp": 2, "cp_comm_type": "a2a", "global_batch_size": 4}
+    p = program(**settings)
+    (of,) = p.classes
+    assert turns(p, of.tasks) == [(0, "F"), *[(0, "B"), (1, "F")] * 5, (1, "B")]
 
 
 def test_stages_pair_what_is_next_to_each_other() -> None:
     settings = {"pp": 2, "vpp": 2, "layers": 4, "global_batch_size": 8, "micro_batch_size": 1}
-    for of in program(**settings).classes:
+    p = program(**settings)
+    for of in p.classes:
         t = of.tasks
-        order = order_of(t)
+        order = order_of(p, t)
         assert sorted(order.tolist()) == list(range(len(t)))
         place = np.argsort(order)
         same = np.stack([t.stage, t.microbatch, (t.phase > 0).astype(np.int32)])

@@ -8,18 +8,18 @@ import pytest
 from stagewright.arrays import Bool
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
-from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_order
+from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_rules, ordered
 from stagewright.time.simulate.timeline import timeline
-from timed import RUNS, WAYS
+from timed import RUNS, WAYS, one_unit
 
 
 def closure(issue: IssueOrder) -> Bool:
     """All that each task waits for, directly or through others: [tasks, tasks] by row."""
     reached = np.eye(len(issue), dtype=bool)
-    for place in range(len(issue)):
-        needs = issue.needs[issue.pointer[place] : issue.pointer[place + 1]]
-        assert (needs < place).all(), "tasks wait for tasks that are issued before"
-        reached[place] |= reached[needs].any(axis=0)
+    for index in range(len(issue)):
+        deps = issue.deps[issue.pointer[index] : issue.pointer[index + 1]]
+        assert (deps < index).all(), "tasks wait for tasks that are issued before"
+        reached[index] |= reached[deps].any(axis=0)
     by_row = np.empty_like(reached)
     by_row[np.ix_(issue.rows, issue.rows)] = reached
     return by_row
@@ -34,6 +34,7 @@ def test_tasks_of_a_rank_wait_for_what_they_wait_for_row_by_row(run: str, way: s
         pytest.skip("all rows are one unit")
     seconds = [np.full(len(of.work.actions.tasks), 1e-6) for of in program.classes]
     for of, issue in zip(program.classes, timeline(program, seconds, how).issues, strict=True):
-        whole = issue_order(program, of.work.tasks, how)
+        rules = issue_rules(program, one_unit(of.work.tasks, how), how)
+        whole = ordered(rules.rows, rules.stream, rules.is_kernel, *rules.edges)
         assert np.array_equal(issue.rows, whole.rows)
         assert (closure(issue) == closure(whole)).all()

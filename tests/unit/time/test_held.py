@@ -15,7 +15,7 @@ from timed import RUNS, durations
 
 def counted(lane: Lane, tick: int) -> int:
     """Bytes of the values that are there just after a time."""
-    v, rows = lane.of.values, lane.issue.rows
+    v, rows = lane.rank_class.values, lane.issue.rows
     ready, end = np.empty_like(lane.ready), np.empty_like(lane.end)
     ready[rows], end[rows] = lane.ready, lane.end
     total = 0

@@ -11,12 +11,14 @@ import pytest
 
 import stagewright as sw
 from stagewright.cli.main import main
-from stagewright.program.columns import TaskKind
+from stagewright.program.columns import Program, TaskKind
 from stagewright.time.collectives import message_seconds
 from stagewright.time.cost import task_seconds
 from stagewright.time.served import InEngine
-from stagewright.time.simulate.steady import TOKEN, repeated
+from stagewright.time.simulate.steady import TOKEN, repeated, steady_step
+from stagewright.time.simulate.timeline import Timeline, timeline
 from stagewright.views.perfetto import write
+from timed import row_by_row
 from trace_events import check
 
 pytestmark = pytest.mark.numerics  # whole steps of large models take seconds
@@ -34,6 +36,23 @@ def test_repeated_steps_hold_the_bytes_of_one() -> None:
         changes = several.work.changes
         assert changes.at_peak()["peak"] == int(changes.start.sum())
         assert several.memory == step.memory
+
+
+def test_steps_end_alike_where_all_are_one_unit() -> None:
+    run = sw.Run(model="gpt2", layers=2, mode="decode", context_length=64, pp=2, batch_size=2)
+    program = sw.compile(run).program
+
+    def simulated(several: Program) -> Timeline:
+        actions = [of.work.actions for of in several.classes]
+        return timeline(several, [np.full(len(a.tasks), 1e-6) for a in actions])
+
+    one_unit = steady_step(program, 1, lambda several: simulated(row_by_row(several)))
+    assert one_unit.seconds == steady_step(program, 1, simulated).seconds
+
+
+def test_no_parameters_are_gathered_in_steps_of_decode() -> None:
+    step = sw.simulate("gpt2", "h100-sxm", mode="decode", pp=2, overlap_param_gather=True)
+    assert step.seconds == sw.simulate("gpt2", "h100-sxm", mode="decode", pp=2).seconds
 
 
 @pytest.mark.parametrize(

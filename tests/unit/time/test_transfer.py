@@ -11,16 +11,16 @@ from stagewright.arrays import Bool, Int
 from stagewright.time.simulate.order import KERNEL, LAUNCHED, Edges, IssueRules, Register
 from stagewright.time.simulate.transfer import (
     CARRIED,
+    LIVE_OUT,
     LOCAL,
     MESSAGE,
     REGISTER,
-    VALUE,
     Connections,
+    Fragments,
     Port,
-    Runs,
-    evaluate,
+    transfer_matrices,
 )
-from stagewright.time.simulate.units import UnitRows
+from stagewright.time.simulate.units import CarriedDeps
 
 STREAM = (Register.STREAM, 0, 1)
 SIZE = 7
@@ -31,8 +31,8 @@ WRITES = [(1, 5), (2, 6)]
 NEEDS_OTHERS, WANTED = 1, 3
 
 
-def runs_of(meets: tuple[int, ...] = ()) -> Runs:
-    """The unit, cut at meetings."""
+def fragments_of(rendezvous: tuple[int, ...] = ()) -> Fragments:
+    """The unit, cut at rendezvous."""
     none = np.zeros(0, np.int64)
     waiter, dep = np.array(EDGES).T
     registers, positions = np.array(WRITES).T
@@ -40,8 +40,8 @@ def runs_of(meets: tuple[int, ...] = ()) -> Runs:
         unit=np.zeros(SIZE, np.int64), member=np.zeros(SIZE, np.int64), rows=np.arange(SIZE),
         stream=np.array([0, 0, 1, 0, -1, 0, 1]), is_kernel=np.isin(np.arange(SIZE), (0, 1, 3, 5)),
         edges=Edges(waiter, dep),
-        carried=UnitRows(np.array([NEEDS_OTHERS]), *(np.zeros(1, np.int64) for _ in range(3))),
-        after_kernel=np.zeros(SIZE, bool), before_kernel=np.zeros(SIZE, bool), awaited=none,
+        carried=CarriedDeps(np.array([NEEDS_OTHERS]), *(np.zeros(1, np.int64) for _ in range(3))),
+        follows_kernel=np.zeros(SIZE, bool), precedes_kernel=np.zeros(SIZE, bool), awaited=none,
         registers=(LAUNCHED, KERNEL, STREAM),
         reads=(np.array(READS)[:, 0], np.array(READS)[:, 1]),
         writes=(np.zeros_like(registers), registers, positions), moves=(none, none, none),
@@ -51,8 +51,8 @@ def runs_of(meets: tuple[int, ...] = ()) -> Runs:
     def mask(*at: int) -> Bool:
         return np.isin(np.arange(SIZE), at)
 
-    connections = Connections(mask(*meets), mask(4), mask(), mask(WANTED), mask())
-    return Runs(rules, connections, 1, Edges(none, none))
+    connections = Connections(mask(*rendezvous), mask(4), mask(), mask(WANTED), mask())
+    return Fragments(rules, connections, 1, Edges(none, none))
 
 
 @dataclass
@@ -90,31 +90,31 @@ def direct(given: Given, launches: bool) -> dict[Port, int]:
         if launches and given.waits[at]:
             launched = max(launched, end[at])
     left = {Port(REGISTER, register): end[position] for register, position in WRITES}
-    return left | {Port(REGISTER, 0): launched, Port(VALUE, WANTED): end[WANTED]}
+    return left | {Port(REGISTER, 0): launched, Port(LIVE_OUT, WANTED): end[WANTED]}
 
 
-def by_matrices(runs: Runs, given: Given, launches: bool) -> dict[Port, int]:
-    """What the unit leaves, run by run; a meeting begins when its one lane is ready."""
-    duration = np.where(runs.connections.meets, 0, given.duration)[None]
+def by_matrices(fragments: Fragments, given: Given, launches: bool) -> dict[Port, int]:
+    """Outputs of the unit, by matrices; a rendezvous begins when its one lane is ready."""
+    duration = np.where(fragments.connections.is_rendezvous, 0, given.duration)[None]
     cost = given.cost[None] if launches else None
-    waits = (given.waits & ~runs.connections.meets)[None] if launches else None
-    # One of several timings: the others change nothing.
+    waits = (given.waits & ~fragments.connections.is_rendezvous)[None] if launches else None
+    # One of several sets of durations: the others change nothing.
     both = [None if of is None else np.concatenate([of * 3, of]) for of in (duration, cost)]
     stacked = None if waits is None else np.concatenate([~waits, waits])
     left = dict(given.begins)
-    for number in runs.of_unit[0]:
-        run = runs.runs[number]
-        (group,) = (group for group in runs.groups if number in group.runs)
-        ends = evaluate(group, both[0], both[1], stacked).ends[1]  # pyright: ignore
-        which = group.runs.tolist().index(number)
-        matrix = ends[group.outs[which, : len(run.outputs)], : len(run.inputs)]
-        begun = np.array([left[port] for port in run.inputs])
-        outputs = dict(zip(run.outputs, (matrix + begun).max(axis=1).tolist(), strict=True))
-        if run.meets:
+    for number in fragments.by_unit[0]:
+        fragment = fragments.fragments[number]
+        (group,) = (group for group in fragments.groups if number in group.indices)
+        ends = transfer_matrices(group, both[0], both[1], stacked).ends[1]  # pyright: ignore
+        which = group.indices.tolist().index(number)
+        matrix = ends[group.output_rows[which, : len(fragment.outputs)], : len(fragment.inputs)]
+        begun = np.array([left[port] for port in fragment.inputs])
+        outputs = dict(zip(fragment.outputs, (matrix + begun).max(axis=1).tolist(), strict=True))
+        if fragment.is_rendezvous:
             (ready,) = {time for port, time in outputs.items() if port != Port(REGISTER, 0)}
-            end = ready + int(given.duration[run.begin])
+            end = ready + int(given.duration[fragment.begin])
             host = outputs[Port(REGISTER, 0)]
-            waits_here = launches and bool(given.waits[run.begin])
+            waits_here = launches and bool(given.waits[fragment.begin])
             outputs = dict.fromkeys(outputs, end)
             outputs[Port(REGISTER, 0)] = max(host, end) if waits_here else host
         left |= outputs
@@ -122,29 +122,35 @@ def by_matrices(runs: Runs, given: Given, launches: bool) -> dict[Port, int]:
 
 
 @pytest.mark.parametrize("launches", [False, True])
-@pytest.mark.parametrize("meets", [(), (2,), (6,), (2, 6)], ids=str)
-def test_a_unit_leaves_what_its_tasks_leave(meets: tuple[int, ...], launches: bool) -> None:
-    runs = runs_of(meets)
+@pytest.mark.parametrize("rendezvous", [(), (2,), (6,), (2, 6)], ids=str)
+def test_a_unit_leaves_what_its_tasks_leave(rendezvous: tuple[int, ...], launches: bool) -> None:
+    fragments = fragments_of(rendezvous)
     for seed in range(50):
         given = Given.drawn(seed)
-        found = by_matrices(runs, given, launches)
+        found = by_matrices(fragments, given, launches)
         for port, time in direct(given, launches).items():
             assert found[port] == time, port
 
 
-def test_a_meeting_is_a_run_of_its_own() -> None:
-    """Registers are left by the last run, which is empty where a meeting is the last task."""
-    runs = runs_of((2, 6))
-    bounds = [(run.begin, run.end, run.meets) for run in runs.runs]
+def test_a_rendezvous_is_a_fragment_of_its_own() -> None:
+    """The last fragment writes registers; it is empty if the last task is a rendezvous."""
+    fragments = fragments_of((2, 6))
+    bounds = [(f.begin, f.end, f.is_rendezvous) for f in fragments.fragments]
     assert bounds == [(0, 2, False), (2, 3, True), (3, 6, False), (6, 7, True), (7, 7, False)]
-    left = [{port.number for port in run.outputs if port.what == REGISTER} for run in runs.runs]
+    left = [
+        {port.number for port in fragment.outputs if port.role == REGISTER}
+        for fragment in fragments.fragments
+    ]
     assert left == [{0}, {0}, {0}, {0}, {0, 1, 2}]
-    needed = [{port.number for port in run.inputs if port.what == LOCAL} for run in runs.runs]
+    needed = [
+        {port.number for port in fragment.inputs if port.role == LOCAL}
+        for fragment in fragments.fragments
+    ]
     assert needed == [set(), {0}, {1, 2}, {2, 3}, {5, 6}]
-    assert [run.inputs[0] for run in runs.runs] == [Port(REGISTER, 0)] * 5
+    assert [fragment.inputs[0] for fragment in fragments.fragments] == [Port(REGISTER, 0)] * 5
 
 
-def test_a_unit_without_meetings_is_one_run() -> None:
-    (run,) = runs_of().runs
-    assert set(run.inputs) == {*Given.drawn(0).begins}
-    assert set(run.outputs) == {*direct(Given.drawn(0), launches=False)}
+def test_a_unit_without_rendezvous_is_one_fragment() -> None:
+    (fragment,) = fragments_of().fragments
+    assert set(fragment.inputs) == {*Given.drawn(0).begins}
+    assert set(fragment.outputs) == {*direct(Given.drawn(0), launches=False)}

@@ -11,18 +11,17 @@ import pytest
 from stagewright.arrays import Int
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program
-from stagewright.program.step import KINDS, ActionOrder, Actions
+from stagewright.program.rank_work import KINDS, ActionOrder, Actions
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.order import (
-    Edges,
     IssueTable,
     deferred_past_backward,
-    issue_order,
+    issue_rules,
     tables_of,
 )
-from stagewright.time.simulate.units import Units, UnitSequence, one_unit, units_of
-from timed import MIXTRAL, RUNS, WAYS
+from stagewright.time.simulate.units import Units, UnitSequence, units_of
+from timed import MIXTRAL, RUNS, WAYS, one_unit
 
 IN_TURNS = Execution(overlap_moe_expert_parallel_comm=True)
 ALL: dict[str, dict[str, Any]] = RUNS | {
@@ -59,7 +58,7 @@ def needs(actions: Actions, order: ActionOrder, units: Units, sequence: UnitSequ
             expanded(actions, order, copies[units.member[rows]], units.row[rows])
             for rows in (waiter, dep)
         ]))  # fmt: skip
-        carried = units.carried.select(units.unit[units.carried.at] == unit)
+        carried = units.carried.select(units.unit[units.carried.waiter] == unit)
         for at, member, entry, row in zip(*(column.tolist() for column in carried), strict=True):
             copy = int(copies[member])
             waits = expanded(actions, order, np.array([copy]), units.row[[at]])
@@ -83,7 +82,8 @@ def test_units_issue_rows_in_the_order_of_the_whole_rank(run: str, way: str) -> 
         for nth, number in enumerate(table.classes):
             work = program.classes[number].work
             rows = issued(table, nth, work.order)
-            assert np.array_equal(rows, issue_order(program, work.tasks, how).rows)
+            whole = issue_rules(program, one_unit(work.tasks, how), how)
+            assert np.array_equal(rows, whole.rows)
 
 
 @pytest.mark.parametrize("way", ["overlap", "none", "turns"])
@@ -100,27 +100,18 @@ def test_units_keep_every_need_of_every_row(run: str, way: str) -> None:
             )
 
 
-def test_a_whole_rank_is_one_unit() -> None:
-    tasks = program_of("pp").classes[0].tasks
-    units = one_unit(tasks)
-    assert np.array_equal(units.row, np.arange(len(tasks)))
-    assert not units.unit.any()
-    assert not len(units.carried.at)
-    assert all(map(np.array_equal, units.edges, tasks.reads))
-
-
 def test_deferred_rows_are_in_the_last_unit() -> None:
     """Sequence parallelism reduces gradients of norms over tp after all backward passes."""
     (of,) = program_of("sp").classes
     actions, order = of.work.actions, of.work.order
     tasks = actions.tasks
-    deferred = deferred_past_backward(tasks, Edges(*tasks.reads), Execution())
+    deferred = deferred_past_backward(tasks, Execution())
     assert deferred.any()
     units, (sequence,) = units_of(actions, [order], deferred, in_turns=False)
     last = int(sequence.unit[-1])
     assert (sequence.unit == last).sum() == 1
     assert set(units.unit[deferred[units.row]].tolist()) == {last}
-    late = np.flatnonzero(sequence.deferred >= 0)
+    late = np.flatnonzero(sequence.deferred_member >= 0)
     (backward,) = late.tolist()
     assert KINDS[order.kind[backward, 0]] == "B"
     assert order.microbatch[backward, 0] == order.microbatch.max()

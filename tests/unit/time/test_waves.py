@@ -14,7 +14,7 @@ from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind, Tasks
-from stagewright.program.step import KINDS, RankWork
+from stagewright.program.rank_work import KINDS, RankWork
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.order import tables_of
@@ -36,7 +36,7 @@ def simulated(program: Program) -> Timeline:
 
 
 def waves_of_actions(line: Timeline) -> dict[tuple[int, str, int], int]:
-    """By pipeline rank, kind and microbatch: the wave of the first run of each action."""
+    """By pipeline rank, kind and microbatch: the wave of the first fragment of each action."""
     found: dict[tuple[int, str, int], int] = {}
     waves = line.waves
     for batch in waves.batches:
@@ -92,7 +92,7 @@ def test_waves_grow_with_actions_and_not_with_tasks() -> None:
 
 
 def test_actions_of_one_wave_need_nothing_of_each_other() -> None:
-    """What a run reads was left in an earlier wave, or is there from the start."""
+    """What a fragment reads was left in an earlier wave, or is there from the start."""
     waves = simulated(program_of(PP, PP, global_batch_size=MICROBATCHES)).waves
     written = np.full(waves.unused + 1, -1)
     for wave in range(waves.count):
@@ -101,10 +101,10 @@ def test_actions_of_one_wave_need_nothing_of_each_other() -> None:
             for batch in waves.batches
         ]
         for batch, some in rows:
-            assert (written[batch.ins[some]] < wave).all()
+            assert (written[batch.inputs[some]] < wave).all()
         for batch, some in rows:
-            outs = batch.outs[some][batch.outs[some] != waves.unused]
-            assert (written[outs] < wave).all(), "two runs of a wave leave one time"
+            outs = batch.outputs[some][batch.outputs[some] != waves.unused]
+            assert (written[outs] < wave).all(), "two fragments of a wave leave one time"
             written[outs] = wave
     assert (waves.arrivals >= 0).all()
     assert (written[waves.arrivals] >= 0).all()
@@ -147,7 +147,7 @@ def moved(tasks: Tasks, order: Int) -> Tasks:
 def with_tasks(program: Program, nth: int, tasks: Tasks) -> Program:
     """A program with other rows in one class."""
     classes = [*program.classes]
-    classes[nth] = replace(classes[nth], work=RankWork.given(tasks))
+    classes[nth] = replace(classes[nth], work=RankWork.from_tables(tasks))
     return replace(program, classes=tuple(classes))
 
 

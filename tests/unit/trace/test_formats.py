@@ -21,7 +21,7 @@ from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 from stagewright.trace.formats import chakra, et_def, wire
 from stagewright.trace.formats import json as readable
 
@@ -77,7 +77,7 @@ def example_program() -> Program:
     return Program(
         mesh=Mesh((("tp", 2), ("pp", 2))),
         classes=tuple(
-            RankClass(np.arange(2) + 2 * pp, pp, RankWork.given(made, {})) for pp in range(2)
+            RankClass(np.arange(2) + 2 * pp, pp, RankWork.from_tables(made, {})) for pp in range(2)
         ),
         communicators=(Communicator(("tp",)),),
         peers=(Peer("pp", 1), Peer("pp", -1)),
@@ -103,7 +103,7 @@ def programs(draw: st.DrawFn) -> Program:
         rows = [draw(row(nth, len(names), len(ops))) for nth in range(draw(st.integers(0, 9)))]
         at = np.arange(mesh.world_size) // mesh.stride("pp") == stage
         made = replace(tasks(rows), names=names, ops=ops)
-        classes.append(RankClass(np.flatnonzero(at), stage, RankWork.given(made, {})))
+        classes.append(RankClass(np.flatnonzero(at), stage, RankWork.from_tables(made, {})))
     return Program(mesh, tuple(classes), communicators, (Peer("pp", 1), Peer("pp", -1)))
 
 

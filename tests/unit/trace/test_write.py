@@ -25,7 +25,7 @@ from stagewright.errors import UserError
 from stagewright.executors import ray_cluster
 from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 from stagewright.trace.formats import chakra
 from stagewright.trace.storage import LocalFolder
 from stagewright.trace.write import write
@@ -70,7 +70,7 @@ def example() -> Program:
     return Program(
         mesh=mesh,
         classes=tuple(
-            RankClass(np.arange(4) + 4 * pp, pp, RankWork.given(tasks(40 + pp), {}))
+            RankClass(np.arange(4) + 4 * pp, pp, RankWork.from_tables(tasks(40 + pp), {}))
             for pp in range(3)
         ),
         communicators=(Communicator(("tp",)),),

@@ -123,7 +123,7 @@ def test_blocks_keep_the_mesh_whole():
     size = int(edges[1])
     assert size % 8 == 0
     assert 96 % (size // 8) == 0
-    assert len(edges) - 1 <= traffic.MOST
+    assert len(edges) - 1 <= traffic.MAX_BLOCKS
 
 
 def test_a_matrix_has_a_square_for_each_pair_that_meets():

@@ -208,6 +208,29 @@ def test_exposed_communication_and_low_mfu_are_told():
     assert f"MFU is {simulation.mfu:.1%}" in remark.text
 
 
+def test_low_mfu_in_fp8_is_measured_by_the_peak_of_bf16():
+    """A step at 38% of the peak of bf16 is not slow because it is at 19% of that of fp8."""
+    run: dict[str, Any] = {
+        "seq_length": 512,
+        "layers": 2,
+        "precision": "fp8",
+        "fp8_recipe": "tensorwise",
+    }
+    (remark,) = said("llama3-8b", "Speed", "h100-sxm", tp=8, **run)
+    mfu = sw.simulate("llama3-8b", "h100-sxm", tp=8, **run).mfu
+    assert f"MFU is {mfu:.1%} of the peak in fp8, {2 * mfu:.1%} of bf16's" in remark.text
+
+
+def test_idle_ranks_that_wait_for_longer_stages_are_told_so():
+    """The head of a small model takes longer than its layers: more microbatches do not help."""
+    run: dict[str, Any] = {"layers": 4, "pp": 4, "seq_length": 512}
+    (few,) = said("llama3-8b", "The pipeline", "h100-sxm", global_batch_size=4, **run)
+    assert "More microbatches" in few.text
+    (many,) = said("llama3-8b", "The pipeline", "h100-sxm", global_batch_size=256, **run)
+    assert "waiting for stages that take longer" in many.text
+    assert f"{3 / 259:.1%} by the schedule" in many.text
+
+
 def test_thresholds_cite_what_was_reached():
     """LOW_MFU is below what Llama 3 reached: 380 to 430 TFLOP/s of 989.4 (table 4)."""
     from stagewright.views.advice import LOW_MFU

@@ -17,7 +17,7 @@ from stagewright.model.presets import PRESETS
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import gpipe
 from stagewright.trace.recorded import manifest
@@ -76,8 +76,12 @@ def compiled() -> Any:
     program = Program(
         mesh=Mesh((("tp", 2), ("pp", 2))),
         classes=(
-            RankClass(np.array([0, 1]), 0, RankWork.given(first, {"parameters": 64, "peak": 128})),
-            RankClass(np.array([2, 3]), 1, RankWork.given(last, {"parameters": 32, "peak": 96})),
+            RankClass(
+                np.array([0, 1]), 0, RankWork.from_tables(first, {"parameters": 64, "peak": 128})
+            ),
+            RankClass(
+                np.array([2, 3]), 1, RankWork.from_tables(last, {"parameters": 32, "peak": 96})
+            ),
         ),
         communicators=(Communicator(("tp",)), Communicator(("pp",), only=(0, 1))),
         peers=(Peer("pp", 1), Peer("pp", -1)),

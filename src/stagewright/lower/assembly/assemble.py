@@ -1,9 +1,8 @@
 """From stages and a schedule to the work of every rank: distinct actions, and their order.
 
-The rows of a stage are made once for all stages with equal content (`stages`), those of an action
-once for all copies (`distinct_actions`); a rank is an order of copies (`rank_order`). The rows of a
-rank, one by one, are made when they are asked for (`expand`), and so is what is in memory when
-(`rank_values`).
+The rows of a stage are built once per stage class (`stages`), those of an action once for all
+copies (`distinct_actions`); a rank is an order of copies (`rank_order`). The rows of a rank, one by
+one, are built when they are read (`expand`), and so are its live ranges (`rank_values`).
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import distinct_numbers
 from stagewright.lower.assembly.distinct_actions import (
     ActionTable,
-    After,
-    Naming,
+    StageLabels,
     StagePart,
     TableBuilder,
 )
-from stagewright.lower.assembly.expand import Names
+from stagewright.lower.assembly.expand import RowNames
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
 from stagewright.lower.assembly.lowered_block import Placed, crossings
 from stagewright.lower.assembly.optimizer_step import (
@@ -33,16 +31,22 @@ from stagewright.lower.assembly.optimizer_step import (
     optimizer_step,
     stage_updates,
 )
-from stagewright.lower.assembly.rank_order import RankOrder, suppliers
-from stagewright.lower.assembly.rank_schedule import RankSchedule, rank_schedules
-from stagewright.lower.assembly.segments import Numbers, Tables
-from stagewright.lower.assembly.stages import Stage, StageAt
+from stagewright.lower.assembly.rank_order import RankOrder, gathered_by
+from stagewright.lower.assembly.rank_schedule import (
+    BACKWARD,
+    INPUT_HALF,
+    WEIGHT_HALF,
+    RankSchedule,
+    rank_schedules,
+)
+from stagewright.lower.assembly.segments import Interner, Tables
+from stagewright.lower.assembly.stages import Stage, StageKey
 from stagewright.lower.assembly.work import AssembledWork
 from stagewright.program.columns import Program, RankClass
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import Place, places
 
-_TRAINS = (1, 2, 3)
+_BACKWARD_KINDS = (BACKWARD, INPUT_HALF, WEIGHT_HALF)
 
 
 def assemble(
@@ -55,53 +59,53 @@ def assemble(
     habits: Habit = MEGATRON_LM,
     layers: Mapping[int, Hashable] | None = None,
 ) -> Program:
-    """The program of every rank class: one class per pipeline rank.
+    """Build the program of every rank class: one class per pipeline rank.
 
-    `stages` are the blocks of each stage of the model, `order` the actions of each pipeline rank.
-    `clip`: gradients are clipped by their norm. `habits`: those of the run's framework. `layers`
-    with other entries are not alike though their blocks are equal.
+    `stages`: blocks of each stage of the model; `order`: actions of each pipeline rank; `clip`:
+    gradients are clipped by their norm; `habits`: those of the run's framework; `layers`: extra key
+    per layer; stages match only if keys do.
     """
     pp, weights = len(order), habits.unit_weights()
-    schedules = rank_schedules(order, unshards=weights.before)
-    trains = any(np.isin(schedule.kind, _TRAINS).any() for schedule in schedules)
-    held_by, between = places(order), crossings(stages)
-    at = [
-        StageAt.of(stages[p.stage], p, between, pp, habits, trains=trains, layers=layers)
-        for p in held_by
+    schedules = rank_schedules(order, unshards=weights.gathers_first)
+    trains = any(np.isin(schedule.kind, _BACKWARD_KINDS).any() for schedule in schedules)
+    stage_places, between = places(order), crossings(stages)
+    keys = [
+        StageKey.of(stages[p.stage], p, between, pp, habits, trains=trains, layers=layers)
+        for p in stage_places
     ]
-    contents = _DistinctStages(at, pp)
+    classes = _StageClasses(keys, pp)
     ranks = [
-        _Rank(schedule, of_rank, contents.stages, kept=weights.kept)
-        for schedule, of_rank in zip(schedules, contents.of_rank, strict=True)
+        _Rank(schedule, rank_classes, classes.stages, keeps_gathered=weights.keeps_gathered)
+        for schedule, rank_classes in zip(schedules, classes.of_rank, strict=True)
     ]
-    actions = Numbers[tuple[StagePart, ...]]()
-    actions.each(parts for rank in ranks for parts in rank.actions)
-    afters = Numbers[_AfterKey]()
-    after_of_rank = afters.each(rank.after() for rank in ranks)
+    actions = Interner[tuple[StagePart, ...]]()
+    actions.ids(parts for rank in ranks for parts in rank.actions)
+    optimizers = Interner[_OptimizerKey]()
+    optimizer_of_rank = optimizers.ids(rank.optimizer_key() for rank in ranks)
     table, tables = _table(
         _TableKey(
-            tuple(contents.stages),
-            tuple(contents.updates[c] for c in range(len(contents.stages))),
+            tuple(classes.stages),
+            tuple(classes.updates[c] for c in range(len(classes.stages))),
             tuple(actions.table),
-            tuple(afters.table),
+            tuple(optimizers.table),
             clip,
             pp,
-            tuple(_holders(stages, held_by).items()),
-            tuple(contents.naming),
-            tuple(contents.met),
-            tuple(contents.neighbours.items()),
+            tuple(_tied_ranks(stages, stage_places).items()),
+            tuple(classes.labels),
+            tuple(classes.naming_order),
+            tuple(classes.neighbours.items()),
         )
     )
     orders = [
-        rank.order(table, actions.table, after, len(stages))
-        for rank, after in zip(ranks, after_of_rank, strict=True)
+        rank.order(table, actions.table, optimizer, len(stages))
+        for rank, optimizer in zip(ranks, optimizer_of_rank, strict=True)
     ]
-    names = Names(
-        table, contents.of_rank, [o.after for o in orders], contents.names_of_rank, trains=trains
+    names = RowNames(
+        table, classes.of_rank, optimizer_of_rank, classes.labels_of_rank, trains=trains
     )
-    numbers = np.arange(mesh.world_size, dtype=np.int64)
-    members = numbers.reshape(-1, pp, mesh.stride("pp") if pp > 1 else 1)
-    classes = [
+    members = np.arange(mesh.world_size, dtype=np.int64)
+    members = members.reshape(-1, pp, mesh.stride("pp") if pp > 1 else 1)
+    rank_classes = [
         RankClass(
             members[:, rank].ravel(),
             rank,
@@ -110,204 +114,206 @@ def assemble(
         for rank in range(pp)
     ]
     partners = tuple(tables.communicators.table), tuple(tables.peers.table)
-    return Program(mesh, tuple(classes), *partners)
+    return Program(mesh, tuple(rank_classes), *partners)
 
 
-def _holders(
-    stages: Sequence[Sequence[Placed]], held_by: Sequence[Place]
+def _tied_ranks(
+    stages: Sequence[Sequence[Placed]], stage_places: Sequence[Place]
 ) -> dict[str, tuple[int, ...]]:
-    """Of each table with copies, the pipeline ranks that hold one."""
-    holders: dict[str, set[int]] = {}
-    for p in held_by:
+    """Pipeline ranks that have a copy of each tied table."""
+    ranks: dict[str, set[int]] = {}
+    for p in stage_places:
         for name in {name for placed in stages[p.stage] for name in placed.block.tied}:
-            holders.setdefault(name, set()).add(p.rank)
-    return {name: tuple(sorted(ranks)) for name, ranks in holders.items()}
+            ranks.setdefault(name, set()).add(p.rank)
+    return {name: tuple(sorted(ranks_)) for name, ranks_ in ranks.items()}
 
 
-# ---- distinct stages -----------------------------------------------------------------------------
+# ---- stage classes -------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=64)  # the best runs of a search have few distinct stages
-def _built(at: StageAt) -> tuple[Stage, StageUpdates]:
-    """The rows of a stage that hands values on as messages only."""
-    same = at.unshifted
-    if same != at:
-        stage, updates = _built(same)
-        return stage.shifted(at.shifts), updates
-    stage = Stage(at)
+@lru_cache(maxsize=64)  # the best runs of a search have few stage classes
+def _build(key: StageKey) -> tuple[Stage, StageUpdates]:
+    """Build the rows of a stage that exchanges values by messages only."""
+    if key.unshifted != key:
+        stage, updates = _build(key.unshifted)
+        return stage.shifted(key.shifts), updates
+    stage = Stage(key)
     stage.build(forward=True)
-    if at.trains:
+    if key.trains:
         stage.build(forward=False)
     return stage, stage_updates(stage)
 
 
-class _DistinctStages:
-    """The stages with distinct content of a pipeline, in the order in which ranks build them."""
+class _StageClasses:
+    """Classes of equal stages of a pipeline, in the order in which ranks build them."""
 
-    def __init__(self, at: Sequence[StageAt], ranks: int) -> None:
-        """The stages of all ranks."""
+    def __init__(self, keys: Sequence[StageKey], ranks: int) -> None:
+        """Build the stages of all ranks."""
         self.stages: list[Stage] = []
         self.updates: dict[int, StageUpdates] = {}
-        """By content."""
-        self.naming: list[Naming] = []
-        """Of the first stage of each content."""
-        self.met: dict[tuple[int, bool], None] = {}
-        """Contents and whether of backward, in the order in which segments are first met: rank by
-        rank, those of forward from the first stage on, those of backward from the last one on."""
+        """By stage class."""
+        self.labels: list[StageLabels] = []
+        """By stage class, those of its first stage."""
+        self.naming_order: dict[tuple[int, bool], None] = {}
+        """(stage class, backward) in naming order; traces depend on it."""
         self.neighbours: dict[tuple[int, int], int] = {}
-        """By content and distance, the content of another stage on the rank that values are handed
-        to in memory, or come from."""
+        """By stage class and distance, the class of a stage on the same rank that exchanges values
+        in memory."""
         self.of_rank: list[list[int]] = []
-        """By rank, the contents of its stages."""
-        self.names_of_rank: list[list[Naming]] = []
-        self._number: dict[StageAt, int] = {}
-        of_rank: list[list[StageAt]] = [[] for _ in range(ranks)]
-        for stage in at:
-            of_rank[stage.place.rank].append(stage)
-        for some in of_rank:
-            self._add(some)
+        """By rank, the classes of its stages."""
+        self.labels_of_rank: list[list[StageLabels]] = []
+        self._class_of: dict[StageKey, int] = {}
+        by_rank: list[list[StageKey]] = [[] for _ in range(ranks)]
+        for key in keys:
+            by_rank[key.place.rank].append(key)
+        for rank_keys in by_rank:
+            self._add(rank_keys)
 
-    def _add(self, at: Sequence[StageAt]) -> None:
+    def _add(self, keys: Sequence[StageKey]) -> None:
         """Add the stages of a rank."""
-        numbers: list[int] = []
-        joined: dict[int, int] = {}  # content by stage, of those that hand values on in memory
-        naming = [
-            Naming(
-                a.place.stage, tuple(p.layer for p in a.blocks), tuple(p.label for p in a.blocks)
+        classes: list[int] = []
+        joined: dict[int, int] = {}  # class by stage, of those that exchange values in memory
+        labels = [
+            StageLabels(
+                key.place.stage,
+                tuple(p.layer for p in key.blocks),
+                tuple(p.label for p in key.blocks),
             )
-            for a in at
+            for key in keys
         ]
-        for a, named in zip(at, naming, strict=True):
-            number = self._number.get(a, len(self.stages)) if a.alone else len(self.stages)
-            if number == len(self.stages):
-                self.naming.append(named)
-                if a.alone:
-                    stage, self.updates[number] = _built(a)
-                    self._number[a] = number
+        for key, stage_labels in zip(keys, labels, strict=True):
+            new = len(self.stages)
+            stage_class = self._class_of.get(key, new) if key.messages_only else new
+            if stage_class == new:
+                self.labels.append(stage_labels)
+                if key.messages_only:
+                    stage, self.updates[new] = _build(key)
+                    self._class_of[key] = new
                 else:
-                    stage, joined[a.place.stage] = Stage(a), number
+                    stage, joined[key.place.stage] = Stage(key), new
                 self.stages.append(stage)
-            numbers.append(number)
-        on_rank = {stage: self.stages[number] for stage, number in joined.items()}
+            classes.append(stage_class)
+        on_rank = {stage: self.stages[stage_class] for stage, stage_class in joined.items()}
         for stage in on_rank.values():
             stage.join(on_rank)
         for stage in on_rank.values():
             stage.build(forward=True)
-        for stage in [*on_rank.values()][::-1] if at[0].trains else ():
+        for stage in [*on_rank.values()][::-1] if keys[0].trains else ():
             stage.build(forward=False)
-        for number in joined.values():
-            self.updates[number] = stage_updates(self.stages[number])
-        self.met |= dict.fromkeys((number, False) for number in numbers)
-        self.met |= dict.fromkeys((number, True) for number in reversed(numbers))
+        for stage_class in joined.values():
+            self.updates[stage_class] = stage_updates(self.stages[stage_class])
+        self.naming_order |= dict.fromkeys((c, False) for c in classes)
+        self.naming_order |= dict.fromkeys((c, True) for c in reversed(classes))
         self.neighbours |= {
-            (content, other - stage): joined[other]
-            for stage, content in joined.items()
+            (stage_class, other - stage): joined[other]
+            for stage, stage_class in joined.items()
             for other in joined
         }
-        self.of_rank.append(numbers)
-        self.names_of_rank.append(naming)
+        self.of_rank.append(classes)
+        self.labels_of_rank.append(labels)
 
 
 # ---- distinct actions ----------------------------------------------------------------------------
 
-_AfterKey = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
-"""Contents of a rank's stages; and the actions that end the backwards of these, in their order: the
-place of the stage, the half, the kind."""
+_OptimizerKey = tuple[tuple[int, ...], tuple[tuple[int, int, int], ...]]
+"""Classes of a rank's stages; (local stage, pass part, kind) of actions that end backwards."""
 
 
 class _Rank:
-    """The actions of a rank, by what they do of stages with distinct content."""
+    """Actions of a rank, by stage class."""
 
     def __init__(
         self,
         schedule: RankSchedule,
-        contents: Sequence[int],
+        stage_classes: Sequence[int],
         stages: Sequence[Stage],
         *,
-        kept: bool,
+        keeps_gathered: bool,
     ) -> None:
-        """`stages`: those with distinct content; `kept` as in `suppliers`."""
-        self.schedule, self.contents = schedule, np.array(contents, dtype=np.int64)
-        self.supplier = suppliers(schedule, [stages[c] for c in contents], kept=kept)
-        gathers = self.supplier == np.arange(len(schedule))
+        """`stages` by stage class; `keeps_gathered` as in `gathered_by`."""
+        self.schedule = schedule
+        self.stage_classes = np.array(stage_classes, dtype=np.int64)
+        rank_stages = [stages[c] for c in stage_classes]
+        self.gathered_by = gathered_by(schedule, rank_stages, keeps_gathered=keeps_gathered)
+        gathers = self.gathered_by == np.arange(len(schedule))
         codes = StagePart.codes(
-            self.contents[schedule.place], schedule.kind, schedule.complete, gathers
+            self.stage_classes[schedule.local_stage], schedule.kind, schedule.once_per_step, gathers
         )
         parts = np.full((2, schedule.steps), -1, dtype=np.int64)
         parts[schedule.part, schedule.step] = codes
-        first, of = distinct_numbers([*(parts + 1)], schedule.steps)
+        first, distinct = distinct_numbers([*(parts + 1)], schedule.steps)
         order = np.argsort(first)
         self.actions = [
             tuple(StagePart.from_code(code) for code in parts[:, step].tolist() if code >= 0)
             for step in first[order].tolist()
         ]
-        """Distinct actions, in the order in which they are first met."""
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        self.of_step = place[of]
-        """By step, one of these."""
+        """Distinct actions, in the order in which they first occur."""
+        new_index = np.empty_like(order)
+        new_index[order] = np.arange(len(order))
+        self.of_step = new_index[distinct]
+        """By step, index into `actions`."""
 
-    def after(self) -> _AfterKey:
-        """What the rows after all actions depend on, apart from the program."""
+    def optimizer_key(self) -> _OptimizerKey:
+        """Key of the optimizer action."""
         schedule = self.schedule
-        done: list[list[int]] = schedule.once[1:].T.tolist()  # [stages, halves]
+        actions: list[list[int]] = schedule.once_action[1:].T.tolist()  # [stages, pass parts]
         ends = sorted(
-            (action, (place, half, int(schedule.kind[action])))
-            for place, of_stage in enumerate(done)
-            for half, action in enumerate(of_stage)
+            (action, (local_stage, pass_part, int(schedule.kind[action])))
+            for local_stage, halves in enumerate(actions)
+            for pass_part, action in enumerate(halves)
             if action >= 0
         )
-        return tuple(self.contents.tolist()), tuple(end for _, end in ends)
+        return tuple(self.stage_classes.tolist()), tuple(end for _, end in ends)
 
     def order(
         self,
         table: ActionTable,
         actions: Mapping[tuple[StagePart, ...], int],
-        after: int,
+        optimizer_index: int,
         num_stages: int,
     ) -> RankOrder:
-        """The copies; rows after all actions are those of `ActionTable.afters[after]`."""
-        numbers = np.array([actions[parts] for parts in self.actions], dtype=np.int64)
-        action = numbers[self.of_step]
-        if len(table.afters[after].rows):
-            action = np.append(action, table.first_after + after)
+        """Copies of actions; `optimizer_index`: index into `ActionTable.optimizer_steps`."""
+        indices = np.array([actions[parts] for parts in self.actions], dtype=np.int64)
+        action = indices[self.of_step]
+        if len(table.optimizer_steps[optimizer_index]):
+            action = np.append(action, table.first_optimizer + optimizer_index)
         return RankOrder(
-            table, self.schedule, self.contents, action, self.supplier, after, num_stages
-        )
+            table, self.schedule, self.stage_classes, action, self.gathered_by, optimizer_index,
+            num_stages,
+        )  # fmt: skip
 
 
 class _TableKey(NamedTuple):
-    """All that the rows of distinct actions depend on."""
+    """Cache key of the rows of distinct actions."""
 
     stages: tuple[Stage, ...]
     updates: tuple[StageUpdates, ...]
     actions: tuple[tuple[StagePart, ...], ...]
-    afters: tuple[_AfterKey, ...]
+    optimizers: tuple[_OptimizerKey, ...]
     clip: ClipNorm | None
     pipeline_ranks: int
-    holders: tuple[tuple[str, tuple[int, ...]], ...]
-    naming: tuple[Naming, ...]
-    met: tuple[tuple[int, bool], ...]
+    tied_ranks: tuple[tuple[str, tuple[int, ...]], ...]
+    labels: tuple[StageLabels, ...]
+    naming_order: tuple[tuple[int, bool], ...]
     neighbours: tuple[tuple[tuple[int, int], int], ...]
 
 
 @lru_cache(maxsize=16)  # the same actions in another order, on another machine
 def _table(key: _TableKey) -> tuple[ActionTable, Tables]:
-    """The rows of distinct actions, and what their columns point into."""
-    tables = Tables(key.pipeline_ranks, dict(key.holders))
+    """Build the rows of distinct actions, and the tables that their columns index."""
+    tables = Tables(key.pipeline_ranks, dict(key.tied_ranks))
     kernels: list[list[int]] = [[] for _ in range(2 * len(key.stages))]
-    for content, backward in key.met:
-        stage = key.stages[content]
+    for stage_class, backward in key.naming_order:
+        stage = key.stages[stage_class]
         segment = stage.backward if backward else stage.forward
-        kernels[2 * content + backward] = tables.kernels.each(segment.kernels)
-    rows: dict[tuple[int, ...], OptimizerStep] = {}
-    afters: list[After] = []
-    for contents, _ in key.afters:
-        if contents not in rows:
-            rows[contents] = optimizer_step(
-                [key.stages[c] for c in contents], [key.updates[c] for c in contents], key.clip
-            )
-        afters.append(After(contents, rows[contents]))
-        kernels.append(tables.kernels.each(rows[contents].kernels))
-    builder = TableBuilder(key.stages, key.actions, afters, dict(key.neighbours))
-    return builder.table(tables, kernels, key.naming), tables
+        kernels[2 * stage_class + backward] = tables.kernels.ids(segment.kernels)
+    by_classes: dict[tuple[int, ...], OptimizerStep] = {}
+    steps: list[OptimizerStep] = []
+    for classes, _ in key.optimizers:
+        if classes not in by_classes:
+            stages, updates = [key.stages[c] for c in classes], [key.updates[c] for c in classes]
+            by_classes[classes] = optimizer_step(classes, stages, updates, key.clip)
+        steps.append(by_classes[classes])
+        kernels.append(tables.kernels.ids(steps[-1].kernels))
+    builder = TableBuilder(key.stages, key.actions, steps, dict(key.neighbours))
+    return builder.table(tables, kernels, key.labels), tables

@@ -1,9 +1,8 @@
-"""The distinct actions of a program: rows of stages put together once, for all ranks and stages.
+"""Distinct actions of a program: rows of stages combined once, for all ranks and stages.
 
-A `StagePart` is what one action does of a stage: rows of the stage's segment in one direction. An
-action is one part, or two that overlap; the rows after all actions of a rank are its last action.
-Actions are equal where their stages have equal content, and they do what happens once per step, or
-do not.
+A `StagePart` has rows of one stage's segment in one direction. An action is one part, or two that
+overlap; the optimizer action is the last action of a rank. Equal actions have parts of equal stage
+class, kind, `once_per_step` and `gathers`.
 """
 
 from __future__ import annotations
@@ -19,258 +18,250 @@ from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.optimizer_step import OptimizerStep
 from stagewright.lower.assembly.rank_schedule import (
     FORWARD,
-    HALVES,
-    HAS_HALF,
+    HAS_PASS_PART,
     INPUT_HALF,
+    PASS_PARTS,
     UNSHARD,
     WEIGHT_HALF,
 )
-from stagewright.lower.assembly.segments import (
-    DTYPES,
-    FIRST,
-    LAST,
-    STEP,
-    Numbers,
-    Segment,
-    Tables,
-)
-from stagewright.lower.assembly.segments import FORWARD as OF_FORWARD
+from stagewright.lower.assembly.segments import DTYPES, Interner, Owner, Segment, Tables
 from stagewright.lower.assembly.stages import Stage
 from stagewright.program.columns import Tasks
-from stagewright.program.step import KINDS, Actions
+from stagewright.program.rank_work import KINDS, Actions
 
 
 class StagePart(NamedTuple):
-    """What an action does of a stage."""
+    """Part of an action that belongs to one stage."""
 
-    content: int
-    """The stage, by its number among those with distinct content."""
+    stage_class: int
     kind: int
     """Index into `KINDS`."""
-    complete: bool
-    """Does what happens once per step."""
+    once_per_step: bool
+    """Has the rows once per step."""
     gathers: bool
-    """Gathers the weights that it uses; else an action before it has."""
+    """Gathers the weights that it uses; else an earlier action has."""
 
     @staticmethod
-    def codes(content: Int, kind: Int, complete: Bool, gathers: Bool) -> Int:
-        """A number for each of some parts."""
-        return ((content * len(KINDS) + kind) * 2 + complete) * 2 + gathers
+    def codes(stage_class: Int, kind: Int, once_per_step: Bool, gathers: Bool) -> Int:
+        """Encode parts as numbers."""
+        return ((stage_class * len(KINDS) + kind) * 2 + once_per_step) * 2 + gathers
 
     @classmethod
     def from_code(cls, code: int) -> StagePart:
-        """The part with this number."""
-        rest, gathers = divmod(code, 2)
-        rest, complete = divmod(rest, 2)
-        return cls(*divmod(rest, len(KINDS)), bool(complete), bool(gathers))
+        """Decode a number of `codes`."""
+        code, gathers = divmod(code, 2)
+        code, once_per_step = divmod(code, 2)
+        return cls(*divmod(code, len(KINDS)), bool(once_per_step), bool(gathers))
+
+    @property
+    def forward(self) -> bool:
+        """True if the rows are of the stage's forward segment."""
+        return self.kind in (FORWARD, UNSHARD)
 
 
-def half_of(stage: Stage, kind: int) -> Bool:
-    """Mask of the rows of a stage's backward that an action of this kind has, once per step or
-    not."""
-    weight = stage.backward.weight
+def rows_of_half(stage: Stage, kind: int) -> Bool:
+    """Mask of the rows of a stage's backward that actions of a kind have."""
+    weight = stage.backward.weight_half
     return {INPUT_HALF: ~weight, WEIGHT_HALF: weight}.get(kind, np.ones_like(weight))
 
 
-def rows_of(stage: Stage, part: StagePart) -> Bool:
+def _rows_of_part(stage: Stage, part: StagePart) -> Bool:
     """Mask of the rows of the segment that a part has."""
-    if part.kind in (FORWARD, UNSHARD):
-        segment = stage.forward
-        every = np.ones(len(segment), dtype=bool)
-        mask = every if part.kind == FORWARD else segment.once | segment.gathers
+    segment = stage.forward if part.forward else stage.backward
+    if part.kind == UNSHARD:
+        mask = segment.once_per_step | segment.gathers
+    elif part.kind == FORWARD:
+        mask = np.ones(len(segment), dtype=bool)
     else:
-        segment, mask = stage.backward, half_of(stage, part.kind)
-    return mask & (part.complete | ~segment.once) & (part.gathers | ~segment.gathers)
+        mask = rows_of_half(stage, part.kind)
+    return mask & (part.once_per_step | ~segment.once_per_step) & (part.gathers | ~segment.gathers)
 
 
-class Form(NamedTuple):
-    """A part in an action."""
+class PartRows(NamedTuple):
+    """Rows of a part in an action."""
 
     part: StagePart
-    nth: int
+    part_index: int
     """1: the second of two that overlap."""
-    place: Int
-    """The rows of the segment that it has."""
+    segment_row: Int
+    """Rows of the segment that the part has."""
     offset: Int
-    """Of each of these, the distance from where the action begins."""
+    """By these rows, the distance from the begin of the action."""
 
 
-def forms_of(stages: Sequence[Stage], parts: Sequence[StagePart]) -> list[Form]:
-    """The parts of an action. Two that overlap take turns: each goes on until its next kernel needs
-    what the action has communicated."""
-    places = [np.flatnonzero(rows_of(stages[part.content], part)) for part in parts]
-    if len(parts) == 1:
-        return [Form(parts[0], 0, places[0], np.arange(len(places[0])))]
-    segments = [segment_of(stages[part.content], part.kind) for part in parts]
+def _part_rows(stages: Sequence[Stage], parts: Sequence[StagePart]) -> list[PartRows]:
+    """Rows of the parts of an action.
+
+    Overlapping parts alternate at kernels that wait for communication.
+    """
+    rows = [np.flatnonzero(_rows_of_part(stages[part.stage_class], part)) for part in parts]
+    segments = [_segment(stages, part) for part in parts]
     turn = [
-        np.cumsum(segment.waits[place]) * len(parts) + nth
-        for nth, (segment, place) in enumerate(zip(segments, places, strict=True))
+        np.cumsum(segment.waits_for_comm[r]) * len(parts) + i
+        for i, (segment, r) in enumerate(zip(segments, rows, strict=True))
     ]
     order = np.argsort(np.concatenate(turn), kind="stable")
     offset = np.empty_like(order)
     offset[order] = np.arange(len(order))
-    offsets = np.split(offset, np.cumsum([len(place) for place in places])[:-1])
+    offsets = np.split(offset, np.cumsum([len(r) for r in rows])[:-1])
     return [
-        Form(part, nth, place, own)
-        for nth, (part, place, own) in enumerate(zip(parts, places, offsets, strict=True))
+        PartRows(part, i, r, part_offset)
+        for i, (part, r, part_offset) in enumerate(zip(parts, rows, offsets, strict=True))
     ]
 
 
-def segment_of(stage: Stage, kind: int) -> Segment:
-    """The rows of a stage in the direction of a kind of action."""
-    return stage.forward if kind in (FORWARD, UNSHARD) else stage.backward
+def _segment(stages: Sequence[Stage], part: StagePart) -> Segment:
+    """Segment of a part."""
+    stage = stages[part.stage_class]
+    return stage.forward if part.forward else stage.backward
 
 
 # ---- the table -----------------------------------------------------------------------------------
 
 
-class After(NamedTuple):
-    """The rows after all actions of ranks whose stages have these contents, in their order."""
+class RowDeps(NamedTuple):
+    """Dependencies of rows as columns: [dependencies]."""
 
-    contents: tuple[int, ...]
-    rows: OptimizerStep
-
-
-class RowNeeds(NamedTuple):
-    """What rows need, a column for each: [needs]."""
-
-    half: Int
-    """The half of its stage that has the needed row; -1: it is after all actions."""
-    once: Bool
-    """Whether that is the action that does what happens once per step."""
+    pass_part: Int
+    """Half of the source: 0 forward, 1 input, 2 weight; -1: optimizer."""
+    once_per_step: Bool
+    """True if the source is in the action with the rows once per step."""
     stage: Int
-    """How many stages further on; for rows after all actions, which of the rank's stages."""
-    place: Int
-    """The place in the segment."""
+    """Distance to the stage of the source; of the optimizer action, index of the rank's stage."""
+    segment_row: Int
 
-    def take(self, entries: Int) -> RowNeeds:
-        """Some of them."""
-        half, once, stage, place = self
-        return RowNeeds(half[entries], once[entries], stage[entries], place[entries])
+    def take(self, entries: Int) -> RowDeps:
+        """Select some dependencies."""
+        pass_part, once, stage, row = self
+        return RowDeps(pass_part[entries], once[entries], stage[entries], row[entries])
 
 
-class Naming(NamedTuple):
-    """A stage that stands for all with its content, and the layers and labels of its blocks."""
+class StageLabels(NamedTuple):
+    """Number of a stage, and layers and labels of its blocks."""
 
     stage: int
     layers: tuple[int, ...]
     labels: tuple[str, ...]
 
-    def names(self, segment: Segment) -> Iterator[str]:
-        """The names of the rows of a segment."""
+    def row_names(self, segment: Segment) -> Iterator[str]:
+        """Names of the rows of a segment."""
         blocks: list[int] = segment.block.tolist()
         for block, t in zip(blocks, segment.kernels, strict=True):
             yield t.name if block < 0 else f"{self.labels[block]}.{t.name}"
 
-    def layers_of(self, block: Int) -> Int:
-        """The layers of blocks, -1 for none."""
+    def layers_of_blocks(self, block: Int) -> Int:
+        """Layers of blocks; -1 of block -1."""
         return np.array([*self.layers, -1], dtype=np.int64)[block]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActionTable:
-    """The distinct actions of a program, and what their rows are copies of."""
+    """Distinct actions of a program, and the segment rows that their rows are copies of."""
 
     actions: Actions
     stages: Sequence[Stage]
-    """By content."""
-    afters: Sequence[After]
-    """The rows after all actions: those of action `first_after + n`."""
-    first_after: int
-    forms: Sequence[Form]
-    form_of: Int
-    """The form of each part of an action: [actions before `first_after`, 2]."""
+    """By stage class."""
+    optimizer_steps: Sequence[OptimizerStep]
+    """Rows of the optimizer actions, `first_optimizer` and later ones."""
+    first_optimizer: int
+    part_rows: Sequence[PartRows]
+    part_rows_of: Int
+    """Index into `part_rows` of each part of an action: [actions before `first_optimizer`, 2]."""
     offsets: Int
-    """By place in the segment of each form, the distance from where its action begins; -1: not in
-    the action."""
+    """Offset in the action, by segment row of each of `part_rows`; -1: absent."""
     first_offset: Int
-    """Where the offsets of each form begin: [forms]."""
+    """First of the offsets of each of `part_rows`."""
     backward: Bool
-    """Which rows are of a stage's backward: [rows]."""
-    place: Int
-    """The place of each row in its segment, or after all actions: [rows]."""
-    needs: RowNeeds
-    need_part: Int
-    """The part whose row needs it: [needs]."""
+    """[rows]: True in a stage's backward."""
+    segment_row: Int
+    """[rows]: row in the segment, or in the optimizer action."""
+    deps: RowDeps
+    dep_part: Int
+    """[dependencies]: part of the row that depends."""
     pipeline_peers: Sequence[int]
     """Slots of peers along the pipeline."""
-    naming: Sequence[Naming]
-    """By content, the stage whose columns `actions` has."""
+    labels: Sequence[StageLabels]
+    """By stage class, the stage whose columns `actions` has."""
 
-    def offset(self, form: Int, place: Int) -> Int:
-        """The distance of places from where the actions of their forms begin; -1: not there."""
-        return self.offsets[self.first_offset[form] + place]
+    def offset(self, part_rows: Int, segment_row: Int) -> Int:
+        """Offset in the action; -1: absent."""
+        return self.offsets[self.first_offset[part_rows] + segment_row]
 
     @property
-    def messages(self) -> int:
-        """The most messages that one action exchanges along one axis."""
-        return max(stage.messages for stage in self.stages)
+    def max_messages(self) -> int:
+        """Largest number of messages of one action along one axis."""
+        return max(stage.num_messages for stage in self.stages)
 
 
 class TableBuilder:
-    """Puts the rows of distinct actions together.
+    """Builds the rows of distinct actions.
 
-    Segments stand one after the other: by content those of forward and of backward, then those
-    after all actions. Rows of actions are copies of theirs.
+    Rows are gathered from the concatenated segments: by stage class those of forward and of
+    backward, then those of optimizer actions.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
         actions: Sequence[tuple[StagePart, ...]],
-        afters: Sequence[After],
+        optimizer_steps: Sequence[OptimizerStep],
         neighbours: Mapping[tuple[int, int], int],
     ) -> None:
-        """`neighbours`: by content and distance, the content of a stage on the same rank that hands
-        values in memory to the content's stage, or takes them."""
-        self.stages, self.actions, self.afters = stages, actions, afters
+        """Lay out the rows of all actions.
+
+        `neighbours`: by stage class and distance, the class of a stage on the same rank that
+        exchanges values in memory.
+        """
+        self.stages, self.actions, self.optimizer_steps = stages, actions, optimizer_steps
         self._neighbours = neighbours
         self.segments = [s for stage in stages for s in (stage.forward, stage.backward)]
-        self._segment_begin = _begins([*map(len, self.segments), *(len(a.rows) for a in afters)])
-        self._lay_out()
-
-    def _lay_out(self) -> None:
-        """Rows of actions: where each begins, and what they are copies of."""
-        self.forms: list[Form] = []
-        self.form_of = np.full((len(self.actions), 2), -1, dtype=np.int64)
+        self._segment_begin = _begins([*map(len, self.segments), *map(len, optimizer_steps)])
+        self.part_rows: list[PartRows] = []
+        self.part_rows_of = np.full((len(self.actions), 2), -1, dtype=np.int64)
         sizes: list[int] = []
-        for nth, parts in enumerate(self.actions):
-            made = forms_of(self.stages, parts)
-            self.form_of[nth, : len(made)] = np.arange(len(made)) + len(self.forms)
-            self.forms += made
-            sizes.append(sum(len(form.place) for form in made))
-        self.begin = _begins([*sizes, *(len(after.rows) for after in self.afters)])
-        self.total, self.end = int(self.begin[-1]), int(self.begin[len(self.actions)])
-        self._segment = np.array([_segment_number(f.part) for f in self.forms], dtype=np.int64)
-        segments: list[int] = self._segment.tolist()
-        self.first_offset = _begins([len(self.segments[n]) for n in segments])
+        for action, parts in enumerate(self.actions):
+            rows = _part_rows(self.stages, parts)
+            first = len(self.part_rows)
+            self.part_rows_of[action, : len(rows)] = np.arange(first, first + len(rows))
+            self.part_rows += rows
+            sizes.append(sum(len(p.segment_row) for p in rows))
+        self.begin = _begins([*sizes, *map(len, self.optimizer_steps)])
+        self.total = int(self.begin[-1])
+        self.optimizer_begin = int(self.begin[len(self.actions)])
+        codes = [2 * p.part.stage_class + (not p.part.forward) for p in self.part_rows]
+        self._segment = np.array(codes, dtype=np.int64)
+        self.first_offset = _begins([len(self.segments[s]) for s in codes])
         self.offsets = np.full(int(self.first_offset[-1]), -1, dtype=np.int64)
         self._action = np.repeat(np.arange(len(sizes)), [len(parts) for parts in self.actions])
-        source, form, part = (np.zeros(self.total, dtype=np.int64) for _ in range(3))
-        for f, of in enumerate(self.forms):
-            at = self.begin[self._action[f]] + of.offset
-            source[at] = self._segment_begin[self._segment[f]] + of.place
-            form[at], part[at] = f, of.nth
-            self.offsets[self.first_offset[f] + of.place] = of.offset
-        source[self.end :] = np.arange(*self._segment_begin[[len(self.segments), -1]].tolist())
-        self._source, self._form, self._part = source, form, part
+        source, part_rows, part = (np.zeros(self.total, dtype=np.int64) for _ in range(3))
+        for i, p in enumerate(self.part_rows):
+            row = self.begin[self._action[i]] + p.offset
+            source[row] = self._segment_begin[self._segment[i]] + p.segment_row
+            part_rows[row], part[row] = i, p.part_index
+            self.offsets[self.first_offset[i] + p.segment_row] = p.offset
+        optimizer_rows = self._segment_begin[[len(self.segments), -1]].tolist()
+        source[self.optimizer_begin :] = np.arange(*optimizer_rows)
+        self._source, self._part_rows, self._part = source, part_rows, part
 
     def table(
-        self, tables: Tables, kernels: Sequence[Sequence[int]], naming: Sequence[Naming]
+        self, tables: Tables, kernels: Sequence[Sequence[int]], labels: Sequence[StageLabels]
     ) -> ActionTable:
-        """The table; `kernels` are the numbers of the kernels of all segments, one after the other,
-        `naming` is by content."""
+        """Build the table.
+
+        `kernels`: numbers of the kernels of each segment and optimizer step; `labels` by stage
+        class.
+        """
         data_ptr, entry = self._entries()
-        owner = np.repeat(np.arange(self.total), np.diff(data_ptr))
-        needs = self._needs().take(entry)
-        data, carried = self._needed(owner, needs)
+        reader = np.repeat(np.arange(self.total), np.diff(data_ptr))
+        deps = self._segment_deps().take(entry)
+        data, carried = self._dep_rows(reader, deps)
         kernel = np.concatenate([np.asarray(k, dtype=np.int64) for k in kernels])[self._source]
         columns: dict[str, NDArray[Any]] = {
-            name: column[kernel] for name, column in tables.of_kernels().items()
+            name: column[kernel] for name, column in tables.kernel_columns().items()
         }
         tasks = Tasks(
             **columns,
-            **self._named(naming),
+            **self._label_columns(labels),
             microbatch=self._microbatch().astype(np.int32),
             tag=self._column("tag", -1).astype(np.int32),
             data_ptr=data_ptr,
@@ -281,204 +272,209 @@ class TableBuilder:
             dtypes=DTYPES,
             shapes=tuple(tables.shapes.table),
         )
-        backward = np.zeros(self.total, dtype=bool)
-        backward[: self.end] = (self._segment % 2 == 1)[self._form[: self.end]]
+        backward, end = np.zeros(self.total, dtype=bool), self.optimizer_begin
+        backward[:end] = (self._segment % 2 == 1)[self._part_rows[:end]]
         segment = np.searchsorted(self._segment_begin, self._source, side="right") - 1
         return ActionTable(
             actions=Actions(tasks, self.begin, self._part, carried),
             stages=self.stages,
-            afters=self.afters,
-            first_after=len(self.actions),
-            forms=self.forms,
-            form_of=self.form_of,
+            optimizer_steps=self.optimizer_steps,
+            first_optimizer=len(self.actions),
+            part_rows=self.part_rows,
+            part_rows_of=self.part_rows_of,
             offsets=self.offsets,
             first_offset=self.first_offset,
             backward=backward,
-            place=self._source - self._segment_begin[segment],
-            needs=needs,
-            need_part=self._part[owner],
-            pipeline_peers=[n for peer, n in tables.peers.table.items() if peer.axis == "pp"],
-            naming=naming,
+            segment_row=self._source - self._segment_begin[segment],
+            deps=deps,
+            dep_part=self._part[reader],
+            pipeline_peers=[slot for peer, slot in tables.peers.table.items() if peer.axis == "pp"],
+            labels=labels,
         )
 
     # ---- columns ---------------------------------------------------------------------------------
 
-    def _column(self, name: str, after: int) -> NDArray[Any]:
-        """A column of the segments, by row; rows after all actions have one value."""
-        rest = np.full(self.total - self.end, after)
-        of_segments = [getattr(segment, name) for segment in self.segments]
-        return np.concatenate([*of_segments, rest])[self._source]
+    def _column(self, name: str, optimizer: int) -> NDArray[Any]:
+        """Column of the segments, by row; `optimizer`: value of rows of optimizer actions."""
+        columns = [getattr(segment, name) for segment in self.segments]
+        columns.append(np.full(self.total - self.optimizer_begin, optimizer))
+        return np.concatenate(columns)[self._source]
 
     def _microbatch(self) -> Int:
-        """A number of its own for each part; -1: once per step."""
-        of_form = 2 * self._action + np.array([f.nth for f in self.forms], dtype=np.int64)
-        kinds = np.array([f.part.kind for f in self.forms], dtype=np.int64)
-        of_form[kinds == UNSHARD] = -1
-        microbatch = np.full(self.total, -1, dtype=np.int64)
-        microbatch[: self.end] = of_form[self._form[: self.end]]
-        return np.where(self._column("once", 1).astype(bool), -1, microbatch)
+        """Distinct placeholder per part; -1: once per step."""
+        kinds = np.array([p.part.kind for p in self.part_rows], dtype=np.int64)
+        part_index = np.array([p.part_index for p in self.part_rows], dtype=np.int64)
+        placeholder = np.where(kinds == UNSHARD, -1, 2 * self._action + part_index)
+        microbatch, end = np.full(self.total, -1, dtype=np.int64), self.optimizer_begin
+        microbatch[:end] = placeholder[self._part_rows[:end]]
+        return np.where(self._column("once_per_step", 1).astype(bool), -1, microbatch)
 
-    def _named(self, naming: Sequence[Naming]) -> dict[str, Any]:
+    def _label_columns(self, labels: Sequence[StageLabels]) -> dict[str, Any]:
         """Names, stages and layers."""
-        numbers = Numbers[str]()
+        interner = Interner[str]()
         name: list[int] = []
         stage: list[Int] = []
         layer: list[Int] = []
-        for n, segment in enumerate(self.segments):
-            named = naming[n // 2]
-            name += numbers.each(named.names(segment))
-            stage.append(np.full(len(segment), named.stage))
-            layer.append(named.layers_of(segment.block))
-        for contents, rows in self.afters:
-            of = [naming[content] for content in contents]
-            name += numbers.each(names_after(of, rows))
-            # Stages with one content stay apart, by numbers that no other stage has.
-            behind = 1 + max(named.stage for named in naming)
-            numbered = [
-                behind + c if content in contents[:c] else naming[content].stage
-                for c, content in enumerate(contents)
+        for s, segment in enumerate(self.segments):
+            stage_labels = labels[s // 2]
+            name += interner.ids(stage_labels.row_names(segment))
+            stage.append(np.full(len(segment), stage_labels.stage))
+            layer.append(stage_labels.layers_of_blocks(segment.block))
+        next_stage = 1 + max((label.stage for label in labels), default=0)
+        for rows in self.optimizer_steps:
+            classes = rows.stage_classes
+            rank_labels = [labels[c] for c in classes]
+            name += interner.ids(optimizer_names(rank_labels, rows))
+            # Give repeated stage classes distinct stage numbers.
+            numbers = [
+                next_stage + i if c in classes[:i] else labels[c].stage
+                for i, c in enumerate(classes)
             ]
-            stage.append(np.array([*numbered, -1])[rows.stage])
-            layer.append(layers_after(of, rows))
-        columns = {"name": np.array(name), "stage": np.concatenate(stage)}
-        columns["layer"] = np.concatenate(layer)
-        found = {c: of[self._source].astype(np.int32) for c, of in columns.items()}
-        return {**found, "names": tuple(numbers.table)}
+            stage.append(np.array([*numbers, -1])[rows.stage])
+            layer.append(optimizer_layers(rank_labels, rows))
+        columns = {
+            "name": np.array(name), "stage": np.concatenate(stage), "layer": np.concatenate(layer)
+        }  # fmt: skip
+        by_row = {c: column[self._source].astype(np.int32) for c, column in columns.items()}
+        return {**by_row, "names": tuple(interner.table)}
 
-    # ---- needs -----------------------------------------------------------------------------------
+    # ---- dependencies ----------------------------------------------------------------------------
 
     def _entries(self) -> tuple[Int, Int]:
-        """Pointers to the needs of each row, and which of those of segments each is."""
+        """Pointers to the dependencies of each row, and their indices in `_segment_deps`."""
         counts = [np.bincount(s.dep_row, minlength=len(s)) for s in self.segments]
-        counts += [np.bincount(a.rows.dep_row, minlength=len(a.rows)) for a in self.afters]
+        counts += [np.bincount(s.dep_row, minlength=len(s)) for s in self.optimizer_steps]
         pointer = _begins(np.concatenate([np.zeros(0, dtype=np.int64), *counts]))
-        mine = np.diff(pointer)[self._source]
-        data_ptr = _begins(mine)
-        return data_ptr, np.repeat(pointer[self._source] - data_ptr[:-1], mine) + np.arange(
-            int(data_ptr[-1])
+        row_counts = np.diff(pointer)[self._source]
+        data_ptr = _begins(row_counts)
+        first = np.repeat(pointer[self._source] - data_ptr[:-1], row_counts)
+        return data_ptr, first + np.arange(int(data_ptr[-1]))
+
+    def _segment_deps(self) -> RowDeps:
+        """Dependencies of the rows of all segments and optimizer steps."""
+        pass_part: list[Int] = []
+        for i, s in enumerate(self.segments):
+            backward = (s.dep_owner != Owner.FORWARD) & (s.dep_owner != Owner.FIRST_FORWARD)
+            column = backward.astype(np.int64)
+            for distance in np.unique(s.dep_stage[backward]).tolist():
+                mask = (s.dep_stage == distance) & backward
+                weight = self.stages[self._neighbour(i // 2, distance)].backward.weight_half
+                column[mask] += weight[s.dep_segment_row[mask]]
+            pass_part.append(column)
+        for s in self.optimizer_steps:
+            backward = s.dep_owner == Owner.LAST_BACKWARD
+            column = np.where(s.dep_owner == Owner.OPTIMIZER, -1, backward).astype(np.int64)
+            for i, stage_class in enumerate(s.stage_classes):
+                mask = (s.dep_stage == i) & backward
+                weight = self.stages[stage_class].backward.weight_half
+                column[mask] += weight[s.dep_segment_row[mask]]
+            pass_part.append(column)
+        owner, stage, segment_row = (
+            np.concatenate([getattr(s, name) for s in (*self.segments, *self.optimizer_steps)])
+            for name in ("dep_owner", "dep_stage", "dep_segment_row")
         )
+        once = (owner == Owner.FIRST_FORWARD) | (owner == Owner.LAST_BACKWARD)
+        return RowDeps(np.concatenate(pass_part), once, stage, segment_row)
 
-    def _needs(self) -> RowNeeds:
-        """What the rows of all segments need."""
-        half: list[Int] = []
-        for n, s in enumerate(self.segments):
-            mine = ((s.dep_whose != OF_FORWARD) & (s.dep_whose != FIRST)).astype(np.int64)
-            for distance in np.unique(s.dep_stage[mine > 0]).tolist():
-                there = (s.dep_stage == distance) & (mine > 0)
-                weight = self.stages[self._content(n // 2, distance)].backward.weight
-                mine[there] += weight[s.dep_at[there]]
-            half.append(mine)
-        for contents, rows in self.afters:
-            mine = np.where(rows.dep_whose == STEP, -1, rows.dep_whose == LAST).astype(np.int64)
-            for c, content in enumerate(contents):
-                there = (rows.dep_stage == c) & (mine > 0)
-                mine[there] += self.stages[content].backward.weight[rows.dep_at[there]]
-            half.append(mine)
-        every = [*self.segments, *(after.rows for after in self.afters)]
-        whose, stage, place = (
-            np.concatenate([getattr(of, name) for of in every])
-            for name in ("dep_whose", "dep_stage", "dep_at")
-        )
-        return RowNeeds(np.concatenate(half), (whose == FIRST) | (whose == LAST), stage, place)
+    def _neighbour(self, stage_class: int, distance: int) -> int:
+        return self._neighbours[stage_class, distance] if distance else stage_class
 
-    def _content(self, content: int, distance: int) -> int:
-        return self._neighbours[content, distance] if distance else content
-
-    def _needed(self, owner: Int, needs: RowNeeds) -> tuple[Int, Bool]:
-        """The row that each need names, and whether another copy has it."""
-        of_action = owner < self.end
-        form = self._form[owner]
-        after = np.repeat(np.arange(len(self.begin) - 1), np.diff(self.begin)) - len(self.actions)
-        nth_after = after[owner]
-        content = np.array([f.part.content for f in self.forms], dtype=np.int64)[form]
-        for distance in np.unique(needs.stage[of_action]).tolist():
+    def _dep_rows(self, reader: Int, deps: RowDeps) -> tuple[Int, Bool]:
+        """Source row of each dependency, and True if it is in another copy."""
+        in_stage = reader < self.optimizer_begin
+        part_rows = self._part_rows[reader]
+        num_actions = len(self.actions)
+        action = np.repeat(np.arange(len(self.begin) - 1), np.diff(self.begin))
+        optimizer = action[reader] - num_actions
+        classes = [p.part.stage_class for p in self.part_rows]
+        stage_class = np.array(classes, dtype=np.int64)[part_rows]
+        for distance in np.unique(deps.stage[in_stage]).tolist():
             if distance:
-                there = np.flatnonzero(of_action & (needs.stage == distance))
-                content[there] = [self._content(c, distance) for c in content[there].tolist()]
-        for n, (contents, _) in enumerate(self.afters):
-            there = np.flatnonzero(~of_action & (needs.half >= 0) & (nth_after == n))
-            content[there] = np.array(contents, dtype=np.int64)[needs.stage[there]]
-        step = needs.half < 0
-        data = self.begin[len(self.actions) + np.where(step, nth_after, 0)] + needs.place
-        inside = of_action & self._in_same_action(form, needs)
-        at = np.flatnonzero(inside)
-        offset = self.offsets[self.first_offset[form[at]] + needs.place[at]]
-        data[at] = self.begin[self._action[form[at]]] + offset
-        others = np.flatnonzero(~inside & ~step)
-        data[others] = self._examples(content[others], needs.take(others))
-        return data, ~inside & ~step
+                rows = np.flatnonzero(in_stage & (deps.stage == distance))
+                neighbours = [self._neighbour(c, distance) for c in stage_class[rows].tolist()]
+                stage_class[rows] = neighbours
+        for i, step in enumerate(self.optimizer_steps):
+            rows = np.flatnonzero(~in_stage & (deps.pass_part >= 0) & (optimizer == i))
+            stage_class[rows] = np.array(step.stage_classes, dtype=np.int64)[deps.stage[rows]]
+        in_optimizer = deps.pass_part < 0
+        data = self.begin[num_actions + np.where(in_optimizer, optimizer, 0)] + deps.segment_row
+        inside = in_stage & self._in_same_action(part_rows, deps)
+        rows = np.flatnonzero(inside)
+        offset = self.offsets[self.first_offset[part_rows[rows]] + deps.segment_row[rows]]
+        data[rows] = self.begin[self._action[part_rows[rows]]] + offset
+        carried = ~inside & ~in_optimizer
+        rows = np.flatnonzero(carried)
+        data[rows] = self._example_rows(stage_class[rows], deps.take(rows))
+        return data, carried
 
-    def _in_same_action(self, form: Int, needs: RowNeeds) -> Bool:
-        """Which needs of rows of forms are met by the same part of the same copy."""
-        if not self.forms:
-            return np.zeros(len(form), dtype=bool)
-        kind = np.array([f.part.kind for f in self.forms], dtype=np.int64)[form]
-        complete = np.array([f.part.complete for f in self.forms], dtype=bool)[form]
-        borrows = ~np.array([f.part.gathers for f in self.forms], dtype=bool)[form]
-        inside = (needs.stage == 0) & HAS_HALF[kind, needs.half] & (~needs.once | complete)
-        check = np.flatnonzero(inside & borrows)
-        for f in np.unique(form[check]).tolist():
-            mine = check[form[check] == f]
-            gathers = self.segments[self._segment[f]].gathers
-            inside[mine] = ~gathers[needs.place[mine]]
+    def _in_same_action(self, part_rows: Int, deps: RowDeps) -> Bool:
+        """Mask of dependencies whose source is in the same part of the same copy."""
+        if not self.part_rows:
+            return np.zeros(len(part_rows), dtype=bool)
+        kind, once, gathers = (
+            np.array([getattr(p.part, name) for p in self.part_rows])[part_rows]
+            for name in ("kind", "once_per_step", "gathers")
+        )
+        inside = (
+            (deps.stage == 0) & HAS_PASS_PART[kind, deps.pass_part] & (~deps.once_per_step | once)
+        )
+        check = np.flatnonzero(inside & ~gathers)
+        for i in np.unique(part_rows[check]).tolist():
+            rows = check[part_rows[check] == i]
+            inside[rows] = ~self.segments[self._segment[i]].gathers[deps.segment_row[rows]]
         return inside
 
-    def _examples(self, content: Int, needs: RowNeeds) -> Int:
-        """Rows that stand for needed ones of stages with these contents, in some action."""
-        # By content and half, an action that does what happens once per step, and another one.
-        of = np.full((len(self.stages), HALVES, 2), -1, dtype=np.int64)
-        by_choice = sorted(range(len(self.forms)), key=lambda f: self.forms[f].part.gathers)
-        for f in by_choice:  # the last one counts
-            part = self.forms[f].part
-            for half in np.flatnonzero(HAS_HALF[part.kind]).tolist():
-                of[part.content, half, int(part.complete)] = f
-        chosen = of[content, needs.half, needs.once.astype(np.int64)]
-        other = of[content, needs.half, 1 - needs.once.astype(np.int64)]
-        found = np.full(len(content), -1, dtype=np.int64)
-        for forms in (chosen, other):
-            at = np.flatnonzero((found < 0) & (forms >= 0))
-            offset = self.offsets[self.first_offset[forms[at]] + needs.place[at]]
-            found[at] = np.where(offset < 0, -1, self.begin[self._action[forms[at]]] + offset)
-        for at in np.flatnonzero(found < 0).tolist():
-            found[at] = self._any(int(content[at]), int(needs.half[at]), int(needs.place[at]))
-        return found
+    def _example_rows(self, stage_class: Int, deps: RowDeps) -> Int:
+        """Example of each source row, of stages of these classes, in some action."""
+        # By stage class and part of the pass: an action without the rows once per step, one with.
+        example = np.full((len(self.stages), PASS_PARTS, 2), -1, dtype=np.int64)
+        order = sorted(range(len(self.part_rows)), key=lambda i: self.part_rows[i].part.gathers)
+        for i in order:  # the last one counts
+            part = self.part_rows[i].part
+            for pass_part in np.flatnonzero(HAS_PASS_PART[part.kind]).tolist():
+                example[part.stage_class, pass_part, int(part.once_per_step)] = i
+        once = deps.once_per_step.astype(np.int64)
+        row = np.full(len(stage_class), -1, dtype=np.int64)
+        for column in (once, 1 - once):
+            part_rows = example[stage_class, deps.pass_part, column]
+            at = np.flatnonzero((row < 0) & (part_rows >= 0))
+            offset = self.offsets[self.first_offset[part_rows[at]] + deps.segment_row[at]]
+            row[at] = np.where(offset < 0, -1, self.begin[self._action[part_rows[at]]] + offset)
+        for i in np.flatnonzero(row < 0).tolist():
+            forward = int(deps.pass_part[i]) == 0
+            row[i] = self._find_row(int(stage_class[i]), int(deps.segment_row[i]), forward=forward)
+        return row
 
-    def _any(self, content: int, half: int, place: int) -> int:
-        """A row of some action that is this place; or that gathers the same, in another direction:
-        an action may use what one of the other direction has gathered."""
-        forward = half == 0
-        other = self.stages[content].gathered_elsewhere(place, forward=forward)
-        for direction, at in ((forward, place), (not forward, other)):
-            for f, form in enumerate(self.forms):
-                mine = form.part.content == content and at >= 0
-                if mine and (self._segment[f] % 2 == 0) == direction:
-                    offset = int(self.offsets[self.first_offset[f] + at])
+    def _find_row(self, stage_class: int, segment_row: int, *, forward: bool) -> int:
+        """Any action's copy of a segment row, or its matching gather."""
+        matching = self.stages[stage_class].matching_gather(segment_row, forward=forward)
+        for direction, source in ((forward, segment_row), (not forward, matching)):
+            for i, p in enumerate(self.part_rows):
+                same_class = p.part.stage_class == stage_class and source >= 0
+                if same_class and p.part.forward == direction:
+                    offset = int(self.offsets[self.first_offset[i] + source])
                     if offset >= 0:
-                        return int(self.begin[self._action[f]]) + offset
+                        return int(self.begin[self._action[i]]) + offset
         raise LookupError("no action has a row that another one needs")
 
 
-def names_after(naming: Sequence[Naming], rows: OptimizerStep) -> Iterator[str]:
-    """The names of rows after all actions of a rank, by stage of the rank."""
+def optimizer_names(labels: Sequence[StageLabels], rows: OptimizerStep) -> Iterator[str]:
+    """Names of the rows of an optimizer action; `labels` by stage of the rank."""
     stages: list[int] = rows.stage.tolist()
     blocks: list[int] = rows.block.tolist()
     for stage, block, t in zip(stages, blocks, rows.kernels, strict=True):
-        yield t.name if block < 0 else f"{naming[stage].labels[block]}.{t.name}"
+        yield t.name if block < 0 else f"{labels[stage].labels[block]}.{t.name}"
 
 
-def layers_after(naming: Sequence[Naming], rows: OptimizerStep) -> Int:
-    """The layers of rows after all actions of a rank, by stage of the rank."""
+def optimizer_layers(labels: Sequence[StageLabels], rows: OptimizerStep) -> Int:
+    """Layers of the rows of an optimizer action; `labels` by stage of the rank."""
     layer = np.full(len(rows), -1, dtype=np.int64)
-    for c, named in enumerate(naming):
-        mine = rows.stage == c
-        layer[mine] = named.layers_of(rows.block[mine])
+    for i, stage_labels in enumerate(labels):
+        on_stage = rows.stage == i
+        layer[on_stage] = stage_labels.layers_of_blocks(rows.block[on_stage])
     return layer
 
 
-def _segment_number(part: StagePart) -> int:
-    return part.content * 2 + (part.kind not in (FORWARD, UNSHARD))
-
-
 def _begins(sizes: Sequence[int] | Int) -> Int:
-    """Where things of these sizes begin one after the other, and the end."""
+    """Begins of consecutive ranges of these sizes, and the end."""
     return np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))]).astype(np.int64)

@@ -1,8 +1,8 @@
-"""Which values of a block take memory, how much, and which tasks make and read them.
+"""Values of a block that take memory: their bytes, and the tasks that make and read them.
 
-A value is allocated from the first row that touches it to the last, so that allocation is ideal.
-The results of a collective of many weights come and go together. Views, gradients reduced in their
-buffer and parameters written by the optimizer take no bytes of their own.
+A value is allocated from the first row that touches it to the last: allocation is ideal. The
+results of a collective of many weights are allocated and freed as one. Views, gradients reduced in
+their buffer and parameters written by the optimizer share the bytes of another value.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from stagewright.lower.kernels.lowering import is_part
 from stagewright.program.columns import TaskKind
 
 Touch = tuple[int, int, int]
-"""A row that needs a value: whose rows (see `segments`), the stage, and the place there."""
+"""Row that accesses a value: owner (`segments.Owner`), stage, segment row."""
 
 _MOVES_GRADIENT = frozenset(
     {Role.SUM_OVER_MODEL, Role.MICROBATCH_GRADIENT, Role.STEP_GRADIENT, Role.REDUCED}
@@ -29,31 +29,30 @@ _MOVES_GRADIENT = frozenset(
 
 @dataclass(slots=True, eq=False)
 class Value:
-    """Bytes of a stage with a live range, which is the span of the rows that touch them."""
+    """Bytes of a stage, live from the first to the last row that touches them."""
 
     name: str
     layer: int
     phase: str
     category: str
     size: int
-    whole: bool = False
-    """One for all microbatches."""
-    lasts: bool = False
-    """Live until the step is over."""
-    lasts_halved: bool = False
-    """Live until the step is over if its backward is done in halves."""
-    fixed: bool = False
-    """Allocated all the time, whatever touches it."""
+    per_step: bool = False
+    """Shared by all microbatches."""
+    until_step_end: bool = False
+    """Live until the end of the step."""
+    until_step_end_if_split: bool = False
+    """Live until the end of the step if its backward is split into halves."""
+    permanent: bool = False
+    """Allocated all the time; touches are not recorded."""
     touches: list[Touch] = field(default_factory=list[Touch])
-    needs: Touch | None = None
-    """A row without which the value is not there: that row may belong to another microbatch's
-    action."""
+    requires: Touch | None = None
+    """Row that must exist for the value to exist."""
 
-    def touch(self, at: Touch, phase: str) -> None:
-        """A row of this phase needs the value: one that backward needs is an activation."""
-        if self.fixed:
+    def touch(self, touch: Touch, phase: str) -> None:
+        """Record an access by a row of a phase: values that backward reads are activations."""
+        if self.permanent:
             return
-        self.touches.append(at)
+        self.touches.append(touch)
         if self.category in ("communication", "workspace"):
             later = phase == "backward" or (phase == "recompute" and self.phase == "forward")
             if later and self.phase in ("forward", "recompute"):
@@ -62,20 +61,20 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Which values have bytes of their own: by default, gradients have permanent buffers."""
+    """Rules for values that share bytes; by default, gradients have permanent buffers."""
 
     gradient_buffers: bool = True
-    """Gradients of weights are summed in buffers allocated all the time; else each is live from
-    when it is made until the step is over."""
+    """Gradients of weights are summed in permanent buffers; else each is live until the step
+    ends."""
     one_microbatch: bool = False
     """A gradient is not added to others."""
     copies_slices: bool = False
-    """A rank's part of an activation that it has whole is a tensor of its own."""
+    """A rank's slice of an activation is copied."""
     update_temporaries: int = 0
-    """Temporary tensors of the size of a parameter while it is updated."""
+    """Number of temporary tensors of the size of a parameter while it is updated."""
 
     def owner(self, n: Node) -> Node:
-        """The value whose bytes these are: a view has those of what it is a view of."""
+        """Value whose bytes these are: a view has those of its source."""
         while self._shares_bytes(n):
             n = n.srcs[0]
         return n
@@ -93,7 +92,7 @@ class Allocation:
         return n.op in COLLECTIVE_OPS and n.once and n.phase in ("backward", "optimizer")
 
     def permanent(self, n: Node) -> bool:
-        """Whether a value is part of what is allocated all the time."""
+        """True if a value is allocated all the time."""
         buffers = ("accumulate",) if self.gradient_buffers else ()
         return n.op in ("param", "state", *buffers) or updates(n)
 
@@ -102,27 +101,27 @@ PERMANENT_BUFFERS = Allocation()
 
 
 def updates(n: Node) -> bool:
-    """Whether a value is a parameter as an optimizer has just written it."""
+    """True if a value is a parameter that an optimizer writes."""
     return n.op in OPS and bool(OPS[n.op].moments)
 
 
 class NewValue(NamedTuple):
-    """What a task makes that takes bytes of its own: one node, or several allocated as one."""
+    """Bytes that a task allocates: for one node, or for several as one."""
 
     nodes: tuple[Node, ...]
     name: str
     category: str
     size: int
-    whole: bool = False  # one for all microbatches
-    lasts: bool = False  # live until the step is over
+    per_step: bool = False  # shared by all microbatches
+    until_step_end: bool = False
 
 
 class Use(NamedTuple):
-    """The values that a task makes, and the owners of all that it makes or reads."""
+    """Values that a task allocates and touches."""
 
     new: tuple[NewValue, ...]
-    seen: tuple[Node, ...]
-    scratch: int | None = None  # bytes needed while it runs, which may be 0; None: no such value
+    touched: tuple[Node, ...]  # owners of the bytes that it makes or reads
+    scratch: int | None = None  # bytes needed while it runs, which may be 0; None: no value
     moves_gradients: bool = False  # the task is a collective of gradients of weights
 
 
@@ -132,22 +131,22 @@ def uses(
     graph: Graph,
     allocation: Allocation = PERMANENT_BUFFERS,
 ) -> dict[Kernel, Use]:
-    """What each task of a block makes and reads; `size` in bytes of one rank."""
+    """Values that each task of a block allocates and touches; `size` in bytes of one rank."""
     result: dict[Kernel, Use] = {}
-    gradients = set[Node]()  # those without buffers: the first operand of each update
+    gradients = set[Node]()  # without buffers: the first operand of each update
     if not allocation.gradient_buffers:
         gradients = {allocation.owner(n.srcs[0]) for n in graph if updates(n)}
     for t in tasks:
         made = tuple(n for n in t.made if allocation.owner(n) is n and not allocation.permanent(n))
-        one_by_one = t.kind != TaskKind.COLLECTIVE or len(made) < 2
-        allocated: list[tuple[Node, ...]] = [(n,) for n in made] if one_by_one else [made]
+        separate = t.kind != TaskKind.COLLECTIVE or len(made) < 2
+        allocated: list[tuple[Node, ...]] = [(n,) for n in made] if separate else [made]
         new: list[NewValue] = []
         for nodes in allocated:
-            name = (nodes[0].name or nodes[0].op) if one_by_one else t.name
-            lasts = not gradients.isdisjoint(nodes)
-            whole = lasts or any(n.op == "accumulate" for n in nodes)
-            category = "gradients" if whole else _category(t)
-            new.append(NewValue(nodes, name, category, sum(size[n] for n in nodes), whole, lasts))
+            name = (nodes[0].name or nodes[0].op) if separate else t.name
+            until_step_end = not gradients.isdisjoint(nodes)
+            per_step = until_step_end or any(n.op == "accumulate" for n in nodes)
+            category, total = "gradients" if per_step else _category(t), sum(size[n] for n in nodes)
+            new.append(NewValue(nodes, name, category, total, per_step, until_step_end))
         temporaries: dict[Node, Any] = {
             n: allocation.update_temporaries if updates(n) else n.get("temporaries", 0)
             for n in t.made
@@ -155,9 +154,9 @@ def uses(
         scratch = (
             sum(size[n] * k for n, k in temporaries.items()) if any(temporaries.values()) else None
         )
-        seen = dict.fromkeys(allocation.owner(n) for n in (*t.made, *t.reads))
-        kept = tuple(n for n in seen if not allocation.permanent(n))
-        result[t] = Use(tuple(new), kept, scratch, moves_gradients(t))
+        owners = dict.fromkeys(allocation.owner(n) for n in (*t.made, *t.reads))
+        touched = tuple(n for n in owners if not allocation.permanent(n))
+        result[t] = Use(tuple(new), touched, scratch, moves_gradients(t))
     return result
 
 
@@ -169,7 +168,7 @@ def permanent_bytes(
     states_on_host: bool = False,
     allocation: Allocation = PERMANENT_BUFFERS,
 ) -> dict[str, int]:
-    """Bytes of a block that are allocated all the time, by category.
+    """Permanent bytes of a block, by category.
 
     `elsewhere`: tables of which another block of the rank owns the tensor.
     """
@@ -184,7 +183,7 @@ def permanent_bytes(
         del by_category["optimizer"]
     if not allocation.gradient_buffers:
         del by_category["gradients"]
-    return {what: sum(size[n] for n in nodes) for what, nodes in by_category.items() if nodes}
+    return {name: sum(size[n] for n in nodes) for name, nodes in by_category.items() if nodes}
 
 
 def _category(t: Kernel) -> str:
@@ -194,5 +193,5 @@ def _category(t: Kernel) -> str:
 
 
 def moves_gradients(t: Kernel) -> bool:
-    """Whether a task is a collective of gradients of weights."""
+    """True if a task is a collective of gradients of weights."""
     return t.kind == TaskKind.COLLECTIVE and any(n.role in _MOVES_GRADIENT for n in t.made)

@@ -1,4 +1,4 @@
-"""Live ranges: the values of a pipeline rank with the first and last row that touches each."""
+"""Live ranges: values of a pipeline rank with the first and last row that touches each."""
 
 from __future__ import annotations
 
@@ -14,134 +14,128 @@ from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.lifetimes import Touch
 from stagewright.lower.assembly.rank_order import RankOrder, uses_weights
 from stagewright.lower.assembly.rank_schedule import FORWARD, UNSHARD
-from stagewright.lower.assembly.segments import FORWARD as OF_FORWARD
-from stagewright.lower.assembly.segments import NEXT, STEP, Numbers
+from stagewright.lower.assembly.segments import Interner, Owner
 from stagewright.lower.assembly.stages import Stage
 from stagewright.program.columns import CATEGORIES
 
-_CATEGORY = {name: nth for nth, name in enumerate(CATEGORIES)}
-_MOST = np.iinfo(np.int64).max
+_CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
+_MAX_ROW = np.iinfo(np.int64).max
 
 
 # ---- values --------------------------------------------------------------------------------------
 
 
 class Touches(NamedTuple):
-    """Rows that need values, a column for each: [touches]."""
+    """Accesses of values by rows, as columns: [touches]."""
 
     value: Int
     """Ascending."""
-    stage: Int
-    """Of one stage's values, how many stages further on; of a rank's, which of its stages."""
-    half: Int
-    """The half of the stage (`rank_schedule.HALVES`) that has the row; -1: it is after all
-    actions."""
-    place: Int
-    """In the segment, or among the stage's rows after all actions."""
-    once: Bool
-    """Rows that are there once per step."""
-    next: Bool
-    """Rows of the next microbatch."""
+    local_stage: Int
+    """Stage of the row: of one stage's values its distance, of a rank's the index on the rank."""
+    pass_part: Int
+    """Part of the pass that has the row (`rank_schedule.PASS_PARTS`); -1: optimizer."""
+    segment_row: Int
+    """Row in the segment, or index of the stage's task in the optimizer action."""
+    once_per_step: Bool
+    next_microbatch: Bool
+    """True if the row is of the next microbatch."""
 
     @classmethod
-    def of(cls, stage: Stage, values: Int, touches: Iterable[Touch]) -> Touches:
-        """The touches of some values of a stage."""
-        numbers = itertools.chain.from_iterable(touches)
-        whose, owner, place = np.fromiter(numbers, dtype=np.int64).reshape(-1, 3).T
-        half, once = np.where(whose == STEP, -1, whose != OF_FORWARD), whose == STEP
+    def of_stage(cls, stage: Stage, values: Int, touches: Iterable[Touch]) -> Touches:
+        """Touches of `values` of a stage."""
+        columns = np.fromiter(itertools.chain.from_iterable(touches), dtype=np.int64)
+        owner, stages, row = columns.reshape(-1, 3).T
+        pass_part = np.where(owner == Owner.OPTIMIZER, -1, owner != Owner.FORWARD)
+        once = owner == Owner.OPTIMIZER
         for number, other in stage.on_rank.items():
-            forward, backward = ((owner == number) & (half == n) for n in (0, 1))
-            once[forward] = other.forward.once[place[forward]]
-            once[backward] = other.backward.once[place[backward]]
-            half[backward] += other.backward.weight[place[backward]]
-        return cls(values, owner - stage.stage, half, place, once, whose == NEXT)
+            forward, backward = ((stages == number) & (pass_part == h) for h in (0, 1))
+            once[forward] = other.forward.once_per_step[row[forward]]
+            once[backward] = other.backward.once_per_step[row[backward]]
+            pass_part[backward] += other.backward.weight_half[row[backward]]
+        return cls(values, stages - stage.stage, pass_part, row, once, owner == Owner.NEXT_BACKWARD)
 
     @classmethod
     def of_rank(cls, touches: Sequence[Touches], start: Sequence[int]) -> Touches:
-        """Those of a rank, from those of each stage, whose values begin at these numbers."""
-        numbered = [
-            of._replace(value=of.value + first, stage=of.stage + place)
-            for place, (of, first) in enumerate(zip(touches, start, strict=True))
+        """Concatenate touches of a rank's stages; `start`: first value of each stage."""
+        renumbered = [
+            t._replace(value=t.value + first, local_stage=t.local_stage + i)
+            for i, (t, first) in enumerate(zip(touches, start, strict=True))
         ]
-        columns: list[Any] = [np.concatenate(column) for column in zip(*numbered, strict=True)]
+        columns: list[Any] = [np.concatenate(column) for column in zip(*renumbered, strict=True)]
         return cls(*columns)
 
-    def take(self, some: Int | Bool) -> Touches:
-        """Some of them."""
-        value, stage, half, place, once, following = self
-        return Touches(
-            value[some], stage[some], half[some], place[some], once[some], following[some]
-        )
+    def take(self, selected: Int | Bool) -> Touches:
+        """Select some touches."""
+        columns: list[Any] = [column[selected] for column in self]
+        return Touches(*columns)
 
 
 @dataclass(frozen=True, eq=False)
 class ValueColumns:
-    """The values of one stage, or of the stages of a rank one after the other, as columns
-    (`lifetimes.Value`)."""
+    """Values (`lifetimes.Value`) of one stage, or of the stages of a rank, as columns."""
 
     names: Sequence[str]
     stage: Int
-    """Which of the stages."""
+    """Index of the stage on the rank."""
     layer: Int
     category: Int
     size: Int
-    whole: Bool
-    lasts: Bool
-    lasts_halved: Bool
+    per_step: Bool
+    until_step_end: Bool
+    until_step_end_if_split: Bool
     touches: Touches
-    needs: Touches
-    """Rows without which values are not there."""
+    requires: Touches
+    """Rows that must exist for values to exist."""
     first_gradients: Int
-    """Gradients of a microbatch, and the sums that the first ones become: [2, pairs]."""
-    kept_weights: Int
-    """Weights as forward and as backward gathers them: [2, pairs]."""
+    """(gradient, sum) pairs that share the first microbatch's buffer: [2, pairs]."""
+    gathered_pairs: Int
+    """(weight as forward gathers it, as backward gathers it): [2, pairs]."""
 
     @cached_property
     def touched(self) -> Bool:
-        """Values that rows touch; others are allocated all the time."""
+        """Mask of values that rows touch; others are permanent."""
         return np.bincount(self.touches.value, minlength=len(self.names)) > 0
 
     @cached_property
     def first_touch(self) -> Int:
-        """By value that rows touch, the first of its touches."""
+        """First touch of each touched value."""
         return np.flatnonzero(np.diff(self.touches.value, prepend=-1))
 
     @cached_property
     def maker(self) -> tuple[Int, Int]:
-        """Stage and half of the first touch of each value; -1 of those without one."""
-        stage, half = np.full((2, len(self.names)), -1, dtype=np.int64)
-        stage[self.touched] = self.touches.stage[self.first_touch]
-        half[self.touched] = self.touches.half[self.first_touch]
-        return stage, half
+        """Stage and part of the pass of the first touch of each value; -1: permanent."""
+        stage, pass_part = np.full((2, len(self.names)), -1, dtype=np.int64)
+        stage[self.touched] = self.touches.local_stage[self.first_touch]
+        pass_part[self.touched] = self.touches.pass_part[self.first_touch]
+        return stage, pass_part
 
     @cached_property
-    def once(self) -> Bool:
-        """Values of which there is one for all microbatches."""
-        once = self.whole | ~self.touched
-        once[self.touched] |= self.touches.once[self.first_touch]
+    def once_per_step(self) -> Bool:
+        """Mask of values that all microbatches share."""
+        once = self.per_step | ~self.touched
+        once[self.touched] |= self.touches.once_per_step[self.first_touch]
         return once
 
     @cached_property
     def group(self) -> Int:
-        """Number of the values of a stage that the same actions make and the same rule frees; 0:
-        those allocated all the time."""
-        flags = *self.maker, self.once, self.lasts, self.lasts_halved
+        """Group of values of a stage with the same makers and the same end; 0: permanent."""
+        flags = *self.maker, self.once_per_step, self.until_step_end, self.until_step_end_if_split
         keys = zip(self.stage.tolist(), *(flag.tolist() for flag in flags), strict=True)
-        return np.where(self.touched, np.array(Numbers[object]().each(keys), np.int64) + 1, 0)
+        return np.where(self.touched, np.array(Interner[object]().ids(keys), np.int64) + 1, 0)
 
 
-@lru_cache(maxsize=256)  # stages of a search have equal content
+@lru_cache(maxsize=256)  # stages of a search are of few classes
 def value_columns(stage: Stage) -> ValueColumns:
-    """The values of a stage whose rows are made."""
+    """Values of a stage whose rows are built."""
     values = stage.values.values
-    number = {id(v): n for n, v in enumerate(values)}
+    index = {id(v): i for i, v in enumerate(values)}
     counts = np.array([len(v.touches) for v in values], dtype=np.int64)
     touches = itertools.chain.from_iterable(v.touches for v in values)
-    needs = {n: v.needs for n, v in enumerate(values) if v.needs is not None}
-    needed = Touches.of(stage, np.array([*needs], dtype=np.int64), needs.values())
-    first_gradients, kept_weights = (
-        np.array([(number[id(a)], number[id(b)]) for a, b in pairs], np.int64).reshape(-1, 2).T
-        for pairs in (stage.values.first_gradients, stage.values.kept_weights)
+    required = {i: v.requires for i, v in enumerate(values) if v.requires is not None}
+    requires = Touches.of_stage(stage, np.array([*required], np.int64), required.values())
+    first_gradients, gathered_pairs = (
+        np.array([(index[id(a)], index[id(b)]) for a, b in pairs], np.int64).reshape(-1, 2).T
+        for pairs in (stage.values.first_gradients, stage.values.gathered_pairs)
     )
     return ValueColumns(
         [v.name for v in values],
@@ -149,19 +143,19 @@ def value_columns(stage: Stage) -> ValueColumns:
         np.array([v.layer for v in values], dtype=np.int64),
         np.array([_CATEGORY[v.category] for v in values], dtype=np.int64),
         np.array([v.size for v in values], dtype=np.int64),
-        np.array([v.whole for v in values], dtype=bool),
-        np.array([v.lasts for v in values], dtype=bool),
-        np.array([v.lasts_halved for v in values], dtype=bool),
-        Touches.of(stage, np.repeat(np.arange(len(values)), counts), touches),
-        needed.take(~needed.once),
+        np.array([v.per_step for v in values], dtype=bool),
+        np.array([v.until_step_end for v in values], dtype=bool),
+        np.array([v.until_step_end_if_split for v in values], dtype=bool),
+        Touches.of_stage(stage, np.repeat(np.arange(len(values)), counts), touches),
+        requires.take(~requires.once_per_step),
         first_gradients,
-        kept_weights,
+        gathered_pairs,
     )
 
 
 @lru_cache(maxsize=64)
 def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
-    """The values of the stages of a rank."""
+    """Values of the stages of a rank."""
     columns = [value_columns(stage) for stage in stages]
     counts = [len(c.names) for c in columns]
     start: list[int] = (np.cumsum(counts) - counts).tolist()
@@ -169,8 +163,9 @@ def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
     def column(name: str) -> Any:
         return np.concatenate([getattr(c, name) for c in columns])
 
-    def pairs(of: Sequence[Int]) -> Int:
-        return np.concatenate([p + first for p, first in zip(of, start, strict=True)], axis=1)
+    def pairs(of_stages: Sequence[Int]) -> Int:
+        shifted = [p + first for p, first in zip(of_stages, start, strict=True)]
+        return np.concatenate(shifted, axis=1)
 
     return ValueColumns(
         [*itertools.chain.from_iterable(c.names for c in columns)],
@@ -178,13 +173,13 @@ def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
         column("layer"),
         column("category"),
         column("size"),
-        column("whole"),
-        column("lasts"),
-        column("lasts_halved"),
+        column("per_step"),
+        column("until_step_end"),
+        column("until_step_end_if_split"),
         Touches.of_rank([c.touches for c in columns], start),
-        Touches.of_rank([c.needs for c in columns], start),
+        Touches.of_rank([c.requires for c in columns], start),
         pairs([c.first_gradients for c in columns]),
-        pairs([c.kept_weights for c in columns]),
+        pairs([c.gathered_pairs for c in columns]),
     )
 
 
@@ -192,7 +187,7 @@ def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
 
 
 class LiveRanges(NamedTuple):
-    """Values, one for each microbatch or one for all (microbatch -1), with their rows.
+    """Rows of values, per microbatch or shared by all microbatches (-1).
 
     Allocated before row `first` (-1: from the start) and freed after row `last` (the number of
     rows: never).
@@ -205,126 +200,133 @@ class LiveRanges(NamedTuple):
 
 
 def live_ranges(order: RankOrder) -> LiveRanges:
-    """The live ranges of the values of a rank.
+    """Compute the live ranges of the values of a rank, as [values, microbatches].
 
-    They are found as [values, microbatches]; those of a value that is there once are all equal.
+    Those of a value that all microbatches share are equal.
     """
     columns = rank_columns(order.stages)
-    once, touched, (stage, half) = columns.once, columns.touched, columns.maker
-    # Each microbatch has a value for which there is an action of the half that makes the value;
-    # what rows after all actions make goes by the first one.
-    made = (order.schedule.by_microbatch[half, stage] >= 0) & touched[:, None]
-    made[half < 0] = False
-    made[half < 0, 0] = touched[half < 0]
-    first = np.full(made.shape, _MOST, dtype=np.int64)
+    once, touched, (stage, pass_part) = columns.once_per_step, columns.touched, columns.maker
+    # A microbatch has a value if it has an action of the part of the pass that makes the value;
+    # values of the optimizer action belong to the first microbatch.
+    made = (order.schedule.action_of[pass_part, stage] >= 0) & touched[:, None]
+    made[pass_part < 0] = False
+    made[pass_part < 0, 0] = touched[pass_part < 0]
+    first = np.full(made.shape, _MAX_ROW, dtype=np.int64)
     last = np.full(made.shape, -1, dtype=np.int64)
     if touched.any():
         rows = np.where(made[columns.touches.value], _touching_rows(order, columns), -1)
         last[touched] = np.maximum.reduceat(rows, columns.first_touch, axis=0)
-        rows[rows < 0] = _MOST
+        rows[rows < 0] = _MAX_ROW
         first[touched] = np.minimum.reduceat(rows, columns.first_touch, axis=0)
     first[once], last[once] = first[once].min(axis=1)[:, None], last[once].max(axis=1)[:, None]
-    there = (last >= 0) & (made | once[:, None])
-    _prolong(order, columns, last)
-    _drop_without_rows(order, columns, there, first, last)
-    _take_first_gradients(columns, first, last)
-    if order.borrows:
-        _keep_weights(order, columns, there, first, last)
-    first[~touched], last[~touched], there[~touched] = -1, order.total, True
-    there[once, 1:] = False
-    value, microbatch = np.nonzero(there)
-    at = np.lexsort((value, microbatch, columns.group[value], columns.stage[value]))
-    value, microbatch = value[at], microbatch[at]
+    exists = (last >= 0) & (made | once[:, None])
+    _extend_to_step_end(order, columns, last)
+    _apply_requires(order, columns, exists, first, last)
+    _share_first_gradients(columns, first, last)
+    if order.reuses_gathered:
+        _extend_gathered_weights(order, columns, exists, first, last)
+    first[~touched], last[~touched], exists[~touched] = -1, order.total, True
+    exists[once, 1:] = False
+    value, microbatch = np.nonzero(exists)
+    by_group = np.lexsort((value, microbatch, columns.group[value], columns.stage[value]))
+    value, microbatch = value[by_group], microbatch[by_group]
     ends = first[value, microbatch], last[value, microbatch]
     return LiveRanges(value, np.where(once[value], -1, microbatch), *ends)
 
 
 def _touching_rows(order: RankOrder, columns: ValueColumns) -> Int:
-    """The rows of all touches, -1 where they are not there: [touches, microbatches]."""
-    touches = columns.touches
+    """Rows of all touches, -1 if absent: [touches, microbatches]."""
+    touches, once_action = columns.touches, order.schedule.once_action
     actions = _actions(order, touches)
-    ahead = _gathered_ahead(order, actions, touches)
-    rows = np.maximum(_rows(order, actions, touches), _rows(order, ahead, touches))
-    single = np.flatnonzero((touches.half >= 0) & touches.once & columns.once[touches.value])
-    some = touches.take(single)
-    rows[single] = _rows(order, order.schedule.once[some.half, some.stage][:, None], some)
-    for place, row in enumerate(order.table.afters[order.after].rows.row_of):
-        step = np.flatnonzero((touches.half < 0) & (touches.stage == place))
-        rows[step] = order.end + row[touches.place[step], None]
+    prefetch = _prefetching_actions(order, actions, touches)
+    rows = np.maximum(_rows(order, actions, touches), _rows(order, prefetch, touches))
+    once = touches.once_per_step & columns.once_per_step[touches.value]
+    single = np.flatnonzero((touches.pass_part >= 0) & once)
+    t = touches.take(single)
+    rows[single] = _rows(order, once_action[t.pass_part, t.local_stage][:, None], t)
+    optimizer_step = order.table.optimizer_steps[order.optimizer_index]
+    for local_stage, row in enumerate(optimizer_step.row_of):
+        touch = np.flatnonzero((touches.pass_part < 0) & (touches.local_stage == local_stage))
+        rows[touch] = order.optimizer_begin + row[touches.segment_row[touch], None]
     return rows
 
 
 def _actions(order: RankOrder, touches: Touches) -> Int:
-    """The actions of the schedule that have the rows: [touches, microbatches]; -1: none."""
-    actions = order.schedule.by_microbatch
-    after = np.concatenate([actions[:, :, 1:], np.full_like(actions[:, :, :1], -1)], axis=2)
-    found = np.stack([actions, after])[touches.next.astype(np.int64), touches.half, touches.stage]
-    return np.where(touches.half[:, None] < 0, -1, found)
+    """Actions of the schedule that have the rows: [touches, microbatches]; -1: none."""
+    actions = order.schedule.action_of
+    following = np.concatenate([actions[:, :, 1:], np.full_like(actions[:, :, :1], -1)], axis=2)
+    shift = touches.next_microbatch.astype(np.int64)
+    selected = np.stack([actions, following])[shift, touches.pass_part, touches.local_stage]
+    return np.where(touches.pass_part[:, None] < 0, -1, selected)
 
 
-def _gathered_ahead(order: RankOrder, actions: Int, touches: Touches) -> Int:
-    """The actions that have gathered weights for forwards before all other actions; -1: none."""
-    if not order.borrows:
+def _prefetching_actions(order: RankOrder, actions: Int, touches: Touches) -> Int:
+    """Actions that prefetch weights of forwards before all other actions; -1: none."""
+    if not order.reuses_gathered:
         return np.full_like(actions, -1)
-    ahead = order.supplier[actions]
-    gathered = (actions >= 0) & (order.schedule.kind[ahead] == UNSHARD)
-    return np.where(gathered & (touches.half == 0)[:, None], ahead, -1)
+    gathered_by = order.gathered_by[actions]
+    prefetched = (actions >= 0) & (order.schedule.kind[gathered_by] == UNSHARD)
+    return np.where(prefetched & (touches.pass_part == 0)[:, None], gathered_by, -1)
 
 
 def _rows(order: RankOrder, actions: Int, touches: Touches) -> Int:
-    """The rows of touches in actions, -1 where they are not there."""
+    """Rows of touches in actions, -1 if absent."""
     rows = np.full(actions.shape, -1, dtype=np.int64)
     touch, microbatch = np.nonzero(actions >= 0)
-    rows[touch, microbatch] = order.rows(actions[touch, microbatch], touches.place[touch])
+    segment_rows = touches.segment_row[touch]
+    rows[touch, microbatch] = order.rows(actions[touch, microbatch], segment_rows)
     return rows
 
 
-def _prolong(order: RankOrder, columns: ValueColumns, last: Int) -> None:
-    """Values that are live until the step is over, in place."""
-    _, first_half, second_half = order.schedule.by_microbatch
-    stage, half = columns.maker
-    halved = (first_half != second_half)[stage]
-    halved[columns.once] = halved[columns.once, -1:]  # one for all goes by the last microbatch
-    halved &= (columns.lasts_halved & (half >= 0))[:, None]
-    last[columns.lasts[:, None] | halved] = order.total - 1
+def _extend_to_step_end(order: RankOrder, columns: ValueColumns, last: Int) -> None:
+    """Extend values that are live until the end of the step, in place."""
+    _, input_half, weight_half = order.schedule.action_of
+    stage, pass_part = columns.maker
+    split = (input_half != weight_half)[stage]
+    once = columns.once_per_step
+    split[once] = split[once, -1:]  # shared values: the last microbatch decides
+    split &= (columns.until_step_end_if_split & (pass_part >= 0))[:, None]
+    last[columns.until_step_end[:, None] | split] = order.total - 1
 
 
-def _drop_without_rows(
-    order: RankOrder, columns: ValueColumns, there: Bool, first: Int, last: Int
+def _apply_requires(
+    order: RankOrder, columns: ValueColumns, exists: Bool, first: Int, last: Int
 ) -> None:
-    """Values whose needed row an action lacks are not there, in place; where weights are gathered
-    ahead, they are copied out at once."""
-    needs = columns.needs
-    actions = _actions(order, needs)
-    once = columns.once[needs.value]
+    """Remove values whose required row is absent, in place.
+
+    Prefetched weights are copied out at once.
+    """
+    requires = columns.requires
+    actions = _actions(order, requires)
+    once = columns.once_per_step[requires.value]
     actions[once] = actions[once, -1:]
-    row = _rows(order, actions, needs)
-    ahead = _rows(order, _gathered_ahead(order, actions, needs), needs)
-    there[needs.value] &= np.maximum(row, ahead) >= 0
-    starts = first[needs.value]
-    last[needs.value] = np.where(ahead >= 0, starts, last[needs.value])
-    first[needs.value] = np.where(ahead >= 0, np.minimum(starts, ahead), starts)
+    row = _rows(order, actions, requires)
+    prefetch = _rows(order, _prefetching_actions(order, actions, requires), requires)
+    exists[requires.value] &= np.maximum(row, prefetch) >= 0
+    start = first[requires.value]
+    last[requires.value] = np.where(prefetch >= 0, start, last[requires.value])
+    first[requires.value] = np.where(prefetch >= 0, np.minimum(start, prefetch), start)
 
 
-def _take_first_gradients(columns: ValueColumns, first: Int, last: Int) -> None:
-    """The first gradient that a sum is made of has no bytes besides the sum, in place."""
+def _share_first_gradients(columns: ValueColumns, first: Int, last: Int) -> None:
+    """End the first gradient of a sum where the sum begins in its buffer, in place."""
     gradient, total = columns.first_gradients
-    taken = (last[gradient] == first[total]) & (first[gradient] < first[total])
-    last[gradient] = np.where(taken, first[total] - 1, last[gradient])
+    shared = (last[gradient] == first[total]) & (first[gradient] < first[total])
+    last[gradient] = np.where(shared, first[total] - 1, last[gradient])
 
 
-def _keep_weights(
-    order: RankOrder, columns: ValueColumns, there: Bool, first: Int, last: Int
+def _extend_gathered_weights(
+    order: RankOrder, columns: ValueColumns, exists: Bool, first: Int, last: Int
 ) -> None:
-    """Weights that a backward has gathered live until the action that uses them next, in place."""
+    """Extend gathered weights to the next action that uses them, in place."""
     schedule = order.schedule
-    for place, stage in enumerate(order.stages):
-        pairs: Int = columns.kept_weights[:, columns.stage[columns.kept_weights[0]] == place]
-        uses = np.flatnonzero((schedule.place == place) & (schedule.kind != UNSHARD))
+    for i, stage in enumerate(order.stages):
+        pairs: Int = columns.gathered_pairs[:, columns.stage[columns.gathered_pairs[0]] == i]
+        uses = np.flatnonzero((schedule.local_stage == i) & (schedule.kind != UNSHARD))
         uses = uses[[uses_weights(stage, kind) for kind in schedule.kind[uses].tolist()]]
         microbatch = schedule.microbatch[uses]
         value = pairs[(schedule.kind[uses] != FORWARD).astype(np.int64)]
-        held, following = (value[:-1], microbatch[:-1, None]), (value[1:], microbatch[1:, None])
-        gathers = (order.supplier[uses] == uses)[1:, None]
-        until = np.where(there[held] & there[following] & ~gathers, first[following] - 1, -1)
-        np.maximum.at(last, held, until)
+        current, following = (value[:-1], microbatch[:-1, None]), (value[1:], microbatch[1:, None])
+        gathers = (order.gathered_by[uses] == uses)[1:, None]
+        until = np.where(exists[current] & exists[following] & ~gathers, first[following] - 1, -1)
+        np.maximum.at(last, current, until)

@@ -1,4 +1,4 @@
-"""Blocks as tasks, in their places in the pipeline; what stages hand to each other."""
+"""Blocks as tasks, placed in the pipeline, and the values that stages exchange."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ BACKWARD_PARTS = (
 
 
 class ValueOwner(NamedTuple):
-    """The value whose bytes a node's are."""
+    """Value with the bytes of a node."""
 
     node: Node
     permanent: bool
-    """Whether the bytes are allocated all the time."""
+    """True if the bytes are allocated all the time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,28 +36,28 @@ class LoweredBlock:
     graph: Graph
     tasks: Sequence[Kernel]
     makers: Mapping[LiveValue, Dependency | None]
-    """Which task makes each value that the block hands on."""
-    handed_on: Mapping[LiveValue, Node]
-    """Which node of the graph each of these values is."""
-    handed_in: Mapping[str, tuple[int, str]]
-    """Bytes on one rank and dtype of each value that blocks before hand to this one."""
+    """Task that makes each output."""
+    outputs: Mapping[LiveValue, Node]
+    """Node of the graph of each output."""
+    inputs: Mapping[str, tuple[int, str]]
+    """Bytes on one rank and dtype of each value from earlier blocks."""
     weight_half: frozenset[Kernel]
-    """The second half of a backward that is split."""
+    """Second half of a backward that is split."""
     size: Mapping[Node, int]
     """Bytes of each value on one rank."""
     uses: Mapping[Kernel, Use]
     permanent: Mapping[str, int]
-    """Bytes that are allocated all the time, by category."""
+    """Permanent bytes, by category."""
     offloaded: frozenset[Node] = frozenset()
-    """Values that are in the host's memory between forward and backward."""
+    """Values in host memory between forward and backward."""
     allocation: Allocation = PERMANENT_BUFFERS
     root: bool = False
-    """Weights are gathered and reduced together with those of other such blocks of the stage."""
+    """Weights are gathered and reduced with those of other root blocks of the stage."""
     by_part: Mapping[TaskPart, Sequence[Kernel]] = field(init=False)
     norms: int = field(init=False)
-    """Gradients of which there is a norm."""
+    """Number of gradients with a norm."""
     tied: frozenset[str] = field(init=False)
-    """The tables that other blocks have a copy of, too."""
+    """Tables of which other blocks have a copy."""
     _owners: dict[Node, ValueOwner] = field(init=False, default_factory=dict[Node, ValueOwner])
 
     def __post_init__(self) -> None:
@@ -70,85 +70,84 @@ class LoweredBlock:
         object.__setattr__(self, "tied", frozenset(name for name in copies if name))
 
     def owner(self, n: Node) -> ValueOwner:
-        """Whose bytes a node of the graph has; every layer of a model asks for the same."""
-        found = self._owners.get(n)
-        if found is None:
+        """Value with the bytes of a node; cached, since all layers share the block."""
+        owner = self._owners.get(n)
+        if owner is None:
             node = self.allocation.owner(n)
-            found = self._owners[n] = ValueOwner(node, self.allocation.permanent(node))
-        return found
+            owner = self._owners[n] = ValueOwner(node, self.allocation.permanent(node))
+        return owner
 
 
 def weight_half(
-    tasks: Sequence[Kernel], handed_on: Sequence[Dependency | None]
+    tasks: Sequence[Kernel], input_gradients: Sequence[Dependency | None]
 ) -> frozenset[Kernel]:
-    """The tasks of a block's backward that only gradients of weights need.
+    """Tasks of a block's backward that only gradients of weights depend on.
 
-    `handed_on` are the tasks that make the gradients which the block hands on. What is computed
-    again though nothing reads it (a module's forward that is called once more) runs when backward
-    first comes by, and so do gathers of weights: a stage says which of them the second half has.
+    `input_gradients`: tasks that make the gradients of the block's inputs. Unread recomputation
+    runs in the input half. So do gathers of weights, until a stage moves them.
     """
     read = {d for t in tasks for d in t.deps}
     stack = [t for t in tasks if t.phase == "recompute" and t not in read]
     stack += [t for t in tasks if t.part in (TaskPart.GATHER_AGAIN, TaskPart.RELOAD)]
-    stack += [t for t in handed_on if isinstance(t, Kernel)]
-    first: set[Kernel] = set()
+    stack += [t for t in input_gradients if isinstance(t, Kernel)]
+    input_half: set[Kernel] = set()
     while stack:
         t = stack.pop()
-        if t not in first:
-            first.add(t)
+        if t not in input_half:
+            input_half.add(t)
             stack += (d for d in t.deps if isinstance(d, Kernel))
             stack += [t.twin] if t.twin else []  # another rank waits for it in this half
-    return frozenset(t for t in tasks if t.part in BACKWARD_PARTS and t not in first)
+    return frozenset(t for t in tasks if t.part in BACKWARD_PARTS and t not in input_half)
 
 
 class Placed(NamedTuple):
-    """A block in its place in the model: `layer` is -1 for what is not a layer."""
+    """Block of a stage; `layer` is -1 outside the layers."""
 
     block: LoweredBlock
     layer: int
     label: str
 
-    def name(self, what: str) -> str:
-        """The name of a value of the block; values of layers are told apart by their layer."""
-        return what if self.layer >= 0 else f"{self.label}.{what}"
+    def name(self, value: str) -> str:
+        """Name of a value of the block; the column `layer` distinguishes values of layers."""
+        return value if self.layer >= 0 else f"{self.label}.{value}"
 
 
 def nearest_maker(blocks: Sequence[Placed], i: int, c: LiveValue) -> int | None:
-    """The block of a stage that makes what block `i` is handed: the nearest one that does."""
+    """Nearest block of a stage that makes an input of block `i`."""
     candidates = range(i + 1, len(blocks)) if c.gradient else range(i - 1, -1, -1)
     return next((j for j in candidates if c in blocks[j].block.makers), None)
 
 
 class Crossing(NamedTuple):
-    """A value that one stage hands to the next, and its bytes and dtype on one rank."""
+    """Value that one stage passes to the next, with bytes and dtype on one rank."""
 
     name: str
     size: int
     dtype: str
     gradient: bool
-    """Whether a block behind makes a gradient of the value, for the stage before."""
+    """True if a later block makes a gradient of the value."""
 
 
 def with_gradient(values: Sequence[Crossing]) -> Sequence[Crossing]:
-    """The values whose gradients backward hands to the stage before."""
+    """Values whose gradients backward passes to the previous stage."""
     return [value for value in values if value.gradient]
 
 
 def crossings(stages: Sequence[Sequence[Placed]]) -> list[tuple[Crossing, ...]]:
-    """The values live between each stage and the one after: made before, read behind.
+    """Values live between each stage and the next: made before, read after.
 
     Each is a message, as Megatron-LM sends the decoder's and the encoder's hidden states
     (`get_tensor_shapes` of its pipeline schedules).
     """
     live: dict[str, Crossing] = {}
-    live_before: list[dict[str, Crossing]] = []  # each stage, from the last on
-    known: dict[tuple[LoweredBlock, tuple[Crossing, ...]], dict[str, Crossing]] = {}
+    live_before: list[dict[str, Crossing]] = []  # by stage, from the last on
+    memo: dict[tuple[LoweredBlock, tuple[Crossing, ...]], dict[str, Crossing]] = {}
     for stage in reversed(stages):
         for block, _, _ in reversed(stage):
             key = block, tuple(live.values())
-            if key not in known:
-                known[key] = _live_before(block, live)
-            live = known[key]
+            if key not in memo:
+                memo[key] = _live_before(block, live)
+            live = memo[key]
         live_before.append(live)
     result: list[tuple[Crossing, ...]] = []
     made: set[str] = set()
@@ -160,16 +159,16 @@ def crossings(stages: Sequence[Sequence[Placed]]) -> list[tuple[Crossing, ...]]:
 
 
 def _made(block: LoweredBlock) -> set[str]:
-    """The names of values that a block makes or passes on in forward."""
+    """Names of the outputs of a block in forward."""
     return {c.name for c in block.makers if not c.gradient}
 
 
 def _live_before(block: LoweredBlock, live: Mapping[str, Crossing]) -> dict[str, Crossing]:
-    """The values live before a block, given those live behind it."""
+    """Values live before a block, from those live after it."""
     made = _made(block)
-    behind = {n: x for n, x in live.items() if n not in made}
-    handed = {n: Crossing(n, *x, False) for n, x in block.handed_in.items()} | behind
+    passed = {n: x for n, x in live.items() if n not in made}
+    before = {n: Crossing(n, *x, False) for n, x in block.inputs.items()} | passed
     return {
         n: x._replace(gradient=x.gradient or LiveValue(n, True) in block.makers)
-        for n, x in handed.items()
+        for n, x in before.items()
     }

@@ -1,4 +1,4 @@
-"""The actions of one pipeline rank as arrays, as far as its schedule alone decides them."""
+"""Actions of one pipeline rank as columns, as far as the schedule alone decides them."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.program.step import KINDS
+from stagewright.program.rank_work import KINDS
 from stagewright.schedule.actions import Action, Order, ScheduleStep, parts
 
 FORWARD, BACKWARD, INPUT_HALF, WEIGHT_HALF, UNSHARD = range(len(KINDS))
-"""Kinds of actions by their place in `KINDS`; `UNSHARD` gathers the weights of a stage, before all
+"""Kinds of actions as indices into `KINDS`; `UNSHARD` gathers the weights of a stage, before all
 other actions of its rank."""
 
-HALVES = 3
-"""A forward, and each half of a backward."""
-HAS_HALF: Bool = np.array([
+PASS_PARTS = 3
+"""Forward, input half and weight half of a backward."""
+HAS_PASS_PART: Bool = np.array([
     [kind in kinds for kinds in ("UF", "BI", "BW")] for kind in KINDS
 ])  # fmt: skip
-"""[kinds, halves]: whether an action of a kind holds a half."""
+"""[kinds, pass parts]: True if an action of the kind includes the part."""
 
-FIRST_OF_HALF, LAST_OF_HALF = 1, 2
+FIRST_OF_PASS_PART, LAST_OF_PASS_PART = 1, 2
 
 
 @dataclass(frozen=True, eq=False)
 class RankSchedule:
-    """The actions of a rank in order, each with its place in the steps of the schedule."""
+    """Actions of a rank in order, each with its step of the schedule."""
 
     kind: Int
-    """Index into `KINDS`: [actions]."""
+    """[actions]: index into `KINDS`."""
     stage: Int
     microbatch: Int
     step: Int
-    """The step of the schedule that each is of; two that overlap have one."""
+    """Step of the schedule; two actions that overlap share one."""
     part: Int
     """1: the second of two that overlap."""
 
     @classmethod
-    def of(cls, steps: Sequence[ScheduleStep], *, unshards: bool) -> RankSchedule:
-        """From the steps of a rank, which gathers the weights of its stages first if `unshards`."""
+    def from_steps(cls, steps: Sequence[ScheduleStep], *, unshards: bool) -> RankSchedule:
+        """Build from the steps of a rank; if `unshards`, it gathers weights of its stages first."""
         if unshards:
             first = {a.stage: a for step in reversed(steps) for a in reversed(parts(step))}
             order = dict.fromkeys(a.stage for step in steps for a in parts(step))
             steps = [*(Action(s, KINDS[UNSHARD], first[s].microbatch) for s in order), *steps]
-        number = {kind: n for n, kind in enumerate(KINDS)}
+        index = {kind: i for i, kind in enumerate(KINDS)}
         rows = [
-            (number[a.kind], a.stage, a.microbatch, n, nth)
-            for n, step in enumerate(steps)
-            for nth, a in enumerate(parts(step))
+            (index[a.kind], a.stage, a.microbatch, s, part)
+            for s, step in enumerate(steps)
+            for part, a in enumerate(parts(step))
         ]
         return cls(*np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy())
 
@@ -59,17 +59,17 @@ class RankSchedule:
 
     @cached_property
     def stages(self) -> Int:
-        """The stages of the rank, ascending."""
+        """Stages of the rank, ascending."""
         return np.unique(self.stage)
 
     @cached_property
-    def place(self) -> Int:
-        """Of each action, where its stage is among those of the rank."""
+    def local_stage(self) -> Int:
+        """By action, index of its stage among those of the rank."""
         return np.searchsorted(self.stages, self.stage)
 
     @cached_property
     def microbatches(self) -> int:
-        """One more than the largest microbatch."""
+        """Number of microbatches."""
         return 1 + int(self.microbatch.max(initial=0))
 
     @cached_property
@@ -78,69 +78,66 @@ class RankSchedule:
         return 1 + int(self.step.max(initial=-1))
 
     @cached_property
-    def by_microbatch(self) -> Int:
-        """The action that does a half of a stage for a microbatch, -1 for none: [halves, stages,
-        microbatches]."""
-        shape = HALVES, len(self.stages), self.microbatches
+    def action_of(self) -> Int:
+        """Action by part of the pass, stage and microbatch; -1: none."""
+        shape = PASS_PARTS, len(self.stages), self.microbatches
         action = np.full(shape, -1, dtype=np.int64)
-        for half in range(HALVES):
-            mine = np.flatnonzero(HAS_HALF[self.kind, half])
-            action[half, self.place[mine], self.microbatch[mine]] = mine
+        for pass_part in range(PASS_PARTS):
+            actions = np.flatnonzero(HAS_PASS_PART[self.kind, pass_part])
+            action[pass_part, self.local_stage[actions], self.microbatch[actions]] = actions
         return action
 
     @cached_property
-    def once(self) -> Int:
-        """The action that does what happens once per step, -1 for none: the first forward, the last
-        of each half of a backward: [halves, stages]."""
-        return np.stack([self._end_of(half, FIRST_OF_HALF if half == 0 else LAST_OF_HALF)
-                         for half in range(HALVES)])  # fmt: skip
+    def once_action(self) -> Int:
+        """Action with the rows once per step: [pass parts, stages]."""
+        ends = FIRST_OF_PASS_PART, LAST_OF_PASS_PART, LAST_OF_PASS_PART
+        return np.stack([self._end_of(pass_part, end) for pass_part, end in enumerate(ends)])
 
-    def _end_of(self, half: int, end: int) -> Int:
-        """The first or the last action of each stage that holds a half."""
+    def _end_of(self, pass_part: int, end: int) -> Int:
+        """First or last action of each stage that includes a part of the pass; -1: none."""
         action = np.full(len(self.stages), -1, dtype=np.int64)
-        mine = np.flatnonzero(HAS_HALF[self.kind, half])
-        mine = mine[::-1] if end == FIRST_OF_HALF else mine
-        action[self.place[mine]] = mine  # the last write counts
+        actions = np.flatnonzero(HAS_PASS_PART[self.kind, pass_part])
+        actions = actions[::-1] if end == FIRST_OF_PASS_PART else actions
+        action[self.local_stage[actions]] = actions  # the last write counts
         return action
 
     @cached_property
-    def ends(self) -> Int:
-        """Whether each action is the first (1) or the last (2) of a half of its stage, or both:
-        [halves, actions]."""
-        flags = np.zeros((HALVES, len(self)), dtype=np.int64)
-        for half in range(HALVES):
-            for end in (FIRST_OF_HALF, LAST_OF_HALF):
-                action = self._end_of(half, end)
-                flags[half, action[action >= 0]] += end
+    def end_flags(self) -> Int:
+        """Flags of the first (1) and last (2) action of each stage: [pass parts, actions]."""
+        flags = np.zeros((PASS_PARTS, len(self)), dtype=np.int64)
+        for pass_part in range(PASS_PARTS):
+            for end in (FIRST_OF_PASS_PART, LAST_OF_PASS_PART):
+                action = self._end_of(pass_part, end)
+                flags[pass_part, action[action >= 0]] += end
         return flags
 
     @cached_property
-    def complete(self) -> Bool:
-        """Which actions do what happens once per step; the first half of a backward never does."""
+    def once_per_step(self) -> Bool:
+        """Mask of actions with the rows once per step; input halves have none."""
         mask = np.zeros(len(self), dtype=bool)
-        ones = self.once[[0, 2]]
-        mask[ones[ones >= 0]] = True
+        actions = self.once_action[[0, 2]]
+        mask[actions[actions >= 0]] = True
         return mask
 
 
-class _Same:
-    """An order that is equal to itself only: to compare two takes as long as to read them."""
+class _ById:
+    """Order compared by identity: comparing two by value takes as long as reading them."""
 
     def __init__(self, order: Order) -> None:
         self.order = order
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.order is other.order
+        return isinstance(other, _ById) and self.order is other.order
 
     def __hash__(self) -> int:
         return id(self.order)
 
 
 def rank_schedules(order: Order, *, unshards: bool) -> tuple[RankSchedule, ...]:
-    """The schedule of each rank; an order that was asked for before has the same arrays."""
-    return _rank_schedules(_Same(order), unshards=unshards)
+    """Schedule of each rank; the same order gives the same arrays."""
+    return _rank_schedules(_ById(order), unshards=unshards)
 
 
 @lru_cache(maxsize=16)
-def _rank_schedules(order: _Same, *, unshards: bool) -> tuple[RankSchedule, ...]:
-    return tuple(RankSchedule.of(steps, unshards=unshards) for steps in order.order)
+def _rank_schedules(order: _ById, *, unshards: bool) -> tuple[RankSchedule, ...]:
+    return tuple(RankSchedule.from_steps(steps, unshards=unshards) for steps in order.order)

@@ -1,6 +1,6 @@
-"""Rows of one stage in one direction, and the tables that the columns of rows point into.
+"""Rows of one stage in one direction, and the tables that their columns index.
 
-A dependency is a place in an action of the same stage, or of another one on the same rank, given by
+A dependency is a row of a segment of the same stage, or of another stage on the same rank, given by
 the distance of the two stages. So a segment serves all stages with equal blocks.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -17,37 +18,46 @@ from numpy.typing import NDArray
 from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Bool, Int
 from stagewright.graph.node import BYTES
+from stagewright.lower.assembly.lifetimes import Touch, Value
 from stagewright.lower.kernels.kernel import TIED, Kernel
 from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind
 from stagewright.program.communicators import Communicator, Peer
 
 DTYPES = tuple(BYTES)
 
-# Whose rows a dependency counts from: a stage's forward or backward action of the same microbatch,
-# its first forward and its last backward action of all, or the rows after all actions; and a touch
-# from the backward action of the next microbatch.
-BACKWARD, FORWARD, FIRST, LAST, STEP, NEXT = range(6)
-Dependency = tuple[int, int, int, int]
-"""A row; and what it depends on: whose rows, of which stage, and the place there."""
 
-_Named = TypeVar("_Named", bound=Hashable)
+class Owner(IntEnum):
+    """Action that has a row on which another row depends, or that touches a value."""
+
+    BACKWARD = 0  # this and FORWARD: of the same microbatch
+    FORWARD = 1
+    FIRST_FORWARD = 2
+    LAST_BACKWARD = 3
+    OPTIMIZER = 4
+    NEXT_BACKWARD = 5  # of the next microbatch
 
 
-class Numbers(Generic[_Named]):
-    """Numbers things in the order in which they are first met."""
+RowDep = tuple[int, int, int, int]
+"""A row; and the row it depends on: owner, stage, segment row."""
+
+_Item = TypeVar("_Item", bound=Hashable)
+
+
+class Interner(Generic[_Item]):
+    """Numbers items in the order in which they first occur."""
 
     def __init__(self) -> None:
-        """Nothing is numbered yet."""
-        self.table: dict[_Named, int] = {}
+        """Start empty."""
+        self.table: dict[_Item, int] = {}
 
-    def __call__(self, thing: _Named) -> int:
-        """The number of a thing."""
-        return self.table.setdefault(thing, len(self.table))
+    def __call__(self, item: _Item) -> int:
+        """Number of an item."""
+        return self.table.setdefault(item, len(self.table))
 
-    def each(self, things: Iterable[_Named]) -> list[int]:
-        """The numbers of several things."""
+    def ids(self, items: Iterable[_Item]) -> list[int]:
+        """Numbers of several items."""
         table = self.table
-        return [table.setdefault(thing, len(table)) for thing in things]
+        return [table.setdefault(item, len(table)) for item in items]
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -62,19 +72,19 @@ KERNEL_COLUMNS = {
 
 @dataclass(slots=True, eq=False)
 class Tables:
-    """What the columns of a program point into, numbered as kernels are met."""
+    """Tables that the columns of a program index, numbered in the order of kernels."""
 
     pipeline_ranks: int
-    holders: Mapping[str, tuple[int, ...]]
-    """The pipeline ranks that hold a copy of each table with copies."""
-    kernels: Numbers[Kernel] = field(default_factory=Numbers[Kernel])
-    ops: Numbers[str] = field(default_factory=Numbers[str])
-    shapes: Numbers[Shape] = field(default_factory=Numbers[Shape])
-    communicators: Numbers[Communicator] = field(default_factory=Numbers[Communicator])
-    peers: Numbers[Peer] = field(default_factory=Numbers[Peer])
+    tied_ranks: Mapping[str, tuple[int, ...]]
+    """Pipeline ranks that have a copy of each tied table."""
+    kernels: Interner[Kernel] = field(default_factory=Interner[Kernel])
+    ops: Interner[str] = field(default_factory=Interner[str])
+    shapes: Interner[Shape] = field(default_factory=Interner[Shape])
+    communicators: Interner[Communicator] = field(default_factory=Interner[Communicator])
+    peers: Interner[Peer] = field(default_factory=Interner[Peer])
 
-    def of_kernels(self) -> dict[str, NDArray[Any]]:
-        """The columns of rows that their kernels decide, by number of the kernel."""
+    def kernel_columns(self) -> dict[str, NDArray[Any]]:
+        """Columns that kernels decide, by number of the kernel."""
         rows = [self._row(t) for t in self.kernels.table]
         table = np.array(rows, dtype=np.int64).reshape(-1, len(KERNEL_COLUMNS)).T
         return {
@@ -83,7 +93,7 @@ class Tables:
         }
 
     def _row(self, t: Kernel) -> tuple[int, ...]:
-        """The columns of a kernel, in the order of `KERNEL_COLUMNS`."""
+        """Columns of a kernel, in the order of `KERNEL_COLUMNS`."""
         return (
             t.kind,
             self.ops(t.op),
@@ -93,13 +103,12 @@ class Tables:
             COLLECTIVES.index(t.op) if t.kind is TaskKind.COLLECTIVE else -1,
             DTYPES.index(t.dtype) if t.dtype else 0,
             t.comm_bytes,
-            self.slot(t),
+            self._slot(t),
             self.shapes(t.shape) if t.shape else -1,
         )
 
-    def slot(self, t: Kernel) -> int:
-        """The number of the group or peer that a task communicates with, or of the group on whose
-        stream a kernel runs; -1: none."""
+    def _slot(self, t: Kernel) -> int:
+        """Communicator or peer of a task, or communicator of a kernel's stream; -1: none."""
         if t.kind == TaskKind.COMPUTE and t.axes:
             return self.communicators(Communicator(t.axes))
         if t.kind == TaskKind.COLLECTIVE:
@@ -107,9 +116,8 @@ class Tables:
             pairs = "pp" if self.pipeline_ranks == 2 else MIRROR
             group = Communicator(tuple(sorted(pairs if a == MIRROR else a for a in t.axes)))
             if t.axes[0] == TIED:
-                holders = self.holders[t.axes[1]]
-                only = holders if len(holders) < self.pipeline_ranks else None
-                group = Communicator(("pp",), only)
+                ranks = self.tied_ranks[t.axes[1]]
+                group = Communicator(("pp",), ranks if len(ranks) < self.pipeline_ranks else None)
             return self.communicators(group)
         if t.kind in (TaskKind.SEND, TaskKind.RECV):
             return self.peers(Peer(t.axes[0], t.shift))
@@ -121,83 +129,106 @@ class Tables:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Rows of a stage in one direction, and what they depend on.
+    """Rows of a stage in one direction, and their dependencies.
 
-    Row `dep_row[k]` depends on place `dep_at[k]` among the rows of `dep_whose[k]`, of the stage
-    that is `dep_stage[k]` stages further on.
+    Row `dep_row[k]` depends on row `dep_segment_row[k]` of owner `dep_owner[k]`, of the stage that
+    is `dep_stage[k]` stages further on.
     """
 
     kernels: Sequence[Kernel]
     block: Int
-    """By row, the block of the stage that it is of; -1: of none or of several."""
+    """By row, the block of the stage; -1: none or several."""
     tag: Int
     """By row, the number among the messages of the action; -1: no message."""
     dep_row: Int
-    dep_whose: Int
+    dep_owner: Int
     dep_stage: Int
-    dep_at: Int
-    once: Bool
+    dep_segment_row: Int
+    once_per_step: Bool
     """Rows of the stage's first forward or last backward action only."""
-    weight: Bool
+    weight_half: Bool
     """Rows of the second half of a backward that is split."""
     gathers: Bool
     """Rows that gather the weights of one microbatch's pass."""
-    waits: Bool
-    """Kernels that need what was communicated in the same action."""
+    waits_for_comm: Bool
+    """Kernels that depend on communication of the same action."""
 
     def __len__(self) -> int:
-        return len(self.once)
+        return len(self.once_per_step)
 
 
-class SegmentBuilder:
-    """Collects rows one by one: those of blocks, never those of microbatches."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ActionRows:
+    """Rows of a stage's forward or backward action while they are built: per block and task."""
 
-    def __init__(self) -> None:
-        """No rows."""
-        self.kernels: list[Kernel] = []
-        self.blocks: list[int] = []
-        self.tags: list[int] = []
-        self.deps: list[Dependency] = []
+    owner: Owner
+    """FORWARD or BACKWARD."""
+    stage: int
+    row_of: Sequence[dict[Kernel, int]]
+    """Row of each task, per block of the stage."""
+    order: list[tuple[int, Kernel]] = field(default_factory=list[tuple[int, Kernel]])
+    """Blocks and tasks in the order of their rows."""
+    once_per_step: list[int] = field(default_factory=list[int])
+    """Rows that only one microbatch has."""
+    weight_half: list[int] = field(default_factory=list[int])
+    """Rows in the second half of a backward that is split."""
+    gathers: list[int] = field(default_factory=list[int])
+    """Rows that gather the weights of one microbatch's pass."""
+    sent: list[tuple[Value, int]] = field(default_factory=list[tuple[Value, int]])
+    """Values sent to other stages, and the rows of the sends."""
+    kernels: list[Kernel] = field(default_factory=list[Kernel])
+    blocks: list[int] = field(default_factory=list[int])
+    tags: list[int] = field(default_factory=list[int])
+    deps: list[RowDep] = field(default_factory=list[RowDep])
+
+    @property
+    def forward(self) -> bool:
+        """True for the forward action."""
+        return self.owner == Owner.FORWARD
+
+    @property
+    def every_microbatch(self) -> list[int]:
+        """Rows that every microbatch has, including messages added so far."""
+        return sorted({*range(len(self.kernels))} - {*self.once_per_step})
 
     def add(self, t: Kernel, block: int = -1, tag: int = -1) -> int:
-        """Append a row of a block; -1: of none or of several."""
+        """Append a row of a block; -1: none or several."""
         self.kernels.append(t)
         self.blocks.append(block)
         self.tags.append(tag)
         return len(self.kernels) - 1
 
-    def finish(
-        self,
-        action: tuple[int, int],
-        once: Sequence[int] = (),
-        weight: Sequence[int] = (),
-        gathers: Sequence[int] = (),
-    ) -> Segment:
-        """The segment of `action`, a pair: whose rows these are, and the stage."""
-        count = len(self.kernels)
-        every = itertools.chain.from_iterable(sorted({*self.deps}))
-        row, whose, stage, at = np.fromiter(every, dtype=np.int64).reshape(-1, 4).T
+    def touch_by(self, row: int) -> Touch:
+        """Touch of a value by a row."""
+        return self.owner, self.stage, row
+
+    def last_rows(self) -> dict[int, int]:
+        """Last row of each block, blocks in the order of the action."""
+        return {i: self.row_of[i][t] for i, t in self.order}
+
+    def finish(self) -> Segment:
+        """Convert the rows to columns."""
+        deps = itertools.chain.from_iterable(sorted({*self.deps}))
+        row, owner, stage, segment_row = np.fromiter(deps, dtype=np.int64).reshape(-1, 4).T
         compute = TaskKind.COMPUTE
         computes = np.array([t.kind is compute for t in self.kernels], dtype=bool)
-        inside = (whose == action[0]) & (stage == action[1])
-        waits = _mask(row[inside][~computes[at[inside]]], count) & computes
+        inside = (owner == self.owner) & (stage == self.stage)
         return Segment(
             kernels=tuple(self.kernels),
             block=np.array(self.blocks, dtype=np.int64),
             tag=np.array(self.tags, dtype=np.int64),
             dep_row=row,
-            dep_whose=whose,
-            dep_stage=stage - action[1],
-            dep_at=at,
-            once=_mask(once, count),
-            weight=_mask(weight, count),
-            gathers=_mask(gathers, count),
-            waits=waits,
+            dep_owner=owner,
+            dep_stage=stage - self.stage,
+            dep_segment_row=segment_row,
+            once_per_step=self._mask(self.once_per_step),
+            weight_half=self._mask(self.weight_half),
+            gathers=self._mask(self.gathers),
+            waits_for_comm=self._mask(row[inside][~computes[segment_row[inside]]]) & computes,
         )
 
-
-def _mask(rows: Sequence[int] | Int, count: int) -> Bool:
-    """Mask of some rows among so many."""
-    found = np.zeros(count, dtype=bool)
-    found[np.asarray(rows, dtype=np.int64)] = True
-    return found
+    def _mask(self, rows: Sequence[int] | Int) -> Bool:
+        """Mask of `rows` among all rows of the action."""
+        mask = np.zeros(len(self.kernels), dtype=bool)
+        mask[np.asarray(rows, dtype=np.int64)] = True
+        return mask

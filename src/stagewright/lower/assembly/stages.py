@@ -1,9 +1,9 @@
-"""A pipeline stage as rows: what it does in a forward and in a backward action, written down once.
+"""Rows of a pipeline stage: its forward and its backward action, built once.
 
-Backward may be split (arXiv 2401.10241): its first half makes the gradient of the stage's input,
-which other ranks wait for, the second half the gradients of its weights. Which row belongs to which
-half follows from the graph: the first half is all that the gradient of a block's input needs.
-Weights are gathered in the half that reads them first, unless they stay gathered for other actions.
+Backward may be split (arXiv 2401.10241): the input half makes the gradient of the stage's input,
+which other ranks wait for, the weight half the gradients of its weights. The graph decides: the
+input half is all that the gradient of a block's input depends on. Weights are gathered in the half
+that reads them first, unless they stay gathered for other actions.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from stagewright.graph.roles import STREAM
 from stagewright.lower.assembly.buckets import Item, Row, merge_messages, one_by_one
 from stagewright.lower.assembly.habit import Habit
+from stagewright.lower.assembly.lifetimes import Value
 from stagewright.lower.assembly.lowered_block import (
     BACKWARD_PARTS,
     FORWARD_PARTS,
@@ -23,47 +24,39 @@ from stagewright.lower.assembly.lowered_block import (
     nearest_maker,
     with_gradient,
 )
-from stagewright.lower.assembly.segments import (
-    BACKWARD,
-    FIRST,
-    FORWARD,
-    LAST,
-    Dependency,
-    SegmentBuilder,
-)
-from stagewright.lower.assembly.stage_values import ActionRows, StageValues
-from stagewright.lower.kernels import kernel
-from stagewright.lower.kernels.kernel import Kernel, TaskPart
+from stagewright.lower.assembly.segments import ActionRows, Owner, RowDep, Segment
+from stagewright.lower.assembly.stage_values import StageValues
+from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
 _EACH_PASS = (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
-_ONCE = (TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE)
-_MESSAGES = (TaskKind.SEND, TaskKind.RECV)
 _GATHER_ONCE, _REDUCE_ONCE = TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE
+_ONCE = (_GATHER_ONCE, _REDUCE_ONCE)
+_MESSAGES = (TaskKind.SEND, TaskKind.RECV)
 
 
 @dataclass(frozen=True, slots=True)
-class StageAt:
-    """A stage in its place; equal to those whose rows differ in numbers and names only.
+class StageKey:
+    """Cache key of a stage: equal keys share rows.
 
-    Rows name the stage and the layers and labels of its blocks, as far as blocks are layers.
+    Rows of stages with equal keys differ in stage, layers and labels of layers only.
     """
 
     blocks: Sequence[Placed] = field(compare=False)
     place: Place = field(compare=False)
     arriving: tuple[Crossing, ...]
-    """Values that the stage before hands to this one."""
+    """Values from the previous stage."""
     leaving: tuple[Crossing, ...]
+    """Values for the next stage."""
     habits: Habit
     trains: bool
-    """Whether there are backwards."""
-    content: tuple[Hashable, ...]
-    """Of each block, what decides about rows."""
+    """True if there are backwards."""
+    block_keys: tuple[Hashable, ...]
     shifts: tuple[int | None, int | None]
-    """How many ranks further along the pipeline the stages before and after are; None: there is no
-    such stage."""
+    """Distance along the pipeline to the ranks of the previous and the next stage; None: no such
+    stage."""
 
     @classmethod
     def of(
@@ -76,14 +69,13 @@ class StageAt:
         *,
         trains: bool,
         layers: Mapping[int, Hashable] | None = None,
-    ) -> StageAt:
-        """`between` is what goes from each stage of the model to the one after; `layers` with other
-        entries are not alike though their blocks are equal."""
+    ) -> StageKey:
+        """`between`: values between each stage and the next; `layers`: extra key per layer."""
         stage = place.stage
         arriving = between[stage - 1] if stage else ()
         leaving = between[stage] if stage < len(between) else ()
         labels = [p.label for p in blocks]
-        content = tuple(
+        block_keys = tuple(
             (p.block, p.layer >= 0 or p.label, labels.index(p.label), (layers or {}).get(p.layer))
             for p in blocks
         )
@@ -91,64 +83,63 @@ class StageAt:
             None if rank is None else _shift(place.rank, rank, pipeline_ranks)
             for rank in (place.before, place.after)
         )
-        return cls(blocks, place, arriving, leaving, habits, trains, content, (before, after))
+        shifts = before, after
+        return cls(blocks, place, arriving, leaving, habits, trains, block_keys, shifts)
 
     @property
-    def unshifted(self) -> StageAt:
-        """Equal for stages whose messages go to other ranks, and which are equal besides."""
+    def unshifted(self) -> StageKey:
+        """Key that ignores which ranks messages go to."""
         before, after = (None if shift is None else 0 for shift in self.shifts)
         return replace(self, shifts=(before, after))
 
     @property
-    def alone(self) -> bool:
-        """Whether the stage hands values on as messages only, not to others of its rank."""
-        return not self.place.shared and self.place.rank not in (
-            self.place.before,
-            self.place.after,
-        )
+    def messages_only(self) -> bool:
+        """True if values cross the stage's ends as messages only, not in memory of its rank."""
+        place = self.place
+        return not place.shared and place.rank not in (place.before, place.after)
 
 
 def _shift(rank: int, other: int, ranks: int) -> int:
-    """How many ranks further along the pipeline another rank is."""
+    """Signed distance to another rank along the pipeline."""
     shift = (other - rank) % ranks
     return shift - (ranks if shift > ranks // 2 else 0)
 
 
 class Stage:
-    """The forward and the backward action of a virtual pipeline stage, as rows.
+    """Forward and backward action of a virtual pipeline stage, as rows.
 
-    Both have all the rows that the action of any microbatch has. The first microbatch's forward
-    also gathers weights that stay for the step, the last one's backward also reduces gradients;
-    other microbatches leave these rows out (`Segment.once`). A half of a backward has the rows of
+    Both have all rows that the action of any microbatch has. The first microbatch's forward also
+    gathers weights that stay for the step, the last one's backward also reduces gradients; other
+    microbatches omit these rows (`Segment.once_per_step`). A half of a backward has the rows of
     that half.
 
-    Stages that are equal as `StageAt` share one of these: its stage number, ranks, layers and
-    labels are those of the first of them.
+    Stages with equal `StageKey` share one of these: its stage number, ranks, layers and labels are
+    those of the first of them.
     """
 
-    def __init__(self, at: StageAt) -> None:
-        """No rows yet."""
-        self.blocks, self.place, self.habits = at.blocks, at.place, at.habits
-        self.stage, self.shifts = at.place.stage, at.shifts
-        self.arriving, self.leaving, self.alone = at.arriving, at.leaving, at.alone
-        self.values = StageValues(at.blocks, at.place, at.arriving, at.leaving)
+    def __init__(self, key: StageKey) -> None:
+        """Start without rows."""
+        self.blocks, self.place, self.habits = key.blocks, key.place, key.habits
+        self.stage, self.shifts = key.place.stage, key.shifts
+        self.arriving, self.leaving = key.arriving, key.leaving
+        self.values = StageValues(key.blocks, key.place, key.arriving, key.leaving)
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
-        # Per block, where each task stands: whose row, and the place there.
-        self.where: list[dict[Kernel, tuple[int, int]]] = [{} for _ in at.blocks]
-        self.forward = SegmentBuilder().finish((FORWARD, self.stage))
-        self.backward = SegmentBuilder().finish((BACKWARD, self.stage))
-        self.messages = 1
-        """The most messages that one action exchanges along one axis."""
-        self.base = self
-        """A stage with the same rows and values, but for the ranks that messages go to."""
+        # Per block, owner and row of each task.
+        self.row_of_task: list[dict[Kernel, tuple[Owner, int]]] = [{} for _ in key.blocks]
+        self.forward: Segment = ActionRows(Owner.FORWARD, self.stage, []).finish()
+        self.backward: Segment = ActionRows(Owner.BACKWARD, self.stage, []).finish()
+        self.num_messages = 1
+        """Largest number of messages of one action along one axis."""
+        self.unshifted = self
+        """Stage with the same rows and values, whichever ranks messages go to."""
 
     def join(self, on_rank: Mapping[int, Stage]) -> None:
-        """Say which stages, by number, are on the same rank: these hand values on in memory."""
+        """Set the stages of the same rank, by number: these exchange values in memory."""
         self.on_rank = on_rank
         self.values.neighbours = {number: stage.values for number, stage in on_rank.items()}
 
     def shifted(self, shifts: tuple[int | None, int | None]) -> Stage:
-        """The stage where those before and after are so many ranks further along the pipeline."""
+        """Copy the stage for other ranks of the previous and the next stage."""
         if shifts == self.shifts:
             return self
         stage = copy(self)
@@ -164,7 +155,7 @@ class Stage:
 
     @staticmethod
     def _shifted(t: Kernel, shifts: tuple[int | None, int | None]) -> Kernel:
-        """A message between stages that goes to another rank."""
+        """Copy a message between stages for another rank."""
         if t.kind not in _MESSAGES:
             return t
         before, after = shifts
@@ -174,26 +165,21 @@ class Stage:
     # ---- rows ------------------------------------------------------------------------------------
 
     def build(self, *, forward: bool) -> None:
-        """Make the rows of one direction.
-
-        Of neighbours on one rank, the one that the other depends on must have its rows before.
-        """
-        segment = self._rows(forward=forward).finished()
+        """Build the rows of one direction. Build a same-rank predecessor first."""
+        segment = self._rows(forward=forward).finish()
         if forward:
             self.forward = segment
         else:
             self.backward = segment
 
     def _rows(self, *, forward: bool) -> ActionRows:
-        """The rows of one direction, what they need, and what they touch."""
-        segment = SegmentBuilder()
-        whose = FORWARD if forward else BACKWARD
-        action = ActionRows(whose, self.stage, segment, [{} for _ in self.blocks])
+        """Rows of one direction with their dependencies, and the values they touch."""
+        owner = Owner.FORWARD if forward else Owner.BACKWARD
+        action = ActionRows(owner, self.stage, [{} for _ in self.blocks])
         self._receive(action)
         messages = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
-        # Messages between stages have the first numbers; of other messages, either end has the
-        # number of the end that comes first.
-        numbers: dict[tuple[int, Kernel], int] = {}
+        # Tags: stage messages first, then one per SEND/RECV pair.
+        tags: dict[tuple[int, Kernel], int] = {}
         for group in self._grouped(forward=forward):
             i, t = group[0]
             block, tag = i, -1
@@ -201,46 +187,46 @@ class Stage:
                 t, block = merge_messages(group), -1
             if t.kind in _MESSAGES:
                 pair = i, t.twin or t
-                if pair not in numbers:
+                if pair not in tags:
                     messages += 1
-                    numbers[pair] = messages
-                tag = numbers[pair]
-            row = segment.add(t, block, tag)
+                    tags[pair] = messages
+                tag = tags[pair]
+            row = action.add(t, block, tag)
             if t.part in _ONCE:
-                action.once.append(row)
+                action.once_per_step.append(row)
             elif t.part in _EACH_PASS:
                 action.gathers.append(row)
             for item in group:
                 self._record(item, row, action)
         if not forward:
             self.values.release_with_block(action)
-            if not self.habits.unit_weights().kept:
-                action.weight.extend(_gathered_for_weights(action))
+            if not self.habits.unit_weights().keeps_gathered:
+                action.weight_half.extend(_gathered_for_weights(action))
         self._send(action)
-        self.habits.prolong(self.values, action)
-        self.messages = max(self.messages, messages + 1)
+        self.habits.extend_live_ranges(self.values, action)
+        self.num_messages = max(self.num_messages, messages + 1)
         return action
 
     def _record(self, item: Item, row: int, action: ActionRows) -> None:
-        """A task's row: what it touches, and what it depends on."""
+        """Record the row of a task, the values it touches, and its dependencies."""
         i, t = item
-        self.where[i][t] = action.whose, row
+        self.row_of_task[i][t] = action.owner, row
         action.row_of[i][t] = row
         action.order.append(item)
-        self.values.touch(i, t, action.at(row))
+        self.values.touch(i, t, action.touch_by(row))
         if t in self.blocks[i].block.weight_half:
-            action.weight.append(row)
+            action.weight_half.append(row)
         for d in t.deps:
-            found = self._dependency(row, i, d)
-            if found is not None:
-                # What happens once per step needs the last of all microbatches.
-                last = t.part is _REDUCE_ONCE and found[1] == BACKWARD
-                action.segment.deps.append((row, LAST, *found[2:]) if last else found)
+            dep = self._dep(row, i, d)
+            if dep is not None:
+                # A reduction once per step depends on the last of all microbatches.
+                last = t.part is _REDUCE_ONCE and dep[1] == Owner.BACKWARD
+                action.deps.append((row, Owner.LAST_BACKWARD, *dep[2:]) if last else dep)
 
     def _grouped(self, *, forward: bool) -> Sequence[Row]:
-        """The tasks of one direction in order, a row each or merged, as the habits say.
+        """Tasks of one direction in order, merged as the habits say.
 
-        Weights are gathered, and activations loaded, one block ahead: beside the block before.
+        Weights are gathered, and activations loaded, one block ahead.
         """
         parts = FORWARD_PARTS if forward else BACKWARD_PARTS
         ahead = [part for part in parts if part.ahead]
@@ -258,151 +244,156 @@ class Stage:
         by_part = self.blocks[i].block.by_part
         return ((i, t) for part in parts for t in by_part.get(part, ()))
 
-    def gathered_elsewhere(self, place: int, *, forward: bool) -> int:
-        """The row of the other direction that gathers what a row gathers; -1: there is none."""
-        ours, theirs = (FORWARD, BACKWARD) if forward else (BACKWARD, FORWARD)
-        for rows in self.where:
+    def matching_gather(self, segment_row: int, *, forward: bool) -> int:
+        """Row of the other direction that gathers the same weights as a row; -1: none."""
+        source, target = Owner.FORWARD, Owner.BACKWARD
+        if not forward:
+            source, target = target, source
+        for rows in self.row_of_task:
             gathers = [(t, *at) for t, at in rows.items() if t.part in _EACH_PASS]
-            mine = next((t for t, whose, at in gathers if (whose, at) == (ours, place)), None)
-            if mine is not None:
-                found = [(t, at) for t, whose, at in gathers if whose == theirs]
-                alike = [at for t, at in found if (t.op, t.axes) == (mine.op, mine.axes)]
-                return next(iter(alike or [at for _, at in found]), -1)
+            task = next((t for t, *at in gathers if at == [source, segment_row]), None)
+            if task is not None:
+                candidates = [(t, row) for t, owner, row in gathers if owner == target]
+                equal = [row for t, row in candidates if (t.op, t.axes) == (task.op, task.axes)]
+                return next(iter(equal or [row for _, row in candidates]), -1)
         return -1
 
     # ---- messages between stages -----------------------------------------------------------------
 
     def _receive(self, action: ActionRows) -> None:
-        """Rows that receive values, or gradients, from the neighbouring stage on another rank."""
-        source = self.place.before if action.forward else self.place.after
-        if source is None or not self._is_message(forward=action.forward):
+        """Add rows that receive values, or gradients, from the neighbouring stage."""
+        forward = action.forward
+        source = self.place.before if forward else self.place.after
+        if source is None or not self._is_message(forward=forward):
             return
-        for nth, value in enumerate(self._messages(self.arriving, self.leaving, action)):
+        for tag, value in enumerate(self._messages(self.arriving, self.leaving, action)):
             if self.place.shared:
                 row, t = self._broadcast(source, value, action)
             else:
-                t = self._message(TaskKind.RECV, value, forward=action.forward)
-                row = action.segment.add(t, tag=nth)
-            name = f"{_message_name(value, forward=action.forward)}received"
-            received = LiveValue(value.name, not action.forward)
-            buffers = self.habits.message_buffers()
-            self.values.receive(received, name, t, action.at(row), buffers)
+                t = self._message(TaskKind.RECV, value, forward=forward)
+                row = action.add(t, tag=tag)
+            name = f"{_message_prefix(value, forward=forward)}received"
+            received, touch = LiveValue(value.name, not forward), action.touch_by(row)
+            self.values.receive(received, name, t, touch, self.habits.message_buffers())
 
     def _is_message(self, *, forward: bool) -> bool:
-        """Whether what comes to an action of the stage is a message, from one rank or to all."""
+        """True if the action's input arrives by message or broadcast."""
         source = self.place.before if forward else self.place.after
         if not self.place.shared:
             return source != self.place.rank
-        near = self.on_rank.get(self.stage + (-1 if forward else 1))
-        return near is None or not near.place.shared
+        neighbour = self.on_rank.get(self.stage + (-1 if forward else 1))
+        return neighbour is None or not neighbour.place.shared
 
     def _broadcast(self, source: int, value: Crossing, action: ActionRows) -> tuple[int, Kernel]:
-        """The row in which all ranks get a value, or a gradient, from the rank that has it."""
+        """Add a row in which one rank broadcasts a value, or a gradient, to all."""
         phase = "forward" if action.forward else "backward"
-        name = f"{_message_name(value, forward=action.forward)}broadcast"
+        name = f"{_message_prefix(value, forward=action.forward)}broadcast"
         part = TaskPart.FORWARD if action.forward else TaskPart.BACKWARD
         t = Kernel(name, "broadcast", TaskKind.COLLECTIVE, phase, part,
                    axes=("pp",), comm_bytes=value.size, dtype=value.dtype)  # fmt: skip
-        row = action.segment.add(t)
+        row = action.add(t)
         if source == self.place.rank:
-            handed = LiveValue(value.name, not action.forward)
-            near = self.on_rank[self.stage + (-1 if action.forward else 1)]
-            dependency = near.handed_on(row, handed)
-            action.segment.deps += [dependency] if dependency is not None else []
-            sent = near.values.handed_on(handed)
-            if sent is not None:
-                sent.touch(action.at(row), phase)
+            neighbour = self.on_rank[self.stage + (-1 if action.forward else 1)]
+            neighbour.read_output(LiveValue(value.name, not action.forward), row, phase, action)
         return row, t
 
     def _send(self, action: ActionRows) -> None:
-        """Rows that send values, or gradients, to the neighbouring stage on another rank."""
+        """Add rows that send values, or gradients, to the neighbouring stage on another rank."""
         target = self.place.after if action.forward else self.place.before
         if target is None or target == self.place.rank or self.place.shared:
-            return  # what ranks share has a neighbour on its own rank
-        for nth, value in enumerate(self._messages(self.leaving, self.arriving, action)):
+            return  # the neighbour of a shared stage is on the same rank
+        for tag, value in enumerate(self._messages(self.leaving, self.arriving, action)):
             t = self._message(TaskKind.SEND, value, forward=action.forward)
-            row = action.segment.add(t, tag=nth)
-            handed = LiveValue(value.name, not action.forward)
-            dependency = self.handed_on(row, handed)
-            action.segment.deps += [dependency] if dependency is not None else []
-            sent = self.values.handed_on(handed)
+            row = action.add(t, tag=tag)
+            output = LiveValue(value.name, not action.forward)
+            sent = self.read_output(output, row, t.phase, action)
             if sent is not None:
-                sent.touch(action.at(row), t.phase)
                 action.sent.append((sent, row))
+
+    def read_output(
+        self, output: LiveValue, row: int, phase: str, action: ActionRows
+    ) -> Value | None:
+        """Make a row of an action depend on an output of this stage, and touch its value."""
+        dep = self._output_dep(row, output)
+        action.deps.extend([dep] if dep is not None else [])
+        value = self.values.output(output)
+        if value is not None:
+            value.touch(action.touch_by(row), phase)
+        return value
 
     @staticmethod
     def _messages(
         forward: Sequence[Crossing], backward: Sequence[Crossing], action: ActionRows
     ) -> Sequence[Crossing]:
-        """The values that an action sends or receives; in backward those that have a gradient."""
+        """Values that an action sends or receives; in backward those with a gradient."""
         return forward if action.forward else with_gradient(backward)
 
     def _message(self, kind: TaskKind, value: Crossing, *, forward: bool) -> Kernel:
-        """One end of a message between stages: a value, or its gradient."""
+        """Build one end of a message between stages: of a value, or of its gradient."""
         shift = self.shifts[(kind == TaskKind.SEND) == forward]
         assert shift is not None
         phase = "forward" if forward else "backward"
         op = "send" if kind == TaskKind.SEND else "recv"
         part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
         return Kernel(
-            f"{_message_name(value, forward=forward)}{op}", op, kind, phase, part,
+            f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, part,
             axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
     # ---- dependencies ----------------------------------------------------------------------------
 
-    def handed_on(self, row: int, c: LiveValue) -> Dependency | None:
-        """The dependency of a row on what the stage hands on: forward, or a gradient back."""
-        return self._handed_to(row, -1 if c.gradient else len(self.blocks), c)
+    def once_dep(self, i: int, d: Kernel) -> tuple[Owner, int]:
+        """Owner and row of a task of block `i`, for the optimizer action."""
+        owner, row = self.row_of_task[i][d]
+        return Owner.FIRST_FORWARD if owner == Owner.FORWARD else Owner.LAST_BACKWARD, row
 
-    def once_per_step(self, i: int, d: Kernel) -> tuple[int, int]:
-        """Where rows after all actions find a task of block `i`: whose row, and the place."""
-        whose, place = self.where[i][d]
-        return FIRST if whose == FORWARD else LAST, place
-
-    def _dependency(self, row: int, i: int, d: kernel.Dependency | None) -> Dependency | None:
-        """The dependency of a row on what a task of block `i` needs."""
+    def _dep(self, row: int, i: int, d: Dependency | None) -> RowDep | None:
+        """Dependency of a row on a dependency of a task of block `i`."""
         if d is None:
             return None
-        if isinstance(d, LiveValue):  # the block is handed it, or passes it on
-            return self._handed_to(row, i, d)
-        whose, place = self.where[i][d]
-        return row, FIRST if d.part is _GATHER_ONCE else whose, self.stage, place
+        if isinstance(d, LiveValue):
+            return self._input_dep(row, i, d)
+        owner, segment_row = self.row_of_task[i][d]
+        owner = Owner.FIRST_FORWARD if d.part is _GATHER_ONCE else owner
+        return row, owner, self.stage, segment_row
 
-    def _handed_to(self, row: int, i: int, c: LiveValue) -> Dependency | None:
-        """The dependency of a row on a value that block `i` is handed.
+    def _output_dep(self, row: int, c: LiveValue) -> RowDep | None:
+        """Dependency of a row on an output of the stage: forward, or a gradient back."""
+        return self._input_dep(row, -1 if c.gradient else len(self.blocks), c)
 
-        A block of this stage makes it, a message brings it, or a stage on the same rank hands it
-        on; None: nobody makes it.
+    def _input_dep(self, row: int, i: int, c: LiveValue) -> RowDep | None:
+        """Dependency of a row on an input of block `i`; None: nothing makes it.
+
+        A block of this stage makes it, a message brings it, or a stage on the same rank outputs it.
         """
         maker = nearest_maker(self.blocks, i, c)
         if maker is not None:
-            return self._dependency(row, maker, self.blocks[maker].block.makers[c])
+            return self._dep(row, maker, self.blocks[maker].block.makers[c])
         crossing = with_gradient(self.leaving) if c.gradient else self.arriving
-        nth = next((n for n, x in enumerate(crossing) if x.name == c.name), None)
-        if nth is None:
+        message = next((n for n, x in enumerate(crossing) if x.name == c.name), None)
+        if message is None:
             return None
-        if self._is_message(forward=not c.gradient):
-            return row, BACKWARD if c.gradient else FORWARD, self.stage, nth  # the message's row
-        return self.on_rank[self.stage + (1 if c.gradient else -1)].handed_on(row, c)
+        if self._is_message(forward=not c.gradient):  # messages are the first rows
+            return row, Owner.BACKWARD if c.gradient else Owner.FORWARD, self.stage, message
+        return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(row, c)
 
 
-def _message_name(value: Crossing, *, forward: bool) -> str:
-    """How the names of a message between stages begin: its ends, and where it is received."""
-    which = "" if value.name == STREAM else f"{value.name}."
-    return f"{'forward' if forward else 'backward'}.{which}"
+def _message_prefix(value: Crossing, *, forward: bool) -> str:
+    """Prefix of the names of a message between stages."""
+    name = "" if value.name == STREAM else f"{value.name}."
+    return f"{'forward' if forward else 'backward'}.{name}"
 
 
 def _gathered_for_weights(action: ActionRows) -> list[int]:
-    """Rows that gather or cast weights in a backward of which only its second half reads them."""
-    half = {*action.weight}
+    """Rows that gather or cast weights in a backward of which only the weight half reads them."""
+    half = {*action.weight_half}
     readers: dict[int, set[int]] = {row: set() for row in action.gathers}
-    for row, whose, stage, at in action.segment.deps:
-        if (whose, stage) == (BACKWARD, action.stage) and at in readers:
-            readers[at].add(row)
-    found: list[int] = []
+    for row, owner, stage, source in action.deps:
+        if (owner, stage) == (Owner.BACKWARD, action.stage) and source in readers:
+            readers[source].add(row)
+    rows: list[int] = []
     for row in sorted(readers, reverse=True):  # a cast comes after the gather that it reads
         if readers[row] and readers[row] <= half:
             half.add(row)
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows

@@ -1,4 +1,4 @@
-"""The work of a pipeline rank: rows, values and memory are made when they are asked for."""
+"""Work of a pipeline rank of an assembled program: rows, values and memory on demand."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.lower.assembly.expand import Names, expanded
+from stagewright.lower.assembly.expand import RowNames, expand_rows
 from stagewright.lower.assembly.live_ranges import value_columns
 from stagewright.lower.assembly.rank_order import RankOrder
-from stagewright.lower.assembly.rank_values import Sizes, memory_changes, rank_values, relabelled
+from stagewright.lower.assembly.rank_values import (
+    ValueSizes,
+    memory_changes,
+    rank_values,
+    relabel_layers,
+)
 from stagewright.lower.assembly.stages import Stage
 from stagewright.program.columns import RankClass, Tasks, Values
-from stagewright.program.step import Actions, MemoryChanges, RankWork
+from stagewright.program.memory_changes import MemoryChanges
+from stagewright.program.rank_work import Actions, RankWork
 
 
-class StageHeld(NamedTuple):
-    """The values of a stage: layer (that of an example stage) and bytes of each."""
+class StageBytes(NamedTuple):
+    """Values of a stage: layer (of the stage whose columns `Actions` has) and bytes of each."""
 
     stage: Stage
     layer: Int
@@ -27,78 +33,71 @@ class StageHeld(NamedTuple):
 
 
 class AssembledWork(RankWork):
-    """The work of a rank of an assembled program."""
+    """Work of a rank of an assembled program."""
 
     def __init__(
         self,
         actions: Actions,
         order: RankOrder,
-        names: Names,
+        names: RowNames,
         rank: int,
         streams: str,
-        sizes: Sizes | None = None,
+        sizes: ValueSizes | None = None,
     ) -> None:
-        """`sizes`: bytes of the values of stages where they are not those of the stages."""
-        self._actions, self._order = actions, order
+        """`sizes`: bytes of values by stage, where they differ from those of the stage."""
+        self.actions, self.order, self.rank_order = actions, order, order
         self._names, self._rank, self._streams = names, rank, streams
-        self._sizes: Sizes = sizes or {}
-
-    @cached_property
-    def actions(self) -> Actions:
-        """The distinct actions of the program."""
-        return self._actions
-
-    @cached_property
-    def order(self) -> RankOrder:
-        """The copies of the actions."""
-        return self._order
+        self._sizes: ValueSizes = sizes or {}
 
     @property
     def rows(self) -> Int:
-        """The rows of `actions` that this rank has copies of."""
-        rows = [self.actions.rows(action) for action in self.order.distinct]
+        """Rows of `actions` that this rank has copies of."""
+        rows = [self.actions.rows(action) for action in self.rank_order.distinct]
         return np.concatenate([np.zeros(0, dtype=np.int64), *rows])
 
     @property
-    def held(self) -> list[StageHeld]:
-        """The values of the rank's stages, by distinct stage."""
-        table = self.order.table
-        found: list[StageHeld] = []
-        contents: list[int] = self.order.contents.tolist()
-        for content in dict.fromkeys(contents):
-            stage = table.stages[content].base
+    def stage_bytes(self) -> list[StageBytes]:
+        """Values of the rank's stages, by distinct stage."""
+        table = self.rank_order.table
+        result: list[StageBytes] = []
+        classes: list[int] = self.rank_order.stage_classes.tolist()
+        for stage_class in dict.fromkeys(classes):
+            stage = table.stages[stage_class].unshifted
             columns = value_columns(stage)
-            layer = relabelled(columns.layer, stage, table.naming[content])
-            found.append(StageHeld(stage, layer, self._sizes.get(stage, columns.size)))
-        return found
+            layer = relabel_layers(columns.layer, stage, table.labels[stage_class])
+            result.append(StageBytes(stage, layer, self._sizes.get(stage, columns.size)))
+        return result
 
-    def with_numbers(self, tasks: Tasks, sizes: Sizes) -> AssembledWork:
-        """The same work with other numbers: columns of actions, and bytes of the values of stages.
+    def with_numbers(self, tasks: Tasks, sizes: ValueSizes) -> AssembledWork:
+        """Replace numbers: columns of actions, and bytes of values by stage.
 
-        Rows, needs and order stay, as the same objects.
+        Rows, dependencies and order stay the same objects.
         """
-        of = self._actions
-        same = replace(tasks, data_ptr=of.tasks.data_ptr, data=of.tasks.data)
-        actions = Actions(same, of.begin, of.part, of.carried)
-        return AssembledWork(actions, self._order, self._names, self._rank, self._streams, sizes)
+        old = self.actions
+        tasks = replace(tasks, data_ptr=old.tasks.data_ptr, data=old.tasks.data)
+        actions = replace(old, tasks=tasks)
+        return AssembledWork(
+            actions, self.rank_order, self._names, self._rank, self._streams, sizes
+        )
 
     @cached_property
     def tasks(self) -> Tasks:
-        """The rows of all copies, in program order."""
-        return expanded(self.order, self._actions.tasks, self._names, self._rank, self._streams)
+        """Rows of all copies, in program order."""
+        tasks = self.actions.tasks
+        return expand_rows(self.rank_order, tasks, self._names, self._rank, self._streams)
 
     @cached_property
     def values(self) -> Values:
-        """The values in memory, with the live range of each."""
-        return rank_values(self._order, self._names.naming(self._rank), self._sizes)
+        """Values in memory, with the live range of each."""
+        return rank_values(self.rank_order, self._names.labels[self._rank], self._sizes)
 
     @cached_property
     def changes(self) -> MemoryChanges:
-        """What the copies allocate and free."""
-        return memory_changes(self._order, self._sizes)
+        """Bytes that the copies allocate and free."""
+        return memory_changes(self.rank_order, self._sizes)
 
 
-def assembled(of: RankClass) -> AssembledWork:
-    """The work of a class of an assembled program."""
-    assert isinstance(of.work, AssembledWork)
-    return of.work
+def assembled(rank_class: RankClass) -> AssembledWork:
+    """Work of a class of an assembled program."""
+    assert isinstance(rank_class.work, AssembledWork)
+    return rank_class.work

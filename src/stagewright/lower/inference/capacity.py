@@ -1,4 +1,4 @@
-"""What fits into the memory of a device: how many requests, and how long ones."""
+"""Number and length of requests that fit into the memory of a device."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from stagewright.run.settings import Run
 
 
 class Capacity(NamedTuple):
-    """How far memory goes, by the same accounting as the report's: ideal allocation, and of what is
-    no tensor only the run's `memory_allowance`."""
+    """Limits of device memory, with ideal allocation and the run's `memory_allowance`."""
 
     device_memory: int
     fits: bool
-    """Whether the step does, as it is."""
+    """True if the step fits."""
     requests: int
-    """The most in a step of all ranks: as many for each of dp, in the step's proportions."""
+    """Max requests in a step of all ranks, equal numbers per dp rank, in the step's proportions."""
     tokens: int | None
-    """The longest that each of the step's requests may be (context and new tokens); None where they
-    differ in length, or where length takes no memory: layers that carry a state."""
+    """Max length of each request (context and new tokens); None: lengths differ, or length takes no
+    memory (layers that carry a state)."""
 
 
 def capacity(run: Run, peak: Callable[[Run], int]) -> Capacity:
-    """Vary a resolved inference run; `peak` is the most bytes of tensors on one of its ranks.
+    """Vary a resolved inference run; `peak`: max bytes of tensors on one of its ranks.
 
-    A step fits where `program.fit.fit_of` says so: the peak and the run's `memory_allowance` are at
-    most the memory of a device. `fit_of` is not called here: it names the fullest class of ranks,
-    and the many steps that are tried have no programs, only their peaks.
+    A step fits if the peak and the run's `memory_allowance` are at most the memory of a device, as
+    in `program.fit.fit_of`, which needs programs; the steps tried here have only peaks.
     """
     assert run.device_memory is not None
     memory = read_bytes(run.device_memory)
@@ -39,10 +37,10 @@ def capacity(run: Run, peak: Callable[[Run], int]) -> Capacity:
     def fits(**settings: int) -> bool:
         try:
             return peak(run.model_copy(update=settings)) <= room
-        except UserError:  # beyond all bounds
+        except UserError:  # exceeds a bound of the run's settings
             return False
 
-    requests = run.dp * _most(lambda n: fits(batch_size=n * run.dp))
+    requests = run.dp * _largest(lambda n: fits(batch_size=n * run.dp))
     return Capacity(memory, peak(run) <= room, requests, _longest(run, fits))
 
 
@@ -52,22 +50,21 @@ def _longest(run: Run, fits: Callable[..., bool]) -> int | None:
     varied, fixed = "context_length", 1 + run.num_speculative_tokens
     if run.mode == "prefill":
         varied, fixed = "prompt_length", run.context_length or 0
-    # A contiguous cache makes room for the longest request, whatever that is.
+    # A contiguous cache reserves the longest request.
     room = ("max_model_len",) if run.kv_cache == "contiguous" else ()
-    found = _most(lambda n: fits(**{varied: n - fixed}, **dict.fromkeys(room, n)), fixed + 1)
-    return None if found > lengths.LARGEST // 2 else found
+    length = _largest(lambda n: fits(**{varied: n - fixed}, **dict.fromkeys(room, n)), fixed + 1)
+    return None if length > lengths.LARGEST // 2 else length
 
 
-def _most(fits: Callable[[int], bool], least: int = 1) -> int:
-    """The largest number that fits, 0 if the least does not; what is above one that does not is
-    taken not to fit either.
+def _largest(fits: Callable[[int], bool], lowest: int = 1) -> int:
+    """Largest number that fits, by bisection; 0 if `lowest` does not.
 
-    >>> _most(lambda n: n * n < 1000)
+    >>> _largest(lambda n: n * n < 1000)
     31
     """
-    if not fits(least):
+    if not fits(lowest):
         return 0
-    low, high = least, least + 1
+    low, high = lowest, lowest + 1
     while high <= lengths.LARGEST and fits(high):
         low, high = high, 2 * high
     while high - low > 1:

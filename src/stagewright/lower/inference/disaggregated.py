@@ -1,8 +1,8 @@
-"""Prefill and decode on ranks of their own: two programs side by side, and the cache sent across.
+"""Disaggregated prefill and decode: two joined programs, and the KV cache sent between them.
 
-A second group of ranks, with degrees of its own, computes the prompts of a decode step's requests.
-When a prompt is done, every decode rank receives the keys and values of its requests, layers and
-heads from the prefill ranks that hold them (as with vLLM's NixlConnector, where decode ranks read
+A second group of ranks, with separate degrees, computes the prompts of a decode step's requests.
+After a prompt, every decode rank receives the keys and values of its requests, layers and heads
+from the prefill ranks that have them (as with vLLM's NixlConnector, where decode ranks read
 from prefill ranks): one message per layer and sender. A layer's attention waits for its messages.
 """
 
@@ -50,12 +50,12 @@ def compile_disaggregated(run: Run, model: ModelConfig, table: Mapping[str, str]
 def beside(
     prefill: CompiledRun, decode: CompiledRun, sent: Sequence[Message], *, computed: bool = True
 ) -> CompiledRun:
-    """Steps of two instances at one moment, and caches that one sends the other meanwhile.
+    """Join concurrent steps of two instances, and caches that one sends the other meanwhile.
 
-    The caches are of requests that decode in steps to come: the decode step does not wait for them.
-    They are of prompts that were `computed` in steps before, and wait for nothing; or the step of
-    prompts computes them, and each layer's leave when it is done. Otherwise the run is that of the
-    decode step.
+    The caches are of requests that decode in later steps, so the decode step does not wait for
+    them. If `computed`, their prompts were computed in earlier steps and they wait for nothing;
+    otherwise the prefill step computes them and sends each layer's after it. All else is that of
+    the decode step.
     """
     sides = prefill, decode
     dtype = str(decode.run.kv_cache_dtype)
@@ -67,7 +67,7 @@ def beside(
 
 
 def in_replica(alone: Run, whole: Run, model: ModelConfig, replica: int) -> dict[int, int]:
-    """The rank in a layout with data parallelism of each rank of one replica by itself.
+    """Map each rank of a single replica to its rank in a layout with data parallelism.
 
     Both runs are resolved; they differ in `dp` and what lies along it.
     """
@@ -77,7 +77,7 @@ def in_replica(alone: Run, whole: Run, model: ModelConfig, replica: int) -> dict
 
 
 def prefill_run(run: Run) -> Run:
-    """The prefill run that computes the prompts of a resolved decode run's requests."""
+    """Prefill run that computes the prompts of a resolved decode run's requests."""
     others = run.prefill_ranks
     assert others is not None
     asked = groups(run)
@@ -98,16 +98,16 @@ def prefill_run(run: Run) -> Run:
 
 
 def _degrees(ranks: PrefillRanks, run: Run) -> dict[str, Any]:
-    """The degrees of the prefill ranks; with ep on both sides, etp is that of the decode ranks."""
+    """Degrees of the prefill ranks; with ep on both sides, etp is that of the decode ranks."""
     inherited = {"etp": run.etp} if run.ep > 1 and ranks.ep > 1 else {}
     return inherited | ranks.settings()
 
 
-# ---- who sends what to whom ----------------------------------------------------------------------
+# ---- messages ------------------------------------------------------------------------------------
 
 
 class _Side(NamedTuple):
-    """The ranks of one group by their coordinates along dp, tp and pp."""
+    """Ranks of one group by their coordinates along dp, tp and pp."""
 
     run: Run
     dp: list[int]
@@ -129,10 +129,10 @@ class _Side(NamedTuple):
 
 
 def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
-    """All messages, ordered by layer, target and source.
+    """List all messages, ordered by layer, target and source.
 
-    Both groups assign requests round-robin to their dp ranks. tp splits the key-value heads, or
-    holds copies of them (or of latents); among copies the decode ranks ask different ones in turn.
+    Both groups assign requests round-robin to their dp ranks. tp splits the key-value heads, or has
+    copies of them (or of latents); decode ranks take copies round-robin.
     """
     one, two = _Side.of(first, model), _Side.of(second, model)
     latents = model.kv_lora_rank and model.kv_lora_rank + model.qk_rope_head_dim
@@ -166,37 +166,36 @@ def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:
 
 
 def _tokens(ranks: int, run: Run, reach: Reach) -> dict[tuple[int, int], int]:
-    """[prefill dp, decode dp] tokens of the requests that both dp ranks hold.
+    """[prefill dp, decode dp] tokens of the requests of both dp ranks.
 
-    Counted in whole blocks of a paged cache; layers with a window or chunks count what they reach.
+    Counted in full blocks of a paged cache; layers with a window or chunks count attended tokens.
     """
-    asked = [Group(g.count, g.context_length, 0) for g in groups(run)]
-    turns = math.lcm(ranks, run.dp)
+    requests = [Group(g.count, g.context_length, 0) for g in groups(run)]
+    period = math.lcm(ranks, run.dp)
     column = lengths.COLUMNS.index("slots" if run.kv_cache == "paged" else "keys")
-    sums = lengths.attention_sums(asked, cache_of(run), reach)
-    tokens = lengths.deal(asked, sums, turns)[:, column]
-    found: dict[tuple[int, int], int] = {}
-    for turn, held in enumerate(tokens.tolist()):
-        pair = turn % ranks, turn % run.dp
-        found[pair] = found.get(pair, 0) + held
-    return found
+    sums = lengths.attention_sums(requests, cache_of(run), reach)
+    tokens = lengths.deal(requests, sums, period)[:, column]
+    by_pair: dict[tuple[int, int], int] = {}
+    for i, count in enumerate(tokens.tolist()):
+        pair = i % ranks, i % run.dp
+        by_pair[pair] = by_pair.get(pair, 0) + count
+    return by_pair
 
 
-def heads_held_by(heads: int, ranks: int, place: int, places: int) -> list[tuple[int, int]]:
-    """(sending tp rank, key-value heads) for the target tp rank `place` of `places`.
+def heads_held_by(heads: int, ranks: int, target: int, targets: int) -> list[tuple[int, int]]:
+    """(sending tp rank, number of key-value heads) for tp rank `target` of `targets`.
 
-    Where ranks hold copies of a head, neighbouring targets ask different copies in turn, so that
-    the copies' numbers of targets differ by at most one: below, ranks 4 to 7 have head 1, and of
-    the targets that want it, 2 asks rank 6 and 3 asks rank 7.
+    Where ranks have copies of a head, neighbouring targets take copies round-robin, so the numbers
+    of targets per copy differ by at most one: below, ranks 4 to 7 have head 1; of the targets that
+    need it, 2 takes rank 6 and 3 takes rank 7.
 
     >>> heads_held_by(8, 4, 0, 2), heads_held_by(8, 2, 3, 4), heads_held_by(2, 8, 3, 4)
     ([(0, 2), (1, 2)], [(1, 2)], [(7, 1)])
     """
     copies = max(1, ranks // heads)
-    mine = range(place * heads // places, max((place + 1) * heads // places,
-                                              place * heads // places + 1))  # fmt: skip
+    first = target * heads // targets
     count: dict[int, int] = {}
-    for head in mine:
-        holder = head * ranks // heads + place % copies
-        count[holder] = count.get(holder, 0) + 1
+    for head in range(first, max((target + 1) * heads // targets, first + 1)):
+        sender = head * ranks // heads + target % copies
+        count[sender] = count.get(sender, 0) + 1
     return list(count.items())

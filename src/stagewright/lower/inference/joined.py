@@ -1,4 +1,4 @@
-"""Two programs side by side as one, and the messages that send a cache from one to the other."""
+"""Join two programs, and the messages that send a KV cache from one to the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stagewright.program.shapes import ops_of
 
 SIDES = ("prefill", "decode")
 ACROSS = "cache"
-"""The name of the transfer between both groups where other communication names mesh axes."""
+"""Name of the transfer between both groups, in place of mesh axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,28 +33,28 @@ class Meshes(Mesh):
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Joined(Program):
-    """A program of several meshes, whose groups and peers are tables instead of mesh arithmetic."""
+    """Program of several meshes; groups and peers are tables instead of mesh arithmetic."""
 
     group_index: tuple[Int, ...] = ()  # [communicators, ranks]: number of the group, or -1
     partners: tuple[Int, ...] = ()  # [peers, ranks]; the rank itself where it has no such peer
 
     def group_of(self, slot: int, ranks: Int | None = None) -> Int:
-        """Id of the group that each of `ranks` is in for `slot`; 0 where it is in none."""
+        """Group id of each of `ranks` in communicator `slot`; 0: in none."""
         index = self.group_index[slot] if ranks is None else self.group_index[slot][ranks]
         return np.where(index < 0, 0, self.group_ids(slot, index))
 
     def group_count(self, slot: int) -> int:
-        """How many groups communicator `slot` has."""
+        """Number of groups of communicator `slot`."""
         return 1 + int(self.group_index[slot].max())
 
     def members(self, slot: int, index: Int) -> Int:
-        """Ranks of the groups number `index` of communicator `slot`: a row each, ascending."""
+        """Ascending ranks of the groups `index` of communicator `slot`, a row each."""
         ranks = np.argsort(self.group_index[slot], kind="stable")
         ranks = ranks[np.count_nonzero(self.group_index[slot] < 0) :]
         return ranks.reshape(self.group_count(slot), -1)[index]
 
     def peer_of(self, slot: int, ranks: Int | None = None) -> Int:
-        """The rank that each of `ranks` exchanges with on peer `slot`."""
+        """Rank with which each of `ranks` exchanges messages as peer `slot`."""
         return self.partners[slot] if ranks is None else self.partners[slot][ranks]
 
 
@@ -67,19 +67,19 @@ class Message(NamedTuple):
 
     layer: int
     source: int
-    target: int  # each counts the ranks of its own group
+    target: int  # ranks of either group are numbered from 0
     size: int  # bytes
 
 
 Waiting = Literal["both", "sender", "nobody"]
-"""Which side of a message from the first program to the second waits.
+"""Sides of a message from the first program to the second that wait.
 
-- `both`: a message leaves when the kernels have run that write its layer's cache, and attention of
-  that layer in the second program waits for it.
-- `sender`: a message leaves so, too, but its request decodes in steps to come, and the second
-  program does not wait for it.
-- `nobody`: the cache was computed in steps before, so that a message leaves at once, and its
-  request decodes in steps to come.
+- `both`: a message waits for the kernels that write its layer's cache, and attention of that layer
+  in the second program waits for the message.
+- `sender`: a message waits for these kernels; its request decodes in later steps, so the second
+  program does not wait.
+- `nobody`: the cache was computed in earlier steps, so a message is sent at once, and its request
+  decodes in later steps.
 """
 
 
@@ -90,7 +90,7 @@ def joined(
     *,
     waiting: Waiting = "both",
 ) -> Joined:
-    """One program of the ranks of both, with the messages from the first to the second."""
+    """Join the programs of both groups, with messages from the first to the second."""
     starts = (0, programs[0].mesh.world_size)
     world = starts[1] + programs[1].mesh.world_size
     group_index: list[Int] = []
@@ -146,7 +146,7 @@ def joined(
 
 
 def _rows(of: Iterable[Message], others: list[int], slot: int, way: int) -> tuple[Row, ...]:
-    """The messages of one rank; slots of its partners begin with `slot`."""
+    """Messages of one rank; slots of its partners begin with `slot`."""
     return tuple(
         sorted(
             (m.layer, slot + others.index(m.target if way == 1 else m.source), m.size) for m in of
@@ -208,8 +208,10 @@ def _with_sends(tasks: Tasks, rows: Sequence[Row], dtype: str, waiting: Waiting)
 
 
 def _with_receives(tasks: Tasks, rows: Sequence[Row], dtype: str, waiting: Waiting) -> Tasks:
-    """Prepend the receives, which wait for nothing; a layer's attention waits for those of its
-    layer, where the step waits for messages at all."""
+    """Prepend the receives, which wait for nothing.
+
+    If the step waits for messages, a layer's attention waits for those of its layer.
+    """
     data = [
         (len(rows) + at, i)
         for i, (layer, _, _) in enumerate(rows)

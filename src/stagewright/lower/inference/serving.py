@@ -1,8 +1,8 @@
 """From an inference step to the program of every rank: forward only, sizes that differ by rank.
 
 As in `lower.training`, a block variant is one graph. The ranks of data parallelism serve different
-requests: the step is lowered once for each distinct batch, and `lower.inference.per_rank` puts the
-programs of the ranks together from these.
+requests: the step is lowered once per distinct batch, and `lower.inference.per_rank` merges these
+programs.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from stagewright.run.settings import Run
 from stagewright.schedule.generators import forward_only
 
 Sizes = Mapping[str, int]
-"""The sizes that a batch decides."""
+"""Sizes that depend on the batch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServingStep:
-    """What all batches of a resolved inference run have in common: blocks, and where they are."""
+    """Blocks and layouts of a resolved inference run, for any batch."""
 
     run: Run
     model: ModelConfig
     mesh: Mesh
     plan: Plan
     sizes: Sizes
-    """The sizes that no batch decides."""
+    """Sizes that do not depend on the batch."""
     stages: Sequence[Sequence[PlacedVariant]]
     graphs: Mapping[BlockVariant, Graph]
     busiest: BusiestRanks | None = None
-    """None: all experts get as many tokens."""
+    """None: all experts get equal numbers of tokens."""
 
     @classmethod
     def of(
         cls, run: Run, model: ModelConfig, table: Mapping[str, str], batches: Sequence[Sizes]
     ) -> Self:
-        """The step of a run that has been checked; `table` as in `lower.compile`.
+        """Step of a run that has been checked; `table` as in `lower.compile`.
 
         Raises UserError where the table does not suit the sizes of `batches`.
         """
@@ -78,20 +78,20 @@ class ServingStep:
         return cls(run, model, mesh, plan, sizes, stages, graphs, busiest)
 
     def extent(self, batch: Sizes) -> Extent:
-        """How large dims are on a rank with a batch."""
+        """Sizes of dims on a rank with a batch."""
         routed = batch.get("routed", 0)
         run, model, mesh, plan = self.run, self.model, self.mesh, self.plan
         means = mean_expert_sizes(run, model, mesh, plan, routed, self.busiest)
         return extent_of({**self.sizes, **batch}, mesh, means)
 
     def lower_blocks(self, batch: Sizes) -> dict[BlockVariant, LoweredBlock]:
-        """The kernels of each block with a batch."""
+        """Lower each block with a batch."""
         run, extent = self.run, self.extent(batch)
-        return {v: lower_block(of, run, extent, v) for v, of in self.graphs.items()}
+        return {v: lower_block(graph, run, extent, v) for v, graph in self.graphs.items()}
 
 
 def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> CompiledRun:
-    """A step of a resolved run that has been checked; `table` as in `lower.compile`."""
+    """Compile a step of a resolved, checked run; `table` as in `lower.compile`."""
     load = loads(run, model)
     step = ServingStep.of(run, model, table, load.sizes)
     mesh, plan, graphs, stages = step.mesh, step.plan, step.graphs, step.stages
@@ -107,11 +107,11 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
     memory = ServingMemory(stages, graphs, kernels, step.extent)
 
     def peak(other: Run) -> int:
-        """The most bytes that any rank holds in another step on the same ranks."""
-        of_other = loads(other, model)
+        """Peak bytes of the fullest rank in another step on the same ranks."""
+        other_load = loads(other, model)
         return max(
-            memory.by_category(rank, [of_other.sizes[int(i)] for i in batches])["peak"]
-            for batches in np.unique(of_other.of, axis=0)
+            memory.by_category(rank, [other_load.sizes[int(i)] for i in batches])["peak"]
+            for batches in np.unique(other_load.of, axis=0)
             for rank in range(run.pp)
         )
 
@@ -127,10 +127,10 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
 
 
 def _expert_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes of expert parallelism, those over which tokens are exchanged innermost.
+    """Axes of expert parallelism; those over which tokens are exchanged are innermost.
 
-    Ranks with the same tokens then share experts outside of the exchange: the result that comes
-    back to a rank is the sum that the rank has a part of, and nothing is gathered.
+    Ranks with the same tokens then share experts outside of the exchange: each rank gets back its
+    part of the sum, and nothing is gathered.
     """
     same_tokens = [a for a in plan.expert if a not in plan.tokens]
     return *same_tokens, *(a for a in plan.expert if a not in same_tokens)

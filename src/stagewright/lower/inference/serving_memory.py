@@ -1,6 +1,6 @@
-"""Bytes of a rank in an inference step: weights, the cache of keys and values, live values.
+"""Bytes of a rank in an inference step: weights, KV cache, live values.
 
-Allocation is ideal: a value is there from the kernel that makes it to the last that reads it.
+Allocation is ideal: a value is live from the kernel that makes it to the last that reads it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
 from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
-from stagewright.lower.kernels.live_values import carried, handed_on
+from stagewright.lower.kernels.live_values import carried, outputs
 from stagewright.lower.variants import BlockVariant, PlacedVariant
 
 
@@ -23,28 +23,28 @@ class ServedFootprint(NamedTuple):
     parameters: int
     tables: Mapping[str, int]  # parameters that blocks of a rank share
     kv_cache: int  # of the requests of one microbatch
-    peak: int  # the most that is live besides
+    peak: int  # peak of other live values
 
 
 @dataclass(slots=True, eq=False)
 class ServingMemory:
-    """The memory of each pipeline rank, for any batches; footprints of blocks are kept."""
+    """Memory of each pipeline rank, for any batches; footprints of blocks are cached."""
 
     stages: Sequence[Sequence[PlacedVariant]]
     graphs: Mapping[BlockVariant, Graph]
     kernels: Mapping[BlockVariant, Sequence[Kernel]]
-    """Of each block, for any sizes: which kernel reads which value does not depend on sizes."""
+    """By block, for any sizes: reads and writes of kernels do not depend on sizes."""
     extent: Callable[[Mapping[str, int]], Extent]
     _footprints: dict[tuple[int, ...], dict[BlockVariant, ServedFootprint]] = field(
         default_factory=dict[tuple[int, ...], dict[BlockVariant, ServedFootprint]]
     )
     _live: dict[BlockVariant, tuple[dict[str, Node], frozenset[str]]] = field(init=False)
-    """Of each block, the values beside the stream that it is handed, and those that it makes."""
+    """By block, its inputs other than the stream, and its outputs."""
 
     def __post_init__(self) -> None:
-        """Note what the blocks exchange."""
+        """Find the values that blocks exchange."""
         self._live = {
-            variant: (carried(graph), frozenset(value.name for value in handed_on(graph)))
+            variant: (carried(graph), frozenset(value.name for value in outputs(graph)))
             for variant, graph in self.graphs.items()
         }
 
@@ -55,16 +55,16 @@ class ServingMemory:
         """
         microbatches = [self._on_rank(rank, sizes) for sizes in batches]
         tables = {name: size for block in microbatches[0] for name, size in block.tables.items()}
-        own = sum(block.parameters for block in microbatches[0])
+        parameters = sum(block.parameters for block in microbatches[0])
         bytes_by_category = {
-            "parameters": own + sum(tables.values()),
+            "parameters": parameters + sum(tables.values()),
             "kv_cache": sum(block.kv_cache for blocks in microbatches for block in blocks),
             "activations": max(block.peak for blocks in microbatches for block in blocks),
         }
         return bytes_by_category | {"peak": sum(bytes_by_category.values())}
 
     def _on_rank(self, rank: int, sizes: Mapping[str, int]) -> list[ServedFootprint]:
-        """The blocks of a pipeline rank, values that pass by each of them included."""
+        """Footprints of a pipeline rank's blocks, including values that are live across them."""
         footprints, passing = self._of_blocks(sizes), self._passing(rank, sizes)
         return [
             footprints[variant]._replace(peak=footprints[variant].peak + size)
@@ -82,28 +82,28 @@ class ServingMemory:
         return self._footprints[key]
 
     def _passing(self, rank: int, sizes: Mapping[str, int]) -> list[int]:
-        """For each block of a pipeline rank, bytes of the values beside the stream that it holds.
+        """Bytes of the values other than the stream that are live across each block of a rank.
 
-        These are the values that this block or one behind it reads and one before it made.
+        This block or a later one reads them, and an earlier one made them.
         """
         extent = self.extent(sizes)
-        held: list[int] = []
-        needed: dict[str, int] = {}
+        passing: list[int] = []
+        live: dict[str, int] = {}
         for r in range(len(self.stages) - 1, rank - 1, -1):
             for variant, _ in reversed(self.stages[r]):
                 reads, made = self._live[variant]
-                needed |= {name: bytes_of(n, extent) for name, n in reads.items()}
-                needed = {name: size for name, size in needed.items() if name not in made}
+                live |= {name: bytes_of(n, extent) for name, n in reads.items()}
+                live = {name: size for name, size in live.items() if name not in made}
                 if r == rank:
-                    held.append(sum(needed.values()))
-        return held[::-1]
+                    passing.append(sum(live.values()))
+        return passing[::-1]
 
 
 def served_footprint(graph: Graph, kernels: Sequence[Kernel], extent: Extent) -> ServedFootprint:
-    """What a block needs in inference."""
+    """Footprint of a block in inference."""
     params = {n for n in graph if n.op == "param"}
     caches = {n for n in graph if n.op == "state"}
-    # Caches are written in place; values that blocks hand on outlive any one block.
+    # Caches are written in place; values that blocks exchange outlive a block.
     written = {n for n in graph if n.op == "cache" or n.role is Role.CACHE}
     static = {*params, *caches, *written, *carried(graph).values()}
     return ServedFootprint(
@@ -115,7 +115,7 @@ def served_footprint(graph: Graph, kernels: Sequence[Kernel], extent: Extent) ->
 
 
 def _peak(kernels: Sequence[Kernel], static: set[Node], extent: Extent) -> int:
-    """The most bytes alive while the kernels run, without the `static` values."""
+    """Peak bytes while the kernels run, without the `static` values."""
     values = [[n for n in dict.fromkeys((*t.reads, *t.made)) if n not in static] for t in kernels]
     last_use = {n: i for i, used in enumerate(values) for n in used}
     alive: set[Node] = set()

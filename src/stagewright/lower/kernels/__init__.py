@@ -1,5 +1,5 @@
 """From one sharded block to the kernels and messages of one rank: sizes become numbers.
 
 In: a sharded `Graph`, an `Extent` with the sizes on one rank. Out: `Kernel`s in execution order,
-what each waits for, and which values it makes and reads.
+their dependencies, and the values they make and read.
 """

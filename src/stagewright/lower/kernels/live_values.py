@@ -1,4 +1,4 @@
-"""What the blocks of a model hand on to one another: the residual stream, tables, gradients."""
+"""Values that the blocks of a model exchange: the residual stream, tables, gradients."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from stagewright.graph.roles import CHOSEN, CLIP, GATHERED, MEMORY, STREAM, TABL
 
 
 class LiveValue(NamedTuple):
-    """A value that blocks hand on to those after them, or its gradient, which goes the other way.
+    """Value that blocks pass to later ones, or its gradient, which goes the other way.
 
-    The residual stream is "x". A block that does not make a value lets it pass.
+    The residual stream is "x". A block that does not make a value passes it on.
     """
 
     name: str
@@ -21,26 +21,26 @@ class LiveValue(NamedTuple):
 OUTPUTS = {
     "y": LiveValue(STREAM),
     CHOSEN: LiveValue(CHOSEN),
-    MEMORY: LiveValue(MEMORY),  # what an encoder has made, which a decoder's layers look at
+    MEMORY: LiveValue(MEMORY),  # output of an encoder, which a decoder's layers attend to
     "dx": LiveValue(STREAM, gradient=True),
     "tied_grad": LiveValue(TABLE, gradient=True),
 }
 
 
 def interface(n: Node) -> LiveValue | None:
-    """The live value that an input stands for; None for what comes from outside the model."""
+    """Live value of an input node; None: from outside the model."""
     name = n.binding.live_in
     return LiveValue(name, n.phase == "backward") if n.op == "input" and name else None
 
 
 def carried(graph: Graph) -> dict[str, Node]:
-    """The inputs that a block gets from earlier blocks, other than the stream: leaves by name."""
-    found = ((c, n) for n in graph if (c := interface(n)) and not c.gradient)
-    return {c.name: n for c, n in found if c.name not in (STREAM, CLIP)}
+    """Inputs of a block from earlier blocks, other than the stream: leaves by name."""
+    inputs = ((c, n) for n in graph if (c := interface(n)) and not c.gradient)
+    return {c.name: n for c, n in inputs if c.name not in (STREAM, CLIP)}
 
 
-def handed_on(graph: Graph) -> dict[LiveValue, Node]:
-    """The outputs of a block that other blocks read, by name.
+def outputs(graph: Graph) -> dict[LiveValue, Node]:
+    """Outputs of a block that other blocks read, by name.
 
     A value other than the stream has the name of its leaf; its gradient has `d_` and that name.
     """

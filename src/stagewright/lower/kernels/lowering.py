@@ -1,8 +1,8 @@
-"""From one sharded block to the kernels and messages of one rank: numbers, fusion, buckets.
+"""Lower one sharded block to the kernels and messages of one rank: numbers, fusion, buckets.
 
-Consecutive element-wise ops become one kernel, as a compiler or a hand-written fused kernel would
-have it; what stays inside a kernel is neither written nor read. Collectives that move weights or
-their gradients are gathered into buckets per block. Attention whose keys are split like its queries
+Consecutive element-wise ops become one kernel, as in a compiler or a hand-written fused kernel;
+values inside a kernel are neither written nor read. Collectives that move weights or their
+gradients are merged into buckets per block. Attention whose keys are split like its queries
 becomes the steps of a ring.
 """
 
@@ -21,42 +21,42 @@ from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import TIED, Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import interface
 from stagewright.lower.kernels.order import Cluster, by_need, sorted_by_need
-from stagewright.lower.kernels.rings import OwnKeys, ring_steps, way_home
+from stagewright.lower.kernels.rings import LocalKeys, return_gradients, ring_steps
 from stagewright.program.columns import TaskKind
 from stagewright.program.shapes import shape_of
 
 
 class KernelRules(NamedTuple):
-    """What becomes one kernel or one message, and what is copied."""
+    """Rules for fusion, buckets and copies."""
 
     fuse: bool = True
     """Consecutive element-wise ops are one kernel."""
     bucket: str = "layer"
-    """Which reductions of a block are one message; "step" is "layer", but for gradients that are
-    reduced once per step, and "rank" is "layer", but these are all_reduces."""
+    """Reductions of a block that are one message: "step" is "layer" without gradients reduced once
+    per step; "rank" is "layer" with all-reduces for these."""
     key_grads: str = "reduce_scatter"
-    """How gradients of gathered keys return to their ranks: `cp_grad_comm_type`."""
+    """Communication that returns gradients of gathered keys: `cp_grad_comm_type`."""
     adds_casts: bool = False
-    """A gradient is added as it is to one of a higher precision, whatever `fuse` says."""
+    """Add a gradient without a cast kernel to one of a higher precision, even without `fuse`."""
     copies_slices: bool = False
-    """A rank's part of an activation that it has whole is copied."""
+    """Copy a rank's slice of an unsharded activation."""
 
 
 def kernels(
     graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules | None = None
 ) -> tuple[list[Kernel], dict[Node, Dependency | None]]:
-    """The tasks of a block in execution order within each part, and which task makes each value."""
+    """Tasks of a block in execution order within each part, and the task of each value."""
     lowering = _Lowering(graph, extent, mesh, rules or KernelRules())
     return lowering.run(), lowering.at
 
 
 def _fuses(n: Node) -> bool:
-    """Whether a kernel may hold this operation beside others; a cast that finds scales is alone."""
+    """True if an operation can be fused; a cast that computes scales cannot."""
     return OPS[n.op].fuses and n.get("rescaling") is None
 
 
 class _Lowering:
-    """One block on its way; `at`: the task that makes a value, or an interface outside."""
+    """Lowering of one block; `at`: the task that makes a value, or its interface."""
 
     def __init__(self, graph: Graph, extent: Extent, mesh: Mesh, rules: KernelRules) -> None:
         self.rings: dict[tuple[Node, ...], list[Kernel]] = {}
@@ -81,7 +81,7 @@ class _Lowering:
                 self.at[n] = interface(n)
         for cluster in by_need(self.clusters()):
             tasks += self.lower(cluster)
-        # Weights are there before all else: a bucket of them delays no task that reads them.
+        # Weights come first: a bucket of them delays no task that reads them.
         return sorted_by_need(sorted(tasks, key=lambda t: not t.part.gathers))
 
     # Which nodes become one kernel.
@@ -117,7 +117,7 @@ class _Lowering:
         return result
 
     def joins(self, n: Node, cluster: Cluster, behind: set[Node]) -> bool:
-        """Whether an element-wise node continues the open kernel."""
+        """True if an element-wise node continues the open kernel."""
         last = cluster[-1]
         if self.rules.adds_casts and n.op == "accumulate":
             return cluster == [n.srcs[0]] and last.op == "cast" and self.users[last] == [n]
@@ -132,7 +132,7 @@ class _Lowering:
         )
 
     def absorbs(self, n: Node, clusters: list[Cluster]) -> Cluster | None:
-        """The product whose epilogue accumulates the gradient (Megatron-LM's fused wgrad)."""
+        """Product whose epilogue accumulates the gradient (Megatron-LM's fused wgrad)."""
         if not (
             self.rules.fuse and n.op in ("cast", "accumulate") and self.users.get(n.srcs[0]) == [n]
         ):
@@ -180,7 +180,7 @@ class _Lowering:
         return [task]
 
     def copy(self, n: Node) -> Kernel:
-        """A part of a value that is made as a value of its own."""
+        """Kernel that copies a slice."""
         size = bytes_of(n, self.extent)
         return Kernel(
             n.name or n.op, n.op, TaskKind.COMPUTE, n.phase, self.part(n), traffic=2 * size,
@@ -238,7 +238,7 @@ class _Lowering:
             and n.op == "reduce_scatter"
             and src.op == "attention_bwd"
         ):
-            return self.home(n, axes)
+            return self.ring_gradients(n, axes)
         alone = n.op == src.op and self.users[src] == [n] and role is None and src.role is None
         if alone and isinstance(before, Kernel) and before.part == self.part(n):
             # Moves along one axis after the other are one along both.
@@ -266,8 +266,8 @@ class _Lowering:
         together.name = f"{role.value}.{n.op}"
         return []
 
-    def home(self, n: Node, axes: tuple[str, ...]) -> list[Kernel]:
-        """Gradients of keys and values go home round the ring of `ring`."""
+    def ring_gradients(self, n: Node, axes: tuple[str, ...]) -> list[Kernel]:
+        """Return gradients of keys and values around the ring of `ring`."""
         src = n.srcs[0]
         made = src.srcs  # gradients of one kernel travel together
         ranks = self.mesh.size(*axes)
@@ -275,7 +275,10 @@ class _Lowering:
         tasks = self.rings.get(made, [])
         for t in tasks:
             t.comm_bytes += size
-        new = [] if tasks else way_home(n.phase, self.part(n), axes, ranks, size, self.deps([src]))
+        new: list[Kernel] = []
+        if not tasks:
+            deps = self.deps([src])
+            new = return_gradients(n.phase, self.part(n), axes, ranks, size, deps)
         self.rings[made] = tasks = tasks or new
         tasks[-1].made.append(n)
         tasks[-1].reads.append(src)
@@ -283,7 +286,7 @@ class _Lowering:
         return new
 
     def message(self, n: Node, op: str, axes: tuple[str, ...]) -> Kernel:
-        """A collective; bytes are those of the local input, padded if a split does not divide."""
+        """Build a collective; bytes of the local input, padded if a split does not divide."""
         (src,) = n.srcs
         size = bytes_of(src, self.extent)
         if op == "reduce_scatter":
@@ -305,13 +308,14 @@ class _Lowering:
         return task
 
     def ring(self, whole: Kernel, cluster: Cluster, axes: tuple[str, ...]) -> list[Kernel]:
-        """Attention in a step per rank sharing the sequence."""
+        """Attention as one step per rank that shares the sequence."""
         first = cluster[0]
         spec = parse(str(first["spec"]))
         keys = [s for s, dims in zip(first.srcs, spec.ins, strict=True) if ("k",) in dims]
-        own = OwnKeys(sum(bytes_of(k, self.extent) for k in keys), keys[0].dtype, self.deps(keys))
+        size = sum(bytes_of(k, self.extent) for k in keys)
+        local_keys = LocalKeys(size, keys[0].dtype, self.deps(keys))
         gradients = self.rules.key_grads if first.op == "attention_bwd" else None
-        tasks = ring_steps(whole, own, axes, self.mesh.size(*axes), gradients)
+        tasks = ring_steps(whole, local_keys, axes, self.mesh.size(*axes), gradients)
         last = next(t for t in reversed(tasks) if t.kind == TaskKind.COMPUTE)
         last.made, last.reads = whole.made, whole.reads
         for m in cluster:
@@ -320,12 +324,12 @@ class _Lowering:
 
 
 def is_part(n: Node) -> bool:
-    """Whether a slice is of an activation, and not of a weight or a gradient of one."""
+    """True for slices of activations, not of weights or their gradients."""
     return n.op == "slice" and n.role is None and n.binding.param is None
 
 
 def _is_view(n: Node) -> bool:
-    """Whether a value has no bytes of its own: no kernel makes it."""
+    """True if no kernel makes a value: it shares the bytes of another one."""
     return n.op == "slice" or is_view(n)
 
 
@@ -347,8 +351,7 @@ def _ring_axes(n: Node) -> tuple[str, ...]:
 
 
 def _weights_only(graph: Graph) -> set[Node]:
-    """Moves of parameters that nothing was computed from but copies in the precision that is sent:
-    they may run ahead of the block."""
+    """Moves and casts of parameters, which may run ahead of the block."""
     light: set[Node] = set()
     for n in graph:
         moves = n.op in COLLECTIVE_OPS or n.op == "slice" or n.role is Role.SENT
@@ -358,12 +361,12 @@ def _weights_only(graph: Graph) -> set[Node]:
 
 
 def _before_norm(graph: Graph) -> set[Node]:
-    """What the norm of the gradients needs of the optimizer phase."""
+    """Nodes of the optimizer phase that the norm of the gradients depends on."""
     stack = [graph.outputs["norm2"]] if "norm2" in graph.outputs else []
-    found: set[Node] = set()
+    sources: set[Node] = set()
     while stack:
         n = stack.pop()
-        if n.phase == "optimizer" and n not in found:
-            found.add(n)
+        if n.phase == "optimizer" and n not in sources:
+            sources.add(n)
             stack += n.srcs
-    return found
+    return sources

@@ -1,4 +1,4 @@
-"""Ring attention (arXiv 2310.01889): keys and values go from rank to rank, step by step."""
+"""Ring attention (arXiv 2310.01889): keys and values circulate, one rank per step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.program.columns import TaskKind
 
 
-class OwnKeys(NamedTuple):
-    """The keys and values that a rank has of its own part of the sequence."""
+class LocalKeys(NamedTuple):
+    """Keys and values of a rank's part of the sequence."""
 
     bytes: int
     dtype: str
     deps: Sequence[Dependency]
-    """What makes them."""
+    """Tasks that make them."""
 
 
 class _Hop(NamedTuple):
-    """What all messages of a ring have in common."""
+    """Common attributes of all messages of a ring."""
 
     phase: str
     part: TaskPart
@@ -29,7 +29,7 @@ class _Hop(NamedTuple):
     bytes: int
 
     def pair(self, name: str, deps: Sequence[Dependency]) -> list[Kernel]:
-        """A message to the next rank of the ring, and the one that comes from the rank before."""
+        """Message to the next rank of the ring, and message from the previous rank."""
         send, recv = (
             Kernel(
                 f"{name}.{op}", op, kind, self.phase, self.part, axes=self.axes, shift=shift,
@@ -42,31 +42,31 @@ class _Hop(NamedTuple):
 
 
 def ring_steps(
-    whole: Kernel, keys: OwnKeys, axes: tuple[str, ...], ranks: int, gradients: str | None
+    whole: Kernel, keys: LocalKeys, axes: tuple[str, ...], ranks: int, gradients: str | None
 ) -> list[Kernel]:
-    """The attention of `whole` in `ranks` steps, and the messages between them.
+    """Split the attention kernel `whole` into `ranks` steps with messages between them.
 
-    `gradients`: in backward those of keys and values travel with them and take one more step to
-    come home, in fp32 if this is "ring" (`cp_grad_comm_type`). None: there are none.
+    `gradients`: in backward, gradients of keys and values travel with them and take one more step
+    to return, in fp32 if this is "ring" (`cp_grad_comm_type`). None: forward.
     """
     hop = _Hop(whole.phase, whole.part, axes, keys.dtype, keys.bytes)
     back = hop
     if gradients == "ring":
         back = hop._replace(dtype="fp32", bytes=keys.bytes * 4 // int(BYTES[keys.dtype]))
     tasks: list[Kernel] = []
-    here = [*keys.deps]
-    others = [d for d in whole.deps if d not in here]
-    sums: list[Kernel] = []  # gradients of keys that came with the keys, sent on with ours
+    key_deps = [*keys.deps]
+    other_deps = [d for d in whole.deps if d not in key_deps]
+    sums: list[Kernel] = []  # gradients of keys that arrived with the keys, to which a rank adds
     for step in range(ranks):
-        with_keys = here
+        step_deps = key_deps
         if step < ranks - 1:
-            tasks += (sent := hop.pair(f"{whole.name}.keys{step + 1}", here))
-            here = [sent[1]]
+            tasks += (sent := hop.pair(f"{whole.name}.keys{step + 1}", key_deps))
+            key_deps = [sent[1]]
         compute = Kernel(
             f"{whole.name}.step{step}", whole.op, TaskKind.COMPUTE, whole.phase, whole.part,
             flops=whole.flops * (step + 1) // ranks - whole.flops * step // ranks,
             traffic=whole.traffic * (step + 1) // ranks - whole.traffic * step // ranks,
-            dtype=whole.dtype, shape=whole.shape, deps=[*others, *with_keys],
+            dtype=whole.dtype, shape=whole.shape, deps=[*other_deps, *step_deps],
         )  # fmt: skip
         tasks.append(compute)
         if gradients is not None:
@@ -75,7 +75,7 @@ def ring_steps(
     return tasks
 
 
-def way_home(
+def return_gradients(
     phase: str,
     part: TaskPart,
     axes: tuple[str, ...],
@@ -83,9 +83,9 @@ def way_home(
     size: int,
     deps: Sequence[Dependency],
 ) -> list[Kernel]:
-    """Messages of gradients of keys that go round the ring in fp32, each rank adding its part.
+    """Messages that sum gradients of keys around the ring in fp32.
 
-    `size`: bytes of one rank's keys; `deps`: what makes the gradients.
+    `size`: bytes of one rank's keys; `deps`: tasks that make the gradients.
     """
     hop = _Hop(phase, part, axes, "fp32", size)
     tasks: list[Kernel] = []

@@ -1,4 +1,4 @@
-"""What PyTorch does in lowering: units of FSDP2, and the ring of context parallelism.
+"""Lowering as in PyTorch: units of FSDP2, and the ring of context parallelism.
 
 Each is a habit (`lower.habits`).
 """

@@ -1,4 +1,4 @@
-"""PyTorch's ring attention: what its backward holds while keys and gradients go round."""
+"""PyTorch's ring attention: memory of its backward while keys and gradients circulate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RingAttention(Habit):
 
     ranks: int
     gathered: bool
-    """Whether keys are gathered, rather than sent from rank to rank."""
+    """True if keys are gathered, rather than sent from rank to rank."""
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
@@ -31,13 +31,13 @@ class RingAttention(Habit):
         return cls(run.cp, run.cp_comm_type == "all_gather")
 
     def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
-        """What the last rank holds in its second step, less operands and results of the kernel.
+        """Bytes of the last rank in its second step, without operands and results of the kernel.
 
         Sums are in fp32. With the bytes q of a rank's queries and k of its keys, and f fp32 values
         for one of the computation: gradients of the queries (f q) and of this step (q, and k for
         half of the keys and half of the values), keys and values to send (2 k) and those that came,
         and four tensors with gradients of keys and values: their sum, its two parts, joined, and
-        what is exchanged (2 f k each). Or earlier, when gradients of two steps are there at once.
+        what is exchanged (2 f k each). Or earlier, when gradients of two steps are live at once.
         """
         made = {n.get("wrt"): n for n in t.made if n.op == "attention_bwd"}
         if "q" not in made or "k" not in made:
@@ -56,7 +56,7 @@ class RingAttention(Habit):
 
 
 def _contiguous(attention: Node) -> bool:
-    """Whether keys come as the ring sends them: as heads that were copied, not as a view."""
+    """True if keys are contiguous for the ring: copied heads, not a view."""
     spec = parse(str(attention["spec"]))
     operands = zip(attention.srcs, spec.ins, strict=True)
     keys = next(s for s, dims in operands if ("k",) in dims)

@@ -1,4 +1,4 @@
-"""FSDP2: units of weights that are gathered and reduced together, and what their memory does."""
+"""FSDP2: units of weights that are gathered and reduced as one, and their memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Self
 
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.lower.assembly.buckets import Item, Row, adds_before_reduction, with_root_unit
+from stagewright.lower.assembly.buckets import Item, Row, merged, one_by_one
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Value, moves_gradients
-from stagewright.lower.assembly.segments import NEXT
-from stagewright.lower.assembly.stage_values import ActionRows, StageValues
+from stagewright.lower.assembly.segments import ActionRows, Owner
+from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
-from stagewright.program.columns import PHASES, TaskKind
+from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.schedules import SCHEDULES
@@ -26,17 +26,17 @@ _COMPUTED = (TaskPart.FORWARD, TaskPart.BACKWARD)
 
 @dataclass(frozen=True, slots=True)
 class RootUnit(Habit):
-    """FSDP2's `fully_shard`: each layer is a unit, all parameters outside of layers are another."""
+    """FSDP2's `fully_shard`: a unit per layer, and the root unit for all other parameters."""
 
     pipelined: bool
-    """`torch.distributed.pipelining` has all units reduce after the last backward of a stage, and
-    frees what backward has gathered only then."""
+    """`torch.distributed.pipelining`: all units reduce after the last backward of a stage, and free
+    the weights that backward has gathered only then."""
     one_stage: bool
     """Its schedules of several stages (`_PipelineScheduleRuntime`) gather the weights of all stages
     of a rank before the first action, its schedules of one stage do not."""
 
     split_backward: bool
-    """A backward is done in halves."""
+    """Backward is split into halves."""
 
     @staticmethod
     def applies(run: Run) -> bool:
@@ -48,76 +48,155 @@ class RootUnit(Habit):
         """Where it applies."""
         schedule = SCHEDULES.get(run.schedule or "")
         one_stage = schedule is not None and schedule.one_stage
-        halves = any(a.kind == "I" for steps in order for a in flat(steps))
-        return cls(len(order) > 1, one_stage, halves) if cls.applies(run) else None
+        split_backward = any(a.kind == "I" for steps in order for a in flat(steps))
+        return cls(len(order) > 1, one_stage, split_backward) if cls.applies(run) else None
 
     def unit_weights(self) -> UnitWeights:
-        """A pipeline's units stay gathered after backward."""
+        """Keep a pipeline's units gathered after backward."""
         return UnitWeights(self.pipelined, self.pipelined and not self.one_stage)
 
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
     ) -> Sequence[Row] | None:
-        """The root's blocks gather first and reduce last; in other units, a block is alone."""
+        """Gather the root's blocks first and reduce them last; other blocks are units."""
         if self.pipelined:  # in the order of the module's units: the root is the first
-            return with_root_unit(items, root, root_first=True)
-        return with_root_unit(items, _together(root))
+            return _with_root_unit(items, root, root_first=True)
+        return _with_root_unit(items, _unit(root))
 
-    def prolong(self, values: StageValues, action: ActionRows) -> None:
-        """Weights, buffers of gathers, and gradients live as FSDP2's units hold them."""
+    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
+        """Extend weights, buffers of gathers, and gradients as FSDP2's units hold them."""
         if not action.forward:
-            _hold_root_weights(values, action)
-            _hold_reduced(values, action)
-        rows = action.of_all_microbatches
+            _extend_root_weights(values, action)
+            _extend_reduced(values, action)
+        rows = action.every_microbatch
         if rows:
-            _copy_out(values, action, rows)
+            _add_gather_buffers(values, action, rows)
         if self.pipelined and not action.forward:
-            _keep_weights(values)
+            _pair_gathered_weights(values)
             if values.arriving and self.split_backward:
-                _add_in_next_half(values, action)
+                _extend_to_next_input_half(values, action)
 
 
-def _together(root: AbstractSet[int]) -> AbstractSet[int]:
-    """The blocks of the root unit, if they are several."""
+def _unit(root: AbstractSet[int]) -> AbstractSet[int]:
+    """Blocks of the root unit; none if there is a single root block."""
     return root if len(root) > 1 else frozenset[int]()
 
 
-def _hold_root_weights(values: StageValues, action: ActionRows) -> None:
-    """Gathered weights of the root are live until the backward of all its blocks is done."""
+# ---- order of tasks ------------------------------------------------------------------------------
+
+
+def _with_root_unit(
+    items: Sequence[Item], root: AbstractSet[int], *, root_first: bool = False
+) -> list[Row]:
+    """Make each block a unit that gathers weights and reduces gradients; `root` is one unit.
+
+    After its backward, a unit casts its gradients, adds them to those of earlier microbatches and
+    reduces them. The root gathers when its first block does, and reduces after all other units.
+    With `root_first`, all units reduce after the whole backward: the root, then the others from the
+    first on.
+    """
+    gather_parts = (TaskPart.GATHER_ONCE, TaskPart.GATHER)
+    root_gathers = [(i, t) for i, t in items if i in root and t.part in gather_parts]
+    all_reductions = _reductions(items)
+    reductions = {i: [item for item in all_reductions if item[0] == i] for i, _ in items}
+    additions = {
+        i: [(j, t) for j, t in items if j == i and _adds_before_reduction(t)] for i in reductions
+    }
+    moved = {t for by_unit in (reductions, additions) for u in by_unit.values() for _, t in u}
+    moved |= {t for _, t in root_gathers}
+    remaining = _gather_after_loss([item for item in items if item[1] not in moved])
+    # Gradients are complete after the backward of their block; the root's, of all blocks.
+    last_row = {i: n for n, (i, t) in enumerate(remaining) if t.part is TaskPart.BACKWARD}
+    last = max(last_row.values(), default=-1)
+    rows = merged(root_gathers)
+    for n, (i, t) in enumerate(remaining):
+        rows.append([(i, t)])
+        if last_row.get(i) == n and i not in root:
+            rows += one_by_one([*additions[i], *(() if root_first else reductions[i])])
+        if n == last:
+            rows += one_by_one([item for j in additions if j in root for item in additions[j]])
+            rows += merged([item for j in reductions if j in root for item in reductions[j]])
+            others = sorted(reductions.keys() - root) if root_first else []
+            rows += one_by_one([item for j in others for item in reductions[j]])
+    return rows
+
+
+def _adds_before_reduction(t: Kernel) -> bool:
+    """True if a kernel adds a gradient in another precision to those of earlier microbatches.
+
+    A kernel that adds a reduced gradient is part of the reduction.
+    """
+    reduced = any(isinstance(d, Kernel) and moves_gradients(d) for d in t.deps)
+    return t.op == "cast+accumulate" and not reduced
+
+
+def _gather_after_loss(items: Sequence[Item]) -> Row:
+    """Gather for the second block of backward when the loss has its gradient."""
+    start = next((n for n, (_, t) in enumerate(items) if t.part is TaskPart.BACKWARD), 0)
+    first = items[start][0] if items else 0
+    gathers = [(i, t) for i, t in items[:start] if t.part is TaskPart.GATHER_AGAIN and i != first]
+    deferred = {t for _, t in gathers}
+    candidates = range(start, len(items))
+    end = next((n for n in candidates if _ends_wait(items[n][1], deferred)), start)
+    before = [item for item in items[:start] if item not in gathers]
+    return [*before, *items[start:end], *gathers, *items[end:]] if gathers else [*items]
+
+
+def _ends_wait(t: Kernel, gathers: AbstractSet[Kernel]) -> bool:
+    """True if gathers are issued before this task: a product, or a task that depends on them."""
+    product = t.shape is not None and t.shape.kernel == "gemm"
+    return product or any(isinstance(d, Kernel) and d in gathers for d in t.deps)
+
+
+def _reductions(items: Sequence[Item]) -> Row:
+    """Reductions of gradients, the tasks that depend on these, and the casts before these."""
+    moved: set[Kernel] = set()
+    for _, t in items:
+        depends = any(isinstance(d, Kernel) and d in moved for d in t.deps)
+        if t.part in (TaskPart.BACKWARD, TaskPart.REDUCE_ONCE) and (depends or moves_gradients(t)):
+            moved.add(t)
+    sources = {d for t in moved if moves_gradients(t) for d in t.deps}
+    return [(i, t) for i, t in items if t in moved or (t in sources and t.op == "cast")]
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def _extend_root_weights(values: StageValues, action: ActionRows) -> None:
+    """Extend gathered weights of the root to the end of the backward of all its blocks."""
     last_rows = action.last_rows()
     for i in values.root_blocks & last_rows.keys():
-        unit = {i} | _together(values.root_blocks)
-        done = max(row for j, row in last_rows.items() if j in unit)
-        values.hold_weights(i, (TaskPart.GATHER_ONCE, TaskPart.GATHER), action.at(done))
+        unit = {i} | _unit(values.root_blocks)
+        end = max(row for j, row in last_rows.items() if j in unit)
+        values.extend_weights(i, (TaskPart.GATHER_ONCE, TaskPart.GATHER), action.touch_by(end))
 
 
-def _add_in_next_half(values: StageValues, action: ActionRows) -> None:
-    """Gradients of weights come after the half of backward that ends with their addition: they wait
-    for that half of the next microbatch."""
-    first_half = sorted({*action.of_all_microbatches} - {*action.weight})
+def _extend_to_next_input_half(values: StageValues, action: ActionRows) -> None:
+    """Extend gradients of weights to the input half of the next microbatch, which adds them."""
+    input_half = sorted({*action.every_microbatch} - {*action.weight_half})
     for i, t in action.order:
-        if first_half and adds_before_reduction(t):
+        if input_half and _adds_before_reduction(t):
             gradient = values.value(i, t.reads[0])
             if gradient is not None:
-                gradient.touches.append((NEXT, action.stage, first_half[-1]))
+                gradient.touches.append((Owner.NEXT_BACKWARD, action.stage, input_half[-1]))
 
 
-def _keep_weights(values: StageValues) -> None:
-    """Weights of each unit, as forward and as backward gathers them."""
+def _pair_gathered_weights(values: StageValues) -> None:
+    """Record weights of each unit, as forward and as backward gathers them."""
     for i, placed in enumerate(values.blocks):
         gathered = [
             [new.nodes[0] for t in placed.block.by_part.get(part, ())
              if t.kind == TaskKind.COLLECTIVE for new in placed.block.uses[t].new]
             for part in (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
         ]  # fmt: skip
-        for ahead, again in zip(*gathered, strict=False):
-            pair = values.value(i, ahead), values.value(i, again)
-            if pair[0] is not None and pair[1] is not None:
-                values.kept_weights.append((pair[0], pair[1]))
+        for forward_node, backward_node in zip(*gathered, strict=False):
+            forward, backward = values.value(i, forward_node), values.value(i, backward_node)
+            if forward is not None and backward is not None:
+                values.gathered_pairs.append((forward, backward))
 
 
-def _hold_reduced(values: StageValues, action: ActionRows) -> None:
-    """What one unit has reduced is live until the next unit reduces."""
+def _extend_reduced(values: StageValues, action: ActionRows) -> None:
+    """Extend reduced gradients of a unit to the reduction of the next unit."""
     reduced: list[Value] = []
     owner: tuple[int, tuple[str, ...]] = (-1, ())
     for i, t in action.order:
@@ -125,7 +204,7 @@ def _hold_reduced(values: StageValues, action: ActionRows) -> None:
             continue
         row_of = action.row_of[i]
         casts = [row_of[d] for d in t.deps if isinstance(d, Kernel) and d.op == "cast"]
-        before = action.at(min([*casts, row_of[t]]) - 1)
+        before = action.touch_by(min([*casts, row_of[t]]) - 1)
         unit = i, t.axes
         for value in reduced if owner != unit else ():
             value.touches.append(before)
@@ -136,52 +215,52 @@ def _hold_reduced(values: StageValues, action: ActionRows) -> None:
             placed = values.blocks[i]
             name = placed.name("reduced.padding")
             buffer = Value(name, placed.layer, t.phase, "communication", padding)
-            buffer.touches += [action.at(row) for row in (*casts, row_of[t])]
+            buffer.touches += [action.touch_by(row) for row in (*casts, row_of[t])]
             values.values.append(buffer)
             reduced.append(buffer)
         owner = unit
 
 
-def _copy_out(values: StageValues, action: ActionRows, rows: Sequence[int]) -> None:
-    """A unit is gathered into a buffer, and its weights are copied out of that before they run.
+def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[int]) -> None:
+    """Add the buffers that units are gathered into, and from which weights are copied out.
 
-    In forward the buffer is live until the next unit's is copied, of the last until the module
-    returns; in backward it is freed at once. `rows`: those that all microbatches have.
+    In forward a buffer is live until the next unit's is copied, the last one until the module
+    returns; in backward it is freed at once. `rows`: rows of all microbatches.
     """
-    root = _together(values.root_blocks)
-    gathers = TaskPart.GATHER if action.forward else TaskPart.GATHER_AGAIN
+    root = _unit(values.root_blocks)
+    gather_part = TaskPart.GATHER if action.forward else TaskPart.GATHER_AGAIN
     begins: dict[int, int] = {}  # per block, its first row
     gather_rows = set[int]()
-    gathered: dict[int, int] = {}  # per block, bytes
-    moved: dict[int, int] = {}  # per block, the row that gathers
+    sizes: dict[int, int] = {}  # per block, gathered bytes
+    collective_rows: dict[int, int] = {}  # per block
     for i, row_of in enumerate(action.row_of):
         for t, row in row_of.items():
             if t.part in _COMPUTED:
                 begins[i] = min(row, begins.get(i, row))
-            elif t.part is gathers:
+            elif t.part is gather_part:
                 gather_rows.add(row)
                 if t.kind == TaskKind.COLLECTIVE:
-                    moved[i] = row
+                    collective_rows[i] = row
                     new = values.blocks[i].block.uses[t].new
-                    gathered[i] = gathered.get(i, 0) + sum(value.size for value in new)
+                    sizes[i] = sizes.get(i, 0) + sum(value.size for value in new)
     computing = [row for row in rows if row not in gather_rows]
     units = sorted(first for i, first in begins.items() if i not in root)
     if action.forward:
         _begin_with_block(values, action, begins, gather_rows)
-    for i, size in gathered.items():
+    for i, size in sizes.items():
         first = begins[i]
         if not action.forward:
-            held = [computing[max(0, bisect_left(computing, first) - 1)]]
+            touching = [computing[max(0, bisect_left(computing, first) - 1)]]
         elif i in root:
-            held = [rows[0], units[0] if units else rows[-1]]
+            touching = [rows[0], units[0] if units else rows[-1]]
         else:
-            after = units[bisect_right(units, first) :][:1]
-            held = [first, *(after or [_row_of_logits(values, action, rows[-1])])]
+            following = units[bisect_right(units, first) :][:1]
+            touching = [first, *(following or [_row_of_logits(values, action, rows[-1])])]
         placed = values.blocks[i]
         name = placed.name("gathered.buffer")
-        buffer = Value(name, placed.layer, PHASES[0], "gathered_parameters", size)
-        buffer.touches += [action.at(row) for row in held]
-        buffer.needs = action.at(moved[i])
+        buffer = Value(name, placed.layer, "forward", "gathered_parameters", size)
+        buffer.touches += [action.touch_by(row) for row in touching]
+        buffer.requires = action.touch_by(collective_rows[i])
         values.values.append(buffer)
 
 
@@ -191,10 +270,10 @@ def _begin_with_block(
     begins: Mapping[int, int],
     gather_rows: AbstractSet[int],
 ) -> None:
-    """Forward allocates what it gathers when the block comes, though the message runs before.
+    """Allocate gathered weights of forward when their block begins, after the message runs.
 
-    The host issues a unit's gather when the block before has ended, and memory is allocated in the
-    order of the host; backward asks for the next unit's gather by itself.
+    The host issues a unit's gather when the previous block has ended, and memory is allocated in
+    the order of the host; backward prefetches the next unit.
     """
     for i, begin in begins.items():
         for t in values.blocks[i].block.by_part.get(TaskPart.GATHER, ()):
@@ -202,20 +281,20 @@ def _begin_with_block(
                 v = values.value(i, new.nodes[0])
                 if v is None:
                     continue
-                if new.nodes[0].role is Role.SENT:  # of no use where weights are gathered still
-                    v.needs = action.at(action.row_of[i][t])
-                ahead = {action.at(row) for row in gather_rows}
-                v.touches = [action.at(begin), *(x for x in v.touches if x not in ahead)]
+                if new.nodes[0].role is Role.SENT:  # unused where weights are still gathered
+                    v.requires = action.touch_by(action.row_of[i][t])
+                gathers = {action.touch_by(row) for row in gather_rows}
+                v.touches = [action.touch_by(begin), *(x for x in v.touches if x not in gathers)]
 
 
 def _row_of_logits(values: StageValues, action: ActionRows, end: int) -> int:
-    """The row with which the stage's module returns: the loss comes after."""
+    """Row with which the stage's module returns; the loss comes after."""
     logits = module_logits(values)
     rows = [row for t, row in action.row_of[-1].items() if logits in t.made]
     return min(rows, default=end)
 
 
 def module_logits(values: StageValues) -> Node | None:
-    """What the stage's last block returns before its loss: logits, gathered where they are."""
+    """Output of the stage's last block before its loss: logits, gathered where they are."""
     forward = [n for n in values.blocks[-1].block.graph if n.phase == "forward"]
     return next((n for n in reversed(forward) if n.role is Role.LOGITS), None)

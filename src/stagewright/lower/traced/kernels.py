@@ -1,5 +1,4 @@
-"""What the nodes of a recorded graph cost: products and attention by their shapes, all others by
-the bytes that they read and write.
+"""Costs of the nodes of a recorded graph: products and attention by shape, others by bytes.
 
 FLOPs are those of products, convolutions and attention, as PyTorch's FlopCounterMode counts them,
 except that masked pairs of causal attention are not counted, as in all of Stagewright.
@@ -21,22 +20,22 @@ VIEWS = frozenset(
      "unbind", "alias", "detach", "as_strided", "diagonal", "unfold", "lift_fresh", "view_as",
      "view_as_complex", "view_as_real", "getitem", "wait_tensor", "lift_fresh_copy"}
 )  # fmt: skip
-"""Operations that move nothing."""
+"""Operations that only change the view."""
 
 MAKES = frozenset(
     {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones",
      "new_full", "rand", "rand_like", "randn", "randn_like", "arange", "scalar_tensor", "fill"}
 )  # fmt: skip
-"""Operations that write values and read none."""
+"""Operations that write values and read nothing."""
 
 EMPTY = frozenset({"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"})
-"""Operations that do not even write."""
+"""Operations that only allocate."""
 
 Dims = tuple[int, ...]
 
 
 class Costs(NamedTuple):
-    """What a kernel is: its op in our words, its FLOPs, and its shape where that is timed."""
+    """Op of a kernel as in `graph.table`, FLOPs, and shape if it is timed by shape."""
 
     op: str
     flops: int = 0
@@ -44,11 +43,11 @@ class Costs(NamedTuple):
 
 
 Shapes = Callable[[Any], Dims]
-"""The dims of an argument that is a tensor."""
+"""Function from a tensor argument to its dims."""
 
 
 def costs_of(node: TracedNode, kind: str, dims: Shapes) -> Costs:
-    """The costs of a node, of which `kind` is the operation without library and overload."""
+    """Costs of a node; `kind`: its operation without library and overload."""
     row = _ROWS.get(kind)
     if row is not None:
         return row(node, dims)
@@ -63,7 +62,7 @@ def _gemm(batch: int, m: int, n: int, k: int) -> Costs:
 
 
 def _product(first: int) -> Callable[[TracedNode, Shapes], Costs]:
-    """A product of matrices whose first operand is the argument with this number."""
+    """Product of matrices whose operands begin with argument `first`."""
 
     def row(node: TracedNode, dims: Shapes) -> Costs:
         a, b = dims(node.args[first]), dims(node.args[first + 1])
@@ -73,16 +72,16 @@ def _product(first: int) -> Callable[[TracedNode, Shapes], Costs]:
 
 
 def _grouped(node: TracedNode, dims: Shapes) -> Costs:
-    """Rows of experts times a matrix of each, or, for its gradient, one product for each."""
+    """Grouped product: rows of each expert times its matrix; for its gradient, one per expert."""
     a, b = dims(node.args[0]), dims(node.args[1])
     if len(b) == 3:
         experts = b[0]
         rows = prod(a[:-1])
-        made = _gemm(experts, -(-rows // experts), b[-1], a[-1])
-        return made._replace(flops=2 * rows * b[-1] * a[-1])
+        costs = _gemm(experts, -(-rows // experts), b[-1], a[-1])
+        return costs._replace(flops=2 * rows * b[-1] * a[-1])
     experts = node.shape[0] if len(node.shape) == 3 else 1
-    made = _gemm(int(experts), a[0], b[-1], -(-a[-1] // int(experts)))
-    return made._replace(flops=2 * a[0] * a[-1] * b[-1])
+    costs = _gemm(int(experts), a[0], b[-1], -(-a[-1] // int(experts)))
+    return costs._replace(flops=2 * a[0] * a[-1] * b[-1])
 
 
 def _vector(node: TracedNode, dims: Shapes) -> Costs:
@@ -93,10 +92,15 @@ def _vector(node: TracedNode, dims: Shapes) -> Costs:
 def _convolution(node: TracedNode, dims: Shapes) -> Costs:
     x, w = dims(node.args[0]), dims(node.args[1])
     transposed = len(node.args) > 6 and bool(node.args[6])
-    made = x if transposed else tuple(map(int, node.shape))
-    work = 2 * prod(made) * prod(w[1:])
+    result = x if transposed else tuple(map(int, node.shape))
+    work = 2 * prod(result) * prod(w[1:])
     columns = w[0]
-    shape = (("batch", 1), ("m", prod(made) // max(1, made[1])), ("n", columns), ("k", prod(w[1:])))
+    shape = (
+        ("batch", 1),
+        ("m", prod(result) // max(1, result[1])),
+        ("n", columns),
+        ("k", prod(w[1:])),
+    )
     return Costs("conv", work, Shape(GEMM, shape))
 
 
@@ -122,11 +126,11 @@ _CAUSAL: Mapping[str, int] = {
     "_scaled_dot_product_efficient_attention_backward": 11,
     "_scaled_dot_product_cudnn_attention_backward": 14,
 }
-"""Which argument says that attention is causal (native_functions.yaml of PyTorch 2.13)."""
+"""Index of the argument `is_causal` (native_functions.yaml of PyTorch 2.13)."""
 
 
 def _attention(node: TracedNode, kind: str, dims: Shapes) -> Costs:
-    """Fused attention: two products for each pair of query and key, in backward five."""
+    """Fused attention: two products per pair of query and key, in backward five."""
     backward = kind.endswith("backward")
     q, k, v = (dims(a) for a in node.args[backward : 3 + backward])
     at = _CAUSAL.get(kind, len(node.args))
@@ -155,6 +159,6 @@ _ROWS: Mapping[str, Callable[[TracedNode, Shapes], Costs]] = {
 
 
 def first_operand(node: TracedNode) -> str:
-    """The name of the first argument, where that is a value."""
+    """Name of the first argument if it is a value, else empty."""
     first = node.args[0] if node.args else None
     return first.name if isinstance(first, Ref) else ""

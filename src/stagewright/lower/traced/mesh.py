@@ -1,4 +1,4 @@
-"""The mesh that the process groups of a recording are along."""
+"""Mesh of the process groups of a recording."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from stagewright.program.communicators import Communicator
 
 
 class GroupsOnMesh(NamedTuple):
-    """A mesh, and by name of a process group the axes it is along, outermost first."""
+    """Mesh, and the axes of each process group by name, outermost first."""
 
     mesh: Mesh
     communicators: Mapping[str, Communicator]
 
 
 def mesh_of(process: Process) -> GroupsOnMesh:
-    """The coarsest mesh along whose axes all groups of a process are.
+    """Coarsest mesh whose axes span all groups of a process.
 
-    An axis has the name of the group that is along it alone; one without such a group is called
-    after the distance of its ranks. Raises UserError for a group that is along no axes.
+    An axis has the name of the group that spans it alone; without one, it is named after the
+    distance of its ranks. Raises UserError for a group that spans no axes.
 
     >>> tp, dp = ProcessGroup((2, 3), "tp"), ProcessGroup((0, 2), "dp")
-    >>> found = mesh_of(Process(2, 4, {"1": tp, "2": dp}))
-    >>> found.mesh.axes, found.communicators["2"].axes
+    >>> on_mesh = mesh_of(Process(2, 4, {"1": tp, "2": dp}))
+    >>> on_mesh.mesh.axes, on_mesh.communicators["2"].axes
     ((('tp', 2), ('dp', 2)), ('dp',))
     """
     runs = {name: _runs(group) for name, group in process.groups.items()}
     cuts = {1, process.world_size}
-    for name, of_group in runs.items():
-        for distance, count in of_group:
+    for name, group_runs in runs.items():
+        for distance, count in group_runs:
             cuts |= {distance, distance * count}
         if any(r < 0 or r >= process.world_size for r in process.groups[name].ranks):
             raise _refused(process.groups[name], process)
@@ -43,8 +43,8 @@ def mesh_of(process: Process) -> GroupsOnMesh:
         raise _refused(widest, process)
     spans = [*itertools.pairwise(strides)]
     along = {
-        name: [s for s in spans if any(d <= s[0] and s[1] <= d * n for d, n in of_group)]
-        for name, of_group in runs.items()
+        name: [s for s in spans if any(d <= s[0] and s[1] <= d * n for d, n in group_runs)]
+        for name, group_runs in runs.items()
     }
     names = {span: f"every{span[0]}" for span in spans}
     for name, group in process.groups.items():
@@ -56,30 +56,33 @@ def mesh_of(process: Process) -> GroupsOnMesh:
     communicators: dict[str, Communicator] = {}
     for name, group in process.groups.items():
         axes = tuple(names[s] for s in reversed(along[name]))
-        first = min(group.ranks)
-        own = {axis for axis, at in mesh.coords(first).items() if at and axis in axes}
-        if own or mesh.size(*axes) != len(group.ranks) or process.rank not in group.ranks:
+        coords = mesh.coords(min(group.ranks))
+        if (
+            any(coords[axis] for axis in axes)
+            or mesh.size(*axes) != len(group.ranks)
+            or process.rank not in group.ranks
+        ):
             raise _refused(group, process)
         communicators[name] = Communicator(axes)
     return GroupsOnMesh(mesh, communicators)
 
 
 def _runs(group: ProcessGroup) -> list[tuple[int, int]]:
-    """The distances of a group's ranks along each axis and how many there are, smallest first."""
+    """(distance, number) of a group's ranks along each axis, smallest distance first."""
     ranks = sorted(group.ranks)
-    left = [rank - ranks[0] for rank in ranks]
-    found: list[tuple[int, int]] = []
-    while len(left) > 1:
-        distance = left[1]
-        count = next((n for n in range(2, len(left)) if left[n] != n * distance), len(left))
-        while len(left) % count:
+    offsets = [rank - ranks[0] for rank in ranks]
+    runs: list[tuple[int, int]] = []
+    while len(offsets) > 1:
+        distance, total = offsets[1], len(offsets)
+        count = next((n for n in range(2, total) if offsets[n] != n * distance), total)
+        while total % count:
             count -= 1
-        heads: Sequence[int] = left[::count]
-        if count < 2 or left != [head + n * distance for head in heads for n in range(count)]:
+        heads: Sequence[int] = offsets[::count]
+        if count < 2 or offsets != [head + n * distance for head in heads for n in range(count)]:
             raise UserError(f"the process group of ranks {ranks} is no product of dims of a mesh")
-        found.append((distance, count))
-        left = [*heads]
-    return found
+        runs.append((distance, count))
+        offsets = [*heads]
+    return runs
 
 
 def _refused(group: ProcessGroup, process: Process) -> UserError:

@@ -1,8 +1,8 @@
-"""A recorded graph of one rank as a program: rows in the order of the graph, and what is alive.
+"""Recorded graph of one rank as a program: rows in graph order, and live values.
 
-All ranks of the mesh are taken to run what the recorded one runs. Kernels are one stream and
-collectives another, in the order in which the graph has them; a `wait_tensor` is no row: what reads
-its result waits for the collective.
+All ranks of the mesh are assumed to run what the recorded one runs. Kernels are one stream and
+collectives another, in the order of the graph; a `wait_tensor` is no row: readers of its result
+wait for the collective.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from stagewright.program.columns import (
     Values,
 )
 from stagewright.program.communicators import Communicator
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 
 _KINDS = {
     "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
     "broadcast": "broadcast",
 }  # fmt: skip
-"""Functional collectives, but for `_coalesced`, `_` and `_out`, and what each is here."""
+"""Functional collectives, without suffixes `_coalesced`, `_` and `_out`, by their name here."""
 
 _COPIES = ("_to_copy", "clone", "cat", "all_gather_into_tensor")
-"""Operations that keep the elements of their operands."""
+"""Operations that copy the elements of their operands."""
 
 _BYTES = {"bool": 1, "fp16": 2, "fp64": 8, "int16": 2, "uint32": 4, "complex64": 8, "": 0}
-"""Of data types that only recordings have."""
+"""Bytes of data types that only recordings have."""
 
 
 def bytes_of(node: TracedNode) -> int:
-    """Bytes of a node's own tensor."""
-    each = BYTES.get(node.dtype, _BYTES.get(node.dtype))
-    if each is None:
+    """Bytes of a node's tensor."""
+    per_value = BYTES.get(node.dtype, _BYTES.get(node.dtype))
+    if per_value is None:
         raise UserError(f"{node.name}: the data type {node.dtype} has no size here")
-    return int(prod(int(n) for n in node.shape) * each) if node.dtype else 0
+    return int(prod(int(n) for n in node.shape) * per_value) if node.dtype else 0
 
 
 def program_of(recording: Recording) -> Program:
-    """The program of all ranks of a recording's mesh.
+    """Build the program of all ranks of a recording's mesh.
 
-    The first output is the loss: what it is made of is the forward pass, all else backward. Raises
-    UserError for a recording of a whole module, and where groups are along no mesh.
+    The first output is the loss: the forward pass is all that it depends on. Raises UserError for a
+    recording of a whole module, and for groups that span no axes of a mesh.
     """
     if recording.process is None:
         raise UserError(
@@ -74,7 +74,7 @@ def program_of(recording: Recording) -> Program:
 
 
 class TracedRow(NamedTuple):
-    """A task to be."""
+    """A task before it becomes a row."""
 
     node: TracedNode
     op: str
@@ -91,7 +91,7 @@ class TracedRow(NamedTuple):
 
 @dataclass(slots=True)
 class TracedValue:
-    """A tensor with memory of its own."""
+    """Tensor with memory that it does not share."""
 
     node: TracedNode
     size: int
@@ -106,30 +106,30 @@ class _RankWalk:
     process: Process
     rows: list[TracedRow] = field(default_factory=list[TracedRow])
     made: dict[str, int] = field(default_factory=dict[str, int])
-    """By value, the row that makes it."""
+    """Row that makes each value."""
     base: dict[str, str] = field(default_factory=dict[str, str])
-    """Of a view, the value whose memory it shows."""
-    held: dict[str, TracedValue] = field(default_factory=dict[str, TracedValue])
-    of: dict[str, TracedNode] = field(default_factory=dict[str, TracedNode])
+    """Value whose memory a view shares."""
+    values: dict[str, TracedValue] = field(default_factory=dict[str, TracedValue])
+    nodes: dict[str, TracedNode] = field(default_factory=dict[str, TracedNode])
     parts: dict[str, int] = field(default_factory=dict[str, int])
-    """Bytes of the results of a node that has several."""
+    """Bytes of the results of nodes with several."""
     weights: set[str] = field(default_factory=set[str])
     """Values that are parameters, or copies of nothing but parameters."""
 
     def walk(self) -> None:
-        """Make rows of all nodes."""
-        self.of = {node.name: node for node in self.recording.nodes}
+        """Add the rows of all nodes."""
+        self.nodes = {node.name: node for node in self.recording.nodes}
         for node in self.recording.nodes:
-            source = self.of.get(first_operand(node))
+            source = self.nodes.get(first_operand(node))
             if node.op == "getitem" and source is not None and operation(source) not in VIEWS:
                 self.parts[source.name] = self.parts.get(source.name, 0) + bytes_of(node)
-        forward = _needed(self.of, self.recording.outputs[:1])
+        forward = _sources(self.nodes, self.recording.outputs[:1])
         for node in self.recording.nodes:
             phase = "forward" if node.name in forward else "backward"
             self._node(node, phase)
-        rows, kept = len(self.rows), {self._owner(n) for n in self.recording.outputs}
-        for name, value in self.held.items():
-            if name in kept:
+        rows, outputs = len(self.rows), {self._owner(n) for n in self.recording.outputs}
+        for name, value in self.values.items():
+            if name in outputs:
                 value.last = rows
                 if value.category == "workspace":
                     value.category = "gradients"
@@ -147,8 +147,8 @@ class _RankWalk:
         if node.op == "param" or (copied and operands and self.weights.issuperset(operands)):
             self.weights.add(node.name)
         if node.op in ("param", "input", "constant"):
-            kept = "parameters" if node.op == "param" else "activations"
-            self.held[node.name] = TracedValue(node, bytes_of(node), kept, -1, -1)
+            category = "parameters" if node.op == "param" else "activations"
+            self.values[node.name] = TracedValue(node, bytes_of(node), category, -1, -1)
             return
         if not node.op.startswith(("aten.", "_c10d_functional.")) and node.op != "getitem":
             return  # arithmetic on sizes
@@ -173,20 +173,24 @@ class _RankWalk:
         category = "activations" if phase == "forward" else "workspace"
         if node.name in self.weights:
             category = "gathered_parameters"
-        self.held[node.name] = TracedValue(node, size, category, row, row)
+        self.values[node.name] = TracedValue(node, size, category, row, row)
 
     def _read(self, node: TracedNode) -> tuple[int, tuple[int, ...]]:
-        """Bytes that a node reads, and the rows that make them; both are touched."""
+        """Touch the values that a node reads; return their bytes and the rows that make them."""
         total, rows = 0, dict[int, None]()
-        here = len(self.rows)
+        row = len(self.rows)
         for name in dict.fromkeys(node.operands()):
             owner = self._owner(name)
-            value = self.held.get(owner)
+            value = self.values.get(owner)
             if value is None:
                 continue
-            value.last = max(value.last, here)
+            value.last = max(value.last, row)
             # An expanded view reads its few values only.
-            total += min(bytes_of(self.of[name]), value.size) if self.of[name].dtype else value.size
+            total += (
+                min(bytes_of(self.nodes[name]), value.size)
+                if self.nodes[name].dtype
+                else value.size
+            )
             if owner in self.made:
                 rows[self.made[owner]] = None
         return total, tuple(rows)
@@ -200,16 +204,18 @@ class _RankWalk:
         costs = costs_of(node, kind, self._dims)
         dtype = node.dtype
         if costs.shape is not None:
-            dtype = next((self.of[n].dtype for n in node.operands() if self.of[n].dtype), dtype)
+            dtype = next(
+                (self.nodes[n].dtype for n in node.operands() if self.nodes[n].dtype), dtype
+            )
         self.rows.append(
             TracedRow(node, costs.op, phase, costs.flops, reads + writes, costs.shape, "", "", 0,
                  dtype or "fp32", rows)
         )  # fmt: skip
 
-    def _dims(self, of: object) -> tuple[int, ...]:
-        if not isinstance(of, Ref):
-            raise UserError(f"an operand is {of!r}, wanted a tensor")
-        return tuple(int(n) for n in self.of[of.name].shape)
+    def _dims(self, operand: object) -> tuple[int, ...]:
+        if not isinstance(operand, Ref):
+            raise UserError(f"an operand is {operand!r}, expected a tensor")
+        return tuple(int(n) for n in self.nodes[operand.name].shape)
 
     def _collective(self, node: TracedNode, kind: str, phase: str) -> None:
         plain = re.sub(r"(_coalesced|_out|_)+$", "", kind)
@@ -223,7 +229,7 @@ class _RankWalk:
             raise UserError(f"{node.name}: no process group {group!r} was recorded")
         size, rows = self._read(node)
         names = [*node.operands()]
-        dtype = self.of[names[0]].dtype
+        dtype = self.nodes[names[0]].dtype
         self.rows.append(
             TracedRow(
                 node, _KINDS[plain], phase, 0, 0, None, _KINDS[plain], group, size, dtype, rows
@@ -233,21 +239,21 @@ class _RankWalk:
     # ---- columns -----------------------------------------------------------------------------
 
     def program(self) -> Program:
-        """The rows as columns."""
+        """Convert the rows to columns."""
         on = mesh_of(self.process)
         slots: dict[str, int] = {}
         for row in self.rows:
             if row.collective and len(self.process.groups[row.group].ranks) > 1:
                 slots.setdefault(row.group, len(slots))
         same: dict[tuple[str, ...], int] = {}
-        for name in slots:  # groups of one name or another along the same axes are one
+        for name in slots:  # groups of different names along the same axes are one
             axes = on.communicators[name].axes
             slots[name] = same.setdefault(axes, len(same))
         tasks = self._tasks(slots)
         values = self._values(len(tasks))
         ranks = np.arange(on.mesh.world_size, dtype=np.int64)
-        of = RankClass(ranks, 0, RankWork.given(tasks, values=values))
-        return Program(on.mesh, (of,), _communicators(on, slots), ())
+        rank_class = RankClass(ranks, 0, RankWork.from_tables(tasks, values=values))
+        return Program(on.mesh, (rank_class,), _communicators(on, slots), ())
 
     def _tasks(self, slots: dict[str, int]) -> Tasks:
         rows = self.rows
@@ -293,21 +299,21 @@ class _RankWalk:
         )  # fmt: skip
 
     def _values(self, rows: int) -> Values:
-        held = [v for v in self.held.values() if v.size]
+        values = [v for v in self.values.values() if v.size]
         names: dict[str, int] = {}
-        count = len(held)
-        permanent = [v.category == "parameters" or v.first < 0 for v in held]
+        count = len(values)
+        permanent = [v.category == "parameters" or v.first < 0 for v in values]
         return Values(
-            name=np.array([names.setdefault(_name(v.node), len(names)) for v in held], np.int32),
+            name=np.array([names.setdefault(_name(v.node), len(names)) for v in values], np.int32),
             stage=np.zeros(count, np.int32),
-            layer=np.array([_layer(v.node) for v in held], np.int32),
-            category=np.array([CATEGORIES.index(v.category) for v in held], np.uint8),
-            size=np.array([v.size for v in held], np.int64),
+            layer=np.array([_layer(v.node) for v in values], np.int32),
+            category=np.array([CATEGORIES.index(v.category) for v in values], np.uint8),
+            size=np.array([v.size for v in values], np.int64),
             value=np.arange(count, dtype=np.int32),
             microbatch=np.array([-1 if p else 0 for p in permanent], np.int32),
-            first=np.array([v.first for v in held], np.int32),
+            first=np.array([v.first for v in values], np.int32),
             last=np.array(
-                [rows if p else v.last for v, p in zip(held, permanent, strict=True)], np.int32
+                [rows if p else v.last for v, p in zip(values, permanent, strict=True)], np.int32
             ),
             names=(*names,),
         )
@@ -318,15 +324,15 @@ def _communicators(on: GroupsOnMesh, slots: dict[str, int]) -> tuple[Communicato
     return tuple(by_slot[slot] for slot in sorted(by_slot))
 
 
-def _needed(of: dict[str, TracedNode], outputs: Sequence[str]) -> set[str]:
-    """What some values are made of, and they themselves."""
-    needed, todo = set[str](), [*outputs]
-    while todo:
-        name = todo.pop()
-        if name not in needed:
-            needed.add(name)
-            todo += of[name].operands()
-    return needed
+def _sources(nodes: dict[str, TracedNode], outputs: Sequence[str]) -> set[str]:
+    """Nodes that some values depend on, including themselves."""
+    sources, stack = set[str](), [*outputs]
+    while stack:
+        name = stack.pop()
+        if name not in sources:
+            sources.add(name)
+            stack += nodes[name].operands()
+    return sources
 
 
 def _name(node: TracedNode) -> str:
@@ -337,6 +343,6 @@ LEAVES = ("param", "input", "constant")
 
 
 def _layer(node: TracedNode) -> int:
-    """The layer of a node, from the first number in its module's path; -1: none."""
-    found = re.search(r"(?:^|\.)(\d+)(?:\.|$)", node.path)
-    return int(found.group(1)) if found else -1
+    """Layer of a node: the first number in its module's path; -1: none."""
+    match = re.search(r"(?:^|\.)(\d+)(?:\.|$)", node.path)
+    return int(match.group(1)) if match else -1

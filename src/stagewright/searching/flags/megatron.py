@@ -1,7 +1,7 @@
-"""Flags of Megatron-LM d98e8a64, whose defaults stand behind each: what differs from them is said.
+"""Flags that differ from Megatron-LM's defaults at d98e8a64.
 
-Defaults, and what is asserted, are those of `megatron/training/arguments.py` and of the
-configurations that it makes options of: `TransformerConfig`, `ModelParallelConfig` and others.
+Defaults and assertions are those of `megatron/training/arguments.py` and of the configurations that
+it turns into options: `TransformerConfig`, `ModelParallelConfig` and others.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _DEGREES = {
 }
 
 
-def _degrees(of: TrainedRun) -> Lines:
-    """dp follows from the number of ranks."""
-    run = of.run
+def _degrees(trained: TrainedRun) -> Lines:
+    """Degrees except dp, which follows from the number of ranks."""
+    run = trained.run
     for axis, name in _DEGREES.items():
         if getattr(run, axis) > 1:
             yield flag(name, getattr(run, axis))
@@ -49,7 +49,7 @@ def _degrees(of: TrainedRun) -> Lines:
 
 
 def _layout(layers: Sequence[int], predicted: int) -> str:
-    """Stages in Megatron-LM's notation, with the layers that predict one more token each.
+    """Stages in Megatron-LM's notation; `predicted`: number of MTP layers.
 
     >>> _layout((2, 1, 0), 1)
     'Et*2|t|mL'
@@ -58,17 +58,17 @@ def _layout(layers: Sequence[int], predicted: int) -> str:
     return "E" + "|".join(stages) + "m" * predicted + "L"
 
 
-def _stages(of: TrainedRun) -> Lines:
-    """Stages of equal layers by their number, all others by a layout."""
-    run, split = of.run, of.run.layers_per_stage or ()
-    # A pattern of layers has its stages between bars, and takes neither option.
-    patterned = of.model.recurrence is not None
+def _stages(trained: TrainedRun) -> Lines:
+    """Number of virtual stages, or a layout of unequal ones."""
+    run, split = trained.run, trained.run.layers_per_stage or ()
+    # A pattern of layers separates its stages by bars, and allows neither option.
+    patterned = trained.model.recurrence is not None
     if len(split) > 1 and len({*split}) > 1:
-        if patterned or sum(split) != of.model.num_layers:
+        if patterned or sum(split) != trained.model.num_layers:
             why = "bars in --hybrid-layer-pattern say it" if patterned else ""
             yield without_flag("layers_per_stage", split, why)
         else:
-            layout = _layout(split, of.model.mtp_num_layers or 0)
+            layout = _layout(split, trained.model.mtp_num_layers or 0)
             yield flag("pipeline-model-parallel-layout", quote(layout))
     elif run.vpp > 1 and patterned:
         yield without_flag("vpp", run.vpp, "bars in --hybrid-layer-pattern say it")
@@ -83,8 +83,8 @@ def _stages(of: TrainedRun) -> Lines:
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 
 
-def _sharding(of: TrainedRun) -> Lines:
-    run = of.run
+def _sharding(trained: TrainedRun) -> Lines:
+    run = trained.run
     if run.zero == 1:
         yield flag("use-distributed-optimizer")
     elif run.zero:
@@ -98,10 +98,12 @@ def _sharding(of: TrainedRun) -> Lines:
         yield flag("megatron-fsdp-grad-comm-dtype", run.grad_reduce_dtype)
 
 
-def _batch(of: TrainedRun) -> Lines:
-    """Sizes, also where they are 1: Megatron-LM requires that of microbatches, and would set the
-    global batch to one microbatch of each rank of dp."""
-    run = of.run
+def _batch(trained: TrainedRun) -> Lines:
+    """Sizes, also where they are 1.
+
+    Megatron-LM requires a microbatch size; its default batch is one microbatch per rank of dp.
+    """
+    run = trained.run
     yield flag("seq-length", run.seq_length)
     if run.decoder_seq_length is not None:
         yield flag("decoder-seq-length", run.decoder_seq_length)
@@ -112,29 +114,29 @@ def _batch(of: TrainedRun) -> Lines:
 # ---- overlap -------------------------------------------------------------------------------------
 
 
-def _overlap(of: TrainedRun) -> Lines:
-    """By default nothing of dp overlaps, and messages of the pipeline do with virtual stages."""
-    run, how, axis = of.run, of.how, of.gradient_axis
-    overlaps = axis is not None and axis not in how.no_overlap
-    if overlaps or run.zero > 1:  # Megatron-FSDP turns it on, whatever is said
+def _overlap(trained: TrainedRun) -> Lines:
+    """Overlap of dp, off by default, and of pipeline messages, on by default if vpp > 1."""
+    run, execution, axis = trained.run, trained.execution, trained.gradient_axis
+    overlaps = axis is not None and axis not in execution.no_overlap
+    if overlaps or run.zero > 1:  # Megatron-FSDP always turns it on
         yield flag("overlap-grad-reduce")
-    if how.overlap_param_gather and run.zero and axis:
+    if execution.overlap_param_gather and run.zero and axis:
         if overlaps or run.zero > 1:
             yield flag("overlap-param-gather")
         else:
             why = "it needs --overlap-grad-reduce, which no_overlap leaves out"
             yield without_flag("overlap_param_gather", True, why)
-    for other in sorted(how.no_overlap):
-        yield from _waits(of, other)
-    if how.tp_comm_overlap and run.tp > 1 and run.sequence_parallel:
+    for waiting in sorted(execution.no_overlap):
+        yield from _waits(trained, waiting)
+    if execution.tp_comm_overlap and run.tp > 1 and run.sequence_parallel:
         yield flag("tp-comm-overlap")
-    if how.overlap_moe_expert_parallel_comm:
-        yield from _expert_overlap(of)
+    if execution.overlap_moe_expert_parallel_comm:
+        yield from _expert_overlap(trained)
 
 
-def _waits(of: TrainedRun, axis: str) -> Lines:
-    """What says that kernels wait for the communication along an axis."""
-    run = of.run
+def _waits(trained: TrainedRun, axis: str) -> Lines:
+    """Kernels that wait for communication over an axis."""
+    run = trained.run
     if getattr(run, axis) == 1:
         return
     if axis == "dp":
@@ -142,13 +144,13 @@ def _waits(of: TrainedRun, axis: str) -> Lines:
             yield without_flag("no_overlap", axis, "Megatron-FSDP always overlaps")
     elif axis != "pp":
         yield without_flag("no_overlap", axis)
-    elif run.vpp > 1:  # without virtual stages they wait in any case
+    elif run.vpp > 1:  # without virtual stages kernels always wait
         line = flag("no-overlap-p2p-communication")
         yield line if run.pp > 2 else without_flag("no_overlap", axis, "it needs pp above 2")
 
 
-def _expert_overlap(of: TrainedRun) -> Lines:
-    run = of.run
+def _expert_overlap(trained: TrainedRun) -> Lines:
+    run = trained.run
     asserted = {
         "with pp it needs virtual stages": run.pp == 1 or run.vpp > 1,
         "it needs ep": run.ep > 1,
@@ -156,16 +158,16 @@ def _expert_overlap(of: TrainedRun) -> Lines:
         "it needs bf16": run.precision != "fp32",
         "it needs moe_token_dispatcher_type=alltoall": run.moe_token_dispatcher_type == "alltoall",
     }
-    broken = [why for why, holds in asserted.items() if not holds]
+    violated = [why for why, holds in asserted.items() if not holds]
     name = "overlap_moe_expert_parallel_comm"
-    yield without_flag(name, True, broken[0]) if broken else flag(name.replace("_", "-"))
+    yield without_flag(name, True, violated[0]) if violated else flag(name.replace("_", "-"))
 
 
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def _recompute(of: TrainedRun) -> Lines:
-    run = of.run
+def _recompute(trained: TrainedRun) -> Lines:
+    run = trained.run
     if run.recompute == "none":
         return
     yield flag("recompute-granularity", run.recompute)
@@ -174,27 +176,28 @@ def _recompute(of: TrainedRun) -> Lines:
         yield flag("recompute-method", "uniform" if count is None else "block")
         yield flag("recompute-num-layers", count or 1)
         return
-    # In fp8 with scales of earlier steps, only attention is computed again.
+    # In fp8 with delayed scaling, only attention may be recomputed.
     delayed = run.precision == "fp8" and run.fp8_recipe in (None, "delayed")
-    every = of.routed and not of.model.first_dense_layers and of.model.moe_layer_freq == 1
+    model = trained.model
+    all_moe = trained.routed and not model.first_dense_layers and model.moe_layer_freq == 1
     names = {
         "core_attn": "core_attn",
         "norm": None if delayed else "layernorm",
-        "activation": "moe_act" if every and not delayed else None,  # of experts alone
+        "activation": "moe_act" if all_moe and not delayed else None,  # of experts alone
     }
     if run.recompute_modules != ("core_attn",):
-        modules = [name for each in run.recompute_modules if (name := names[each])]
+        modules = [name for module in run.recompute_modules if (name := names[module])]
         if modules:
             yield flag("recompute-modules", *modules)
-        for each in run.recompute_modules:
-            if not names[each]:
-                yield without_flag("recompute_modules", each)
+        for module in run.recompute_modules:
+            if not names[module]:
+                yield without_flag("recompute_modules", module)
 
 
-def _offload(of: TrainedRun) -> Lines:
-    run, layers = of.run, of.run.cpu_offloading_num_layers
+def _offload(trained: TrainedRun) -> Lines:
+    run, layers = trained.run, trained.run.cpu_offloading_num_layers
     if layers is not None:
-        offloads = run.pp == 1 and run.recompute == "none" and layers < of.model.num_layers
+        offloads = run.pp == 1 and run.recompute == "none" and layers < trained.model.num_layers
         why = "it needs pp=1, recompute=none and a layer that is not offloaded"
         name = "cpu_offloading_num_layers"
         yield (
@@ -218,7 +221,7 @@ def _offload(of: TrainedRun) -> Lines:
 
 # ---- what is computed ----------------------------------------------------------------------------
 
-_OF_EXPERTS: Mapping[str, object] = {
+_EXPERT_OPTIONS: Mapping[str, object] = {
     "moe_expert_capacity_factor": None,
     "moe_pad_expert_input_to_capacity": False,
     "moe_router_dtype": None,
@@ -229,15 +232,15 @@ _OF_EXPERTS: Mapping[str, object] = {
 """Options of the same name, with Megatron-LM's defaults."""
 
 
-def _experts(of: TrainedRun) -> Lines:
-    """The default is to gather all tokens, and to run one expert of a rank after the other."""
-    run = of.run
-    if not of.routed:
+def _experts(trained: TrainedRun) -> Lines:
+    """Options of experts; by default tokens are all-gathered and experts not grouped."""
+    run = trained.run
+    if not trained.routed:
         return
     yield flag("moe-grouped-gemm")
-    flex = of.how.moe_flex_dispatcher and run.moe_token_dispatcher_type == "alltoall"
+    flex = trained.execution.moe_flex_dispatcher and run.moe_token_dispatcher_type == "alltoall"
     yield flag("moe-token-dispatcher-type", "flex" if flex else run.moe_token_dispatcher_type)
-    for name, default in _OF_EXPERTS.items():
+    for name, default in _EXPERT_OPTIONS.items():
         value = getattr(run, name)
         if value != default:
             option = name.replace("_", "-")
@@ -257,24 +260,24 @@ _PRECISIONS: Mapping[str, Sequence[str]] = {
     "nvfp4": ("--bf16", "--fp4-format e2m1"),
 }
 _RECIPES = ("tensorwise", "blockwise", "mxfp8")
-"""Those of `--fp8-recipe` but for its default, delayed."""
+"""Values of `--fp8-recipe` besides its default, delayed."""
 
 
-def _precision(of: TrainedRun) -> Lines:
-    run = of.run
+def _precision(trained: TrainedRun) -> Lines:
+    run = trained.run
     if run.precision in _PRECISIONS:
         yield from map(FlagLine, _PRECISIONS[run.precision])
     else:
         yield without_flag("precision", run.precision)
     if run.precision == "fp8" and run.fp8_recipe not in (None, "delayed"):
-        known = run.fp8_recipe in _RECIPES
+        has_flag = run.fp8_recipe in _RECIPES
         line = flag("fp8-recipe", run.fp8_recipe)
-        yield line if known else without_flag("fp8_recipe", run.fp8_recipe)
+        yield line if has_flag else without_flag("fp8_recipe", run.fp8_recipe)
 
 
-def _kernels(of: TrainedRun) -> Lines:
-    run, (attention, hidden) = of.run, of.dropouts
-    if not run.flash_attention:  # by default Transformer Engine takes a fused kernel
+def _kernels(trained: TrainedRun) -> Lines:
+    run, (attention, hidden) = trained.run, trained.dropouts
+    if not run.flash_attention:  # by default Transformer Engine selects a fused kernel
         yield flag("attention-backend", "unfused")
     if run.operators == "fused":
         yield flag("cross-entropy-loss-fusion")
@@ -286,8 +289,8 @@ def _kernels(of: TrainedRun) -> Lines:
         yield flag("make-vocab-size-divisible-by", run.make_vocab_size_divisible_by)
 
 
-def _optimizer(of: TrainedRun) -> Lines:
-    run = of.run
+def _optimizer(trained: TrainedRun) -> Lines:
+    run = trained.run
     if run.optimizer == "sgd":
         yield flag("optimizer", "sgd")
         if run.sgd_momentum != 0.9:
@@ -296,9 +299,9 @@ def _optimizer(of: TrainedRun) -> Lines:
         yield flag("clip-grad", 0.0)
 
 
-def _launches(of: TrainedRun) -> Lines:
-    """The default is to launch kernels one by one."""
-    mode, modules = of.how.launch_mode, sorted(of.how.cuda_graph_modules)
+def _launches(trained: TrainedRun) -> Lines:
+    """CUDA graphs; by default kernels are launched one by one."""
+    mode, modules = trained.execution.launch_mode, sorted(trained.execution.cuda_graph_modules)
     if mode == "cuda_graph" and modules:
         yield flag("cuda-graph-impl", "transformer_engine")
         yield flag("cuda-graph-modules", *modules)
@@ -309,7 +312,7 @@ def _launches(of: TrainedRun) -> Lines:
         yield without_flag("launch_mode", mode)
 
 
-_OF_MODEL = {
+_MODEL_OPTIONS = {
     "layers": "num-layers",
     "vocab": "vocab-size",
     "mtp_num_layers": "mtp-num-layers",
@@ -317,18 +320,18 @@ _OF_MODEL = {
 }
 
 
-def _model(of: TrainedRun) -> Lines:
-    """What replaces sizes of the model; the others are not said."""
-    for name, option in _OF_MODEL.items():
-        if name in of.given:
-            yield flag(option, of.given[name])
+def _model(trained: TrainedRun) -> Lines:
+    """Overridden sizes of the model; the others are left out."""
+    for name, option in _MODEL_OPTIONS.items():
+        if name in trained.settings:
+            yield flag(option, trained.settings[name])
 
 
 # ---- all -----------------------------------------------------------------------------------------
 
 _WRITTEN = frozenset({
-    *_DEGREES, *_OF_EXPERTS, *_OF_MODEL, "dp", "etp", "sequence_parallel", "cp_comm_type", "order",
-    "vpp", "layers_per_stage", "pipeline_split", "first_stage_less_layers",
+    *_DEGREES, *_EXPERT_OPTIONS, *_MODEL_OPTIONS, "dp", "etp", "sequence_parallel", "cp_comm_type",
+    "order", "vpp", "layers_per_stage", "pipeline_split", "first_stage_less_layers",
     "last_stage_less_layers", "schedule", "microbatch_group_size_per_vp_stage", "zero", "dp_shard",
     "grad_reduce_dtype", "seq_length", "decoder_seq_length", "micro_batch_size",
     "global_batch_size", "overlap_param_gather", "no_overlap", "tp_comm_overlap",
@@ -339,7 +342,7 @@ _WRITTEN = frozenset({
     "flash_attention", "dropout", "make_vocab_size_divisible_by", "optimizer", "sgd_momentum",
     "clip_grad", "launch_mode", "cuda_graph_modules",
 })  # fmt: skip
-"""Settings that the rules above say in full. All others have no flag."""
+"""Settings that the rules above cover; all others have no flag."""
 
 _RULES: Sequence[Rule] = (
     _degrees, _stages, _sharding, _batch, _overlap, _recompute, _offload, _experts, _precision,
@@ -347,6 +350,6 @@ _RULES: Sequence[Rule] = (
 )  # fmt: skip
 
 
-def megatron(of: TrainedRun) -> Lines:
-    """The flags of Megatron-LM for a run, and comments on what it has none for."""
-    yield from lines_of(of, "megatron", _RULES, _WRITTEN)
+def megatron(trained: TrainedRun) -> Lines:
+    """Flags of Megatron-LM for a run, and comments on settings without one."""
+    yield from lines_of(trained, "megatron", _RULES, _WRITTEN)

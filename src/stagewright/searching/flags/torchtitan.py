@@ -1,7 +1,7 @@
 """Flags of torchtitan b5bcd76c: `Trainer.Config` of torchtitan/trainer.py and config/configs.py.
 
-A configuration of a model sets degrees, compilation and checkpoints itself, so that these are
-always said. Batches are counted in tokens.
+Model configurations set degrees, compilation and checkpoints, so that these are always written.
+Batches are counted in tokens.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from stagewright.searching.flags.lines import (
 # ---- parallelism ---------------------------------------------------------------------------------
 
 
-def _degrees(of: TrainedRun) -> Lines:
-    run = of.run
+def _degrees(trained: TrainedRun) -> Lines:
+    run = trained.run
     yield flag("parallelism.tensor_parallel_degree", run.tp)
     if run.tp > 1 and not run.sequence_parallel:
         yield flag("parallelism.no_enable_sequence_parallel")
@@ -31,13 +31,13 @@ def _degrees(of: TrainedRun) -> Lines:
     if run.cp > 1 and run.cp_comm_type != "all_gather":
         yield without_flag("cp_comm_type", run.cp_comm_type)
     yield flag("parallelism.pipeline_parallel_degree", run.pp)
-    if of.routed:
-        yield from _expert_degrees(of)
+    if trained.routed:
+        yield from _expert_degrees(trained)
 
 
-def _expert_degrees(of: TrainedRun) -> Lines:
-    """Ranks of ep are those of tp, cp and sharded dp; within an expert nothing is split."""
-    run = of.run
+def _expert_degrees(trained: TrainedRun) -> Lines:
+    """Degree of ep, over the ranks of tp, cp and sharded dp; experts are not split by tp."""
+    run = trained.run
     shared = run.tp * run.cp * (1 if run.zero == 0 else run.dp_shard or run.dp)
     if shared % run.ep:
         why = f"its ranks are tp x cp x those of dp that shard parameters, which are {shared}"
@@ -49,21 +49,21 @@ def _expert_degrees(of: TrainedRun) -> Lines:
         yield without_flag("etp", etp, "with ep, experts are whole")
 
 
-_WHOLE = ("ranks of cp always shard parameters", "3")
-_PARTLY = ("dp shards parameters, gradients and optimizer states together, or nothing", "0,3")
-"""Why a ZeRO stage cannot be had, and what can."""
+_ALWAYS_SHARDED = ("ranks of cp always shard parameters", "3")
+_ALL_OR_NOTHING = (
+    "dp shards parameters, gradients and optimizer states together, or nothing",
+    "0,3",
+)
+"""Reasons why torchtitan lacks a ZeRO stage, and the stages it has."""
 
 
-def _sharding(of: TrainedRun) -> Lines:
-    """Parameters, gradients and states are sharded together or not at all; with cp they always
-    are."""
-    run = of.run
-    if of.gradient_axis and (run.zero in (1, 2) or (run.zero == 0 and run.cp > 1)):
-        only, use = _WHOLE if run.zero == 0 else _PARTLY
-        text = (
-            f"# zero={run.zero} has no counterpart in torchtitan: {only}; search with --zero {use}"
-        )
-        yield FlagLine(text, "zero")
+def _sharding(trained: TrainedRun) -> Lines:
+    """Sharding of parameters, gradients and states in one; with cp it is always on."""
+    run = trained.run
+    if trained.gradient_axis and (run.zero in (1, 2) or (run.zero == 0 and run.cp > 1)):
+        reason, stages = _ALWAYS_SHARDED if run.zero == 0 else _ALL_OR_NOTHING
+        text = f"# zero={run.zero} has no counterpart in torchtitan"
+        yield FlagLine(f"{text}: {reason}; search with --zero {stages}", "zero")
         return
     copies = run.dp if run.zero == 0 else run.dp // (run.dp_shard or run.dp)
     yield flag("parallelism.data_parallel_replicate_degree", copies)
@@ -82,19 +82,16 @@ _SCHEDULES = {
     ("zbv", True): "ZBVZeroBubble",
     ("dualpipev", True): "DualPipeV",
 }
-"""Classes of torch.distributed.pipelining, by schedule and whether ranks have several stages."""
+"""Classes of torch.distributed.pipelining by schedule and virtual stages (vpp > 1)."""
 
 
-def _stages(of: TrainedRun) -> Lines:
-    run, split = of.run, of.run.layers_per_stage
+def _stages(trained: TrainedRun) -> Lines:
+    run, split = trained.run, trained.run.layers_per_stage
     if run.pp == 1:
         return
-    known = _SCHEDULES.get((str(run.schedule), run.vpp > 1))
-    yield (
-        flag("parallelism.pipeline_parallel_schedule", known)
-        if known
-        else without_flag("schedule", run.schedule)
-    )
+    name = _SCHEDULES.get((str(run.schedule), run.vpp > 1))
+    option = "parallelism.pipeline_parallel_schedule"
+    yield flag(option, name) if name else without_flag("schedule", run.schedule)
     yield flag("parallelism.num_pp_microbatches", run.microbatches)
     less = run.first_stage_less_layers, run.last_stage_less_layers
     yield flag("parallelism.pipeline_parallel_first_stage_less_layers", less[0])
@@ -102,18 +99,18 @@ def _stages(of: TrainedRun) -> Lines:
     if run.unresolved().layers_per_stage is not None:
         yield without_flag("layers_per_stage", split)
     elif run.vpp > 1:
-        # Of a number of layers for each stage follows how many stages there are.
-        layers = of.model.depth + sum(less)
-        each = math.ceil(layers / run.virtual_stages)
-        if math.ceil(layers / each) == run.virtual_stages:
-            yield flag("parallelism.pipeline_parallel_layers_per_stage", each)
+        # torchtitan derives the number of stages from the layers per stage.
+        layers = trained.model.depth + sum(less)
+        per_stage = math.ceil(layers / run.virtual_stages)
+        if math.ceil(layers / per_stage) == run.virtual_stages:
+            yield flag("parallelism.pipeline_parallel_layers_per_stage", per_stage)
         else:
             yield without_flag("vpp", run.vpp, "no whole number of layers makes so many stages")
 
 
-def _batch(of: TrainedRun) -> Lines:
-    """A microbatch is what a rank of dp computes at once."""
-    run = of.run
+def _batch(trained: TrainedRun) -> Lines:
+    """Tokens of a step, and of a microbatch of each rank of dp."""
+    run = trained.run
     length, batch = run.seq_length or 0, run.global_batch_size or 0
     yield flag("training.max_context_length", length)
     yield flag("training.num_tokens_per_microbatch_per_dp_rank", run.micro_batch_size * length)
@@ -125,8 +122,8 @@ def _batch(of: TrainedRun) -> Lines:
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def _precision(of: TrainedRun) -> Lines:
-    run = of.run
+def _precision(trained: TrainedRun) -> Lines:
+    run = trained.run
     if run.params_dtype in _DTYPES:
         yield flag("training.dtype", _DTYPES[run.params_dtype])
     if run.precision in _DTYPES:
@@ -137,9 +134,9 @@ def _precision(of: TrainedRun) -> Lines:
         yield without_flag("grad_reduce_dtype", "bf16")
 
 
-def _compile(of: TrainedRun) -> Lines:
-    """Compiled blocks have fused operators; those of PyTorch run one by one."""
-    run, mode = of.run, of.how.launch_mode
+def _compile(trained: TrainedRun) -> Lines:
+    """Compilation, which fuses operators."""
+    run, mode = trained.run, trained.execution.launch_mode
     fused = {"operators": run.operators == "fused", "fuse": run.fuse}
     compiled = mode == "compile" or (mode in (None, "cuda_graph") and all(fused.values()))
     if compiled:
@@ -149,11 +146,9 @@ def _compile(of: TrainedRun) -> Lines:
         yield flag("compile.no_enable")
     for name, is_fused in fused.items():
         if is_fused != compiled:
-            value = getattr(run, name)
-            yield without_flag(
-                name, value, "blocks are compiled" if compiled else "blocks are not compiled"
-            )
-    if of.how.tp_comm_overlap and run.tp > 1 and run.sequence_parallel:
+            reason = "blocks are compiled" if compiled else "blocks are not compiled"
+            yield without_flag(name, getattr(run, name), reason)
+    if trained.execution.tp_comm_overlap and run.tp > 1 and run.sequence_parallel:
         if compiled:
             yield flag("compile.enable_async_tensor_parallel")
         else:
@@ -165,24 +160,26 @@ def _compile(of: TrainedRun) -> Lines:
         yield without_flag("launch_mode", mode)
 
 
-def _graphs(of: TrainedRun) -> Lines:
-    """By default the forward and backward pass is a CUDA graph."""
-    run, how = of.run, of.how
-    captured = how.launch_mode == "cuda_graph"
-    if captured and run.pp == 1 and run.ep == 1 and not how.cuda_graph_modules:
+def _graphs(trained: TrainedRun) -> Lines:
+    """CUDA graphs of the forward and backward pass, on by default."""
+    run, execution = trained.run, trained.execution
+    captured = execution.launch_mode == "cuda_graph"
+    if captured and run.pp == 1 and run.ep == 1 and not execution.cuda_graph_modules:
         yield flag("training.no_disable_cuda_graphs")
         return
     yield flag("training.disable_cuda_graphs")
     if captured:
-        yield without_flag("launch_mode", how.launch_mode, "of whole steps, without pp and ep")
+        yield without_flag(
+            "launch_mode", execution.launch_mode, "of whole steps, without pp and ep"
+        )
 
 
-def _recompute(of: TrainedRun) -> Lines:
-    """A word of its own, which stands behind all flags."""
-    if of.run.recompute == "selective":
+def _recompute(trained: TrainedRun) -> Lines:
+    """Positional argument after all flags."""
+    if trained.run.recompute == "selective":
         yield without_flag("recompute", "selective", "torchtitan's keeps other results")
     else:
-        yield FlagLine(f"activation-checkpoint:{of.run.recompute}")
+        yield FlagLine(f"activation-checkpoint:{trained.run.recompute}")
 
 
 # ---- all -----------------------------------------------------------------------------------------
@@ -194,14 +191,14 @@ _WRITTEN = frozenset({
     "global_batch_size", "params_dtype", "grad_reduce_dtype", "precision", "operators", "fuse",
     "tp_comm_overlap", "launch_mode", "cuda_graph_modules", "recompute",
 })  # fmt: skip
-"""Settings that the rules above say in full. All others have no flag."""
+"""Settings that the rules above cover; all others have no flag."""
 
 _RULES: Sequence[Rule] = (
     _degrees, _sharding, _stages, _batch, _precision, _compile, _graphs,
 )  # fmt: skip
 
 
-def torchtitan(of: TrainedRun) -> Lines:
-    """The flags of torchtitan for a run, and comments on what it has none for."""
-    yield from lines_of(of, "torchtitan", _RULES, _WRITTEN)
-    yield from _recompute(of)
+def torchtitan(trained: TrainedRun) -> Lines:
+    """Flags of torchtitan for a run, and comments on settings without one."""
+    yield from lines_of(trained, "torchtitan", _RULES, _WRITTEN)
+    yield from _recompute(trained)

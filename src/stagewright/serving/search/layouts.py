@@ -19,7 +19,7 @@ from stagewright.run.sections.serving import OF_ONE_STEP
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.constraints import Constraint
 from stagewright.searching.lists import values_of
-from stagewright.searching.request import SearchRequest, asked
+from stagewright.searching.request import SearchRequest, search_request
 from stagewright.searching.space import Space
 from stagewright.time.hardware import Hardware, resolve
 
@@ -67,19 +67,26 @@ def layouts(
     if not sizes:
         raise UserError(f"no layout of those asked for has at most {most_gpus} GPUs; raise --gpus")
     given |= {name: ",".join(map(str, of)) for name, of in lists.items()}
-    of = asked(
+    of = search_request(
         given | {"mode": "decode"}, path, hardware=systems, gpus=sizes, vary=vary, model=config
     )
     if not experts or {"ep", "etp"} & given.keys():
         return of
-    rule = Constraint(
+    constraint = Constraint(
         "by default experts are split over all ranks, or within tp",
         ("tp", "dp", "ep", "etp"),
         _check_experts,
     )
     space = of.space
     return SearchRequest(
-        Space(space.base, space.model, space.fleets, space.axes, (*space.policies, rule)), of.notes
+        Space(
+            space.base,
+            space.model,
+            space.fleets,
+            space.axes,
+            (*space.extra_constraints, constraint),
+        ),
+        of.notes,
     )
 
 

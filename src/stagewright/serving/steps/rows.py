@@ -97,8 +97,10 @@ def tokens_timed(most: int) -> Int:
 
     >>> tokens_timed(100)[62:].tolist()
     [63, 64, 65, 72, 80, 88, 96, 97, 104, 112, 120, 128, 129]
+    >>> tokens_timed(8)[62:].tolist()
+    [63, 64, 65]
     """
-    ends = np.arange(FEW, most + TILE, TILE)
+    ends = np.arange(FEW, max(most, FEW) + TILE, TILE)
     lowered = [n for n in _tokens_lowered(most) if n <= ends[-1]]
     return np.unique(np.concatenate([lowered, ends, ends + 1]))
 

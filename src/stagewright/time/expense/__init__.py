@@ -1,1 +1,1 @@
-"""What a step costs: the power that kernels draw, and what a GPU-hour costs its owner."""
+"""Cost of a step: power of kernels, and cost of ownership per GPU-hour."""

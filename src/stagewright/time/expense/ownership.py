@@ -1,4 +1,4 @@
-"""What a GPU-hour costs who owns the machine: capital, power, network and building, over years.
+"""Cost of ownership per GPU-hour: capital, power, network and building, over years.
 
 >>> own = Ownership(gpu_usd=30_000, network_usd=4_000, years=4, usd_per_kwh=0.08, pue=1.2)
 >>> round(own.usd_per_gpu_hour(watts=1000), 3)  # 34,000 USD over 35,064 hours, and 1.2 kWh
@@ -23,7 +23,7 @@ Watts = TypeVar("Watts", float, Float)
 
 
 class Ownership(FigureBlock):
-    """A cost file. USD are per GPU, watts those of a GPU with its share of the node."""
+    """A cost file: USD per GPU, watts per GPU with its share of the node."""
 
     gpu_usd: float = Field(ge=0)
     """Price of a GPU with its share of the server."""
@@ -42,7 +42,7 @@ class Ownership(FigureBlock):
     """Power of the whole building over that of its computers."""
 
     def usd_per_gpu_hour(self, watts: Watts) -> Watts:
-        """Cost of an hour of paid work of a GPU that draws `watts` in it; of several, an array."""
+        """Cost of a paid GPU-hour at a power of `watts`; an array for an array."""
         capital = self.gpu_usd + self.network_usd + self.building_usd_per_kw * watts / 1000
         hours = self.years * HOURS_PER_YEAR * self.utilization
         power = watts / 1000 * self.pue * self.usd_per_kwh
@@ -50,7 +50,7 @@ class Ownership(FigureBlock):
 
 
 def costs_of(price: float | None, path: str | None) -> Ownership | None:
-    """The costs of a cluster that names a file of such; UserError where it has a price, too."""
+    """Costs of a cluster that names a cost file; UserError if it also has a price."""
     if path is None:
         return None
     if price is not None:

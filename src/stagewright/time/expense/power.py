@@ -1,4 +1,4 @@
-"""Power and cost of a step: what kernels compute and move, TDP, and a price per GPU-hour.
+"""Power and cost of a step, from FLOPs and bytes of kernels, TDP and price.
 
 A GPU that waits draws its idle power. While a kernel runs, it draws a part of its TDP, more for
 the share of the memory's bandwidth that the kernel uses, and more for the share of the peak of
@@ -57,19 +57,19 @@ class Expense(NamedTuple):
 
 
 def idle_watts(hardware: Hardware) -> float:
-    """Power of a GPU that waits."""
-    given = hardware.idle_w
-    return IDLE_FRACTION * hardware.tdp_w if given is None else given
+    """Power of an idle GPU."""
+    watts = hardware.idle_w
+    return IDLE_FRACTION * hardware.tdp_w if watts is None else watts
 
 
 def kernel_shares(bandwidth: Float, compute: Float) -> Float:
-    """Power over TDP of kernels, from the shares of the bandwidth and of the peak that they use."""
+    """Power over TDP of kernels, from their shares of bandwidth and peak."""
     used = MEMORY_FRACTION * np.minimum(bandwidth, 1) + COMPUTE_FRACTION * np.minimum(compute, 1)
     return np.minimum(RUNNING_FRACTION + used, 1)
 
 
 def kernel_energy(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> float:
-    """Seconds at TDP in which a GPU would draw as much as it does for kernels of a table.
+    """Energy of kernels of a table, in seconds at TDP.
 
     Kernel n is row `rows[n]` of `tasks`, and takes `seconds[n]`, above 0.
     """
@@ -77,18 +77,18 @@ def kernel_energy(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -
 
 
 def kernel_energies(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> Float:
-    """Seconds at TDP of each of some kernels; as `kernel_energy`, which is their sum."""
+    """Energy of each kernel, in seconds at TDP; arguments of `kernel_energy`."""
     # Products run at bf16's peak where hardware lacks their precision.
     peaks = [hardware.rate_of(dtype) or hardware.peak_bf16_tflops for dtype in tasks.dtypes]
     rates = np.array([peak * 1e12 for peak in peaks])[tasks.dtype[rows]]
     tiles = np.array([*map(_tiled, tasks.shapes), 1.0])[tasks.shape[rows]]
-    flops, traffic = (of[rows].astype(np.float64) for of in (tasks.flops, tasks.traffic))
+    flops, traffic = (column[rows].astype(np.float64) for column in (tasks.flops, tasks.traffic))
     moved = traffic / seconds / (hardware.memory_bandwidth_gb_s * 1e9)
     return kernel_shares(moved, tiles * flops / seconds / rates) * seconds
 
 
 def _tiled(shape: Shape) -> float:
-    """What the tiles of a product multiply over its FLOPs; 1 for other kernels."""
+    """Ratio of FLOPs of the tiles of a product to its FLOPs; 1 for other kernels."""
     sizes = shape.sizes() if shape.kernel == GEMM else {}
     rows = sizes.get("m")
     if not rows:
@@ -98,7 +98,7 @@ def _tiled(shape: Shape) -> float:
 
 
 def watts_per_gpu(hardware: Hardware, running: Float | float, drawn: Float | float) -> Any:
-    """Mean power of a GPU and its share of the node; `running` and `drawn` as in `expense`."""
+    """Mean power of a GPU and its share of the node; arguments of `expense`."""
     return idle_watts(hardware) * (1 - running) + hardware.tdp_w * drawn + hardware.node_overhead_w
 
 

@@ -1,4 +1,4 @@
-"""Shared experts of a served step, which run beside the routed ones on a stream of their own.
+"""Shared experts of a served step, on a separate stream from the routed ones.
 
 SGLang (`forward_normal_dual_stream` of its DeepSeek models), vLLM (`shared_experts_stream`) and
 TensorRT-LLM do so in steps that are captured in a CUDA graph; SGLang up to 1,024 tokens
@@ -17,7 +17,7 @@ from stagewright.program.columns import TaskKind, Tasks
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second
 
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 """Tokens of a step up to which shared experts have a stream of their own."""
 
 
@@ -37,39 +37,39 @@ def beside_routed(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     row = np.arange(len(tasks))
     first = np.full(count, len(tasks))
     np.minimum.at(first, block[begins], row[begins])
-    behind = row >= first[block]
+    after_copies = row >= first[block]
 
-    owner, needed = tasks.reads
-    inside = behind[owner] & behind[needed] & (block[owner] == block[needed])
-    owner, needed = owner[inside], needed[inside]
+    waiter, dep = tasks.reads
+    inside = after_copies[waiter] & after_copies[dep] & (block[waiter] == block[dep])
+    waiter, dep = waiter[inside], dep[inside]
     routed = begins.copy()
-    known = 0
-    while known != (known := int(routed.sum())):
-        routed[owner[routed[needed]]] = True
+    num_routed = 0
+    while num_routed != (num_routed := int(routed.sum())):
+        routed[waiter[routed[dep]]] = True
 
     computes = tasks.kind == TaskKind.COMPUTE
-    joins = routed[owner] & ~routed[needed] & computes[owner]
-    joined = np.full(count, -1)
-    np.maximum.at(joined, block[owner[joins]], owner[joins])
-    part = behind & (row < joined[block]) & computes
-    ours, theirs = part & ~routed, part & routed
+    joins = routed[waiter] & ~routed[dep] & computes[waiter]
+    join = np.full(count, -1)
+    np.maximum.at(join, block[waiter[joins]], waiter[joins])
+    candidates = after_copies & (row < join[block]) & computes
+    is_shared, is_routed = candidates & ~routed, candidates & routed
 
     def total(values: Float, chosen: Bool) -> Float:
         return np.bincount(block[chosen], values[chosen], count).astype(float)
 
-    shared, beside = total(seconds, ours), total(seconds, theirs)
-    moved = total(tasks.traffic.astype(float), part) / bytes_per_second(on)
-    shown = np.clip(np.maximum(shared, moved) - beside, 0.0, shared)
-    kept = np.divide(shown, shared, out=np.ones_like(shared), where=shared > 0)
-    return np.where(ours, seconds * kept[block], seconds)
+    shared, routed_seconds = total(seconds, is_shared), total(seconds, is_routed)
+    memory_seconds = total(tasks.traffic.astype(float), candidates) / bytes_per_second(on)
+    exposed = np.clip(np.maximum(shared, memory_seconds) - routed_seconds, 0.0, shared)
+    exposed_share = np.divide(exposed, shared, out=np.ones_like(shared), where=shared > 0)
+    return np.where(is_shared, seconds * exposed_share[block], seconds)
 
 
 def _few_tokens_to_experts(tasks: Tasks) -> Bool:
-    """Which tasks copy at most `MOST_TOKENS` tokens to their experts."""
-    chosen = [
+    """Mask of tasks that copy at most `MAX_TOKENS` tokens to their experts."""
+    matches = [
         shape.kernel in OPS
         and OPS[shape.kernel].timing is Timing.TO_EXPERTS
-        and dict(shape.extents)["b"] * dict(shape.extents)["s"] <= MOST_TOKENS
+        and dict(shape.extents)["b"] * dict(shape.extents)["s"] <= MAX_TOKENS
         for shape in tasks.shapes
     ]
-    return np.array([*chosen, False])[tasks.shape]
+    return np.array([*matches, False])[tasks.shape]

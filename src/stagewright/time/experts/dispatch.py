@@ -1,4 +1,4 @@
-"""How long libraries of expert parallelism take to send tokens to experts: DeepEP, HybridEP.
+"""Time of token dispatch by libraries of expert parallelism: DeepEP, HybridEP.
 
 Their kernels send a token once to each node and once to each rank that has experts for it, where an
 all-to-all sends a copy for each expert. For the few tokens of a decode step they have low-latency
@@ -49,14 +49,14 @@ LOW_LATENCY_START_US = 30.0
 
 
 class Routed(NamedTuple):
-    """To how many experts a token goes, and by which kernels."""
+    """Number of experts per token, and the kernels that dispatch tokens."""
 
     experts: int
     top_k: int
     groups: int = 1
-    """Experts are in so many groups, and the token's are all in `top_groups` of these
-    (DeepSeek-V3's node-limited routing)."""
+    """Number of expert groups."""
     top_groups: int = 1
+    """Groups that the experts of a token may be in (DeepSeek-V3's node-limited routing)."""
     low_latency: bool = False
     """Ranks that decode send by low-latency kernels."""
     hidden: bool = False
@@ -86,8 +86,7 @@ class Routed(NamedTuple):
 
     @classmethod
     def in_engine(cls, run: Run, model: ModelConfig, engine: str | None) -> Routed | None:
-        """How an engine sends tokens between ranks of attention data parallelism; None: a copy for
-        each expert.
+        """Dispatch of an engine with attention data parallelism; None: a copy per expert.
 
         By default engines gather them: vLLM's `all2all_backend` is `allgather_reducescatter`
         (vllm/config/parallel.py), and SGLang's `moe_a2a_backend` is `none`. TensorRT-LLM gathers
@@ -101,7 +100,7 @@ class Routed(NamedTuple):
 
 
 def destinations(routed: Routed, parts: int) -> float:
-    """To how many of `parts`, each with equally many experts, a token goes on average.
+    """Mean number of destinations of a token among `parts` with equally many experts.
 
     The token's experts are different, and all equally likely.
 
@@ -111,23 +110,24 @@ def destinations(routed: Routed, parts: int) -> float:
     3.63
     """
     experts, top_k, groups, top_groups = routed[:4]
-    held, grouped = experts // parts, experts // groups
-    if experts % groups or (held % grouped and grouped % held):
+    per_part, per_group = experts // parts, experts // groups
+    if experts % groups or (per_part % per_group and per_group % per_part):
         groups = top_groups = 1
-        grouped = experts
-    pool = top_groups * grouped  # experts of the groups that are chosen
+        per_group = experts
+    pool = top_groups * per_group  # experts of the chosen groups
 
-    def reached(among: int) -> float:
+    def hit(among: int) -> float:
+        """Probability that some of the top k experts are `among` some experts of the pool."""
         return 1 - math.comb(pool - among, top_k) / math.comb(pool, top_k)
 
-    if held <= grouped:
-        return parts * top_groups / groups * reached(held)
-    whole = held // grouped  # groups of a part; of these, so many are chosen
-    ways = {
-        chosen: math.comb(whole, chosen) * math.comb(groups - whole, top_groups - chosen)
-        for chosen in range(max(0, top_groups - groups + whole), min(whole, top_groups) + 1)
+    if per_part <= per_group:
+        return parts * top_groups / groups * hit(per_part)
+    local = per_part // per_group  # groups of a part
+    combinations = {  # by number of chosen groups that are in the part
+        chosen: math.comb(local, chosen) * math.comb(groups - local, top_groups - chosen)
+        for chosen in range(max(0, top_groups - groups + local), min(local, top_groups) + 1)
     }
-    hits = sum(count * reached(chosen * grouped) for chosen, count in ways.items())
+    hits = sum(count * hit(chosen * per_group) for chosen, count in combinations.items())
     return parts * hits / math.comb(groups, top_groups)
 
 
@@ -177,12 +177,12 @@ def slowdown_beside(
 
 def _total(seconds: Float, copies: Int | None) -> float:
     """Sum of the seconds of all copies, added up by distinct duration."""
-    distinct, which = np.unique(seconds, return_inverse=True)
-    return float((distinct * np.bincount(which, copies, len(distinct))).sum())
+    distinct, inverse = np.unique(seconds, return_inverse=True)
+    return float((distinct * np.bincount(inverse, copies, len(distinct))).sum())
 
 
 def _once(local_bytes: float, use: TierUse, routed: Routed, *, inside: bool) -> float:
-    """Seconds to send a copy of each token to each block below a tier that has experts for it."""
+    """Seconds to send one copy of each token to each block with experts for it."""
     copies = destinations(routed, use.ranks // use.below)
     if not inside:
         copies *= 1 - 1 / use.positions  # what stays in a block does not travel
@@ -192,9 +192,9 @@ def _once(local_bytes: float, use: TierUse, routed: Routed, *, inside: bool) -> 
 
 def _straight(local_bytes: float, use: TierUse, *, inside: bool) -> float:
     """Seconds to send every copy straight to its expert."""
-    away = local_bytes * (use.ranks - use.below) / use.ranks
+    remote = local_bytes * (use.ranks - use.below) / use.ranks
     rate = _rate(use) * (LOW_LATENCY_LINKS if inside else LOW_LATENCY_NETWORK)
-    return away * detour(use) / rate
+    return remote * detour(use) / rate
 
 
 def _rate(use: TierUse) -> float:

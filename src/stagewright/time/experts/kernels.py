@@ -1,4 +1,4 @@
-"""What Megatron-LM runs around experts besides products and what the graph says, and what it fuses.
+"""Kernels of Megatron-LM around experts that the graph lacks, and those that it fuses.
 
 - Ranks that hold several experts get rows by sender and sort them by expert: every row is copied
   once more on either side of the experts (`MoEAlltoAllTokenDispatcher`, "Permutation 2"). DeepEP
@@ -37,94 +37,102 @@ _COPIES = (Timing.TO_EXPERTS, Timing.FROM_EXPERTS)
 
 
 def among_experts(program: Program, slot: int) -> bool:
-    """Whether a communicator belongs to expert parallelism."""
+    """True if a communicator belongs to expert parallelism."""
     degree_of = program.mesh.degree_of
     return any("ep" in map(degree_of, names) for names in program.degrees_of(slot))
 
 
 def slots_of_tokens(program: Program, tasks: Tasks) -> list[int]:
-    """The communicators over which tasks exchange experts' tokens."""
+    """Communicators over which tasks exchange experts' tokens."""
     exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
     return [int(slot) for slot in exchanges if among_experts(program, int(slot))]
 
 
+def exchanges_tokens(program: Program, tasks: Tasks) -> Bool:
+    """Mask of all-to-alls among experts; those of attention along cp are none."""
+    result = (tasks.kind == TaskKind.COLLECTIVE) & np.isin(
+        tasks.slot, slots_of_tokens(program, tasks)
+    )
+    return result & (tasks.collective == COLLECTIVES.index("all_to_all"))
+
+
 def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float:
-    """By task the seconds of copying rows once more, between an all-to-all and the experts.
+    """Seconds of each task for copies of rows between an all-to-all and the experts.
 
     `ranks` share the experts, and `width` ranks share each one: these gather its rows. The time is
     added to that of the copies of tokens to experts and back, 0 elsewhere.
     """
-    found = np.zeros(len(tasks))
+    seconds = np.zeros(len(tasks))
     copies = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
-    chosen = np.flatnonzero(np.array([*copies, False])[tasks.shape])
-    if not len(chosen):
-        return found
-    experts, rows, values = _extents(tasks, chosen, "e", "r", "m")
+    rows_copied = np.flatnonzero(np.array([*copies, False])[tasks.shape])
+    if not len(rows_copied):
+        return seconds
+    experts, rows, values = _extents(tasks, rows_copied, "e", "r", "m")
     width_of_value = np.array([float(BYTES.get(dtype, 0)) for dtype in tasks.dtypes])
-    moved = 2.0 * experts * rows * width * values * width_of_value[tasks.dtype[chosen]]
+    moved = 2.0 * experts * rows * width * values * width_of_value[tasks.dtype[rows_copied]]
     none = np.zeros_like(moved)
-    found[chosen] = np.where(experts > ranks, copies_seconds(moved, none, on), 0.0)
+    seconds[rows_copied] = np.where(experts > ranks, copies_seconds(moved, none, on), 0.0)
     if _quantized(tasks):
-        found[chosen] += memory_seconds(moved, none, on)
-    return found
+        seconds[rows_copied] += memory_seconds(moved, none, on)
+    return seconds
 
 
 def _extents(tasks: Tasks, rows: Int, *names: str) -> list[Float]:
     """Extents of the shapes of some tasks."""
     sizes = [shape.sizes() for shape in tasks.shapes]
     shape = tasks.shape[rows]
-    return [np.array([float(of.get(name, 0)) for of in sizes])[shape] for name in names]
+    return [np.array([float(extents.get(name, 0)) for extents in sizes])[shape] for name in names]
 
 
 def _quantized(tasks: Tasks) -> bool:
-    """Whether products of experts are in few bits."""
-    few = np.array([dtype in LOW for dtype in tasks.dtypes])[tasks.dtype]
-    return bool((few & _products(tasks, lambda of: of["batch"] > 1)).any())
+    """True if products of experts are in few bits."""
+    is_low = np.array([dtype in LOW for dtype in tasks.dtypes])[tasks.dtype]
+    return bool((is_low & _products(tasks, lambda extents: extents["batch"] > 1)).any())
 
 
 def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
-    """By task the seconds of adding the biases of experts, beyond those of the bytes at least."""
-    found = np.zeros(len(tasks))
+    """Seconds of each task for biases of experts, beyond those of its bytes."""
+    seconds = np.zeros(len(tasks))
     forward = tasks.phase == PHASES.index("forward")
-    outer = forward & _products(tasks, lambda of: of["k"] == 1)
-    sums = ~forward & _products(tasks, lambda of: of["n"] == 1)
-    chosen = np.flatnonzero(outer | sums)
-    if not len(chosen):
-        return found
-    batch, m, n, k = _extents(tasks, chosen, "batch", "m", "n", "k")
+    outer = forward & _products(tasks, lambda extents: extents["k"] == 1)
+    sums = ~forward & _products(tasks, lambda extents: extents["n"] == 1)
+    products = np.flatnonzero(outer | sums)
+    if not len(products):
+        return seconds
+    batch, m, n, k = _extents(tasks, products, "batch", "m", "n", "k")
     values = batch * m * np.where(k == 1, n, k)
     # Backward has two products, whose other values are those of the rows.
-    found[chosen] = np.where(k == 1, _BIAS, _BIAS_BACK / 2) * values / bytes_per_second(on)
-    return found
+    seconds[products] = np.where(k == 1, _BIAS, _BIAS_BACK / 2) * values / bytes_per_second(on)
+    return seconds
 
 
-def _products(tasks: Tasks, which: Callable[[Mapping[str, int]], bool]) -> Bool:
-    """Which tasks are products of a group whose extents are such."""
+def _products(tasks: Tasks, predicate: Callable[[Mapping[str, int]], bool]) -> Bool:
+    """Mask of products of a group with such extents."""
     shapes = [dict(shape.extents) if shape.kernel == GEMM else {} for shape in tasks.shapes]
-    chosen = [bool(of) and of["batch"] > 1 and which(of) for of in shapes]
-    return np.array([*chosen, False])[tasks.shape]
+    matches = [bool(extents) and extents["batch"] > 1 and predicate(extents) for extents in shapes]
+    return np.array([*matches, False])[tasks.shape]
 
 
 def weighed_within(tasks: Tasks) -> Bool:
-    """Which tasks multiply an activation of experts, or its gradient, by the gates of its rows."""
+    """Mask of tasks that multiply an activation of experts, or its gradient, by gates."""
     names = [frozenset(ops_of(name)) for name in tasks.ops]
     # Where experts have biases, the gradients of their gates are added here.
-    weigh = [bool(ops & _WEIGHS) and ops <= {*_WEIGHS, "add"} for ops in names]
-    if not any(weigh):
+    op_weighs = [bool(ops & _WEIGHS) and ops <= {*_WEIGHS, "add"} for ops in names]
+    if not any(op_weighs):
         return np.zeros(len(tasks), dtype=bool)
-    weighs = np.array(weigh)[tasks.op]
+    weighs = np.array(op_weighs)[tasks.op]
     of_rows = [{"e", "r"} <= dict(shape.extents).keys() for shape in tasks.shapes]
     weighs &= np.array([*of_rows, False])[tasks.shape] & (tasks.kind == TaskKind.COMPUTE)
-    within = np.zeros(len(tasks), dtype=bool)
+    fused = np.zeros(len(tasks), dtype=bool)
     if not weighs.any():
-        return within
+        return fused
     gated = np.array([bool(ops & _ACTIVATIONS) for ops in names])[tasks.op]
-    owner, needed = tasks.reads
-    within[owner[weighs[owner] & gated[needed]]] = True  # forward: reads the activation
-    within[needed[weighs[needed] & gated[owner]]] = True  # backward: the activation's reads it
-    return within
+    waiter, dep = tasks.reads
+    fused[waiter[weighs[waiter] & gated[dep]]] = True  # forward: reads the activation
+    fused[dep[weighs[dep] & gated[waiter]]] = True  # backward: the activation's reads it
+    return fused
 
 
 def trains(tasks: Tasks) -> bool:
-    """Whether tasks are of a training step."""
+    """True for tasks of a training step."""
     return bool((tasks.phase == PHASES.index("backward")).any())

@@ -1,1 +1,1 @@
-"""When every task of a program runs: issue order, timelines, and where the time goes."""
+"""Simulation of a step: issue order, timeline, breakdown and memory."""

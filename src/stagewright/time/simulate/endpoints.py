@@ -1,4 +1,4 @@
-"""Tasks of lanes that belong together: messages and their sends, collectives of classes."""
+"""Endpoints of lanes: messages with their sends, and collectives of several classes."""
 
 from __future__ import annotations
 
@@ -15,111 +15,93 @@ from stagewright.time.simulate.waves import Waves
 
 
 class Received(NamedTuple):
-    """The messages that a class receives, a row each: its place, and by lane the sender."""
+    """Messages that a class receives, a row each: issue index, and the sender by lane."""
 
-    place: Int  # ascending
-    sender: Int  # (messages, lanes): lane
-    sent: Int  # (messages, lanes): place
+    issue_index: Int  # ascending
+    sender: Int  # [messages, lanes]: lane
+    sent: Int  # [messages, lanes]: issue index of the send
 
 
-class Meeting(NamedTuple):
-    """One collective among ranks of several classes: the classes, and its place in each."""
+class SharedCollective(NamedTuple):
+    """One collective among ranks of several classes, and its issue index in each."""
 
-    slot: int
     classes: tuple[int, ...]
-    places: tuple[int, ...]
+    issue_indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Endpoints:
-    """The messages and collectives that connect lanes, by place in issue order."""
+    """Messages and collectives that connect lanes, by issue index."""
 
     lanes: tuple[Int, ...]  # by class: numbers of its lanes
     class_of: Int  # by lane
     received: tuple[Received, ...]  # by class
-    meetings: tuple[Meeting, ...]
+    rendezvous: tuple[SharedCollective, ...]
     groups: tuple[Int, ...]  # by slot, by lane: number of the group; -1: in no group
 
 
 def endpoints(waves: Waves, issues: Sequence[IssueOrder]) -> Endpoints:
-    """The messages and collectives of all classes, whose tasks are issued in these orders."""
-    place_of_row: list[Int] = []
-    for order in issues:
-        place = np.empty_like(order.rows)
-        place[order.rows] = np.arange(len(order))
-        place_of_row.append(place)
+    """Messages and collectives of all classes, given the issue order of each class."""
+    index_of_row = [np.argsort(order.rows) for order in issues]
 
-    def places(positions: Int) -> Int:
-        """Places of positions, each given as class, instance and position."""
-        result = np.zeros(len(positions), np.int64)
-        for nth in distinct_values(positions[:, 0]):
-            chosen = positions[:, 0] == nth
-            rows = waves.expanded_rows(nth, positions[chosen, 1], positions[chosen, 2])
-            result[chosen] = place_of_row[nth][rows]
+    def issue_index(locations: Int) -> Int:
+        """Issue index at each of `MessageEnds.location`."""
+        result = np.zeros(len(locations), np.int64)
+        for class_id in distinct_values(locations[:, 0]):
+            mask = locations[:, 0] == class_id
+            rows = waves.expanded_rows(class_id, locations[mask, 1], locations[mask, 2])
+            result[mask] = index_of_row[class_id][rows]
         return result
 
     lanes = waves.lanes
     received: list[Received] = []
     ends = waves.messages.received
-    receive_places, send_places = places(ends.of), places(waves.messages.sent.of)
-    for nth, class_lanes in enumerate(lanes.by_class):
-        chosen, width = ends.of[:, 0] == nth, len(class_lanes)
-        columns = [
-            receive_places[chosen],
-            ends.lane[chosen],
-            ends.key[chosen, 1],
-            send_places[chosen],
-        ]
-        inside = _within(waves, nth)
-        count = len(inside[0])
-        if count:
-            receives, sends = (places(np.insert(end, 0, nth, axis=1)) for end in inside)
-            columns = [
-                np.concatenate([column, more])
-                for column, more in zip(columns, (
-                    np.repeat(receives, width), np.tile(np.arange(width), count),
-                    np.tile(class_lanes, count), np.repeat(sends, width),
-                ), strict=True)
-            ]  # fmt: skip
+    receives, sends = issue_index(ends.location), issue_index(waves.messages.sent.location)
+    for class_id, class_lanes in enumerate(lanes.by_class):
+        mask, num_lanes = ends.location[:, 0] == class_id, len(class_lanes)
+        between = receives[mask], ends.lane[mask], ends.key[mask, 1], sends[mask]
+        within = [issue_index(locations) for locations in _within(waves, class_id)]
+        count = len(within[0])
+        added = (
+            np.repeat(within[0], num_lanes), np.tile(np.arange(num_lanes), count),
+            np.tile(class_lanes, count), np.repeat(within[1], num_lanes),
+        )  # fmt: skip
+        columns = [np.concatenate(pair) for pair in zip(between, added, strict=True)]
         order = np.lexsort((columns[1], columns[0]))
-        table = [column[order].reshape(-1, width) for column in columns]
+        table = [column[order].reshape(-1, num_lanes) for column in columns]
         received.append(Received(table[0][:, 0], table[2], table[3]))
-    return Endpoints(
-        lanes.by_class, lanes.class_of, tuple(received), tuple(_meetings(waves, places)),
-        lanes.groups,
-    )  # fmt: skip
+    rendezvous = tuple(_rendezvous(waves, issue_index))
+    return Endpoints(lanes.by_class, lanes.class_of, tuple(received), rendezvous, lanes.groups)
 
 
-def _within(waves: Waves, nth: int) -> tuple[Int, Int]:
-    """Receives within units of a class and their sends: instances and positions of each."""
-    t = waves.table_of[nth]
+def _within(waves: Waves, class_id: int) -> tuple[Int, Int]:
+    """Receives and sends within units of a class, as `MessageEnds.location`."""
+    t = waves.table_of[class_id]
     edges, unit = waves.messages.within[t], waves.tables[t].rules.unit
-    ends: list[list[Int]] = [[np.zeros((0, 2), np.int64)], [np.zeros((0, 2), np.int64)]]
+    ends: list[list[Int]] = [[np.zeros((0, 3), np.int64)], [np.zeros((0, 3), np.int64)]]
     for u in distinct_values(unit[edges.waiter]):
-        instances = np.flatnonzero(waves.sequence[nth].unit == u)
+        instances = np.flatnonzero(waves.sequence[class_id].unit == u)
         in_unit = unit[edges.waiter] == u
         for parts, positions in zip(ends, edges, strict=True):
-            pairs = np.meshgrid(instances, positions[in_unit], indexing="ij")
-            parts.append(np.stack(pairs, axis=-1).reshape(-1, 2))
+            columns = np.meshgrid(class_id, instances, positions[in_unit], indexing="ij")
+            parts.append(np.stack(columns, axis=-1).reshape(-1, 3))
     return np.concatenate(ends[0]), np.concatenate(ends[1])
 
 
-def _meetings(waves: Waves, places: Callable[[Int], Int]) -> list[Meeting]:
-    """Collectives whose groups span several classes; `places` as in `endpoints`."""
-    met: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+def _rendezvous(waves: Waves, issue_index: Callable[[Int], Int]) -> list[SharedCollective]:
+    """Collectives whose groups span several classes; `issue_index` as in `endpoints`."""
+    indices: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     for batch in waves.batches:
-        if not batch.meets:
+        if not batch.is_rendezvous:
             continue
-        begin = waves.begin(batch)
-        nth = waves.lanes.class_of[batch.lane]
+        class_of = waves.lanes.class_of[batch.lane]
         wave = np.repeat(np.arange(waves.count), np.diff(batch.wave))
-        at = places(np.stack([nth, batch.instance, begin], axis=1))
-        columns = wave.tolist(), batch.meeting.tolist(), nth.tolist(), at.tolist()
-        for level, meeting, c, place in zip(*columns, strict=True):
-            met[level, meeting][c] = place
-    count = len(waves.lanes.by_class)
+        index = issue_index(np.stack([class_of, batch.instance, batch.begin], axis=1))
+        columns = wave.tolist(), batch.rendezvous.tolist(), class_of.tolist(), index.tolist()
+        for level, rendezvous, class_id, i in zip(*columns, strict=True):
+            indices[level, rendezvous][class_id] = i
     return [
-        Meeting(meeting // count, tuple(sorted(place)), tuple(place[c] for c in sorted(place)))
-        for (_, meeting), place in sorted(met.items())
-        if len(place) > 1
+        SharedCollective(*zip(*sorted(by_class.items()), strict=True))
+        for _, by_class in sorted(indices.items())
+        if len(by_class) > 1
     ]

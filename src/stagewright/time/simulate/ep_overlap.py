@@ -1,54 +1,53 @@
-"""Overlap of expert all-to-alls: two microbatches at a time, of which one computes meanwhile.
+"""Overlap of expert all-to-alls with the kernels of another microbatch.
 
-Megatron-LM's `--overlap-moe-expert-parallel-comm`: once the pipeline is full, a rank goes through
-the backward pass of one microbatch and the forward pass of a later one together, layer by layer.
-The parts between all-to-alls alternate: while tokens of one microbatch are in flight, the other
-computes.
+Megatron-LM's `--overlap-moe-expert-parallel-comm`: once the pipeline is full, a rank interleaves
+the backward pass of one microbatch with the forward pass of a later one, layer by layer. The parts
+between all-to-alls alternate: while tokens of one microbatch are in flight, the other computes.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
-from stagewright.program.columns import COLLECTIVES, PHASES, Tasks
+from stagewright.program.columns import PHASES, Tasks
 from stagewright.run.settings import Run
 
 _FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
-def order(tasks: Tasks, row: Int, unit: Int, member: Int) -> Int:
+def order(tasks: Tasks, row: Int, unit: Int, member: Int, exchanges: Bool) -> Int:
     """Order in which units issue rows: each backward action and the forward after it take turns.
 
-    `row`, `unit` and `member` are those of `units.Units`; pairs are within a unit. An action is
-    what a rank does for a microbatch of a stage, in one direction. A turn ends with an all-to-all
-    of tokens; the much smaller all-to-alls of routing weights end none.
+    `row`, `unit` and `member` are those of `units.Units`; pairs are within a unit. A turn ends with
+    an all-to-all of tokens; the much smaller all-to-alls of routing weights end none. `exchanges`:
+    tasks that are either.
     """
     microbatch, phase, stage = (
         column[row].astype(np.int64) for column in (tasks.microbatch, tasks.phase, tasks.stage)
     )
-    way = np.where(phase == _OPTIMIZER, 2, phase != _FORWARD)
+    direction = np.where(phase == _OPTIMIZER, 2, phase != _FORWARD)
     copy = np.append(True, (np.diff(unit) != 0) | (np.diff(member) != 0))[: len(row)]
     # Rows once per step join the action before them.
-    inside = (microbatch >= 0) | (way != 1) | copy
-    at = np.maximum.accumulate(np.where(inside, np.arange(len(row)), 0))
-    columns = np.stack([stage[at], microbatch[at], way[at], unit, member])
+    has_action = (microbatch >= 0) | (direction != 1) | copy
+    latest = np.maximum.accumulate(np.where(has_action, np.arange(len(row)), 0))
+    columns = np.stack([stage[latest], microbatch[latest], direction[latest], unit, member])
     action = np.cumsum(np.append(False, (np.diff(columns, axis=1) != 0).any(axis=0)))
 
     first = np.flatnonzero(np.diff(action, prepend=-1))
-    forward = way[first] == 0
-    paired = (microbatch[first] >= 0) & (way[first] != 2)
-    # Backward, and next to it forward: the second joins the first.
+    forward = direction[first] == 0
+    paired = (microbatch[first] >= 0) & (direction[first] != 2)
+    # A forward next to a backward joins it.
     second = np.zeros(len(first), dtype=bool)
     second[1:] = forward[1:] & ~forward[:-1] & paired[1:] & paired[:-1]
     second[1:] &= unit[first[1:]] == unit[first[:-1]]
     group = np.cumsum(~second) - 1
 
-    moves = tasks.collective[row] == COLLECTIVES.index("all_to_all")
+    ends_turn = exchanges[row]
     size = tasks.comm_bytes[row]
-    moves &= 2 * size >= size[moves].max(initial=0)
-    before = np.cumsum(moves) - moves
+    ends_turn &= 2 * size >= size[ends_turn].max(initial=0)
+    before = np.cumsum(ends_turn) - ends_turn
     turn = before - before[first][action]
     return np.lexsort((np.arange(len(row)), second[action], turn, group[action]))
 

@@ -1,4 +1,4 @@
-"""Execution of waves: all times of a step, from the matrices of its runs."""
+"""Execution of waves: all times of a step, by the transfer matrices of its fragments."""
 
 from __future__ import annotations
 
@@ -8,126 +8,138 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.time.simulate.transfer import NEVER, Evaluated
+from stagewright.time.simulate.transfer import NEVER, TransferMatrices
 from stagewright.time.simulate.waves import Waves
 
 Progress = Callable[[int, int], None]
-"""Called with the number of tasks done and the number of all tasks, of all classes."""
+"""Called with the number of finished tasks and the number of all tasks, of all classes."""
 
 
 class TaskTicks(NamedTuple):
-    """Durations and launches of the positions of a table, in ticks: [timings, positions]."""
+    """Durations and launches of the positions of a table, in ticks: [sets, positions]."""
 
     duration: Int
-    """Of a receive 0; of a collective of several lanes its own, which counts only there."""
-    cost: Int | None
-    """Of the launch of each; None: launches take no time."""
+    """0 for a receive; unused for rendezvous fragments."""
+    launch: Int | None
+    """Cost of the launch of each; None: launches take no time."""
     waits: Bool | None
-    """Whether the host waits for the end of each."""
-    of_lane: Int
-    """By lane of the program: which timing it has; any number for lanes of other tables."""
-    given: Int
-    """[timings, positions]: durations as they were given, those of receives too."""
+    """The host waits for the end of each."""
+    set_of_lane: Int
+    """Duration set of each lane of the program; any number for lanes of other tables."""
+    raw_duration: Int
+    """Durations that the caller set, those of receives too."""
 
 
 class Executed(NamedTuple):
-    """Times of all slots after the last wave, and what each row of each batch began with."""
+    """Times after the last wave, by time index, and inputs of all batches."""
 
     times: Int
     inputs: list[Int]
     """By batch: [rows, inputs]."""
-    met: list[Int]
-    """By batch of meetings: when each row was ready, when it began, and when it ended."""
+    rendezvous_times: list[Int]
+    """By batch of rendezvous: when each row was ready, when it began, and when it ended."""
 
 
 def execute(
-    waves: Waves, timings: Sequence[TaskTicks], evaluated: Sequence[Sequence[Evaluated]],
-    progress: Progress | None = None,
+    waves: Waves, duration_sets: Sequence[TaskTicks],
+    matrices: Sequence[Sequence[TransferMatrices]], progress: Progress | None = None,
 ) -> Executed:  # fmt: skip
-    """Execute all waves; `timings` are by table, `evaluated` by table and group of runs."""
+    """Execute all waves; `duration_sets` are by table, `matrices` by table and fragment group."""
     times = np.zeros(waves.unused + 1, np.int64)
-    times[waves.nothing] = NEVER
+    times[waves.never] = NEVER
     stacks: list[tuple[Int, Int]] = []
     for batch in waves.batches:
-        group = waves.runs[batch.table].groups[batch.group]
-        ends = evaluated[batch.table][batch.group].ends
-        stack = ends[:, group.outs].reshape(-1, group.outputs, group.inputs)
-        timing = timings[batch.table].of_lane[batch.lane]
-        stacks.append((stack, timing * len(group.runs) + batch.run))
-    inputs = [np.empty_like(batch.ins) for batch in waves.batches]
-    met = [np.empty((len(batch.run) if batch.meets else 0, 3), np.int64) for batch in waves.batches]
-    done = None if progress is None else _tasks_done(waves).tolist()
+        group = waves.fragments[batch.table].groups[batch.group]
+        ends = matrices[batch.table][batch.group].ends
+        stack = ends[:, group.output_rows].reshape(-1, group.num_outputs, group.num_inputs)
+        set_index = duration_sets[batch.table].set_of_lane[batch.lane]
+        stacks.append((stack, set_index * len(group.indices) + batch.fragment))
+    inputs = [np.empty_like(batch.inputs) for batch in waves.batches]
+    rendezvous_times = [
+        np.empty((len(batch.lane) if batch.is_rendezvous else 0, 3), np.int64)
+        for batch in waves.batches
+    ]
+    finished = None if progress is None else _finished_tasks(waves).tolist()
     bounds = [batch.wave.tolist() for batch in waves.batches]
     for wave in range(waves.count):
-        meeting: list[tuple[int, slice, Int]] = []
+        pending: list[tuple[int, slice, Int]] = []
         for number, batch in enumerate(waves.batches):
             a, b = bounds[number][wave], bounds[number][wave + 1]
             if a == b:
                 continue
             stack, index = stacks[number]
-            begun = inputs[number][a:b] = times[batch.ins[a:b]]
-            left = (stack[index[a:b]] + begun[:, None, :]).max(axis=2)
-            if batch.meets:
-                meeting.append((number, slice(a, b), left))
+            batch_inputs = inputs[number][a:b] = times[batch.inputs[a:b]]
+            outputs = (stack[index[a:b]] + batch_inputs[:, None, :]).max(axis=2)
+            if batch.is_rendezvous:
+                pending.append((number, slice(a, b), outputs))
             else:
-                times[batch.outs[a:b]] = left
-        if meeting:
-            for number, rows, left, moments in _met(waves, timings, meeting):
-                times[waves.batches[number].outs[rows]] = left
-                met[number][rows] = moments.T
-        if progress is not None and done is not None:
-            progress(done[wave], done[-1])
-    return Executed(times, inputs, met)
+                times[batch.outputs[a:b]] = outputs
+        if pending:
+            for number, rows, outputs, columns in _rendezvous(waves, duration_sets, pending):
+                times[waves.batches[number].outputs[rows]] = outputs
+                rendezvous_times[number][rows] = columns.T
+        if progress is not None and finished is not None:
+            progress(finished[wave], finished[-1])
+    return Executed(times, inputs, rendezvous_times)
 
 
-def _tasks_done(waves: Waves) -> Int:
-    """By wave, the tasks of all classes that are done after it."""
-    done = np.zeros(waves.count, np.int64)
-    first = np.array([int(lanes[0]) for lanes in waves.lanes.by_class])
+def _finished_tasks(waves: Waves) -> Int:
+    """Number of tasks of all classes that are finished after each wave."""
+    finished = np.zeros(waves.count, np.int64)
+    first_lanes = np.array([int(lanes[0]) for lanes in waves.lanes.by_class])
     for batch in waves.batches:
-        runs = waves.runs[batch.table]
-        numbers: list[int] = runs.groups[batch.group].runs.tolist()
-        length = np.array([runs.runs[n].end - runs.runs[n].begin for n in numbers])
-        counted = np.isin(batch.lane, first)
+        fragments = waves.fragments[batch.table]
+        indices: list[int] = fragments.groups[batch.group].indices.tolist()
+        members = [fragments.fragments[i] for i in indices]
+        length = np.array([fragment.end - fragment.begin for fragment in members])
+        counted = np.isin(batch.lane, first_lanes)
         wave = np.repeat(np.arange(waves.count), np.diff(batch.wave))
-        np.add.at(done, wave[counted], length[batch.run[counted]])
-    return done.cumsum()
+        np.add.at(finished, wave[counted], length[batch.fragment[counted]])
+    return finished.cumsum()
 
 
-def _met(
-    waves: Waves, timings: Sequence[TaskTicks], meeting: Sequence[tuple[int, slice, Int]]
+def _rendezvous(
+    waves: Waves, duration_sets: Sequence[TaskTicks], pending: Sequence[tuple[int, slice, Int]]
 ) -> Iterator[tuple[int, slice, Int, Int]]:
-    """What the meetings of a wave leave: batch and rows, times of outputs, and when lanes are
-    ready, begin and end. Given are batches, rows, and outputs as if none waited for others."""
-    parts: list[tuple[Int, ...]] = []
-    for number, rows, left in meeting:
-        batch = waves.batches[number]
-        timing = timings[batch.table]
-        of, position = timing.of_lane[batch.lane[rows]], waves.begin(batch)[rows]
-        waits = np.zeros(len(of), np.int64)
-        if timing.waits is not None:
-            waits = timing.waits[of, position].astype(np.int64)
-        ticks = timing.duration[of, position]
-        parts.append((batch.meeting[rows], batch.together[rows], left[:, 1], ticks, waits))
-    meets, group, ready, ticks, waits = (np.concatenate(c) for c in zip(*parts, strict=True))
-    order = np.lexsort((group, meets))
-    new = np.diff(meets[order], prepend=-1) != 0
+    """Start and end of a wave's collectives: latest ready, longest duration.
 
-    def latest(numbers: Int, new: Bool) -> Int:
-        first = np.flatnonzero(new)
-        counts = np.diff(np.append(first, len(numbers)))
-        result = np.empty_like(numbers)
-        result[order] = np.repeat(np.maximum.reduceat(numbers[order], first), counts)
+    `pending`: batch, rows, outputs without waiting. Yields batch, rows, outputs, and times:
+    [ready, start and end; rows].
+    """
+    parts: list[tuple[Int, ...]] = []
+    for number, rows, outputs in pending:
+        batch = waves.batches[number]
+        ticks = duration_sets[batch.table]
+        where = ticks.set_of_lane[batch.lane[rows]], batch.begin[rows]
+        waits = np.zeros(len(outputs), np.int64)
+        if ticks.waits is not None:
+            waits = ticks.waits[where].astype(np.int64)
+        parts.append((
+            batch.rendezvous[rows], batch.rendezvous_group[rows], outputs[:, 1],
+            ticks.duration[where], waits,
+        ))  # fmt: skip
+    rendezvous, group, ready, duration, waits = (
+        np.concatenate(column) for column in zip(*parts, strict=True)
+    )
+    order = np.lexsort((group, rendezvous))
+    starts = np.diff(rendezvous[order], prepend=-1) != 0
+
+    def latest(values: Int, starts: Bool) -> Int:
+        """Maximum of each run of rows in `order`, at all its rows."""
+        first = np.flatnonzero(starts)
+        counts = np.diff(np.append(first, len(values)))
+        result = np.empty_like(values)
+        result[order] = np.repeat(np.maximum.reduceat(values[order], first), counts)
         return result
 
-    start = latest(ready, new | (np.diff(group[order], prepend=-1) != 0))
-    end = start + latest(ticks, new)
-    moments = np.stack([ready, start, end])
-    at = 0
-    for number, rows, left in meeting:
-        mine = slice(at, at + len(left))
-        at += len(left)
-        result = np.repeat(end[mine, None], left.shape[1], axis=1)
-        later = np.maximum(left[:, 0], end[mine])
-        result[:, 0] = np.where(waits[mine] > 0, later, left[:, 0])
-        yield number, rows, result, moments[:, mine]
+    start = latest(ready, starts | (np.diff(group[order], prepend=-1) != 0))
+    end = start + latest(duration, starts)
+    times = np.stack([ready, start, end])
+    begin = 0
+    for number, rows, outputs in pending:
+        part = slice(begin, begin + len(outputs))
+        begin += len(outputs)
+        result = np.repeat(end[part, None], outputs.shape[1], axis=1)
+        launched = outputs[:, 0]
+        result[:, 0] = np.where(waits[part] > 0, np.maximum(launched, end[part]), launched)
+        yield number, rows, result, times[:, part]

@@ -1,18 +1,17 @@
-"""The host of a rank: one thread that launches its tasks in issue order, ahead of the GPU.
+"""Host of a rank: one thread that launches tasks in issue order, ahead of the GPU.
 
-A launch takes the host some time, and the next one begins when it is done; a task starts once it is
-launched and all that it depends on has ended. The host runs ahead of the GPU until it has to
-know a result: it then waits for the end of a task before it launches the next one.
+Launches take time and follow each other without a gap; a task starts once it is launched and all
+its dependencies have ended. The host runs ahead of the GPU until it needs a result: it then waits
+for the end of a task before it launches the next one.
 
->>> thread = HostThread(np.array([2, 2, 2]), np.array([False, True, False]))
->>> thread.launched(np.array([[12], [22], [34]])).ravel().tolist()
-[2, 4, 24]
+>>> waits = np.array([False, True, False])
+>>> launched, last_wait = launch_times(np.array([2, 2, 2]), waits, np.array([12, 22, 34]))
+>>> launched.tolist(), last_wait.issue_index.tolist(), last_wait.end.tolist()
+([2, 4, 24], [-1, -1, 1], [0, 0, 22])
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,57 +19,34 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int
 
 FROM_START = -1
-"""Stands for the start of the step, where the host has waited for no task yet."""
+"""Issue index before the first wait of the host."""
 
 
 class HostWork(NamedTuple):
-    """What the host of a rank class does, by row of its tasks."""
+    """Launches of the host of a rank class, by row of its tasks."""
 
-    seconds: Float  # that the launch of a task takes
+    seconds: Float  # of the launch
     waits: Bool  # the host waits for the end of the task before it launches the next one
 
 
-class Since(NamedTuple):
-    """Since when the host has launched without waiting, by place."""
+class LastHostWait(NamedTuple):
+    """Last task that the host waited for before each launch, by issue index."""
 
-    place: Int  # the task that the host waited for last, `FROM_START` for none
-    end: Int  # when that task ended: ticks
+    issue_index: Int  # of the task, `FROM_START` for none
+    end: Int  # of the task: ticks
 
 
-@dataclass(frozen=True, eq=False)
-class HostThread:
-    """The launches of a rank class; arrays are by place in issue order, times in ticks."""
+def launch_times(cost: Int, waits: Bool, ends: Int) -> tuple[Int, LastHostWait]:
+    """End of each launch, and the last wait before it.
 
-    cost: Int
-    waits: Bool
-
-    @classmethod
-    def of(cls, work: HostWork, rows: Int, tick: float) -> HostThread:
-        """The launches of rows in issue order; `tick` in seconds."""
-        return cls(np.rint(work.seconds[rows] / tick).astype(np.int64), work.waits[rows])
-
-    @cached_property
-    def total(self) -> Int:
-        """Ticks of all launches up to each place, its own included."""
-        return self.cost.cumsum()
-
-    def launched(self, ends: Int) -> Int:
-        """When each place has been launched, given the ends of all: ticks, (places, lanes)."""
-        total = self.total[:, None]
-        return total + self._latest(ends - total)[0]
-
-    def since(self, ends: Int) -> Since:
-        """The waits after which the host launches without a pause; `ends` by place."""
-        latest, place = self._latest((ends - self.total)[:, None])
-        found = place[:, 0]
-        end = np.where(found == FROM_START, 0, latest[:, 0] + self.total[found])
-        return Since(found, end)
-
-    def _latest(self, ahead: Int) -> tuple[Int, Int]:
-        """By place the largest of 0 and `ahead` of the waits before it, and the place of that."""
-        waited = np.zeros_like(ahead)
-        waited[1:] = np.where(self.waits[:-1, None], ahead[:-1], 0)
-        latest = np.maximum.accumulate(np.maximum(waited, 0), axis=0)
-        later = np.diff(latest, axis=0, prepend=0) > 0
-        place = np.where(later, np.arange(-1, len(ahead) - 1)[:, None], FROM_START)
-        return latest, np.maximum.accumulate(place, axis=0)
+    Arrays are by issue index, times in ticks. `ends`: of the tasks that are launched.
+    """
+    total = cost.cumsum()
+    delay = np.zeros_like(ends)
+    delay[1:] = np.where(waits[:-1], ends[:-1] - total[:-1], 0)
+    latest = np.maximum.accumulate(np.maximum(delay, 0))
+    increases = np.diff(latest, prepend=0) > 0
+    index = np.where(increases, np.arange(-1, len(ends) - 1), FROM_START)
+    index = np.maximum.accumulate(index)
+    end = np.where(index == FROM_START, 0, latest + total[index])
+    return total + latest, LastHostWait(index, end)

@@ -1,4 +1,4 @@
-"""Lanes: ranks with equal timing, one of which stands for all; and which lanes communicate."""
+"""Lanes: ranks with equal timing, of which one is simulated; and lanes that communicate."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from stagewright.program.columns import Program
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes:
-    """The lanes of a program, numbered by class, and within a class by their first rank."""
+    """Lanes of a program, numbered by class, then by first rank."""
 
     of_rank: Int
-    """By rank: its lane."""
+    """Lane of each rank."""
     example: Int
-    """By lane: its first rank."""
+    """First rank of each lane."""
     class_of: Int
-    """By lane: the rank class."""
+    """Rank class of each lane."""
     by_class: tuple[Int, ...]
-    """By class: its lanes, consecutive numbers."""
+    """Lanes of each class: consecutive numbers."""
     groups: tuple[Int, ...]
     """By communicator, by lane: a number equal for lanes of one group; -1: in no group."""
     peers: tuple[Int, ...]
-    """By peer, by lane: the lane of the rank that it exchanges messages with."""
+    """By peer, by lane: the lane that it exchanges messages with."""
 
     @classmethod
     def of(cls, program: Program, factor: Float) -> Lanes:
-        """The lanes of a program whose ranks' kernels take `factor` times as long."""
+        """Lanes of a program. `factor` by rank multiplies the durations of kernels."""
         of_rank = lane_of_rank(program, factor)
-        by_class = tuple(np.unique(of_rank[of.ranks]) for of in program.classes)
+        by_class = tuple(np.unique(of_rank[rank_class.ranks]) for rank_class in program.classes)
         _, example = np.unique(of_rank, return_index=True)
         class_of = np.repeat(np.arange(len(by_class)), [len(lanes) for lanes in by_class])
         groups: list[Int] = []
@@ -48,36 +48,36 @@ class Lanes:
 
     @property
     def count(self) -> int:
-        """The number of lanes."""
+        """Number of lanes."""
         return len(self.example)
 
-    def connected(self, slot: int, classes: int) -> Int:
-        """By class, the first class that it meets in groups of a communicator, or itself."""
-        home = np.arange(classes)
+    def rendezvous_class(self, slot: int, num_classes: int) -> Int:
+        """First of the classes that groups of a communicator connect, by class."""
+        first = np.arange(num_classes)
         group = self.groups[slot]
         for number in np.unique(group[group >= 0]).tolist():
-            met = np.unique(self.class_of[group == number])
-            home[np.isin(home, home[met])] = home[met].min()
-        return home
+            members = np.unique(self.class_of[group == number])
+            first[np.isin(first, first[members])] = first[members].min()
+        return first
 
 
 def lane_of_rank(program: Program, factor: Float) -> Int:
-    """For each rank the number of its lane.
+    """Number of the lane of each rank.
 
     Ranks of a lane are of one class, have one `factor`, and communicate with the same lanes.
     """
     ranks = np.arange(program.mesh.world_size)
     lane = np.zeros(len(ranks), dtype=np.int64)
-    for nth, of in enumerate(program.classes):
-        lane[of.ranks] = nth
+    for class_id, rank_class in enumerate(program.classes):
+        lane[rank_class.ranks] = class_id
     lane = _numbered([lane, factor])
     groups = [_GroupRanks.of(program.group_of(slot)) for slot in range(len(program.communicators))]
     peers = [program.peer_of(slot) for slot in range(len(program.peers))]
-    # Which peer of its peers a rank is: on a ring, the rank before is the next rank of that rank.
-    back = [forth[other] == ranks for forth in peers for other in peers]
-    lane = _numbered([lane, *back])
+    # Pairs of peers that are inverse: on a ring, the next rank of the rank before is the rank.
+    is_inverse = [first[second] == ranks for first in peers for second in peers]
+    lane = _numbered([lane, *is_inverse])
     while True:
-        columns = [lane, *(of.lanes(lane) for of in groups), *(lane[to] for to in peers)]
+        columns = [lane, *(g.lane_sets(lane) for g in groups), *(lane[peer] for peer in peers)]
         finer = _numbered(columns)
         if finer.max() == lane.max():
             return lane
@@ -94,29 +94,28 @@ def _numbered(columns: Sequence[NDArray[Any]]) -> Int:
 
 
 class _GroupRanks(NamedTuple):
-    """The groups of a communicator: all of one size."""
+    """Ranks of the groups of a communicator: all of one size."""
 
     ranks: Int
     """(groups, size)"""
-    world: int
+    world_size: int
 
     @classmethod
     def of(cls, ids: Int) -> _GroupRanks:
-        """The groups by the number of each rank's; 0: none."""
+        """Groups by the number of each rank's group; 0: none."""
         inside = np.flatnonzero(ids > 0)
         order = inside[np.argsort(ids[inside], kind="stable")]
         size = int((ids == ids[order[0]]).sum()) if len(order) else 1
         return cls(order.reshape(-1, size), len(ids))
 
-    def lanes(self, lane: Int) -> Int:
-        """For each rank a number for the set of lanes in its group; -1 for ranks without one."""
+    def lane_sets(self, lane: Int) -> Int:
+        """Number of the set of lanes in each rank's group; -1: no group."""
         sets = np.sort(lane[self.ranks], axis=1)
-        kind = sets[:, 0].copy()  # of groups within a lane that lane
-        several = np.flatnonzero(sets[:, 0] != sets[:, -1])
-        kinds: dict[bytes, int] = {}
+        set_id = sets[:, 0].copy()  # a group within one lane: that lane
+        set_ids: dict[bytes, int] = {}
         first = int(lane.max(initial=0)) + 1
-        for group in several.tolist():
-            kind[group] = first + kinds.setdefault(sets[group].tobytes(), len(kinds))
-        result = np.full(self.world, -1, dtype=np.int64)
-        result[self.ranks] = kind[:, None]
+        for group in np.flatnonzero(sets[:, 0] != sets[:, -1]).tolist():
+            set_id[group] = first + set_ids.setdefault(sets[group].tobytes(), len(set_ids))
+        result = np.full(self.world_size, -1, dtype=np.int64)
+        result[self.ranks] = set_id[:, None]
         return result

@@ -1,20 +1,20 @@
-"""Issue order: the stream of each task, and what it waits for, within units and across them.
+"""Issue order: streams and dependencies of tasks, within and across units.
 
 Streams are those of a CUDA training process: one for compute, one per NCCL communicator, one per
 pipeline peer for sends, one for loads from the host (H2D) and one for stores to it (D2H). A task
 starts once the previous task on its stream and all its dependencies have ended. A task without
 dependencies, such as a weight all-gather or a posted receive, starts after the kernel issued before
-it. A small kernel whose `slot` names a communicator runs on that one's stream.
+it. A small kernel whose `slot` names a communicator runs on that communicator's stream.
 
-A *unit* is what is issued without a break: a copy of an action, or several that take turns. The
-rules are applied once per distinct unit. What a unit needs of those before it is the state of a few
-*registers* (the end of the last kernel, of the last task on a stream), and *carried* ends of tasks
-that no register implies. A rank whose rows are one unit has no state to carry: the same rules then
-give all its dependencies (`issue_order`).
+A *unit* is issued without a break: a copy of an action, or several that take turns. The rules are
+applied once per distinct unit. Loop-carried state: *registers* (last end per stream) and *carried*
+deps beyond them. A rank whose rows are one unit carries none.
 
 Tasks are issued in program order, with these exceptions:
 
 - Weight all-gathers are prefetched, `Execution.prefetch` blocks ahead of their first reader.
+- With `overlap_param_gather`, blocks wait for their updated parameters in the next step's forward
+  pass, and once-per-step casts of weights are issued at the first forward of their block.
 - Kernels that accumulate reduced gradients run on the communication stream (FSDP2's
   `foreach_reduce`), so that no kernel of the model waits for a reduce-scatter.
 - A gradient that is reduced a second time (layer norms over tp, with sequence parallelism) is
@@ -29,14 +29,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int, is_any
-from stagewright.program.along import TasksAlong, along
+from stagewright.program.along import along
 from stagewright.program.columns import (
     COLLECTIVE,
     COLLECTIVES,
@@ -49,10 +48,11 @@ from stagewright.program.columns import (
     Program,
     Tasks,
 )
-from stagewright.program.step import Actions
+from stagewright.program.rank_work import Actions
 from stagewright.run.sections.execution import Execution
+from stagewright.time.experts.kernels import exchanges_tokens
 from stagewright.time.simulate import ep_overlap
-from stagewright.time.simulate.units import UnitRows, Units, UnitSequence, one_unit, units_of
+from stagewright.time.simulate.units import CarriedDeps, Units, UnitSequence, units_of
 
 COMPUTE_STREAM = 0
 NO_STREAM = -1
@@ -70,85 +70,41 @@ class Edges(NamedTuple):
     dep: Int
 
 
+_NO_EDGES = Edges(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
 class Register(IntEnum):
-    """What a register holds: an end in ticks."""
+    """Times that a register can hold, in ticks."""
 
     LAUNCHED = 0
-    """The host has launched all tasks so far, and waited."""
+    """End of the host's launches so far, and of its waits."""
     KERNEL = 1
     """The last kernel of the compute stream."""
     BLOCKING = 2
-    """The last kernel, or communication that does not overlap with kernels."""
+    """The last kernel or blocking transfer."""
     STREAM = 3
     """The last task on a stream."""
     FREED = 4
     """The last transfer on a stream that frees memory."""
     AWAITED = 5
-    """The transfer on a stream that kernels wait for before more memory is freed."""
+    """The last transfer of the group before, for which kernels wait."""
     OPENED = 6
     """`AWAITED` if a group of transfers is open as the unit begins, else `FREED`: an input only."""
 
 
 RegisterKey = tuple[Register, int, int]
-"""A register: what it holds, the kind of transfer (`_limit_outstanding`), and the stream."""
+"""A register, the limit that it is for (`_limit_outstanding`), and the stream."""
 
 LAUNCHED: RegisterKey = (Register.LAUNCHED, 0, 0)
 KERNEL: RegisterKey = (Register.KERNEL, 0, 0)
 BLOCKING: RegisterKey = (Register.BLOCKING, 0, 0)
 
 
-@dataclass(frozen=True, eq=False)
-class CommInfo:
-    """Communication of tasks that does not depend on how the framework executes them."""
-
-    program: Program
-    tasks: Tasks
-
-    @cached_property
-    def axes(self) -> TasksAlong:
-        """Parallel axis of each communication task."""
-        return along(self.program, self.tasks)
-
-    @cached_property
-    def accumulates_grads(self) -> Bool:
-        """Mask of kernels that only add reduced gradients to each other."""
-        return _accumulates_grads(self.tasks, Edges(*self.tasks.reads))
-
-    @cached_property
-    def microbatch_reductions(self) -> Bool:
-        """Mask of per-microbatch gradient reductions over dp, or over cp where dp is 1.
-
-        Each frees the unreduced gradient when it ends. Reductions over cp of key and value
-        gradients are not among them: kernels of the backward pass read their results.
-        """
-        tasks = self.tasks
-        reductions = (tasks.phase == _BACKWARD) & (tasks.microbatch >= 0)
-        reductions &= tasks.kind == COLLECTIVE
-        if not reductions.any():
-            return reductions
-        over_dp = reductions & self._reduces_over("dp")
-        over_cp = reductions & self._reduces_over("cp")
-        if over_cp.any():
-            reads = Edges(*tasks.reads)
-            over_cp &= ~_read_before_optimizer(tasks, reads, ignored=self.accumulates_grads)
-        return over_dp | over_cp
-
-    def _reduces_over(self, axis: str) -> Bool:
-        """Mask of reduce-scatters and all-reduces over one parallel axis."""
-        axes = self.axes
-        return axes.of_tasks(
-            [
-                collective in _REDUCTIONS and degree == axis
-                for (*_, collective), degree in zip(axes.keys, axes.degrees, strict=True)
-            ]
-        )
-
-
 class Limits(NamedTuple):
-    """Groups of one kind of memory-freeing transfers, as far as other units must know."""
+    """Groups of memory-freeing transfers that units leave open."""
 
-    kind: int
-    streams: tuple[int, ...]
+    limit: int
+    """Number of the limit, of `RegisterKey`."""
     open_at_end: Int
     """[units]: 1 if a transfer is issued after the last kernel of the unit, 0 if none is; -1: the
     unit has neither kernels nor such transfers."""
@@ -156,7 +112,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IssueRules:
-    """The rows of distinct units in issue order, and what each waits for.
+    """Rows of distinct units in issue order, and their dependencies.
 
     Position `i` holds row `rows[i]` of the tasks. `edges` are between positions of one unit.
     """
@@ -164,126 +120,121 @@ class IssueRules:
     unit: Int
     """[positions], ascending."""
     member: Int
-    """[positions]: which copy of the unit the row is of."""
+    """[positions]: copy of the unit that the row is of."""
     rows: Int
     stream: Int
     is_kernel: Bool
     """Kernels of the compute stream."""
     edges: Edges
-    carried: UnitRows
-    """Needs of rows of other units; `at` are positions."""
-    after_kernel: Bool
-    """Positions that run after all kernels of earlier units."""
-    before_kernel: Bool
-    """Positions that a kernel of their unit is or waits for."""
+    carried: CarriedDeps
+    """Deps on rows of other units; `waiter` are positions."""
+    follows_kernel: Bool
+    """Mask: runs after all kernels of earlier units."""
+    precedes_kernel: Bool
+    """Mask: kernel, or awaited by a kernel of the unit."""
     awaited: Int
-    """Streams and positions that a task on the stream waits for, each pair as one number."""
+    """Streams and positions that their tasks wait for, as stream * len(rows) + position."""
     registers: tuple[RegisterKey, ...]
     reads: tuple[Int, Int]
-    """Positions, and the registers (by number) that they wait for."""
+    """Positions, and numbers of the registers that they wait for."""
     writes: tuple[Int, Int, Int]
-    """Units, registers, and the positions whose ends the registers then hold."""
+    """Units, registers, and positions whose ends the registers hold after the unit."""
     moves: tuple[Int, Int, Int]
-    """Units, registers, and the registers whose values on entry they then hold."""
+    """Units, registers, and registers whose values before the unit they hold after it."""
     limits: tuple[Limits, ...]
     position: Int
-    """By row of `Units`: its position."""
+    """Position of each row of `Units`."""
 
     def register(self, key: RegisterKey) -> int:
-        """The number of a register; -1: no unit has it."""
+        """Number of a register; -1: no unit uses it."""
         return self.registers.index(key) if key in self.registers else -1
 
     def implied(self, waiter: Int, dep: Int) -> Bool:
-        """Whether needs of positions in earlier units follow from registers.
+        """Mask of deps on earlier units that registers imply.
 
-        They do where the waiter comes after a kernel, and a kernel has waited for what it needs; or
-        where its own stream has.
+        The waiter follows a kernel, and a kernel has waited for the dep; or both are ordered by the
+        waiter's stream.
         """
         stream = self.stream
         on_stream = stream[waiter] > COMPUTE_STREAM
-        same = (stream[waiter] == stream[dep]) | np.isin(
+        ordered_by_stream = (stream[waiter] == stream[dep]) | np.isin(
             stream[waiter] * len(stream) + dep, self.awaited
         )
-        return (self.after_kernel[waiter] & self.before_kernel[dep]) | (on_stream & same)
+        by_kernels = self.follows_kernel[waiter] & self.precedes_kernel[dep]
+        return by_kernels | (on_stream & ordered_by_stream)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IssueOrder:
     """Tasks of a rank in issue order, with streams and dependencies.
 
-    Position `i` holds row `rows[i]` of the rank's `Tasks`. It waits for the positions
-    `needs[pointer[i]:pointer[i + 1]]` (CSR), all of them earlier; dependencies that follow from
+    Issue index `i` holds row `rows[i]` of the rank's `Tasks`. It waits for the issue indices
+    `deps[pointer[i]:pointer[i + 1]]` (CSR), all of them earlier; dependencies that follow from
     others are omitted. `stream[i]` is `COMPUTE_STREAM`, a positive number, or `NO_STREAM`.
     """
 
     rows: Int
     stream: Int
     pointer: Int
-    needs: Int
+    deps: Int
 
     def __len__(self) -> int:
         return len(self.rows)
 
 
-def issue_order(program: Program, tasks: Tasks, how: Execution) -> IssueOrder:
-    """Issue order of all rows of a rank, as one unit."""
-    rules = issue_rules(program, one_unit(tasks), how)
-    return IssueOrder(rules.rows, rules.stream, *_csr(rules.edges, len(rules.rows)))
-
-
 def ordered(rows: Int, stream: Int, is_kernel: Bool, waiter: Int, dep: Int) -> IssueOrder:
-    """The issue order of rows with these dependencies, but for those that follow from others."""
-    edges = _without_implied(Edges(waiter, dep), stream, is_kernel)
-    return IssueOrder(rows, stream, *_csr(edges, len(rows)))
+    """Issue order of rows, with dependencies that others imply left out."""
+    waiter, dep = _without_implied(Edges(waiter, dep), stream, is_kernel)
+    counts = np.bincount(waiter, minlength=len(rows))
+    return IssueOrder(rows, stream, np.concatenate([[0], np.cumsum(counts)]), dep)
 
 
 def num_streams(program: Program) -> int:
-    """Streams of a rank: compute, one per communicator, one per peer, loads, stores.
-
-    They are numbered in this order.
-    """
+    """Number of streams: compute, one per communicator, one per peer, loads, stores."""
     return 1 + len(program.communicators) + len(program.peers) + 2
 
 
-def issue_rules(
-    program: Program, units: Units, how: Execution, comm: CommInfo | None = None
-) -> IssueRules:
-    """Issue rules of distinct units; pass `comm` to reuse it for several executions.
+def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRules:
+    """Issue rules of distinct units.
 
-    What moves tasks from one action to another that is not next to it (`crosses_actions`) needs
-    units of whole ranks.
+    An execution that moves tasks to other actions (`crosses_actions`) needs units of whole ranks.
     """
     tasks = units.tasks
-    comm = comm or CommInfo(program, tasks)
     on_comm_stream = np.zeros(len(tasks), dtype=bool)
-    local = Edges(*units.edges)
-    if how.streams != "one":
-        on_comm_stream = comm.accumulates_grads
-        if how.overlap_param_gather:
-            local = _gather_params_before_forward(tasks, local)
+    local, casts = Edges(*units.edges), _NO_EDGES
+    frees_memory: tuple[Bool, ...] = ()
+    if execution.streams != "one":
+        on_comm_stream = _accumulates_grads(tasks, Edges(*tasks.reads))
+        reductions = _microbatch_reductions(program, tasks, on_comm_stream)
+        frees_memory = reductions, tasks.kind == STORE
+        if execution.overlap_param_gather and _gathers_params(tasks).any():
+            local, casts = _gather_params_before_forward(tasks, local)
             on_comm_stream = _accumulates_grads(tasks, local)
-    order = _issue_positions(units, local, on_comm_stream[units.row], how)
+    exchanges = None
+    if execution.overlap_moe_expert_parallel_comm:
+        exchanges = exchanges_tokens(program, tasks)
+    order = _issue_positions(units, local, casts, on_comm_stream[units.row], exchanges, execution)
     position = np.empty_like(order)
     position[order] = np.arange(len(order))
     rows, unit = units.row[order], units.unit[order]
     size = len(rows)
     local = Edges(position[local.waiter], position[local.dep])
-    carried = units.carried._replace(at=position[units.carried.at])
+    carried = units.carried._replace(waiter=position[units.carried.waiter])
     on_comm_stream = on_comm_stream[rows]
 
     kind, slot = tasks.kind[rows], tasks.slot[rows].astype(np.int64)
-    stream = _streams(program, kind, slot, how)
+    stream = _streams(program, kind, slot, execution)
     is_kernel = (stream == COMPUTE_STREAM) & ~on_comm_stream
     if on_comm_stream.any():
         stream = _move_to_stream_of_collective(stream, on_comm_stream, local, rows, carried)
     has_input = np.zeros(size, dtype=bool)
     has_input[local.waiter] = True
-    has_input[carried.at] = True
+    has_input[carried.waiter] = True
     # A load from the host starts when it is issued, although it depends on its store.
     starts_when_issued = np.flatnonzero((~has_input | (kind == LOAD)) & (kind != COMPUTE))
 
     state = _RegisterUse(unit, len(units.actions))
-    blocking = _without_overlap(comm, how)[rows]
+    blocking = _blocking(program, tasks, execution)[rows]
     state.chain(np.flatnonzero(is_kernel), KERNEL)
     if blocking.any():
         state.chain(np.flatnonzero(is_kernel | blocking), BLOCKING)
@@ -293,31 +244,27 @@ def issue_rules(
     inside = previous >= state.begin[unit[starts_when_issued]]
     state.edges.append(Edges(starts_when_issued[inside], previous[inside]))
     state.read(starts_when_issued[~inside], KERNEL)
-    limits: list[Limits] = []
-    if how.streams == "separate":
-        for nth, frees_memory in enumerate((comm.microbatch_reductions[rows], kind == STORE)):
-            if frees_memory.any():
-                limits.append(
-                    _limit_outstanding(
-                        nth, frees_memory, is_kernel, starts_when_issued, stream, state
-                    )
-                )
-    after_kernel, before_kernel = is_kernel.copy(), is_kernel.copy()
-    after_kernel[starts_when_issued] = True
-    after_kernel[local.waiter[is_kernel[local.dep]]] = True
-    before_kernel[local.dep[is_kernel[local.waiter]]] = True
+    limits = tuple(
+        _limit_outstanding(limit, mask[rows], is_kernel, starts_when_issued, stream, state)
+        for limit, mask in enumerate(frees_memory)
+        if mask[rows].any()
+    )
+    follows_kernel, precedes_kernel = is_kernel.copy(), is_kernel.copy()
+    follows_kernel[starts_when_issued] = True
+    follows_kernel[local.waiter[is_kernel[local.dep]]] = True
+    precedes_kernel[local.dep[is_kernel[local.waiter]]] = True
     awaited = np.unique(stream[local.waiter] * size + local.dep)
     waiter, dep = (np.concatenate(column) for column in zip(local, *state.edges, strict=True))
     return IssueRules(
         unit, units.member[order], rows, stream, is_kernel,
-        _without_implied(Edges(waiter, dep), stream, is_kernel), carried, after_kernel,
-        before_kernel, awaited, tuple(state.registers), *state.columns(), tuple(limits), position,
+        _without_implied(Edges(waiter, dep), stream, is_kernel), carried, follows_kernel,
+        precedes_kernel, awaited, tuple(state.registers), *state.columns(), limits, position,
     )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IssueTable:
-    """The issue rules of classes that share actions, and what each of these classes issues."""
+    """Issue rules of classes that share actions, and the units that each class issues."""
 
     actions: Actions
     classes: tuple[int, ...]
@@ -327,67 +274,73 @@ class IssueTable:
     rules: IssueRules
 
 
-def tables_of(program: Program, how: Execution) -> list[IssueTable]:
-    """The rules of all classes of a program; classes that share actions share a table."""
+def tables_of(program: Program, execution: Execution) -> list[IssueTable]:
+    """Issue tables of all classes of a program; classes that share actions share a table."""
     sharing: dict[int, list[int]] = {}
-    for nth, of in enumerate(program.classes):
-        sharing.setdefault(id(of.work.actions.begin), []).append(nth)
+    for class_id, rank_class in enumerate(program.classes):
+        sharing.setdefault(id(rank_class.work.actions.begin), []).append(class_id)
     tables: list[IssueTable] = []
     for classes in sharing.values():
-        works = [program.classes[nth].work for nth in classes]
+        works = [program.classes[class_id].work for class_id in classes]
         actions = works[0].actions
-        tasks = actions.tasks
-        deferred = deferred_past_backward(tasks, Edges(*tasks.reads), how)
+        deferred = deferred_past_backward(actions.tasks, execution)
         units, sequences = units_of(
             actions, [work.order for work in works], deferred,
-            in_turns=how.overlap_moe_expert_parallel_comm and how.streams != "one",
+            in_turns=execution.overlap_moe_expert_parallel_comm and execution.streams != "one",
         )  # fmt: skip
-        rules = issue_rules(program, units, how, CommInfo(program, tasks))
+        rules = issue_rules(program, units, execution)
         tables.append(IssueTable(actions, tuple(classes), units, tuple(sequences), rules))
     return tables
 
 
-def crosses_actions(tasks: Tasks, how: Execution) -> bool:
-    """Whether an execution moves gathers to other actions than those that the program has them in.
-
-    Then a rank's rows are one unit: what an action gathers depends on those around it.
-    """
-    if how.streams == "one":
+def crosses_actions(tasks: Tasks, execution: Execution) -> bool:
+    """True if gathers move to other actions: a rank's rows are then one unit."""
+    if execution.streams == "one":
         return False
-    if how.overlap_param_gather:
+    if execution.overlap_param_gather and _gathers_params(tasks).any():
         return True
-    gathers = (tasks.kind == COLLECTIVE) & (np.diff(tasks.data_ptr) == 0)
-    return how.prefetch != 1 and bool(gathers.any())
+    gathers = _gathers(tasks) & (np.diff(tasks.data_ptr) == 0)
+    return execution.prefetch != 1 and bool(gathers.any())
 
 
 # ---- order ---------------------------------------------------------------------------------------
 
 
-def _issue_positions(units: Units, local: Edges, on_comm_stream: Bool, how: Execution) -> Int:
-    """Rows of units in issue order, by sort keys that start as the program order."""
+def _issue_positions(
+    units: Units, local: Edges, casts: Edges, on_comm_stream: Bool, exchanges: Bool | None,
+    execution: Execution,
+) -> Int:  # fmt: skip
+    """Rows of units in issue order, by sort keys that start as the program order.
+
+    `casts`: kernels that move to just before another kernel. `exchanges`: tasks that exchange
+    experts' tokens, where two microbatches take turns.
+    """
     size = len(units.row)
-    if how.streams == "one":
+    if execution.streams == "one":
         return np.arange(size)
     tasks, row = units.tasks, units.row
     sort_key = np.arange(size, dtype=np.float64)
-    if how.overlap_moe_expert_parallel_comm:
-        sort_key[ep_overlap.order(tasks, row, units.unit, units.member)] = np.arange(size)
+    if exchanges is not None:
+        turns = ep_overlap.order(tasks, row, units.unit, units.member, exchanges)
+        sort_key[turns] = np.arange(size)
+    sort_key[casts.waiter] = sort_key[casts.dep] - 0.25
     has_input = np.zeros(size, dtype=bool)
     has_input[local.waiter] = True
-    has_input[units.carried.at] = True
-    gathers = (tasks.kind[row] == COLLECTIVE) & ~has_input
-    if how.prefetch == 1:
-        # The program has the others one block ahead already.
+    has_input[units.carried.waiter] = True
+    gathers = _gathers(tasks)[row] & ~has_input
+    if execution.prefetch == 1:
+        # The program has all other gathers one block ahead already.
         gathers &= tasks.phase[row] == _OPTIMIZER
     if gathers.any():
         is_kernel = (tasks.kind[row] == COMPUTE) & ~on_comm_stream
-        _prefetch(units, local, is_kernel, gathers, how.prefetch, sort_key)
-    deferred = deferred_past_backward(tasks, Edges(*tasks.reads), how)[row]
+        is_kernel[casts.waiter] = False
+        _prefetch(units, local, is_kernel, gathers, execution.prefetch, sort_key)
+    deferred = units.deferred[row]
     optimizer = np.flatnonzero(tasks.phase[row] == _OPTIMIZER)
-    end = np.searchsorted(units.unit, np.arange(int(units.unit.max(initial=0)) + 2))
+    begin = np.searchsorted(units.unit, np.arange(int(units.unit.max(initial=0)) + 2))
     for u in np.unique(units.unit[deferred]).tolist():
-        first = optimizer[np.searchsorted(optimizer, end[u]) :][:1]
-        before = sort_key[first[0]] if len(first) and first[0] < end[u + 1] else end[u + 1]
+        first = optimizer[np.searchsorted(optimizer, begin[u]) :][:1]
+        before = sort_key[first[0]] if len(first) and first[0] < begin[u + 1] else begin[u + 1]
         sort_key[deferred & (units.unit == u)] = before - 0.5
     return np.argsort(sort_key, kind="stable")
 
@@ -414,20 +367,23 @@ def _prefetch(
     sort_key[moved] = sort_key[first_kernel_of_block[target_block]] - 0.5
 
 
-def deferred_past_backward(tasks: Tasks, reads: Edges, how: Execution) -> Bool:
+def deferred_past_backward(tasks: Tasks, execution: Execution) -> Bool:
     """Mask of once-per-step backward tasks that are issued just before the optimizer.
 
-    All of them without data-parallel overlap; otherwise those that depend on a once-per-step
-    collective: second reductions, and what follows them.
+    All of them without data-parallel overlap; otherwise second reductions, of gradients that are
+    reduced once already, and what follows them.
     """
     size = len(tasks)
     once_per_step = (tasks.microbatch < 0) & (tasks.phase == _BACKWARD)
-    if how.streams == "one":
+    if execution.streams == "one":
         return np.zeros(size, dtype=bool)
-    if "dp" in how.no_overlap:
+    if "dp" in execution.no_overlap:
         return once_per_step
-    first_reductions = once_per_step & (tasks.kind == COLLECTIVE)
-    deferred = once_per_step & _has_dependency_in(first_reductions, reads, size)
+    reads = Edges(*tasks.reads)
+    once_reduced = _reduces_once_per_step(tasks) | _accumulates_grads(tasks, reads)
+    of_microbatch = _reduces(tasks) & (tasks.microbatch >= 0)
+    once_reduced |= of_microbatch & ~_read_before_optimizer(tasks, reads, ignored=once_reduced)
+    deferred = once_per_step & _has_dependency_in(once_reduced, reads, size)
     while True:
         more = deferred | (once_per_step & _has_dependency_in(deferred, reads, size))
         if np.array_equal(more, deferred):
@@ -435,23 +391,38 @@ def deferred_past_backward(tasks: Tasks, reads: Edges, how: Execution) -> Bool:
         deferred = more
 
 
-def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> Edges:
+def _gathers(tasks: Tasks) -> Bool:
+    """Mask of all-gathers."""
+    return (tasks.kind == COLLECTIVE) & (tasks.collective == _ALL_GATHER)
+
+
+def _gathers_params(tasks: Tasks) -> Bool:
+    """Mask of all-gathers of updated parameters."""
+    return _gathers(tasks) & (tasks.phase == _OPTIMIZER)
+
+
+def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> tuple[Edges, Edges]:
     """Move parameter all-gathers from the optimizer to the forward pass (overlap_param_gather).
 
     They no longer wait for the optimizer: in a steady state they gather what the previous step
     has updated. The first forward kernel of a block waits for the block's all-gather. Kernels and
     all-gathers visit the blocks of a stage in the same order, so one pass matches them.
+
+    Casts of weights, once per step with fp8, wait for the all-gathers of their block, too. They
+    move to its first forward (Transformer Engine's `is_first_microbatch`). Returns dependencies,
+    and each cast with the kernel that it precedes.
     """
-    gathers = (tasks.kind == COLLECTIVE) & (tasks.phase == _OPTIMIZER)
-    gathers &= tasks.collective == _ALL_GATHER
-    kernels = np.flatnonzero((tasks.kind == COMPUTE) & (tasks.phase == _FORWARD))
+    forward = (tasks.kind == COMPUTE) & (tasks.phase == _FORWARD)
+    kernels = np.flatnonzero(forward & (tasks.microbatch >= 0))
     _, starts_block = _action_and_block_starts(tasks, kernels)
     block_starts: dict[int, list[int]] = {}  # by stage: block starts of its first forward action
     for row in kernels[starts_block].tolist():
         starts = block_starts.setdefault(int(tasks.stage[row]), [])
         if not starts or tasks.microbatch[starts[0]] == tasks.microbatch[row]:
             starts.append(row)
+    casts = _casts_before(kernels, starts_block, forward & (tasks.microbatch < 0), reads)
 
+    gathers = _gathers_params(tasks)
     moved: list[tuple[int, int]] = []  # (kernel, all-gather)
     for stage, starts in block_starts.items():
         block = 0
@@ -459,17 +430,29 @@ def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> Edges:
             same_layer = tasks.layer[starts[block:]] == tasks.layer[gather]
             if same_layer.any():
                 block += int(same_layer.argmax())
-                moved.append((starts[block], gather))
-    readers, moved_gathers = np.array(moved, dtype=np.int64).reshape(-1, 2).T
+                readers = [starts[block], *casts.waiter[casts.dep == starts[block]].tolist()]
+                moved += [(reader, gather) for reader in readers]
+    waiters, moved_gathers = np.array(moved, dtype=np.int64).reshape(-1, 2).T
     unmoved = ~np.isin(reads.waiter, moved_gathers)
     return Edges(
-        np.concatenate([reads.waiter[unmoved], readers]),
+        np.concatenate([reads.waiter[unmoved], waiters]),
         np.concatenate([reads.dep[unmoved], moved_gathers]),
-    )
+    ), casts
+
+
+def _casts_before(kernels: Int, starts_block: Bool, is_cast: Bool, reads: Edges) -> Edges:
+    """Each cast, and the first of the kernels of the block that reads it first."""
+    first_reader = np.full(len(is_cast), len(is_cast), dtype=np.int64)
+    by_kernel = np.isin(reads.waiter, kernels)
+    np.minimum.at(first_reader, reads.dep[by_kernel], reads.waiter[by_kernel])
+    casts = np.flatnonzero(is_cast & (first_reader < len(is_cast)))
+    starts = kernels[starts_block]
+    block = np.searchsorted(starts, first_reader[casts], side="right") - 1
+    return Edges(casts, starts[block])
 
 
 def _action_and_block_starts(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
-    """Masks over kernels: the first of an action, and the first of a block within one."""
+    """Masks over kernels: first of an action, and first of a block within one."""
     backward = tasks.phase[kernels] != _FORWARD
     action = np.stack([tasks.stage[kernels], tasks.microbatch[kernels], backward.astype(np.int32)])
     starts_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
@@ -479,23 +462,54 @@ def _action_and_block_starts(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
 # ---- gradients -----------------------------------------------------------------------------------
 
 
+def _microbatch_reductions(program: Program, tasks: Tasks, accumulates_grads: Bool) -> Bool:
+    """Mask of per-microbatch gradient reductions over dp, or over cp where dp is 1.
+
+    Each frees the unreduced gradient when it ends. Reductions over cp of key and value gradients
+    are not among them: kernels of the backward pass read their results.
+    """
+    reductions = _reduces(tasks) & (tasks.microbatch >= 0)
+    if not reductions.any():
+        return reductions
+    axes = along(program, tasks)
+    over_dp, over_cp = (
+        reductions & axes.of_tasks([degree == axis for degree in axes.degrees])
+        for axis in ("dp", "cp")
+    )
+    if over_cp.any():
+        reads = Edges(*tasks.reads)
+        over_cp &= ~_read_before_optimizer(tasks, reads, ignored=accumulates_grads)
+    return over_dp | over_cp
+
+
 def _accumulates_grads(tasks: Tasks, reads: Edges) -> Bool:
     """Mask of kernels that only add reduced gradients to each other.
 
     Greatest fixed point: kernels of the backward pass that read only reductions or each other,
-    and that nothing but each other and the optimizer reads.
+    and that nothing but each other, second reductions and the optimizer reads.
     """
     size = len(tasks)
-    backward = tasks.phase == _BACKWARD
-    reductions = backward & (tasks.kind == COLLECTIVE) & is_any(tasks.collective, _REDUCTIONS)
-    accumulates = backward & (tasks.kind == COMPUTE) & (np.diff(tasks.data_ptr) > 0)
+    reductions, second = _reduces(tasks), _reduces_once_per_step(tasks)
+    accumulates = (tasks.phase == _BACKWARD) & (tasks.kind == COMPUTE)
+    accumulates &= np.diff(tasks.data_ptr) > 0
     while True:
         reads_others = _has_dependency_in(~(reductions | accumulates), reads, size)
-        is_read = _read_before_optimizer(tasks, reads, ignored=accumulates)
+        is_read = _read_before_optimizer(tasks, reads, ignored=accumulates | second)
         fewer = accumulates & ~reads_others & ~is_read
         if np.array_equal(fewer, accumulates):
             return accumulates
         accumulates = fewer
+
+
+def _reduces(tasks: Tasks) -> Bool:
+    """Mask of reduce-scatters and all-reduces of the backward pass."""
+    collective = (tasks.phase == _BACKWARD) & (tasks.kind == COLLECTIVE)
+    return collective & is_any(tasks.collective, _REDUCTIONS)
+
+
+def _reduces_once_per_step(tasks: Tasks) -> Bool:
+    """Mask of collectives of gradients after their last microbatch."""
+    return (tasks.phase == _BACKWARD) & (tasks.kind == COLLECTIVE) & (tasks.microbatch < 0)
 
 
 def _read_before_optimizer(tasks: Tasks, reads: Edges, ignored: Bool) -> Bool:
@@ -516,10 +530,10 @@ def _has_dependency_in(mask: Bool, reads: Edges, size: int) -> Bool:
 # ---- streams -------------------------------------------------------------------------------------
 
 
-def _streams(program: Program, kind: NDArray[np.uint8], slot: Int, how: Execution) -> Int:
+def _streams(program: Program, kind: NDArray[np.uint8], slot: Int, execution: Execution) -> Int:
     """Stream of each task. With `streams="one"`, all communication shares stream 1."""
     is_compute = kind == COMPUTE
-    if how.streams == "one":
+    if execution.streams == "one":
         stream = np.ones(len(kind), dtype=np.int64)
     else:
         stream = 1 + slot + np.where(kind == SEND, len(program.communicators), 0)
@@ -532,34 +546,34 @@ def _streams(program: Program, kind: NDArray[np.uint8], slot: Int, how: Executio
 
 
 def _move_to_stream_of_collective(
-    stream: Int, moved: Bool, local: Edges, rows: Int, carried: UnitRows
+    stream: Int, moved: Bool, local: Edges, rows: Int, carried: CarriedDeps
 ) -> Int:
     """Streams with the `moved` kernels on the stream of the first collective that they read.
 
-    Sums of sums follow the first sum that they read.
+    Accumulations of accumulated gradients follow the first that they read.
     """
     stream = stream.copy()
     example = np.full(int(rows.max(initial=0)) + 1, -1)
     example[rows] = np.arange(len(rows))
     elsewhere = example[np.where(carried.row < len(example), carried.row, 0)]
-    waiter = np.concatenate([carried.at, local.waiter])
+    waiter = np.concatenate([carried.waiter, local.waiter])
     dep = np.concatenate([elsewhere, local.dep])
-    # What other units have done comes before what the own unit does, in program order.
-    turn = np.concatenate([np.full(len(elsewhere), -1), rows[local.dep]])
+    # Deps on other units come before those of the same unit, which are in program order.
+    rank = np.concatenate([np.full(len(elsewhere), -1), rows[local.dep]])
     edge = np.flatnonzero(moved[waiter] & (dep >= 0))
-    edge = edge[np.lexsort((turn[edge], waiter[edge]))]
+    edge = edge[np.lexsort((rank[edge], waiter[edge]))]
     edge = edge[np.diff(waiter[edge], prepend=-1) > 0]
-    for to, source in zip(waiter[edge].tolist(), dep[edge].tolist(), strict=True):
-        stream[to] = stream[source]
+    for target, source in zip(waiter[edge].tolist(), dep[edge].tolist(), strict=True):
+        stream[target] = stream[source]
     return stream
 
 
-def _without_overlap(comm: CommInfo, how: Execution) -> Bool:
+def _blocking(program: Program, tasks: Tasks, execution: Execution) -> Bool:
     """Mask of communication that blocks the compute stream (`no_overlap`)."""
-    if not how.no_overlap or how.streams == "one":
-        return np.zeros(len(comm.tasks), dtype=bool)
-    axes = comm.axes
-    return axes.of_tasks([degree in how.no_overlap for degree in axes.degrees])
+    if not execution.no_overlap or execution.streams == "one":
+        return np.zeros(len(tasks), dtype=bool)
+    axes = along(program, tasks)
+    return axes.of_tasks([degree in execution.no_overlap for degree in axes.degrees])
 
 
 def _previous_kernel(is_kernel: Bool) -> Int:
@@ -572,7 +586,7 @@ def _previous_kernel(is_kernel: Bool) -> Int:
 
 
 class _RegisterUse:
-    """Edges within units, and what units read and write of registers."""
+    """Edges within units, and registers that units read, write and move."""
 
     def __init__(self, unit: Int, count: int) -> None:
         """`unit` by position; `count` units."""
@@ -589,21 +603,21 @@ class _RegisterUse:
         return self.registers.setdefault(key, len(self.registers))
 
     def read(self, positions: Int, key: RegisterKey) -> None:
-        """Positions that wait for what a register holds as their unit begins."""
+        """Make positions wait for the value of a register before their unit."""
         number = np.full(len(positions), self.register(key))
         self._reads.append(np.stack([positions, number]))
 
     def write(self, unit: int, key: RegisterKey, position: int) -> None:
-        """At its end, a unit leaves the end of a position in a register."""
+        """Let a unit write the end of a position to a register."""
         self._writes.append(np.array([[unit], [self.register(key)], [position]]))
 
     def move(self, unit: int, key: RegisterKey, source: RegisterKey) -> None:
-        """At its end, a unit leaves in a register what another one held as it began."""
+        """Let a unit write the value of another register before it to a register."""
         numbers = [[unit], [self.register(key)], [self.register(source)]]
         self._moves.append(np.array(numbers))
 
     def chain(self, positions: Int, key: RegisterKey) -> None:
-        """Positions that run one after another; the last of each unit is in a register."""
+        """Run positions one after another; the register holds the last of each unit."""
         if not len(positions):
             return
         unit = self.unit[positions]
@@ -616,7 +630,7 @@ class _RegisterUse:
         self._writes.append(np.stack([unit[last], number, positions[last]]))
 
     def columns(self) -> tuple[tuple[Int, Int], tuple[Int, Int, Int], tuple[Int, Int, Int]]:
-        """All reads, writes and moves, as columns."""
+        """Reads, writes and moves, as columns."""
         reads = np.concatenate([np.zeros((2, 0), np.int64), *self._reads], axis=1)
         writes = np.concatenate([np.zeros((3, 0), np.int64), *self._writes], axis=1)
         moves = np.concatenate([np.zeros((3, 0), np.int64), *self._moves], axis=1)
@@ -626,7 +640,7 @@ class _RegisterUse:
 
 
 def _limit_outstanding(
-    kind: int, frees_memory: Bool, is_kernel: Bool, starts_when_issued: Int, stream: Int,
+    limit: int, frees_memory: Bool, is_kernel: Bool, starts_when_issued: Int, stream: Int,
     state: _RegisterUse,
 ) -> Limits:  # fmt: skip
     """Backpressure: at most two groups of memory-freeing transfers are outstanding.
@@ -642,13 +656,13 @@ def _limit_outstanding(
     - activation offload: Transformer Engine's `synchronize_on_group_commit_forward` makes kernels
       wait for `d2h_stream` before it stores another group (`cpu_offload.py`).
 
-    Tasks in `starts_when_issued` inherit the wait of the kernel that they follow. Whether the first
-    transfer of a unit opens a group, the units before it decide: `Register.OPENED`.
+    Tasks in `starts_when_issued` inherit the wait of the kernel that they follow. The units before
+    decide whether the first transfer of a unit opens a group: `Register.OPENED`.
     """
     streams = tuple(sorted({*stream[frees_memory].tolist()}))
     for s in streams:
-        state.register((Register.FREED, kind, s))
-        state.register((Register.AWAITED, kind, s))
+        state.register((Register.FREED, limit, s))
+        state.register((Register.AWAITED, limit, s))
     waits = is_kernel.copy()
     waits[starts_when_issued] = True
     marks = np.flatnonzero(frees_memory | waits)
@@ -656,8 +670,8 @@ def _limit_outstanding(
     open_at_end = np.full(state.count, -1)
     edges: list[tuple[int, int]] = []
     for u in range(state.count):
-        freed: dict[int, RegisterKey | int] = {s: (Register.FREED, kind, s) for s in streams}
-        awaited: dict[int, RegisterKey | int] = {s: (Register.AWAITED, kind, s) for s in streams}
+        freed: dict[int, RegisterKey | int] = {s: (Register.FREED, limit, s) for s in streams}
+        awaited: dict[int, RegisterKey | int] = {s: (Register.AWAITED, limit, s) for s in streams}
         fresh = True  # kernels do not wait for `awaited` yet
         opens = True  # the next transfer opens a group
         for position in marks[ends[u] : ends[u + 1]].tolist():
@@ -665,7 +679,7 @@ def _limit_outstanding(
                 if opens:
                     first = open_at_end[u] < 0
                     awaited = {
-                        s: (Register.OPENED, kind, s) if first else freed[s] for s in streams
+                        s: (Register.OPENED, limit, s) if first else freed[s] for s in streams
                     }
                     opens, fresh = False, True
                 freed[int(stream[position])] = position
@@ -684,18 +698,18 @@ def _limit_outstanding(
                     state.read(np.array([position]), source)
         for s in streams:
             for register, source in ((Register.FREED, freed[s]), (Register.AWAITED, awaited[s])):
-                key = (register, kind, s)
+                key = (register, limit, s)
                 if isinstance(source, int):
                     state.write(u, key, source)
                 elif source != key:
                     state.move(u, key, source)
     pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
     state.edges.append(Edges(pairs[:, 0], pairs[:, 1]))
-    return Limits(kind, streams, open_at_end)
+    return Limits(limit, open_at_end)
 
 
 def _without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
-    """Transitive reduction with respect to the compute stream.
+    """Transitive reduction with respect to the compute stream; distinct edges in order.
 
     Kernels run in order. A task that waits for kernel k therefore waits for every kernel before
     k, and for everything that those waited for.
@@ -716,12 +730,5 @@ def _without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
     needed |= dep == last_kernel_before[waiter]
     keys = np.sort(waiter[needed] * size + dep[needed])
     keys = keys[np.diff(keys, prepend=-1) > 0]
-    return Edges(keys // max(size, 1), keys % max(size, 1))
-
-
-def _csr(edges: Edges, size: int) -> tuple[Int, Int]:
-    """Distinct edges in CSR form: pointers of `size` waiters, and their dependencies in order."""
-    keys = np.sort(edges.waiter * size + edges.dep)
-    keys = keys[np.diff(keys, prepend=-1) > 0]
-    pointers = np.concatenate([[0], np.cumsum(np.bincount(keys // size, minlength=size))])
-    return pointers.astype(np.int64), keys % size
+    waiter = keys // max(size, 1)
+    return Edges(waiter, keys - waiter * size)

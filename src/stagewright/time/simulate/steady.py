@@ -1,9 +1,8 @@
 """Decode on a pipeline that never drains: one of many steps, as a server runs them.
 
-As many batches as stages are in flight (vLLM's batch queue): while the last stage computes one
-batch, the others compute batches behind it, and the first stage begins a batch's next step when the
-tokens that the last one sampled have come back. So a rank repeats the rows of its step, as copies
-of one action; a message of tokens from the last stage to the first closes the circle, and the time
+As many batches as stages are in flight (vLLM's batch queue). The first stage begins a batch's next
+step when the tokens that the last stage sampled have arrived. A rank repeats the rows of its step,
+as copies of one action; messages of tokens from the last stage to the first link them. The time
 between the ends of two steps is the time per output token of every request.
 """
 
@@ -18,102 +17,113 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
-from stagewright.program.step import ActionOrder, Actions, MemoryChanges, Profiles, RankWork
+from stagewright.program.memory_changes import MemoryChanges, Profiles
+from stagewright.program.rank_work import ActionOrder, Actions, RankWork
 from stagewright.program.tables import Values
 from stagewright.run.settings import Run
 from stagewright.time.simulate.timeline import Timeline
 
 TOKEN = 4
 """Bytes of a sampled token: int32, as vLLM keeps token ids on the GPU."""
-FEWEST, MOST = 6, 48
-"""Steps that are simulated: the pipeline fills, and then all steps take equally long."""
+MIN_STEPS, MAX_STEPS = 6, 48
+"""Steps to simulate: the pipeline fills, and then all steps take equally long."""
 
 
 def in_flight(run: Run) -> bool:
-    """Whether batches of other requests are in the pipeline while a batch of the step runs."""
+    """True if several batches are in the pipeline at once."""
     return run.mode == "decode" and run.pp > 1 and run.prefill is None
 
 
-def steady_step(of: Program, tokens: int, simulated: Callable[[Program], Timeline]) -> Timeline:
-    """The timeline of one step of many; all tasks outside the step have no duration in it.
+def steady_step(program: Program, tokens: int, simulate: Callable[[Program], Timeline]) -> Timeline:
+    """Timeline of one step of many; all tasks outside the step have no duration in it.
 
-    `tokens` are those that a rank's batch gets in a step. Steps are added until two in a row take
-    equally long on every rank.
+    `tokens`: tokens that a rank's batch generates in a step. The number of steps doubles until two
+    successive ones take equally long on every rank.
     """
-    steps = FEWEST
+    steps = MIN_STEPS
     while True:
-        line = simulated(repeated(of, steps, tokens))
-        ends = np.stack([_ends(line, lane, steps) for lane in range(line.waves.lanes.count)])
-        # The steps before the last two are whole: the first stage is one step ahead of the last.
-        took = np.diff(ends, axis=1)[:, : steps - 2]
-        if len(np.unique(took[:, -2:])) == 1 or 2 * steps > MOST:
+        several = repeated(program, steps, tokens)
+        line = simulate(several)
+        begins = [rank_class.work.order.begin[:-1] for rank_class in several.classes]
+        ends = np.stack([_ends(line, lane, begins) for lane in range(line.lane_map.count)])
+        elapsed = np.diff(ends, axis=1)[:, : steps - 2]  # drop the last two steps: they drain
+        if len(np.unique(elapsed[:, -2:])) == 1 or 2 * steps > MAX_STEPS:
             begin, end = ends.max(axis=0)[steps - 3 : steps - 1].tolist()
             return replace(line, window=(begin, end))
         steps *= 2
 
 
-def _ends(line: Timeline, lane: int, steps: int) -> Int:
-    """The end of each step on a lane."""
-    last = np.zeros(steps, dtype=np.int64)
-    for run in line.runs(lane):
-        np.maximum.at(last, run.instances, run.end(np.arange(len(run.positions))).max(axis=1))
-    return last
+def _ends(line: Timeline, lane: int, begins: Sequence[Int]) -> Int:
+    """End of each step on a lane; `begins`: first row of each step, by class.
 
-
-def repeated(of: Program, steps: int, tokens: int) -> Program:
-    """The program of a step, so many times, each batch waiting for its tokens of the step before.
-
-    Batches of later steps count on in the column `microbatch`.
+    All steps are one unit where an execution moves tasks between actions.
     """
-    first = min(each.pipeline_rank for each in of.classes)
-    last = max(each.pipeline_rank for each in of.classes)
-    ahead = _slot(of.classes, first, TaskKind.SEND)
-    behind = _slot(of.classes, last, TaskKind.RECV)
-    tag = 1 + max(int(each.tasks.tag.max()) for each in of.classes)
-    again: list[RankClass] = []
-    for each in of.classes:
-        size = tokens * TOKEN
-        if each.pipeline_rank == first:
-            message = {"kind": TaskKind.RECV, "slot": behind, "tag": tag, "comm_bytes": size}
-        elif each.pipeline_rank == last:
-            message = {"kind": TaskKind.SEND, "slot": ahead, "tag": tag, "comm_bytes": size}
+    class_id = int(line.lane_map.class_of[lane])
+    begin = begins[class_id]
+    ends = np.zeros(len(begin), dtype=np.int64)
+    for times in line.fragments(lane):
+        instances, positions = times.instances[:, None], times.positions[None]
+        rows = line.waves.expanded_rows(class_id, instances, positions)
+        step = np.searchsorted(begin, rows, side="right") - 1
+        np.maximum.at(ends, step, times.end(np.arange(len(times.positions))))
+    return ends
+
+
+def repeated(program: Program, steps: int, tokens: int) -> Program:
+    """Repeat a step `steps` times, linked by token messages.
+
+    Batches of later steps have consecutive numbers in the column `microbatch`.
+    """
+    first = min(rank_class.pipeline_rank for rank_class in program.classes)
+    last = max(rank_class.pipeline_rank for rank_class in program.classes)
+    send_slot = _slot(program.classes, first, TaskKind.SEND)
+    recv_slot = _slot(program.classes, last, TaskKind.RECV)
+    tag = 1 + max(int(rank_class.tasks.tag.max()) for rank_class in program.classes)
+    classes: list[RankClass] = []
+    for rank_class in program.classes:
+        message = {"tag": tag, "comm_bytes": tokens * TOKEN}
+        if rank_class.pipeline_rank == first:
+            message |= {"kind": TaskKind.RECV, "slot": recv_slot}
+        elif rank_class.pipeline_rank == last:
+            message |= {"kind": TaskKind.SEND, "slot": send_slot}
         else:
             message = {}
-        again.append(replace(each, work=RepeatedWork(each.work, steps, message)))
-    return replace(of, classes=tuple(again))
+        work = RepeatedWork(rank_class.work, steps, message)
+        classes.append(replace(rank_class, work=work))
+    return replace(program, classes=tuple(classes))
 
 
 def _slot(classes: Sequence[RankClass], pipeline_rank: int, kind: TaskKind) -> int:
-    """The peer that a pipeline rank sends to, or receives from."""
-    tasks = next(of.tasks for of in classes if of.pipeline_rank == pipeline_rank)
+    """Peer that a pipeline rank sends to, or receives from."""
+    tasks = next(c.tasks for c in classes if c.pipeline_rank == pipeline_rank)
     return int(tasks.slot[tasks.kind == kind][0])
 
 
 class RepeatedWork(RankWork):
-    """Several steps of a rank's work: each is a copy of an action that has all rows of a step.
+    """Several steps of a rank: copies of an action with all rows of a step.
 
-    The first stage receives the tokens of a batch before it, but in its first step; the last stage
-    sends them after it, but in its last step.
+    The first stage receives the tokens of a batch before it, except in its first step; the last
+    stage sends them after it, except in its last step.
     """
 
     def __init__(self, step: RankWork, steps: int, message: dict[str, int]) -> None:
-        """`message` has the columns of the message of tokens; empty for stages without one."""
+        """`message`: columns of the message of tokens; empty for stages without one."""
         self.step, self.steps = step, steps
-        whole = step.tasks
-        with_tokens = _with_tokens(whole, message) if message else whole
+        tasks = step.tasks
+        with_tokens = _with_tokens(tasks, message) if message else tasks
         first, last = (
-            with_tokens if message.get("kind") == kind else whole
+            with_tokens if message.get("kind") == kind else tasks
             for kind in (TaskKind.SEND, TaskKind.RECV)
         )
         self._steps = (first, with_tokens, last)
 
     @cached_property
     def actions(self) -> Actions:
-        """The first step, one between, and the last step."""
+        """The first step, a middle step, and the last step."""
         tasks = self._numbered(self._steps)
         begin = np.cumsum([0, *map(len, self._steps)])
-        size, needs = len(tasks), len(tasks.data)
-        return Actions(tasks, begin, np.zeros(size, np.int64), np.zeros(needs, dtype=bool))
+        no_dep_carried = np.zeros(len(tasks.data), dtype=bool)
+        return Actions(tasks, begin, np.zeros(len(tasks), np.int64), no_dep_carried)
 
     @cached_property
     def order(self) -> ActionOrder:
@@ -124,38 +134,38 @@ class RepeatedWork(RankWork):
 
     @cached_property
     def changes(self) -> MemoryChanges:
-        """None: a step of decode holds the same bytes all the time."""
+        """No changes: the memory of a step of decode is constant."""
         start, begin = self.step.changes.start, self.actions.begin
-        nothing = np.zeros((len(start), int(begin[-1])), np.int64)
-        return MemoryChanges(start, self.order.action, Profiles.of(nothing, nothing, begin))
+        zeros = np.zeros((len(start), int(begin[-1])), np.int64)
+        return MemoryChanges(start, self.order.action, Profiles(zeros, zeros, begin))
 
     @cached_property
     def tasks(self) -> Tasks:
-        """The rows of all steps."""
+        """Rows of all steps."""
         actions: list[int] = self.order.action.tolist()
         return self._numbered([self._steps[action] for action in actions])
 
     def _numbered(self, steps: Sequence[Tasks]) -> Tasks:
-        """Steps one after another, whose batches have numbers of their own."""
+        """Concatenate steps, and number their batches consecutively."""
         batches = int(self.step.tasks.microbatch.max()) + 1
         return _concatenated([
-            replace(each, microbatch=(each.microbatch + n * batches).astype(np.int32))
-            for n, each in enumerate(steps)
+            replace(tasks, microbatch=(tasks.microbatch + n * batches).astype(np.int32))
+            for n, tasks in enumerate(steps)
         ])  # fmt: skip
 
     @cached_property
     def values(self) -> Values:
-        """Those of one step."""
+        """Values of one step."""
         return self.step.values
 
     @cached_property
     def memory(self) -> Mapping[str, int]:
-        """That of one step."""
+        """Memory of one step."""
         return self.step.memory
 
 
 class _Repeated:
-    """The order of whole steps."""
+    """Order of complete steps."""
 
     def __init__(self, action: Int, actions: Actions) -> None:
         self.action = action
@@ -163,89 +173,86 @@ class _Repeated:
         self.kind, self.stage, self.microbatch = (np.full((len(action), 2), -1) for _ in range(3))
         self._tag = actions.tasks.tag.astype(np.int64)
 
-    def sources(self, action: int, needs: Int) -> tuple[Int, Int]:
-        """No needs are carried: tokens come as messages."""
-        nothing = np.zeros((int((self.action == action).sum()), len(needs)), np.int64)
-        return nothing, nothing
+    def sources(self, action: int, entries: Int) -> tuple[Int, Int]:
+        """No dependency is carried: tokens arrive as messages."""
+        none = np.zeros((int((self.action == action).sum()), len(entries)), np.int64)
+        return none, none
 
     def tags(self, action: int, rows: Int) -> Int:
-        """Equal in all steps: messages come in the order of steps."""
+        """Equal in all steps: messages arrive in the order of steps."""
         return np.repeat(self._tag[rows][None], int((self.action == action).sum()), axis=0)
 
-    def structure(self) -> Sequence[object]:
-        """Nothing besides the table."""
+    def cache_key(self) -> Sequence[object]:
+        """Nothing but the table."""
         return ()
 
 
 def _concatenated(tables: Sequence[Tasks]) -> Tasks:
-    """Tables with the same names, ops and shapes one after another."""
+    """Concatenate tables with equal names, ops and shapes."""
     starts = np.cumsum([0, *map(len, tables)])
     columns: dict[str, Any] = {}
     for f in fields(Tasks):
-        parts = [getattr(of, f.name) for of in tables]
+        parts = [getattr(tasks, f.name) for tasks in tables]
         if not isinstance(parts[0], np.ndarray):
             continue
         if f.name in ("data", "order"):
-            parts = [of + np.asarray(a, of.dtype) for of, a in zip(parts, starts, strict=False)]
+            parts = [p + np.asarray(a, p.dtype) for p, a in zip(parts, starts, strict=False)]
         if f.name in ("data_ptr", "order_ptr"):
-            ends = np.cumsum([0, *(int(of[-1]) for of in parts)])
-            parts = [[0], *(of[1:] + a for of, a in zip(parts, ends, strict=False))]
+            ends = np.cumsum([0, *(int(p[-1]) for p in parts)])
+            parts = [[0], *(p[1:] + a for p, a in zip(parts, ends, strict=False))]
         columns[f.name] = np.concatenate(parts)
     columns["data_ptr"] = columns["data_ptr"].astype(np.int64)
     columns["order_ptr"] = columns["order_ptr"].astype(np.int64)
     return replace(tables[0], **columns)
 
 
-def _with_tokens(of: Tasks, message: dict[str, int]) -> Tasks:
-    """A step with a message of tokens before each batch, or after it."""
+def _with_tokens(tasks: Tasks, message: dict[str, int]) -> Tasks:
+    """Add a message of tokens before each batch of a step, or after it."""
     receives = message["kind"] == TaskKind.RECV
-    batches = int(of.microbatch.max()) + 1
     rows: list[Int] = []
-    for batch in range(batches):
-        mine = np.flatnonzero(of.microbatch == batch)
-        own = np.array([-1 - batch])
-        rows += [own, mine] if receives else [mine, own]
-    row = np.concatenate(rows)
-    there = row >= 0
-    place = np.zeros(len(of), np.int64)
-    place[row[there]] = np.flatnonzero(there)
+    for batch in range(int(tasks.microbatch.max()) + 1):
+        batch_rows, added = np.flatnonzero(tasks.microbatch == batch), np.array([-1 - batch])
+        rows += [added, batch_rows] if receives else [batch_rows, added]
+    row = np.concatenate(rows)  # old row, or -1 - batch for a message
+    is_message = row < 0
+    new_row = np.zeros(len(tasks), np.int64)
+    new_row[row[~is_message]] = np.flatnonzero(~is_message)
     columns: dict[str, Any] = {
         f.name: column[np.maximum(row, 0)]
         for f in fields(Tasks)
-        for column in [getattr(of, f.name)]
+        for column in [getattr(tasks, f.name)]
         if f.name not in ("data", "order", "data_ptr", "order_ptr")
         and isinstance(column, np.ndarray)
     }
-    columns["microbatch"][~there] = -1 - row[~there]
-    none = dict.fromkeys(("flops", "traffic", "duration"), 0)
-    none |= dict.fromkeys(("collective", "shape"), -1)
-    for name, value in (none | message | {"uneven_bytes": message["comm_bytes"]}).items():
-        if name in columns:
-            columns[name][~there] = value
-    # A batch's first kernel reads its tokens; they are those of its last kernel.
-    extra: list[tuple[int, int]] = []
-    for at in np.flatnonzero(~there).tolist():
-        kernels = np.flatnonzero((of.kind == TaskKind.COMPUTE) & (of.microbatch == -1 - row[at]))
-        end = int(place[kernels[0 if receives else -1]])
-        extra.append((end, at) if receives else (at, end))
-    columns |= _needs(of, "data", row, place, extra) | _needs(of, "order", row, place, [])
-    return replace(of, **columns)
+    columns["microbatch"][is_message] = -1 - row[is_message]
+    values = dict.fromkeys(("flops", "traffic", "duration"), 0)
+    values |= dict.fromkeys(("collective", "shape"), -1)
+    values |= message | {"uneven_bytes": message["comm_bytes"]}
+    for name in values.keys() & columns.keys():
+        columns[name][is_message] = values[name]
+    # The first kernel of a batch reads its tokens; the last one writes them.
+    added_deps: list[tuple[int, int]] = []
+    for index in np.flatnonzero(is_message).tolist():
+        kernels = (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch == -1 - row[index])
+        kernel = int(new_row[np.flatnonzero(kernels)[0 if receives else -1]])
+        added_deps.append((kernel, index) if receives else (index, kernel))
+    columns |= _deps(tasks, "data", row, new_row, added_deps)
+    return replace(tasks, **columns, **_deps(tasks, "order", row, new_row, []))
 
 
-def _needs(
-    of: Tasks, name: str, row: Int, place: Int, extra: Sequence[tuple[int, int]]
+def _deps(
+    tasks: Tasks, name: str, row: Int, new_row: Int, added: Sequence[tuple[int, int]]
 ) -> dict[str, Any]:
-    """A dependency table of rows in new places, with further dependencies."""
-    pointer, needs = getattr(of, f"{name}_ptr"), getattr(of, name)
+    """Dependency table of moved rows, with added dependencies."""
+    pointer, deps = getattr(tasks, f"{name}_ptr"), getattr(tasks, name)
     count = np.where(row < 0, 0, np.diff(pointer)[np.maximum(row, 0)])
-    owner = np.repeat(np.arange(len(row)), count)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-    needed = place[needs[pointer[np.maximum(row, 0)][owner] + nth]]
-    pairs = np.array(extra, dtype=np.int64).reshape(-1, 2)
-    owner, needed = np.append(owner, pairs[:, 0]), np.append(needed, pairs[:, 1])
-    turn = np.lexsort((needed, owner))
-    ends = np.cumsum(np.bincount(owner, minlength=len(row)))
+    waiter = np.repeat(np.arange(len(row)), count)
+    offset = np.arange(len(waiter)) - np.repeat(np.cumsum(count) - count, count)
+    dep = new_row[deps[pointer[np.maximum(row, 0)][waiter] + offset]]
+    pairs = np.array(added, dtype=np.int64).reshape(-1, 2)
+    waiter, dep = np.append(waiter, pairs[:, 0]), np.append(dep, pairs[:, 1])
+    ends = np.cumsum(np.bincount(waiter, minlength=len(row)))
     return {
         f"{name}_ptr": np.concatenate([[0], ends]).astype(np.int64),
-        name: needed[turn].astype(needs.dtype),
+        name: dep[np.lexsort((dep, waiter))].astype(deps.dtype),
     }

@@ -1,29 +1,27 @@
-"""A step on a machine: its time, its parts, and how well it uses the GPUs.
+"""A step on a machine: its time, breakdown, memory and utilization.
 
 >>> import stagewright as sw
 >>> from stagewright.time.hardware import resolve
 >>> compiled = sw.compile(sw.Run(model="llama3-8b", tp=8, seq_length=4096))
->>> found = simulate(compiled, Machine.of(resolve("h100-sxm"), gpus=8))
->>> found.tokens_per_second == 4096 / found.seconds, 0.1 < found.mfu < 1
+>>> step = simulate(compiled, Machine.of(resolve("h100-sxm"), gpus=8))
+>>> step.tokens_per_second == 4096 / step.seconds, 0.1 < step.mfu < 1
 (True, True)
 
-Definitions, in one convention (PaLM, arXiv 2204.02311, appendix B), in which attention counts as if
-nothing were masked:
+Definitions, in PaLM's convention (arXiv 2204.02311, appendix B: attention counts as if nothing were
+masked):
 
-- *MFU*, model FLOPs utilization: the FLOPs that the model needs for the step's tokens, over what
-  all GPUs could do at the dense peak of the training's precision. The model needs three times the
-  matrix products of a forward pass: 6 N + 12 L H Q T per token, N without a table that is only
-  looked up.
-- *HFU*, hardware FLOPs utilization: the FLOPs that the kernels execute, recomputation and padding
-  included, over the same. HFU is never below MFU.
-- `mfu_causal` and `hfu_causal` leave out what masks leave out. In inference, where requests have
-  lengths of their own, `hfu` counts what kernels execute, too.
+- *MFU*, model FLOPs utilization: FLOPs that the model needs for the step's tokens, over the dense
+  peak of all GPUs at the training's precision. The model needs three times the matrix products of a
+  forward pass: 6 N + 12 L H Q T per token, N without a table that is only looked up.
+- *HFU*, hardware FLOPs utilization: FLOPs that the kernels execute, recomputation and padding
+  included, over the same peak. HFU is never below MFU.
+- `mfu_causal` and `hfu_causal` leave out masked pairs. In inference `hfu` does, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -58,7 +56,7 @@ from stagewright.time.simulate.utilization import (
     Flops,
     SequenceFlops,
     executed_flops,
-    running_and_drawn,
+    running_and_power,
     sequence_flops,
     without_rates,
 )
@@ -74,16 +72,16 @@ class SimulatedStep:
     machine: Machine
     line: Timeline
     cluster: ClusterSection | None = None
-    """The settings that chose the machine, where it was chosen by name."""
+    """Settings of the machine, if it was chosen by name."""
     durations: Counts | None = None
-    """How much of the step has measured durations, where a file of such was given."""
+    """Coverage of the step by a file of measured durations."""
 
     def __repr__(self) -> str:
         return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"
 
     @property
     def seconds(self) -> float:
-        """The duration of the step."""
+        """Duration of the step."""
         return self.line.seconds
 
     @property
@@ -96,7 +94,7 @@ class SimulatedStep:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all GPUs together."""
+        """Tokens per second of all GPUs."""
         return self.tokens / self.seconds
 
     @property
@@ -112,75 +110,76 @@ class SimulatedStep:
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilization, attention counted in full."""
-        return self._utilization(self._executed.full)
+        return self._utilization(self._executed_flops.full)
 
     @property
     def hfu_causal(self) -> float:
         """Hardware FLOPs utilization, attention counted as kernels execute it."""
-        return self._utilization(self._executed.causal)
+        return self._utilization(self._executed_flops.causal)
 
     @cached_property
     def parts(self) -> list[Breakdown]:
-        """Where the time of each lane goes."""
+        """Breakdown of each lane."""
         return [breakdown(self.line, lane) for lane in self.line.lanes]
 
     @cached_property
     def mean(self) -> Breakdown:
-        """The parts of the mean GPU."""
+        """Breakdown of the mean GPU."""
         weights = [len(lane.ranks) / self.machine.gpus for lane in self.line.lanes]
 
-        def mean(name: str) -> dict[str, float]:
-            every = [getattr(part, name) for part in self.parts]
-            keys = dict.fromkeys(key for part in every for key in part)
-            return {
-                key: sum(w * part.get(key, 0.0) for w, part in zip(weights, every, strict=True))
-                for key in keys
-            }
+        def mean(seconds: Sequence[float]) -> float:
+            return sum(w * s for w, s in zip(weights, seconds, strict=True))
 
-        bubble = sum(w * part.bubble for w, part in zip(weights, self.parts, strict=True))
-        late = sum(w * part.launches for w, part in zip(weights, self.parts, strict=True))
-        return Breakdown(mean("kernels"), mean("exposed"), bubble, mean("communication"), late)
+        def mean_by_key(name: str) -> dict[str, float]:
+            parts: list[Mapping[str, float]] = [getattr(part, name) for part in self.parts]
+            keys = dict.fromkeys(key for part in parts for key in part)
+            return {key: mean([part.get(key, 0.0) for part in parts]) for key in keys}
+
+        return Breakdown(
+            mean_by_key("kernels"), mean_by_key("exposed"),
+            mean([part.bubble for part in self.parts]), mean_by_key("communication"),
+            mean([part.launches for part in self.parts]),
+        )  # fmt: skip
 
     @cached_property
     def memory(self) -> list[MemoryTimeline]:
         """Memory over time of each lane."""
-        lanes = range(self.line.waves.lanes.count)
-        return [memory_timeline(self.line, lane) for lane in lanes]
+        return [memory_timeline(self.line, lane) for lane in range(self.line.lane_map.count)]
 
     @cached_property
     def held(self) -> list[Held]:
-        """What each lane holds at its peak of memory, any allowance included.
+        """Memory of each lane at its peak, any allowance included.
 
         In inference, where memory is constant, the bytes are those of the program.
         """
         held: list[Held] = []
-        for lane in range(self.line.waves.lanes.count):
-            of, most = self.line.class_of(lane), peak(self.line, lane)
-            if most.by_category:
-                allowance = {"allowance": of.allowance} if of.allowance else {}
-                held.append(Held(of, most.by_category | allowance, most.seconds))
+        for lane in range(self.line.lane_map.count):
+            rank_class, at_peak = self.line.class_of(lane), peak(self.line, lane)
+            if at_peak.by_category:
+                allowance = {"allowance": rank_class.allowance} if rank_class.allowance else {}
+                held.append(Held(rank_class, at_peak.by_category | allowance, at_peak.seconds))
             else:
-                held.append(held_at_peak(of))
+                held.append(held_at_peak(rank_class))
         return held
 
     @property
     def peaks(self) -> list[dict[str, int]]:
         """Bytes of each lane at its peak of memory, by category, any allowance included."""
-        return [dict(each.by_category) for each in self.held]
+        return [dict(held.by_category) for held in self.held]
 
     @property
     def fit(self) -> Fit:
-        """Whether the step fits: into `device_memory` of the run, or else the hardware's memory."""
+        """Fit into `device_memory` of the run, or else into the hardware's memory."""
         return fit_of(self.held, self._device_memory)
 
     @property
     def _device_memory(self) -> int:
-        asked = self.compiled.run.device_memory
-        return self.machine.hardware.memory if asked is None else read_bytes(asked)
+        limit = self.compiled.run.device_memory
+        return self.machine.hardware.memory if limit is None else read_bytes(limit)
 
     @cached_property
     def served(self) -> Served | None:
-        """The step in the words of serving; None in training and of a disaggregated step."""
+        """Serving metrics; None in training and of a disaggregated step."""
         run = self.compiled.run
         if run.mode == "train" or run.prefill is not None:
             return None
@@ -188,31 +187,31 @@ class SimulatedStep:
 
     @cached_property
     def groups(self) -> list[ServingGroup]:
-        """The two groups of a disaggregated step, prefill first, each simulated by itself."""
+        """The two groups of a disaggregated step, prefill first, simulated separately."""
         run, model = self.compiled.run, self.compiled.model
         if run.prefill is None:
             return []
         # The memory of the machine holds for both groups.
-        of_both = {name: getattr(run, name) for name in ("device_memory", "memory_allowance")}
-        sides = {
-            "prefill": prefill_run(run).model_copy(update=of_both),
+        memory = {name: getattr(run, name) for name in ("device_memory", "memory_allowance")}
+        runs = {
+            "prefill": prefill_run(run).model_copy(update=memory),
             "decode": run.model_copy(update={"prefill": None}),
         }
-        found: list[ServingGroup] = []
+        result: list[ServingGroup] = []
         first = 0
-        for name, side in sides.items():
-            gpus = side.world_size
+        for name, group_run in runs.items():
+            gpus = group_run.world_size
             machine = Machine.of(
                 self.machine.hardware,
                 gpus=gpus,
                 topology=self.cluster.topology if self.cluster else "two_tier",
                 algorithm=self.machine.algorithm,
             )
-            step = simulate(compile(side, model), machine, self.line.how)
-            of = served(step.compiled.run, step.seconds, gpus)
-            found.append(ServingGroup(name, first, gpus, of, step.fit))
+            step = simulate(compile(group_run, model), machine, self.line.execution)
+            metrics = served(step.compiled.run, step.seconds, gpus)
+            result.append(ServingGroup(name, first, gpus, metrics, step.fit))
             first += gpus
-        return found
+        return result
 
     def _serving(self) -> dict[str, Any]:
         if self.served is not None:
@@ -244,7 +243,7 @@ class SimulatedStep:
         return self._sequence.of_step(self.compiled.run.global_batch_size or 0)
 
     @cached_property
-    def _executed(self) -> Flops:
+    def _executed_flops(self) -> Flops:
         return executed_flops(self.compiled.program, self._sequence)
 
     def _utilization(self, flops: float) -> float:
@@ -252,31 +251,32 @@ class SimulatedStep:
         return flops / (self.seconds * peak * self.machine.gpus)
 
     def _execution(self) -> dict[str, Any]:
-        """The settings of the execution, as the framework of the run completes them."""
-        how = self.line.how
-        mode = launch_mode(self.compiled.run, how, self.machine.hardware)
-        sets = {"no_overlap": how.no_overlap, "cuda_graph_modules": how.cuda_graph_modules}
-        listed = {name: sorted(items) for name, items in sets.items()}
-        return asdict(how) | {"launch_mode": mode} | listed
+        """Settings of the execution, as the framework of the run completes them."""
+        execution = self.line.execution
+        return asdict(execution) | {
+            "launch_mode": launch_mode(self.compiled.run, execution, self.machine.hardware),
+            "no_overlap": sorted(execution.no_overlap),
+            "cuda_graph_modules": sorted(execution.cuda_graph_modules),
+        }
 
     def expense(self, price: float | None = None) -> Expense:
         """Energy and cost of the step; `price` in USD per GPU and hour.
 
-        None: that of the file of costs, of which power is a part, or else the hardware's.
+        None: that of the file of costs, which may include power, or else the hardware's.
         """
-        running, drawn = running_and_drawn(self.line, self.mean, self.machine)
-        spent = partial(
+        running, drawn = running_and_power(self.line, self.mean, self.machine)
+        at_price = partial(
             expense, self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
             tokens=self.tokens, running=running, drawn=drawn,
         )  # fmt: skip
         costs = self.cluster.costs if self.cluster else None
         if price is None and costs is not None:
-            price = load_costs(costs).usd_per_gpu_hour(spent().watts_per_gpu)
-        return spent(price=price)
+            price = load_costs(costs).usd_per_gpu_hour(at_price().watts_per_gpu)
+        return at_price(price=price)
 
     @property
     def notes(self) -> list[str]:
-        """What the machine cannot do as asked, and what was assumed for it; a sentence each."""
+        """Assumptions about what the machine does not support, and coverage by measurements."""
         hardware = self.machine.hardware
         measured = [] if self.durations is None else [str(self.durations)]
         return measured + [
@@ -286,10 +286,10 @@ class SimulatedStep:
         ]
 
     def summary(self) -> dict[str, Any]:
-        """Everything as one object for JSON; times in seconds, sizes in bytes.
+        """All results as one object for JSON; times in seconds, sizes in bytes.
 
-        `lanes` are ranks with equal timing; `timeline` samples their memory over time, as pairs of
-        a time and the bytes held from then on, at the peak of each short span.
+        `lanes` are ranks with equal timing; `timeline` samples their memory over time: pairs of a
+        time and the bytes from then on, at the peak of each short span.
         """
         run, training = self.compiled.run, self.compiled.run.mode == "train"
         return {
@@ -314,9 +314,9 @@ class SimulatedStep:
             "critical_path": self.critical_path,
             "lanes": [
                 {
-                    "pipeline_rank": lane.of.pipeline_rank,
+                    "pipeline_rank": lane.rank_class.pipeline_rank,
                     "ranks": lane.ranks.tolist(),
-                    **asdict(each),
+                    **asdict(part),
                     "memory": {
                         "capacity": self._device_memory,
                         "at_peak": {
@@ -327,7 +327,7 @@ class SimulatedStep:
                         "timeline": memory.sampled(_POINTS).pairs(),
                     },
                 }
-                for lane, each, memory, held in zip(
+                for lane, part, memory, held in zip(
                     self.line.lanes, self.parts, self.memory, self.held, strict=True
                 )
             ],
@@ -337,52 +337,51 @@ class SimulatedStep:
 def simulate(
     compiled: CompiledRun,
     machine: Machine,
-    how: Execution | None = None,
+    execution: Execution | None = None,
     factors: Mapping[int, float] | None = None,
     progress: Progress | None = None,
 ) -> SimulatedStep:
     """Simulate one step. `factors` by rank multiply the durations of its kernels: stragglers."""
-    line = executed(compiled, machine, how or Execution(), factors, progress)
+    line = execute_step(compiled, machine, execution or Execution(), factors, progress)
     return SimulatedStep(compiled, machine, line)
 
 
-def executed(
+def execute_step(
     compiled: CompiledRun,
     machine: Machine,
-    how: Execution,
+    execution: Execution,
     factors: Mapping[int, float] | None = None,
     progress: Progress | None = None,
 ) -> Timeline:
-    """The timeline of one step; raises UserError where the execution's settings exclude the run.
+    """Timeline of one step; raises UserError where the execution's settings exclude the run.
 
-    A step of decode on a pipeline is one of many (`steady`), unless `how` drains the pipeline.
+    A step of decode on a pipeline is one of many (`steady`), unless `execution` drains the
+    pipeline.
     """
-    if how.overlap_moe_expert_parallel_comm:
-        ep_overlap.check(compiled.run)
-    engine = how.serving_engine
-    machine = served_machine(compiled.run, compiled.model, machine, engine)
+    run, model = compiled.run, compiled.model
+    hidden, engine = execution.overlap_moe_expert_parallel_comm, execution.serving_engine
+    if hidden:
+        ep_overlap.check(run)
+    machine = served_machine(run, model, machine, engine)
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
-    run = compiled.run
-    in_engine = InEngine(run, compiled.model, engine, machine.hardware)
-    hidden = how.overlap_moe_expert_parallel_comm
-    flex = how.moe_flex_dispatcher
-    if flex:
-        routed = Routed.of(run, compiled.model, hidden=hidden)
+    in_engine = InEngine(run, model, engine, machine.hardware)
+    if execution.moe_flex_dispatcher:
+        routed = Routed.of(run, model, hidden=hidden)
     else:
-        routed = Routed.in_engine(run, compiled.model, engine)
+        routed = Routed.in_engine(run, model, engine)
 
-    def simulated(program: Program) -> Timeline:
-        overlap = how.tp_comm_overlap
-        seconds = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
-        pairs = zip(program.classes, seconds, strict=True)
-        seconds = [in_engine.seconds(of.work.actions.tasks, alone) for of, alone in pairs]
-        hosts = host_work(program, run, how, machine.hardware)
-        return timeline(program, seconds, how, factors, progress, hosts)
+    def simulate_program(program: Program) -> Timeline:
+        overlap = execution.tp_comm_overlap
+        isolated = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
+        pairs = zip(program.classes, isolated, strict=True)
+        seconds = [in_engine.seconds(c.work.actions.tasks, of_class) for c, of_class in pairs]
+        hosts = host_work(program, run, execution, machine.hardware)
+        return timeline(program, seconds, execution, factors, progress, hosts)
 
-    if not in_flight(run) or how.pipeline_drain:
-        return simulated(compiled.program)
+    if not in_flight(run) or execution.pipeline_drain:
+        return simulate_program(compiled.program)
     batches = run.dp * run.microbatches
     tokens = math.ceil(sum(g.count * (g.new_tokens or 0) for g in groups(run)) / batches)
-    return steady_step(compiled.program, tokens, simulated)
+    return steady_step(compiled.program, tokens, simulate_program)

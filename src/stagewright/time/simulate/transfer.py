@@ -1,11 +1,11 @@
-"""Transfer matrices: the ends that a run of tasks leaves behind, from those that it begins with.
+"""Transfer matrices of fragments: (max, +) maps from input times to output times.
 
-A task ends at the latest of some inputs plus a sum of durations, so that what a run of tasks leaves
-is a product in (max, +) algebra: `out[i] = max over j of matrix[i, j] + in[j]`. A matrix holds for
-all copies of a unit. Ticks are whole numbers, so that products are exact in any order.
+A task ends at the latest of some inputs plus a sum of durations, so that a fragment of tasks is a
+product in (max, +) algebra: `out[i] = max over j of matrix[i, j] + in[j]`. A matrix holds for all
+copies of a unit. Ticks are integers, so that products are exact in any order.
 
-Units are cut into runs at collectives of several lanes (*meetings*), which begin when the last of
-their lanes is ready.
+Units are cut into fragments at every *rendezvous*: a collective of several lanes, which begins when
+the last of them is ready.
 """
 
 from __future__ import annotations
@@ -23,158 +23,152 @@ from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.time.simulate.order import LAUNCHED, Edges, IssueRules
 
 WIDTHS = (8, 16, 32)
-"""Matrices of at most so many inputs and outputs are evaluated together; wider ones apart."""
+"""Padded matrix widths; wider fragments form one more group."""
 NEVER = -(1 << 60)
 """No dependency: two of these, and any time, are within 64 bits."""
-REGISTER, LOCAL, CARRIED, MESSAGE = range(4)
-"""Inputs of a run: a register, the end of a position in an earlier run of the same unit, a carried
-need, a message."""
-VALUE = 4
-"""Besides `REGISTER`, `LOCAL` and `MESSAGE` an output: an end that other units need."""
+REGISTER, LOCAL, CARRIED, MESSAGE, LIVE_OUT = range(5)
+"""Roles of ports. Inputs: a register, the end of a position in an earlier fragment of the unit, a
+carried dep, a message. Outputs: the same without carried deps, and ends that other units read."""
 
 
 class Port(NamedTuple):
-    """An input or an output of a run."""
+    """An input or an output of a fragment."""
 
-    what: int
+    role: int
     number: int
-    """The register; the position; of a carried need its index in `IssueRules.carried`."""
+    """The register; the position; of a carried dep its index in `IssueRules.carried`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UnitRun:
-    """Consecutive positions of a unit, with what they read and what they leave."""
+class Fragment:
+    """Consecutive positions of a unit, with their inputs and outputs."""
 
     unit: int
     begin: int
     end: int
-    meets: bool
-    """Whether it is one collective of several lanes."""
+    is_rendezvous: bool
     inputs: tuple[Port, ...]
     """The first is `LAUNCHED`."""
     outputs: tuple[Port, ...]
     """The first is `LAUNCHED`."""
     sources: tuple[int, ...]
-    """By output: the position whose end it is, or -1 - i for input i; of `LAUNCHED` any number."""
+    """Position whose end each output is, or -1 - i for input i; ignored for `LAUNCHED`."""
 
 
 class Connections(NamedTuple):
-    """Which positions connect units and lanes: masks."""
+    """Masks of positions that connect units and lanes."""
 
-    meets: Bool
+    is_rendezvous: Bool
     receives: Bool
     """Messages that come from another unit, or another lane."""
     sends: Bool
-    wanted: Bool
-    """Ends that other units need."""
+    live_out: Bool
+    """Ends that other units read."""
     cuts: Bool
-    """Positions that begin a run."""
+    """Positions that begin a fragment."""
 
 
-class Runs:
-    """The runs of all units, and the order in which their positions are evaluated."""
+class Fragments:
+    """Fragments of all units, and the order in which their positions are evaluated."""
 
     def __init__(
-        self, rules: IssueRules, connections: Connections, units: int, messages: Edges
+        self, rules: IssueRules, connections: Connections, num_units: int, messages: Edges
     ) -> None:
-        """`messages` are receives and their sends within a unit; `units` is how many there are."""
+        """`messages`: receives and their sends within a unit."""
         self.rules, self.connections, self.messages = rules, connections, messages
-        size = len(rules.rows)
-        begin = np.searchsorted(rules.unit, np.arange(units + 1))
-        cuts = connections.cuts | connections.meets
-        cuts[1:] |= connections.meets[:-1]
-        run_of = np.zeros(size, np.int64)
-        self.runs: list[UnitRun] = []
+        is_rendezvous = connections.is_rendezvous
+        begin = np.searchsorted(rules.unit, np.arange(num_units + 1)).tolist()
+        cuts = connections.cuts | is_rendezvous
+        cuts[1:] |= is_rendezvous[:-1]
+        self.fragment_of = np.zeros(len(rules.rows), np.int64)
+        """[positions]"""
+        self.by_unit: list[range] = []
+        """Indices into `fragments` by unit, consecutive over all units."""
         bounds: list[tuple[int, int, int]] = []
-        self.of_unit: list[range] = []
-        """By unit: indices into `runs`, consecutive over all units."""
-        for u in range(units):
-            a, b = int(begin[u]), int(begin[u + 1])
+        for unit, (a, b) in enumerate(itertools.pairwise(begin)):
             edges = [a, *(a + 1 + np.flatnonzero(cuts[a + 1 : b])).tolist(), b] if b > a else []
-            in_unit = [(u, x, y) for x, y in itertools.pairwise(edges)]
-            if in_unit and connections.meets[in_unit[-1][1]]:
-                in_unit.append((u, b, b))  # registers are left by a run that is no meeting
-            self.of_unit.append(range(len(bounds), len(bounds) + len(in_unit)))
-            for number, (_, x, y) in enumerate(in_unit, len(bounds)):
-                run_of[x:y] = number
-            bounds += in_unit
-        self.first = np.cumsum([0, *map(len, self.of_unit)])
-        """By unit: its first run; and the number of all runs."""
-        self.run_of = run_of
-        self._connect(rules, connections, bounds)
+            if edges and is_rendezvous[edges[-2]]:
+                edges.append(b)  # an empty fragment writes registers: no rendezvous does
+            first = len(bounds)
+            bounds += [(unit, x, y) for x, y in itertools.pairwise(edges)]
+            self.by_unit.append(range(first, len(bounds)))
+            for index in self.by_unit[unit]:
+                self.fragment_of[bounds[index][1] : bounds[index][2]] = index
+        self.first = np.cumsum([0, *map(len, self.by_unit)])
+        """First fragment of each unit; at the end, the number of fragments."""
+        self.fragments = self._connect(bounds)
 
-    def _connect(
-        self, rules: IssueRules, connections: Connections, bounds: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """Inputs and outputs of all runs."""
-        run_of: list[int] = self.run_of.tolist()
+    def _connect(self, bounds: Sequence[tuple[int, int, int]]) -> list[Fragment]:
+        """Find inputs and outputs of fragments with these units, begins and ends."""
+        rules, connections = self.rules, self.connections
+        fragment_of: list[int] = self.fragment_of.tolist()
         launched = Port(REGISTER, rules.register(LAUNCHED))
         inputs: list[dict[Port, int]] = [{launched: 0} for _ in bounds]
-        fill: list[tuple[int, int]] = []
+        reads: list[tuple[int, int]] = []
 
-        def reads(position: int, port: Port) -> None:
-            columns = inputs[run_of[position]]
-            fill.append((position, columns.setdefault(port, len(columns))))
+        def column(fragment: int, port: Port) -> int:
+            return inputs[fragment].setdefault(port, len(inputs[fragment]))
+
+        def read(position: int, port: Port) -> None:
+            reads.append((position, column(fragment_of[position], port)))
 
         for position, register in _rows(*rules.reads):
-            reads(position, Port(REGISTER, register))
+            read(position, Port(REGISTER, register))
         local: set[int] = set()
-        for waiter, dep in zip(*self._across(rules.edges), strict=True):
+        for waiter, dep in self._across(rules.edges):
             local.add(dep)
-            reads(waiter, Port(LOCAL, dep))
-        for number, position in enumerate(rules.carried.at.tolist()):
-            reads(position, Port(CARRIED, number))
-        ready_fill = len(fill)
-        for waiter, dep in zip(*self._across(self.messages), strict=True):
+            read(waiter, Port(LOCAL, dep))
+        for index, position in enumerate(rules.carried.waiter.tolist()):
+            read(position, Port(CARRIED, index))
+        num_ready = len(reads)
+        for waiter, dep in self._across(self.messages):
             local.add(dep)
-            reads(waiter, Port(LOCAL, dep))
+            read(waiter, Port(LOCAL, dep))
         for position in np.flatnonzero(connections.receives).tolist():
-            reads(position, Port(MESSAGE, position))
+            read(position, Port(MESSAGE, position))
 
         outputs: list[list[tuple[Port, int]]] = [[(launched, 0)] for _ in bounds]
-        for u, register, position in _rows(*rules.writes):
-            last = self.of_unit[u][-1]
-            if run_of[position] == last and position < bounds[last][2]:
-                source = position
-            else:
+        for unit, register, position in _rows(*rules.writes):
+            last = self.by_unit[unit][-1]
+            source = position
+            if fragment_of[position] != last or position >= bounds[last][2]:
                 local.add(position)
-                columns = inputs[last]
-                port = Port(LOCAL, position)
-                source = -1 - columns.setdefault(port, len(columns))
+                source = -1 - column(last, Port(LOCAL, position))
             outputs[last].append((Port(REGISTER, register), source))
-        for u, register, other in _rows(*rules.moves):
-            if not self.of_unit[u]:
-                continue
-            columns = inputs[self.of_unit[u][-1]]
-            column = columns.setdefault(Port(REGISTER, other), len(columns))
-            outputs[self.of_unit[u][-1]].append((Port(REGISTER, register), -1 - column))
-        for position in sorted(local):
-            outputs[run_of[position]].append((Port(LOCAL, position), position))
-        for what, mask in ((VALUE, connections.wanted), (MESSAGE, connections.sends)):
-            for position in np.flatnonzero(mask).tolist():
-                outputs[run_of[position]].append((Port(what, position), position))
-        for number, (u, a, b) in enumerate(bounds):
-            ports, sources = zip(*outputs[number], strict=True)
-            meets = a < b and bool(connections.meets[a])
-            self.runs.append(UnitRun(u, a, b, meets, tuple(inputs[number]), ports, sources))
-        position, column = np.array(fill, dtype=np.int64).reshape(-1, 2).T
-        self.fill = position[:ready_fill], column[:ready_fill]
-        """Positions, and the inputs of their runs that they wait for to be ready."""
-        self.arrivals = position[ready_fill:], column[ready_fill:]
-        """Positions, and the inputs of their runs that are messages they receive."""
+        for unit, register, other in _rows(*rules.moves):
+            if self.by_unit[unit]:
+                last = self.by_unit[unit][-1]
+                source = -1 - column(last, Port(REGISTER, other))
+                outputs[last].append((Port(REGISTER, register), source))
+        ends = (LOCAL, sorted(local)), (LIVE_OUT, np.flatnonzero(connections.live_out).tolist())
+        for role, positions in (*ends, (MESSAGE, np.flatnonzero(connections.sends).tolist())):
+            for position in positions:
+                outputs[fragment_of[position]].append((Port(role, position), position))
+        position, columns = np.array(reads, dtype=np.int64).reshape(-1, 2).T
+        self.ready_inputs = position[:num_ready], columns[:num_ready]
+        """Positions, and inputs of their fragments that they wait for to be ready."""
+        self.message_inputs = position[num_ready:], columns[num_ready:]
+        """Positions, and inputs of their fragments that are messages they receive."""
+        fragments: list[Fragment] = []
+        for index, (unit, a, b) in enumerate(bounds):
+            ports, sources = zip(*outputs[index], strict=True)
+            is_rendezvous = a < b and bool(connections.is_rendezvous[a])
+            fragments.append(
+                Fragment(unit, a, b, is_rendezvous, tuple(inputs[index]), ports, sources)
+            )
+        return fragments
 
-    def _across(self, edges: Edges) -> tuple[list[int], list[int]]:
-        """Edges between runs."""
-        across = self.run_of[edges.waiter] != self.run_of[edges.dep]
-        return edges.waiter[across].tolist(), edges.dep[across].tolist()
+    def _across(self, edges: Edges) -> Iterator[tuple[int, ...]]:
+        """Edges between fragments."""
+        across = self.fragment_of[edges.waiter] != self.fragment_of[edges.dep]
+        return _rows(edges.waiter[across], edges.dep[across])
 
     @cached_property
-    def groups(self) -> list[RunGroup]:
-        """Runs with about as many inputs, whose positions are evaluated side by side."""
-        wide = np.array([_width(run) for run in self.runs], dtype=np.int64)
-        return [
-            RunGroup(self, np.flatnonzero(wide == width), width) for width in distinct_values(wide)
-        ]
+    def groups(self) -> list[FragmentGroup]:
+        """Fragments by padded width of their matrices."""
+        widest = [max(len(f.inputs), len(f.outputs)) for f in self.fragments]
+        width = np.searchsorted(WIDTHS, np.array(widest, dtype=np.int64))
+        return [FragmentGroup(self, np.flatnonzero(width == w)) for w in distinct_values(width)]
 
 
 def _rows(*columns: Int) -> Iterator[tuple[int, ...]]:
@@ -183,152 +177,148 @@ def _rows(*columns: Int) -> Iterator[tuple[int, ...]]:
     return zip(*lists, strict=True)
 
 
-def _width(run: UnitRun) -> int:
-    """The width that the matrices of a run are padded to."""
-    widest = max(len(run.inputs), len(run.outputs))
-    return next((width for width in WIDTHS if widest <= width), max(WIDTHS) + 1)
+class FragmentGroup:
+    """Fragments whose matrices have one width, and their positions in the order of evaluation.
 
-
-class RunGroup:
-    """Runs whose matrices have one width, and their positions in the order of evaluation.
-
-    Step k evaluates the k-th position of every run that has one. Positions of a step are next to
-    each other, longer runs first, so that runs that are still going on are the first of a step.
+    Step k evaluates the k-th position of every fragment that has one. Positions of a step are next
+    to each other, longest fragments first: fragments that continue are the first rows of a step.
     """
 
-    def __init__(self, runs: Runs, numbers: Int, width: int) -> None:
-        """`numbers` are indices into `Runs.runs`."""
-        begin = np.array([run.begin for run in runs.runs], dtype=np.int64)
-        length = np.array([run.end - run.begin for run in runs.runs], dtype=np.int64)
-        self.runs = numbers[np.argsort(-length[numbers], kind="stable")]
-        """Indices into `Runs.runs`, longest first."""
-        indices: list[int] = self.runs.tolist()
-        members = [runs.runs[n] for n in indices]
-        self.inputs = max(len(run.inputs) for run in members)
-        self.outputs = max(len(run.outputs) for run in members)
-        self.width = width
-        begin, length = begin[self.runs], length[self.runs]
+    def __init__(self, fragments: Fragments, indices: Int) -> None:
+        """`indices` into `Fragments.fragments`."""
+        length = np.array([f.end - f.begin for f in fragments.fragments], dtype=np.int64)
+        self.indices = indices[np.argsort(-length[indices], kind="stable")]
+        """Indices into `Fragments.fragments`, longest first."""
+        order: list[int] = self.indices.tolist()
+        members = [fragments.fragments[i] for i in order]
+        self.num_inputs = max(len(f.inputs) for f in members)
+        self.num_outputs = max(len(f.outputs) for f in members)
+        length = length[self.indices]
         total = int(length.sum())
         k = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
-        position = np.repeat(begin, length) + k
-        order = np.argsort(k, kind="stable")
-        self.position = position[order]
-        """By row of the evaluation, the position."""
+        position = np.repeat(np.array([f.begin for f in members]), length) + k
+        self.position = position[np.argsort(k, kind="stable")]
+        """[rows]: position that each row of the evaluation stands for."""
         self.steps = np.concatenate([[0], np.cumsum(np.bincount(k))]) if total else np.zeros(1, int)
-        size = len(runs.rules.rows)
-        row = np.full(size + 1, total)  # the last: no position
-        row[self.position] = np.arange(total)
-        self.row = row
-        """By position, the row; positions of other groups: the number of rows."""
-        self.fill = self._of_group(runs.fill)
-        self.arrivals = self._of_group(runs.arrivals)
-        waiter, dep = runs.rules.edges
-        inside = (runs.run_of[waiter] == runs.run_of[dep]) & (row[waiter] < total)
-        self.needs, self.further = self._needs(row[waiter[inside]], row[dep[inside]])
-        waiter, dep = runs.messages
-        inside = (runs.run_of[waiter] == runs.run_of[dep]) & (row[waiter] < total)
-        self.sent = dict(zip(row[waiter[inside]].tolist(), row[dep[inside]].tolist(), strict=True))
-        """Rows that receive what a row of the same run sends."""
-        self.outs = self._outs(members)
+        self.row = np.full(len(fragments.rules.rows) + 1, total)  # the last: no position
+        """Row of each position; the number of rows for positions of other groups."""
+        self.row[self.position] = np.arange(total)
+        self.ready_inputs = self._in_group(fragments.ready_inputs)
+        self.message_inputs = self._in_group(fragments.message_inputs)
+        self.deps, self.extra_deps = self._deps(*self._inside(fragments, fragments.rules.edges))
+        waiter, dep = self._inside(fragments, fragments.messages)
+        self.sent = dict(zip(waiter.tolist(), dep.tolist(), strict=True))
+        """Rows of receives, and the rows of the same fragment that send to them."""
+        self.output_rows = self._output_rows(members)
+        """Row in `ends` of each output: [fragments, outputs]."""
 
-    def _of_group(self, fill: tuple[Int, Int]) -> tuple[Int, Int]:
-        """Rows and columns of inputs that positions of the group wait for."""
-        rows = self.row[fill[0]]
+    def _in_group(self, reads: tuple[Int, Int]) -> tuple[Int, Int]:
+        """Rows of the group and the inputs that they wait for."""
+        rows = self.row[reads[0]]
         inside = rows < len(self.position)
-        return rows[inside], fill[1][inside]
+        return rows[inside], reads[1][inside]
 
-    def _needs(self, waiter: Int, dep: Int) -> tuple[list[Int], dict[int, list[tuple[int, Int]]]]:
-        """The first needs of all rows, as columns; and of steps, rows that have more."""
+    def _inside(self, fragments: Fragments, edges: Edges) -> tuple[Int, Int]:
+        """Edges within fragments of the group, as rows."""
+        inside = fragments.fragment_of[edges.waiter] == fragments.fragment_of[edges.dep]
+        inside &= self.row[edges.waiter] < len(self.position)
+        return self.row[edges.waiter[inside]], self.row[edges.dep[inside]]
+
+    def _deps(self, waiter: Int, dep: Int) -> tuple[list[Int], dict[int, list[tuple[int, Int]]]]:
+        """The first two deps of all rows, as columns; by step, rows that have more."""
         total = len(self.position)
         order = np.argsort(waiter, kind="stable")
         waiter, dep = waiter[order], dep[order]
-        nth = np.arange(len(waiter)) - np.searchsorted(waiter, waiter)
+        column_of = np.arange(len(waiter)) - np.searchsorted(waiter, waiter)
         columns: list[Int] = []
-        for number in range(min(2, int(nth.max(initial=-1)) + 1)):
+        for number in range(min(2, int(column_of.max(initial=-1)) + 1)):
             column = np.full(total, total)
-            column[waiter[nth == number]] = dep[nth == number]
+            column[waiter[column_of == number]] = dep[column_of == number]
             columns.append(column)
-        further: dict[int, list[tuple[int, Int]]] = defaultdict(list)
-        for row in distinct_values(waiter[nth > 1]):
+        extra: dict[int, list[tuple[int, Int]]] = defaultdict(list)
+        for row in distinct_values(waiter[column_of > 1]):
             step = int(np.searchsorted(self.steps, row, side="right")) - 1
-            further[step].append((row, dep[(waiter == row) & (nth > 1)]))
-        return columns, further
+            extra[step].append((row, dep[(waiter == row) & (column_of > 1)]))
+        return columns, extra
 
-    def _outs(self, members: Sequence[UnitRun]) -> Int:
-        """By run and output, the row of the extended evaluation that it is; see `Evaluated`."""
-        total, width = len(self.position), self.inputs
-        outs = np.full((len(members), self.outputs), total)
-        for nth, run in enumerate(members):
-            rows = [int(self.row[p]) if p >= 0 else total - p for p in run.sources]
-            outs[nth, : len(rows)] = rows
-            outs[nth, 0] = total + 1 + width + nth
-        return outs
+    def _output_rows(self, members: Sequence[Fragment]) -> Int:
+        total = len(self.position)
+        result = np.full((len(members), self.num_outputs), total)
+        for index, fragment in enumerate(members):
+            rows = [int(self.row[p]) if p >= 0 else total - p for p in fragment.sources]
+            result[index, : len(rows)] = rows
+            result[index, 0] = total + 1 + self.num_inputs + index
+        return result
 
 
-class Evaluated(NamedTuple):
-    """The runs of a group, evaluated at each input alone, for several timings.
+class TransferMatrices(NamedTuple):
+    """Matrices of the fragments of a group, for several sets of durations.
 
-    Rows of `ends` are those of the group; one that never is; the inputs themselves; and of each run
-    when the host has launched it, and waited.
+    Rows of `ends` are those of the group; one that never ends; the inputs; and for each fragment
+    the time at which the host has launched it, and waited.
     """
 
     ends: Int
-    """[timings, rows, inputs]: the end of each position; of a meeting, when it is ready."""
+    """[sets, rows, inputs]: the end of each position; of a rendezvous, when it is ready."""
     ready: Int
-    """[timings, rows of the group, inputs]: when each is launched and all it waits for has ended;
-    without the message that a receive waits for."""
+    """[sets, rows of the group, inputs]: when each is launched and all its deps have ended; without
+    the message that a receive waits for."""
 
 
-def evaluate(
-    group: RunGroup, duration: Int, cost: Int | None = None, waits: Bool | None = None
-) -> Evaluated:
-    """Evaluate runs at unit vectors. `duration`, `cost` (of launches) and `waits` (whether the host
-    waits for the end) are [timings, positions], in ticks; no `cost`: launches take no time."""
-    timings, total, width = len(duration), len(group.position), group.inputs
-    ends = np.full((timings, total + 1 + width + len(group.runs), width), NEVER, np.int64)
-    ends[:, group.fill[0], group.fill[1]] = 0
+def transfer_matrices(
+    group: FragmentGroup, duration: Int, launch: Int | None = None, waits: Bool | None = None
+) -> TransferMatrices:
+    """Propagate unit vectors through fragments: column j starts input j at 0, others at -inf.
+
+    `duration`, `launch` (cost of launches) and `waits` (the host waits for the end) are
+    [sets, positions], in ticks. Without `launch`, launches take no time.
+    """
+    sets, total, width = len(duration), len(group.position), group.num_inputs
+    ends = np.full((sets, total + 1 + width + len(group.indices), width), NEVER, np.int64)
+    ends[:, group.ready_inputs[0], group.ready_inputs[1]] = 0
     ends[:, total + 1 + np.arange(width), np.arange(width)] = 0
-    thread = ends[:, total + 1 + width :]
-    thread[:, :, 0] = 0
-    ready = np.empty((timings, total, width), np.int64)
+    host_time = ends[:, total + 1 + width :]
+    host_time[:, :, 0] = 0
+    ready = np.empty((sets, total, width), np.int64)
     ticks = duration[:, group.position, None]
-    launch = None if cost is None else cost[:, group.position, None]
-    joins = None if waits is None else waits[:, group.position]
-    arrives = np.full((total, width), NEVER, np.int64)
-    arrives[group.arrivals] = 0
-    late = np.zeros(total, dtype=bool)
-    late[group.arrivals[0]] = True
-    late[[*group.sent]] = True
-    bounds = group.steps.tolist()
-    any_late = np.logical_or.reduceat(np.append(late, False), group.steps[:-1]) if total else late
-    any_join = np.zeros(len(bounds) - 1, dtype=bool)
-    if joins is not None and total:
-        joined = np.append(joins.any(axis=0), False)
-        any_join = np.logical_or.reduceat(joined, group.steps[:-1])
-    slow = {*np.flatnonzero(any_late).tolist(), *group.further}
-    for k, (a, b) in enumerate(itertools.pairwise(bounds)):
-        here = ends[:, a:b]
-        for column in group.needs:
-            np.maximum(here, ends[:, column[a:b]], out=here)
-        if k in slow:
-            for row, needs in group.further.get(k, ()):
-                np.maximum(ends[:, row], ends[:, needs].max(axis=1), out=ends[:, row])
-        if launch is not None:
-            launched = thread[:, : b - a]
-            launched += launch[:, a:b]
-            np.maximum(here, launched, out=here)
-        ready[:, a:b] = here
-        if k in slow and any_late[k]:
-            np.maximum(here, arrives[a:b], out=here)
-            for row in np.flatnonzero(late[a:b]) + a:
-                if int(row) in group.sent:
-                    came = ends[:, group.sent[int(row)]]
-                    np.maximum(ends[:, row], came, out=ends[:, row])
-        here += ticks[:, a:b]
-        if any_join[k] and launch is not None and joins is not None:
-            launched = thread[:, : b - a]
-            wait = joins[:, a:b, None]
-            np.maximum(launched, np.where(wait, here, NEVER), out=launched)
+    cost = None if launch is None else launch[:, group.position, None]
+    host_waits = None if waits is None else waits[:, group.position]
+    arrival = np.full((total, width), NEVER, np.int64)
+    arrival[group.message_inputs] = 0
+    receives = np.zeros(total, dtype=bool)
+    receives[group.message_inputs[0]] = True
+    receives[[*group.sent]] = True
+    any_receive = _any_of_step(group, receives)
+    any_wait = np.zeros_like(any_receive)
+    if cost is not None and host_waits is not None:
+        any_wait = _any_of_step(group, np.logical_or.reduce(host_waits, axis=0))
+    for k, (a, b) in enumerate(itertools.pairwise(group.steps.tolist())):
+        ends_k = ends[:, a:b]
+        for column in group.deps:
+            np.maximum(ends_k, ends[:, column[a:b]], out=ends_k)
+        for row, deps in group.extra_deps.get(k, ()):
+            np.maximum(ends[:, row], ends[:, deps].max(axis=1), out=ends[:, row])
+        launched = host_time[:, : b - a]
+        if cost is not None:
+            launched += cost[:, a:b]
+            np.maximum(ends_k, launched, out=ends_k)
+        ready[:, a:b] = ends_k
+        if any_receive[k]:
+            np.maximum(ends_k, arrival[a:b], out=ends_k)
+            for row in (np.flatnonzero(receives[a:b]) + a).tolist():
+                if row in group.sent:
+                    np.maximum(ends[:, row], ends[:, group.sent[row]], out=ends[:, row])
+        ends_k += ticks[:, a:b]
+        if any_wait[k] and host_waits is not None:
+            waited = np.where(host_waits[:, a:b, None], ends_k, NEVER)
+            np.maximum(launched, waited, out=launched)
     np.maximum(ends, NEVER, out=ends)
     np.maximum(ready, NEVER, out=ready)
-    return Evaluated(ends, ready)
+    return TransferMatrices(ends, ready)
+
+
+def _any_of_step(group: FragmentGroup, mask: Bool) -> Bool:
+    """Mask of evaluation steps with a row in `mask`."""
+    if not len(mask):
+        return np.zeros(0, dtype=bool)
+    return np.logical_or.reduceat(mask, group.steps[:-1])

@@ -1,8 +1,8 @@
-"""How well a step uses the GPUs: FLOPs that a model needs, and FLOPs that kernels execute.
+"""Utilization of the GPUs: FLOPs that a model needs, and FLOPs that kernels execute.
 
-One convention, PaLM's (arXiv 2204.02311, appendix B), for both: attention counts as if nothing were
-masked. FLOPs that are executed are never fewer than those needed, so that HFU is never below
-MFU. Beside both stand the causal figures, which leave out what a mask leaves out.
+Both use PaLM's convention (arXiv 2204.02311, appendix B): attention counts as if nothing were
+masked. Executed FLOPs are never fewer than needed ones, so that HFU is never below MFU. The causal
+figures leave out masked pairs of query and key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from stagewright.time.simulate.timeline import TICK, Timeline
 
 
 class Flops(NamedTuple):
-    """FLOPs with attention in full, and without the pairs of query and key that are masked."""
+    """FLOPs with attention in full, and without masked pairs of query and key."""
 
     full: float
     causal: float
@@ -47,49 +47,53 @@ class SequenceFlops:
     attention: Mapping[int, Flops]
     """Of attention, by layer; -1: outside the layers."""
     choices: float = 0.0
-    """Of the scores with which indexers choose keys, which no gradient reaches."""
+    """Of the indexers that choose keys, which no gradient reaches."""
     gradients: float | None = None
-    """Of the products of backward, where not all parameters train; None: twice `products`."""
+    """Of products of the backward pass, if some weights are frozen; None: twice `products`."""
     without_gradient: frozenset[int] = frozenset()
     """Layers whose attention no gradient reaches."""
 
     def of_step(self, sequences: int) -> Flops:
-        """The FLOPs of training with so many sequences: backward needs twice those of forward, less
-        the gradients of frozen weights, and those of inputs below all that trains."""
+        """FLOPs of a training step with `sequences` sequences.
+
+        The backward pass needs twice those of the forward pass, less the gradients of frozen
+        weights and of inputs below all trained weights.
+        """
         backward = 2 * self.products if self.gradients is None else self.gradients
-        once = sequences * (self.choices + self.products + backward)
+        products = sequences * (self.choices + self.products + backward)
         full = causal = 0.0
         for layer, pairs in self.attention.items():
             passes = sequences * (1 if layer in self.without_gradient else 3)
             full, causal = full + passes * pairs.full, causal + passes * pairs.causal
-        return Flops(once + full, once + causal)
+        return Flops(products + full, products + causal)
 
 
 def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
-    """The FLOPs that a model needs for one sequence of a resolved run of training."""
-    alone = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
-    # A model that leaves out tokens beyond the capacity of experts needs no FLOPs for those.
-    kept = ("decoder_seq_length", "document_length", "moe_expert_capacity_factor", *WHAT_TRAINS)
-    return _flops_alone(alone.model_copy(update={name: getattr(run, name) for name in kept}), model)
+    """FLOPs that a model needs for one sequence of a resolved run of training."""
+    single = Run(model=run.model, seq_length=run.seq_length, global_batch_size=1)
+    # Tokens beyond the capacity of experts need no FLOPs.
+    names = ("decoder_seq_length", "document_length", "moe_expert_capacity_factor", *WHAT_TRAINS)
+    single = single.model_copy(update={name: getattr(run, name) for name in names})
+    return _single_sequence_flops(single, model)
 
 
 @lru_cache(maxsize=16)  # many runs of a search have the same
-def _flops_alone(alone: Run, model: ModelConfig) -> SequenceFlops:
-    """The FLOPs of a sequence on one device."""
-    tasks = compile(alone, model).program.classes[0].tasks
+def _single_sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
+    """FLOPs of a run with one sequence, on one device."""
+    tasks = compile(run, model).program.classes[0].tasks
     forward = tasks.phase == PHASES.index("forward")
     products = exact_sum(tasks.flops[forward & _timed_as(tasks, Timing.PRODUCT)])
     attention: dict[int, Flops] = {}
     for row in np.flatnonzero(forward & _timed_as(tasks, Timing.ATTENTION)).tolist():
-        of = dict(tasks.shapes[int(tasks.shape[row])].extents)
-        keys = min(of["window"] or of.get("chunk") or of["k"], of["k"])
-        full = 2.0 * of["batch"] * of["heads"] * of["q"] * keys * (of["d"] + of["v"])
+        e = dict(tasks.shapes[int(tasks.shape[row])].extents)
+        keys = min(e["window"] or e.get("chunk") or e["k"], e["k"])
+        full = 2.0 * e["batch"] * e["heads"] * e["q"] * keys * (e["d"] + e["v"])
         layer = int(tasks.layer[row])
         before = attention.get(layer, Flops(0.0, 0.0))
         attention[layer] = Flops(before.full + full, before.causal + float(tasks.flops[row]))
-    scored = np.array([shape.kernel == "index_topk" for shape in tasks.shapes] + [False])
-    choices = exact_sum(tasks.flops[forward & scored[tasks.shape]])
-    if trains_all(alone):
+    is_indexer = np.array([shape.kernel == "index_topk" for shape in tasks.shapes] + [False])
+    choices = exact_sum(tasks.flops[forward & is_indexer[tasks.shape]])
+    if trains_all(run):
         return SequenceFlops(float(products), attention, float(choices))
     backward = tasks.phase == PHASES.index("backward")
     gradients = exact_sum(tasks.flops[backward & _timed_as(tasks, Timing.PRODUCT)])
@@ -99,24 +103,22 @@ def _flops_alone(alone: Run, model: ModelConfig) -> SequenceFlops:
 
 
 def model_flops(run: Run, model: ModelConfig) -> Flops:
-    """The FLOPs that a model needs for a step of a resolved run of training."""
+    """FLOPs that a model needs for a step of a resolved run of training."""
     return sequence_flops(run, model).of_step(run.global_batch_size or 0)
 
 
 def executed_flops(program: Program, needed: SequenceFlops | None = None) -> Flops:
     """FLOPs that the kernels of all ranks execute, recomputation and padding included.
 
-    In full, the FLOPs of a pass through a layer's attention are multiplied by the ratio of all its
-    pairs of query and key to the pairs that its mask leaves: layers that share an action have one
-    mask. Without `needed` (inference, where
-    each request has a length of its own) both figures are those that kernels execute.
+    Full: causal FLOPs times unmasked/masked pairs, per layer. Without `needed` (inference) both
+    figures are those that kernels execute.
     """
     layers = dict(needed.attention) if needed else dict[int, Flops]()
     causal, masked = 0, 0.0
-    for of in program.classes:
-        actions, ranks = of.work.actions, len(of.ranks)
+    for rank_class in program.classes:
+        actions, ranks = rank_class.work.actions, len(rank_class.ranks)
         tasks = actions.tasks
-        copies = np.bincount(of.work.order.action, minlength=len(actions.begin) - 1)
+        copies = np.bincount(rank_class.work.order.action, minlength=len(actions.begin) - 1)
         executed = tasks.flops * np.repeat(copies, np.diff(actions.begin))
         causal += exact_sum(executed) * ranks
         fused = _timed_as(tasks, Timing.ATTENTION, Timing.ATTENTION_BACKWARD)
@@ -127,29 +129,30 @@ def executed_flops(program: Program, needed: SequenceFlops | None = None) -> Flo
 
 
 def _timed_as(tasks: Tasks, *timings: Timing) -> Bool:
-    """Which tasks are kernels that one of the models in `timings` times."""
+    """Mask of kernels with one of the models in `timings`."""
     kernels = [timing_of(shape.kernel) in timings for shape in tasks.shapes]
     return np.array([*kernels, False], dtype=bool)[tasks.shape]
 
 
-def running_and_drawn(line: Timeline, mean: Breakdown, machine: Machine) -> tuple[float, float]:
-    """The share of a step in which kernels of the mean GPU run, and their mean power over TDP.
+def running_and_power(line: Timeline, mean: Breakdown, machine: Machine) -> tuple[float, float]:
+    """Share of a step in which kernels of the mean GPU run, and their mean power over TDP.
 
     A collective that is waited for is a kernel that computes nothing.
     """
-    drawn = 0.0
+    power = 0.0
     for lane in line.lanes:
-        run = (lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin)
-        took = (lane.end - lane.begin)[run].astype(np.float64) * TICK
-        of_lane = kernel_energy(lane.of.work.actions.tasks, lane.row[run], took, machine.hardware)
-        drawn += of_lane * len(lane.ranks) / machine.gpus / line.seconds
+        kernels = (lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin)
+        seconds = (lane.end - lane.begin)[kernels].astype(np.float64) * TICK
+        tasks = lane.rank_class.work.actions.tasks
+        energy = kernel_energy(tasks, lane.row[kernels], seconds, machine.hardware)
+        power += energy * len(lane.ranks) / machine.gpus / line.seconds
     exposed = sum(mean.exposed.values()) / line.seconds
     running = sum(mean.kernels.values()) / line.seconds + exposed
-    return min(running, 1.0), drawn + RUNNING_FRACTION * exposed
+    return min(running, 1.0), power + RUNNING_FRACTION * exposed
 
 
 def without_rates(compiled: CompiledRun, hardware: Hardware) -> list[str]:
-    """Data types that a served checkpoint's products run in and that some hardware has not.
+    """Data types of a served checkpoint's products that hardware does not support.
 
     In training such products are an error: a recipe is chosen for the hardware.
     """
@@ -157,10 +160,11 @@ def without_rates(compiled: CompiledRun, hardware: Hardware) -> list[str]:
 
 
 def missing_rates(program: Program, hardware: Hardware) -> list[str]:
-    """Data types of a program's products that some hardware has not."""
+    """Data types of a program's products that hardware does not support."""
     used: set[str] = set()
-    for of in program.classes:
-        shapes = [nth for nth, shape in enumerate(of.tasks.shapes) if shape.kernel == GEMM]
-        rows = np.isin(of.tasks.shape, shapes)
-        used |= {of.tasks.dtypes[int(i)] for i in np.unique(of.tasks.dtype[rows])}
+    for rank_class in program.classes:
+        tasks = rank_class.tasks
+        shapes = [i for i, shape in enumerate(tasks.shapes) if shape.kernel == GEMM]
+        rows = np.isin(tasks.shape, shapes)
+        used |= {tasks.dtypes[int(i)] for i in np.unique(tasks.dtype[rows])}
     return sorted(dtype for dtype in used if hardware.rate_of(dtype) is None)

@@ -34,10 +34,10 @@ from stagewright.program.columns import (
     TaskKind,
     Tasks,
     Values,
-    among,
+    intersect,
 )
 from stagewright.program.communicators import Communicator, Peer, Users
-from stagewright.program.step import RankWork
+from stagewright.program.rank_work import RankWork
 from stagewright.trace.formats import json as readable
 from stagewright.trace.formats.archive import CONTENTS, DIGEST, SEAL, Damage, SealedArchive
 
@@ -289,11 +289,11 @@ class Bundle:
         wanted = None if ranks is None else np.unique(np.asarray(ranks, np.int64))
         classes: list[RankClass] = []
         for nth, (of, mine) in enumerate(zip(self.contents.classes, self.ranks, strict=True)):
-            if wanted is None or len(among(mine, wanted)):
+            if wanted is None or len(intersect(mine, wanted)):
                 tasks, values = self._tasks(nth), self._values(nth)
                 memory = dict(of.memory)
                 allowance = memory.pop("allowance", 0)
-                work = RankWork.given(tasks, memory, values)
+                work = RankWork.from_tables(tasks, memory, values)
                 classes.append(RankClass(mine, of.pipeline_rank, work, allowance))
         contents = self.contents
         return Program(contents.mesh, tuple(classes), contents.communicators, contents.peers)

@@ -31,7 +31,7 @@ from stagewright.program.columns import (
     RankClass,
     TaskKind,
     Tasks,
-    among,
+    intersect,
 )
 from stagewright.program.communicators import Users
 from stagewright.trace.formats import wire
@@ -67,7 +67,7 @@ def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> l
     partners = PartnerCodes(program)
     batches: list[ChakraBatch] = []
     for of in program.classes:
-        mine = among(of.ranks, ranks)
+        mine = intersect(of.ranks, ranks)
         if not len(mine):
             continue
         codes = partners.used(of.tasks)
@@ -90,10 +90,10 @@ def comm_group(program: Program, users: Sequence[Users] | None = None) -> Iterat
     """The groups that `pg_name` names, for ASTRA-sim: `{"<id>":[ranks], ...}`, one a line.
 
     In pieces, since a million ranks have some ten million bytes of groups. `users` as in
-    `Program.blocks_of_groups`.
+    `Program.group_chunks`.
     """
     before = "{\n"
-    for ids, ranks in program.blocks_of_groups(users):
+    for ids, ranks in program.group_chunks(users):
         if not len(ids):
             continue
         lines = (

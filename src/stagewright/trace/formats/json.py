@@ -23,7 +23,7 @@ from stagewright.program.columns import (
     RankClass,
     TaskKind,
     Tasks,
-    among,
+    intersect,
 )
 
 FILE = "rank.{rank}.json"
@@ -32,7 +32,7 @@ FILE = "rank.{rank}.json"
 
 def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[JsonBatch]:
     """The batches that write the files of `ranks`, ascending; only the manifest has provenance."""
-    found = [(of, among(of.ranks, ranks)) for of in program.classes]
+    found = [(of, intersect(of.ranks, ranks)) for of in program.classes]
     return [JsonBatch(program, of, mine) for of, mine in found if len(mine)]
 
 

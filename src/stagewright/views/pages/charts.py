@@ -95,9 +95,9 @@ def _some_lanes(found: SimulatedStep) -> list[tuple[str, Breakdown]]:
     ranks: dict[tuple[str, ...], list[int]] = {}
     for lane, each in zip(found.line.lanes, found.parts, strict=True):
         shares = [*each.kernels.values(), *each.exposed.values(), each.bubble, each.launches]
-        key = (stage_kind(program, lane.of), *(f"{s / found.seconds:.1%}" for s in shares))
+        key = (stage_kind(program, lane.rank_class), *(f"{s / found.seconds:.1%}" for s in shares))
         known.setdefault(key, each)
-        ranks.setdefault(key, []).append(lane.of.pipeline_rank)
+        ranks.setdefault(key, []).append(lane.rank_class.pipeline_rank)
     return [(_named(key[0], sorted({*some})), known[key]) for key, some in ranks.items()]
 
 
@@ -111,7 +111,7 @@ def peaks(
     """Classes of ranks, and what each holds at its peak by category: as simulated if it was."""
     if found:
         lanes = zip(found.line.lanes, found.peaks, strict=True)
-        return [(lane.of, peak) for lane, peak in lanes]
+        return [(lane.rank_class, peak) for lane, peak in lanes]
     return [
         (of, {k: v for k, v in of.memory.items() if k != "peak" and v})
         for of in compiled.program.classes

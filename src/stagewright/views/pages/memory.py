@@ -78,7 +78,7 @@ def over_time(
 ) -> OverTime:
     """Memory over the step, in a simulation over its time; adds to `data` what a script reads."""
     if found:
-        of_class = [lane.of for lane in found.line.lanes]
+        of_class = [lane.rank_class for lane in found.line.lanes]
         ranks = [lane.ranks.tolist() for lane in found.line.lanes]
     else:
         of_class = [*compiled.program.classes]

@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.numbers import duration, many, quantity
-from stagewright.searching.enumeration import Found
+from stagewright.searching.enumeration import Enumeration
 from stagewright.searching.objectives import front
 from stagewright.searching.ranking import Ranking, nothing_found
 from stagewright.searching.run_file import hardware_file, hardware_file_name, is_packaged, run_file
@@ -38,15 +38,15 @@ class _Candidate(NamedTuple):
     run_file: str
 
 
-def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
+def page(enumeration: Enumeration, ranking: Ranking, notes: tuple[str, ...]) -> str:
     """The page as HTML; the sensitivities of the best are simulated for it, if there is one."""
-    points, names = _points(ranking), ranking.wanted.objectives
+    points, names = _points(ranking), ranking.options.objectives
     exists = len(ranking.best) > 0
     run, linked = "", ranking.listed
     if exists:
         best = int(ranking.best[0])
         first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
-        run = f"{first}{ranking.rows.describe(best)} on {ranking.rows.machine(best)}"
+        run = f"{first}{ranking.candidates.describe(best)} on {ranking.candidates.machine(best)}"
         linked = np.unique(np.concatenate([linked, points[_on_front(ranking, points)]]))
     else:
         run = str(nothing_found(ranking))
@@ -59,15 +59,15 @@ def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
     what = f"Pareto front of {tables.in_words(names)}" if names[1:] else "best execution"
     return render(
         "search.html",
-        title=f"{ranking.rows.model.name}: {what} on {_machines(ranking)}",
+        title=f"{ranking.candidates.model.name}: {what} on {_machines(ranking)}",
         run=run,
         cards=_cards(ranking) if exists else [],
         certainty=tables.certainty(ranking),
         notes=[*notes, *filter(None, sentences)],
         best=tables.best(ranking),
         choices=tables.choices(ranking) if exists else None,
-        removed=tables.removed(found.removed),
-        combinations=found.combinations,
+        removed=tables.removed(enumeration.removed),
+        combinations=enumeration.combinations,
         front=_front_chart(ranking, points, {*linked.tolist()}) if len(points) else None,
         sensitivity=_sensitivity_table(ranking, int(ranking.best[0])) if exists else None,
         shown=[_candidate(ranking, row) for row in linked.tolist()],
@@ -79,7 +79,7 @@ def page(found: Found, ranking: Ranking, notes: tuple[str, ...]) -> str:
 
 def _machines(ranking: Ranking) -> str:
     """The hardware and its number, where all candidates have the same."""
-    rows = ranking.rows
+    rows = ranking.candidates
     worlds = np.unique(rows.world_size).tolist()
     names = list(dict.fromkeys(hardware.name for hardware in rows.columns["hardware"].values))
     gpus = f"{worlds[0]:,}" if len(worlds) == 1 else f"{worlds[0]:,} to {worlds[-1]:,}"
@@ -91,7 +91,7 @@ def _cards(ranking: Ranking) -> list[Card]:
     row, figures = int(ranking.best[0]), ranking.figures
     count = many(len(ranking), "candidate", "candidates")
     tokens = int(figures.tokens[row])
-    found = [
+    enumeration = [
         Card("Step time", duration(float(figures.seconds[row])), f"{tokens:,} tokens"),
         Card(
             "Peak memory per GPU",
@@ -103,12 +103,12 @@ def _cards(ranking: Ranking) -> list[Card]:
     if not np.isnan(figures.mfu[row]):
         causal = f"causal attention {figures.mfu_causal[row]:.1%}"
         rate = f"{figures.tflops[row]:,.0f} TFLOP/s per GPU, {causal}"
-        found.insert(1, Card("MFU", f"{figures.mfu[row]:.1%}", rate))
-    return found
+        enumeration.insert(1, Card("MFU", f"{figures.mfu[row]:.1%}", rate))
+    return enumeration
 
 
 def _sensitivity_table(ranking: Ranking, row: int) -> Table:
-    slopes = sensitivities(ranking.rows, row)
+    slopes = sensitivities(ranking.candidates, row)
     return Table(
         "Percent by which the best step gets longer where a figure grows by 1%",
         {"figure": [*slopes], "percent": [f"{slope:+.3f}" for slope in slopes.values()]},
@@ -144,22 +144,23 @@ def _on_front(ranking: Ranking, rows: Int) -> Int:
 def _words(ranking: Ranking, row: int) -> str:
     seconds, peak = float(ranking.figures.seconds[row]), int(ranking.figures.peak[row])
     mark = "" if ranking.figures.exact[row] else ", estimated"
-    settings = tables.words(ranking.rows, row)
+    settings = tables.words(ranking.candidates, row)
     return f"{settings}: {duration(seconds)}, {quantity(peak, 'B')}{mark}"
 
 
 def _candidate(ranking: Ranking, row: int) -> _Candidate:
-    return _Candidate(f"run-{row}", _words(ranking, row), run_file(ranking.rows, row))
+    return _Candidate(f"run-{row}", _words(ranking, row), run_file(ranking.candidates, row))
 
 
 def _systems(ranking: Ranking, rows: Int) -> dict[str, str]:
-    """The files of hardware that run files name, by name."""
-    systems = [ranking.rows.hardware(row) for row in rows.tolist()]
-    return {
-        hardware_file_name(hardware): hardware_file(hardware)
-        for hardware in {id(hardware): hardware for hardware in systems}.values()
-        if not is_packaged(hardware)
-    }
+    """Hardware files that run files refer to, by name."""
+    candidates, files = ranking.candidates, dict[str, str]()
+    for index in rows.tolist():
+        hardware = candidates.hardware(index)
+        name = hardware_file_name(hardware)
+        if name not in files and not is_packaged(hardware):
+            files[name] = hardware_file(candidates, index)
+    return files
 
 
 def _front_chart(ranking: Ranking, rows: Int, linked: set[int]) -> Chart:

@@ -1,4 +1,4 @@
-"""Points in two dimensions, and lines through several scales: the candidates of a search."""
+"""Scatter plot of the candidates of a search."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ LEFT = 70
 
 
 class Point(NamedTuple):
-    """A point, or a line through the scales: its place on each, 0 or above, and what it is."""
+    """A point and its label."""
 
-    at: tuple[float, ...]
+    at: tuple[float, float]
+    """Coordinates, 0 or above."""
     words: str
     link: str = ""
     """Where a click leads, within the page."""
@@ -66,44 +67,3 @@ def _dot(x: float, y: float, point: Point) -> str:
 
 def _linked(drawn: str, link: str) -> str:
     return f'<a href="#{html.escape(link)}">{drawn}</a>' if link else drawn
-
-
-class Coordinate(NamedTuple):
-    """A scale of parallel coordinates: its name and the words at its ticks, from the bottom."""
-
-    name: str
-    words: Sequence[str]
-
-
-def parallel(
-    lines: Sequence[Point], scales: Sequence[Coordinate], label: str, width: int = svg.WIDTH
-) -> svg.Picture:
-    """A line for each candidate through one scale for each setting; `at` is 0 to 1 on each."""
-    top, bottom = 34, HEIGHT - 10
-    step = (width - LEFT - EDGE - 30) / max(len(scales) - 1, 1)
-    places = [LEFT + nth * step for nth in range(len(scales))]
-
-    def y_of(share: float) -> float:
-        return bottom - share * (bottom - top)
-
-    parts: list[str] = []
-    for of in sorted(lines, key=lambda of: of.marked):
-        path = "L".join(
-            f"{svg.number(x)} {svg.number(y_of(share))}"
-            for x, share in zip(places, of.at, strict=True)
-        )
-        ink, thick = (svg.VERMILLION, 2) if of.marked else (svg.BLUE, 1)
-        opacity = 1 if of.marked else 0.25
-        drawn = (
-            f'<path d="M{path}" fill="none" stroke="{ink}" stroke-width="{thick}" '
-            f'stroke-opacity="{opacity}">{svg.title(of.words)}</path>'
-        )
-        parts.append(_linked(drawn, of.link))
-    for nth, (x, scale) in enumerate(zip(places, scales, strict=True)):
-        parts.append(svg.line(x, top, x, bottom))
-        parts.append(svg.text(x, 12 + 13 * (nth % 2), scale.name, "middle"))
-        count = max(len(scale.words) - 1, 1)
-        for place, word in enumerate(scale.words):
-            y = y_of(place / count) + 4
-            parts.append(svg.text(x + 4, y, word))
-    return svg.figure(HEIGHT, label, parts, width=width)

@@ -58,9 +58,9 @@ def strips(line: Timeline) -> list[Strips]:
     long: set[str] = set()
     found: list[Strips] = []
     for name, lane, of_lane in zip(_names(line.program, lanes), lanes, axes, strict=True):
-        phase = lane.of.tasks.phase[lane.issue.rows]
+        phase = lane.rank_class.tasks.phase[lane.issue.rows]
         kernels = [Strip(each, lane.main & (phase == nth)) for nth, each in enumerate(PHASES)]
-        transfers = [Strip(axis, of_lane.of == nth) for nth, axis in enumerate(of_lane.names)]
+        transfers = [Strip(axis, of_lane.axis == nth) for nth, axis in enumerate(of_lane.names)]
         for each in transfers:
             busy = float((lane.end - lane.begin)[each.tasks].sum())
             if busy > LEAST * line.ticks:
@@ -172,7 +172,7 @@ def chosen(count: int, most: int) -> list[int]:
 
 def _names(program: Program, lanes: Sequence[Lane]) -> list[str]:
     """The stages of lanes; with ranks where one stage has several lanes."""
-    stages = [stage_name(program, lane.of) for lane in lanes]
+    stages = [stage_name(program, lane.rank_class) for lane in lanes]
     return [
         stage
         if stages.count(stage) == 1

@@ -31,13 +31,11 @@ if TYPE_CHECKING:
     from stagewright.api.searched import Search
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
-    from stagewright.searching.enumeration import Found
+    from stagewright.searching.enumeration import Enumeration
     from stagewright.searching.figures import Figures
-    from stagewright.searching.ranking import NothingFound, Wanted
+    from stagewright.searching.ranking import NothingFound, SearchOptions
     from stagewright.searching.request import SearchRequest
     from stagewright.searching.simulated import Progress
-
-_TOOLS = ("megatron", "torchtitan")
 
 
 @command
@@ -57,7 +55,7 @@ def search(
     With --serve: layouts, and how many instances of each, that serve requests over time as `serve`
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
-    from stagewright.api.searched import wanted
+    from stagewright.api.searched import pop_search_options
     from stagewright.searching.simulated import step_of
     from stagewright.views.deviations import known
     from stagewright.views.search import without_objective
@@ -67,79 +65,84 @@ def search(
         pairs = _pairs(settings.pop("vary"))
         return search_serving(model, config, outputs, pairs, as_json=as_json, settings=settings)
     settings = without_serving(settings)
-    why, place = settings.pop("why"), settings.pop("place")
-    what = wanted(settings)
+    why, listed_row = settings.pop("why"), settings.pop("listed_row")
+    options = pop_search_options(settings)
     engine = [settings.pop(name) for name in ("engine", "workers", "address")]
     tool = _tool(model, settings["as_family"])
     if tool:
         settings["as_family"] = None
     request = _request(model, config, settings)
-    _check_place(place, what, request)
+    _check_listed_row(listed_row, options)
     outputs.check_hardware(fleet.hardware for fleet in request.space.fleets)
     shared.show_notes(request.notes)
     begin = time.perf_counter()
     with shown("candidates") as bar, _executor(*engine) as executor:
-        result, none = _searched(request, what, executor, bar, why=why)
+        result, nothing = _run_with_progress(request, options, executor, bar, why=why)
     shared.show_notes(without_objective(result.ranking))
-    if none is not None:
-        return end_without_best(result, none, out)
-    if result.ranking.rows.model.num_experts:  # whose steps differ most from what was measured
-        best = step_of(result.ranking.rows, result.row(1))
+    if nothing is not None:
+        return end_without_best(result, nothing, out)
+    candidates = result.ranking.candidates
+    if candidates.model.num_experts:  # largest deviations from measured steps
+        best = step_of(candidates, result.index(1))
         shared.show_notes(known(best))
     seconds = time.perf_counter() - begin
-    flags = partial(_flags, result, tool, place or 1) if tool else None
-    return end(result, lambda: _report(result, seconds), out, place, as_json=as_json, flags=flags)
+    flags = partial(_flags, result, tool, listed_row or 1) if tool else None
+    report = partial(_report, result, seconds)
+    return end(result, report, out, listed_row, as_json=as_json, flags=flags)
 
 
-def _flags(result: Search, tool: str, place: int) -> Sequence[str]:
-    """The flags of a framework; what it has no flags for is noted."""
-    shared.show_notes(result.flag_notes(tool, place))
-    return result.flags(tool, place)
+def _flags(result: Search, tool: str, listed_row: int) -> Sequence[str]:
+    """Flags of a framework; notes name settings without one."""
+    shared.show_notes(result.flag_notes(tool, listed_row))
+    return result.flags(tool, listed_row)
 
 
 def _checked(out: tuple[str, ...], given: object, settings: dict[str, Any]) -> Outputs:
-    """Refuse before any work numbers below 1, and files that could not be written after it."""
+    """Refuse numbers below 1, and files that could not be written, before any work."""
     from stagewright.api.searched import check_count
 
-    for name, option in {"top": "top", "most": "most", "place": "run"}.items():
+    for name, option in {"top": "top", "most": "most", "listed_row": "run"}.items():
         check_count(option, settings[name])
     outputs = Outputs(out, settings.pop("force"), [*texts_of(given)])
     outputs.check()
     return outputs
 
 
-def _check_place(place: int | None, what: Wanted, request: SearchRequest) -> None:
-    """Refuse before the search a row of the table that there will not be."""
-    if place is not None and place > what.top:
+def _check_listed_row(listed_row: int | None, options: SearchOptions) -> None:
+    """Refuse a row that the table of the best will not have, before the search."""
+    if listed_row is not None and listed_row > options.top:
         raise UserError(
-            f"--run {place}: a search lists the best {what.top:,} (--top); give --run 1 to "
-            f"{what.top:,}, or --top {place}"
+            f"--run {listed_row}: a search lists the best {options.top:,} (--top); give --run 1 to "
+            f"{options.top:,}, or --top {listed_row}"
         )
 
 
 def _tool(model: str | None, name: str | None) -> str | None:
-    """The framework whose flags are printed; None: the name is a model's family, or none."""
+    """Framework whose flags are printed; None: the name is a model's family, or absent."""
     from stagewright.model.presets import PRESETS
+    from stagewright.searching.flags import TOOLS
 
-    if name is not None and name not in _TOOLS and model in PRESETS:
+    if name is not None and name not in TOOLS and model in PRESETS:
         raise UserError(
-            f"--as {printable(name)}: wanted {either(_TOOLS)}, whose flags are printed; a model's "
+            f"--as {printable(name)}: wanted {either(TOOLS)}, whose flags are printed; a model's "
             f"family is for config.json files, and {model} is a preset"
         )
-    return name if name in _TOOLS else None
+    return name if name in TOOLS else None
 
 
 def _request(model: str | None, config: str | None, settings: dict[str, Any]) -> SearchRequest:
-    """The space that the options and the run file ask for."""
-    from stagewright.searching.request import asked
+    """Space of the options and the run file."""
+    from stagewright.searching.request import search_request
 
     vary, gpus = _pairs(settings.pop("vary")), settings.pop("gpus")
     families = settings.pop("space")
     hardware = hardware_names(settings.pop("hardware"))
-    given = {name: value for name, value in settings.items() if value is not None}
+    values = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
-        given["model"] = model
-    return asked(given, config, hardware=hardware, gpus=gpus, vary=vary, families=families)
+        values["model"] = model
+    return search_request(
+        values, config, hardware=hardware, gpus=gpus, vary=vary, families=families
+    )
 
 
 def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:
@@ -158,7 +161,7 @@ def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:
 def _executor(
     engine: str, workers: int | None, address: str | None
 ) -> AbstractContextManager[Executor | None]:
-    """Who simulates; None: this process."""
+    """Executor of the simulations; None: this process."""
     from stagewright.executors import Processes, cores, ray_cluster
 
     if engine == "ray":
@@ -173,77 +176,77 @@ def _executor(
     return nullcontext(Processes(count) if count > 1 else None)
 
 
-def _searched(
+def _run_with_progress(
     request: SearchRequest,
-    what: Wanted,
+    options: SearchOptions,
     executor: Executor | None,
     bar: ProgressBar,
     *,
     why: bool,
 ) -> tuple[Search, NothingFound | None]:
-    """The result, and why there is no best, where there is none; stderr shows progress."""
-    from stagewright.api.searched import Search, searched
+    """Result, and the error if nothing was found; stderr shows progress."""
+    from stagewright.api.searched import Search, run_search
     from stagewright.searching.ranking import NothingFound
 
     bar.say("constraints ")
     try:
-        found = request.space.candidates()
-        _show_space(found, why=why)
+        enumeration = request.space.enumerate()
+        _show_space(enumeration, why=why)
         bar.say("estimates ")
         try:
-            return searched(request, what, executor, _progress(bar), found), None
-        except NothingFound as none:
-            return Search(found, none.ranking, request.notes), none
+            return run_search(request, options, executor, _progress(bar), enumeration), None
+        except NothingFound as error:
+            return Search(enumeration, error.ranking, request.notes), error
     except KeyboardInterrupt:
         raise Stopped("stopped before any candidate was simulated; nothing was written") from None
 
 
-_LINES_APART = 10.0
+_SECONDS_BETWEEN_LINES = 10.0
 """Seconds between lines of progress where stderr is no terminal."""
 
 
 def _progress(bar: ProgressBar) -> Progress:
-    """Shows the rate, and the best step so far; in lines where stderr is no terminal."""
+    """Show the rate and the best step so far; in lines where stderr is no terminal."""
     best, line = [float("inf")], [time.monotonic()]
 
     def progress(done: int, total: int, latest: Figures) -> None:
         for seconds, fits in zip(latest.seconds.tolist(), latest.fits.tolist(), strict=True):
             if fits and seconds < best[0]:
                 best[0] = seconds
-        found = "" if best[0] == float("inf") else f"best {duration(best[0])}"
-        bar(done, total, more=found)
-        if not sys.stderr.isatty() and time.monotonic() > line[0] + _LINES_APART:
+        text = "" if best[0] == float("inf") else f"best {duration(best[0])}"
+        bar(done, total, more=text)
+        if not sys.stderr.isatty() and time.monotonic() > line[0] + _SECONDS_BETWEEN_LINES:
             line[0] = time.monotonic()
-            text = ", ".join(filter(None, (f"{done:,} candidates simulated", found)))
-            click.echo(f"stagewright: {text}", err=True)
+            line_text = ", ".join(filter(None, (f"{done:,} candidates simulated", text)))
+            click.echo(f"stagewright: {line_text}", err=True)
 
     return progress
 
 
 _MANY = 20_000
-"""Candidates whose estimates take so long that it is said, where stderr is no terminal."""
+"""Number of candidates above which a line announces estimates, if stderr is no terminal."""
 
 
-def _show_space(found: Found, *, why: bool) -> None:
-    """Say on stderr how large the space is, and what has been removed from it."""
-    combinations = many(found.combinations, "combination", "combinations")
-    line = f"{combinations}: {len(found.rows):,} can be run"
-    if found.removed and not why:
-        line += f", {many(len(found.removed), 'rule', 'rules')} removed the others (--why)"
-    if len(found.rows) > _MANY and not sys.stderr.isatty():
+def _show_space(enumeration: Enumeration, *, why: bool) -> None:
+    """Print the size of the space to stderr, and the combinations that constraints removed."""
+    removed, count = enumeration.removed, len(enumeration.candidates)
+    combinations = many(enumeration.combinations, "combination", "combinations")
+    line = f"{combinations}: {count:,} can be run"
+    if removed and not why:
+        line += f", {many(len(removed), 'rule', 'rules')} removed the others (--why)"
+    if count > _MANY and not sys.stderr.isatty():
         line += "; estimating these"
     lines = [line]
     if why:
         lines += [
-            f"{each.count:,} removed by the rule that {each.why} ({each.example})"
-            for each in found.removed
+            f"{r.count:,} removed by the rule that {r.requirement} ({r.example})" for r in removed
         ]
     for text in lines:
         click.echo(f"stagewright: {printable(text)}", err=True)
 
 
 def _report(result: Search, seconds: float) -> None:
-    """Print the best, the price of other choices, and how sure that is."""
+    """Print the best, the price of other choices, and how certain the result is."""
     from stagewright.texttable import print_table
     from stagewright.views.search import (
         UNTIL_STOPPED,
@@ -255,7 +258,7 @@ def _report(result: Search, seconds: float) -> None:
     )
 
     ranking = result.ranking
-    out, names = shared.console(), ranking.wanted.objectives
+    out, names = shared.console(), ranking.options.objectives
     first = "best"
     if len(names) > 1:
         out.print(

@@ -23,15 +23,15 @@ def end(
     result: Search | ServingSearch,
     report: Callable[[], None],
     out: Sequence[str],
-    place: int | None,
+    listed_row: int | None,
     *,
     as_json: bool,
     flags: Callable[[], Sequence[str]] | None = None,
 ) -> int:
     """Print the result as JSON or as a report, write its files; returns the exit code.
 
-    `place` is the one of the best whose run is written, or printed where no run file is; `flags`
-    are printed in its place. In JSON both are fields. Where nothing was found, only that is said.
+    `listed_row` is the row of the best whose run is written, or printed without a run file; `flags`
+    are printed instead of it. In JSON both are fields. Where nothing was found, only that is said.
     What fails is told at the end: a search may have taken hours, and all else of it is kept.
     """
     failures = Failures()
@@ -39,14 +39,14 @@ def end(
     with failures:
         if flags is not None:
             printed = {"flags": [*flags()]}
-        elif place is not None and len(result.ranking.best) and not any(map(is_run_file, out)):
-            printed = {"run_file": result.run_file(place)}
+        elif listed_row is not None and len(result.ranking.best) and not any(map(is_run_file, out)):
+            printed = {"run_file": result.run_file(listed_row)}
     with failures:
         if as_json:
             shared.print_json({**result.summary(), **printed})
         else:
             report()
-    write(result, out, place or 1, failures)
+    write(result, out, listed_row or 1, failures)
     with failures:
         if not as_json:
             for text in printed.values():
@@ -112,7 +112,7 @@ def _named(path: str) -> Generator[None]:
 
 
 def write(
-    result: Search | ServingSearch, out: Sequence[str], place: int, failures: Failures
+    result: Search | ServingSearch, out: Sequence[str], listed_row: int, failures: Failures
 ) -> None:
     """Write each of the files, whatever becomes of the others."""
     upto = ", as far as the search had come" if result.ranking.stopped else ""
@@ -121,7 +121,7 @@ def write(
         for path in out:
             with failures:
                 with _named(path):
-                    written = result.write(path, place)
+                    written = result.write(path, listed_row)
                 every += written
                 click.echo(f"stagewright: wrote {', '.join(written)}{upto}", err=True)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The options of a search beside the settings of its runs."""
+"""Options of a search besides the settings of its runs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ OPTIONS = (
     click.option("--why", is_flag=True, help="List what constraints have removed."),
     click.option("--allow-oom", is_flag=True, help="Candidates that do not fit into memory count."),
     click.option(
-        "--run", "place", type=WholeNumber(), metavar="N", help="The one of the best to write."
+        "--run", "listed_row", type=WholeNumber(), metavar="N", help="Row of the best to write."
     ),
     click.option(
         "-o",
@@ -89,7 +89,7 @@ OPTIONS = (
 
 
 def search_options(command: _Command) -> _Command:
-    """Give a command the options of a search."""
+    """Add the options of a search to a command."""
     for option in reversed(OPTIONS):
         command = option(command)
     return command

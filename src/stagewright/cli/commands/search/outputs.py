@@ -36,11 +36,11 @@ class Outputs:
 
     def check_hardware(self, systems: Iterable[Hardware]) -> None:
         """The same for the files of hardware beside run files, where some hardware takes them."""
-        from stagewright.searching.run_file import hardware_beside, is_packaged
+        from stagewright.searching.run_file import hardware_path, is_packaged
 
         if all(map(is_packaged, systems)):
             return
-        beside = [str(hardware_beside(path)) for path in self.paths if is_run_file(path)]
+        beside = [str(hardware_path(path)) for path in self.paths if is_run_file(path)]
         self._check_each(beside)
         self._refuse_twice([*self.paths, *beside])
 

@@ -56,7 +56,7 @@ def search_serving(
     """Search, and print what was found."""
     from stagewright.api.searched_serving import asked_serving, searched_serving
 
-    place = settings.pop("place")
+    listed_row = settings.pop("listed_row")
     _refuse_others(settings)
     objectives: tuple[str, ...] = settings.pop("objective")
     if len(objectives) > 1:
@@ -76,7 +76,7 @@ def search_serving(
     with shown("steps of the search") as bar:
         result = searched_serving(question, bar)
     seconds = time.perf_counter() - begin
-    code = end(result, lambda: _report(result, seconds), outputs.paths, place, as_json=as_json)
+    code = end(result, lambda: _report(result, seconds), outputs.paths, listed_row, as_json=as_json)
     return code if code or result.ranking.best else shared.DOES_NOT_FIT
 
 

@@ -1,0 +1,230 @@
+"""Costs of single blocks, read off the simulated step of a tiny run (`block_costs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.arrays import Bool, Float, Int
+from stagewright.lower.variants import PlacedVariant, place_blocks
+from stagewright.model.layers import Layer
+from stagewright.program.along import along
+from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, TaskKind
+from stagewright.time.expense.power import kernel_energies
+from stagewright.time.simulate.step import SimulatedStep
+from stagewright.time.simulate.timeline import TICK, table_rows
+
+GROUPS = ("dense", "expert")
+"""Weights: each group is replicated over its own ranks."""
+USES = ("gather_forward", "gather_recompute", "gather_backward", "reduce", "update")
+"""Gathers of parameters for a pass, reductions of gradients, gathers of updated parameters."""
+_STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
+_FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
+
+
+class BlockKind(NamedTuple):
+    """Kind of blocks with equal costs."""
+
+    block: str
+    """Name in `blocks.BLOCKS`: embedding, layer, head, ..."""
+    layer: Layer
+
+
+class Blocks(NamedTuple):
+    """Blocks of a model by kind."""
+
+    kinds: tuple[BlockKind, ...]
+    layers: int
+    """Layers of a tiny run: the first ones that include each kind, at least two."""
+    are_layers: tuple[bool, ...]
+    """Mask of kinds that are layers, which may be recomputed."""
+
+    def kind(self, placed: PlacedVariant) -> int:
+        """Index of a block's kind."""
+        return self.kinds.index(BlockKind(placed[0].block, placed[0].layer))
+
+
+def tiny_step_costs(step: SimulatedStep, blocks: Blocks) -> dict[str, Float]:
+    """All costs by name (`block_costs.BlockCosts`): [kinds] each."""
+    tiny = _TinyStep(step, blocks)
+    return _passes(tiny) | _activations(tiny) | _states(tiny) | _dp_bytes(tiny)
+
+
+def _sums(keys: Int, amounts: Float, count: int) -> Float:
+    """Sums of amounts by key."""
+    return np.bincount(keys, amounts, count).astype(np.float64)
+
+
+class _TinyStep:
+    """Simulated tiny run; arrays are by row of its tasks."""
+
+    def __init__(self, step: SimulatedStep, blocks: Blocks) -> None:
+        stages = place_blocks(step.compiled.run, step.compiled.model)
+        placed = [block for stage in stages for block in stage]
+        self.step = step
+        self.index_of_name = {
+            variant.name_at(layer): n for n, (variant, layer) in enumerate(placed)
+        }
+        self.kinds = np.array([blocks.kind(block) for block in placed])
+        """Kind of each block."""
+        self.num_kinds = len(blocks.kinds)
+        self.program, lane = step.line.program, step.line.lanes[0]
+        self.tasks, self.values = lane.rank_class.tasks, lane.rank_class.values
+        self.block = self.block_indices(self.tasks.names)[self.tasks.name]
+        """Block of each task; -1: none."""
+        self.begin, self.end = np.zeros((2, len(self.tasks)), dtype=np.int64)
+        rows = lane.issue.rows
+        self.begin[rows], self.end[rows] = lane.begin, lane.end
+        self.main = np.zeros(len(self.tasks), dtype=bool)
+        """Mask of tasks on the compute stream."""
+        self.main[rows] = lane.main
+        self.span = np.zeros(len(self.tasks))
+        """Seconds from the end of the previous kernel to the end of each kernel."""
+        kernels = rows[lane.main]
+        self.span[kernels] = np.diff(self.end[kernels], prepend=0) * TICK
+        self.seconds: Float = np.asarray((self.end - self.begin) * TICK, dtype=np.float64)
+        """Duration of each task."""
+
+    def block_indices(self, names: Sequence[str]) -> Int:
+        """Index of the block that each name begins with; -1: none."""
+        prefixes = [name.partition(".")[0] for name in names]
+        return np.array([self.index_of_name.get(p, -1) for p in prefixes], dtype=np.int64)
+
+    def value_blocks(self, value: NDArray[np.int32]) -> Int:
+        """Index of the block that each value belongs to; -1: none."""
+        values = self.values
+        layers: list[int] = values.layer[value].tolist()
+        rows: list[int] = values.name[value].tolist()
+        pairs = zip(layers, rows, strict=True)
+        names = [f"layer{layer}" if layer >= 0 else values.names[row] for layer, row in pairs]
+        return self.block_indices(names)
+
+    def last_of_kind(self, of_block: Float, *, backward: bool = False) -> Float:
+        """Value of each kind's last block; the first may wait for launches."""
+        result = np.zeros(self.num_kinds)
+        step = -1 if backward else 1
+        result[self.kinds[::step]] = of_block[::step]
+        return result
+
+    def spans(self, rows: Bool, *, backward: bool = True) -> Float:
+        """Seconds of a pass by kind, from the end of the previous block to the end of its own."""
+        of_block = _sums(self.block[rows], self.span[rows], len(self.kinds))
+        return self.last_of_kind(of_block, backward=backward)
+
+    def mean_of_kind(self, block: Int, amounts: Float) -> Float:
+        """Sum of amounts per block, averaged over the blocks of each kind."""
+        num_blocks = np.bincount(self.kinds, minlength=self.num_kinds).clip(1)
+        return _sums(self.kinds[block], amounts, self.num_kinds) / num_blocks
+
+
+def _passes(tiny: _TinyStep) -> dict[str, Float]:
+    """Pass costs. Forward is read off microbatch 1, backward off microbatch 0.
+
+    There is no warm-up in the former, and no reduction in the latter.
+    """
+    tasks, line = tiny.tasks, tiny.step.line
+    in_block = tiny.block >= 0
+    forward = in_block & (tasks.phase == _FORWARD) & (tasks.microbatch == 1)
+    backward = in_block & (tasks.phase != _FORWARD) & (tasks.phase != _OPTIMIZER)
+    backward &= tasks.microbatch == 0
+    main, over_ep = tiny.main, _communicates_over(tiny, "ep")
+    weights = _weight_half(tiny, backward & main)
+    rows = table_rows(line.program.classes[0].work)
+    launches = np.zeros(len(rows)) if line.hosts is None else line.hosts[0].seconds[rows]
+    energy = np.zeros(len(tasks))
+    kernels = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tiny.end > tiny.begin))
+    hardware = tiny.step.machine.hardware
+    energy[kernels] = kernel_energies(tasks, kernels, tiny.seconds[kernels], hardware)
+
+    def total(rows: Bool, amounts: Float) -> Float:
+        return tiny.mean_of_kind(tiny.block[rows], amounts[rows])
+
+    return {
+        "F": tiny.spans(forward, backward=False),
+        "B": tiny.spans(backward),
+        "I": tiny.spans(backward & ~weights),
+        "W": tiny.spans(backward & weights),
+        "F kernels": total(forward & main, tiny.seconds),
+        "B kernels": total(backward & main, tiny.seconds),
+        "F experts": total(forward & over_ep, tiny.seconds),
+        "B experts": total(backward & over_ep, tiny.seconds),
+        "F host": total(forward, launches),
+        "B host": total(backward, launches),
+        "energy over TDP": total((forward | backward) & main, energy),
+    }
+
+
+def _communicates_over(tiny: _TinyStep, degree: str) -> Bool:
+    """Mask of tasks that communicate over one parallel degree."""
+    axes = along(tiny.program, tiny.tasks)
+    return axes.of_tasks([name == degree for name in axes.degrees])
+
+
+def _weight_half(tiny: _TinyStep, backward: Bool) -> Bool:
+    """Mask of rows from the first return to a block on: weight gradients of halved passes."""
+    rows = np.flatnonzero(backward)
+    block = tiny.block[rows]
+    entries = np.flatnonzero(np.diff(block, prepend=-1))
+    returns = np.ones(len(entries), dtype=bool)
+    returns[np.unique(block[entries], return_index=True)[1]] = False
+    begin = rows[entries[returns][0]] if returns.any() else len(backward)
+    return np.arange(len(backward)) >= begin
+
+
+def _activations(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes saved for backward, and bytes beyond these at the peak of a backward pass."""
+    values, tasks = tiny.values, tiny.tasks
+    mask = values.microbatch == 0
+    value, first, last = (column[mask] for column in (values.value, values.first, values.last))
+    block, size = tiny.value_blocks(value), values.size[value].astype(np.float64)
+    turn = int(np.argmax(tasks.phase != _FORWARD))
+    crossing = (first < turn) & (last >= turn) & (block >= 0)
+    saved = _sums(block[crossing], size[crossing], len(tiny.kinds))
+    live = np.zeros(len(tasks) + 2)
+    np.add.at(live, np.maximum(first, 0), size)
+    np.add.at(live, last + 1, -size)
+    live = np.cumsum(live)[: len(tasks)]
+    backward = (tasks.phase != _OPTIMIZER) & (tasks.phase != _FORWARD) & (tasks.microbatch == 0)
+    rows = np.flatnonzero((tiny.block >= 0) & backward)
+    transient = np.zeros(len(saved))
+    np.maximum.at(transient, tiny.block[rows], live[rows] - np.cumsum(saved)[tiny.block[rows]])
+    return {"saved": tiny.last_of_kind(saved), "transient": tiny.last_of_kind(transient)}
+
+
+def _states(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes of states by category, and seconds of the optimizer."""
+    values, tasks = tiny.values, tiny.tasks
+    value = values.value[values.microbatch < 0]
+    block, category = tiny.value_blocks(value), values.category[value]
+    costs: dict[str, Float] = {}
+    for name in _STATE_CATEGORIES:
+        rows = (category == CATEGORIES.index(name)) & (block >= 0)
+        costs[name] = tiny.mean_of_kind(block[rows], values.size[value[rows]].astype(np.float64))
+    updates = tiny.main | (tasks.kind == TaskKind.STORE)  # stores offload to the host's optimizer
+    updates &= (tiny.block >= 0) & (tasks.phase == _OPTIMIZER)
+    costs["optimizer seconds"] = tiny.mean_of_kind(tiny.block[updates], tiny.seconds[updates])
+    return costs
+
+
+def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
+    """Bytes of unsharded tensors in dp communication, by group and use."""
+    program, tasks = tiny.program, tiny.tasks
+    axes = along(program, tasks)
+    costs = {f"{group} {use}": np.zeros(tiny.num_kinds) for group in GROUPS for use in USES}
+    collectives = (tasks.kind == TaskKind.COLLECTIVE) & (tiny.block >= 0) & (tasks.microbatch != 0)
+    for (_, slot, collective), axis, degree in zip(axes.keys, axes.axes, axes.degrees, strict=True):
+        if degree != "dp":
+            continue
+        group = "expert" if "edp" in axis.degrees else "dense"
+        gathers = COLLECTIVES[collective] == "all_gather"
+        ranks = program.mesh.size(*program.communicators[slot].axes) if gathers else 1
+        in_class = collectives & (tasks.slot == slot) & (tasks.collective == collective)
+        for phase, name in enumerate(PHASES):
+            rows = in_class & (tasks.phase == phase)
+            use = ("update" if name == "optimizer" else f"gather_{name}") if gathers else "reduce"
+            sizes = tasks.comm_bytes[rows].astype(np.float64) * ranks
+            costs[f"{group} {use}"] += tiny.mean_of_kind(tiny.block[rows], sizes)
+    return costs

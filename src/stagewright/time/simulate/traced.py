@@ -1,0 +1,62 @@
+"""A step of a traced PyTorch graph, simulated on a machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from stagewright.program.fit import Fit, fit_of, held_at_peak
+from stagewright.time.network import Machine
+from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
+from stagewright.time.simulate.timeline import Timeline
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep:
+    """Simulated step of a program without a run, on identical ranks.
+
+    It has times, but neither tokens nor utilization.
+    """
+
+    name: str
+    machine: Machine
+    line: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step."""
+        return self.line.seconds
+
+    @cached_property
+    def parts(self) -> list[Breakdown]:
+        """Breakdown of each lane."""
+        return [breakdown(self.line, lane) for lane in self.line.lanes]
+
+    @property
+    def mean(self) -> Breakdown:
+        """Breakdown of any GPU: all are equal."""
+        return self.parts[0]
+
+    @cached_property
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of the critical path, by phase of kernels and by axis of communication."""
+        return path_parts(self.line, critical_path(self.line))
+
+    @property
+    def fit(self) -> Fit:
+        """Fit of the graph's values into the memory of a device."""
+        return fit_of(map(held_at_peak, self.line.program.classes), self.machine.hardware.memory)
+
+    def summary(self) -> dict[str, Any]:
+        """All results as one object for JSON; times in seconds, sizes in bytes."""
+        return {
+            "model": self.name,
+            "hardware": self.machine.hardware.name,
+            "machine": str(self.machine),
+            "world_size": self.machine.gpus,
+            "step_seconds": self.seconds,
+            "memory": self.fit.entry(),
+            "mean": asdict(self.mean),
+            "critical_path": self.critical_path,
+        }
