@@ -21,11 +21,11 @@ from typing import Any, Literal, NamedTuple
 from stagewright.evidence.inference import model_of_row
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
-from stagewright.serving.drafters import drafter_of
-from stagewright.serving.instances import Instance, instance, with_drafter
+from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.instance import Instance, instance, with_drafter
 from stagewright.serving.metrics import ServingSummary, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
-from stagewright.serving.service import Service
+from stagewright.serving.speculative import drafter_of
 from stagewright.serving.workloads.synthetic import Lengths, closed_loop
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -145,7 +145,8 @@ def served(row: Measured, made: Instance) -> ServingSummary:
     work = closed_loop(
         10 * row.users, row.users, Lengths(isl=row.isl, osl=row.osl, range_ratio=0.8)
     )
-    return Service(made, engines, limits, scheduler_of(engines, limits)).serve(work, Slo()).summary
+    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    return group.serve(work, Slo()).summary
 
 
 def main() -> None:

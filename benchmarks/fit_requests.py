@@ -7,13 +7,13 @@ Rows of first tokens are those of at most four users that the package carries
 (`data/measured/inference.csv`). A request takes a constant and a time per 1,024 tokens of its
 prompt, besides the steps that `evidence.inference` predicts. The host of a step is fitted to times
 per output token of dense models, as a constant and a time per request that run beside the GPU's
-step: the longer of both counts. TensorRT-LLM's are carried (`serving.hosts`): 5% median error
+step: the longer of both counts. TensorRT-LLM's are carried (`serving.host`): 5% median error
 on the rows that fit and 13% on those held out, 9% and 13% without. Of the configurations, 70% fit
 and 30% are held out, by a hash. The sum of the logarithms of the errors is least on a grid, so that
 single runs that are far off do not count.
 
 `queue`: what hosts take until a request is in the queue, of requests that are served one by one
-(`serving.hosts`), fitted to the times to first tokens of closed loops (`evidence.closed_loops`).
+(`serving.host`), fitted to the times to first tokens of closed loops (`evidence.closed_loops`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from stagewright.errors import UserError
 from stagewright.evidence import closed_loops, inference
 from stagewright.evidence.inference import HOST_MS, SCHEDULERS, ServedRow
 from stagewright.model.catalog import resolve
-from stagewright.serving import hosts, service
+from stagewright.serving import deployment
+from stagewright.serving import host as hosts
 
 STEP_GRID = (range(0, 3501, 500), range(0, 121, 20))
 """Microseconds of a step, and of a request in it."""
@@ -115,7 +116,7 @@ def steps() -> None:
 
 
 def queue() -> None:
-    """The host of a request until the queue, by engine; of vLLM see `serving.hosts`."""
+    """The host of a request until the queue, by engine; of vLLM see `serving.host`."""
     loops = [of for of in closed_loops.closed_loops() if not of.row.reason]
     carried = dict(hosts.HOSTS)
     for engine in ("trtllm", "sglang"):
@@ -128,7 +129,7 @@ def queue() -> None:
         for constants in itertools.product(*QUEUE_GRID):
             own = {"per_request": constants[0] / 1e3, "per_prompt_token": constants[1] / 1.024e6}
             hosts.HOSTS = {**carried, name: replace(carried.get(name, hosts.HostTimes()), **own)}
-            service.HOSTS = hosts.HOSTS
+            deployment.HOSTS = hosts.HOSTS
             every[constants] = np.array([_first_token(of) for of in mine])
         best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
         print(f"{engine}: {best} ms of a request and of 1,024 tokens, carried {carried.get(name)}")

@@ -19,9 +19,9 @@ from stagewright.api.served import serve
 from stagewright.api.stages import stages_of
 from stagewright.arrays import Float
 from stagewright.run.sections.serving import PoolSection
+from stagewright.serving.deployment import Deployment
 from stagewright.serving.metrics import RequestTimes, Slo
-from stagewright.serving.pools.groups import InstanceGroups
-from stagewright.serving.requests import with_past
+from stagewright.serving.workload import with_past
 from stagewright.serving.workloads.synthetic import Arrivals, Lengths, open_loop
 
 STORES: dict[str, dict[str, float] | None] = {
@@ -44,39 +44,37 @@ THEIRS = {
 """p50 and p90 in ms, by tokens of past context."""
 
 
-def instances(clients: int = 128) -> InstanceGroups:
+def instances(clients: int = 128) -> Deployment:
     """Clients with tensor parallelism over two GPUs, 8-bit weights and caches."""
-    found = serve(
+    return serve(
         "llama3.1-70b", "h100-sxm", tp=2, weight_precision="fp8", kv_cache_dtype="fp8",
         max_num_batched_tokens=512, max_num_seqs=128, isl=1, osl=1, num_requests=1, rate=1,
         pools=[{"instances": clients}],
-    )  # fmt: skip
-    assert found.fleet is not None
-    return found.fleet
+    ).deployment  # fmt: skip
 
 
 def end_to_end(
-    fleet: InstanceGroups, store: dict[str, float] | None, past: int, queued: bool = False
+    deployment: Deployment, store: dict[str, float] | None, past: int, queued: bool = False
 ) -> Float:
     """Seconds from arrivals to last tokens, of the requests of 10 s.
 
     240 a second for 128 clients, lengths as long in the mean as those of Azure's conversations.
     """
-    clients = fleet.groups[0].engines
+    clients = deployment.groups[0].num_engines
     rate, lengths = 240 * clients / 128, Lengths(isl=2100, osl=384, range_ratio=0.1)
     work = open_loop(round(10 * rate), Arrivals(rate=rate), lengths, seed=259)
     rows = [{"stage": "store", "reads": int(queued), "preloaded": True, **(store or {})}]
     stages = None if store is None else stages_of(PoolSection(), rows, 259)
-    served = replace(fleet, stages=stages).serve(with_past(work, past), Slo())
+    served = replace(deployment, stages=stages).serve(with_past(work, past), Slo())
     return RequestTimes.of(served.outcome).e2e
 
 
 def main(arguments: list[str]) -> None:
     """Print a line for each store and past context."""
-    fleet = instances()
+    deployment = instances()
     for past, theirs in THEIRS.items():
         for name, store in STORES.items():
-            ours = end_to_end(fleet, store, past, "--queued" in arguments)
+            ours = end_to_end(deployment, store, past, "--queued" in arguments)
             p50, p90 = 1e3 * np.quantile(ours, (0.5, 0.9))
             print(f"{past:6} {name}  {p50:10,.0f} {p90:10,.0f}   HERMES {theirs[name]}")
 

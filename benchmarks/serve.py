@@ -19,11 +19,11 @@ from stagewright.api.searched_serving import asked_serving, searched_serving
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
 from stagewright.run.settings import Run
-from stagewright.serving.instances import instance
+from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.instance import instance
 from stagewright.serving.metrics import Slo
-from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
-from stagewright.serving.service import Service
+from stagewright.serving.workload import Workload
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import Arrivals, Lengths, open_loop
 from stagewright.time.hardware import resolve
@@ -46,26 +46,26 @@ def main(arguments: list[str]) -> None:
         most_tokens=limits.tokens,
         most_requests=limits.requests,
     )
-    service = Service(made, asked, limits, scheduler_of(asked, limits))
+    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
     print(f"step times and cache: {time.process_time() - begin:.2f} CPU-s")
     lengths = Lengths(isl=1024, osl=256)
     if "--million" in arguments:
-        measured(service, open_loop(1_000_000, Arrivals(rate=100), lengths), 8)
+        measured(group, open_loop(1_000_000, Arrivals(rate=100), lengths), 8)
         return
     for path in arguments:
         for router in ("round_robin", "least_loaded", "kv_aware"):
-            measured(service, traces.read(path), 16, router)
+            measured(group, traces.read(path), 16, router)
     for router in ("round_robin", "least_loaded"):
-        measured(service, open_loop(20_000, Arrivals(rate=100), lengths), 8, router)
+        measured(group, open_loop(20_000, Arrivals(rate=100), lengths), 8, router)
 
 
 def measured(
-    service: Service, workload: Workload, instances: int, router: str = "round_robin"
+    group: InstanceGroup, workload: Workload, instances: int, router: str = "round_robin"
 ) -> None:
     """Serve a workload and print how fast that went."""
-    engines = replace(service.engines, instances=instances, router=router)
+    engines = replace(group.engines, instances=instances, router=router)
     begin = time.process_time()
-    found = replace(service, engines=engines).serve(workload, Slo())
+    found = replace(group, engines=engines).serve(workload, Slo())
     seconds = time.process_time() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
@@ -87,7 +87,7 @@ def searched() -> None:
         found = searched_serving(question)
         seconds = time.process_time() - begin
         of = found.ranking
-        stopped = sum(each.played.stopped for each in of.choices)
+        stopped = sum(each.simulated.stopped for each in of.choices)
         print(
             f"{model} at {rate:g}/s: {found.describe()}; {of.candidates:,} candidates of "
             f"{len(of.rows)} layouts in {seconds:.2f} CPU-s, {of.candidates / seconds:,.0f} per "

@@ -1,5 +1,5 @@
 """Instances that compute prompts and instances that decode, a step at a time: an oracle of
-`stagewright.serving.pools`, with which it shares no code.
+`stagewright.serving.disaggregation`, with which it shares no code.
 
 Every request holds one block, so that nobody is ever preempted: a cache of n blocks holds n
 requests. Requests go to instances in turn.
@@ -177,7 +177,7 @@ class Apart:
         pairs = sum(n * past[i] + n * (n + 1) // 2 for i, n in batch)
         decoding = sum(self.got[i] > 0 for i, _ in batch)
         if decoding == len(batch):
-            of.end = at + of.times.line(len(batch), keys)[0]
+            of.end = at + of.times.linear_run(len(batch), keys)[0]
         else:
             tokens = sum(n for _, n in batch)
             of.end = at + of.times.step(tokens, pairs, keys, len(batch), decoding)

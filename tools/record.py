@@ -1,6 +1,6 @@
 """Record what a change of the engine must not change, or compare with a record.
 
-    python tools/record.py OUT [--only steps,traces,searches,validate]
+    python tools/record.py OUT [--only steps,traces,searches,validate,serving]
     python tools/record.py OUT --check [--only PARTS]
 
 `OUT` is a folder with a file for each part (`tests/data/recorded` in this repository):
@@ -13,6 +13,8 @@
   from bundles of some of the steps' runs.
 - `searches.jsonl`: the best of searches, and the figures of all candidates that were simulated.
 - `validate.jsonl`: what `stagewright validate` predicts, by row of the measurements.
+- `serving.jsonl`: sums over requests of serving runs (`recorded_serving.py`), and choices of
+  searches for serving.
 
 Whole numbers and texts are compared exactly, others to 1e-9 of their value: sums may be added up in
 another order. `--check` prints every difference, and exits with 1 where there is one.
@@ -38,6 +40,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import recorded_runs as runs
+import recorded_serving
 
 import goldens
 import stagewright as sw
@@ -246,6 +249,7 @@ PARTS = {
     "traces": "traces.jsonl",
     "searches": "searches.jsonl",
     "validate": "validate.jsonl",
+    "serving": "serving.jsonl",
 }
 
 
@@ -266,16 +270,17 @@ def made(part: str, known_steps: Sequence[Any] | None) -> Iterator[Any]:
         "traces": lambda: traces(known_steps or ()),
         "searches": searches,
         "validate": validate,
+        "serving": recorded_serving.records,
     }
-    return map(_as_written, make[part]())
+    return map(as_written, make[part]())
 
 
-def _as_written(value: Any) -> Any:
+def as_written(value: Any) -> Any:
     """A line as its file has it: numbers of `DIGITS` digits, None for those that are not finite."""
     if isinstance(value, dict):
-        return {str(name): _as_written(each) for name, each in value.items()}
+        return {str(name): as_written(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_as_written(each) for each in value]
+        return [as_written(each) for each in value]
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
     return value
@@ -298,7 +303,8 @@ def differences(old: Any, new: Any, where: str = "") -> Iterator[str]:
 
 def name_of(line: Any) -> str:
     """A line in words."""
-    return next(str(line[key]) for key in ("search", "golden", "run", "source") if key in line)
+    names = ("search", "golden", "run", "source", "serving")
+    return next(str(line[key]) for key in names if key in line)
 
 
 def main() -> int:

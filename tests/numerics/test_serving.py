@@ -12,19 +12,19 @@ import pytest
 
 import stagewright as sw
 from effort import times
+from one_pool import serve
 from stagewright.cli.main import main
-from stagewright.serving.cluster import in_blocks, serve
-from stagewright.serving.engines.blocks import KvBlocks
-from stagewright.serving.engines.decisions import BlockRules
-from stagewright.serving.engines.drafts import Drafts
-from stagewright.serving.engines.engine import Engine
-from stagewright.serving.engines.times import LinearTimes
-from stagewright.serving.requests import TOO_LONG, Workload, folded
-from stagewright.serving.routers import LeastLoaded, RoundRobin
+from stagewright.serving.batch import CacheRules, LinearTimes
+from stagewright.serving.engine import Engine
+from stagewright.serving.kv_cache import PagedKvCache
+from stagewright.serving.routers import BySession, KvAware, LeastLoaded, RoundRobin
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.simulation import chains_in_blocks
+from stagewright.serving.speculative import Drafts
+from stagewright.serving.workload import TOO_LONG, Workload, folded
 from stagewright.serving.workloads.traces import NO_TOKENS
 from stepping import Request, Stepping, together
 from stepping_sglang import SGLangStepping
@@ -73,7 +73,7 @@ def drawn(draw: random.Random):
         (folded(chains) if draw.random() < 0.5 else chains) if shared else None,
     )
     seconds = LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3, draw.choice((0.0, 1e-5)))
-    return rules, seconds, KvBlocks(blocks, size, draw.random() < 0.8), work
+    return rules, seconds, PagedKvCache(blocks, size, draw.random() < 0.8), work
 
 
 def test_changes_equal_steps():
@@ -118,7 +118,8 @@ def equal_to_stepping(seed: int):
         made.drafts = drafts
         return made
 
-    done = serve(in_blocks(work, cache.block_size), engine, count, RoundRobin(), together=count)
+    of = chains_in_blocks(work, cache.block_size)
+    done = serve(of, engine, count, RoundRobin(), together=count)
     alike(requests, done.records)
     for ran, oracle, mine in zip(
         done.engines, oracles, (requests[nth::count] for nth in range(count)), strict=True
@@ -139,11 +140,11 @@ def observed_alike(ran: Engine, oracle: Stepping, requests: list[Request]):
     assert ran.blocks.free == ran.blocks.size
     gaps = sorted(b - a for r in requests for a, b in pairwise(r.tokens_at))
     ours = []
-    for first, last, steps, n in ran.gaps.series():
+    for first, last, steps, n in ran.step_log.gaps():
         for step in range(int(steps)):
             ours += [first + (last - first) * step / max(1, steps - 1)] * int(n)
     assert gaps == pytest.approx(sorted(ours), rel=1e-9)
-    first, last, steps, _ = ran.gaps.steps().T
+    first, last, steps, _ = ran.step_log.steps().T
     own = [step[1] - step[0] for step in oracle.steps if step[3]]  # not those waited along with
     assert steps.sum() == len(own)
     assert ((first + last) / 2 * steps).sum() == pytest.approx(sum(own), rel=1e-9)
@@ -156,41 +157,25 @@ def observed_alike(ran: Engine, oracle: Stepping, requests: list[Request]):
             assert (waiting, running, blocks) == (0, 0, 0)
 
 
-class AskedEachTime(Vllm):
-    """vLLM's rules without those that an engine carries out without asking."""
-
-
-def test_plain_steps_are_those_of_the_methods_to_the_byte():
-    same_bytes_without_asking(range(12))
-
-
-@pytest.mark.slow
-def test_plain_steps_are_those_of_the_methods_on_many_workloads():
-    same_bytes_without_asking(range(100, 100 + times(60)))
-
-
-def same_bytes_without_asking(seeds: range):
-    asked = 0
-    for seed in seeds:
-        rules, seconds, cache, work = drawn(random.Random(seed))
-        found = []
-        in_one_order = replace(work, after=array("i", [-1] * len(work)))
-        for kind, of in ((Vllm, work), (AskedEachTime, work), (Vllm, in_one_order)):
-            scheduler = kind(**{each.name: getattr(rules, each.name) for each in fields(rules)})
-            asked += scheduler.plain is None
-            done = serve(
-                in_blocks(of, cache.block_size),
-                lambda w, r, by=scheduler: Engine(w, r, copy(cache), by, seconds, 0.37),  # noqa: B023
-                1 + seed % 3,
-                RoundRobin() if seed % 2 else LeastLoaded(),
-            )
-            columns = [getattr(done.records, each.name) for each in fields(done.records)]
-            for engine in done.engines:
-                gaps = engine.gaps
-                columns += [gaps.numbers, gaps.late, gaps.single, *engine.samples]
-            found.append([bytes(column) for column in columns])
-        assert found[0] == found[1] == found[2]
-    assert len(seeds) <= asked < 3 * len(seeds)
+@pytest.mark.parametrize("seed", range(12))
+def test_engines_that_run_ahead_of_others_do_what_they_do_in_one_order(seed: int):
+    """Requests that wait for no other one, which lets engines run ahead, or for none of many."""
+    rules, seconds, cache, work = drawn(random.Random(seed))
+    found = []
+    for of in (work, replace(work, after=array("i", [-1] * len(work)))):
+        done = serve(
+            chains_in_blocks(of, cache.block_size),
+            lambda w, r: Engine(w, r, copy(cache), rules, seconds, 0.37),
+            1 + seed % 3,
+            (RoundRobin, LeastLoaded, KvAware, BySession)[seed % 4](),
+        )
+        columns = [[*getattr(done.records, each.name)] for each in fields(done.records)]
+        for engine in done.engines:
+            columns += map(list, engine.samples)
+            columns.append(engine.step_log.gaps().ravel().tolist())
+        found.append(columns)
+    for ahead, in_order in zip(*found, strict=True):
+        assert ahead == pytest.approx(in_order, rel=1e-12)
 
 
 def drawn_sglang(draw: random.Random):
@@ -246,7 +231,7 @@ def rules_equal_stepping(name: str, seed: int) -> int:
     if size == 1:  # a segment counts as held until the last who holds any of it leaves: with blocks
         work = replace(work, chains=None)  # of a token that is seen in one of 400 workloads
     longest = max(p + o for p, o in zip(work.prompt, work.output, strict=True))
-    cache = KvBlocks(
+    cache = PagedKvCache(
         -(-longest // size) + 2 + draw.choice((0, 3, 30, 1000)), size, draw.random() < 0.8
     )
     requests = [
@@ -256,7 +241,7 @@ def rules_equal_stepping(name: str, seed: int) -> int:
     ]  # fmt: skip
     oracle = make_oracle(requests, rules, seconds, cache.size, size, cache.caching).run()
     made = lambda work, records: Engine(work, records, cache, copy(rules), seconds, 0.37)  # noqa: E731
-    done = serve(in_blocks(work, size), made, 1, RoundRobin())
+    done = serve(chains_in_blocks(work, size), made, 1, RoundRobin())
     alike(requests, done.records)
     observed_alike(done.engines[0], oracle, requests)
     return sum(r.preempted for r in requests)
@@ -268,10 +253,10 @@ class OneStep:
     def __init__(self, of):
         self.of = of
         self.async_scheduling = getattr(of, "async_scheduling", False)
-        self.block_rules = getattr(of, "block_rules", BlockRules())
+        self.cache_rules = getattr(of, "cache_rules", CacheRules())
 
     def schedule(self, engine):
-        return self.of.schedule(engine)._replace(repeats=1)
+        return self.of.schedule(engine)._replace(max_steps=1)
 
 
 SCHEDULERS = {
@@ -315,9 +300,11 @@ def test_schedulers_are_asked_only_where_they_would_change_their_minds(name: str
         ends = []
         for scheduler in (SCHEDULERS[name](), OneStep(SCHEDULERS[name]())):
             roomy = 1 if name == "max-utilization" else 2
-            cache = KvBlocks(drawn_cache.size * roomy, drawn_cache.block_size, drawn_cache.caching)
+            cache = PagedKvCache(
+                drawn_cache.size * roomy, drawn_cache.block_size, drawn_cache.caching
+            )
             made = partial(Engine, blocks=cache, scheduler=scheduler, times=seconds)
-            ends.append(serve(in_blocks(work, cache.block_size), made, 1, RoundRobin()))
+            ends.append(serve(chains_in_blocks(work, cache.block_size), made, 1, RoundRobin()))
             assert cache.free == cache.size
         fast, slow = (done.records for done in ends)
         assert all(at == at for at in fast.finish)
@@ -332,7 +319,9 @@ def test_schedulers_are_asked_only_where_they_would_change_their_minds(name: str
 
 def test_drafts_that_are_right_shorten_decode():
     drafts = Drafts.of_length(3, 2.5, slots=4)
-    made = [drafts.made(request, got) for request in range(500) for got in range(1, 40, 2)]
+    made = [
+        drafts.tokens_of_step(request, got) for request in range(500) for got in range(1, 40, 2)
+    ]
     assert sum(made) / len(made) == pytest.approx(2.5, abs=0.02)
     assert set(made) == {2, 3}
     assert Drafts.of_rate(3, 0.5, slots=4).length == 1 + 0.5 + 0.25 + 0.125
@@ -340,7 +329,7 @@ def test_drafts_that_are_right_shorten_decode():
     fast = sw_serve(
         rate=1, isl=64, osl=400, num_requests=1, num_speculative_tokens=3, acceptance_length=4
     )
-    steps = [engine.step for engine in (one.outcome.engines[0], fast.outcome.engines[0])]
+    steps = [engine.decode_step for engine in (one.outcome.engines[0], fast.outcome.engines[0])]
     assert steps == [399, 100]
 
 

@@ -54,7 +54,7 @@ def test_a_step_of_pools_has_the_caches_that_are_on_their_way(tmp_path):
         "llama3.1-8b", "h100-sxm", **LOAD, rate=60, prefill_instances=2, instances=2,
         prefill="tp=2,pp=2", tp=4,
     )  # fmt: skip
-    way, size = done.outcome.handover, done.service.instance.cache.block_size
+    way, size = done.outcome.handover, done.group.instance.cache.block_size
     for request in (5, 58):
         at = (way.begins[request] + way.arrives[request]) / 2
         ends = way.engine[request], done.outcome.records.engine[request]
@@ -96,7 +96,7 @@ def test_parts_of_caches_leave_while_prompts_are_computed(part):
     way = done.outcome.handover
     assert [push.tokens for push in way.pushes if push.request == 1] == [2048, 2048, 904]
     push = [push for push in way.pushes if push.request == 1][1]
-    step = done.step((push.begins + (push.ended if part == "layer" else push.arrives)) / 2)
+    step = done.step((push.begins + (push.step_end if part == "layer" else push.arrives)) / 2)
     assert sent(step)[0] == sent(step)[1]
     for of in step.program.classes:
         tasks = of.tasks

@@ -13,14 +13,12 @@ from stagewright.api.operation import operation_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import OperationSection
 from stagewright.serving import energy
-from stagewright.serving.cluster import in_blocks
-from stagewright.serving.engines.blocks import KvBlocks
-from stagewright.serving.engines.times import LinearTimes
-from stagewright.serving.hosts import HostTimes
+from stagewright.serving.batch import LinearTimes
+from stagewright.serving.disaggregation import RemoteKvEngine, RemoteKvScheduler
+from stagewright.serving.host import HostTimes
+from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.metrics import Slo, summarize
-from stagewright.serving.pools.engines import BringingEngine, Pulls
-from stagewright.serving.pools.loop import serve_in_pools
-from stagewright.serving.pools.operation import (
+from stagewright.serving.operation import (
     FAILED,
     NONE_SERVES,
     QUEUE_FULL,
@@ -28,27 +26,31 @@ from stagewright.serving.pools.operation import (
     InstanceEvents,
     Scaling,
 )
-from stagewright.serving.pools.parts import EnginePool, Pools
-from stagewright.serving.requests import Records, Workload
 from stagewright.serving.routers import ROUTERS
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.simulation import Pool, ServingSimulation, chains_in_blocks
+from stagewright.serving.workload import Records, Workload
 from stagewright.serving.workloads.synthetic import Arrivals, Conversations, Lengths, sessions
 
 
 def served(work, operation, engines=2, rules=None, router="round_robin", blocks=40):
-    work = in_blocks(work, 16)
+    work = chains_in_blocks(work, 16)
     records, seconds = Records.of(len(work)), LinearTimes(0.01, 1e-4, 1e-3)
     rules = rules or Vllm(max_num_batched_tokens=64, max_num_seqs=6)
     made = [
-        BringingEngine(
-            work, records, KvBlocks(blocks, 16), Pulls(rules, rules.max_num_seqs), seconds
+        RemoteKvEngine(
+            work,
+            records,
+            PagedKvCache(blocks, 16),
+            RemoteKvScheduler(rules, rules.max_num_seqs),
+            seconds,
         )
         for _ in range(engines)
     ]
     hosts = dict.fromkeys(range(engines), HostTimes(per_request=0.003))
-    pool = EnginePool(range(engines), ROUTERS[router](), hosts)
-    done = serve_in_pools(work, records, Pools(made, pool, operation=operation))
+    pool = Pool("both", range(engines), ROUTERS[router](), hosts)
+    done = ServingSimulation(work, records, made, [pool], operation=operation).run()
     assert all(engine.blocks.free == engine.blocks.size for engine in made)
     return done
 
@@ -73,7 +75,7 @@ def test_requests_of_a_failed_instance_end_elsewhere_once(rules, router):
     done = [served(work, of, 3, rules, router) for _ in range(2)]
     assert done[0].records.finish == done[1].records.finish
     assert all(math.isfinite(at) for at in done[0].records.finish)
-    tokens = sum(n * k for e in done[0].engines for _, _, n, k in e.gaps.series())
+    tokens = sum(n * k for e in done[0].engines for _, _, n, k in e.step_log.gaps())
     assert tokens == sum(work.output) - len(work)
     counts = [count for _, count in done[0].instances]
     assert counts == [3, 2, 1, 2, 3]
@@ -229,8 +231,8 @@ def test_energy_is_the_integral_of_power_over_the_time_that_engines_are_up(monke
     for busy, idle in ((300.0, 300.0), (500.0, 0.0), (0.0, 70.0)):
         draws = energy._Draws(np.array([1.0, 64.0]), np.array([busy, busy]), busy, idle)
         monkeypatch.setattr(energy, "_draws", lambda *_, draws=draws: draws)
-        spent = energy.serving_expense(found, [found.groups[0].service], price=3600.0)
-        rows = [engine.gaps.steps() for engine in found.outcome.engines]
+        spent = energy.serving_expense(found, [found.groups[0]], price=3600.0)
+        rows = [engine.step_log.steps() for engine in found.outcome.engines]
         worked = sum(float(((r[:, 0] + r[:, 1]) / 2 * r[:, 2]).sum()) for r in rows)
         joules = busy * worked + idle * (sum(seconds) - worked)
         assert spent.joules == pytest.approx(joules, rel=1e-6)

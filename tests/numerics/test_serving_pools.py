@@ -11,22 +11,19 @@ import pytest
 import stagewright as sw
 from effort import times
 from pool_stepping import Apart, Server
-from stagewright.serving.cluster import in_blocks, serve
-from stagewright.serving.engines.blocks import KvBlocks
-from stagewright.serving.engines.engine import Engine
-from stagewright.serving.engines.lockstep import Lockstep
-from stagewright.serving.engines.times import LinearTimes
-from stagewright.serving.hosts import HostTimes
-from stagewright.serving.pools.engines import DecodeEngine, PromptEngine, Pulls
-from stagewright.serving.pools.loop import serve_in_pools
-from stagewright.serving.pools.operation import Failure, InstanceEvents, Scaling
-from stagewright.serving.pools.parts import EnginePool, Pools
-from stagewright.serving.pools.pushing import PushingEngine
-from stagewright.serving.requests import Handover, Records, Workload
-from stagewright.serving.routers import ROUTERS, RoundRobin
+from stagewright.serving.batch import LinearTimes
+from stagewright.serving.disaggregation import PrefillEngine, RemoteKvEngine, RemoteKvScheduler
+from stagewright.serving.host import HostTimes
+from stagewright.serving.kv_cache import PagedKvCache
+from stagewright.serving.kv_transfer import Handover, KvTransfers
+from stagewright.serving.lockstep import LockstepGroup
+from stagewright.serving.operation import Failure, InstanceEvents, Scaling
+from stagewright.serving.routers import RoundRobin
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.simulation import Pool, ServingSimulation, chains_in_blocks
+from stagewright.serving.workload import Records, Workload
 from stagewright.serving.workloads.synthetic import Arrivals, Conversations, Lengths, sessions
 
 
@@ -47,17 +44,20 @@ def apart(work, made, host, transfer, prefills, operation=None, layers=None):
     one = Workload(work.name, work.arrival, work.prompt, array("i", [1]) * len(work), work.chains)
     engines = [made(k, one if k < prefills else work, records, handover) for k in range(len(made))]
     front, back = range(prefills), range(prefills, len(engines))
-    pools = Pools(
-        engines,
-        EnginePool(front, RoundRobin(), dict.fromkeys(front, host)),
-        EnginePool(back, RoundRobin(), dict.fromkeys(back, host)),
-        transfer,
+    pools = [
+        Pool("prefill", front, RoundRobin(), dict.fromkeys(front, host)),
+        Pool("decode", back, RoundRobin(), dict.fromkeys(back, host)),
+    ]
+    transfers = KvTransfers(
         handover,
+        len(engines),
+        transfer,
         lambda *sent: (layers, transfer(*sent)[0] / layers),
         "prompt" if layers is None else "layer" if layers else "chunk",
-        operation=operation,
     )
-    return serve_in_pools(work, records, pools)
+    return ServingSimulation(
+        work, records, engines, pools, transfers=transfers, operation=operation
+    ).run()
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Counted:
 
 class Made:
     def __init__(self, rules, caches, seconds, prefills, first_token=False, pushes=False):
-        self.prompts = PushingEngine if pushes else PromptEngine
+        self.pushes = pushes
         self.rules, self.caches, self.seconds = rules, caches, seconds
         self.prefills, self.first_token = prefills, first_token
 
@@ -85,11 +85,11 @@ class Made:
 
     def __call__(self, k, work, records, handover):
         rules = self.rules[k]() if callable(self.rules[k]) else self.rules[k]
-        pulls = Pulls(rules, rules.max_num_seqs, isinstance(rules, TensorRtLlm))
+        pulls = RemoteKvScheduler(rules, rules.max_num_seqs, isinstance(rules, TensorRtLlm))
         parts = (work, records, self.caches[k], pulls, self.seconds[k])
         if k < self.prefills:
-            return self.prompts(handover.prefilled, *parts)
-        return DecodeEngine(*parts, with_first_token=self.first_token)
+            return PrefillEngine(handover.prefilled, *parts, pushes=self.pushes)
+        return RemoteKvEngine(*parts, role="decode", with_first_token=self.first_token)
 
 
 def equal_to_stepping(seed: int) -> None:
@@ -119,7 +119,7 @@ def equal_to_stepping(seed: int) -> None:
     layers = draw.choice((None, 0, draw.randint(1, 9)))
     pools = servers[:prefills], servers[prefills:]
     oracle = Apart(rows, *pools, alone, host.per_request, layers).run()
-    caches = [KvBlocks(n, 1000, caching=False) for n in places]
+    caches = [PagedKvCache(n, 1000, caching=False) for n in places]
     made = Made(rules, caches, seconds, prefills, pushes=layers is not None)
     of = apart(work, made, host, lambda s, t, n, last: (alone(n, last), n), prefills, layers=layers)
     assert [*of.handover.tokens] == [*work.prompt]
@@ -160,7 +160,7 @@ def fails_in_pools(seed: int) -> tuple[int, int]:
         scaling=scaling,
     )
     size = draw.choice((4, 16))
-    caches = [KvBlocks(-(-300 // size) + draw.choice((0, 40)), size) for _ in range(many)]
+    caches = [PagedKvCache(-(-300 // size) + draw.choice((0, 40)), size) for _ in range(many)]
     seconds = [LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3)] * many
     made = Made(
         [kinds] * many, caches, seconds, prefills, isinstance(kinds(), SGLang | TensorRtLlm)
@@ -170,9 +170,9 @@ def fails_in_pools(seed: int) -> tuple[int, int]:
     ended = [k for k, at in enumerate(done.records.finish) if at == at]
     assert len(ended) + sum(done.refused.values()) == len(work), "requests end once"
     assert all(engine.blocks.free == engine.blocks.size for engine in done.engines)
-    assert not any(e.running or e.waiting or e.inbox or e.loading for e in done.engines)
+    assert not any(e.running or e.waiting or e.arrivals or e.loading for e in done.engines)
     if len(ended) == len(work):
-        gaps = sum(n * k for e in done.engines for _, _, n, k in e.gaps.series())
+        gaps = sum(n * k for e in done.engines for _, _, n, k in e.step_log.gaps())
         assert gaps == sum(work.output) - len(work)
     hand = done.handover
     for request in ended:
@@ -217,7 +217,7 @@ def test_engines_of_pools_that_share_experts_step_together():
     for seed in range(6):
         work = drawn(random.Random(seed), 30)
         notes, decode = [], []
-        caches = [KvBlocks(80, 16) for _ in range(4)]
+        caches = [PagedKvCache(80, 16) for _ in range(4)]
         rules = [Vllm(max_num_batched_tokens=64, max_num_seqs=8)] * 4
         made = Made(rules, caches, [LinearTimes(0.01, 1e-4, 1e-3)] * 4, 2)
 
@@ -227,7 +227,7 @@ def test_engines_of_pools_that_share_experts_step_together():
                 decode.append(one)
                 one.scheduler = Timed(one.scheduler, decode, notes)
             if k == 3:
-                Lockstep(decode)
+                LockstepGroup(decode)
             return one
 
         done = apart(work, Counted(engine, 4), HostTimes(), lambda s, t, n, last: (1e-3, n), 2)
@@ -249,30 +249,6 @@ def test_pools_equal_steps_on_many_workloads():
         equal_to_stepping(seed)
 
 
-@pytest.mark.parametrize("router", ROUTERS)
-def test_instances_that_are_alike_are_served_as_without_pools(router):
-    for seed in range(3):
-        draw = random.Random(seed)
-        work = sessions(
-            20, Arrivals(rate=5), Lengths(isl=60, osl=20, range_ratio=0.2),
-            Conversations(turns=3, think_time=0.5, system_prompt=40), seed,
-        ) if seed else drawn(draw)  # fmt: skip
-        rules = Vllm(max_num_batched_tokens=64, max_num_seqs=6)
-        seconds, host = LinearTimes(0.01, 1e-4, 1e-3, 1e-5), HostTimes(per_request=0.004)
-
-        def made(work, records, rules=rules, seconds=seconds):
-            return Engine(work, records, KvBlocks(60, 16), rules, seconds)
-
-        of = in_blocks(work, 16)
-        plain = serve(of, made, 3, ROUTERS[router](), host)
-        records = Records.of(len(of))
-        engines = [made(of, records) for _ in range(3)]
-        front = EnginePool(range(3), ROUTERS[router](), dict.fromkeys(range(3), host))
-        pooled = serve_in_pools(of, records, Pools(engines, front))
-        for name in ("arrival", "scheduled", "first", "finish", "engine", "cached", "preempted"):
-            assert getattr(plain.records, name) == getattr(pooled.records, name), name
-
-
 SCHEDULERS = {
     "vllm": lambda: Vllm(max_num_batched_tokens=64, max_num_seqs=7),
     "sglang": lambda: SGLang(max_prefill_tokens=90, chunked_prefill_size=48, max_num_seqs=7),
@@ -284,7 +260,7 @@ SCHEDULERS = {
 def test_every_request_ends_once_and_gives_back_its_blocks(name):
     preempted = 0
     for seed in range(6):
-        work = in_blocks(
+        work = chains_in_blocks(
             sessions(
                 15, Arrivals(rate=8), Lengths(isl=60, osl=40, range_ratio=0.2),
                 Conversations(turns=3, think_time=0.1, system_prompt=40), seed,
@@ -293,13 +269,13 @@ def test_every_request_ends_once_and_gives_back_its_blocks(name):
         )  # fmt: skip
         ends = []
         for _ in range(2):
-            caches = [KvBlocks(30, 16) for _ in range(4)]
+            caches = [PagedKvCache(30, 16) for _ in range(4)]
             seconds = [LinearTimes(0.01, 1e-4, 1e-3, 1e-5)] * 4
             made = Made([SCHEDULERS[name]] * 4, caches, seconds, 2, name != "vllm")
             of = apart(work, made, HostTimes(), lambda s, t, n, last: (1e-3 + 1e-5 * n, n), 2)
             assert all(cache.free == cache.size for cache in caches)
             assert all(at == at for at in of.records.finish)
-            tokens = sum(n * k for e in of.engines for _, _, n, k in e.gaps.series())
+            tokens = sum(n * k for e in of.engines for _, _, n, k in e.step_log.gaps())
             assert tokens == sum(work.output) - len(work)
             ends.append(of)
         assert ends[0].records.finish == ends[1].records.finish
@@ -316,7 +292,7 @@ def test_every_request_ends_once_and_gives_back_its_blocks(name):
 def test_two_transfers_share_a_link():
     """Two prompts end at once on two instances; the second cache waits for the one that decodes."""
     work = Workload("two", array("d", (0, 0)), array("i", (100, 100)), array("i", (3, 3)))
-    caches = [KvBlocks(100, 16) for _ in range(3)]
+    caches = [PagedKvCache(100, 16) for _ in range(3)]
     made = Made([SCHEDULERS["sglang"]] * 3, caches, [LinearTimes(0.01)] * 3, 2, first_token=True)
     of = apart(work, made, HostTimes(), lambda s, t, n, last: (0.5, n), 2)
     assert [*of.handover.prefilled] == pytest.approx([0.03, 0.03])  # chunks of 48
@@ -342,8 +318,8 @@ def test_windows_are_sent_once_whatever_leaves_a_prefill_instance():
 
 def test_prompts_that_are_done_are_not_remembered_by_who_sends_them():
     work = drawn(random.Random(3))
-    caches = [KvBlocks(100, 16) for _ in range(2)]
+    caches = [PagedKvCache(100, 16) for _ in range(2)]
     made = Made([SCHEDULERS["vllm"]] * 2, caches, [LinearTimes(0.01)] * 2, 1, pushes=True)
     of = apart(work, made, HostTimes(), lambda s, t, n, last: (1e-3, n), 1, layers=0)
     assert len({push.request for push in of.handover.pushes}) == len(work)
-    assert not of.engines[0].sent
+    assert not of.engines[0].sent_tokens

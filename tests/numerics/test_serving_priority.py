@@ -8,17 +8,17 @@ from itertools import accumulate
 
 import pytest
 
+from one_pool import serve
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.cluster import serve
-from stagewright.serving.engines.blocks import KvBlocks
-from stagewright.serving.engines.engine import Engine
-from stagewright.serving.engines.times import LinearTimes
+from stagewright.serving.batch import LinearTimes
+from stagewright.serving.engine import Engine
+from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.metrics import Slo, summarize
-from stagewright.serving.requests import RequestClass, Workload, in_classes
 from stagewright.serving.routers import RoundRobin
 from stagewright.serving.schedulers.priority import VllmByPriority
 from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.workload import RequestClass, Workload, in_classes
 from stagewright.serving.workloads.asked import workload_of
 from stepping import Request, Stepping
 
@@ -86,7 +86,7 @@ def drawn(draw):
     most = max(p + o for p, o in zip(prompts, outputs, strict=True))
     work = Workload("random", array("d", accumulate(gaps)), prompts, outputs)
     levels = tuple(RequestClass(name=str(n), priority=n) for n in range(draw.randint(1, 3)))
-    cache = KvBlocks(-(-most // size) + draw.choice((0, 3, 100)), size, draw.random() < 0.5)
+    cache = PagedKvCache(-(-most // size) + draw.choice((0, 3, 100)), size, draw.random() < 0.5)
     seconds = LinearTimes(draw.uniform(0.01, 0.02), 1e-4, 1e-3, draw.choice((0.0, 1e-5)))
     return rules, seconds, cache, in_classes(work, levels, 0)
 
@@ -124,7 +124,7 @@ def test_classes_have_limits_of_their_own():
     for name, rules in (("priority", VllmByPriority.of(Vllm(max_num_seqs=4), work.class_of)),
                         ("fcfs", Vllm(max_num_seqs=4))):  # fmt: skip
         made = partial(
-            Engine, blocks=KvBlocks(99, 16), scheduler=rules, times=LinearTimes(0.001, 1e-4)
+            Engine, blocks=PagedKvCache(99, 16), scheduler=rules, times=LinearTimes(0.001, 1e-4)
         )
         found = summarize(serve(work, made, 1, RoundRobin()), Slo(), 1, {})
         assert sum(each.requests for each in found.classes.values()) == 40

@@ -14,22 +14,15 @@ from stagewright.api.searched_serving import asked_serving, searched_serving
 from stagewright.cli.main import main
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.serving import EngineSection
-from stagewright.serving.instances import instance
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.instance import instance
 from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
-from stagewright.serving.pools.apart import (
-    PromptsDone,
-    Unusual,
-    decode_after,
-    refuse_unusual,
-)
-from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, transfer_between
-from stagewright.serving.requests import RequestClass, Workload, in_classes
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.search import answer
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout, layout_bounds
-from stagewright.serving.search.pairs import CountTry, LayoutPair, PairPlays
-from stagewright.serving.search.plays import SeenRequests, play
-from stagewright.serving.service import Service
+from stagewright.serving.search.pairs import CountTry, LayoutPair, simulate_pair
+from stagewright.serving.search.simulated import simulate_load
+from stagewright.serving.workload import RequestClass, Workload, in_classes
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
 
@@ -44,12 +37,12 @@ MODEL = model_of("llama3.1-8b").with_overrides(num_layers=2)
 
 
 @pytest.fixture(scope="module")
-def service() -> Service:
+def group() -> InstanceGroup:
     hardware, asked = hardware_of("h100-sxm"), EngineSection(num_gpu_blocks=600)
     limits = batch_limits(asked, hardware)
     run = sw.Run(model="llama3.1-8b", mode="decode", layers=2)
     made = instance(run, MODEL, Machine.of(hardware, gpus=1), most_requests=limits.requests)
-    return Service(made, asked, limits, scheduler_of(asked, limits))
+    return InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
 
 
 def drawn(draw: random.Random) -> Workload:
@@ -62,7 +55,7 @@ def drawn(draw: random.Random) -> Workload:
     return Workload("random", arrival, prompt, array("i", draw.choices(range(1, 60), k=count)))
 
 
-def test_the_fewest_instances_are_not_below_the_bound(service: Service):
+def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
     stopped = bounded = 0
     for seed in range(12):
         draw = random.Random(seed)
@@ -71,12 +64,12 @@ def test_the_fewest_instances_are_not_below_the_bound(service: Service):
         load = LoadTotals.of(work, share)
         if seed % 2:
             work = in_classes(work, CLASSES, seed)
-        bounds = layout_bounds(service, load, RequestLimits.of(work, slo).loosest)
+        bounds = layout_bounds(group, load, RequestLimits.of(work, slo).loosest)
         for count in (1, 2, 5):
-            several = replace(service, engines=replace(service.engines, instances=count))
+            several = replace(group, engines=replace(group.engines, instances=count))
             whole = several.serve(work, slo).summary
             meets = whole.good >= share - 1e-12
-            found = play(several, work, load, slo)
+            found = simulate_load(Deployment((several,)), work, load, slo, count).load
             assert found.meets == meets
             if not found.stopped:
                 assert found.good == pytest.approx(whole.good)
@@ -111,7 +104,7 @@ def test_nothing_played_beats_its_bounds(name):
     run = sw.Run(model=model, mode="decode", layers=2, **layout)
     machine = Machine.of(hardware, gpus=layout.get("dp", 1))
     made = instance(run, of, machine, most_tokens=limits.tokens, most_requests=limits.requests)
-    service = Service(made, asked, limits, scheduler_of(asked, limits))
+    group = InstanceGroup(made, asked, limits, scheduler_of(asked, limits))
     for seed in range(8):
         draw = random.Random(seed)
         work = drawn(draw)
@@ -124,8 +117,8 @@ def test_nothing_played_beats_its_bounds(name):
             ]
             work = replace(work, chains=chains)
         load = LoadTotals.of(work, 1.0)
-        bounds = layout_bounds(service, load, Slo())
-        outcome, _ = service.run(work)
+        bounds = layout_bounds(group, load, Slo())
+        outcome, _ = Deployment((group,)).run(work)
         times = RequestTimes.of(outcome)
         assert len(times.number) == len(work)
         assert np.nanmin(times.tpot) > bounds.least_tpot * (1 - 1e-9)
@@ -146,41 +139,7 @@ def test_limits_of_classes_hold_in_place_of_those_of_all(tmp_path):
     assert {found.ranking.choices[nth].prompts for nth in found.ranking.best} == {None, 0}
 
 
-def test_prompts_apart_are_what_pools_do(service: Service):
-    """Prompts first and decode behind them: the same times, or `Unusual`; also in lockstep."""
-    hardware, asked = hardware_of("h100-sxm"), EngineSection(max_num_seqs=40)
-    model = model_of("qwen3-30b-a3b").with_overrides(num_layers=2)
-    run = sw.Run(model="qwen3-30b-a3b", mode="decode", layers=2, dp=2, ep=2, etp=1)
-    limits = batch_limits(asked, hardware)
-    made = instance(run, model, Machine.of(hardware, gpus=2), most_requests=40)
-    split = Service(made, asked, limits, scheduler_of(asked, limits))
-    unusual = 0
-    for seed in range(10):
-        draw = random.Random(seed)
-        work, kind = drawn(draw), draw.choice((service, split))
-        first, last = (
-            replace(kind, engines=replace(kind.engines, instances=draw.randint(1, 3)))
-            for _ in range(2)
-        )
-        groups = InstanceGroups((InstanceGroup(first, "prefill"), InstanceGroup(last, "decode")))
-        seconds = transfer_between(first, last).seconds
-        try:
-            refuse_unusual(work, (first, last))
-            prompts = PromptsDone.of(first, work)
-            found = decode_after(prompts, last, work, seconds, lambda *_: False)
-        except Unusual:
-            unusual += 1
-            continue
-        whole, _ = groups.run(work)
-        assert whole.handover is not None
-        assert prompts.records.finish == whole.handover.prefilled
-        assert found.arrives == whole.handover.arrives
-        for name in ("arrival", "reached", "scheduled", "first", "finish"):
-            assert getattr(found.records, name) == getattr(whole.records, name), (seed, name)
-    assert 0 < unusual < 6
-
-
-def test_the_answer_is_that_of_playing_everything(service: Service):
+def test_the_answer_is_that_of_playing_everything(group: InstanceGroup):
     load = {"rate": 700, "isl": 700, "osl": 30, "num_requests": 90, "layers": 2}
     question = asked_serving(
         {"model": "llama3.1-8b", "ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 5, **load},
@@ -188,17 +147,17 @@ def test_the_answer_is_that_of_playing_everything(service: Service):
     )
     (work,), slo = question.workloads, question.target.slo
     found = searched_serving(question).ranking
-    alone = replace(service, engines=EngineSection())
+    alone = replace(group, engines=EngineSection())
     several = [replace(alone, engines=EngineSection(instances=count)) for count in range(1, 6)]
     served = [each.serve(work, slo).summary.good >= 0.9 for each in several]
     best = [found.choices[nth] for nth in found.best]
-    assert [of.played.gpus for of in best if of.prompts is None] == [served.index(True) + 1]
-    pairs = [of.played for of in found.choices if of.prompts is not None]
+    assert [of.simulated.gpus for of in best if of.prompts is None] == [served.index(True) + 1]
+    pairs = [of.simulated for of in found.choices if of.prompts is not None]
     assert len(pairs) > 1
     for of in pairs:
         counts = (of.prefill_instances, "prefill"), (of.instances, "decode")
-        groups = (InstanceGroup(several[count - 1], serves) for count, serves in counts)
-        whole = InstanceGroups(tuple(groups)).serve(work, slo).summary
+        groups = (replace(several[count - 1], role=role) for count, role in counts)
+        whole = Deployment(tuple(groups)).serve(work, slo).summary
         assert (whole.good >= 0.9) == of.meets
         assert of.stopped or whole.ttft == of.ttft
 
@@ -241,7 +200,7 @@ def test_limits_that_nothing_keeps(capfd, tmp_path):
 
 
 def test_what_was_played_until_somebody_stops_it(capfd, tmp_path, monkeypatch):
-    plays, real = [], answer.play
+    plays, real = [], answer.simulate_load
 
     def stopping(*of):
         if plays:
@@ -249,7 +208,7 @@ def test_what_was_played_until_somebody_stops_it(capfd, tmp_path, monkeypatch):
         plays.append(real(*of))
         return plays[-1]
 
-    monkeypatch.setattr(answer, "play", stopping)
+    monkeypatch.setattr(answer, "simulate_load", stopping)
     page = tmp_path / "page.html"
     words = ("--rate", "150", "--tp", "1,2", "--pp", "1", "--ttft", "60", "--tpot", "3")
     assert code(*words, "--num-requests", "50", f"-o{page}") == 130
@@ -287,35 +246,32 @@ def test_pairs_of_layouts_are_what_pools_do():
     assert choices
     for each in choices[:2]:
         counts = {
-            "instances": each.played.instances,
-            "prefill_instances": each.played.prefill_instances,
+            "instances": each.simulated.instances,
+            "prefill_instances": each.simulated.prefill_instances,
         }
         whole = sw.serve("llama3.1-8b", "h100-sxm", ttft=60, tpot=3, **counts, **load)
-        assert whole.summary.good == pytest.approx(each.played.good)
-        assert whole.summary.gpus == each.played.gpus
+        assert whole.summary.good == pytest.approx(each.simulated.good)
+        assert whole.summary.gpus == each.simulated.gpus
 
 
 @pytest.mark.parametrize("blocks", [600, 15])
-def test_pairs_do_not_count_tokens_of_requests_that_wait_for_a_seat(service: Service, blocks: int):
-    """Their prompts are done, but nobody has seen a token: they are not slow yet. Where blocks are
-    few, prompts and decode are played in one order of events."""
-    few = replace(service.engines, num_gpu_blocks=blocks, max_num_seqs=4)
-    limits = batch_limits(few, service.instance.machine.hardware)
-    last = Service(service.instance, few, limits, scheduler_of(few, limits))
+def test_pairs_do_not_count_tokens_of_requests_that_wait(group: InstanceGroup, blocks: int):
+    """Their prompts are done, but nobody has seen a token: they are not slow yet. Also
+    where blocks are few."""
+    few = replace(group.engines, num_gpu_blocks=blocks, max_num_seqs=4)
+    limits = batch_limits(few, group.instance.machine.hardware)
+    last = InstanceGroup(group.instance, few, limits, scheduler_of(few, limits))
     many = 40
     work = Workload("at once", *(array(t, [n] * many) for t, n in (("d", 0), ("i", 70), ("i", 40))))
     slo, load = Slo(ttft=1, tpot=2e-3), LoadTotals.of(work, 0.9)
     ready = [
         ReadyLayout(row, each, layout_bounds(each, load, slo))
-        for row, each in enumerate((service, last))
+        for row, each in enumerate((group, last))
     ]
-    plays = PairPlays(work, load, slo)
-    found = plays.play(LayoutPair(*ready, (1, 1)), CountTry(1, 1))
-    groups = InstanceGroups((InstanceGroup(service, "prefill"), InstanceGroup(last, "decode")))
-    whole = SeenRequests.nothing()
-    whole.add(*groups.run(work), slo)
+    found = simulate_pair(LayoutPair(*ready, (1, 1)), CountTry(1, 1), work, load, slo)
+    deployment = Deployment((replace(group, role="prefill"), replace(last, role="decode")))
     assert found.meets
-    assert whole.good == many * found.good == many
+    assert deployment.serve(work, slo).summary.good == found.good == 1
 
 
 def test_requests_that_never_fit_are_counted(capfd, tmp_path):

@@ -11,22 +11,18 @@ import stagewright as sw
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import PoolSection
-from stagewright.serving.cluster import in_blocks
-from stagewright.serving.engines.blocks import KvBlocks
-from stagewright.serving.engines.times import LinearTimes
-from stagewright.serving.hosts import HostTimes
-from stagewright.serving.pools.agenda import ARRIVAL, Agenda
-from stagewright.serving.pools.engines import BringingEngine, Pulls
-from stagewright.serving.pools.loop import serve_in_pools
-from stagewright.serving.pools.parts import EnginePool, Pools
-from stagewright.serving.pools.stages import Passage, PromptStages
-from stagewright.serving.pools.stations import IvfPq, StageCost
-from stagewright.serving.pools.stores import StoreTier
-from stagewright.serving.requests import Records, Workload, with_past
+from stagewright.serving.batch import LinearTimes
+from stagewright.serving.disaggregation import RemoteKvEngine, RemoteKvScheduler
+from stagewright.serving.events import ARRIVAL, EventQueue
+from stagewright.serving.host import HostTimes
+from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.routers import BySession
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
 from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.simulation import Pool, ServingSimulation, chains_in_blocks
+from stagewright.serving.stages import IvfPq, PromptStages, StageCost, StageQueues, StoreTier
+from stagewright.serving.workload import Records, Workload, with_past
 from stagewright.serving.workloads.synthetic import Arrivals, Conversations, Lengths, sessions
 
 
@@ -42,14 +38,15 @@ def test_a_station_is_a_queue_with_deterministic_service(servers):
     M/M/2's, rho^2 / (1 - rho^2), and 2.3% more (Cosmetatos 1975)."""
     draw, rate = random.Random(5), 0.7 * servers
     work = requests(accumulate(draw.expovariate(rate) for _ in range(20_000)))
-    agenda, done = Agenda(), []
+    events, done = EventQueue(), []
     cost = StageCost(name="embed", seconds=1.0, servers=servers)
-    passage = Passage(
-        PromptStages(stations=(cost,)), work, agenda, lambda at, request: done.append(request)
+    passage = StageQueues(
+        PromptStages(stations=(cost,)), work, events, lambda at, request: done.append(request)
     )
     for request, at in enumerate(work.arrival):
-        agenda.note(at, ARRIVAL, request, passage.enter)
-    agenda.run()
+        events.add(at, ARRIVAL, request, passage.enter)
+    while events:
+        events.process_next()
     assert sorted(done) == [*range(len(work))]
     wait = sum(passage.seconds["embed"]) / len(work) - 1
     closed_form = {1: 0.7 / (2 * 0.3), 2: 0.49 / (1 - 0.49) / 2 * 1.023}
@@ -58,14 +55,15 @@ def test_a_station_is_a_queue_with_deterministic_service(servers):
 
 def test_batches_wait_for_a_server_and_take_who_is_there():
     work = requests([0.0, 0.1, 0.2, 0.3])
-    agenda, done = Agenda(), []
+    events, done = EventQueue(), []
     cost = StageCost(name="search", seconds=1.0, per_request=0.5, batch=2)
-    passage = Passage(
-        PromptStages(stations=(cost,)), work, agenda, lambda at, request: done.append((at, request))
+    passage = StageQueues(
+        PromptStages(stations=(cost,)), work, events, lambda at, request: done.append((at, request))
     )
     for request, at in enumerate(work.arrival):
-        agenda.note(at, ARRIVAL, request, passage.enter)
-    agenda.run()
+        events.add(at, ARRIVAL, request, passage.enter)
+    while events:
+        events.process_next()
     assert done == [(1.5, 0), (3.5, 1), (3.5, 2), (5.0, 3)]
 
 
@@ -83,14 +81,18 @@ def test_ivf_pq_by_its_formulas():
 
 def served(work, tiers, rules=None, engines=1, blocks=1000, station=()):
     rules = rules or Vllm(max_num_batched_tokens=64)
-    work = in_blocks(work, 16)
+    work = chains_in_blocks(work, 16)
     records, seconds = Records.of(len(work)), LinearTimes(0.01, 1e-4)
     limit = getattr(rules, "max_num_seqs", 1)
-    caches = [KvBlocks(blocks, 16, caching=False) for _ in range(engines)]
-    made = [BringingEngine(work, records, cache, Pulls(rules, limit), seconds) for cache in caches]
-    pool = EnginePool(range(engines), BySession.new(), dict.fromkeys(range(engines), HostTimes()))
+    caches = [PagedKvCache(blocks, 16, caching=False) for _ in range(engines)]
+    made = [
+        RemoteKvEngine(work, records, cache, RemoteKvScheduler(rules, limit), seconds)
+        for cache in caches
+    ]
+    hosts = dict.fromkeys(range(engines), HostTimes())
+    pool = Pool("both", range(engines), BySession(), hosts)
     stages = PromptStages(stations=tuple(station), tiers=tuple(tiers), bytes_per_token=1e6)
-    done = serve_in_pools(work, records, Pools(made, pool, stages=stages))
+    done = ServingSimulation(work, records, made, [pool], stages=stages).run()
     assert all(cache.free == cache.size for cache in caches)
     assert all(math.isfinite(at) for at in records.finish)
     return done

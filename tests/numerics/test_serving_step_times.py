@@ -13,10 +13,10 @@ from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
-from stagewright.serving.drafters import drafter_of
-from stagewright.serving.engines.plans import PlannedSteps
-from stagewright.serving.hosts import HostTimes
-from stagewright.serving.instances import drafted_times, kv_capacity
+from stagewright.serving.batch import BatchPlan, DecodeRun
+from stagewright.serving.host import HostTimes
+from stagewright.serving.instance import drafted_times, kv_capacity
+from stagewright.serving.speculative import drafter_of
 from stagewright.serving.steps.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -152,7 +152,9 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
         assert found == pytest.approx(wanted, rel=0.01), groups
         assert times.step(*whole, decoding, keys) == found + alone.step(*whole, decoding, keys)
         if decoding == whole[3]:
-            assert times.line(decoding, keys)[0] == pytest.approx(times.decode(decoding, keys))
+            assert times.linear_run(decoding, keys)[0] == pytest.approx(
+                times.decode(decoding, keys)
+            )
 
 
 @pytest.mark.parametrize("ep", [1, 2])
@@ -172,16 +174,16 @@ def test_a_host_beside_the_gpu_works_beside_drafts_too(ep):
     for wait in (0.0, 0.5 * decode, 0.99 * decode, 1.01 * decode, 1.01 * prompts):
         host = HostTimes(per_step=wait, beside=True)
         times = gpu.of_replica(host)
-        first, grows, steps = times.line(n, keys)
-        planned = times.of_all(PlannedSteps((steps, first, grows), 3 * n, n), 3 * n)
+        first, grows, steps = times.linear_run(n, keys)
+        planned = times.group_runs([BatchPlan(DecodeRun(steps, first, grows), 3 * n, n)], 3 * n)[0]
         assert planned[1] == pytest.approx(max(decode, wait))
         last = planned[1] + min(planned[0] - 1, 900) * planned[2]
         more = gpu.decode(n, keys + n * min(planned[0] - 1, 900))
         assert last == pytest.approx(max(more, wait))
-        step = PlannedSteps((1, times.step(*mixed), 0.0), mixed[0], n + 1)
-        assert times.of_all(step, mixed[0])[1] == pytest.approx(max(prompts, wait))
+        step = BatchPlan(DecodeRun(1, times.step(*mixed), 0.0), mixed[0], n + 1)
+        assert times.group_runs([step], mixed[0])[0].seconds == pytest.approx(max(prompts, wait))
         whole = gpu.with_host(host)
-        assert whole.decode(n, keys) == whole.step(3 * n, 9, keys, n, n, keys)
+        assert whole.decode(n, keys) == pytest.approx(whole.step(3 * n, 9, keys, n, n, keys))
         assert whole.decode(n, keys) == pytest.approx(max(decode, wait))
 
 

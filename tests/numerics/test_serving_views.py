@@ -54,7 +54,7 @@ def test_gpus_draw_no_more_than_they_can(found: Serving):
                        layers=2, device_memory="6.5GB")  # fmt: skip
     assert crowded.summary.preemptions > 0
     for of in (found, crowded):
-        hardware = of.service.instance.machine.hardware
+        hardware = of.group.instance.machine.hardware
         most = hardware.tdp_w + hardware.node_overhead_w
         assert hardware.tdp_w * 0.2 <= of.expense().watts_per_gpu <= most
 
@@ -109,7 +109,7 @@ def test_learned_positions_are_of_requests_not_of_steps():
     run = sw.Run(model="gpt2", mode="prefill", batch_size=4, prompt_length=900)
     seconds = sw.simulate(sw.compile(run), "h100-sxm").seconds
     tokens, pairs = 4 * 900, 4 * 900 * 901 // 2
-    assert of.service.instance.times.step(tokens, pairs, tokens, 4) == pytest.approx(
+    assert of.group.instance.times.step(tokens, pairs, tokens, 4) == pytest.approx(
         seconds, rel=0.02
     )
     with pytest.raises(sw.UserError, match="t5-base has an encoder"):

@@ -8,8 +8,8 @@ from stagewright.lower.compile import compile
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.engines.plans import PlannedSteps
-from stagewright.serving.hosts import HostTimes
+from stagewright.serving.batch import BatchPlan, DecodeRun
+from stagewright.serving.host import HostTimes
 from stagewright.serving.steps.step_times import batch_run, step_times
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -28,10 +28,10 @@ def test_experts_get_the_tokens_of_all_replicas(engine):
     mixed = [Group(1, 0, 1536), Group(1, 0, 64)]
     wanted = simulate(compile(batch_run(run, mixed), model), machine, how).seconds
     alone = times.step(1536, 1536 * 1537 // 2, 1536, 1)
-    found = times.beside_replicas(alone, 1536, (1536 + 64) / 2)
+    found = times.in_group(alone, 1536, (1536 + 64) / 2)
     assert found < 0.9 * alone
     assert found == pytest.approx(wanted, rel=0.08 if engine is None else 0.25)
-    assert times.beside_replicas(alone, 1536, 1536) == alone
+    assert times.in_group(alone, 1536, 1536) == alone
 
 
 def test_a_host_beside_the_gpu_counts_behind_the_experts_of_all_replicas():
@@ -41,12 +41,13 @@ def test_a_host_beside_the_gpu_counts_behind_the_experts_of_all_replicas():
     machine = Machine.of(resolve("h100-sxm"), gpus=2)
     gpu = step_times(run, model, machine, most_tokens=512, most_requests=512)
     for n, keys, mean in product((1, 64, 512), (600, 5000), (0.5, 64, 512)):
-        line = gpu.line(n, n * keys)
-        least = gpu.beside_replicas(line[0], n, mean)
+        line = gpu.linear_run(n, n * keys)
+        least = gpu.in_group(line[0], n, mean)
         for host in (HostTimes(per_step=s, beside=True) for s in (0, least, 1.01 * least, 9)):
             times = gpu.of_replica(host)
-            assert times.line(n, n * keys) == line
-            steps, first, grows = times.of_all(PlannedSteps((line[2], *line[:2]), n, n), mean)
+            assert times.linear_run(n, n * keys) == line
+            plan = BatchPlan(DecodeRun(line[2], *line[:2]), n, n)
+            steps, first, grows = times.group_runs([plan], mean)[0]
             assert 1 <= steps <= line[2]
             for k in {0, steps // 2, steps - 1} if steps < 1 << 40 else {0, 9}:
                 wanted = host.after(least + k * line[1], n)
@@ -54,6 +55,6 @@ def test_a_host_beside_the_gpu_counts_behind_the_experts_of_all_replicas():
             if mean == n:
                 assert first == pytest.approx(gpu.with_host(host).decode(n, n * keys), rel=1e-9)
         behind = HostTimes(per_step=1e-3)
-        times, baked = gpu.of_replica(behind), gpu.with_host(behind).line(n, n * keys)
-        found = times.of_all(PlannedSteps((baked[2], *baked[:2]), n, n), mean)
+        times, baked = gpu.of_replica(behind), gpu.with_host(behind).linear_run(n, n * keys)
+        found = times.group_runs([BatchPlan(DecodeRun(baked[2], *baked[:2]), n, n)], mean)[0]
         assert found[1] == pytest.approx(least + 1e-3, rel=1e-9)

@@ -1,4 +1,4 @@
-"""Steps and traces are those on record: `python tools/record.py tests/data/recorded` renews it."""
+"""Steps, traces and serving runs are on record; `tools/record.py tests/data/recorded` renews it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ SPEC.loader.exec_module(record)
 
 FOLDER = DATA / "recorded"
 STEPS: list[Any] = record.read(FOLDER, "steps")
+SERVING: list[Any] = record.read(FOLDER, "serving")
+SERVING_RUNS = [*record.recorded_serving.runs()]
 CHECKED = 40
 
 
@@ -55,3 +57,11 @@ def test_step_is_the_recorded_one(nth: int) -> None:
 def test_traces_are_the_recorded_ones() -> None:
     found = [*record.made("traces", STEPS)]
     assert not [*record.differences(record.read(FOLDER, "traces"), found)]
+
+
+@pytest.mark.parametrize("nth", range(0, len(SERVING_RUNS), len(SERVING_RUNS) // CHECKED))
+def test_serving_run_is_the_recorded_one(nth: int) -> None:
+    name, settings = SERVING_RUNS[nth]
+    made = record.as_written(record.recorded_serving.serving_record(name, settings))
+    (old,) = (line for line in SERVING if line["serving"] == name)
+    assert not [*record.differences(old, made)]

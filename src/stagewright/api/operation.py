@@ -8,8 +8,8 @@ from reprlib import repr as shown
 
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import OperationSection
-from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
-from stagewright.serving.pools.operation import Failure, InstanceEvents, Scaling
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.operation import Failure, InstanceEvents, Scaling
 
 
 def operation_of(
@@ -50,10 +50,10 @@ def operation_of(
     )
 
 
-def operated(fleet: InstanceGroups, asked: OperationSection) -> InstanceGroups:
+def operated(fleet: Deployment, asked: OperationSection) -> Deployment:
     """A fleet to which that happens; as many instances as may serve at a time."""
-    counts = [group.service.engines.instances for group in fleet.groups]
-    prompts = [group.serves == "prefill" for group in fleet.groups]
+    counts = [group.engines.instances for group in fleet.groups]
+    prompts = [group.role == "prefill" for group in fleet.groups]
     first = sum(many for many, only in zip(counts, prompts, strict=True) if only)
     operation = operation_of(asked, sum(counts) - first, first)
     fleet = replace(fleet, operation=operation)
@@ -61,9 +61,9 @@ def operated(fleet: InstanceGroups, asked: OperationSection) -> InstanceGroups:
         return fleet
     groups: list[InstanceGroup] = []
     for group, only in zip(fleet.groups, prompts, strict=True):
-        most = group.service.engines.instances if only else operation.scaling.most
-        engines = replace(group.service.engines, instances=most)
-        groups.append(replace(group, service=replace(group.service, engines=engines)))
+        most = group.engines.instances if only else operation.scaling.most
+        engines = replace(group.engines, instances=most)
+        groups.append(replace(group, engines=engines))
     return replace(fleet, groups=tuple(groups))
 
 

@@ -16,15 +16,15 @@ from stagewright.run.requests import ranks_of_text
 from stagewright.run.sections import SETTINGS
 from stagewright.run.sections.serving import OF_ONE_STEP, EngineSection, PoolSection
 from stagewright.run.settings import Run
-from stagewright.serving.drafters import drafter_of
-from stagewright.serving.engines.engine import Scheduler
-from stagewright.serving.instances import instance, with_drafter
-from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, Phases
-from stagewright.serving.pools.stages import PromptStages
-from stagewright.serving.requests import Workload
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.disaggregation import Role
+from stagewright.serving.engine import Scheduler
+from stagewright.serving.instance import instance, with_drafter
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import batch_limits, refuse_others, scheduler_of
-from stagewright.serving.service import Service
+from stagewright.serving.speculative import drafter_of
+from stagewright.serving.stages import PromptStages
+from stagewright.serving.workload import Workload
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -32,7 +32,7 @@ from stagewright.time.network import Machine
 Row = Mapping[str, Any]
 """How a group of instances differs from what settings say of all: settings by name."""
 
-PHASES: tuple[Phases, ...] = ("both", "prefill", "decode")
+ROLES: tuple[Role, ...] = ("both", "prefill", "decode")
 
 
 class Given(NamedTuple):
@@ -102,7 +102,7 @@ def _rows(values: object, where: str) -> list[Row]:
 class Planned:
     """A group of instances before its step times are made."""
 
-    serves: Phases
+    serves: Role
     experiment: Experiment
     hardware: Hardware
     engines: EngineSection
@@ -111,8 +111,8 @@ class Planned:
         """This group with other settings."""
         values = dict(row)
         serves = values.pop("serves", "both")
-        if serves not in PHASES:
-            raise UserError(f"serves is {shown(serves)}, wanted {either(PHASES)}")
+        if serves not in ROLES:
+            raise UserError(f"serves is {shown(serves)}, wanted {either(ROLES)}")
         values.setdefault("instances", 1)
         name = values.pop("hardware", None)
         if name is not None and not isinstance(name, str):
@@ -135,7 +135,7 @@ class Planned:
             engines,
         )
 
-    def service(self, given: Given, alike: Iterable[Service] = ()) -> Service:
+    def group(self, given: Given, alike: Iterable[InstanceGroup] = ()) -> InstanceGroup:
         """The instances with their step times, which may be those of others that are alike."""
         run, cluster, engines = self.experiment.run, self.experiment.cluster, self.engines
         machine = Machine.of(
@@ -156,7 +156,7 @@ class Planned:
             same = of.instance.run == run and of.instance.machine == machine
             same = same and _drafts(of.engines) == drafts
             if same and of.limits == limits and of.engines.gpu_memory_utilization == share:
-                return Service(of.instance, engines, limits, scheduler)
+                return InstanceGroup(of.instance, engines, limits, scheduler, self.serves)
         model = (given.config or model_of(run.model, run.as_family or "")).with_overrides(
             num_layers=run.layers, vocab_size=run.vocab, mtp_num_layers=run.mtp_num_layers
         )
@@ -171,25 +171,22 @@ class Planned:
         )
         drafter, how = drafter_of(engines, run, model), self.experiment.execution
         made = with_drafter(made, drafter, how, gpu_memory_utilization=share)
-        return Service(made, engines, limits, scheduler)
+        return InstanceGroup(made, engines, limits, scheduler, self.serves)
 
 
 def _drafts(engines: EngineSection) -> tuple[str | None, str | None]:
     return engines.speculative_method, engines.speculative_model
 
 
-def fleet_of(
+def deployment_of(
     plans: Iterable[Planned], given: Given, asked: PoolSection, stages: PromptStages | None = None
-) -> InstanceGroups:
+) -> Deployment:
     """Groups of instances with their step times."""
     router_of(asked.prefill_router, "--prefill-router")
     groups: list[InstanceGroup] = []
     for plan in plans:
-        service = plan.service(given, [group.service for group in groups])
-        groups.append(InstanceGroup(service, plan.serves))
-    found = InstanceGroups(
-        tuple(groups), asked.prefill_router, stages, kv_transfer=asked.kv_transfer
-    )
+        groups.append(plan.group(given, groups))
+    found = Deployment(tuple(groups), asked.prefill_router, stages, kv_transfer=asked.kv_transfer)
     if asked.kv_transfer != "prompt" and not found.disaggregated:
         raise UserError("--kv-transfer is of --prefill-instances N: give how many there are")
     return found

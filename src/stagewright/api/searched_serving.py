@@ -25,18 +25,18 @@ from stagewright.searching.enumeration import DIVIDES, DP_ALLOWED, Enumeration, 
 from stagewright.searching.lists import values_of
 from stagewright.searching.request import SearchRequest
 from stagewright.searching.run_file import printed_run_file, write_run_file
-from stagewright.serving.requests import Workload
+from stagewright.serving.deployment import slo_of
 from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (
+    SearchProgress,
     ServingRanking,
     ServingTarget,
-    Told,
 )
 from stagewright.serving.search.answer import (
     search_serving as ranked,
 )
 from stagewright.serving.search.layouts import MOST_GPUS, layouts
-from stagewright.serving.service import slo_of
+from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.asked import workload_of
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
@@ -76,7 +76,7 @@ class ServingSearch:
                 f"nothing with up to {plural(of.target.most_gpus, 'GPU', 'GPUs')} keeps the limits"
             )
         choice = of.choices[self._number(listed_row)]
-        played, layout = choice.played, of.rows.run(choice.layout)
+        played, layout = choice.simulated, of.rows.run(choice.layout)
         words = layout.model_copy(update={"mode": "train"}).describe()
         many = f"{played.instances} x " if played.instances > 1 else ""
         cost = f", {choice.usd_per_hour:,.4g} USD/h" if choice.usd_per_hour > 0 else ""
@@ -94,7 +94,7 @@ class ServingSearch:
 
     def instances(self, listed_row: int = 1) -> int:
         """How many instances one of the best has."""
-        return self.ranking.choices[self._number(listed_row)].played.instances
+        return self.ranking.choices[self._number(listed_row)].simulated.instances
 
     def run_file(self, listed_row: int = 1) -> str:
         """The layout of one of the best as a run file in YAML."""
@@ -299,7 +299,7 @@ def _gpus(value: Any) -> int:
     return counts[0]
 
 
-def searched_serving(of: ServingQuestion, told: Told | None = None) -> ServingSearch:
+def searched_serving(of: ServingQuestion, progress: SearchProgress | None = None) -> ServingSearch:
     """The search itself."""
     found = of.request.space.enumerate()
     if of.target.by_cost and all(
@@ -308,7 +308,7 @@ def searched_serving(of: ServingQuestion, told: Told | None = None) -> ServingSe
         for row in range(len(found.candidates))
     ):
         raise UserError("--objective cost: no hardware here has a price; give --price USD per hour")
-    ranking = ranked(found.candidates, of.workloads, of.target, of.engines, told)
+    ranking = ranked(found.candidates, of.workloads, of.target, of.engines, progress)
     return ServingSearch(found, ranking, _load(of))
 
 

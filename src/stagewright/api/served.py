@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from stagewright.api.endings import OF_SERVING, ResultFile, check_ending
-from stagewright.api.operation import operated, operation_of
-from stagewright.api.pools import Given, Planned, fleet_of, rows_of
+from stagewright.api.operation import operated
+from stagewright.api.pools import Given, Planned, deployment_of, rows_of
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError, did_you_mean
 from stagewright.lower.compiled_run import CompiledRun
@@ -27,14 +27,13 @@ from stagewright.run.sections.serving import (
     PoolSection,
     WorkloadSection,
 )
-from stagewright.serving.captured import first_engine, step_at
-from stagewright.serving.cluster import Heard
-from stagewright.serving.compared import compare
+from stagewright.serving.capture import first_engine, step_at
+from stagewright.serving.compare_log import compare
+from stagewright.serving.deployment import Deployment, InstanceGroup, ServedRun, slo_of
 from stagewright.serving.energy import ServingExpense, serving_expense
 from stagewright.serving.metrics import Slo
-from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups
-from stagewright.serving.requests import Workload
-from stagewright.serving.service import ServedRun, Service, slo_of
+from stagewright.serving.simulation import ProgressCallback
+from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.asked import workload_of
 from stagewright.serving.workloads.logs import read_log
 from stagewright.texttable import Table
@@ -50,12 +49,12 @@ from stagewright.views.serving_perfetto import write_serving
 class Serving(ServedRun):
     """A workload that was served, with its views."""
 
-    service: Service
+    group: InstanceGroup
     slo: Slo
     asked: Workload
     """The workload as it was given."""
-    fleet: InstanceGroups | None = None
-    """Several groups of instances, of which `service` is the first that decodes."""
+    deployment: Deployment
+    """All instances; `group` is the first group that decodes."""
     cluster: ClusterSection = field(default_factory=ClusterSection)
     """Says what a GPU-hour costs, by `price` or `costs`; else each hardware's price counts."""
 
@@ -69,9 +68,8 @@ class Serving(ServedRun):
         both, prefill ranks first, with the messages between them. Raises UserError where the
         engine ran no step.
         """
-        of = self.fleet or self.service
-        number = engine if instance is None else first_engine(of, instance)
-        return step_at(of, self.outcome, self.asked, seconds, number)
+        number = engine if instance is None else first_engine(self.deployment, instance)
+        return step_at(self.deployment, self.outcome, self.asked, seconds, number)
 
     def describe(self) -> str:
         """What was served, and on what, in words."""
@@ -80,12 +78,12 @@ class Serving(ServedRun):
     @property
     def groups(self) -> tuple[InstanceGroup, ...]:
         """Instances that are alike, one group or several."""
-        return (InstanceGroup(self.service),) if self.fleet is None else self.fleet.groups
+        return self.deployment.groups
 
     @property
     def layout(self) -> str:
         """The model, and what of its run is not as by default."""
-        return _layout(self.service)
+        return _layout(self.group)
 
     def __repr__(self) -> str:
         return f"<{self.summary.requests} requests served: {self.describe()}>"
@@ -119,13 +117,12 @@ class Serving(ServedRun):
 
     def expense(self) -> ServingExpense:
         """Energy of the run, and its cost at the price of a GPU-hour."""
-        services = [group.service for group in self.groups]
         price, costs = self.cluster.price, self.cluster.costs
-        spent = serving_expense(self, services, price)
+        spent = serving_expense(self, self.groups, price)
         if price is not None or costs is None:
             return spent
         per_hour = load_costs(costs).usd_per_gpu_hour(spent.watts_per_gpu)
-        return serving_expense(self, services, per_hour)
+        return serving_expense(self, self.groups, per_hour)
 
     def perfetto(self, path: str | os.PathLike[str]) -> None:
         """Write the run for ui.perfetto.dev: requests of each engine, and counters."""
@@ -134,17 +131,17 @@ class Serving(ServedRun):
     def page(self) -> str:
         """The page of the run: timelines, percentiles and requests as bars, as HTML."""
         count = plural(self.summary.requests, "request", "requests")
-        title = f"{self.service.instance.model.name}: {count} served"
+        title = f"{self.group.instance.model.name}: {count} served"
         return serving_page(self, self.expense(), self.slo, title, self.describe())
 
     def values(self) -> dict[str, Any]:
         """The numbers as one object for JSON: seconds, tokens, shares of 1, joules, USD."""
-        of = self.service
+        of = self.group
         return {
             "workload": self.outcome.workload.name,
             "run": self.layout,
             "instances": of.engines.instances,
-            "pools": None if self.fleet is None else [_values(g) for g in self.fleet.groups],
+            "pools": [*map(_values, self.groups)] if len(self.groups) > 1 else None,
             "kv_blocks": of.blocks,
             "kv_block_size": of.instance.cache.block_size,
             "max_num_batched_tokens": of.limits.tokens,
@@ -162,30 +159,29 @@ class Serving(ServedRun):
         ).write(path)
 
 
-def _layout(service: Service) -> str:
-    return service.instance.run.model_copy(update={"mode": "train"}).describe()
+def _layout(group: InstanceGroup) -> str:
+    return group.instance.run.model_copy(update={"mode": "train"}).describe()
 
 
 def _group(of: InstanceGroup) -> str:
     """A group of instances in words."""
-    count, layout = of.service.engines.instances, _layout(of.service)
-    purpose = "" if of.serves == "both" else f" for {of.serves}"
+    count, layout = of.engines.instances, _layout(of)
+    purpose = "" if of.role == "both" else f" for {of.role}"
     many = f"{plural(count, 'instance', 'instances')}{purpose}, each "
     alone = count == 1 and not purpose
-    return f"{'' if alone else many}{layout} on {of.service.instance.machine}"
+    return f"{'' if alone else many}{layout} on {of.instance.machine}"
 
 
-def _values(of: InstanceGroup) -> dict[str, Any]:
+def _values(group: InstanceGroup) -> dict[str, Any]:
     """A group of instances for JSON."""
-    service = of.service
     return {
-        "serves": of.serves,
-        "instances": service.engines.instances,
-        "run": _layout(service),
-        "hardware": service.instance.machine.hardware.name,
-        "gpus": service.gpus,
-        "kv_blocks": service.blocks,
-        "scheduler": service.engines.scheduler,
+        "serves": group.role,
+        "instances": group.engines.instances,
+        "run": _layout(group),
+        "hardware": group.instance.machine.hardware.name,
+        "gpus": group.gpus,
+        "kv_blocks": group.blocks,
+        "scheduler": group.engines.scheduler,
     }
 
 
@@ -214,7 +210,7 @@ def serve(
     *,
     workload: Workload | None = None,
     config: ModelConfig | None = None,
-    progress: Heard | None = None,
+    progress: ProgressCallback | None = None,
     **settings: Any,
 ) -> Serving:
     """Requests over time on engines with a layout of a model.
@@ -262,7 +258,7 @@ def served(
     hardware: Hardware,
     asked: ServingSections,
     given: Given | None = None,
-    heard: Heard | None = None,
+    progress: ProgressCallback | None = None,
     instance: int = 0,
 ) -> Serving:
     """The requests that are asked for, on engines with the layout of an experiment.
@@ -280,18 +276,10 @@ def served(
     past = asked.workload.past_context if given.workload is None else 0
     stages = stages_of(asked.pools, given.stages, asked.workload.seed, past)
     base = Planned("both", experiment, hardware, asked.engines)
-    if not rows:
-        operation = operation_of(asked.operation, asked.engines.instances)
-        if stages is not None or operation is not None:
-            rows = [{"instances": asked.engines.instances}]
-    if not rows:
-        service = base.service(given)
-        first_engine(service, instance)
-        found = service.serve(work, slo, heard)
-        return Serving(found.outcome, found.summary, service, slo, work, cluster=cluster)
-    fleet = fleet_of(map(base.changed, rows), given, asked.pools, stages)
-    fleet = operated(fleet, asked.operation)
-    service = next(group.service for group in fleet.groups if group.serves != "prefill")
-    first_engine(fleet, instance)
-    found = fleet.serve(work, slo, heard)
-    return Serving(found.outcome, found.summary, service, slo, work, fleet, cluster)
+    rows = rows or [{"instances": asked.engines.instances}]
+    deployment = deployment_of(map(base.changed, rows), given, asked.pools, stages)
+    deployment = operated(deployment, asked.operation)
+    group = next(group for group in deployment.groups if group.role != "prefill")
+    first_engine(deployment, instance)
+    run = deployment.serve(work, slo, progress)
+    return Serving(run.outcome, run.summary, group, slo, work, deployment, cluster)

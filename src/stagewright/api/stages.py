@@ -10,9 +10,7 @@ from typing import Any, cast
 from stagewright.errors import UserError, either
 from stagewright.files import from_yaml, read_text
 from stagewright.run.sections.serving import PoolSection
-from stagewright.serving.pools.stages import PromptStages
-from stagewright.serving.pools.stations import IvfPq, StageCost
-from stagewright.serving.pools.stores import StoreTier
+from stagewright.serving.stages import IvfPq, PromptStages, StageCost, StoreTier
 
 _STATION = ("seconds", "per_request", "per_token", "servers", "batch")
 _INDEX = ("dimensions", "centroids", "probes", "sub_quantizers", "vectors", "candidates")

@@ -3,7 +3,7 @@
 Rows are those of `data/measured/inference.csv` that have a number of users, and of `serving.csv`
 beside it. Each is a closed loop: ten requests for each user (or as many as the client's source
 says, `evidence.servers`), all of whom begin at once, lengths uniform between the shortest and the
-longest, and no shared prefixes. Of hosts, `serving.hosts` says what was fitted. Where the first
+longest, and no shared prefixes. Of hosts, `serving.host` says what was fitted. Where the first
 step of a server took longer, the first request of each user waited for that: a share of the mean
 that is 1 over its requests.
 """
@@ -22,10 +22,10 @@ from stagewright.evidence.predictions import Prediction
 from stagewright.evidence.servers import client_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
-from stagewright.serving.instances import Instance, instance
+from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.instance import Instance, instance
 from stagewright.serving.metrics import ServingSummary, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
-from stagewright.serving.service import Service
 from stagewright.serving.workloads.synthetic import Lengths, closed_loop
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -118,7 +118,7 @@ def played(row: ServedRow) -> ServingSummary:
     assert row.concurrency is not None
     client = client_of(row)
     settings = {**row.settings, **client.settings}
-    service = _service(
+    group = _service(
         _Server(
             row.hardware, row.engine, _sorted(settings), _sorted(client.options), row.checkpoint
         )
@@ -126,7 +126,7 @@ def played(row: ServedRow) -> ServingSummary:
     users = round(row.concurrency)
     lengths = Lengths(isl=row.isl, osl=row.osl, range_ratio=row.shortest)
     work = closed_loop(client.requests_per_user * users, users, lengths)
-    return service.serve(work, Slo()).summary
+    return group.serve(work, Slo()).summary
 
 
 class _Server(NamedTuple):
@@ -153,7 +153,7 @@ def _instance(of: _Server, tokens: int, requests: int) -> Instance:
     )  # fmt: skip
 
 
-def _service(of: _Server) -> Service:
+def _service(of: _Server) -> InstanceGroup:
     # Both clients ask for all tokens: `--ignore-eos`, `ignore_eos:true`.
     options: dict[str, Any] = {"ignore_eos": True, **dict(of.options)}
     options["scheduler"] = SCHEDULERS[of.engine]
@@ -162,7 +162,7 @@ def _service(of: _Server) -> Service:
     most = max(limits.tokens, MOST_TOKENS)
     made = _instance(of._replace(options=()), most, limits.requests)
     ahead = replace(engines, async_scheduling=engines.async_scheduling and made.run.pp == 1)
-    return Service(made, engines, limits, scheduler_of(ahead, limits))
+    return InstanceGroup(made, engines, limits, scheduler_of(ahead, limits))
 
 
 def sources(of: Sequence[ClosedLoop]) -> list[str]:

@@ -15,7 +15,7 @@ take to get them. Where all requests are equally long and prompts run in steps o
 stay in step: all send their prompts at once, and while these run nobody gets a token. The first
 prompt's request waits for all others, the last one's for none: half of them on average, and half
 of their time counts until the first token. Of times per output token only TensorRT-LLM's host is
-fitted (`serving.hosts.HOSTS`), and what hosts take until the first token (`HOST_MS`).
+fitted (`serving.host.HOSTS`), and what hosts take until the first token (`HOST_MS`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stagewright.model.hf.quantization import read_quantization
 from stagewright.program.fit import held_at_peak
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.hosts import HOSTS, HostTimes
+from stagewright.serving.host import HOSTS, HostTimes
 from stagewright.time.expense.power import idle_watts
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
@@ -62,7 +62,7 @@ allowance for activations and graphs."""
 
 SCHEDULERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
 """By engine, as `serving` names them; what the host of each takes for a step is in
-`serving.hosts.HOSTS`."""
+`serving.host.HOSTS`."""
 HOST_MS: Mapping[str, tuple[float, float]] = {
     "vllm": (35.0, 12.0),
     "trtllm": (25.0, 6.0),
@@ -72,7 +72,7 @@ HOST_MS: Mapping[str, tuple[float, float]] = {
 tokens of its prompt. HTTP, the tokenizer, queues between processes, and launches of prompts'
 kernels outside of graphs; `benchmarks/fit_requests.py` fits them to 70% of the rows of first
 tokens. Here no requests are played, so that these times hold what an engine's rules make a request
-wait for, too. `serving.hosts.HOSTS` has what remains where requests are played: another quantity,
+wait for, too. `serving.host.HOSTS` has what remains where requests are played: another quantity,
 fitted by `benchmarks/fit_requests.py queue`."""
 ROUNDS = 3
 """Times that the number of requests that get tokens is computed from the time they take."""

@@ -18,12 +18,12 @@ from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
-from stagewright.serving.compared import figure_of
-from stagewright.serving.instances import instance
+from stagewright.serving.compare_log import figure_of
+from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.instance import instance
 from stagewright.serving.metrics import RequestTimes, Slo
-from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
-from stagewright.serving.service import Service
+from stagewright.serving.workload import Workload
 from stagewright.serving.workloads import traces
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
@@ -105,8 +105,8 @@ def replay(of: ReplayedServer) -> RequestTimes:
         most_tokens=limits.tokens, most_requests=limits.requests,
         gpu_memory_utilization=engines.gpu_memory_utilization,
     )  # fmt: skip
-    service = Service(made, engines, limits, scheduler_of(engines, limits))
-    return RequestTimes.of(service.serve(_requests(of.requests), Slo()).outcome)
+    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    return RequestTimes.of(group.serve(_requests(of.requests), Slo()).outcome)
 
 
 def _with_links(hardware: Hardware, links: Mapping[str, float]) -> Hardware:

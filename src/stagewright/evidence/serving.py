@@ -20,10 +20,10 @@ from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
-from stagewright.serving.instances import instance
+from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.instance import instance
 from stagewright.serving.metrics import RequestTimes, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
-from stagewright.serving.service import Service
 from stagewright.serving.workloads.synthetic import LoadStage, SharedPrefix, staged
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -77,7 +77,7 @@ def _stage(values: Mapping[str, Any]) -> MeasuredStage:
 
 
 FITTED = "the host"
-"""`serving.hosts.HOSTS`: 6.5 ms until a request is in the queue, for all servers."""
+"""`serving.host.HOSTS`: 6.5 ms until a request is in the queue, for all servers."""
 QUANTITIES = {
     "ttft_ms": "mean milliseconds to the first token",
     "ttft_p99_ms": "99th percentile of these",
@@ -148,7 +148,7 @@ def _served(server: LoadedServer) -> tuple[RequestTimes, Float, tuple[float, ...
         gpu_memory_utilization=engines.gpu_memory_utilization,
     )  # fmt: skip
     work = staged(tuple(s.load for s in server.stages), server.prompts, poisson=False)
-    service = Service(made, engines, limits, scheduler_of(engines, limits))
-    outcome = service.serve(work, Slo()).outcome
+    group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+    outcome = group.serve(work, Slo()).outcome
     times = RequestTimes.of(outcome)
     return times, np.array(outcome.records.arrival)[times.number], work.stages

@@ -1,7 +1,7 @@
-"""Requests over time on many engines: arrivals, schedulers, KV caches, routers and what users see.
+"""Requests over time on many engines: arrivals, schedulers, KV caches, routers and latencies.
 
-A workload (`workloads/`) is columns of requests. A scheduler (`schedulers/`) decides what each step
-of an engine computes; the engine (`engines/engine.py`) goes from one change of its batch to the
-next, with the step times of a compiled model (`step_times.py`) or any `engines.times.BatchTimes`.
-`cluster.py` deals requests to engines, `metrics.py` says what came out.
+A `workload` is columns of requests. A `deployment` makes engines of settings, and a `simulation`
+routes each request through their pools, in one order of events. An `engine` runs the batches that
+its scheduler (`schedulers/`) decides on, with blocks of a `kv_cache`, in the durations that
+`steps/` (or any `batch.BatchTimes`) returns. `metrics` summarizes the records.
 """

@@ -1,4 +1,4 @@
-"""What users and owners of a cluster see: times, rates, goodput, use of the cache."""
+"""Metrics of a serving run: latencies, rates, goodput, use of the KV cache."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.serving.cluster import Outcome
-from stagewright.serving.engines.observed import Gaps, gaps_quantiles
-from stagewright.serving.requests import Records, Workload
+from stagewright.serving.samples import StepLog, gap_quantiles
+from stagewright.serving.simulation import Outcome
+from stagewright.serving.workload import Records, Workload
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A distribution in a few numbers."""
+    """Mean and percentiles of a distribution."""
 
     mean: float
     p50: float
@@ -27,7 +27,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Float) -> Spread:
-        """Of equally likely values; nan of none."""
+        """Distribution of equally likely values; nan of none."""
         if not len(values):
             return cls(*[float("nan")] * 4)
         return cls(float(values.mean()), *map(float, np.quantile(values, [*QUANTILES.values()])))
@@ -35,7 +35,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What a request must keep to be good, in seconds; None: whatever comes."""
+    """Latency limits of a good request (s); None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -43,7 +43,7 @@ class Slo:
 
 
 class RequestLimits(NamedTuple):
-    """What each request must keep, in seconds, a place for each; infinite: whatever comes."""
+    """Latency limits of each request (s); infinite: no limit."""
 
     ttft: Float
     tpot: Float
@@ -55,8 +55,8 @@ class RequestLimits(NamedTuple):
 
         def column(name: str) -> Float:
             common = getattr(slo, name)
-            own = [getattr(each, name) for each in work.classes]
-            limits = [common if limit is None else limit for limit in own or [None]]
+            of_classes = [getattr(request_class, name) for request_class in work.classes]
+            limits = [common if limit is None else limit for limit in of_classes or [None]]
             by_class = np.array([np.inf if limit is None else limit for limit in limits], float)
             if work.class_of is None:
                 return np.broadcast_to(by_class[:1], len(work))
@@ -67,8 +67,8 @@ class RequestLimits(NamedTuple):
     @property
     def loosest(self) -> Slo:
         """The limits that no request may exceed."""
-        most = {name: float(getattr(self, name).max(initial=0)) for name in self._fields}
-        return Slo(**{name: limit for name, limit in most.items() if limit < np.inf})
+        largest = {name: float(getattr(self, name).max(initial=0)) for name in self._fields}
+        return Slo(**{name: limit for name, limit in largest.items() if limit < np.inf})
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,87 +78,85 @@ class RequestTimes:
     number: np.ndarray[Any, np.dtype[np.int64]]
     """Places in the workload."""
     queue: Float
-    """From the arrival to the first step with the request."""
+    """Seconds from the arrival to the first step with the request."""
     ttft: Float
-    """From the arrival to the first token."""
+    """Seconds from the arrival to the first token."""
     tpot: Float
-    """From the first token to the last, per token behind the first; nan where there is one."""
+    """Seconds per token from the first token to the last; nan for a single token."""
     e2e: Float
 
     @classmethod
-    def of(cls, served: Outcome) -> RequestTimes:
-        """Of all requests that are done."""
-        records = served.records
+    def of(cls, outcome: Outcome) -> RequestTimes:
+        """Times of all finished requests."""
+        records = outcome.records
         finish = np.frombuffer(records.finish)
         number = np.flatnonzero(np.isfinite(finish))
-        done = number if len(number) < len(finish) else slice(None)  # all of them: no copies
+        finished = number if len(number) < len(finish) else slice(None)  # all of them: no copies
         arrival, first, scheduled, finish = (
-            np.frombuffer(c)[done]
+            np.frombuffer(c)[finished]
             for c in (records.arrival, records.first, records.scheduled, records.finish)
         )
-        more = np.frombuffer(served.workload.output, np.int32)[done] - 1
+        further_tokens = np.frombuffer(outcome.workload.output, np.int32)[finished] - 1
         tpot = finish - first
-        np.divide(tpot, more, out=tpot, where=more > 0)
-        tpot[more < 1] = np.nan
+        np.divide(tpot, further_tokens, out=tpot, where=further_tokens > 0)
+        tpot[further_tokens < 1] = np.nan
         return cls(number, scheduled - arrival, first - arrival, tpot, finish - arrival)
 
     @classmethod
     def at_least(cls, work: Workload, records: Records, at: float) -> RequestTimes:
-        """Of all requests, what is known `at` so many seconds; nan of those that have not come."""
+        """Lower bounds of times of all requests at time `at`; nan before their arrival."""
         arrival, first, scheduled, finish = (
             np.frombuffer(c)
             for c in (records.arrival, records.first, records.scheduled, records.finish)
         )
-        more = np.frombuffer(work.output, np.int32) - 1
+        further_tokens = np.frombuffer(work.output, np.int32) - 1
         until = np.where(np.isnan(finish), at, finish)
-        tpot = np.where(more > 0, (until - first) / np.maximum(more, 1), np.nan)
+        tpot = np.where(further_tokens > 0, (until - first) / np.maximum(further_tokens, 1), np.nan)
         queue, ttft = (np.where(np.isnan(c), at, c) - arrival for c in (scheduled, first))
         return cls(np.arange(len(work)), queue, ttft, tpot, until - arrival)
 
     def places(self, requests: int) -> np.ndarray[Any, np.dtype[np.int64]] | slice:
-        """Where these requests stand in a column of so many: a slice, without a copy, if all do."""
+        """Index of these requests in a column: a slice, without a copy, if all finished."""
         return self.number if len(self.number) < requests else slice(None)
 
     def missed(self, limits: RequestLimits) -> MissedLimits:
-        """Which of these requests miss limits (goodput of DistServe, arXiv 2401.09670)."""
+        """Requests that miss limits (goodput of DistServe, arXiv 2401.09670)."""
         at = self.places(len(limits.ttft))
-        late, slow = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
-        return MissedLimits(late, slow, late | slow | (self.e2e > limits.e2e[at]))
+        ttft, tpot = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
+        return MissedLimits(ttft, tpot, ttft | tpot | (self.e2e > limits.e2e[at]))
 
 
 class MissedLimits(NamedTuple):
-    """Which requests miss limits, a place for each."""
+    """Masks of requests that miss limits."""
 
-    late: np.ndarray[Any, np.dtype[np.bool_]]
-    """The limit of the first token."""
-    slow: np.ndarray[Any, np.dtype[np.bool_]]
-    """That of further tokens."""
-    lost: np.ndarray[Any, np.dtype[np.bool_]]
-    """Any limit."""
+    ttft: np.ndarray[Any, np.dtype[np.bool_]]
+    """Requests that miss the TTFT limit."""
+    tpot: np.ndarray[Any, np.dtype[np.bool_]]
+    """Requests that miss the TPOT limit."""
+    any_limit: np.ndarray[Any, np.dtype[np.bool_]]
+    """Requests that miss some limit."""
 
 
-def gaps_spread(gaps: Sequence[Gaps]) -> Spread:
-    """Times between tokens, each token as likely: of series, without writing them out."""
-    parts = [rows for each in gaps for rows in each.parts if len(rows)]
-    total = sum(float((steps * requests).sum()) for _, _, steps, requests in map(_columns, parts))
-    if not total:
+def gap_spread(logs: Sequence[StepLog]) -> Spread:
+    """Distribution of the gaps between tokens, each token weighted equally."""
+    parts = [rows for log in logs for rows in log.gap_parts() if len(rows)]
+    count = total = 0.0
+    for rows in parts:
+        first, last, steps, requests = rows.T
+        weights = steps * requests
+        count += float(weights.sum())
+        total += float(((first + last) * weights).sum()) / 2
+    if not count:
         return Spread.of(np.zeros(0))
-    means = ((f + last) * n * k for f, last, n, k in map(_columns, parts))
-    mean = sum(float(each.sum()) for each in means) / 2 / total
-    return Spread(mean, *gaps_quantiles(parts, [*QUANTILES.values()]))
-
-
-def _columns(rows: Float) -> tuple[Float, Float, Float, Float]:
-    """Seconds of the first step and of the last, steps, requests."""
-    return rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 3]
+    return Spread(total / count, *gap_quantiles(parts, [*QUANTILES.values()]))
 
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """What came out for a class of requests. Seconds, shares of 1."""
+    """Summary of a class of requests (s, shares of 1). Seconds, shares of 1."""
 
     requests: int
-    """That were accepted."""
+    """Number of accepted requests."""
     done: int
     good: float
     """Share of those accepted that kept the limits of the class."""
@@ -167,14 +165,14 @@ class ClassSummary:
     e2e: Spread
 
     def values(self) -> dict[str, Any]:
-        """As one object for JSON."""
+        """Return one object for JSON."""
         spreads = {name: _values(getattr(self, name)) for name in ("ttft", "tpot", "e2e")}
         return {"requests": self.requests, "done": self.done, "good": self.good, **spreads}
 
 
 @dataclass(frozen=True, slots=True)
 class ServingSummary:
-    """What came out, in numbers. Seconds, tokens, shares of 1."""
+    """Summary of a run (s, tokens, shares of 1). Seconds, tokens, shares of 1."""
 
     requests: int
     """Done."""
@@ -182,7 +180,7 @@ class ServingSummary:
     rejected: Mapping[str, int]
     shortened: int
     seconds: float
-    """From the first arrival to the last token."""
+    """Seconds from the first arrival to the last token."""
     queue: Spread
     ttft: Spread
     tpot: Spread
@@ -208,127 +206,127 @@ class ServingSummary:
     """Share of prompt tokens that were in a cache."""
     preemptions: int
     kv_mean: float
-    """Mean share of the blocks that requests hold, at equally far moments."""
+    """Mean share of the blocks that requests hold, over equidistant samples."""
     kv_peak: float
     """The largest of these shares, on any engine."""
     transfer: Spread | None = None
-    """From a prompt's end to its cache's arrival where it decodes; None: nothing is sent."""
+    """Seconds from a prompt's end to the arrival of its cache; None: no transfers."""
     transfer_bytes: float = 0.0
-    """Of all caches that were sent."""
+    """Bytes of all caches that were sent."""
     classes: Mapping[str, ClassSummary] = field(default_factory=dict[str, "ClassSummary"])
-    """Of each class of requests."""
+    """Summary of each class of requests."""
     stages: Mapping[str, Spread] = field(default_factory=dict[str, Spread])
-    """Of each stage before the prompt, its wait included: of requests that were in it."""
+    """Seconds in each stage before the prompt, waiting included, of its requests."""
 
     def values(self) -> dict[str, Any]:
-        """As one object for JSON."""
+        """Return one object for JSON."""
         spreads = ("queue", "ttft", "tpot", "itl", "e2e")
         if self.transfer is not None:
             spreads += ("transfer",)
-        found: dict[str, Any] = {
+        values: dict[str, Any] = {
             name: getattr(self, name) for name in self.__slots__ if name not in spreads
         }
         for name in spreads:
-            of: Spread = getattr(self, name)
-            found[name] = _values(of)
-        found["classes"] = {name: each.values() for name, each in self.classes.items()}
-        found["stages"] = {name: _values(of) for name, of in self.stages.items()}
-        return found | {"output_rate_per_gpu": self.output_rate / self.gpus}
+            spread: Spread = getattr(self, name)
+            values[name] = _values(spread)
+        values["classes"] = {name: summary.values() for name, summary in self.classes.items()}
+        values["stages"] = {name: _values(spread) for name, spread in self.stages.items()}
+        return values | {"output_rate_per_gpu": self.output_rate / self.gpus}
 
 
-def _values(of: Spread) -> dict[str, float]:
-    return {name: getattr(of, name) for name in Spread.__slots__}
+def _values(spread: Spread) -> dict[str, float]:
+    return {name: getattr(spread, name) for name in Spread.__slots__}
 
 
 def summarize(
-    served: Outcome, slo: Slo, gpus: int, rejected: Mapping[str, int], shortened: int = 0
+    outcome: Outcome, slo: Slo, gpus: int, rejected: Mapping[str, int], shortened: int = 0
 ) -> ServingSummary:
     """The numbers of a run; `gpus` of all engines."""
-    times = RequestTimes.of(served)
-    work, records = served.workload, served.records
-    done = times.places(len(work))
-    output, prompt = (np.frombuffer(c, np.int32)[done] for c in (work.output, work.prompt))
-    finish = np.frombuffer(records.finish)[done]
+    times = RequestTimes.of(outcome)
+    work, records = outcome.workload, outcome.records
+    finished = times.places(len(work))
+    output, prompt = (np.frombuffer(c, np.int32)[finished] for c in (work.output, work.prompt))
+    finish = np.frombuffer(records.finish)[finished]
     begin = min((at for at in records.arrival if at == at), default=0.0)
     seconds = float(finish.max()) - begin if len(finish) else 0.0
-    classes, keep = _by_class(served, times, slo)
+    classes, keep = _by_class(outcome, times, slo)
     good = int(keep.sum())
-    every = len(work) + sum(rejected.values())
-    per = 1 / seconds if seconds else 0.0
-    shares = [np.array(e.samples.blocks) / e.blocks.size for e in served.engines]
+    total = len(work) + sum(rejected.values())
+    per_second = 1 / seconds if seconds else 0.0
+    shares = [np.array(e.samples.blocks) / e.blocks.size for e in outcome.engines]
     samples = np.concatenate(shares) if shares else np.zeros(0)
-    several = np.isfinite(times.tpot)
-    tpot = Spread.of(times.tpot if several.all() else times.tpot[several])
+    has_tpot = np.isfinite(times.tpot)
+    tpot = Spread.of(times.tpot if has_tpot.all() else times.tpot[has_tpot])
     return ServingSummary(
         requests=len(times.number),
-        unfinished=len(work) - len(times.number) - sum(served.refused.values()),
-        rejected={**rejected, **served.refused},
+        unfinished=len(work) - len(times.number) - sum(outcome.refused.values()),
+        rejected={**rejected, **outcome.refused},
         shortened=shortened,
         seconds=seconds,
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
-        itl=gaps_spread([engine.gaps for engine in served.engines]),
+        itl=gap_spread([engine.step_log for engine in outcome.engines]),
         e2e=Spread.of(times.e2e),
-        good=good / every if every else 0.0,
-        goodput=good * per,
-        request_rate=len(finish) * per,
-        output_rate=float(output.sum()) * per,
-        total_rate=float(output.sum() + prompt.sum()) * per,
+        good=good / total if total else 0.0,
+        goodput=good * per_second,
+        request_rate=len(finish) * per_second,
+        output_rate=float(output.sum()) * per_second,
+        total_rate=float(output.sum() + prompt.sum()) * per_second,
         gpus=gpus,
         user_rate=1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
-        mean_running=float((times.e2e - times.queue).sum()) * per,
-        mean_waiting=float(times.queue.sum()) * per,
+        mean_running=float((times.e2e - times.queue).sum()) * per_second,
+        mean_waiting=float(times.queue.sum()) * per_second,
         hit_rate=sum(records.cached) / max(1, sum(work.prompt)),
         preemptions=sum(records.preempted),
         kv_mean=float(samples.mean()) if len(samples) else 0.0,
         kv_peak=float(samples.max()) if len(samples) else 0.0,
-        **_sent(served),
+        **_sent(outcome),
         classes=classes,
-        stages={name: _spread(np.array(column)) for name, column in served.stages.items()},
+        stages={name: _spread(np.array(column)) for name, column in outcome.stages.items()},
     )
 
 
 def _by_class(
-    served: Outcome, times: RequestTimes, slo: Slo
+    outcome: Outcome, times: RequestTimes, slo: Slo
 ) -> tuple[dict[str, ClassSummary], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """The numbers of each class, and which requests that are done keep the limits of theirs."""
-    work, good = served.workload, kept(served, times, slo)
+    """Summary of each class, and mask of finished requests that keep their limits."""
+    work, good = outcome.workload, kept(outcome, times, slo)
     if work.class_of is None:
         return {}, good
-    places = np.array(work.class_of)
-    found: dict[str, ClassSummary] = {}
-    for nth, each in enumerate(work.classes):
-        mine = places[times.number] == nth
-        every = int((places == nth).sum())
-        found[each.name] = ClassSummary(
-            every,
-            int(mine.sum()),
-            float(good[mine].sum()) / every if every else 0.0,
-            Spread.of(times.ttft[mine]),
-            _spread(times.tpot[mine]),
-            Spread.of(times.e2e[mine]),
+    class_of = np.array(work.class_of)
+    summaries: dict[str, ClassSummary] = {}
+    for index, request_class in enumerate(work.classes):
+        in_class = class_of[times.number] == index
+        requests = int((class_of == index).sum())
+        summaries[request_class.name] = ClassSummary(
+            requests,
+            int(in_class.sum()),
+            float(good[in_class].sum()) / requests if requests else 0.0,
+            Spread.of(times.ttft[in_class]),
+            _spread(times.tpot[in_class]),
+            Spread.of(times.e2e[in_class]),
         )
-    return found, good
+    return summaries, good
 
 
-def kept(served: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Which requests that are done keep the limits of their class, or else those of all."""
-    return ~times.missed(RequestLimits.of(served.workload, slo)).lost
+def kept(outcome: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Mask of finished requests that keep the limits of their class, or the common ones."""
+    return ~times.missed(RequestLimits.of(outcome.workload, slo)).any_limit
 
 
 def _spread(values: Float) -> Spread:
-    """Of the values that are numbers."""
+    """Distribution of the values that are not nan."""
     return Spread.of(values[np.isfinite(values)])
 
 
-def _sent(served: Outcome) -> dict[str, Any]:
-    """What caches on their way took, of prompts and decode on instances of their own."""
-    of = served.handover
-    if of is None:
+def _sent(outcome: Outcome) -> dict[str, Any]:
+    """Metrics of KV transfers; none without disaggregation."""
+    handover = outcome.handover
+    if handover is None:
         return {}
-    seconds = np.array(of.arrives) - np.array(of.prefilled)
+    seconds = np.array(handover.arrives) - np.array(handover.prefilled)
     return {
         "transfer": _spread(seconds),
-        "transfer_bytes": float(sum(of.bytes)),
+        "transfer_bytes": float(sum(handover.bytes)),
     }

@@ -1,147 +1,114 @@
-"""Which engine a request goes to. A router is one class with one method."""
+"""Routers: which engine a request goes to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from stagewright.errors import UserError, did_you_mean, either
-from stagewright.serving.engines.engine import Engine
-from stagewright.serving.requests import NO_CHAIN, Workload
+from stagewright.serving.engine import Engine
+from stagewright.serving.workload import NO_CHAIN, Workload
 
 
 class Router(Protocol):
     """Chooses an engine for each request as it arrives."""
 
+    reads_engines: bool
+    """The choice depends on the state of engines."""
+
     def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
-        """The place of an engine; engines stand where they are when the request arrives."""
+        """Return the index of an engine."""
         ...
-
-
-class ByLoad:
-    """A router that compares loads of engines.
-
-    Who knows which engines have changed since it last asked keeps the loads of the others.
-    """
-
-    def load(self, engine: Engine) -> int:
-        """What of an engine counts for any request."""
-        raise NotImplementedError
-
-    def choose(
-        self, request: int, workload: Workload, engines: Sequence[Engine], loads: Sequence[int]
-    ) -> int:
-        """The place of an engine, of engines with these loads."""
-        raise NotImplementedError
-
-    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
-        """As `Router.route`."""
-        return self.choose(request, workload, engines, [*map(self.load, engines)])
 
 
 @dataclass
 class RoundRobin:
     """One engine after the other."""
 
+    reads_engines = False
     _next: int = 0
 
     def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
-        """The next one."""
-        count = len(engines)
-        at = self._next % count
-        self._next = (at + 1) % count
-        return at
+        """Return the index of the next engine."""
+        index = self._next % len(engines)
+        self._next = (index + 1) % len(engines)
+        return index
 
 
-class LeastLoaded(ByLoad):
-    """The engine with the fewest requests that wait or run; of several, the first."""
+class LeastLoaded:
+    """Engine with the fewest waiting and running requests; of several, the first."""
 
-    def load(self, engine: Engine) -> int:
-        """Its requests."""
-        waiting = len(engine.waiting) + len(engine.inbox) + len(engine.loading)
-        return len(engine.running) + waiting
+    reads_engines = True
 
-    def choose(
-        self, request: int, workload: Workload, engines: Sequence[Engine], loads: Sequence[int]
-    ) -> int:
-        """The least loaded one."""
+    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+        """Return the index of the least loaded engine."""
+        loads = [
+            len(e.running) + len(e.waiting) + len(e.arrivals) + len(e.loading) for e in engines
+        ]
         return loads.index(min(loads))
 
 
 @dataclass
 class BySession:
-    """Requests of one session go to one engine: where its first one went, one after the other."""
+    """Engine of the session's first request; sessions are dealt round-robin."""
 
-    _homes: dict[int, Engine]
+    reads_engines = False
+    _engine_of: dict[int, Engine] = field(default_factory=dict[int, Engine])
     _next: int = 0
 
-    @classmethod
-    def new(cls) -> BySession:
-        """No session is known yet."""
-        return cls({})
-
     def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
-        """The session's engine; a request without a session is its own."""
+        """Return the index of the session's engine; a request without one is its own session."""
         session = ~request if workload.session is None else workload.session[request]
-        home = self._homes.get(session)
-        if home is not None and home in engines:
-            return engines.index(home)
-        at, self._next = self._next % len(engines), (self._next + 1) % len(engines)
-        self._homes[session] = engines[at]
-        return at
+        engine = self._engine_of.get(session)
+        if engine is not None and engine in engines:
+            return engines.index(engine)
+        index, self._next = self._next % len(engines), (self._next + 1) % len(engines)
+        self._engine_of[session] = engines[index]
+        return index
 
 
 @dataclass(frozen=True)
-class KvAware(ByLoad):
-    """The engine of least cost: blocks of the prompt that its cache lacks, and blocks in use.
+class KvAware:
+    """Engine of least cost: blocks of the prompt that its cache lacks, and blocks in use.
 
     The cost is that of Dynamo's KV router (ai-dynamo/dynamo, `docs/router`): `overlap_weight` x
-    blocks to prefill + blocks in use; of equal ones, the first. Caches are looked at as they are;
-    what waits in queues counts as blocks to come.
+    blocks to prefill + blocks in use; of equal ones, the first. Waiting requests count with the
+    blocks of their prompts.
     """
 
+    reads_engines = True
     overlap_weight: float = 1.0
 
-    def load(self, engine: Engine) -> int:
-        """Blocks in use, and those to come."""
-        blocks, size, of = engine.blocks, engine.block_size, engine.prompt
-        used = blocks.size - blocks.free
-        if engine.waiting or engine.inbox:
-            used += sum(-(-of[i] // size) for i in (*engine.waiting, *engine.inbox))
-        return used
-
-    def choose(
-        self, request: int, workload: Workload, engines: Sequence[Engine], loads: Sequence[int]
-    ) -> int:
-        """The cheapest one."""
+    def route(self, request: int, workload: Workload, engines: Sequence[Engine]) -> int:
+        """Return the index of the cheapest engine."""
         keys, ends = NO_CHAIN if workload.chains is None else workload.chains[request]
-        if not keys:
-            return loads.index(min(loads))
         limit = (workload.prompt[request] - 1) // engines[0].block_size
-        best, least = 0, float("inf")
-        for nth, load in enumerate(loads):
-            cost = load - self.overlap_weight * engines[nth].blocks.cached_blocks(keys, ends, limit)
-            if cost < least:
-                best, least = nth, cost
+        best, lowest_cost = 0, float("inf")
+        for index, engine in enumerate(engines):
+            blocks, prompt, size = engine.blocks, engine.prompt, engine.block_size
+            cost = float(blocks.size - blocks.free)
+            for waiting in (engine.waiting, engine.arrivals):
+                for other in waiting:
+                    cost -= -prompt[other] // size
+            if keys:
+                cost -= self.overlap_weight * blocks.find(keys, ends, limit).blocks
+            if cost < lowest_cost:
+                best, lowest_cost = index, cost
         return best
 
 
 ROUTERS = {
     "round_robin": RoundRobin,
     "least_loaded": LeastLoaded,
-    "session": BySession.new,
+    "session": BySession,
     "kv_aware": KvAware,
 }
 
 
 def router_of(name: str, option: str = "--router") -> Router:
-    """A router by its name, as it is before the first request; `option` named it."""
+    """Router by name, before its first request; errors name `option`."""
     if name not in ROUTERS:
         hint = did_you_mean(name, ROUTERS)
         raise UserError(f"{option} is {name!r}, wanted {either(ROUTERS)}{hint}")
     return ROUTERS[name]()
-
-
-STATIC = (RoundRobin, BySession)
-"""Routers that do not look at engines."""

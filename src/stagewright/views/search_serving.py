@@ -15,7 +15,7 @@ UNTIL_STOPPED = "the best of what was played until then"
 def table_of_choices(of: ServingRanking, numbers: Sequence[int], title: str) -> Table:
     """Some of the choices that were played, in order."""
     choices = [of.choices[nth] for nth in numbers]
-    played = [each.played for each in choices]
+    played = [each.simulated for each in choices]
     columns: dict[str, list[Any]] = {
         "#": [nth + 1 for nth in range(len(choices))],
         "settings": [choice_words(of, each) for each in choices],
@@ -51,7 +51,7 @@ def choice_words(of: ServingRanking, choice: ServingChoice) -> str:
     own = words(of.rows, choice.layout)
     if choice.prompts is None:
         return own
-    count = choice.played.prefill_instances
+    count = choice.simulated.prefill_instances
     return f"{own}; prompts: {count} x {words(of.rows, choice.prompts)}"
 
 
@@ -74,8 +74,8 @@ def every_choice(of: ServingRanking) -> Table:
     """All choices that were played; of those that were stopped, what was seen until then."""
     table = table_of_choices(of, range(len(of.choices)), "Played")
     columns: dict[str, Any] = dict(table.columns)
-    columns["stopped"] = [each.played.stopped for each in of.choices]
-    columns["meets"] = [each.played.meets for each in of.choices]
+    columns["stopped"] = [each.simulated.stopped for each in of.choices]
+    columns["meets"] = [each.simulated.meets for each in of.choices]
     places = {nth: place + 1 for place, nth in enumerate(of.best)}
     columns["best"] = [places.get(nth) for nth in range(len(of.choices))]
     columns["front"] = [nth in {*of.front} for nth in range(len(of.choices))]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.serving.compared import ComparedTime
+from stagewright.serving.compare_log import ComparedTime
+from stagewright.serving.deployment import ServedRun
 from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo, Spread, kept
-from stagewright.serving.service import ServedRun
 from stagewright.texttable import Table
 
 _TIMES = {

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from stagewright.serving.cluster import Outcome
-from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engine import Engine
+from stagewright.serving.simulation import Outcome
 from stagewright.views.perfetto import event, write_events
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.serving.cluster import Outcome
-from stagewright.serving.compared import compare
-from stagewright.serving.requests import Records
+from stagewright.serving.compare_log import compare
+from stagewright.serving.simulation import Outcome
+from stagewright.serving.workload import Records
 from stagewright.serving.workloads.logs import read_log
 
 LOG = """arrival,prompt,output,ttft_ms,latency

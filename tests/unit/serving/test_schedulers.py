@@ -10,11 +10,11 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import EngineSection
+from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.schedulers import named
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
-from stagewright.serving.service import Service
 
 LIMITS = named.BatchLimits(2048, 256, 8192)
 
@@ -55,7 +55,7 @@ def test_chunks_below_a_block_are_refused() -> None:
     named.refuse_chunks_below_a_block(TensorRtLlm(max_num_batched_tokens=16), 32)
     instance: Any = SimpleNamespace(cache=SimpleNamespace(block_size=16))
     with pytest.raises(UserError, match="--chunked-prefill-size is 8, wanted at least"):
-        Service(instance, EngineSection(), LIMITS, SGLang(chunked_prefill_size=8))
+        InstanceGroup(instance, EngineSection(), LIMITS, SGLang(chunked_prefill_size=8))
 
 
 def test_a_module_that_is_only_named_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.requests import NEVER_FITS, NOT_CUT, TOO_LONG, accept
+from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, accept
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.asked import workload_of
 from stagewright.serving.workloads.synthetic import (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.run.sections.serving import EngineSection
-from stagewright.serving.engines.engine import Scheduler
+from stagewright.serving.engine import Scheduler
 from stagewright.serving.schedulers.sglang import SGLang
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
@@ -29,7 +29,7 @@ _LIMITS = ("max_num_batched_tokens", "max_num_seqs")
 """Settings that also say for which batches memory is kept, whatever the scheduler."""
 _LARGE = 70 * 2**30
 _CHUNKS = ((20, 2048), (60, 4096), (160, 8192))
-"""SGLang's chunks below so many GiB (sglang 0.5.23, `arg_groups/memory_hook.py`)."""
+"""SGLang's chunks by memory in GiB (sglang 0.5.23, `arg_groups/memory_hook.py`)."""
 
 
 class BatchLimits(NamedTuple):
@@ -38,45 +38,45 @@ class BatchLimits(NamedTuple):
     tokens: int
     requests: int
     prompt_tokens: int
-    """Of prompts in a step of SGLang."""
+    """Prompt tokens of a step of SGLang."""
 
 
-def batch_limits(asked: EngineSection, hardware: Hardware) -> BatchLimits:
-    """What settings say, else vLLM's defaults of a server.
+def batch_limits(settings: EngineSection, hardware: Hardware) -> BatchLimits:
+    """Limits of the settings, or vLLM's defaults of a server.
 
     From 70 GiB on, but for the A100, 8,192 tokens and 1,024 requests, else 2,048 and 256
     (vllm-project/vllm@00024d31 `vllm/engine/arg_utils.py`, `get_batch_defaults`; it, too, knows the
     A100 by its name).
     """
     large = hardware.memory >= _LARGE and "a100" not in hardware.name.lower()
-    tokens = asked.max_num_batched_tokens or (8192 if large else 2048)
-    requests = asked.max_num_seqs or min(1024 if large else 256, tokens)
+    tokens = settings.max_num_batched_tokens or (8192 if large else 2048)
+    requests = settings.max_num_seqs or min(1024 if large else 256, tokens)
     if tokens < requests:
         raise UserError(
             f"--max-num-batched-tokens {tokens} is less than --max-num-seqs {requests}: in a step "
             "each request gets at least a token; raise the first or lower the second"
         )
     prompts = next((n for gib, n in _CHUNKS if hardware.memory < gib * 2**30), 16384)
-    return BatchLimits(tokens, requests, asked.chunked_prefill_size or prompts)
+    return BatchLimits(tokens, requests, settings.chunked_prefill_size or prompts)
 
 
-def scheduler_of(asked: EngineSection, limits: BatchLimits) -> Scheduler:
+def scheduler_of(settings: EngineSection, limits: BatchLimits) -> Scheduler:
     """The scheduler that settings name, with those of its fields that are settings.
 
     A user's own is an entry point of an installed package in the group `ENTRY_POINTS`; a dataclass
     gets the settings that it has fields for.
     """
-    made = _class_of(asked.scheduler)
-    values = {of.name: getattr(asked, of.name) for of in fields(asked)}
+    scheduler_class = _class_of(settings.scheduler)
+    values = {of.name: getattr(settings, of.name) for of in fields(settings)}
     values |= {"max_num_batched_tokens": limits.tokens, "max_num_seqs": limits.requests}
     values["chunked_prefill_size"] = limits.prompt_tokens
     values = {name: value for name, value in values.items() if value is not None}
-    names = _settings(made)
-    make = cast("Callable[..., Scheduler]", made)
+    names = _settings(scheduler_class)
+    make = cast("Callable[..., Scheduler]", scheduler_class)
     try:
         return make(**{name: values[name] for name in names & values.keys()})
     except TypeError as error:
-        raise UserError(f"--scheduler {asked.scheduler}: cannot be made: {error}") from None
+        raise UserError(f"--scheduler {settings.scheduler}: cannot be made: {error}") from None
 
 
 def refuse_chunks_below_a_block(scheduler: Scheduler, block_size: int) -> None:
@@ -94,16 +94,16 @@ def refuse_chunks_below_a_block(scheduler: Scheduler, block_size: int) -> None:
         )
 
 
-def refuse_others(asked: EngineSection) -> None:
+def refuse_others(settings: EngineSection) -> None:
     """Raise a UserError for a setting of another scheduler, which would say nothing."""
-    own = _settings(_class_of(asked.scheduler))
-    for of in fields(asked):
-        whose = [name for name, each in SCHEDULERS.items() if of.name in _settings(each)]
-        if of.name in {*_LIMITS, *own} or not whose or getattr(asked, of.name) == of.default:
+    used = _settings(_class_of(settings.scheduler))
+    for of in fields(settings):
+        owners = [name for name, each in SCHEDULERS.items() if of.name in _settings(each)]
+        if of.name in {*_LIMITS, *used} or not owners or getattr(settings, of.name) == of.default:
             continue
         raise UserError(
-            f"--{of.name.replace('_', '-')} is a setting of --scheduler {either(whose)}, not of "
-            f"{asked.scheduler}; leave it out"
+            f"--{of.name.replace('_', '-')} is a setting of --scheduler {either(owners)}, not of "
+            f"{settings.scheduler}; leave it out"
         )
 
 
@@ -111,13 +111,15 @@ def _class_of(scheduler: str) -> Any:
     return SCHEDULERS.get(scheduler) or _installed(scheduler)
 
 
-def _settings(made: Any) -> set[str]:
+def _settings(scheduler_class: Any) -> set[str]:
     """Fields of a scheduler that is a dataclass."""
-    return {of.name for of in fields(made)} if is_dataclass(made) else set[str]()
+    return (
+        {of.name for of in fields(scheduler_class)} if is_dataclass(scheduler_class) else set[str]()
+    )
 
 
 def _installed(name: str) -> Any:
-    """The class of an entry point. A run file of somebody else names no code beyond those."""
+    """Class of an entry point; a run file can name no other code."""
     declared = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name not in declared:
         hint = did_you_mean(name, [*SCHEDULERS, *declared])
@@ -126,9 +128,9 @@ def _installed(name: str) -> Any:
             f"entry point of the group {ENTRY_POINTS!r}{hint}"
         )
     try:
-        found = declared[name].load()
+        scheduler_class = declared[name].load()
     except (ImportError, AttributeError) as error:
         raise UserError(f"--scheduler {name}: {error}; see its package's entry point") from None
-    if not callable(getattr(found, "schedule", None)):
+    if not callable(getattr(scheduler_class, "schedule", None)):
         raise UserError(f"--scheduler {name}: has no method schedule(engine)")
-    return found
+    return scheduler_class

@@ -6,7 +6,8 @@ from array import array
 from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
-from stagewright.serving.engines.engine import Decision, Engine
+from stagewright.serving.batch import StepBatch
+from stagewright.serving.engine import Engine
 from stagewright.serving.schedulers.vllm import Vllm
 
 
@@ -17,90 +18,90 @@ class VllmByPriority(Vllm):
     Rules, of vllm-project/vllm@00024d31 `vllm/v1/core/sched/scheduler.py` and `request_queue.py`
     (`PriorityRequestQueue`): waiting requests are taken by (priority, arrival). Where blocks lack
     for a running request, the one of the largest (priority, arrival) is preempted; what was planned
-    for that one in this step is taken back. When a request preempts itself, those behind it get
-    nothing in this step. Nobody is preempted for the sake of a request that waits.
+    for that one in this step is taken back. When a request preempts itself, requests after it get
+    nothing in this step. No request is preempted for one that waits.
     """
 
     priority: array[int] = field(default_factory=lambda: array("i"))
-    """Of each request."""
+    """Priority of each request."""
 
     @classmethod
     def of(cls, scheduler: Vllm, priority: array[int]) -> Self:
-        """The same options, with a priority for each request."""
+        """Scheduler with the same options, and a priority for each request."""
         options: dict[str, Any] = {
             each.name: getattr(scheduler, each.name) for each in fields(scheduler)
         }
         return cls(priority=priority, **options)
 
-    def schedule(self, engine: Engine) -> Decision:
-        """The next batch."""
+    def schedule(self, engine: Engine) -> StepBatch:
+        """Return the next batch, with waiting requests in order of priority."""
         waiting = engine.waiting
         if len(waiting) > 1:
             ordered = sorted(waiting, key=lambda r: self._rank(engine, r))
             waiting.clear()
             waiting.extend(ordered)
-        decision = Vllm.schedule(self, engine)
-        if decision.skipped and not decision.chunks and len(decision.skipped) == engine.decoding:
-            # The first in order gave way: an empty step, which takes no time.
+        batch = Vllm.schedule(self, engine)
+        if batch.skipped and not batch.prefill and len(batch.skipped) == engine.decoding:
+            # The first in order was preempted: an empty step, which takes no time.
             return self.schedule(engine)
-        return decision._replace(open=len(engine.running) < self.max_num_seqs)
+        return batch._replace(interruptible=len(engine.running) < self.max_num_seqs)
 
     def _rank(self, engine: Engine, request: int) -> tuple[int, float, int]:
-        return self.priority[request], engine.arrival[request], request
+        return self.priority[request], engine.arrival_time[request], request
 
-    def _last(self, engine: Engine) -> int:
-        """The running request that is preempted first."""
+    def _victim(self, engine: Engine) -> int:
+        """Running request that is preempted first."""
         return max(engine.running, key=lambda r: self._rank(engine, r))
 
-    def _go_on(self, engine: Engine, budget: int, chunks: list[tuple[int, int]]) -> int:
-        """Continue the prompt that has been begun; all that decode have their blocks."""
-        (request,) = engine.left
-        more = min(engine.left[request], budget)
-        while more > 0 and not engine.grow(request, more):
-            victim = self._last(engine)
+    def _continue_prefill(self, engine: Engine, budget: int, prefill: list[tuple[int, int]]) -> int:
+        """Continue the incomplete prompt; all decoding requests have their blocks."""
+        (request,) = engine.remaining_prefill
+        chunk = min(engine.remaining_prefill[request], budget)
+        while chunk > 0 and not engine.grow(request, chunk):
+            victim = self._victim(engine)
             if victim != request:
-                engine.blocks.take(-engine.need(victim, 1))
+                engine.blocks.take(-engine.blocks_needed(victim, 1))
                 budget += 1
             engine.preempt(victim)
             if victim == request:
                 return budget
-        if more > 0:
-            chunks.append((request, more))
-        return budget - max(more, 0)
+        if chunk > 0:
+            prefill.append((request, chunk))
+        return budget - max(chunk, 0)
 
-    def _in_order(self, engine: Engine) -> tuple[list[tuple[int, int]], list[int], int]:
-        """Serve running requests one by one, the last by priority gives way."""
+    def _schedule_running(self, engine: Engine) -> tuple[list[tuple[int, int]], list[int], int]:
+        """Schedule running requests one by one, preempting the last by priority."""
         budget = self.max_num_batched_tokens
-        planned: dict[int, tuple[int, int]] = {}  # tokens, blocks taken
+        planned: dict[int, tuple[int, int]] = {}  # tokens and blocks of this step
         skipped: list[int] = []
-        stopped = False
+        preempted_itself = False
         for request in list(engine.running):
             if request not in engine.running:
                 continue
-            left = engine.left.get(request)
-            if budget == 0 or stopped:
-                if left is None:
+            remaining = engine.remaining_prefill.get(request)
+            if budget == 0 or preempted_itself:
+                if remaining is None:
                     skipped.append(request)
                 continue
-            more = 1 if left is None else min(left, self._most(budget))
-            lacking = engine.need(request, more)
-            while lacking > engine.blocks.free and request in engine.running:
-                victim = self._last(engine)
+            chunk = 1 if remaining is None else self._chunk(remaining, budget)
+            needed = engine.blocks_needed(request, chunk)
+            while needed > engine.blocks.free and request in engine.running:
+                victim = self._victim(engine)
                 tokens, blocks = planned.pop(victim, (0, 0))
                 budget += tokens
                 engine.blocks.take(-blocks)
-                if victim in engine.left:
-                    engine.left[victim] += tokens
+                if victim in engine.remaining_prefill:
+                    engine.remaining_prefill[victim] += tokens
                 engine.preempt(victim)
             if request not in engine.running:
-                stopped = True
+                preempted_itself = True
                 continue
-            if left is None:
-                engine.take(request, lacking)
+            if remaining is None:
+                engine.take(request, needed)
             else:
-                engine.grow(request, more)
-            planned[request] = more, lacking
-            budget -= more
+                engine.grow(request, chunk)
+            planned[request] = chunk, needed
+            budget -= chunk
         skipped = [request for request in skipped if request in engine.running]
-        chunks = [(r, planned[r][0]) for r in planned if r in engine.left]
-        return chunks, skipped, budget
+        prefill = [(r, planned[r][0]) for r in planned if r in engine.remaining_prefill]
+        return prefill, skipped, budget

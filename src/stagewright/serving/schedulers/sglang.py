@@ -5,59 +5,59 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from stagewright.serving.engines.decisions import BlockRules
-from stagewright.serving.engines.engine import Decision, Engine
+from stagewright.serving.batch import CacheRules, StepBatch
+from stagewright.serving.engine import Engine
 
 CLIP = 4096
-"""Tokens that a request is taken to make at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`)."""
-MOST_MATCHED = 128
-"""Waiting requests that are put in order (`SGLANG_WAITING_QUEUE_PREFIX_MATCH_MAX`)."""
+"""Output tokens assumed at most (`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`)."""
+MAX_MATCHED = 128
+"""Waiting requests that are sorted (`SGLANG_WAITING_QUEUE_PREFIX_MATCH_MAX`)."""
 SHORT = 32
 """Tokens (`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD`, `..._DEPRIORITIZE_THRESHOLD`)."""
 RETRACT_STEPS = 20
-"""Tokens that a kept request is taken to make next (`SGLANG_RETRACT_DECODE_STEPS`)."""
+"""Tokens that a request gets next after a retraction (`SGLANG_RETRACT_DECODE_STEPS`)."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SGLang:
     """SGLang 0.5.23 (`sglang/srt/managers/` of the wheel).
 
-    1. If a batch of prompts can be formed it runs alone, else all requests decode
-       (`scheduler.py`, `get_next_batch_to_run`). With `enable_mixed_chunk` requests decode beside
-       it, of whose budgets their tokens are taken; if then room lacks for them they sit this step
-       out (`_get_new_batch_prefill_raw`, "Mixed-style chunked prefill").
-    2. A batch of prompts takes the prompt that has been begun, then waiting requests in order, as
-       long as any of `max_prefill_tokens` and of `chunked_prefill_size` is left; the last is cut to
-       whole pages (`_get_new_batch_prefill_raw`, `schedule_policy.py` `PrefillAdder`). Each needs
-       room for the tokens it lacks, those it will make (at most 4,096) and a page; the room is what
-       is free less `new_token_ratio` of what running requests will make, or all of that if clients
-       send `ignore_eos`. Budgets are charged whole pages (`_update_prefill_budget`). If it lacks
-       room, or there are `max_running_requests`, nobody is admitted before a request ends, or the
-       batch is another one: one that was empty, or mixed (`batch_is_full`).
+    1. A batch of prompts runs alone if one can be formed; otherwise all requests decode
+       (`scheduler.py`, `get_next_batch_to_run`). With `enable_mixed_chunk` requests decode in the
+       same step, and their tokens count against its budgets; where they have no room they skip the
+       step (`_get_new_batch_prefill_raw`, "Mixed-style chunked prefill").
+    2. A batch of prompts takes the begun prompt, then waiting requests in order, while
+       `max_prefill_tokens` and `chunked_prefill_size` last; the last prompt is cut to whole pages
+       (`_get_new_batch_prefill_raw`, `schedule_policy.py` `PrefillAdder`). Each needs room for its
+       uncached tokens, its output (at most 4,096 tokens) and a page. The room is what is free, less
+       `new_token_ratio` of what running requests will generate (all of it if clients send
+       `ignore_eos`). Budgets are charged whole pages (`_update_prefill_budget`). Without room, or
+       with `max_running_requests`, no request is admitted before one finishes, or before a batch
+       that was empty or mixed (`batch_is_full`).
     3. The ratio is 0.7 x `schedule_conservativeness` and falls to 0.14 of that in 600 decode steps
        (`new_token_ratio_tracker.py`).
-    4. Where a decode step lacks room, requests with the fewest tokens made are retracted, of equal
-       ones the longest prompt first, but for the last one (`schedule_batch.py`, `retract_decode`):
-       they wait behind all others, and of what they had only their prompts are in the cache, of
-       which as much is forgotten as leaves 20 tokens for each of the others (`release_req`). The
-       ratio is then (tokens made + 20 per request) / tokens that will have been made. Where the
-       last one, too, lacks room it is retracted here; SGLang ends it with an error.
-    5. With the policy `lpm` who has most in the cache comes first, while at most 128 wait.
-       Of those of which it has at most 32 tokens, one that shares 32 with another one before it
-       comes last, so that it finds these in the cache (`schedule_policy.py`,
-       `_compute_prefix_matches`, `_sort_by_longest_prefix`).
-    6. What a chunk has computed is in the radix cache after its step, of copies only one
+    4. Where a decode step has no room, requests with the fewest output tokens are retracted, of
+       equal ones the longest prompt first, except the last one (`schedule_batch.py`,
+       `retract_decode`). They wait after all others, with only their prompts cached, of which so
+       much is evicted that each other request has room for 20 tokens (`release_req`). The ratio is
+       then (generated + 20 per request) / (all output tokens). Where the last request has no room
+       it is retracted here; SGLang ends it with an error.
+    5. With the policy `lpm` the request with the longest cached prefix comes first, while at most
+       128 wait. Of those with at most 32 cached tokens, one that shares 32 with an earlier one
+       comes last, so that it finds these cached (`schedule_policy.py`, `_compute_prefix_matches`,
+       `_sort_by_longest_prefix`).
+    6. A chunk enters the radix cache after its step, and copies are freed
        (`cache_unfinished_req`).
-    7. With `scheduler_recv_interval` requests are received in one of so many steps of decode, and
-       behind each batch of prompts (`scheduler_components/recv_skipper.py`).
+    7. With `scheduler_recv_interval` N, requests are received in every Nth decode step, and after
+       each batch of prompts (`scheduler_components/recv_skipper.py`).
 
-    Its radix cache forgets whole nodes (`mem_cache/radix_cache.py`, `evict`): what a chunk of a
+    Its radix cache evicts whole nodes (`mem_cache/radix_cache.py`, `evict`): what a chunk of a
     prompt, or an output, added, as far as no two requests differ in it. Here, as with all
-    schedulers, the last blocks of what was used least recently are forgotten, no more than needed,
-    so that more of it may be found where memory is short.
+    schedulers, the least recently used blocks are evicted, no more than needed, so that more may be
+    found where memory is scarce.
 
-    With `async_scheduling` a step is decided when the one before begins (`event_loop_overlap`, the
-    default but with pipelines).
+    With `async_scheduling` a step is scheduled when the previous one begins (`event_loop_overlap`,
+    the default except with pipelines).
     """
 
     max_prefill_tokens: int = 16_384
@@ -71,163 +71,169 @@ class SGLang:
     scheduler_recv_interval: int = 1
     async_scheduling: bool = False
     _ratio: float = field(default=-1.0, init=False)
-    _since: int = field(default=0, init=False)  # the decode step from which it falls
+    _ratio_step: int = field(default=0, init=False)  # the decode step from which it falls
     _full: bool = field(default=False, init=False)
-    _anew: bool = field(default=False, init=False)  # the batch is another one: not full
-    _count: int = field(default=0, init=False)  # running requests when last seen
-    # Of retracted requests: the tokens that are computed at once when they run again.
-    _prefilled: dict[int, int] | None = field(default=None, init=False)
-    _received: int = field(default=0, init=False)  # the step in which requests were received
-    _known: int = field(default=0, init=False)  # waiting requests that have been received
-    _prompts: bool = field(default=False, init=False)  # whether the last batch was of prompts
+    _new_batch: bool = field(default=False, init=False)  # the next batch is not full
+    _num_running: int = field(default=0, init=False)  # after the previous batch
+    # Retracted requests: tokens that are computed at once when they run again.
+    _computed_at_once: dict[int, int] | None = field(default=None, init=False)
+    _received_step: int = field(default=0, init=False)  # when requests were received
+    _num_received: int = field(default=0, init=False)  # waiting requests that were received
+    _was_prefill: bool = field(default=False, init=False)  # the previous batch had prompts
 
     @property
-    def block_rules(self) -> BlockRules:
-        """Blocks are in the radix tree when they are computed, and copies of others' are freed."""
-        return BlockRules(names_late=True, merges_copies=True)
+    def cache_rules(self) -> CacheRules:
+        """Cache rules of the radix tree: blocks enter when computed, copies are freed."""
+        return CacheRules(cache_after_compute=True, deduplicate=True)
 
-    def schedule(self, engine: Engine) -> Decision:
-        """The next batch."""
-        if self.scheduler_recv_interval == 1:
+    def schedule(self, engine: Engine) -> StepBatch:
+        """Return the next batch of requests that have been received."""
+        interval, steps = self.scheduler_recv_interval, engine.decode_step - self._received_step
+        if interval == 1:
             return self._schedule(engine)
-        every, since = self.scheduler_recv_interval, engine.step - self._received
-        late: list[int] = []
-        idle = not engine.running and not self._known
-        if self._prompts or idle or since % every == 0:
-            self._received, since = engine.step, 0
+        waiting, not_received = engine.waiting, list[int]()
+        idle = not engine.running and not self._num_received
+        if self._was_prefill or idle or steps % interval == 0:
+            self._received_step, steps = engine.decode_step, 0
         else:
-            late = [engine.waiting.pop() for _ in range(len(engine.waiting) - self._known)]
-        found = self._schedule(engine)
-        self._known, self._prompts = len(engine.waiting), bool(found.chunks)
-        engine.waiting.extend(reversed(late))
-        if since % every or not found.open:  # asked again where requests are received next
-            return found._replace(repeats=min(found.repeats, every - since % every), open=False)
-        return found
+            not_received = [waiting.pop() for _ in range(len(waiting) - self._num_received)]
+        batch = self._schedule(engine)
+        self._num_received, self._was_prefill = len(engine.waiting), bool(batch.prefill)
+        engine.waiting.extend(reversed(not_received))
+        if steps % interval or not batch.interruptible:  # called again when requests are received
+            max_steps = min(batch.max_steps, interval - steps % interval)
+            return batch._replace(max_steps=max_steps, interruptible=False)
+        return batch
 
-    def _schedule(self, engine: Engine) -> Decision:
-        """The next batch of the requests that have been received."""
-        if self._anew or len(engine.running) < self._count or not engine.decoding:
-            self._full = self._anew = False
-        chunks: list[tuple[int, int]] = []
+    def _schedule(self, engine: Engine) -> StepBatch:
+        """Return a batch of prompts if one can be formed, otherwise a decode step."""
         decoding = engine.decoding
-        if engine.left or (engine.waiting and not self._full):
+        if self._new_batch or len(engine.running) < self._num_running or not decoding:
+            self._full = self._new_batch = False
+        prefill: list[tuple[int, int]] = []
+        if engine.remaining_prefill or (engine.waiting and not self._full):
             if self.schedule_policy == "lpm" and engine.blocks.caching:
                 longest_prefix_first(engine)
-            self._prefill(engine, chunks)
-        self._count = len(engine.running)
-        if chunks:
-            beside = self.enable_mixed_chunk and decoding > 0 and engine.reserve()
-            self._since += beside  # the ratio does not fall
-            self._anew = beside or not decoding or any(engine.left.values())
-            return Decision(chunks, decodes=beside)
+            self._prefill(engine, prefill)
+        self._num_running = len(engine.running)
+        if prefill:
+            mixed = self.enable_mixed_chunk and decoding > 0 and engine.reserve()
+            self._ratio_step += mixed  # the ratio does not fall
+            self._new_batch = mixed or not decoding or any(engine.remaining_prefill.values())
+            return StepBatch(prefill, decode=mixed)
         if not engine.reserve():
             self._retract(engine)
             self._full = False
             if not engine.decoding:
-                self._prefill(engine, chunks)
-            self._count = len(engine.running)
-            return Decision(chunks, repeats=1)
-        return Decision(open=not self._full)
+                self._prefill(engine, prefill)
+            self._num_running = len(engine.running)
+            return StepBatch(prefill, max_steps=1)
+        return StepBatch(interruptible=not self._full)
 
     def ratio(self, engine: Engine) -> float:
-        """The share of what requests may still make that is kept for them."""
-        first = min(0.7 * self.schedule_conservativeness, 1.0)
-        least = 0.14 * first
+        """Share of the tokens still to generate for which room is kept."""
+        initial = min(0.7 * self.schedule_conservativeness, 1.0)
+        lowest = 0.14 * initial
         if self._ratio < 0:
-            self._ratio = first
-        steps = engine.step - self._since
-        if steps <= 0:
-            return self._ratio
-        return max(self._ratio - steps * (first - least) / 600, least)
+            self._ratio = initial
+        steps = max(engine.decode_step - self._ratio_step, 0)
+        return max(self._ratio - steps * (initial - lowest) / 600, lowest) if steps else self._ratio
 
-    def _prefill(self, engine: Engine, chunks: list[tuple[int, int]]) -> None:
+    def _prefill(self, engine: Engine, prefill: list[tuple[int, int]]) -> None:
+        """Add chunks of begun and of waiting prompts, as far as budgets and room allow."""
         page, waiting = engine.block_size, engine.waiting
-        made = sum(min(engine.output[i] - engine.got(i), CLIP) for i in engine.decoders())
-        room = engine.blocks.free * page - made * (1.0 if self.ignore_eos else self.ratio(engine))
-        budget, chunk = self.max_prefill_tokens, self.chunked_prefill_size
+        lefts = (engine.output[r] - engine.output_tokens(r) for r in engine.decoding_requests)
+        to_generate = sum(min(left, CLIP) for left in lefts)
+        kept = to_generate * (1.0 if self.ignore_eos else self.ratio(engine))
+        room = engine.blocks.free * page - kept
+        budget, chunk_budget = self.max_prefill_tokens, self.chunked_prefill_size
         if self.enable_mixed_chunk:
-            beside = engine.decoding * engine.new_tokens
-            room, budget, chunk = room - beside, budget - beside, chunk - beside
-        for request, left in [*engine.left.items()]:
-            most = min(chunk, int(room))
-            more = min(left, most if most > 0 else chunk)
-            if more <= 0 or not engine.grow(request, more):
+            tokens = engine.decoding * engine.new_tokens
+            room, budget, chunk_budget = room - tokens, budget - tokens, chunk_budget - tokens
+        for request, remaining in [*engine.remaining_prefill.items()]:
+            limit = min(chunk_budget, int(room))
+            chunk = min(remaining, limit if limit > 0 else chunk_budget)
+            if chunk <= 0 or not engine.grow(request, chunk):
                 return
-            chunks.append((request, more))
-            charged = -(-more // page) * page
-            budget, chunk = budget - charged, chunk - charged
-            room -= charged + page + (min(engine.output[request], CLIP) if more == left else 0)
-        while waiting and (room <= 0 or (budget > 0 and chunk > 0)):
+            prefill.append((request, chunk))
+            pages = -(-chunk // page) * page
+            budget, chunk_budget = budget - pages, chunk_budget - pages
+            room -= pages + page
+            if chunk == remaining:
+                room -= min(engine.output[request], CLIP)
+        while waiting and (room <= 0 or (budget > 0 and chunk_budget > 0)):
             if len(engine.running) >= self.max_num_seqs:
                 self._full = True
                 return
             request = waiting[0]
-            found = engine.look(request)
-            lacks = found.tokens - found.blocks * page
-            makes = min(engine.output[request] - engine.got(request), CLIP)
-            room -= (found.hit.idle + found.kept) * page
-            more = -(-lacks // page) * page
-            others = bool(chunks) or engine.decoding > 0
-            if lacks + makes + page >= room and others:  # SGLang cuts outputs that never have room
+            prefix = engine.cached_prefix(request)
+            uncached = prefix.tokens - prefix.blocks * page
+            output = min(engine.output[request] - engine.output_tokens(request), CLIP)
+            room -= (prefix.hit.evictable + prefix.private_blocks) * page
+            pages = -(-uncached // page) * page
+            others = bool(prefill) or engine.decoding > 0
+            if uncached + output + page >= room and others:  # SGLang cuts outputs that never fit
                 self._full = True
                 return
-            whole = more <= chunk
-            if not whole:
-                more = chunk // page * page
-            if more <= 0:
+            complete = pages <= chunk_budget
+            if not complete:
+                pages = chunk_budget // page * page
+            if pages <= 0:
                 return
-            admitted = engine.admit(lacks if whole else more)
+            admitted = engine.admit(uncached if complete else pages)
             if not admitted:
                 self._full = others
                 return
-            chunks.append((request, admitted))
-            budget, chunk = budget - more, chunk - more
-            room -= more + page + (min(engine.output[request], CLIP) if whole else 0)
+            prefill.append((request, admitted))
+            budget, chunk_budget = budget - pages, chunk_budget - pages
+            room -= pages + page + (min(engine.output[request], CLIP) if complete else 0)
             if room <= 0:
                 self._full = True
                 return
 
     def _retract(self, engine: Engine) -> None:
-        """Retract requests until those that are left have room for a step."""
+        """Retract requests until the others have room for a step."""
         order = sorted(
-            engine.decoders(), key=lambda i: (engine.got(i), -engine.prompt[i]), reverse=True
+            engine.decoding_requests,
+            key=lambda r: (engine.output_tokens(r), -engine.prompt[r]),
+            reverse=True,
         )
-        if self._prefilled is None:  # not shared with copies of the scheduler
-            self._prefilled = {}
+        if self._computed_at_once is None:  # not shared with copies of the scheduler
+            self._computed_at_once = {}
         while order:
             request = order.pop()
-            known = self._prefilled.get(request, engine.prompt[request])
-            self._prefilled[request] = engine.prompt[request] + engine.got(request)
-            engine.preempt(request, keep=False, known=known)
+            tokens = self._computed_at_once.get(request, engine.prompt[request])
+            self._computed_at_once[request] = engine.prompt[request] + engine.output_tokens(request)
+            engine.preempt(request, to_front=False, keep_tokens=tokens)
             engine.blocks.forget(-(-RETRACT_STEPS * len(order) // engine.block_size))
             if engine.reserve():
                 break
-        made = sum(map(engine.got, order))
-        most = sum(engine.output[i] for i in order)
-        self._ratio = min(1.0, (made + RETRACT_STEPS * len(order)) / (most + 1))
-        self._since = engine.step + (len(order) > 0)
+        generated = sum(map(engine.output_tokens, order))
+        output = sum(engine.output[request] for request in order)
+        self._ratio = min(1.0, (generated + RETRACT_STEPS * len(order)) / (output + 1))
+        self._ratio_step = engine.decode_step + (len(order) > 0)
 
 
 def longest_prefix_first(engine: Engine) -> None:
-    """Put first who waits and has most in the cache, and last who may find more when others ran."""
+    """Sort waiting requests by cached prefix; put those last that may find more later."""
     waiting = engine.waiting
-    if len(waiting) > MOST_MATCHED or len(waiting) < 2:
+    if len(waiting) > MAX_MATCHED or len(waiting) < 2:
         return
     page = engine.block_size
-    there = {request: engine.look(request).blocks * page for request in waiting}
-    seen: set[int] = set()
-    last: set[int] = set()
+    cached = {request: engine.cached_prefix(request).blocks * page for request in waiting}
+    computed_soon: set[int] = set()
+    deferred: set[int] = set()
     for request in waiting:
-        if there[request] > SHORT:
+        if cached[request] > SHORT:
             continue
         shared = 0
         keys, ends = engine.chain(request)
         for key, end in zip(keys, ends, strict=True):
-            if key not in seen:
+            if key not in computed_soon:
                 break
             shared = end * page
         if shared >= SHORT:
-            last.add(request)
+            deferred.add(request)
         else:
-            seen.update(keys)
-    engine.waiting = deque(sorted(waiting, key=lambda request: (request in last, -there[request])))
+            computed_soon.update(keys)
+    engine.waiting = deque(sorted(waiting, key=lambda r: (r in deferred, -cached[r])))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.serving.engines.engine import Decision, Engine
+from stagewright.serving.batch import StepBatch
+from stagewright.serving.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,22 +13,22 @@ class Static:
     """Requests are served in batches, as before continuous batching (Orca, OSDI 2022, section 3).
 
     An idle engine takes as many waiting requests as there are, up to `max_num_seqs` and as blocks
-    suffice to their ends; their prompts run in one step, without padding. What arrives then waits
-    until all of them are done. Places of requests that are done early stay empty.
+    suffice to their ends; their prompts run in one step, without padding. Later arrivals wait until
+    all of them have finished. Seats of requests that finish early stay empty.
     """
 
     max_num_seqs: int = 256
 
-    def schedule(self, engine: Engine) -> Decision:
-        """The next batch."""
-        chunks: list[tuple[int, int]] = []
+    def schedule(self, engine: Engine) -> StepBatch:
+        """Return a new batch if the previous one has finished, otherwise decode."""
+        prefill: list[tuple[int, int]] = []
         if not engine.running:
-            spare = engine.blocks.free
-            while engine.waiting and len(chunks) < self.max_num_seqs:
+            free = engine.blocks.free
+            while engine.waiting and len(prefill) < self.max_num_seqs:
                 request = engine.waiting[0]
-                spare -= engine.most_blocks(request)
-                if spare < 0:
+                free -= engine.max_blocks(request)
+                if free < 0:
                     break
-                chunks.append((request, engine.admit(engine.tokens(request))))
+                prefill.append((request, engine.admit(engine.tokens(request))))
         assert engine.reserve()
-        return Decision(chunks, open=False)
+        return StepBatch(prefill, interruptible=False)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's scheduler: who has room for all of its tokens, then who has of the budget."""
+"""TensorRT-LLM's scheduler: capacity of the KV cache first, then the token budget."""
 
 from __future__ import annotations
 
@@ -7,232 +7,235 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
-from stagewright.serving.engines.decisions import BlockRules
-from stagewright.serving.engines.engine import FOREVER, Decision, Engine
-from stagewright.serving.engines.state import CachedPart
+from stagewright.serving.batch import UNLIMITED, CacheRules, StepBatch
+from stagewright.serving.engine import CachedPrefix, Engine
 
 
 @dataclass(slots=True, kw_only=True)
 class TensorRtLlm:
-    """TensorRT-LLM with its PyTorch backend (NVIDIA/TensorRT-LLM@002f3cc3
-    `tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py`, which says of which lines of
-    `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp` (@02a10fed) and `microBatchScheduler.cpp`
-    (@0a949d31) each class is the equal).
+    """TensorRT-LLM with its PyTorch backend.
 
-    In each step it asks twice, of requests in the order of their arrival, and may then wait.
+    Source: NVIDIA/TensorRT-LLM@002f3cc3 `tensorrt_llm/_torch/pyexecutor/scheduler/scheduler.py`,
+    which names the equal lines of `cpp/tensorrt_llm/batch_manager/capacityScheduler.cpp`
+    (@02a10fed) and `microBatchScheduler.cpp` (@0a949d31).
 
-    1. Who has blocks? With GUARANTEED_NO_EVICT, its default, who runs and, in order, who waits
-       while free blocks suffice for all tokens of all of them (`GuaranteedNoEvictPolicy`;
-       `getRemainingBlocksToCompletion` counts prompt and output): so nobody is paused. Prompts that
-       have begun come first here; there, one that has overtaken another comes behind it, and both
-       may then wait for ever. With
-       MAX_UTILIZATION blocks must suffice for the step: for a whole prompt before its first chunk,
-       for none before a later one, for a token of who decodes (`getNeededBlocksOneStep`). At the
-       first for whom they do not suffice the last that has begun is paused, itself or one behind
-       it, and nobody behind that one is looked at, until they suffice or nobody is left
-       (`MaxUtilizationPolicy`). Who is paused keeps its place and is computed again.
-    2. Who has tokens of `max_num_tokens`? Who decodes comes first. Without `enable_chunked_prefill`
-       (its default) prompts run whole, and the first that does not fit ends this. With it each in
-       turn gets what it lacks, or what is left, cut to whole blocks; who then gets nothing does not
-       keep a shorter one behind it from running (`PyMicroBatchScheduler`, `_chunk_fcfs`).
-    3. Do prompts wait for others? While requests decode, all chunks of a step are held back, for at
-       most `batch_wait_timeout_iters` steps, as long as the step's tokens, with those of who
-       decodes, are fewer than `batch_wait_max_tokens_ratio` x `max_num_tokens`. Held prompts take
-       no blocks. With attention data parallelism nobody waits (NVIDIA/TensorRT-LLM@00043967
+    Each step has three decisions, on requests in order of arrival:
+
+    1. Capacity. With GUARANTEED_NO_EVICT, the default, running requests and then waiting ones have
+       capacity while free blocks suffice for all of their tokens (`GuaranteedNoEvictPolicy`;
+       `getRemainingBlocksToCompletion` counts prompt and output), so that no request is paused.
+       Begun prompts come first here; there, a prompt that overtook another comes after it, and both
+       may then wait forever. With MAX_UTILIZATION blocks must suffice for the step: for a whole
+       prompt before its first chunk, for none before a later chunk, for one token of a decoding
+       request (`getNeededBlocksOneStep`). At the first request without blocks, the last begun one
+       is paused, and no later request is considered, until blocks suffice or none is left
+       (`MaxUtilizationPolicy`). A paused request keeps its place and is recomputed.
+    2. Tokens. Of `max_num_tokens`, decoding requests get theirs first. Without
+       `enable_chunked_prefill` (its default) prompts run whole, and the first that does not fit
+       ends the batch. With it, each prompt gets what it needs, or the remaining budget in whole
+       blocks; a prompt that gets nothing does not stop a shorter one after it
+       (`PyMicroBatchScheduler`, `_chunk_fcfs`).
+    3. Waiting. While requests decode, all chunks of a step are held back, for at most
+       `batch_wait_timeout_iters` steps, while the tokens of the step, decoding ones included, are
+       fewer than `batch_wait_max_tokens_ratio` x `max_num_tokens`. Prompts that are held back take
+       no blocks. With attention data parallelism none is (NVIDIA/TensorRT-LLM@00043967
        `tensorrt_llm/_torch/pyexecutor/py_executor.py`, `_schedule`, `_waiting_requests`).
 
-    A prompt's blocks are all taken with its first chunk (`add_sequence`) and may be reused when the
-    prompt is done (`store_context_blocks`); who would compute a block that another prompt is about
-    to compute waits for it (`_beneficial_to_skip`). With `async_scheduling` a step is decided when
-    the one before begins, as its overlap scheduler does (`disable_overlap_scheduler` is off), but
+    A prompt takes all its blocks with its first chunk (`add_sequence`), and they can be reused when
+    it is complete (`store_context_blocks`). A request waits for a block that another prompt is
+    about to compute (`_beneficial_to_skip`). With `async_scheduling` a step is scheduled when the
+    previous one begins, like its overlap scheduler (`disable_overlap_scheduler` is off), except
     with pipelines.
     """
 
     max_num_batched_tokens: int = 8192
-    """Its `max_num_tokens`."""
+    """TensorRT-LLM's `max_num_tokens`."""
     max_num_seqs: int = 2048
-    """Its `max_batch_size`."""
+    """TensorRT-LLM's `max_batch_size`."""
     enable_chunked_prefill: bool = False
     capacity_scheduler_policy: str = "guaranteed_no_evict"
     batch_wait_timeout_iters: int = 0
     batch_wait_max_tokens_ratio: float = 0.0
     async_scheduling: bool = False
-    _waited: int = field(default=0, init=False)  # steps for which prompts have been held back
+    _waited_steps: int = field(default=0, init=False)  # in which prompts were held back
 
     @property
-    def block_rules(self) -> BlockRules:
-        """Blocks of a prompt are taken with its first chunk, and found when all is computed."""
-        return BlockRules(takes_whole_prompts=True, names_late=True)
+    def cache_rules(self) -> CacheRules:
+        """Cache rules: a prompt takes all blocks at once, and is reusable when complete."""
+        return CacheRules(reserve_whole_prompt=True, cache_after_compute=True)
 
-    def schedule(self, engine: Engine) -> Decision:
-        """The next batch."""
+    def schedule(self, engine: Engine) -> StepBatch:
+        """Return the next batch: requests with capacity, as far as the token budget allows."""
         waiting = engine.waiting
-        if not waiting and not engine.left and engine.reserve():
-            return Decision(open=len(engine.running) < self.max_num_seqs)
+        if not waiting and not engine.remaining_prefill and engine.reserve():
+            return StepBatch(interruptible=len(engine.running) < self.max_num_seqs)
         evicts = self.capacity_scheduler_policy == "max_utilization"
-        before = len(engine.running)
-        fitting = self._utilized(engine) if evicts else self._guaranteed(engine)
-        paused = len(engine.running) < before
+        num_running = len(engine.running)
+        fitting = self._max_utilization(engine) if evicts else self._no_evict(engine)
+        paused = len(engine.running) < num_running
         reserved = engine.reserve()
         assert reserved
-        if self._holds(engine, fitting):
-            return Decision((), repeats=1)
-        chunks = self._chunks(engine, fitting)
-        if chunks:
-            return Decision(chunks)
-        open_ = not engine.waiting and len(engine.running) < self.max_num_seqs
-        return Decision((), True, 1 if paused else FOREVER, open_)
+        if self._holds_back(engine, fitting):
+            return StepBatch((), max_steps=1)
+        prefill = self._prefill(engine, fitting)
+        if prefill:
+            return StepBatch(prefill)
+        interruptible = not engine.waiting and len(engine.running) < self.max_num_seqs
+        return StepBatch((), True, 1 if paused else UNLIMITED, interruptible)
 
-    def _line(self, engine: Engine, begun: Iterable[int]) -> list[int]:
-        """Requests in order: those that have begun, and who waits, as far as there are places."""
-        places = max(0, self.max_num_seqs - len(engine.running))
-        return _in_order(engine, [*begun, *islice(engine.waiting, places)])
+    def _candidates(self, engine: Engine, begun: Iterable[int]) -> list[int]:
+        """Begun requests, and waiting ones for which there are seats, in order of arrival."""
+        seats = max(0, self.max_num_seqs - len(engine.running))
+        return _by_arrival(engine, [*begun, *islice(engine.waiting, seats)])
 
-    def _guaranteed(self, engine: Engine) -> list[int]:
-        """Requests with prompts that have blocks to their ends, with all that decode."""
-        size, left = engine.block_size, engine.left
-        spare = engine.blocks.free
-        for request in engine.decoders():
-            spare -= _to_the_end(engine, request) - -(-engine.done(request) // size)
+    def _no_evict(self, engine: Engine) -> list[int]:
+        """Prompts whose requests have blocks to their ends, next to all decoding ones."""
+        size, remaining = engine.block_size, engine.remaining_prefill
+        free = engine.blocks.free
+        for request in engine.decoding_requests:
+            free -= _blocks_to_the_end(engine, request)
+            free += -(-engine.computed_tokens(request) // size)
         fitting: list[int] = []
-        coming = _coming(engine)
-        for request in [*_in_order(engine, left), *self._line(engine, ())]:
-            if request in left:
-                need = _to_the_end(engine, request) - -(-engine.tokens(request) // size)
+        computing = _blocks_being_computed(engine)
+        for request in [*_by_arrival(engine, remaining), *self._candidates(engine, ())]:
+            needed = _blocks_to_the_end(engine, request)
+            if request in remaining:
+                needed -= -(-engine.tokens(request) // size)
             else:
-                found = engine.look(request)
-                if _skips(engine, request, found, coming):
+                prefix = engine.cached_prefix(request)
+                if _waits_for_block(engine, request, prefix, computing):
                     continue
-                need = _to_the_end(engine, request) - found.hit.blocks + found.hit.idle
-                need += engine.blocks.per_request
-            if need > spare:
+                needed += engine.blocks.per_request - prefix.hit.blocks + prefix.hit.evictable
+            if needed > free:
                 break
-            spare -= need
+            free -= needed
             fitting.append(request)
         return fitting
 
-    def _utilized(self, engine: Engine) -> list[int]:
-        """Requests with prompts that have blocks for this step; others are paused for them."""
-        size, left, running = engine.block_size, engine.left, engine.running
-        line = self._line(engine, running)
+    def _max_utilization(self, engine: Engine) -> list[int]:
+        """Prompts with blocks for this step; later requests are paused for earlier ones."""
+        size, remaining, running = engine.block_size, engine.remaining_prefill, engine.running
+        candidates = self._candidates(engine, running)
         fitting: list[int] = []
-        coming = _coming(engine)
-        at, end, taken = 0, len(line), 0
-        while at < end:
-            request = line[at]
-            need = 0
+        computing = _blocks_being_computed(engine)
+        index, end, taken = 0, len(candidates), 0
+        while index < end:
+            request = candidates[index]
+            needed = 0
             if request not in running:
-                found = engine.look(request)
-                if _skips(engine, request, found, coming):
-                    at += 1
+                prefix = engine.cached_prefix(request)
+                if _waits_for_block(engine, request, prefix, computing):
+                    index += 1
                     continue
-                need = -(-found.tokens // size) - found.hit.blocks + found.hit.idle
-                need += engine.blocks.per_request
-            elif request not in left:
-                need = engine.need(request, 1)
-            if taken + need <= engine.blocks.free:
-                taken += need
-                if request in left or request not in running:
+                needed = -(-prefix.tokens // size) - prefix.hit.blocks + prefix.hit.evictable
+                needed += engine.blocks.per_request
+            elif request not in remaining:
+                needed = engine.blocks_needed(request, 1)
+            if taken + needed <= engine.blocks.free:
+                taken += needed
+                if request in remaining or request not in running:
                     fitting.append(request)
-                at += 1
+                index += 1
                 continue
-            behind = [nth for nth in range(at, end) if line[nth] in running]
-            if not behind:
+            later = [n for n in range(index, end) if candidates[n] in running]
+            if not later:
                 break
-            end = behind[-1]
-            engine.preempt(line[end])
-            engine.waiting = deque(_in_order(engine, engine.waiting))
+            end = later[-1]
+            engine.preempt(candidates[end])
+            engine.waiting = deque(_by_arrival(engine, engine.waiting))
         return fitting
 
-    def _holds(self, engine: Engine, fitting: Iterable[int]) -> bool:
-        """Whether the prompts of this step are held back (`_waiting_requests`)."""
-        least = self.batch_wait_max_tokens_ratio * self.max_num_batched_tokens
-        if not (self.batch_wait_timeout_iters and least and engine.decoding):
+    def _holds_back(self, engine: Engine, fitting: Iterable[int]) -> bool:
+        """True if the prompts of this step are held back (`_waiting_requests`)."""
+        min_tokens = self.batch_wait_max_tokens_ratio * self.max_num_batched_tokens
+        if not (self.batch_wait_timeout_iters and min_tokens and engine.decoding):
             return False
-        chunks = self._chunks(engine, fitting, take=False) if engine.unit is engine else ()
-        if not chunks:
+        alone = engine.clock is engine
+        prefill = self._prefill(engine, fitting, allocate=False) if alone else ()
+        if not prefill:
             return False
-        tokens = engine.decoding * engine.new_tokens + sum(more for _, more in chunks)
-        holds = self._waited < self.batch_wait_timeout_iters and tokens < least
-        self._waited = self._waited + 1 if holds else 0
+        tokens = engine.decoding * engine.new_tokens + sum(chunk for _, chunk in prefill)
+        holds = self._waited_steps < self.batch_wait_timeout_iters and tokens < min_tokens
+        self._waited_steps = self._waited_steps + 1 if holds else 0
         return holds
 
-    def _chunks(
-        self, engine: Engine, fitting: Iterable[int], *, take: bool = True
+    def _prefill(
+        self, engine: Engine, fitting: Iterable[int], *, allocate: bool = True
     ) -> list[tuple[int, int]]:
-        """Give the budget to prompts, in order; they take their blocks, or would."""
-        size, left = engine.block_size, engine.left
+        """Chunks of prompts, in order, within the token budget; `allocate` their blocks."""
+        size, remaining = engine.block_size, engine.remaining_prefill
         budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
-        chunks: list[tuple[int, int]] = []
+        prefill: list[tuple[int, int]] = []
         for request in fitting:
-            lacks = left.get(request)
-            if lacks is None:
-                found = engine.look(request)
-                lacks = found.tokens - found.blocks * size
-            more = lacks
-            if lacks > budget:
+            chunk = remaining.get(request)
+            if chunk is None:
+                prefix = engine.cached_prefix(request)
+                chunk = prefix.tokens - prefix.blocks * size
+            if chunk > budget:
                 if not self.enable_chunked_prefill:
                     break
-                more = budget // size * size
-            if more <= 0:
+                chunk = budget // size * size
+            if chunk <= 0:
                 continue
-            if take:
-                _take(engine, request, more)
-            chunks.append((request, more))
-            budget -= more
-        return chunks
+            if allocate:
+                _allocate(engine, request, chunk)
+            prefill.append((request, chunk))
+            budget -= chunk
+        return prefill
 
 
-def _take(engine: Engine, request: int, more: int) -> None:
-    """Let a prompt go on with so many tokens, or begin with them."""
-    if request in engine.left:
-        engine.grow(request, more)
+def _allocate(engine: Engine, request: int, chunk: int) -> None:
+    """Continue a begun prompt with a chunk, or admit a waiting request with it."""
+    if request in engine.remaining_prefill:
+        engine.grow(request, chunk)
         return
     engine.waiting.remove(request)
     engine.waiting.appendleft(request)
-    admitted = engine.admit(more)
-    assert admitted == more
+    admitted = engine.admit(chunk)
+    assert admitted == chunk
 
 
-def _in_order(engine: Engine, requests: Iterable[int]) -> list[int]:
-    arrival = engine.arrival
-    return sorted(requests, key=lambda request: (arrival[request], request))
+def _by_arrival(engine: Engine, requests: Iterable[int]) -> list[int]:
+    arrival_time = engine.arrival_time
+    return sorted(requests, key=lambda request: (arrival_time[request], request))
 
 
-def _to_the_end(engine: Engine, request: int) -> int:
+def _blocks_to_the_end(engine: Engine, request: int) -> int:
     """Blocks of a request's prompt and output (`getRemainingBlocksToCompletion`)."""
-    most = engine.prompt[request] + engine.output[request]
+    tokens = engine.prompt[request] + engine.output[request]
     if engine.drafts is not None:
-        most += engine.drafts.slots - 1
+        tokens += engine.drafts.slots - 1
     cache = engine.blocks
-    return min(-(-most // engine.block_size), cache.size - cache.per_request)
+    return min(-(-tokens // engine.block_size), cache.size - cache.per_request)
 
 
-def _coming(engine: Engine) -> set[tuple[int, int]]:
-    """The first blocks that prompts under way compute, and that nobody finds yet."""
-    return {
-        block
-        for request in engine.left
-        if (block := _first_new(engine, request, engine.look(request).hit.blocks)) is not None
-    }
+def _blocks_being_computed(engine: Engine) -> set[tuple[int, int]]:
+    """First blocks that begun prompts compute and no other request finds yet."""
+    prefixes = {request: engine.cached_prefix(request) for request in engine.remaining_prefill}
+    blocks = (_first_uncached(engine, r, prefix.hit.blocks) for r, prefix in prefixes.items())
+    return {block for block in blocks if block is not None}
 
 
-def _skips(engine: Engine, request: int, found: CachedPart, coming: set[tuple[int, int]]) -> bool:
-    """Whether a request waits for a block that another computes; if not, it computes its own."""
-    block = _first_new(engine, request, found.hit.blocks) if not found.kept else None
+def _waits_for_block(
+    engine: Engine, request: int, prefix: CachedPrefix, computing: set[tuple[int, int]]
+) -> bool:
+    """True if a request waits for a block that another one computes; otherwise computes it."""
+    block = None
+    if not prefix.private_blocks:
+        block = _first_uncached(engine, request, prefix.hit.blocks)
     if block is None:
         return False
-    if block in coming:
+    if block in computing:
         return True
-    coming.add(block)
+    computing.add(block)
     return False
 
 
-def _first_new(engine: Engine, request: int, found: int) -> tuple[int, int] | None:
-    """The first block of what requests have in common that is not in the cache."""
+def _first_uncached(engine: Engine, request: int, cached_blocks: int) -> tuple[int, int] | None:
+    """First block of a request's chain that is not cached."""
     if not engine.blocks.caching:
         return None
     for key, end in zip(*engine.chain(request), strict=True):
-        if found < end:
-            return key, found
+        if cached_blocks < end:
+            return key, cached_blocks
     return None

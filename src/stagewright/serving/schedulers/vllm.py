@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.serving.engines.decisions import (
-    FOREVER,
-    FULL,
-    ONLY_DECODES,
-    Decision,
-    PlainRules,
-)
-from stagewright.serving.engines.engine import Engine
+from stagewright.serving.batch import UNLIMITED, StepBatch
+from stagewright.serving.engine import Engine
+
+DECODE_ONLY = StepBatch(repeatable=True)
+FULL = StepBatch(interruptible=False)
+"""Decode while `max_num_seqs` requests run: arrivals have to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,102 +43,83 @@ class Vllm:
     scheduler_reserve_full_isl: bool = True
     async_scheduling: bool = False
 
-    @property
-    def plain(self) -> PlainRules | None:
-        """The rules where blocks suffice; None where there are others, as a subclass may have."""
-        if type(self) is not Vllm or self.long_prefill_token_threshold:
-            return None
-        return PlainRules(
-            self.max_num_batched_tokens,
-            self.max_num_seqs,
-            self.enable_chunked_prefill,
-            self.scheduler_reserve_full_isl,
-        )
-
-    def schedule(self, engine: Engine) -> Decision:
-        """The next batch."""
-        waiting, left = engine.waiting, engine.left
+    def schedule(self, engine: Engine) -> StepBatch:
+        """Return the next batch: running requests first, then waiting ones."""
+        waiting, remaining = engine.waiting, engine.remaining_prefill
         budget = self.max_num_batched_tokens - engine.decoding * engine.new_tokens
-        one_by_one = budget < 0 or (left and self.long_prefill_token_threshold)
-        if not one_by_one and engine.reserve():  # most steps
-            if not left:
-                if not waiting:
-                    return ONLY_DECODES if len(engine.running) < self.max_num_seqs else FULL
-                chunks = list[tuple[int, int]]()
-                self._admit(engine, budget, chunks)
-                return Decision(chunks, True, FOREVER, False)
-            before = len(waiting)
-            skipped, chunks = list[int](), list[tuple[int, int]]()
-            budget = self._go_on(engine, budget, chunks)
-        else:
-            before = len(waiting)
-            chunks, skipped, budget = self._in_order(engine)
-        preempted = len(waiting) > before
+        prefill: list[tuple[int, int]] = []
+        skipped: list[int] = []
+        num_waiting = len(waiting)
+        one_by_one = budget < 0 or (remaining and self.long_prefill_token_threshold)
+        if one_by_one or not engine.reserve():
+            prefill, skipped, budget = self._schedule_running(engine)
+        elif remaining:
+            budget = self._continue_prefill(engine, budget, prefill)
+        elif not waiting:  # most steps
+            return DECODE_ONLY if len(engine.running) < self.max_num_seqs else FULL
+        preempted = len(waiting) > num_waiting
         if waiting and not preempted:
-            self._admit(engine, budget, chunks)
-        if not chunks and not waiting:
-            return Decision(open=len(engine.running) < self.max_num_seqs, skipped=skipped)
-        return Decision(chunks, True, 1 if preempted else FOREVER, False, skipped)
+            self._admit(engine, budget, prefill)
+        if prefill or waiting:
+            return StepBatch(prefill, True, 1 if preempted else UNLIMITED, False, skipped)
+        return StepBatch(interruptible=len(engine.running) < self.max_num_seqs, skipped=skipped)
 
-    def _go_on(self, engine: Engine, budget: int, chunks: list[tuple[int, int]]) -> int:
-        """Continue the prompt that has been begun; it is the last of the running requests."""
-        (request,) = engine.left
-        more = min(engine.left[request], budget)
-        if more > 0:
-            if engine.grow(request, more):
-                chunks.append((request, more))
+    def _continue_prefill(self, engine: Engine, budget: int, prefill: list[tuple[int, int]]) -> int:
+        """Continue the incomplete prompt, of the last running request; return the budget left."""
+        (request,) = engine.remaining_prefill
+        chunk = min(engine.remaining_prefill[request], budget)
+        if chunk > 0:
+            if engine.grow(request, chunk):
+                prefill.append((request, chunk))
             else:
                 engine.preempt()
-        return budget - more
+        return budget - chunk
 
-    def _in_order(self, engine: Engine) -> tuple[list[tuple[int, int]], list[int], int]:
-        """Serve running requests one by one; returns also the budget that is left."""
+    def _schedule_running(self, engine: Engine) -> tuple[list[tuple[int, int]], list[int], int]:
+        """Schedule running requests one by one; return prefill, skipped requests and the budget."""
         budget = self.max_num_batched_tokens
-        chunks: list[tuple[int, int]] = []
+        prefill: list[tuple[int, int]] = []
         skipped: list[int] = []
         for request in list(engine.running):
             if request not in engine.running:
-                break  # it and those behind it have been preempted
-            left = engine.left.get(request)
+                break  # it was preempted, and so were those after it
+            remaining = engine.remaining_prefill.get(request)
             if budget == 0:
-                if left is None:
+                if remaining is None:
                     skipped.append(request)
                 continue
-            more = engine.new_tokens if left is None else min(left, self._most(budget))
-            lacking = engine.need(request, more)
-            while lacking > engine.blocks.free and engine.preempt() != request:
+            chunk = engine.new_tokens if remaining is None else self._chunk(remaining, budget)
+            needed = engine.blocks_needed(request, chunk)
+            while needed > engine.blocks.free and engine.preempt() != request:
                 pass
             if request not in engine.running:
                 break
-            if left is None:
-                engine.take(request, lacking)
+            if remaining is None:
+                engine.take(request, needed)
             else:
-                engine.grow(request, more)
-                chunks.append((request, more))
-            budget = max(budget - more, 0)
-        return chunks, skipped, budget
+                engine.grow(request, chunk)
+                prefill.append((request, chunk))
+            budget = max(budget - chunk, 0)
+        return prefill, skipped, budget
 
-    def _admit(self, engine: Engine, budget: int, chunks: list[tuple[int, int]]) -> None:
+    def _admit(self, engine: Engine, budget: int, prefill: list[tuple[int, int]]) -> None:
         """Admit waiting requests in order."""
-        waiting, running, threshold = (
-            engine.waiting,
-            engine.running,
-            self.long_prefill_token_threshold,
-        )
-        whole, room = self.scheduler_reserve_full_isl, self.max_num_seqs - len(running)
-        while waiting and budget > 0 and room > 0:
+        waiting, threshold = engine.waiting, self.long_prefill_token_threshold
+        whole_prompt, seats = self.scheduler_reserve_full_isl, self.max_num_seqs
+        seats -= len(engine.running)
+        while waiting and budget > 0 and seats > 0:
             request = waiting[0]
-            more = engine.admit(
+            chunk = engine.admit(
                 threshold if 0 < threshold < budget else budget,
-                whole_prompt=whole,
+                whole_prompt=whole_prompt,
                 chunked=self.enable_chunked_prefill or 0 < threshold <= budget,
             )
-            if not more:
+            if not chunk:
                 return
-            chunks.append((request, more))
-            budget -= more
-            room -= 1
+            prefill.append((request, chunk))
+            budget -= chunk
+            seats -= 1
 
-    def _most(self, budget: int) -> int:
-        """Tokens of a prompt in one step."""
-        return min(budget, self.long_prefill_token_threshold or budget)
+    def _chunk(self, remaining: int, budget: int) -> int:
+        """Tokens of an incomplete prompt in one step."""
+        return min(remaining, budget, self.long_prefill_token_threshold or budget)

@@ -1,1 +1,1 @@
-"""The cheapest way to serve a load: layouts and numbers of instances, each of them played."""
+"""Search for the cheapest deployment of a load, by simulation."""

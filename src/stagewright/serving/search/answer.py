@@ -14,10 +14,10 @@ from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.enumeration import Removed
 from stagewright.searching.objectives import front
-from stagewright.serving.drafters import drafter_of
-from stagewright.serving.instances import instance, with_drafter
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.instance import instance, with_drafter
+from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
-from stagewright.serving.requests import Workload
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
 from stagewright.serving.search.bounds import (
     LayoutBounds,
@@ -25,10 +25,10 @@ from stagewright.serving.search.bounds import (
     ReadyLayout,
     layout_bounds,
 )
-from stagewright.serving.search.pairs import PairPlays, pairs_of, tried_counts
-from stagewright.serving.search.plays import PlayedLoad, play
-from stagewright.serving.service import Service
-from stagewright.serving.transfers import not_sent
+from stagewright.serving.search.pairs import pairs_of, simulate_pair, tried_counts
+from stagewright.serving.search.simulated import SimulatedLoad, simulate_load
+from stagewright.serving.speculative import drafter_of
+from stagewright.serving.workload import Workload
 
 FITS = "weights, activations and a request fit into the memory of a GPU"
 ENOUGH = "so few GPUs can serve the load"
@@ -36,31 +36,31 @@ KEEPS = "as many requests as must keep the limits"
 MODELED = "the layout has step times"
 BEATEN = "no other choice has fewer GPUs and faster tokens than the layout could have"
 
-Told = Callable[[int, int], None]
-"""Is told how many steps of the search are done, of how many."""
+SearchProgress = Callable[[int, int], None]
+"""Called with the number of finished steps of the search, and of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingTarget:
-    """What the instances must do, and what counts."""
+    """Latency limits, GPUs and objective of a search."""
 
     slo: Slo
     share: float = 0.9
-    """Of all requests, that must keep the limits (SLO attainment of DistServe, arXiv 2401.09670,
+    """Share of requests that must keep the limits (SLO attainment of DistServe, arXiv 2401.09670,
     which takes 90%)."""
     most_gpus: int
     pairs: int = 4
-    """Pairs of layouts for prompts and for decode that are played, the most promising ones."""
+    """Pairs of layouts for prompts and for decode that are simulated, the most promising ones."""
     by_cost: bool = False
-    """Whether the cheapest per hour is the best, or the one with the fewest GPUs."""
+    """Prefer the lowest cost per hour to the fewest GPUs."""
 
 
 class ServingChoice(NamedTuple):
-    """A layout and a number of its instances, played."""
+    """Layout and number of instances, simulated."""
 
     layout: int
-    """Its row among the candidates."""
-    played: PlayedLoad
+    """Row of the layout among the candidates."""
+    simulated: SimulatedLoad
     usd_per_hour: float
     """nan without a price."""
     prompts: int | None = None
@@ -69,34 +69,35 @@ class ServingChoice(NamedTuple):
     @property
     def usd_per_million(self) -> float:
         """USD per million output tokens."""
-        return self.usd_per_hour / 3600 / self.played.output_rate * 1e6
+        return self.usd_per_hour / 3600 / self.simulated.output_rate * 1e6
 
 
 @dataclass(frozen=True, eq=False)
 class ServingRanking:
-    """What a search for serving found."""
+    """Result of a search for serving."""
 
     rows: Candidates
     """Layouts of one instance."""
     target: ServingTarget
     choices: Sequence[ServingChoice]
-    """All that were played, in the order of layouts."""
+    """All simulated choices, in the order of layouts."""
     best: Sequence[int]
-    """Of each layout that keeps the limits the cheapest choice; the best first."""
+    """Cheapest choice of each layout that keeps the limits; the best first."""
     front: Sequence[int]
-    """Choices that keep the limits and that no other beats in both tokens per second and GPU, and
-    tokens per second of a user; by the latter, the slowest first."""
+    """Choices that keep the limits and that no other choice dominates, the slowest user first.
+
+    Both output tokens per second and GPU, and those of a user count."""
     removed: Sequence[Removed]
     """Layouts that no number of instances can serve with, by reason."""
     candidates: int
-    """Layouts with each number of instances up to the number of GPUs (or each number of users)."""
+    """Number of layouts with each number of instances (or of users)."""
     stopped: bool = False
-    """Whether somebody stopped it."""
+    """Interrupted by the user."""
 
 
 @dataclass(slots=True)
 class _LayoutSearch:
-    """A search under way."""
+    """State of a search."""
 
     rows: Candidates
     target: ServingTarget
@@ -110,116 +111,123 @@ class _LayoutSearch:
     def refuse(self, why: str, example: str) -> None:
         self.refused.setdefault(why, []).append(example)
 
-    def service(self, row: int) -> Service | None:
-        """The service with one instance of a layout; None where it cannot be had."""
+    def group(self, row: int) -> InstanceGroup | None:
+        """The group with one instance of a layout; None where it cannot be had."""
         rows, engines = self.rows, self.engines
         run, machine = rows.run(row), rows.machine(row)
         limits: BatchLimits = batch_limits(engines, machine.hardware)
         try:
-            how, share = rows.execution(row), engines.gpu_memory_utilization
-            made = instance(
-                run, rows.model, machine, how, most_tokens=limits.tokens,
+            execution, share = rows.execution(row), engines.gpu_memory_utilization
+            served = instance(
+                run, rows.model, machine, execution, most_tokens=limits.tokens,
                 most_requests=limits.requests, gpu_memory_utilization=share,
             )  # fmt: skip
             drafter = drafter_of(engines, run, rows.model)
-            made = with_drafter(made, drafter, how, gpu_memory_utilization=share)
+            served = with_drafter(served, drafter, execution, gpu_memory_utilization=share)
         except UserError as error:
             self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
             return None
         ahead = engines.async_scheduling and run.pp == 1
         scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
-        return Service(made, engines, limits, scheduler)
+        return InstanceGroup(served, engines, limits, scheduler)
 
     def prepared(self, row: int) -> Iterator[ReadyLayout]:
-        """A layout that has step times."""
-        service = self.service(row)
-        if service is not None:
-            bounds = layout_bounds(service, self.load, self.loosest)
-            yield ReadyLayout(row, service, bounds)
+        """Layout with its step times."""
+        group = self.group(row)
+        if group is not None:
+            bounds = layout_bounds(group, self.load, self.loosest)
+            yield ReadyLayout(row, group, bounds)
 
-    def able(self, of: ReadyLayout) -> bool:
-        """Whether some number of instances may serve the load."""
-        name, gpus = self.rows.describe(of.row), of.service.gpus
-        if of.bounds.why:
-            self.refuse(KEEPS, f"{name}: {of.bounds.why}")
-        elif of.bounds.least * gpus > self.target.most_gpus:
-            self.refuse(ENOUGH, f"{name} needs {of.bounds.least * gpus} GPUs or more")
+    def able(self, layout: ReadyLayout) -> bool:
+        """True if some number of instances may serve the load."""
+        name, gpus = self.rows.describe(layout.row), layout.group.gpus
+        if layout.bounds.why:
+            self.refuse(KEEPS, f"{name}: {layout.bounds.why}")
+        elif layout.bounds.least * gpus > self.target.most_gpus:
+            self.refuse(ENOUGH, f"{name} needs {layout.bounds.least * gpus} GPUs or more")
         else:
             return True
         return False
 
-    def play_closed(
-        self, of: ReadyLayout, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
+    def search_closed_loop(
+        self, layout: ReadyLayout, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
     ) -> None:
         """More and more users on one instance, until too many requests miss their limits."""
         for work, load in zip(workloads, loads, strict=True):
-            if not self._play(of, of.service, work, load).meets:
+            if not self._simulate(layout, layout.group, work, load).meets:
                 return
 
-    def play_fewest(self, of: ReadyLayout, work: Workload) -> None:
+    def search_fewest(self, layout: ReadyLayout, work: Workload) -> None:
         """The fewest instances that keep the limits, between the bound and the most."""
-        gpus = of.service.gpus
-        name = self.rows.describe(of.row)
-        if self._beaten(of):
-            self.refuse(BEATEN, f"{name} needs {of.bounds.least * gpus} GPUs or more")
+        gpus = layout.group.gpus
+        name = self.rows.describe(layout.row)
+        if self._beaten(layout):
+            self.refuse(BEATEN, f"{name} needs {layout.bounds.least * gpus} GPUs or more")
             return
-        most = self.target.most_gpus // gpus
+        limit = self.target.most_gpus // gpus
         met = False
-        for each in _tried(of.bounds, most):
-            engines = replace(of.service.engines, instances=each.count)
-            service = replace(of.service, engines=engines)
-            each.meets = self._play(of, service, work, self.load).meets
-            met |= each.meets
+        for attempt in _tried(layout.bounds, limit):
+            engines = replace(layout.group.engines, instances=attempt.count)
+            group = replace(layout.group, engines=engines)
+            attempt.meets = self._simulate(layout, group, work, self.load).meets
+            met |= attempt.meets
         if not met:
-            self.refuse(KEEPS, f"{name}: not with {most * gpus} GPUs, either")
+            self.refuse(KEEPS, f"{name}: not with {limit * gpus} GPUs, either")
 
-    def play_pairs(self, ready: Sequence[ReadyLayout], work: Workload) -> None:
+    def search_pairs(self, ready: Sequence[ReadyLayout], work: Workload) -> None:
         """Prompts and decode on instances of their own: the most promising pairs of layouts.
 
         Unless the least cost is asked for, a pair is left when it has an instance of each more than
         the fewest GPUs that serve already.
         """
-        target, plays = self.target, PairPlays(work, self.load, self.target.slo)
+        target = self.target
         for pair in pairs_of(ready, self.load, self.loosest, target.most_gpus)[: target.pairs]:
-            first, last = (of.service.gpus for of in pair.layouts)
-            known = [each.played.gpus for each in self.choices if each.played.meets]
-            most = target.most_gpus
-            if known and not target.by_cost:
-                most = min(most, min(known) + first + last)
-            for each in tried_counts(pair, most):
-                found = plays.play(pair, each)
-                usd = self._price(pair.prompts.row) * each.prompts * first
-                usd += self._price(pair.decode.row) * each.decode * last
-                self.choices.append(ServingChoice(pair.decode.row, found, usd, pair.prompts.row))
+            prefill_gpus, decode_gpus = (of.group.gpus for of in pair.layouts)
+            gpus = [each.simulated.gpus for each in self.choices if each.simulated.meets]
+            limit = target.most_gpus
+            if gpus and not target.by_cost:
+                limit = min(limit, min(gpus) + prefill_gpus + decode_gpus)
+            for each in tried_counts(pair, limit):
+                simulated = simulate_pair(pair, each, work, self.load, target.slo)
+                usd = self._price(pair.prompts.row) * each.prompts * prefill_gpus
+                usd += self._price(pair.decode.row) * each.decode * decode_gpus
+                self.choices.append(
+                    ServingChoice(pair.decode.row, simulated, usd, pair.prompts.row)
+                )
 
-    def _beaten(self, of: ReadyLayout) -> bool:
-        """Whether a choice that is known has no more GPUs, no higher price and faster tokens than
-        any number of these instances could have."""
-        least = of.bounds.least * of.service.gpus
-        usd = self._price(of.row) * least
-        fastest = 1 / of.bounds.least_tpot
+    def _beaten(self, layout: ReadyLayout) -> bool:
+        """True if a simulated choice beats any number of these instances.
+
+        It has no more GPUs, no higher price and faster tokens.
+        """
+        gpus = layout.bounds.least * layout.group.gpus
+        usd = self._price(layout.row) * gpus
+        fastest = 1 / layout.bounds.least_tpot
         return any(
-            each.played.meets
-            and each.played.gpus <= least
-            and not each.usd_per_hour > usd
-            and each.played.user_rate >= fastest
-            for each in self.choices
+            choice.simulated.meets
+            and choice.simulated.gpus <= gpus
+            and not choice.usd_per_hour > usd
+            and choice.simulated.user_rate >= fastest
+            for choice in self.choices
         )
 
     def _price(self, row: int) -> float:
-        """USD per GPU and hour; nan: nobody says."""
+        """USD per GPU and hour; nan if unknown."""
         price = self.rows.cluster(row).price
         if price is None:
             price = self.rows.hardware(row).price_usd_per_gpu_hour
         return float("nan") if price is None else price
 
-    def _play(
-        self, of: ReadyLayout, service: Service, workload: Workload, load: LoadTotals
-    ) -> PlayedLoad:
+    def _simulate(
+        self, layout: ReadyLayout, group: InstanceGroup, workload: Workload, load: LoadTotals
+    ) -> SimulatedLoad:
         """Play and keep a choice."""
-        found = play(service, workload, load, self.target.slo)
-        self.choices.append(ServingChoice(of.row, found, self._price(of.row) * found.gpus))
-        return found
+        count = group.engines.instances
+        simulated, _ = simulate_load(Deployment((group,)), workload, load, self.target.slo, count)
+        self.choices.append(
+            ServingChoice(layout.row, simulated, self._price(layout.row) * simulated.gpus)
+        )
+        return simulated
 
 
 def search_serving(
@@ -227,16 +235,16 @@ def search_serving(
     workloads: Sequence[Workload],
     target: ServingTarget,
     engines: EngineSection,
-    told: Told | None = None,
+    progress: SearchProgress | None = None,
 ) -> ServingRanking:
     """The cheapest choices for a load.
 
-    One workload with its own arrivals is played on as few instances of each layout as keep the
+    One workload with its own arrivals is simulated on as few instances of each layout as keep the
     limits; more instances are taken to be no worse. Several workloads are closed loops of more and
-    more users, played on one instance of each layout. Raises UserError where no layout can be had.
+    more users, simulated on one instance of each layout. Raises UserError where no layout exists.
     """
     loads = [LoadTotals.of(work, target.share) for work in workloads]
-    of = _LayoutSearch(
+    search = _LayoutSearch(
         rows, target, engines, loads[0], RequestLimits.of(workloads[0], target.slo).loosest
     )
     closed = workloads[0].concurrency is not None
@@ -246,78 +254,80 @@ def search_serving(
         for row in range(len(rows)):
             count = target.most_gpus // int(rows.world_size[row])
             candidates += len(workloads) if closed else count
-            ready += of.prepared(row)
-            if told is not None:
-                told(row + 1, 2 * len(rows))
+            ready += search.prepared(row)
+            if progress is not None:
+                progress(row + 1, 2 * len(rows))
         able = sorted(
-            filter(of.able, ready), key=lambda each: each.bounds.guess * each.service.gpus
+            filter(search.able, ready), key=lambda each: each.bounds.guess * each.group.gpus
         )
-        for nth, each in enumerate(able):
+        for index, each in enumerate(able):
             if closed:
-                of.play_closed(each, workloads, loads)
+                search.search_closed_loop(each, workloads, loads)
             else:
-                of.play_fewest(each, workloads[0])
-            if told is not None:
-                told(len(rows) + nth + 1, len(rows) + len(able))
+                search.search_fewest(each, workloads[0])
+            if progress is not None:
+                progress(len(rows) + index + 1, len(rows) + len(able))
         if not closed and target.pairs and not not_sent(rows.model):
-            of.play_pairs(ready, workloads[0])
+            search.search_pairs(ready, workloads[0])
     except KeyboardInterrupt:
         stopped = True
-    if not of.choices and not stopped and not of.refused.keys() - {FITS, MODELED}:
-        why = next(iter(of.refused.values()))[0]
+    if not search.choices and not stopped and not search.refused.keys() - {FITS, MODELED}:
+        why = next(iter(search.refused.values()))[0]
         raise UserError(f"none of {len(rows)} layouts can serve; the first: {why}")
-    best, on_front = _ranked(of, closed)
-    removed = [Removed(why, len(every), every[0]) for why, every in of.refused.items()]
+    best, on_front = _ranked(search, closed)
+    removed = [Removed(why, len(examples), examples[0]) for why, examples in search.refused.items()]
     removed.sort(key=lambda each: -each.count)
-    return ServingRanking(rows, target, of.choices, best, on_front, removed, candidates, stopped)
+    return ServingRanking(
+        rows, target, search.choices, best, on_front, removed, candidates, stopped
+    )
 
 
 @dataclass(slots=True)
 class _Try:
-    """A number of instances, and what came of it."""
+    """Number of instances, and whether it keeps the limits."""
 
     count: int
     meets: bool = False
 
 
-def _tried(of: LayoutBounds, most: int) -> Iterator[_Try]:
+def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
     """Numbers of instances to play until the fewest are known; begins with the guess."""
-    low, high, step = of.least - 1, most + 1, 1
-    count = min(of.guess, most)
+    low, high, step = bounds.least - 1, limit + 1, 1
+    count = min(bounds.guess, limit)
     failed = 0
     while high - low > 1:
-        one = _Try(count)
-        yield one
-        if one.meets:
+        attempt = _Try(count)
+        yield attempt
+        if attempt.meets:
             high = count
-            count = max(low + 1, high - step) if low == of.least - 1 else (low + high) // 2
+            count = max(low + 1, high - step) if low == bounds.least - 1 else (low + high) // 2
             step *= 2
         else:
             low, failed = count, failed + 1
             # What fails twice may fail with any number: then the most tells.
-            count = low + 1 if failed == 1 else most if high > most else (low + high) // 2
+            count = low + 1 if failed == 1 else limit if high > limit else (low + high) // 2
 
 
 def _ranked(of: _LayoutSearch, closed: bool) -> tuple[list[int], list[int]]:
     """The cheapest choice of each layout, the best first; and the front."""
-    meets = [nth for nth, each in enumerate(of.choices) if each.played.meets]
+    meets = [nth for nth, each in enumerate(of.choices) if each.simulated.meets]
 
     def cost(nth: int) -> tuple[float, float, int]:
         each = of.choices[nth]
-        played = each.played
+        simulated = each.simulated
         if closed:
-            first = each.usd_per_million if of.target.by_cost else -played.per_gpu
+            first = each.usd_per_million if of.target.by_cost else -simulated.per_gpu
         else:
-            first = each.usd_per_hour if of.target.by_cost else played.gpus
-        return first, -played.user_rate, nth
+            first = each.usd_per_hour if of.target.by_cost else simulated.gpus
+        return first, -simulated.user_rate, nth
 
     cheapest: dict[tuple[int, int | None], int] = {}
     for nth in sorted(meets, key=cost):
         cheapest.setdefault((of.choices[nth].layout, of.choices[nth].prompts), nth)
-    rates = [(of.choices[n].played.per_gpu, of.choices[n].played.user_rate) for n in meets]
+    rates = [(of.choices[n].simulated.per_gpu, of.choices[n].simulated.user_rate) for n in meets]
     on_front: list[int] = []
     if rates:
         chosen = front(-np.nan_to_num(np.array(rates)))
         on_front = [nth for nth, on in zip(meets, chosen.tolist(), strict=True) if on]
-        on_front.sort(key=lambda nth: of.choices[nth].played.user_rate)
+        on_front.sort(key=lambda nth: of.choices[nth].simulated.user_rate)
     return list(cheapest.values()), on_front

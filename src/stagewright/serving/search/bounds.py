@@ -1,4 +1,4 @@
-"""What can be said of a layout without playing it: what it can never do, and a guess.
+"""Bounds of a layout's latency and throughput without simulation, and a guess of instances.
 
 Each bound is sound for any scheduler: a request's tokens are made in steps, of which none gives it
 more than one token and its drafts, no step is shorter than the shortest one, and an instance runs
@@ -16,33 +16,33 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.numbers import plural
-from stagewright.serving.engines.plans import PlannedSteps
+from stagewright.serving.batch import BatchPlan, DecodeRun
+from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.metrics import Slo
-from stagewright.serving.requests import Workload
-from stagewright.serving.service import Service
+from stagewright.serving.workload import Workload
 
 _CHUNKS = 100
 """Numbers of tokens in a step of prompts that bounds look at."""
 _FEW_KEYS = (16, 32, 64, 128, 256)
-"""Of a request that decodes: so few that its new tokens are many of them."""
+"""Few keys of a decoding request, next to which new tokens count."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadTotals:
-    """A workload in the numbers that bounds are made of."""
+    """Totals of a workload that bounds need."""
 
     prompt: Int
     output: Int
     span: float
     """Seconds from the first arrival to the last; infinite where requests wait for others."""
     shared: bool
-    """Whether prompts may be found in a cache, so that computing them may take nothing."""
+    """Prompts may be cached, so that computing them may take no time."""
     misses: int
     """Requests that may miss their limits."""
 
     @classmethod
     def of(cls, workload: Workload, share: float) -> Self:
-        """Of requests whose `share` must keep the limits."""
+        """Totals of a workload whose `share` must keep the limits."""
         every = len(workload) + sum(workload.rejected.values())
         waits = workload.after is not None or workload.concurrency is not None
         may = every - math.ceil(share * every - 1e-9)
@@ -56,7 +56,7 @@ class LoadTotals:
 
     @property
     def decodes(self) -> bool:
-        """Whether a request that must keep its limits has more than one output token."""
+        """True if a request that must keep its limits has several output tokens."""
         return int((self.output > 1).sum()) > self.misses
 
     def fewest(self, tokens: Int) -> float:
@@ -67,7 +67,7 @@ class LoadTotals:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutBounds:
-    """What is known of a layout before it is played."""
+    """Bounds of a layout."""
 
     least_tpot: float
     """Seconds between the tokens of a request, at least."""
@@ -86,32 +86,33 @@ class LayoutBounds:
 
 
 class ReadyLayout(NamedTuple):
-    """A layout that has step times."""
+    """Layout with step times."""
 
     row: int
     """Among the candidates."""
-    service: Service
-    """With one instance."""
+    group: InstanceGroup
+    """One instance of the layout."""
     bounds: LayoutBounds
 
 
-def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
+def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBounds:
     """The bounds of a layout, and a guess of how many instances the load needs."""
-    times = service.instance.times.of_replica(service.host)
-    block = service.instance.cache.block_size
+    times = group.instance.times.of_replica(group.host)
+    block = group.instance.cache.block_size
     shortest, mean_prompt = int(load.prompt.min()), float(load.prompt.mean())
     # Requests that share blocks may be as many as a step may have.
-    room = service.limits.requests if load.shared else service.blocks * block // (shortest + 1)
-    most = max(1, min(service.limits.requests, room))
-    requests = np.arange(1, most + 1)
-    replicas, drafts = service.instance.replicas, service.drafts
-    made = 1 if drafts is None else drafts.most
+    room = group.limits.requests if load.shared else group.blocks * block // (shortest + 1)
+    max_requests = max(1, min(group.limits.requests, room))
+    requests = np.arange(1, max_requests + 1)
+    replicas, drafts = group.instance.replicas, group.drafts
+    tokens_of_step = 1 if drafts is None else drafts.most
 
     def least(seconds: float, tokens: int, requests: int) -> float:
-        """Of a step beside which other replicas that share its experts have nothing to do."""
-        return times.of_all(PlannedSteps((1, seconds, 0.0), tokens, requests), tokens / replicas)[1]
+        """Seconds of a step while all other replicas are idle."""
+        plan = BatchPlan(DecodeRun(1, seconds, 0.0), tokens, requests)
+        return times.group_runs([plan], tokens / replicas)[0].seconds
 
-    new = 1 + service.instance.run.num_speculative_tokens
+    new = 1 + group.instance.run.num_speculative_tokens
     # Of several queries some see no more than each other, beside which more keys take no longer.
     keys = [shortest + new, *(few for few in _FEW_KEYS if shortest + new < few and new > 1)]
     decode = np.array(
@@ -120,8 +121,8 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
             for n in requests.tolist()
         ]
     )
-    per_token = float((decode / requests).min()) / made
-    chunks = np.unique(np.geomspace(1, service.limits.tokens, _CHUNKS).astype(int)).tolist()
+    per_token = float((decode / requests).min()) / tokens_of_step
+    chunks = np.unique(np.geomspace(1, group.limits.tokens, _CHUNKS).astype(int)).tolist()
     # A step of so many tokens takes no less than one of fewer. Short prompts have fewer pairs in
     # more tiles of attention, so that those of any length may take least; of long ones are fewest.
     top = int(load.prompt.max())
@@ -136,41 +137,41 @@ def layout_bounds(service: Service, load: LoadTotals, slo: Slo) -> LayoutBounds:
     per_prompt_token = 0.0 if load.shared else min(prompts)
     longest = int(np.sort(load.prompt)[max(0, len(load.prompt) - 1 - max(load.misses, 0))])
     least_ttft = 0.0
-    if not load.shared and longest <= service.limits.tokens:
+    if not load.shared and longest <= group.limits.tokens:
         pairs = longest * (longest + 1) // 2
         least_ttft = least(times.step(longest, pairs, longest, 1), longest, 1)
-        least_ttft += service.host.before_prefill(longest)
-    least_tpot = float(decode.min()) / made
-    found = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
-    why = _too_long(service, load) or _never(found, load, slo)
+        least_ttft += group.host.before_prefill(longest)
+    least_tpot = float(decode.min()) / tokens_of_step
+    bounds = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
+    why = _too_long(group, load) or _never(bounds, load, slo)
     if why:
-        return replace(found, why=why)
+        return replace(bounds, why=why)
     busy = max(
         load.fewest(np.maximum(load.output - 1, 0)) * per_token,
         load.fewest(load.prompt) * per_prompt_token,
     )
     room_in_time = load.span + _slack(load, slo)
-    fewest = max(1, math.ceil(busy / room_in_time / service.instance.replicas - 1e-9))
-    guess = _guess(service, load, slo, requests, mean_prompt)
-    return replace(found, least=fewest, guess=max(fewest, guess))
+    fewest = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
+    guess = _guess(group, load, slo, requests, mean_prompt)
+    return replace(bounds, least=fewest, guess=max(fewest, guess))
 
 
-def _too_long(service: Service, load: LoadTotals) -> str:
-    """As `_never`, where instances can never serve more requests than may miss their limits."""
-    room = service.max_model_len - load.prompt
+def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
+    """Reason why instances cannot serve enough requests; empty if they can."""
+    room = group.max_model_len - load.prompt
     most = load.prompt + np.minimum(load.output, room) - 1
-    fits = (room > 0) & (load.prompt <= service.most_prompt) & (most <= service.room)
+    fits = (room > 0) & (load.prompt <= group.max_prompt) & (most <= group.room)
     lost = int((~fits).sum())
     if lost <= load.misses:
         return ""
     return f"an instance can never serve {plural(lost, 'request', 'requests')}, so long are they"
 
 
-def _never(of: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
+def _never(bounds: LayoutBounds, load: LoadTotals, slo: Slo) -> str:
     """Why no number of instances keeps the limits; empty: some may."""
-    if slo.tpot is not None and of.least_tpot > slo.tpot and load.decodes:
+    if slo.tpot is not None and bounds.least_tpot > slo.tpot and load.decodes:
         return "a step of decode alone takes longer than --tpot"
-    if slo.ttft is not None and of.least_ttft > slo.ttft:
+    if slo.ttft is not None and bounds.least_ttft > slo.ttft:
         return "a prompt alone takes longer than --ttft"
     return ""
 
@@ -184,37 +185,38 @@ def _slack(load: LoadTotals, slo: Slo) -> float:
     return slo.ttft + float(load.output.max()) * slo.tpot
 
 
-def _guess(service: Service, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
-    """Instances of a steady state in which each request sees as many prompts as there are others.
+def _guess(group: InstanceGroup, load: LoadTotals, slo: Slo, requests: Int, prompt: float) -> int:
+    """Instances of a steady state with as many prefills as finished requests.
 
     While a request gets its output, n requests get theirs and n prompts are computed beside them;
     those of all replicas, where these wait for each other.
     """
-    times = service.instance.times.with_host(service.host)
+    times = group.instance.times.with_host(group.host)
     output = float(load.output.mean())
-    drafts, together = service.drafts, service.instance.replicas
+    drafts, replicas = group.drafts, group.instance.replicas
     length = 1.0 if drafts is None else drafts.length
     context = int(prompt + output / 2)
-    some = np.unique(np.geomspace(1, len(requests), 40).astype(int))
-    some = some[some * context <= service.blocks * service.instance.cache.block_size]
-    if not len(some):
-        some = np.array([1])
-    tokens = min(service.limits.tokens, max(1, int(prompt)))
-    chunk = prompt_seconds(service, tokens) * prompt / tokens
-    steps: Float = np.array([times.decode(n, n * context) for n in some.tolist()]) / length
-    alone = times.decode(1, context)
-    beside = some * (together if service.instance.barrier else 1)
-    tpot = steps + beside / output * max(chunk - alone, 0.0)
-    rate = some / (output * tpot)
+    counts = np.unique(np.geomspace(1, len(requests), 40).astype(int))
+    counts = counts[counts * context <= group.blocks * group.instance.cache.block_size]
+    if not len(counts):
+        counts = np.array([1])
+    tokens = min(group.limits.tokens, max(1, int(prompt)))
+    chunk = prompt_seconds(group, tokens) * prompt / tokens
+    steps: Float = np.array([times.decode(n, n * context) for n in counts.tolist()]) / length
+    decode_one = times.decode(1, context)
+    prefills = counts * (replicas if group.instance.barrier else 1)
+    tpot = steps + prefills / output * max(chunk - decode_one, 0.0)
+    rate = counts / (output * tpot)
     if slo.tpot is not None and (tpot <= slo.tpot).any():
         rate = rate[tpot <= slo.tpot]
     wanted = len(load.prompt) / load.span if load.span else math.inf
-    per_instance = float(rate.max()) * service.instance.replicas
+    per_instance = float(rate.max()) * group.instance.replicas
     return 1 if wanted == math.inf else max(1, math.ceil(wanted / per_instance))
 
 
-def prompt_seconds(service: Service, tokens: int) -> float:
-    """Of a step with so many tokens of one prompt, beside which other replicas' are few."""
-    times = service.instance.times.of_replica(service.host)
-    alone = (1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
-    return times.of_all(PlannedSteps(alone, tokens, 1), tokens / service.instance.replicas)[1]
+def prompt_seconds(group: InstanceGroup, tokens: int) -> float:
+    """Seconds of a step with tokens of one prompt, while other replicas are idle."""
+    times = group.instance.times.of_replica(group.host)
+    run = DecodeRun(1, times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1), 0.0)
+    plan = BatchPlan(run, tokens, 1)
+    return times.group_runs([plan], tokens / group.instance.replicas)[0].seconds

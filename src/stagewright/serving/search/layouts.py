@@ -24,9 +24,9 @@ from stagewright.searching.space import Space
 from stagewright.time.hardware import Hardware, resolve
 
 MOST_GPUS = 256
-"""Of all instances, where nothing says how many there are."""
+"""GPUs of all instances by default."""
 NODES = 4
-"""Nodes of an instance at most by default, where a quarter of one does not hold the weights."""
+"""Nodes of an instance at most, where a quarter of one does not hold the weights."""
 PIPELINES = {False: (1, 2, 4), True: (1,)}
 """Degrees of pipelines by default: of a dense model, and of one with experts."""
 

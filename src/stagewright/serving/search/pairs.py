@@ -1,34 +1,32 @@
-"""Prompts and decode on instances of their own: which pairs of layouts promise most, and plays."""
+"""Disaggregated deployments: the most promising pairs of layouts, and their simulation."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.serving.cluster import Outcome
-from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
-from stagewright.serving.pools.apart import PromptsDone, Unusual, decode_after, refuse_unusual
-from stagewright.serving.pools.groups import InstanceGroup, InstanceGroups, transfer_between
-from stagewright.serving.requests import Accepted, Records, Workload
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.disaggregation import Role
+from stagewright.serving.metrics import Slo
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
-from stagewright.serving.search.plays import PlayedLoad, SeenRequests
-from stagewright.serving.service import Service
+from stagewright.serving.search.simulated import SimulatedLoad, simulate_load
+from stagewright.serving.workload import Workload
 
 BUSY = 0.8
-"""Share of its time that an instance for prompts computes, in the guess of how many there are."""
-MOST_PLAYS = 10
-"""Of one pair of layouts."""
+"""Share of time that a prefill instance computes, in the guess of their number."""
+PAIR_ROLES: tuple[Role, Role] = ("prefill", "decode")
+MAX_SIMULATIONS = 10
+"""Simulations of one pair of layouts at most."""
 
 
 class LayoutPair(NamedTuple):
-    """A layout that computes prompts and one that decodes, and a guess of how many of each."""
+    """Prefill layout and decode layout, and a guess of instances of each."""
 
     prompts: ReadyLayout
     decode: ReadyLayout
@@ -43,7 +41,7 @@ class LayoutPair(NamedTuple):
     def gpus(self) -> int:
         """GPUs of the guess."""
         return sum(
-            count * of.service.gpus for count, of in zip(self.counts, self.layouts, strict=True)
+            count * of.group.gpus for count, of in zip(self.counts, self.layouts, strict=True)
         )
 
 
@@ -52,7 +50,7 @@ def pairs_of(
 ) -> list[LayoutPair]:
     """Pairs that may keep the limits, those whose guess has the fewest GPUs first.
 
-    A guess is no bound: where it has more than the most GPUs, as many of it are played.
+    A guess is no bound: one with too many GPUs is reduced to `most_gpus`.
     """
     rate = len(load.prompt) / load.span if load.span else math.inf
     if not 0 < rate < math.inf:
@@ -61,14 +59,14 @@ def pairs_of(
         (of, count)
         for of in ready
         if slo.ttft is None or of.bounds.least_ttft <= slo.ttft
-        for count in [_for_prompts(of.service, load, rate)]
+        for count in [_for_prompts(of.group, load, rate)]
     ]
     last = [
         (of, count)
         for of in ready
         if slo.tpot is None or of.bounds.least_tpot <= slo.tpot or not load.decodes
-        if not isinstance(of.service.scheduler, Static)
-        for count in [_for_decode(of.service, load, rate, slo)]
+        if not isinstance(of.group.scheduler, Static)
+        for count in [_for_decode(of.group, load, rate, slo)]
     ]
     pairs = [LayoutPair(one, two, (p, d)) for (one, p), (two, d) in product(first, last)]
     pairs.sort(key=lambda pair: pair.gpus)
@@ -77,7 +75,7 @@ def pairs_of(
 
 def _within(pair: LayoutPair, most_gpus: int) -> Iterator[LayoutPair]:
     """The pair with no more instances than there are GPUs; nothing if one of each is too much."""
-    first, last = (each.service.gpus for each in pair.layouts)
+    first, last = (each.group.gpus for each in pair.layouts)
     if first + last > most_gpus:
         return
     share = min(1.0, most_gpus / pair.gpus)
@@ -86,31 +84,31 @@ def _within(pair: LayoutPair, most_gpus: int) -> Iterator[LayoutPair]:
     yield pair if share == 1.0 else pair._replace(counts=(prompts, decode))
 
 
-def _for_prompts(of: Service, load: LoadTotals, rate: float) -> int:
+def _for_prompts(group: InstanceGroup, load: LoadTotals, rate: float) -> int:
     """Instances that compute prompts as fast as they come."""
-    times = of.instance.times.with_host(of.host)
+    times = group.instance.times.with_host(group.host)
     prompt = float(load.prompt.mean())
-    tokens = min(of.limits.tokens, max(1, int(prompt)))
+    tokens = min(group.limits.tokens, max(1, int(prompt)))
     # Of all replicas, which all compute prompts.
     seconds = times.step(tokens, tokens * (tokens + 1) // 2, tokens, 1) * prompt / tokens
-    return max(1, math.ceil(rate * seconds / BUSY / of.instance.replicas))
+    return max(1, math.ceil(rate * seconds / BUSY / group.instance.replicas))
 
 
-def _for_decode(of: Service, load: LoadTotals, rate: float, slo: Slo) -> int:
+def _for_decode(group: InstanceGroup, load: LoadTotals, rate: float, slo: Slo) -> int:
     """Instances that decode as fast as prompts are done, within the limit per token."""
-    times = of.instance.times.with_host(of.host)
+    times = group.instance.times.with_host(group.host)
     output = float(load.output.mean())
     context = int(load.prompt.mean() + output / 2)
-    room = max(1, of.blocks * of.instance.cache.block_size // context)
-    most = max(1, min(of.limits.requests, room))
-    some = np.unique(np.geomspace(1, most, 40).astype(int))
-    length = 1.0 if of.drafts is None else of.drafts.length
+    room = max(1, group.blocks * group.instance.cache.block_size // context)
+    limit = max(1, min(group.limits.requests, room))
+    counts = np.unique(np.geomspace(1, limit, 40).astype(int))
+    length = 1.0 if group.drafts is None else group.drafts.length
     # Of all replicas, which have as many requests.
-    steps = np.array([times.decode(n, n * context) for n in some.tolist()]) / length
-    rates = some / (output * steps)
+    steps = np.array([times.decode(n, n * context) for n in counts.tolist()]) / length
+    rates = counts / (output * steps)
     if slo.tpot is not None and (steps <= slo.tpot).any():
         rates = rates[steps <= slo.tpot]
-    return max(1, math.ceil(rate / float(rates.max()) / of.instance.replicas))
+    return max(1, math.ceil(rate / float(rates.max()) / group.instance.replicas))
 
 
 @dataclass(slots=True)
@@ -120,109 +118,58 @@ class CountTry:
     prompts: int
     decode: int
     meets: bool = False
-    late: bool = False
-    """Whether no fewer requests missed the limit of the first token than that of further ones."""
+    ttft_binds: bool = False
+    """At least as many requests missed the TTFT limit as the TPOT limit."""
 
 
-def tried_counts(of: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
-    """Numbers of instances to play: more of what is short until the limits are kept, then fewer."""
-    prompts, decode = of.counts
-    first, last = (each.service.gpus for each in of.layouts)
-    plays = 0
-    while plays < MOST_PLAYS and prompts * first + decode * last <= most_gpus:
-        one = CountTry(prompts, decode)
-        yield one
-        plays += 1
-        if one.meets:
+def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
+    """Numbers of instances to simulate: more until the limits are kept, then fewer."""
+    prompts, decode = pair.counts
+    first, last = (each.group.gpus for each in pair.layouts)
+    simulations = 0
+    while simulations < MAX_SIMULATIONS and prompts * first + decode * last <= most_gpus:
+        attempt = CountTry(prompts, decode)
+        yield attempt
+        simulations += 1
+        if attempt.meets:
             break
-        if one.late:
+        if attempt.ttft_binds:
             prompts += max(1, prompts // 4)
         else:
             decode += max(1, decode // 4)
     else:
         return
-    left = {"prompts", "decode"}
-    while left and plays < MOST_PLAYS:
-        side = max(left, key=lambda name: (first if name == "prompts" else last, name))
+    open_sides = {"prompts", "decode"}
+    while open_sides and simulations < MAX_SIMULATIONS:
+        side = max(open_sides, key=lambda name: (first if name == "prompts" else last, name))
         fewer = (prompts - (side == "prompts"), decode - (side == "decode"))
         if min(fewer) < 1:
-            left.remove(side)
+            open_sides.remove(side)
             continue
-        one = CountTry(*fewer)
-        yield one
-        plays += 1
-        if one.meets:
+        attempt = CountTry(*fewer)
+        yield attempt
+        simulations += 1
+        if attempt.meets:
             prompts, decode = fewer
         else:
-            left.remove(side)
+            open_sides.remove(side)
 
 
-@dataclass(slots=True)
-class PairPlays:
-    """Plays of pairs on one workload; what plays have in common is played once."""
+def simulate_pair(
+    pair: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
+) -> SimulatedLoad:
+    """Simulate a pair of layouts with some numbers of instances; the result goes to `counts`, too.
 
-    work: Workload
-    load: LoadTotals
-    slo: Slo
-    _prompts: dict[tuple[int, int], PromptsDone] = field(
-        default_factory=dict[tuple[int, int], PromptsDone]
-    )
-    """By layout and number of instances."""
-    _seconds: dict[tuple[int, int], Callable[[int], float]] = field(
-        default_factory=dict[tuple[int, int], "Callable[[int], float]"]
-    )
-    """Of a cache of so many tokens on its way, by layouts."""
-    _unusual: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
-    """By layouts, the most instances for decode with which engines have preempted, or prompts have
-    waited for blocks."""
-
-    def play(self, of: LayoutPair, counts: CountTry) -> PlayedLoad:
-        """What users see, and whether enough requests keep the limits; noted in `counts`, too.
-
-        No longer than it takes to see that too many requests miss their limits.
-        """
-        many = (counts.prompts, counts.decode)
-        first, last = (
-            replace(each.service, engines=replace(each.service.engines, instances=count))
-            for each, count in zip(of.layouts, many, strict=True)
+    No longer than it takes to see that too many requests miss their limits.
+    """
+    groups = (
+        replace(each.group, role=role, engines=replace(each.group.engines, instances=count))
+        for each, role, count in zip(
+            pair.layouts, PAIR_ROLES, (counts.prompts, counts.decode), strict=True
         )
-        groups = InstanceGroups((InstanceGroup(first, "prefill"), InstanceGroup(last, "decode")))
-        seen = SeenRequests.nothing()
-        pair = of.prompts.row, of.decode.row
-        unusual = self._unusual.get(pair, 0)
-        try:
-            if counts.decode <= unusual:
-                raise Unusual
-            outcome, accepted, seen.cut = self._apart(of, groups)
-            if seen.cut and unusual:
-                # What is known of a play that was cut is told as of the pair's other plays.
-                seen.cut = False
-                raise Unusual
-        except Unusual:
-            self._unusual[pair] = max(unusual, counts.decode)
-            outcome, accepted = groups.run(self.work, enough=self._hopeless)
-        counts.late = seen.add(outcome, accepted, self.slo)
-        lost = sum(self.work.rejected.values())
-        found = seen.load(len(self.work) + lost, self.load.misses + lost, groups.gpus)
-        counts.meets = found.meets
-        return replace(found, instances=counts.decode, prefill_instances=counts.prompts)
-
-    def _hopeless(self, of: Workload, records: Records, at: float) -> bool:
-        known = RequestTimes.at_least(of, records, at)
-        return int(known.missed(RequestLimits.of(of, self.slo)).lost.sum()) > self.load.misses
-
-    def _apart(self, of: LayoutPair, groups: InstanceGroups) -> tuple[Outcome, Accepted, bool]:
-        """The outcome of prompts first and decode behind them; raises `Unusual`."""
-        first, last = (group.service for group in groups.groups)
-        refuse_unusual(self.work, (first, last))
-        accepted = groups.accepted(self.work)
-        work = accepted.workload
-        key = of.prompts.row, first.engines.instances
-        known = self._prompts if len(work) == len(self.work) else {}
-        if key not in known:
-            known[key] = PromptsDone.of(first, work)
-        way = of.prompts.row, of.decode.row
-        if way not in self._seconds:
-            self._seconds[way] = cache(transfer_between(first, last).seconds)
-        found = decode_after(known[key], last, work, self._seconds[way], self._hopeless)
-        return Outcome(work, found.records, ()), accepted, found.cut
+    )
+    simulated, counts.ttft_binds = simulate_load(
+        Deployment(tuple(groups)), work, load, slo, counts.decode
+    )
+    counts.meets = simulated.meets
+    return replace(simulated, prefill_instances=counts.prompts)

@@ -1,4 +1,4 @@
-"""How long a step of any batch takes: rows timed for many batches, and plain numbers of them.
+"""Durations of a step with any batch, from rows timed for many batches.
 
 In: a `Run` of inference and its machine. Out: `StepTimes`, a function of new tokens, query-key
 pairs, cached keys and requests that an event loop asks in a few microseconds. `rows` times the

@@ -22,17 +22,17 @@ from stagewright.serving.steps.step_times import StepTimes
 
 @dataclass(frozen=True, eq=False)
 class DraftedTimes(GpuTimes):
-    """Seconds of the steps of one replica and of the passes that draft for the next ones.
+    """Seconds of the steps of one replica and of the drafter's passes for the next ones.
 
     Takes what `StepTimes` takes: the sums of the step that the model computes.
     """
 
     model: StepTimes
-    """Of the model that verifies drafts."""
+    """Step times of the model that verifies drafts."""
     first: StepTimes
-    """Of the pass over all tokens."""
+    """Step times of the pass over all tokens."""
     later: StepTimes
-    """Of a pass with one token of each request."""
+    """Step times of a pass with one token of each request."""
     number: int
     """Drafts of a request."""
     more: int
@@ -41,19 +41,19 @@ class DraftedTimes(GpuTimes):
 
     @property
     def most_tokens(self) -> int:
-        """Of a step, as the tables are made."""
+        """Tokens of a step for which the tables are made."""
         return self.model.most_tokens
 
     @property
     def share_experts(self) -> bool:
-        """Whether experts of the model get the tokens of all replicas."""
+        """True if experts of the model get the tokens of all replicas."""
         return self.model.share_experts
 
-    def line(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """As `StepTimes.line`: lines add up, as far as all of them hold."""
+    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Like `StepTimes.linear_run`: the sum of all passes' runs."""
         upto, again = keys + self.more * requests, self.number - 1
-        a, b = self.model.line(requests, keys), self.first.line(requests, upto)
-        c = self.later.line(requests, upto) if again else (0.0, 0.0, a[2])
+        a, b = self.model.linear_run(requests, keys), self.first.linear_run(requests, upto)
+        c = self.later.linear_run(requests, upto) if again else (0.0, 0.0, a[2])
         first, grows = a[0] + b[0] + again * c[0], a[1] + b[1] + again * c[1]
         return first, grows, min(a[2], b[2], c[2])
 
@@ -63,16 +63,16 @@ class DraftedTimes(GpuTimes):
         pairs: int,
         keys: int,
         requests: int,
-        decoding: int = 0,
-        decoding_keys: int = 0,
+        num_decodes: int = 0,
+        decode_keys: int = 0,
     ) -> float:
-        """As `StepTimes.step`."""
-        seconds = self.model.step(tokens, pairs, keys, requests, decoding, decoding_keys)
-        return seconds + self.drafts(tokens, pairs, keys, requests, decoding, decoding_keys)
+        """Like `StepTimes.step`."""
+        seconds = self.model.step(tokens, pairs, keys, requests, num_decodes, decode_keys)
+        return seconds + self.drafts(tokens, pairs, keys, requests, num_decodes, decode_keys)
 
-    def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
-        """As `StepTimes.beside_replicas`: drafts count as if all replicas had as many tokens."""
-        return self.model.beside_replicas(seconds, tokens, mean)
+    def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
+        """Like `StepTimes.in_group`; drafts count as if replicas had equal numbers of tokens."""
+        return self.model.in_group(seconds, tokens, mean_tokens)
 
     def drafts(
         self,
@@ -80,19 +80,19 @@ class DraftedTimes(GpuTimes):
         pairs: int,
         keys: int,
         requests: int,
-        decoding: int = 0,
-        decoding_keys: int = 0,
+        num_decodes: int = 0,
+        decode_keys: int = 0,
     ) -> float:
         """Seconds of the passes that draft, after a step of any requests."""
-        if decoding == requests:
-            keys = decoding_keys or keys
+        if num_decodes == requests:
+            keys = decode_keys or keys
         upto = keys + self.more * requests
         first = self.first.step(
             tokens + self.more * requests,
             pairs + self.more * upto,
             upto,
             requests,
-            decoding,
-            (decoding_keys or keys if decoding else 0) + self.more * decoding,
+            num_decodes,
+            (decode_keys or keys if num_decodes else 0) + self.more * num_decodes,
         )
         return first + (self.number - 1) * self.later.decode(requests, upto)

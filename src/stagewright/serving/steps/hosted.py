@@ -1,13 +1,12 @@
-"""Step times with what an engine's host adds, and with the experts that replicas share."""
+"""Step times with host overhead, and with the experts that replicas share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagewright.serving.engines.plans import Plan, PlannedSteps
-from stagewright.serving.engines.times import BatchTimes, DecodeRuns
-from stagewright.serving.hosts import HostTimes
+from stagewright.serving.batch import BatchPlan, BatchTimes, DecodeRun, DecodeRuns
+from stagewright.serving.host import HostTimes
 
 
 class GpuTimes(DecodeRuns, BatchTimes):
@@ -15,25 +14,25 @@ class GpuTimes(DecodeRuns, BatchTimes):
 
     @property
     def share_experts(self) -> bool:
-        """Whether experts get the tokens of all replicas."""
+        """True if experts get the tokens of all replicas."""
         raise NotImplementedError
 
-    def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
-        """Seconds of a step with so many tokens whose replicas have `mean` of them in the mean.
+    def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
+        """Seconds of a step with `tokens` where replicas have `mean_tokens` on average.
 
-        `seconds`: of the step where all have as many.
+        `seconds`: of the step if all replicas had equal numbers of tokens.
         """
         raise NotImplementedError
 
     def with_host(self, host: HostTimes) -> HostedTimes:
-        """These times with what an engine's host adds to each step."""
+        """Add the host overhead of an engine to each step."""
         return HostedTimes(self, host)
 
     def of_replica(self, host: HostTimes) -> HostedTimes:
-        """As `with_host`, for a replica whose steps `plans_of_all` times together with others'.
+        """Like `with_host`, for a replica of a lockstep group.
 
-        Where replicas share experts, a host that works beside the GPU counts only there: how long
-        the GPU takes is not known before the tokens of all are.
+        Where replicas share experts and the host works next to the GPU, only `group_runs` adds the
+        host: the GPU's time depends on the tokens of all replicas.
         """
         return HostedTimes(self, host, self.share_experts and host.beside)
 
@@ -44,16 +43,19 @@ class HostedTimes(DecodeRuns):
 
     gpu: GpuTimes
     host: HostTimes
-    later: bool = False
-    """Only `plans_of_all` adds the host."""
+    host_in_group: bool = False
+    """Only `group_runs` adds the host."""
 
-    def line(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """As `BatchTimes.line`."""
-        first, grows, steps = line = self.gpu.line(requests, keys)
-        if self.later:
-            return line
-        steps, first, grows = self.host.run_after((steps, first, grows), requests)
-        return first, grows, steps
+    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Like `BatchTimes.linear_run`."""
+        seconds, growth, steps = run = self.gpu.linear_run(requests, keys)
+        if self.host_in_group:
+            return run
+        host = self.host
+        if not host.beside:
+            return seconds + host.per_step + host.per_request_step * requests, growth, steps
+        steps, seconds, growth = host.run_after(DecodeRun(steps, seconds, growth), requests)
+        return seconds, growth, steps
 
     def step(
         self,
@@ -61,28 +63,24 @@ class HostedTimes(DecodeRuns):
         pairs: int,
         keys: int,
         requests: int,
-        decoding: int = 0,
-        decoding_keys: int = 0,
+        num_decodes: int = 0,
+        decode_keys: int = 0,
     ) -> float:
-        """As `BatchTimes.step`."""
-        seconds = self.gpu.step(tokens, pairs, keys, requests, decoding, decoding_keys)
-        return seconds if self.later else self.host.after(seconds, requests)
+        """Like `BatchTimes.step`."""
+        seconds = self.gpu.step(tokens, pairs, keys, requests, num_decodes, decode_keys)
+        return seconds if self.host_in_group else self.host.after(seconds, requests)
 
-    def of_all(self, of: PlannedSteps, mean: float) -> Plan:
-        """As `plans_of_all`, of a single replica."""
-        return self.plans_of_all((of,), mean)[0]
+    def group_runs(self, plans: Sequence[BatchPlan], mean_tokens: float) -> list[DecodeRun]:
+        """Runs of replicas whose experts get the tokens of all, of times `of_replica`.
 
-    def plans_of_all(self, active: Sequence[PlannedSteps], mean: float) -> list[Plan]:
-        """The steps of replicas whose experts get the tokens of all, of times `of_replica`.
-
-        `mean`: tokens of a replica's step in the mean.
+        `mean_tokens`: tokens of a replica's step on average.
         """
-        beside = self.gpu.beside_replicas
-        plans = [
-            (steps, beside(first, tokens, mean), grows)
-            for (steps, first, grows), tokens, _ in active
+        in_group = self.gpu.in_group
+        runs = [
+            run._replace(seconds=in_group(run.seconds, tokens, mean_tokens))
+            for run, tokens, _ in plans
         ]
-        if not self.later:
-            return plans
+        if not self.host_in_group:
+            return runs
         run_after = self.host.run_after
-        return [run_after(plan, of.requests) for plan, of in zip(plans, active, strict=True)]
+        return [run_after(run, plan.requests) for run, plan in zip(runs, plans, strict=True)]

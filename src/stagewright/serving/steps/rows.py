@@ -58,11 +58,11 @@ MOST_KEYS = 1 << 23
 _NUMBERS, _COMMUNICATION, _EXTENTS = 16, 2, 3
 """Numbers of a row: FLOPs, bytes, bytes of communication, then extents."""
 _BY_EXTENTS = (Timing.PRODUCT, Timing.TO_EXPERTS, Timing.FROM_EXPERTS)
-"""Kernels of a grid of batches that take as long as their extents say, and not as their bytes."""
+"""Kernels whose time follows from their extents, and not from their bytes."""
 
 
 class KeptBlock(NamedTuple):
-    """A block of a stage, and how many of the stage's blocks it stands for."""
+    """Block of a stage, and number of the stage's blocks that it represents."""
 
     variant: BlockVariant
     layer: int
@@ -118,18 +118,18 @@ class RankRows(NamedTuple):
 
     tasks: Tasks
     block: Int
-    """By row the kept block that it belongs to; -1: a message of the pipeline."""
+    """Kept block of each row; -1: a message of the pipeline."""
     tokens: Int
-    """Of the batches that were lowered."""
+    """Numbers of tokens of the lowered batches."""
     needs: Float
     """FLOPs, bytes, bytes of communication and extents with these: [rows, numbers, tokens]."""
     base: Mapping[str, int]
     """The other sizes of these batches, as far as they do not follow from tokens."""
     slopes: Float
-    """What one more of each of these adds: [rows, numbers, sizes]."""
+    """Increase per unit of each of these: [rows, numbers, sizes]."""
 
     def at(self, sizes: Sizes, rows: slice = slice(None)) -> Float:
-        """What some rows need with batches of such sizes: [rows, numbers, batches]."""
+        """Numbers of some rows with batches of such sizes: [rows, numbers, batches]."""
         last = len(self.tokens) - 2
         at = np.clip(np.searchsorted(self.tokens, sizes["S"], "right") - 1, 0, last)
         share = (sizes["S"] - self.tokens[at]) / (self.tokens[at + 1] - self.tokens[at])
@@ -151,11 +151,11 @@ class TimedRows(NamedTuple):
 
     ranks: Sequence[RankRows]
     program: Program
-    """With all batches of the grid, each a microbatch."""
+    """Program with all batches of the grid, each a microbatch."""
     alone: Sequence[Float]
-    """By rank the seconds of kernels as they are: [rows, batches]."""
+    """Seconds of kernels by rank, without an engine: [rows, batches]."""
     in_engine: dict[str, Sequence[Float]]
-    """As the kernels of an engine, by the mode of the run."""
+    """Seconds of kernels in an engine, by the mode of the run."""
 
 
 Known = dict[Hashable, TimedRows]
@@ -232,7 +232,7 @@ class StepRows:
         return self._program(self._batch(1))
 
     def _kernels(self, variant: BlockVariant, sizes: _Lowered) -> Float:
-        """What the kernels of a block need with a batch: [kernels, numbers]."""
+        """Numbers of the kernels of a block with a batch: [kernels, numbers]."""
         step = self.step
         rules, extent = kernel_rules(step.run), step.extent(sizes)
         tasks, _ = kernels(step.graphs[variant], extent, step.mesh, rules)
@@ -256,7 +256,7 @@ class StepRows:
         return found
 
     def _of_rank(self, of: RankClass, needs: Mapping[BlockVariant, Float]) -> Float:
-        """What the rows of a rank need, but for messages, given what kernels of blocks do."""
+        """Numbers of the rows of a rank, except messages, from those of its blocks."""
         every = np.concatenate([needs[b.variant] for b in self.kept[of.pipeline_rank]])
         rows = np.zeros((len(of.tasks), *every.shape[1:]))
         rows[~_messages(of.tasks)] = every
@@ -312,17 +312,17 @@ class StepRows:
 
     @property
     def keys_timed(self) -> Int:
-        """As many numbers of keys as the grid has tokens."""
+        """Numbers of keys, as many as the grid has of tokens."""
         return np.rint(np.geomspace(1, MOST_KEYS, len(self.grid))).astype(np.int64)
 
     @property
     def _routed(self) -> Routed | None:
-        """How the engine sends tokens to experts; None: a copy for each expert."""
+        """Dispatch of tokens to experts in the engine; None: a copy for each expert."""
         return Routed.in_engine(self.step.run, self.step.model, self.how.serving_engine)
 
     @property
     def gathers(self) -> bool:
-        """Whether experts' ranks gather the tokens of all replicas."""
+        """True if experts' ranks gather the tokens of all replicas."""
         return self._routed is not None and self._routed.gathered
 
     def _alone(self, program: Program, batches: int) -> list[Float]:
@@ -339,7 +339,7 @@ class StepRows:
 
     @cached_property
     def seconds(self) -> Sequence[Float]:
-        """By rank the seconds of rows with each batch of the grid: [rows, batches]."""
+        """Seconds of rows by rank with each batch of the grid: [rows, batches]."""
         timed, mode = self.timed, self.step.run.mode
         if mode not in timed.in_engine:
             timed.in_engine[mode] = self._in_engine(timed.program, timed.alone)
@@ -347,7 +347,7 @@ class StepRows:
 
     @cached_property
     def launches(self) -> list[Float]:
-        """By rank the seconds that its host takes to launch each row."""
+        """Seconds of the host to launch each row, by rank."""
         hosts = host_work(self.one, self.step.run, self.how, self.machine.hardware)
         if hosts is None:
             return [np.zeros(len(of.tasks)) for of in self.one.classes]
@@ -355,7 +355,7 @@ class StepRows:
         return [host.seconds[table_rows(of.work)] for of, host in pairs]
 
     def with_routed(self, tokens: Int) -> list[Float]:
-        """As `seconds`, of batches of one token whose experts get those of replicas with more."""
+        """Like `seconds`, of batches of one token whose experts serve other replicas, too."""
         batches = [self._batch(1, n * self.step.run.dp) for n in tokens.tolist()]
         needs = self._kernels_at(tokens, batches)
         program = _repeated(self.one, [self._of_rank(of, needs) for of in self.one.classes])
@@ -376,7 +376,7 @@ class StepRows:
         return kernels_seconds(shape.kernel, kernel, self.machine.hardware.sustained())
 
     def beside_prompts(self, rank: int, row: int) -> DecodingBesidePrompts | None:
-        """How a kernel of attention computes requests that decode beside prompts."""
+        """Computation of decoding requests by an attention kernel that has prompts, too."""
         tasks, on = self.timed.ranks[rank].tasks, self.machine.hardware
         if not takes_prompts_tiles(self.step.model, on):
             return None
@@ -415,8 +415,7 @@ def _messages(tasks: Tasks) -> Bool:
 
 
 def _repeated(program: Program, needs: Sequence[Float]) -> Program:
-    """A program of one batch for many, each a microbatch; what rows need is [rows, numbers,
-    batches], by rank."""
+    """Repeat a program for many batches, each a microbatch."""
     classes = [
         replace(of, work=of.work.with_tasks(_repeated_tasks(of.tasks, needed)))
         for of, needed in zip(program.classes, needs, strict=True)

@@ -1,4 +1,4 @@
-"""The table of a serving step: plain numbers from which an event loop adds up its seconds.
+"""Table of a serving step: plain numbers whose sum is the duration of any batch.
 
 A step of inference is a chain: a kernel starts when the one before it has ended and the host has
 launched it (`lower.inference`, `time.simulate`). So it takes as long as the longest of some paths:
@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
 from stagewright.arrays import Float
 from stagewright.model.layers import Reach
 from stagewright.serving.steps.terms import Attention, Term, mean_sums
@@ -24,9 +22,9 @@ class Path(NamedTuple):
     """Launches up to some kernel, then all kernels from there on."""
 
     seconds: list[float]
-    """Of launches, and of kernels that depend on tokens only: by tokens."""
+    """Seconds of launches, and of kernels that depend on tokens only, by tokens."""
     counts: tuple[float, ...]
-    """How often each term runs."""
+    """Number of runs of each term."""
 
 
 class RankTable(NamedTuple):
@@ -52,171 +50,162 @@ class RankTable(NamedTuple):
 
 
 class BatchSums(NamedTuple):
-    """Sums of a batch over its requests, and of those that decode."""
+    """Sums of a batch over its requests, and over those that decode."""
 
     tokens: float
-    requests: float
     pairs: float
     keys: float
-    decoding: float
-    decoding_keys: float
+    requests: float
+    num_decodes: float = 0
+    decode_keys: float = 0
 
 
 @dataclass(frozen=True, eq=False)
 class StepTable:
     """Seconds of a step with any batch, on each pipeline rank.
 
-    A request that decodes has `new` tokens in a step, of which so many `logits` are computed.
+    A decoding request has `new` tokens in a step, of which `logits` are computed.
     """
 
     ranks: list[RankTable]
     terms: list[Term]
     reaches: list[Reach]
     knots: Float
-    """Keys of a request that decodes, between which terms are linear."""
-    at_knots: list[Float]
-    """By term, seconds of one of many such requests, without its launch."""
+    """Keys of a decoding request between which decode steps are linear."""
     new: int
     logits: int
 
-    def of_one(self, requests: float) -> list[Float]:
-        """`at_knots` of one of so many requests; drafts make it depend on how many there are."""
-        found = [*self.at_knots]
-        for nth, term in enumerate(self.terms if self.new > 1 else ()):
-            if isinstance(term, Attention) and term.beside is not None:
-                each = [term.beside(requests, requests * k, self.new) for k in self.knots.tolist()]
-                found[nth] = np.array(each) / requests
-        return found
-
     @cached_property
-    def _in_prompts_tiles(self) -> bool:
+    def _in_prompt_tiles(self) -> bool:
+        """True if attention computes decoding requests and prompts in one kernel."""
         return any(isinstance(of, Attention) and of.beside is not None for of in self.terms)
 
-    def _values(self, of: BatchSums) -> list[float]:
-        """Seconds of each term, where it matters which requests a batch has."""
-        prompts = of.requests - of.decoding
-        if self._in_prompts_tiles and of.decoding and (prompts or self.new > 1):
-            return self._values_in_prompts_tiles(of, prompts)
+    @cached_property
+    def _needs_means(self) -> bool:
+        """True if some term depends on the mean lengths of requests."""
+        return self._in_prompt_tiles or any(reach.kind for reach in self.reaches)
+
+    def _values(self, batch: BatchSums) -> list[float]:
+        """Seconds of each term."""
+        tokens, pairs, keys, requests, num_decodes, _ = batch
+        if not self._needs_means:
+            return [term(tokens, requests, pairs, keys) for term in self.terms]
+        if self._in_prompt_tiles and num_decodes and (requests > num_decodes or self.new > 1):
+            return self._values_in_prompt_tiles(batch)
         return [
-            term(of.tokens, of.requests, *self._of_reach(reach, of))
+            term(tokens, requests, *self._pairs_and_keys(reach, batch))
             for term, reach in zip(self.terms, self.reaches, strict=True)
         ]
 
-    def _values_in_prompts_tiles(self, of: BatchSums, prompts: float) -> list[float]:
-        """Seconds of each term where prompts and requests that decode are one kernel.
+    def _values_in_prompt_tiles(self, batch: BatchSums) -> list[float]:
+        """Seconds of each term where one kernel computes prompts and decoding requests.
 
-        Without prompts the requests that decode have drafts.
+        Without prompts the decoding requests have drafts.
         """
-        new = of.decoding * self.new
-        own = of.decoding_keys * self.new - new * (self.new - 1) / 2
-        tokens = of.tokens - new
-        pairs, keys = max(of.pairs - own, 1.0), of.keys - of.decoding_keys
-        found: list[float] = []
+        prompts = batch.requests - batch.num_decodes
+        new_tokens = batch.num_decodes * self.new
+        decode_pairs = batch.decode_keys * self.new - new_tokens * (self.new - 1) / 2
+        tokens = batch.tokens - new_tokens
+        pairs, keys = max(batch.pairs - decode_pairs, 1.0), batch.keys - batch.decode_keys
+        values: list[float] = []
         for term in self.terms:
             seconds = term(tokens, prompts, pairs, keys) if prompts else term.least
             if isinstance(term, Attention) and term.beside is not None:
                 queries = tokens / prompts if prompts else self.new
-                seconds += term.beside(of.decoding, of.decoding_keys, queries)
-            found.append(seconds)
-        return found
+                seconds += term.beside(batch.num_decodes, batch.decode_keys, queries)
+            values.append(seconds)
+        return values
 
-    def _of_reach(self, reach: Reach, of: BatchSums) -> tuple[float, float]:
-        """Pairs and keys: those of a window from the mean lengths of requests."""
+    def _pairs_and_keys(self, reach: Reach, batch: BatchSums) -> tuple[float, float]:
+        """Pairs and keys of a reach; those of a window follow from mean lengths of requests."""
         if not reach.kind:
-            return of.pairs, of.keys
+            return batch.pairs, batch.keys
         pairs = keys = 0.0
-        if of.decoding:
-            context = of.decoding_keys / of.decoding - self.new
-            one = mean_sums(reach, context, self.new)
-            pairs, keys = of.decoding * one[0], of.decoding * one[1]
-        prompts = of.requests - of.decoding
+        num_decodes, prompts = batch.num_decodes, batch.requests - batch.num_decodes
+        if num_decodes:
+            context = batch.decode_keys / num_decodes - self.new
+            of_one = mean_sums(reach, context, self.new)
+            pairs, keys = num_decodes * of_one[0], num_decodes * of_one[1]
         if prompts:
-            new = (of.tokens - of.decoding * self.new) / prompts
-            context = (of.keys - of.decoding_keys) / prompts - new
-            one = mean_sums(reach, max(context, 0.0), new)
-            pairs, keys = pairs + prompts * one[0], keys + prompts * one[1]
+            new = (batch.tokens - num_decodes * self.new) / prompts
+            context = (batch.keys - batch.decode_keys) / prompts - new
+            of_one = mean_sums(reach, max(context, 0.0), new)
+            pairs, keys = pairs + prompts * of_one[0], keys + prompts * of_one[1]
         return pairs, keys
 
     # ---- steps -----------------------------------------------------------------------------------
 
-    @cached_property
-    def _plain(self) -> bool:
-        """Whether there is one rank, whose terms follow from the sums of a batch alone."""
-        local = any(reach.kind for reach in self.reaches)
-        return len(self.ranks) == 1 and not local and not self._in_prompts_tiles
-
     def seconds(
         self,
-        tokens: int,
-        pairs: int,
-        keys: int,
+        tokens: float,
+        pairs: float,
+        keys: float,
         requests: int,
-        decoding: int = 0,
-        decoding_keys: int = 0,
+        num_decodes: int = 0,
+        decode_keys: float = 0,
     ) -> float:
-        """Seconds of a step, as `StepTimes.step`; with a pipeline, of all batches in it."""
-        if self._plain:
-            values = [term(tokens, requests, pairs, keys) for term in self.terms]
-            logits = requests + decoding * (self.logits - 1)
-            return self.ranks[0].longest(tokens, values, logits)
-        of = BatchSums(tokens, requests, pairs, keys, decoding, decoding_keys)
-        if len(self.ranks) == 1:
-            return self._ranks_seconds(of, requests + decoding * (self.logits - 1))[0]
-        return self._pipelined(of)
+        """Seconds of a step, like `StepTimes.step`; with a pipeline, of all batches in it."""
+        batch = BatchSums(tokens, pairs, keys, requests, num_decodes, decode_keys)
+        if len(self.ranks) > 1:
+            return self._pipelined(batch)
+        logits = requests + num_decodes * (self.logits - 1)
+        return self.ranks[0].longest(int(tokens), self._values(batch), logits)
 
-    def _ranks_seconds(self, of: BatchSums, logits: int) -> list[float]:
+    def _ranks_seconds(self, batch: BatchSums, logits: int) -> list[float]:
         """Seconds of each pipeline rank with one batch."""
-        values, tokens = self._values(of), int(of.tokens)
+        values, tokens = self._values(batch), round(batch.tokens)
         return [rank.longest(tokens, values, logits) for rank in self.ranks]
 
     # ---- pipelines -------------------------------------------------------------------------------
 
-    def _pipelined(self, of: BatchSums) -> float:
+    def _pipelined(self, batch: BatchSums) -> float:
         """Seconds of a step of all batches in a pipeline."""
-        requests, decoding = of.requests, of.decoding
-        prompts = int(requests - decoding)
+        requests, num_decodes = batch.requests, batch.num_decodes
+        prompts = int(requests - num_decodes)
         batches = max(1, min(len(self.ranks), int(requests)))
-        if not decoding:
-            return self._drained(of, prompts, batches)
-        # Prompts are in one of the batches, requests that decode in all.
-        new = decoding * self.new
-        own = of.decoding_keys * self.new - new * (self.new - 1) / 2
-        part = BatchSums(*(x / batches for x in (
-            new, decoding, own, of.decoding_keys, decoding, of.decoding_keys
+        if not num_decodes:
+            return self._drained(batch, prompts, batches)
+        # Prompts are in one of the batches, decoding requests in all.
+        new_tokens = num_decodes * self.new
+        decode_pairs = batch.decode_keys * self.new - new_tokens * (self.new - 1) / 2
+        share = BatchSums(*(x / batches for x in (
+            new_tokens, decode_pairs, batch.decode_keys, num_decodes, num_decodes,
+            batch.decode_keys,
         )))  # fmt: skip
-        rest = batches - 1
-        full = BatchSums(
-            of.tokens - part.tokens * rest, requests - part.requests * rest,
-            max(of.pairs - part.pairs * rest, 1.0), of.keys - part.keys * rest,
-            part.decoding, part.decoding_keys,
+        others = batches - 1
+        largest = BatchSums(
+            batch.tokens - share.tokens * others, max(batch.pairs - share.pairs * others, 1.0),
+            batch.keys - share.keys * others, requests - share.requests * others,
+            share.num_decodes, share.decode_keys,
         )  # fmt: skip
-        rows = round(decoding * self.logits / batches)
-        few = self._ranks_seconds(part, max(1, rows))
-        much = self._ranks_seconds(full, max(1, prompts + rows))
-        through = sum(much) + self.messages(int(full.tokens))
-        return max(through, *(a + rest * b for a, b in zip(much, few, strict=True)))
+        logits = round(num_decodes * self.logits / batches)
+        of_share = self._ranks_seconds(share, max(1, logits))
+        of_largest = self._ranks_seconds(largest, max(1, prompts + logits))
+        through = sum(of_largest) + self._messages(round(largest.tokens))
+        pairs = zip(of_largest, of_share, strict=True)
+        return max(through, *(one + others * share for one, share in pairs))
 
-    def _drained(self, of: BatchSums, prompts: int, batches: int) -> float:
-        """Prompts alone drain a pipeline: its batches go through all ranks one after the other."""
-        few, more = divmod(prompts, batches)
+    def _drained(self, batch: BatchSums, prompts: int, batches: int) -> float:
+        """Seconds of prompts alone: their batches pass all ranks one after the other."""
+        small, num_large = divmod(prompts, batches)
         total = 0.0
-        for many, count in ((few + 1, more), (few, batches - more)):
+        for size, count in ((small + 1, num_large), (small, batches - num_large)):
             if not count:
                 continue
-            one = BatchSums(*(x * many / prompts for x in of))
-            each = self._ranks_seconds(one, many)
+            share = BatchSums(*(x * size / prompts for x in batch))
+            ranks = self._ranks_seconds(share, size)
             if not total:
-                total = sum(each) + self.messages(int(one.tokens)) - max(each)
-            total += count * max(each)
+                total = sum(ranks) + self._messages(int(share.tokens)) - max(ranks)
+            total += count * max(ranks)
         return total
 
-    def messages(self, tokens: int) -> float:
-        """Seconds of the messages between all pipeline ranks, and of tokens back to the first."""
+    def _messages(self, tokens: int) -> float:
+        """Seconds of messages between all pipeline ranks, and of tokens back to the first."""
         return sum(entry(rank.message, tokens) for rank in self.ranks)
 
 
 def entry(by_number: list[float], n: int) -> float:
-    """An entry of a table, which goes on beyond its end as at its end."""
+    """Entry of a table, which grows beyond its end as at its end."""
     if n < len(by_number):
         return by_number[n]
     last = len(by_number) - 1

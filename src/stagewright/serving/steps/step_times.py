@@ -11,13 +11,10 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import combinations
-from operator import mul
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import COLLECTIVES
 from stagewright.run.lengths import Group
@@ -25,13 +22,13 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.steps.hosted import GpuTimes
 from stagewright.serving.steps.rows import Known, StepRows
-from stagewright.serving.steps.step_table import StepTable, entry
+from stagewright.serving.steps.step_table import StepTable
 from stagewright.serving.steps.table_builder import Chain, at_each, step_table
 from stagewright.time.network import Machine
 
 
 def batch_run(run: Run, groups: Sequence[Group]) -> Run:
-    """The run of one step with these requests, in the layout of `run`, which is not resolved.
+    """Run of one step with these requests, in the layout of an unresolved run.
 
     A request that has tokens in the cache and gets one token (and its drafts) decodes. A step with
     any such request is one of decode, beside which others' prompts are computed.
@@ -112,34 +109,12 @@ def _shared_experts(of: StepRows, most_tokens: int) -> list[float] | None:
 
 
 class Pieces(NamedTuple):
-    """Seconds of decode steps of so many requests: piecewise linear in keys."""
+    """Seconds of decode steps of some number of requests: piecewise linear in keys."""
 
     edges: list[float]
     """Keys at which the next piece begins; the first piece begins at no keys."""
     at_none: list[float]
     per_key: list[float]
-
-
-def envelope(knots: Float, values: Float) -> tuple[Float, Float]:
-    """The largest of some piecewise linear functions: its knots, and its values there.
-
-    `values` at `knots` are [functions, knots].
-
-    >>> envelope(np.array([0.0, 4.0]), np.array([[1.0, 1.0], [0.0, 4.0]]))
-    (array([0., 1., 4.]), array([1., 1., 4.]))
-    """
-    crossings: list[Float] = []
-    for one, other in combinations(values, 2):
-        gap = one - other
-        low, high = gap[:-1], gap[1:]
-        cross = np.flatnonzero(low * high < 0)
-        share = low[cross] / (low[cross] - high[cross])
-        crossings.append(knots[cross] + np.diff(knots)[cross] * share)
-    if not any(map(len, crossings)):
-        return knots, values.max(axis=0)
-    every = np.unique(np.concatenate([knots, *crossings]))
-    there: list[Float] = [np.interp(every, knots, one) for one in values]
-    return every, np.max(there, axis=0)
 
 
 @dataclass(eq=False)
@@ -157,13 +132,14 @@ class StepTimes(GpuTimes):
     fresh: StepTable
     """Prompts alone of which no token is in the cache."""
     shared: list[float] | None
-    """By tokens of a replica, seconds of experts that get the tokens of all replicas, if all have
-    as many; None: replicas share no experts."""
+    """Seconds of experts by tokens of a replica, if all replicas have equal numbers of tokens.
+
+    None: replicas share no experts."""
     _pieces: dict[int, Pieces] = field(default_factory=dict[int, Pieces])
 
     @property
     def share_experts(self) -> bool:
-        """Whether experts get the tokens of all replicas."""
+        """True if experts get the tokens of all replicas."""
         return self.shared is not None
 
     def step(
@@ -172,38 +148,40 @@ class StepTimes(GpuTimes):
         pairs: int,
         keys: int,
         requests: int,
-        decoding: int = 0,
-        decoding_keys: int = 0,
+        num_decodes: int = 0,
+        decode_keys: int = 0,
     ) -> float:
-        """Seconds of any step: chunks of prompts, and `decoding` of the requests beside them.
+        """Seconds of any step: chunks of prompts, and `num_decodes` of the requests beside them.
 
         tokens: new ones; pairs: of a query and a key that it sees, context and new ones; keys: in
         the cache after the step; requests: all; each summed over all requests, those that decode
-        included. decoding_keys: the part of keys that belongs to these.
+        included. decode_keys: the part of keys that belongs to these.
         """
-        if decoding == requests:
-            return self.line(decoding, decoding_keys or keys)[0]
-        if not decoding:
+        if num_decodes == requests:
+            return self.linear_run(num_decodes, decode_keys or keys)[0]
+        if not num_decodes:
             table = self.prompts if keys > tokens else self.fresh
             return table.seconds(tokens, pairs, keys, requests)
         together = math.inf
         if self.mixed is not None:
-            together = self.mixed.seconds(tokens, pairs, keys, requests, decoding, decoding_keys)
+            together = self.mixed.seconds(tokens, pairs, keys, requests, num_decodes, decode_keys)
             if self.fresh is self.prompts:
                 return together
         # One after the other, if that is faster: latent attention has another form for prompts.
         new = self.decoding.new
-        own = decoding_keys * new - decoding * new * (new - 1) // 2
+        own = decode_keys * new - num_decodes * new * (new - 1) // 2
         alone = self.step(
-            tokens - decoding * new, max(pairs - own, 1), keys - decoding_keys, requests - decoding
+            tokens - num_decodes * new,
+            max(pairs - own, 1),
+            keys - decode_keys,
+            requests - num_decodes,
         )
-        return min(together, alone + self.line(decoding, decoding_keys)[0])
+        return min(together, alone + self.linear_run(num_decodes, decode_keys)[0])
 
     # ---- decode ----------------------------------------------------------------------------------
 
-    def line(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """Seconds of the next decode step, by how much each further one is longer, and for how many
-        steps that holds, the next one included."""
+    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Like `BatchTimes.linear_run`."""
         edges, at_none, per_key = self._pieces.get(requests) or self._decode_pieces(requests)
         n = bisect_right(edges, keys)
         slope = per_key[n]
@@ -211,55 +189,29 @@ class StepTimes(GpuTimes):
         return at_none[n] + slope * keys, slope * requests, steps
 
     def _decode_pieces(self, requests: int) -> Pieces:
-        """The pieces of decode steps of so many requests: the longest of all paths."""
-        knots, longest = envelope(self.decoding.knots, np.stack(self._decode_paths(requests)))
-        slope = np.diff(longest) / np.diff(knots)
-        at_none = longest[:-1] - slope * knots[:-1]
+        """Pieces of decode steps of `requests` with equal contexts, between the table's knots."""
+        table, knots = self.decoding, self.decoding.knots
+        new, values = table.new, list[float]()
+        for keys in knots.tolist():
+            pairs = keys * new - new * (new - 1) / 2
+            batch = requests * new, requests * pairs, requests * keys, requests
+            values.append(table.seconds(*batch, requests, requests * keys))
+        slope = np.diff(values) / np.diff(knots)
+        at_none = np.array(values[:-1]) - slope * knots[:-1]
         edges = knots[1:-1] * requests
         pieces = Pieces(edges.tolist(), at_none.tolist(), (slope / requests).tolist())
         self._pieces[requests] = pieces
         return pieces
 
-    def _decode_paths(self, requests: int) -> list[Float]:
-        """Seconds of the paths that may be the longest, by keys of a request."""
-        table = self.decoding
-        batches = min(len(table.ranks), requests)
-        small, large = divmod(requests, batches)
-        sizes = [(small + 1, large), (small, batches - large)]
-        terms = table.of_one(requests / batches)
-        least = [term.least for term in table.terms]
-
-        def base(rank: int, path: int, many: int) -> float:
-            seconds, counts = table.ranks[rank].paths[path]
-            launches = sum(map(mul, counts, least))
-            head = entry(table.ranks[rank].head, many * table.logits)
-            return entry(seconds, many * table.new) + head + launches
-
-        def over_keys(counts: Sequence[float]) -> Float:
-            return sum(map(mul, counts, terms), np.zeros(len(table.knots)))
-
-        found = [
-            sum(n * base(rank, nth, many) for many, n in sizes if n) + requests * over_keys(counts)
-            for rank, of in enumerate(table.ranks)
-            for nth, (_, counts) in enumerate(of.paths)
-        ]
-        if len(table.ranks) > 1:
-            most = math.ceil(requests / batches)
-            through = sum(base(rank, 0, most) for rank in range(len(table.ranks)))
-            counts = np.sum([of.paths[0].counts for of in table.ranks], axis=0).tolist()
-            messages = table.messages(most * table.new)
-            found.append(through + messages + most * over_keys(counts))
-        return found
-
-    def beside_replicas(self, seconds: float, tokens: int, mean: float) -> float:
-        """Seconds of a step with so many tokens whose replicas have `mean` of them in the mean.
+    def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
+        """Like `GpuTimes.in_group`.
 
         `seconds`: of the step where all have as many.
         """
         if self.shared is None:
             return seconds
         last = len(self.shared) - 1
-        of_all = self.shared[min(round(mean), last)]
+        of_all = self.shared[min(round(mean_tokens), last)]
         found = seconds - self.shared[min(tokens, last)] + of_all
         # The table of experts is of prompts: where other paths make decode shorter than their
         # difference, the step is one of a single token, and never of no length.

@@ -15,10 +15,10 @@ from stagewright.model.layers import Reach
 from stagewright.program.columns import TaskKind
 from stagewright.serving.steps.rows import KeptBlock, RankRows, StepRows, unfilled
 from stagewright.serving.steps.step_table import Path, RankTable, StepTable
-from stagewright.serving.steps.terms import Attention, Term, TimedCurve, mean_sums
+from stagewright.serving.steps.terms import Attention, Term, TimedCurve
 
 MOST_KEYS = 1 << 21
-"""Of a request; beyond, decode steps go on as up to here."""
+"""Keys of a request at most; beyond, decode times grow as before."""
 NEARLY = 1e-3
 """Paths that are longer than all others by less than this share are left out."""
 
@@ -29,11 +29,13 @@ class Chain(NamedTuple):
     row: Int
     copies: Float
     cut: Bool
-    """Where the GPU may wait for the host; copies between the first and the last are equal."""
+    """Mask of rows where the GPU may wait for the host.
+
+    Copies between the first and the last are equal."""
 
     @classmethod
     def of(cls, block: Int, kept: Sequence[KeptBlock]) -> Chain:
-        """From the kept block of each row; rows of block -1 do not run."""
+        """Chain of rows from the kept block of each row; rows of block -1 do not run."""
         rows: list[Int] = []
         copies: list[Float] = []
         cut: list[Bool] = []
@@ -85,9 +87,7 @@ def step_table(
                 at_each(most_tokens, of.grid, sent),
             )
         )
-    knots = _knots(of.step.model, new)
-    at_knots = terms.per_request(knots, new)
-    return StepTable(ranks, terms.found, terms.reaches, knots, at_knots, new, logits)
+    return StepTable(ranks, terms.found, terms.reaches, _knots(of.step.model, new), new, logits)
 
 
 def at_each(most: int, at: Int, values: Float) -> list[float]:
@@ -135,7 +135,7 @@ def _paths(
 
 
 class _TermRows(NamedTuple):
-    """Where a term's kernels are."""
+    """Rows of a term's kernels."""
 
     rank: int
     rows: list[int]
@@ -173,31 +173,15 @@ class _Terms:
             self._shares[rank, row] = self._known[key], share
 
     def runs(self, rank: int) -> Float:
-        """By row of a rank the share of each term that it is: [rows, terms]."""
+        """Share of each term that a row is, by row of a rank: [rows, terms]."""
         found = np.zeros((len(self.of.timed.ranks[rank].block), len(self.found)))
         for (on, row), (term, share) in self._shares.items():
             if on == rank:
                 found[row, term] = share
         return found
 
-    def per_request(self, keys: Float, new: int) -> list[Float]:
-        """`StepTable.at_knots`: terms are proportional to requests."""
-        of, many = self.of, 256
-        found: list[Float] = []
-        for term, reach, (rank, rows) in zip(self.found, self.reaches, self.places, strict=True):
-            each = [mean_sums(reach, k - new, float(new)) for k in keys.tolist()]
-            pairs, seen = np.rint(many * np.array(each)).astype(np.int64).T
-            if isinstance(term, TimedCurve) and not term.by_requests:
-                seconds = np.array([term(1, 1, 1, keys) for keys in seen.tolist()])
-            else:
-                requests = np.full(len(keys), many, dtype=np.int64)
-                sizes = of.sizes(new * requests, requests, requests, pairs, seen)
-                seconds = np.sum([of.kernel_seconds(rank, row, sizes) for row in rows], axis=0)
-            found.append((seconds - term.least) / many)
-        return found
-
     def _content(self, rows: RankRows, row: int) -> object:
-        """What the seconds of a row follow from."""
+        """Key of everything that the seconds of a row follow from."""
         tasks = rows.tasks
         kernel = tasks.shapes[int(tasks.shape[row])].kernel, int(tasks.dtype[row])
         ends = rows.needs[row][:, [0, -1]].tobytes()

@@ -1,4 +1,4 @@
-"""Seconds of the kernels of a serving step that depend on more than its number of tokens.
+"""Kernels of a serving step whose time depends on more than the number of tokens.
 
 Attention depends on new tokens, on pairs of a query and a key, and on the places of the cache that
 are read. Without its launch it takes twice as long for twice as much of all three, so that a
@@ -29,7 +29,7 @@ PAIRS = (-4, 15)
 TOKENS = (-20, 1)
 """Octaves of new tokens over places of the cache."""
 PLACES = 1 << 20
-"""Places of the cache for which surfaces are timed, so that whole numbers are fine enough."""
+"""Cache positions for which surfaces are timed; so many that whole numbers are fine enough."""
 ROWS = (PAIRS[1] - PAIRS[0]) * PER_OCTAVE
 COLUMNS = (TOKENS[1] - TOKENS[0]) * PER_OCTAVE
 
@@ -66,7 +66,7 @@ class Attention:
         unfilled: float,
         beside: DecodingBesidePrompts | None,
     ) -> Attention:
-        """From the seconds of tokens, pairs and keys: arrays in, array out."""
+        """Surface from the seconds of tokens, pairs and keys: arrays in, array out."""
         small = np.array([1, 2], dtype=np.int64)
         one, two = seconds(64 * small, 65536 * small, 65536 * small).tolist()
         least = max(2 * one - two, 0.0)
@@ -107,12 +107,12 @@ class TimedCurve:
     least: float
     at: list[float]
     seconds: list[float]
-    """By keys; by tokens of one request, without the launch."""
+    """Seconds by keys; or by tokens of one request, without the launch."""
     by_requests: bool = False
 
     @classmethod
     def of_requests(cls, seconds: Callable[[Int, Int], Float]) -> TimedCurve:
-        """From the seconds of tokens and requests: arrays in, array out."""
+        """Curve from the seconds of tokens and requests: arrays in, array out."""
         many = 256
         ratios = np.unique(np.rint(np.exp2(np.arange(0, 16.01, 1 / 8))).astype(np.int64))
         one, two = seconds(np.array([many, 2 * many]), np.array([many, 2 * many])).tolist()
@@ -135,7 +135,7 @@ def _between(at: list[float], values: list[float], x: float) -> float:
 
 
 def mean_sums(reach: Reach, context: float, new: float) -> tuple[float, float]:
-    """Pairs of a query and a key that it sees, and keys that any query sees, of one request.
+    """Query-key pairs, and keys that any query sees, of one request.
 
     As `run.lengths.attention_sums`, for numbers of tokens that are means. Where a request is in its
     chunk of positions is taken to be anywhere.

@@ -1,1 +1,1 @@
-"""Where requests come from: traces that were recorded, and arrivals and lengths that are drawn."""
+"""Sources of requests: recorded traces, and sampled arrivals and lengths."""

@@ -11,7 +11,7 @@ from typing import Any, cast
 from stagewright.errors import UserError
 from stagewright.files import from_yaml, read_text
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.requests import RequestClass, Workload, in_classes, with_past
+from stagewright.serving.workload import RequestClass, Workload, in_classes, with_past
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import (
     Arrivals,

@@ -14,7 +14,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.errors import UserError
-from stagewright.serving.requests import Workload
+from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.traces import (
     NEGATIVE,
     NO_TOKENS,
@@ -39,15 +39,15 @@ class RequestLog:
 
     workload: Workload
     ttft: Float
-    """To the first token."""
+    """Seconds to the first token."""
     tpot: Float
-    """From the first token to the last, per token behind the first."""
+    """Seconds per token from the first token to the last."""
     e2e: Float
-    """To the last token."""
+    """Seconds to the last token."""
 
 
 def read_log(path: str | Path) -> RequestLog:
-    """A log in JSONL or CSV with the columns of a trace, and `ttft`, and `e2e` or `latency`.
+    """Read a log in JSONL or CSV: a trace with `ttft`, and `e2e` or `latency`.
 
     Times are seconds, of columns whose names end in `_ms` milliseconds. A row without times is a
     request that nobody answered: it is served, and counts nowhere else. Raises UserError for what

@@ -14,7 +14,7 @@ from typing import Literal
 
 from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.requests import Chain, Workload
+from stagewright.serving.workload import Chain, Workload
 
 MOST_REQUESTS = 10_000_000
 
@@ -49,7 +49,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:
-    """How requests of an open loop arrive."""
+    """Arrival process of an open loop."""
 
     rate: float
     """Requests per second."""
@@ -112,7 +112,7 @@ def open_loop(requests: int, arrivals: Arrivals, lengths: Lengths, seed: int = 0
 
 
 def closed_loop(requests: int, concurrency: int, lengths: Lengths, seed: int = 0) -> Workload:
-    """So many users, each of whom sends the next request when one is done (InferenceX's client)."""
+    """Closed loop of users, each with one request at a time (InferenceX's client)."""
     if not 1 <= concurrency <= LARGEST:
         raise UserError(f"--concurrency is {concurrency}, wanted at least 1")
     random = Random(seed)
@@ -169,7 +169,7 @@ def sessions(
 
 @dataclass(frozen=True, slots=True)
 class LoadStage:
-    """A stage of load: requests at a constant rate, for so many seconds."""
+    """Stage of load: requests at a constant rate."""
 
     rate: float
     duration: float

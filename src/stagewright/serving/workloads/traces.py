@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError, either
 from stagewright.files import from_json, read_bytes
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.requests import NO_CHAIN, Chain, Workload, folded
+from stagewright.serving.workload import NO_CHAIN, Chain, Workload, folded
 
 MOST_BYTES = 1 << 30
 BLOCK = 512
@@ -48,7 +48,7 @@ _SESSIONS = ("session", "session_id", "chat_id")
 
 
 class TraceRow(NamedTuple):
-    """A request of a trace."""
+    """Request of a trace."""
 
     at: float
     """Seconds, since some moment."""

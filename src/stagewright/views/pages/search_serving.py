@@ -52,15 +52,16 @@ def _front_chart(of: ServingRanking) -> Chart:
     on_front = {*of.front}
     points = [
         Point(
-            (each.played.user_rate, each.played.per_gpu),
-            f"{search_serving.choice_words(of, each)}, {each.played.gpus} GPUs: "
-            f"{each.played.per_gpu:,.4g} tokens/s per GPU, {each.played.user_rate:,.4g} per user, "
-            f"TTFT p50 {duration(each.played.ttft.p50)}",
+            (each.simulated.user_rate, each.simulated.per_gpu),
+            f"{search_serving.choice_words(of, each)}, {each.simulated.gpus} GPUs: "
+            f"{each.simulated.per_gpu:,.4g} tokens/s per GPU, "
+            f"{each.simulated.user_rate:,.4g} per user, "
+            f"TTFT p50 {duration(each.simulated.ttft.p50)}",
             f"layout-{each.layout}",
             nth in on_front,
         )
         for nth, each in enumerate(of.choices)
-        if each.played.meets and each.played.user_rate == each.played.user_rate
+        if each.simulated.meets and each.simulated.user_rate == each.simulated.user_rate
     ]
     caption = front_caption("choice that keeps the limits", "both", "layout")
     return chart(

@@ -8,10 +8,10 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.numbers import duration, plural
+from stagewright.serving.deployment import ServedRun
 from stagewright.serving.energy import ServingExpense
-from stagewright.serving.engines.engine import Engine
+from stagewright.serving.engine import Engine
 from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo
-from stagewright.serving.service import ServedRun
 from stagewright.version import __version__
 from stagewright.views import serving as tables
 from stagewright.views.pages.cards import Card

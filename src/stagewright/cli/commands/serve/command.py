@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stagewright.api.served import Serving
-    from stagewright.serving.service import Service
+    from stagewright.serving.deployment import InstanceGroup
     from stagewright.texttable import Table
 
 
@@ -88,7 +88,7 @@ def serve(
         raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
     with shown("requests") as bar:
         hardware = resolve(experiment.cluster.hardware)
-        result = served(experiment, hardware, asked, heard=bar, instance=instance)
+        result = served(experiment, hardware, asked, progress=bar, instance=instance)
     shared.show_notes(_notes(result))
     table = None if compare is None else result.compare(compare)
     if as_json:
@@ -137,21 +137,21 @@ def _notes(of: Serving) -> list[str]:
         f"{plural(n, 'request', 'requests')} rejected: {why}" for why, n in found.rejected.items()
     ]
     if found.shortened:
-        most = of.service.max_model_len
+        most = of.group.max_model_len
         notes.append(f"{plural(found.shortened, 'output', 'outputs')} cut at max_model_len {most}")
-    notes += _about_drafts(of.service)
+    notes += _about_drafts(of.group)
     if of.outcome.stopped:
         notes.append(
             f"stopped: {left} not done; the numbers are of the others, and engines may have come "
             "to different moments"
         )
     elif found.unfinished:
-        scheduler = of.service.scheduler
+        scheduler = of.group.scheduler
         pauses = getattr(scheduler, "capacity_scheduler_policy", "") == "max_utilization"
         whole = not getattr(scheduler, "enable_chunked_prefill", True)
         why = (
             "; TensorRT-LLM computes a paused request of more than "
-            f"{of.service.limits.tokens:,} tokens again only with --enable-chunked-prefill"
+            f"{of.group.limits.tokens:,} tokens again only with --enable-chunked-prefill"
         )
         notes.append(
             f"{left} never done: the scheduler left them waiting" + why * (pauses and whole)
@@ -159,7 +159,7 @@ def _notes(of: Serving) -> list[str]:
     return notes
 
 
-def _about_drafts(of: Service) -> list[str]:
+def _about_drafts(of: InstanceGroup) -> list[str]:
     """What is assumed of those who draft."""
     model, drafter = of.instance.model, of.instance.drafter
     if of.engines.speculative_method == "mtp":
@@ -173,13 +173,13 @@ def report(of: Serving, compared: Table | None, out: Console) -> None:
     """Print what came out, for people."""
     from stagewright.texttable import print_table
 
-    found, service = of.summary, of.service
+    found, group = of.summary, of.group
     out.print(of.describe())
-    blocks = service.blocks
-    size = service.instance.cache.block_size
+    blocks = group.blocks
+    size = group.instance.cache.block_size
     out.print(
         f"KV cache of an engine: {quantity(blocks * size, 'tokens')} ({blocks:,} blocks of {size});"
-        f" a step: at most {service.limits.tokens:,} tokens, {service.limits.requests:,} requests"
+        f" a step: at most {group.limits.tokens:,} tokens, {group.limits.requests:,} requests"
     )
     out.print(
         f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}: "

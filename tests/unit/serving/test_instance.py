@@ -5,7 +5,7 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve
 from stagewright.run.settings import Run
-from stagewright.serving.instances import kv_capacity
+from stagewright.serving.instance import kv_capacity
 
 
 def capacity(memory, tokens=2048, **settings):

@@ -5,13 +5,13 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.settings import Run
-from stagewright.serving.transfers import KvTransfer
+from stagewright.serving.kv_transfer import KvTransferCost
 from stagewright.time.hardware import resolve
 
 
 def transfer(model, prefill, decode, hardware=("h100-sxm", "h100-sxm")):
     runs = (Run(model=model, mode="decode", **settings) for settings in (prefill, decode))
-    return KvTransfer.between(*runs, model_of(model), tuple(map(resolve, hardware)))
+    return KvTransferCost.between(*runs, model_of(model), tuple(map(resolve, hardware)))
 
 
 def test_a_rank_sends_its_heads_over_its_own_adapter():

@@ -1,4 +1,4 @@
-"""What one engine runs on: step times of a model, a layout and a machine, and its KV cache."""
+"""Instance: step times of a model, a layout and a machine, and its KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stagewright.run.requests import allowance_of, loads, read_bytes
 from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.drafters import Drafter
+from stagewright.serving.speculative import Drafter
 from stagewright.serving.steps.drafted import DraftedTimes
 from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
 from stagewright.time.network import Machine
@@ -33,10 +33,11 @@ class KvCapacity:
     block_size: int
     """Tokens of a block."""
     blocks: int
-    """That fit beside weights and activations."""
+    """Number of blocks that fit next to weights and activations."""
     bytes_per_token: float
-    """On all GPUs of the replica, of layers that keep all tokens; ranks of tp that hold the same
-    keys count once."""
+    """Bytes on all GPUs of the replica, of layers that keep all tokens.
+
+    Ranks of tp that hold the same keys count once."""
     blocks_per_request: int
     """Blocks as large as what a request holds whatever its length: states, windows of tokens."""
 
@@ -46,13 +47,13 @@ class Instance:
     """An engine, and how long its steps take."""
 
     run: Run
-    """Not resolved, as the user gave it: prompts and decode resolve differently."""
+    """Run as the user gave it, not resolved: prefill and decode resolve differently."""
     model: ModelConfig
     machine: Machine
     times: StepTimes | DraftedTimes
     cache: KvCapacity
     drafter: Drafter | None = None
-    """Who drafts tokens, where that takes time."""
+    """Drafter of speculative decoding that takes GPU time."""
 
     @property
     def gpus(self) -> int:
@@ -66,7 +67,7 @@ class Instance:
 
     @property
     def barrier(self) -> bool:
-        """Whether all replicas' steps begin together, since experts are shared among them."""
+        """True if all replicas' steps begin together, since they share experts."""
         return self.run.dp > 1 and self.model.num_experts > 0
 
 
@@ -80,7 +81,7 @@ def instance(
     most_requests: int = 1024,
     gpu_memory_utilization: float = 0.9,
 ) -> Instance:
-    """An engine with the layout of a run, which is not resolved, on a machine of as many GPUs.
+    """Create an instance with the layout of an unresolved run on a machine.
 
     `most_tokens` and `most_requests` of a step are vLLM's `max_num_batched_tokens` and
     `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the engine takes. Raises
@@ -93,13 +94,13 @@ def instance(
             "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
         )
     cache = kv_capacity(run, model, _memory(run, machine, gpu_memory_utilization), most_tokens)
-    most = {"most_tokens": most_tokens, "most_requests": most_requests}
-    return Instance(run, model, machine, step_times(run, model, machine, how, **most), cache)
+    limits = {"most_tokens": most_tokens, "most_requests": most_requests}
+    return Instance(run, model, machine, step_times(run, model, machine, how, **limits), cache)
 
 
 def _memory(run: Run, machine: Machine, share: float) -> int:
-    whole = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
-    return int(whole * share)
+    memory = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
+    return int(memory * share)
 
 
 def with_drafter(
@@ -109,7 +110,7 @@ def with_drafter(
     *,
     gpu_memory_utilization: float = 0.9,
 ) -> Instance:
-    """The engine with the passes that draft behind each step; None: nobody drafts.
+    """Add a drafter, whose passes follow each step; None: no change.
 
     `how` and `gpu_memory_utilization` as in `instance`.
     """
@@ -126,33 +127,35 @@ def drafted_times(
     times: StepTimes, drafter: Drafter, machine: Machine, how: Execution | None = None
 ) -> DraftedTimes:
     """The step times of a model with those of its drafter on the same machine."""
-    most = {"most_tokens": times.most_tokens, "most_requests": times.most_requests}
+    limits = {"most_tokens": times.most_tokens, "most_requests": times.most_requests}
     new = drafter.number + drafter.more
     layout = drafter.run.model_copy(update={"num_speculative_tokens": new})
-    first = step_times(layout, drafter.model, machine, how, **most, logits=1)
-    alone = drafter.run.model_copy(update={"num_speculative_tokens": 0})
-    later = first if drafter.number == 1 else step_times(alone, drafter.own, machine, how, **most)
+    first = step_times(layout, drafter.model, machine, how, **limits, logits=1)
+    one_token = drafter.run.model_copy(update={"num_speculative_tokens": 0})
+    later = (
+        first if drafter.number == 1 else step_times(one_token, drafter.own, machine, how, **limits)
+    )
     return DraftedTimes(times, first, later, drafter.number, drafter.more)
 
 
 def kv_capacity(
     run: Run, model: ModelConfig, memory: int, most_tokens: int, drafter: Drafter | None = None
 ) -> KvCapacity:
-    """The blocks that fit in so many bytes of each GPU, beside a step of `most_tokens`.
+    """KV blocks that fit into `memory` bytes of each GPU, next to a step of `most_tokens`.
 
     A block of a request's tokens is one of the model and one of what drafts for it (vLLM: one block
     table, and a cache for the layers of both). A head uses the model's embedding and output
     projection (`_maybe_share_embeddings` of vLLM's `llm_base_proposer.py`).
     """
-    each = _held(run, model, most_tokens)
+    stages = _held(run, model, most_tokens)
     if drafter is not None:
         shared = frozenset({"embedding", "head"} if drafter.head else ())
         (drafts,) = _held(drafter.run, drafter.model, most_tokens, shared)
-        each = [held.beside(drafts) for held in each]
+        stages = [held.beside(drafts) for held in stages]
     spare = max(allowance_of(run), ENGINE_BYTES)
     blocks = [
         (memory - of.parameters - of.activations - spare) // (of.block or of.request or 1)
-        for of in each
+        for of in stages
     ]
     if min(blocks) < 1:
         raise UserError(
@@ -160,8 +163,8 @@ def kv_capacity(
             "room for a block of the cache; use more ranks (--tp), fewer tokens "
             "(--max-num-batched-tokens), fewer bits or more memory (--gpu-memory-utilization)"
         )
-    fixed = max(-(-of.request // of.block) if of.block else 1 for of in each)
-    token_bytes = sum(of.once for of in each)
+    fixed = max(-(-of.request // of.block) if of.block else 1 for of in stages)
+    token_bytes = sum(of.once for of in stages)
     return KvCapacity(run.kv_block_size, min(blocks), token_bytes, fixed)
 
 
@@ -171,14 +174,14 @@ class RankBytes(NamedTuple):
     parameters: int
     activations: int
     block: int
-    """Of a block of the cache."""
+    """Bytes of a block of the cache."""
     request: int
-    """Of a request, whatever its length."""
+    """Bytes of a request, whatever its length."""
     once: float
-    """Of a token in the cache, on all ranks of tp, without copies."""
+    """Bytes of a token in the cache on all ranks of tp, without copies."""
 
     def beside(self, other: RankBytes) -> RankBytes:
-        """Those of two models, whose steps follow each other."""
+        """Add the bytes of a second model, whose steps follow the first one's."""
         return RankBytes(
             self.parameters + other.parameters,
             max(self.activations, other.activations),
@@ -191,7 +194,7 @@ class RankBytes(NamedTuple):
 def _held(
     run: Run, model: ModelConfig, most_tokens: int, shared: frozenset[str] = frozenset()
 ) -> list[RankBytes]:
-    """What the ranks of each stage hold in a step of prompts, without `shared` blocks."""
+    """Bytes of the ranks of each stage in a prefill step, without `shared` blocks."""
     longest = most_tokens
     if model.position == "learned":
         longest = min(most_tokens, model.max_position_embeddings)
@@ -214,34 +217,38 @@ def _held(
     def held(rank: int, **changed: int) -> Mapping[str, int]:
         return memory_of.by_category(rank, [{**base, **changed}])
 
-    found: list[RankBytes] = []
+    stages_bytes: list[RankBytes] = []
     local = [reach.kind for reach in model.reaches if reach.kind]
     # Layers whose queries choose keys keep all tokens, too.
-    kept = ["", *(reach.kind for reach in model.reaches if reach.top)]
+    all_tokens = ["", *(reach.kind for reach in model.reaches if reach.top)]
     for rank in range(prompts.pp):
-        here = held(rank)
-        one_block, two = (
-            {f"{name}{kind}": n * many for kind in kept for name, many in (("L", block), ("I", 1))}
+        usage = held(rank)
+        one_block, two_blocks = (
+            {
+                f"{name}{kind}": n * many
+                for kind in all_tokens
+                for name, many in (("L", block), ("I", 1))
+            }
             for n in (1, 2)
         )
-        of_block = held(rank, **two)["kv_cache"] - held(rank, **one_block)["kv_cache"]
+        of_block = held(rank, **two_blocks)["kv_cache"] - held(rank, **one_block)["kv_cache"]
         nothing = dict.fromkeys(("L", *(f"L{kind}" for kind in local)), 0)
-        seen = {
+        in_windows = {
             f"L{reach.kind}": _kept(reach.window or reach.chunk, block)
             for reach in model.reaches
             if reach.window or reach.chunk
         }
         of_request = held(rank, **nothing, requests=2)["kv_cache"]
         of_request -= held(rank, **nothing, requests=1)["kv_cache"]
-        of_request += held(rank, **{**nothing, **seen})["kv_cache"]
+        of_request += held(rank, **{**nothing, **in_windows})["kv_cache"]
         of_request -= held(rank, **nothing)["kv_cache"]
-        found.append(
+        stages_bytes.append(
             RankBytes(
-                here["parameters"], here["activations"], of_block, of_request,
+                usage["parameters"], usage["activations"], of_block, of_request,
                 of_block / block * ranks,
             )
         )  # fmt: skip
-    return found
+    return stages_bytes
 
 
 def _kept(window: int, block: int) -> int:

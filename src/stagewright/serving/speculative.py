@@ -1,9 +1,22 @@
-"""Who drafts the tokens of speculative decoding: a head on the model, or a smaller model."""
+"""Speculative decoding: how many drafts of a step are accepted, and which model drafts.
+
+A step gives a request the tokens up to the first rejected draft, and one after them: 1 to K + 1
+tokens of K drafts. Their mean number is the *acceptance length*. Two models of it:
+
+* a length, as engines force it for benchmarks (vLLM's `synthetic_acceptance_length`, SGLang's
+  `SGLANG_SIMULATE_ACC_LEN`, TensorRT-LLM's `TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS`): with
+  length 3.78, two drafts are always accepted and a third with probability 0.78, the least variance;
+* a rate, the probability that a draft is accepted if those before it are (Leviathan et al., ICML
+  2023, arXiv 2211.17192, section 3.1): the length is (1 - a^(K + 1)) / (1 - a).
+
+SemiAnalysisAI/InferenceX@843c6254 `golden_al_distribution/` has measured lengths.
+"""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stagewright.errors import UserError
@@ -13,23 +26,90 @@ from stagewright.model.layers import DraftHead
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
 
+DRAWS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts of each request in a step, and how often they are accepted."""
+
+    number: int
+    """Drafts of a step."""
+    right: tuple[float, ...]
+    """Probability that all drafts up to each one are accepted."""
+    slots: int
+    """Cache positions that a step has beyond the tokens computed before it."""
+    seed: int = 0
+    _tokens: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Sample the tokens of steps: exact frequencies in a random order."""
+        tokens = [1] * DRAWS
+        for share in self.right:
+            for index in range(round(share * DRAWS)):
+                tokens[index] += 1
+        random.Random(self.seed).shuffle(tokens)
+        object.__setattr__(self, "_tokens", tokens)
+
+    @classmethod
+    def of_length(cls, number: int, length: float, slots: int, seed: int = 0) -> Drafts:
+        """Drafts of an acceptance length, with the least variance.
+
+        >>> Drafts.of_length(4, 2.75, slots=5).right
+        (1.0, 0.75, 0.0, 0.0)
+        """
+        if not 1 <= length <= number + 1:
+            raise UserError(
+                f"--acceptance-length is {length:g}, wanted 1 to {number + 1}: of "
+                f"{number} drafts at most as many are right, and one token comes behind them"
+            )
+        return cls(
+            number, tuple(min(max(length - 1 - n, 0.0), 1.0) for n in range(number)), slots, seed
+        )
+
+    @classmethod
+    def of_rate(cls, number: int, rate: float, slots: int, seed: int = 0) -> Drafts:
+        """Drafts that are accepted with a probability if those before them are.
+
+        >>> Drafts.of_rate(2, 0.5, slots=3).length
+        1.75
+        """
+        return cls(number, tuple(rate ** (n + 1) for n in range(number)), slots, seed)
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a step."""
+        return 1 + sum(self.right)
+
+    @property
+    def most(self) -> int:
+        """Largest number of tokens of a step."""
+        return 1 + sum(share > 0 for share in self.right)
+
+    def tokens_of_step(self, request: int, output_tokens: int) -> int:
+        """Tokens of a step of a request that has `output_tokens`."""
+        return self._tokens[(request * 7919 + output_tokens * 10007) % DRAWS]
+
+
+# ---- drafters -----------------------------------------------------------------------------------
+
 HEADS: Mapping[str, DraftHead] = {"mtp": "mtp", "eagle": "eagle", "eagle3": "eagle3"}
-"""By method, in vLLM's words (vllm-project/vllm@82720b1e `vllm/config/speculative.py`)."""
+"""Draft heads by vLLM's method (vllm-project/vllm@82720b1e `vllm/config/speculative.py`)."""
 _OF_THE_MODEL: Mapping[str, Any] = {"layers": None, "vocab": None, "layers_per_stage": None}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafter:
-    """A model that drafts, and the layout in which it runs."""
+    """Model that drafts, and its layout."""
 
     run: Run
-    """Not resolved, `num_speculative_tokens` as of the model that verifies."""
+    """Run that is not resolved; `num_speculative_tokens` as of the verifying model."""
     model: ModelConfig
-    """In the pass over all tokens of a step."""
+    """Model of the pass over all tokens of a step."""
     own: ModelConfig
-    """In later passes, which read the drafter's own hidden states."""
+    """Model of later passes, which read the drafter's own hidden states."""
     head: bool
-    """Whether embedding and output projection are the model's."""
+    """The drafter uses the model's embedding and output projection."""
 
     @property
     def number(self) -> int:
@@ -38,12 +118,12 @@ class Drafter:
 
     @property
     def more(self) -> int:
-        """As `DraftedTimes.more`."""
+        """Like `DraftedTimes.more`."""
         return 0 if self.head else 1
 
 
 def drafter_of(engines: EngineSection, run: Run, model: ModelConfig) -> Drafter | None:
-    """Who drafts for a model in a layout; None: nobody who takes time of the GPUs.
+    """Drafter of a model in a layout; None if drafts take no GPU time.
 
     Raises UserError where what is asked for is not known.
     """

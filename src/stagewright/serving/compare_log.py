@@ -1,4 +1,4 @@
-"""A log of a server beside the same requests served here: errors of means and percentiles."""
+"""Comparison of a server's log with the same requests simulated."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.serving.cluster import Outcome
 from stagewright.serving.metrics import RequestTimes
+from stagewright.serving.simulation import Outcome
 from stagewright.serving.workloads.logs import RequestLog
 
 FIGURES = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
-"""Of times of requests: the mean, and percentiles."""
+"""Figures of request times: the mean, and percentiles."""
 
 
 class ComparedTime(NamedTuple):
-    """A figure of the times of requests, in seconds."""
+    """Measured and predicted figure of request times (s)."""
 
     time: str
     """ttft, tpot or e2e."""
@@ -31,30 +31,30 @@ class ComparedTime(NamedTuple):
         return self.predicted / self.measured - 1 if self.measured else float("nan")
 
 
-def compare(log: RequestLog, served: Outcome) -> list[ComparedTime]:
+def compare(log: RequestLog, outcome: Outcome) -> list[ComparedTime]:
     """Each figure of each time that the log has, measured and predicted.
 
     Requests without a time in the log do not count; where some were rejected here, all do.
     """
-    times = RequestTimes.of(served)
-    alike = len(served.workload) == len(log.workload)
+    times = RequestTimes.of(outcome)
+    all_served = len(outcome.workload) == len(log.workload)
     pairs = {
         "ttft": (log.ttft, times.ttft),
         "tpot": (log.tpot, times.tpot),
         "e2e": (log.e2e, times.e2e),
     }
-    found: list[ComparedTime] = []
+    compared: list[ComparedTime] = []
     for name, (measured, predicted) in pairs.items():
-        known = np.isfinite(predicted)
-        if alike:
-            known &= np.isfinite(measured[times.number])
-        seen, ours = measured[np.isfinite(measured)], predicted[known]
-        if len(seen) and len(ours):
-            found += [
-                ComparedTime(name, figure, figure_of(seen, figure), figure_of(ours, figure))
+        finite = np.isfinite(predicted)
+        if all_served:
+            finite &= np.isfinite(measured[times.number])
+        of_log, ours = measured[np.isfinite(measured)], predicted[finite]
+        if len(of_log) and len(ours):
+            compared += [
+                ComparedTime(name, figure, figure_of(of_log, figure), figure_of(ours, figure))
                 for figure in FIGURES
             ]
-    return found
+    return compared
 
 
 def figure_of(values: Float, figure: str) -> float:

@@ -16,7 +16,7 @@ from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
 
 Chain = tuple[tuple[int, ...], tuple[int, ...]]
-"""What requests have in common: keys of segments, and the tokens up to the end of each. Requests
+"""Segments that a request may share: their keys, and the tokens up to each end. Requests
 whose chains begin with equal keys have equal tokens up to the end of the last equal one; where that
 end differs, up to the lesser: a session is one segment, which grows with its turns."""
 
@@ -24,10 +24,10 @@ NO_CHAIN: Chain = ((), ())
 
 
 def folded(chains: Sequence[Chain]) -> list[Chain]:
-    """The same chains in fewer segments.
+    """Merge segments of chains without changing what requests share.
 
-    A chain ends where nobody else goes on: what is behind is like anything of a request's own. And
-    segments that the same requests have, one behind the other, become one.
+    A chain ends where no other request continues it: what follows is private. Successive segments
+    of the same requests become one.
 
     >>> folded([((1, 2, 3), (16, 32, 48)), ((1, 2, 4), (16, 32, 40))])
     [((1,), (32,)), ((1,), (32,))]
@@ -58,11 +58,11 @@ def folded(chains: Sequence[Chain]) -> list[Chain]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestClass:
-    """Requests that are alike in what users want of them; limits in seconds, None: as for all."""
+    """Class of requests with common latency limits (s); None: the common limit."""
 
     name: str
     share: float = 1.0
-    """Of all requests, beside the shares of the others."""
+    """Weight of the class among all classes."""
     priority: int = 0
     """The lower, the earlier (vLLM's `priority` of a request)."""
     ttft: float | None = None
@@ -71,7 +71,7 @@ class RequestClass:
 
     @property
     def limited(self) -> bool:
-        """Whether the class has limits of its own."""
+        """True if the class has limits."""
         return not self.ttft is self.tpot is self.e2e is None
 
 
@@ -91,9 +91,9 @@ class Workload:
     after: array[int] | None = None
     """The request that must be done before, or -1; it stands earlier in the columns."""
     session: array[int] | None = None
-    """A number for requests of one user."""
+    """Number of the user's session of each request."""
     concurrency: int | None = None
-    """So many requests are under way at a time: when one is done, the next begins (closed loop)."""
+    """Concurrent requests of a closed loop: when one finishes, the next one begins."""
     rejected: Mapping[str, int] = field(default_factory=dict[str, int])
     """Rows of a trace that are no requests: how many, by reason."""
     stages: tuple[float, ...] = ()
@@ -127,7 +127,7 @@ def in_classes(of: Workload, classes: tuple[RequestClass, ...], seed: int) -> Wo
 
 
 def with_past(of: Workload, tokens: int) -> Workload:
-    """The same requests, each with so many tokens of its own said before, at the prompt's start.
+    """Prepend a private earlier session of some tokens to each prompt.
 
     Raises UserError where prompts have named beginnings already.
     """
@@ -138,7 +138,7 @@ def with_past(of: Workload, tokens: int) -> Workload:
 
 
 def with_documents(of: Workload, tokens: int) -> Workload:
-    """The same requests, with documents of so many tokens at each prompt's end.
+    """Append documents of some tokens to each prompt.
 
     Raises UserError for sessions, whose later prompts hold the earlier ones.
     """
@@ -224,7 +224,7 @@ def accept(
 
 
 def _chosen(of: Workload, kept: array[int], output: array[int], place: array[int]) -> Workload:
-    """Some of the requests; `place` says where each stands then."""
+    """Select requests; `place` is the new index of each."""
     everything = len(kept) == len(of)
 
     def floats(column: array[float]) -> array[float]:
@@ -257,27 +257,27 @@ def _chosen(of: Workload, kept: array[int], output: array[int], place: array[int
 
 @dataclass(frozen=True, eq=False)
 class Records:
-    """What became of each request; seconds since the run began, nan where it did not happen."""
+    """Columns of what happened to each request (s since the run began); nan: it did not."""
 
     arrival: array[float]
-    """When the user sent it."""
+    """Time at which the user sent it."""
     reached: array[float]
-    """When it was in an engine's queue."""
+    """Time at which it was in an engine's queue."""
     scheduled: array[float]
-    """When an engine first computed something of it."""
+    """Time at which an engine first computed a part of it."""
     first: array[float]
-    """When its first token was there."""
+    """Time of its first token."""
     finish: array[float]
     engine: array[int]
     """The engine's number, or -1."""
     cached: array[int]
     """Prompt tokens that were in the cache when it was scheduled first."""
     preempted: array[int]
-    """How many times."""
+    """Number of preemptions."""
 
     @classmethod
     def of(cls, requests: int) -> Records:
-        """Nothing has happened yet."""
+        """Create records of requests that have not arrived."""
         nan, zero = array("d", [float("nan")]), array("i", [0])
         return cls(
             nan * requests,
@@ -291,7 +291,7 @@ class Records:
         )
 
     def known(self, least: array[float], at: float) -> Records:
-        """What is known `at` so many seconds, where first tokens stand that are not there yet.
+        """Records known at time `at`, with lower bounds of first tokens.
 
         `least`: before this no first token can be there, nan where nothing is known; one that
         stands no later, of a request that is not done, comes after `at`.
@@ -300,60 +300,3 @@ class Records:
         open_ = (first <= early) & np.isnan(np.frombuffer(self.finish))
         later = np.where(open_, np.maximum(first, at), first)
         return replace(self, first=array("d", later.tobytes()))
-
-
-class UpTime(NamedTuple):
-    """When an engine was up."""
-
-    engine: int
-    begins: float
-    """Seconds since the run began."""
-    ends: float
-
-
-class Push(NamedTuple):
-    """A part of a request's cache that left while its prompt was computed."""
-
-    request: int
-    tokens: int
-    last: bool
-    """Whether it was the last part, with which windows go."""
-    began: float
-    """When the step began that computed it."""
-    ended: float
-    begins: float
-    """When it had the links."""
-    arrives: float
-
-
-@dataclass(frozen=True, eq=False)
-class Handover:
-    """Columns of what lies between a request's prompt and its decode; nan where nothing does."""
-
-    engine: array[int]
-    """The engine that computed the prompt, or -1."""
-    prefilled: array[float]
-    """When the prompt was done."""
-    begins: array[float]
-    """When the transfer of the cache had the links."""
-    arrives: array[float]
-    """When all of it was there."""
-    bytes: array[float]
-    tokens: array[int]
-    """Whose cache was sent."""
-    pushes: list[Push] = field(default_factory=list[Push])
-    """Parts of caches that left before their prompts were done, in the order of their steps."""
-
-    @classmethod
-    def of(cls, requests: int) -> Handover:
-        """Nothing has happened yet."""
-        nan = array("d", [float("nan")])
-        zeros = array("d", bytes(8 * requests))
-        return cls(
-            array("i", [-1]) * requests,
-            nan * requests,
-            nan * requests,
-            nan * requests,
-            zeros,
-            array("i", bytes(4 * requests)),
-        )

@@ -1,0 +1,187 @@
+"""Batch of one engine step, how schedulers use the KV cache, and how long steps take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+UNLIMITED = 1 << 60
+
+
+class StepBatch(NamedTuple):
+    """Work of an engine's next step, and how long that decision holds."""
+
+    prefill: Sequence[tuple[int, int]] = ()
+    """Requests with a prefill chunk, and its number of tokens."""
+    decode: bool = True
+    """Decoding requests get a token."""
+    max_steps: int = UNLIMITED
+    """Without prefill: number of steps of this batch if nothing arrives or finishes."""
+    interruptible: bool = True
+    """An arrival could change the batch."""
+    skipped: Sequence[int] = ()
+    """Decoding requests that get no token in this single step."""
+    repeatable: bool = False
+    """The scheduler need not be called again when requests finish.
+
+    That holds while no request waits or has a prefill, and blocks suffice."""
+
+
+class CacheRules(NamedTuple):
+    """Times at which prompts take KV blocks and make them reusable; vLLM's by default."""
+
+    reserve_whole_prompt: bool = False
+    """An admitted request takes the blocks of its whole prompt at once."""
+    cache_after_compute: bool = False
+    """Blocks can be reused once they are computed, not when they are allocated."""
+    deduplicate: bool = False
+    """Copies of blocks that another request computed in the same step are freed."""
+
+
+class DecodeRun(NamedTuple):
+    """Consecutive decode steps of one batch, whose durations are an arithmetic series."""
+
+    steps: int
+    seconds: float
+    """Duration of the first step."""
+    growth: float
+    """Seconds by which each further step is longer."""
+
+    @property
+    def duration(self) -> float:
+        """Seconds of all steps."""
+        return series_sum(self.seconds, self.growth, self.steps)
+
+
+NO_RUN = DecodeRun(0, 0.0, 0.0)
+
+
+class BatchPlan(NamedTuple):
+    """Size and duration of the batch that one engine of a lockstep group runs next."""
+
+    run: DecodeRun
+    tokens: int
+    """New tokens of a step."""
+    requests: int
+
+
+class BatchTimes(Protocol):
+    """Durations (s) of the steps of one engine, as functions of sums over a batch.
+
+    `keys`: tokens in the KV cache after the step, context and new ones, summed over requests.
+    `pairs`: pairs of a query and a key, `new * context + new * (new + 1) / 2` of each request.
+    """
+
+    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Seconds of the next decode step, growth per step, and steps (>= 1) for which it holds."""
+        ...
+
+    def step(
+        self,
+        tokens: int,
+        pairs: int,
+        keys: int,
+        requests: int,
+        num_decodes: int = 0,
+        decode_keys: int = 0,
+    ) -> float:
+        """Seconds of a step with any batch, of which `num_decodes` requests decode.
+
+        `decode_keys`: the part of `keys` that belongs to these.
+        """
+        ...
+
+
+class DecodeRuns:
+    """Durations of several decode steps, from the linear runs they consist of."""
+
+    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Like `BatchTimes.linear_run`."""
+        raise NotImplementedError
+
+    def decode(self, requests: int, keys: int) -> float:
+        """Seconds of one decode step; `keys` in the cache after it, summed over requests."""
+        return self.linear_run(requests, keys)[0]
+
+    def decode_run(self, requests: int, keys: int, steps: int) -> float:
+        """Seconds of several decode steps of the same requests."""
+        total, remaining = 0.0, steps
+        while remaining > 0:
+            seconds, growth, linear_steps = self.linear_run(requests, keys)
+            count = min(remaining, linear_steps)
+            total += series_sum(seconds, growth, count)
+            keys += requests * count
+            remaining -= count
+        return total
+
+    def steps_within(self, requests: int, keys: int, seconds: float, limit: int) -> int:
+        """Fewest decode steps that take at least `seconds`, at most `limit`."""
+        steps, remaining = 0, seconds
+        while steps < limit and remaining > 0:
+            first, growth, linear_steps = self.linear_run(requests, keys)
+            count = min(limit - steps, linear_steps)
+            duration = series_sum(first, growth, count)
+            if duration >= remaining:
+                return steps + steps_to_reach(first, growth, remaining, count)
+            steps, remaining, keys = steps + count, remaining - duration, keys + requests * count
+        return steps
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTimes:
+    """Step time linear in tokens, requests and cached keys (s).
+
+    >>> seconds, growth, _ = LinearTimes(0.005, per_key=1e-6).linear_run(2, 100)
+    >>> round(seconds, 6), round(growth, 6)
+    (0.0051, 2e-06)
+    """
+
+    base: float
+    per_token: float = 0.0
+    per_request: float = 0.0
+    per_key: float = 0.0
+
+    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Like `BatchTimes.linear_run`; holds for any number of steps."""
+        seconds = self.base + (self.per_token + self.per_request) * requests + self.per_key * keys
+        return seconds, self.per_key * requests, UNLIMITED
+
+    def step(
+        self,
+        tokens: int,
+        pairs: int,
+        keys: int,
+        requests: int,
+        num_decodes: int = 0,
+        decode_keys: int = 0,
+    ) -> float:
+        """Like `BatchTimes.step`; pairs cost nothing besides their tokens and keys."""
+        of_tokens = self.base + self.per_token * tokens
+        return of_tokens + self.per_request * requests + self.per_key * keys
+
+
+def series_sum(first: float, growth: float, steps: int) -> float:
+    """Sum of an arithmetic series of `steps` terms."""
+    return steps * (first + growth * (steps - 1) * 0.5)
+
+
+def steps_to_reach(first: float, growth: float, total: float, limit: int) -> int:
+    """Fewest terms of a series, 1 to `limit`, whose sum is at least `total`.
+
+    >>> [steps_to_reach(2.0, 1.0, total, limit=9) for total in (5.0, 5.1, 99.0)]
+    [2, 3, 9]
+    """
+    if growth > 0.0:
+        half = first - growth * 0.5
+        guess = int(2.0 * total / (half + math.sqrt(half * half + 2.0 * growth * total)))
+    else:
+        guess = int(total / first)
+    steps = guess if 1 < guess < limit else 1 if guess < limit else limit
+    growth *= 0.5
+    while steps > 1 and (steps - 1) * (first + growth * (steps - 2)) >= total:
+        steps -= 1
+    while steps < limit and steps * (first + growth * (steps - 1)) < total:
+        steps += 1
+    return steps

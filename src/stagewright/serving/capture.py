@@ -1,0 +1,223 @@
+"""Capture of the batch that an engine runs at some time, as a run of one step.
+
+Simulations are deterministic, so a second one watches the scheduler: its last batch before that
+time is the batch, and each step since then has given each request a token.
+
+Where a cache is on its way meanwhile between the instance and another one, the step is that of both
+instances side by side, with the messages between their ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
+from typing import NamedTuple
+
+from stagewright.errors import UserError
+from stagewright.lower.compile import compile
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.lower.inference.disaggregated import beside
+from stagewright.run.lengths import Group, merge_groups
+from stagewright.run.settings import Run
+from stagewright.serving.batch import CacheRules, StepBatch
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.engine import Engine, Scheduler
+from stagewright.serving.kv_transfer import TransferEnd, cache_messages
+from stagewright.serving.metrics import Slo
+from stagewright.serving.simulation import Outcome
+from stagewright.serving.steps.step_times import batch_run
+from stagewright.serving.workload import Workload
+
+
+class Captured(NamedTuple):
+    """Step of one engine."""
+
+    run: Run
+    """Run of the batch in the layout of the instance, for `compile`, `simulate` and `generate`.
+
+    Where an instance has several replicas, all have this batch."""
+    begins: float
+    """Seconds since the run began."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """Scheduler whose last batch up to a time is kept, or its first one."""
+
+    of: Scheduler
+    at: float
+    begins: float = 0.0
+    groups: list[Group] = field(default_factory=list[Group])
+    decodes: bool = False
+    """The batch is one of several steps that only decode."""
+
+    @property
+    def async_scheduling(self) -> bool:
+        """Like the watched scheduler."""
+        return bool(getattr(self.of, "async_scheduling", False))
+
+    @property
+    def cache_rules(self) -> CacheRules:
+        """Like the watched scheduler."""
+        return getattr(self.of, "cache_rules", CacheRules())
+
+    def schedule(self, engine: Engine) -> StepBatch:
+        """The scheduler's own batch, for which it is asked each time the batch changes."""
+        batch = self.of.schedule(engine)._replace(repeatable=False)
+        if (engine.now <= self.at or not self.groups) and engine.running:
+            self._keep(engine, batch)
+        return batch
+
+    def _keep(self, engine: Engine, batch: StepBatch) -> None:
+        chunks = dict(batch.prefill)
+        skipped = {*batch.skipped, *engine.remaining_prefill}
+        groups: list[Group] = []
+        for request in engine.running:
+            if request in chunks:
+                new = chunks[request]
+                groups.append(Group(1, engine.computed_tokens(request) - new, new))
+            elif batch.decode and request not in skipped:
+                groups.append(Group(1, engine.computed_tokens(request), engine.new_tokens))
+        if groups:
+            self.groups, self.begins = groups, engine.now
+            self.decodes = not chunks and not batch.skipped and engine.drafts is None
+
+
+def captured(deployment: Deployment, workload: Workload, at: float, engine: int = 0) -> Captured:
+    """Capture the step that an engine runs `at` a time; if idle, the last one before.
+
+    Engines of groups are numbered one after the other. Raises UserError where it has run none.
+    """
+    (capture,) = _captured(deployment, workload, at, [engine])
+    if capture.begins > at:
+        raise UserError(f"engine {engine} runs no step before {at:g} s; choose a later moment")
+    return capture
+
+
+def _captured(
+    deployment: Deployment, workload: Workload, at: float, engines: Sequence[int]
+) -> list[Captured]:
+    """Capture the steps of some engines; the first one of an engine that has run none."""
+    numbers, watched = count(), dict[int, _Watched]()
+
+    def watch(scheduler: Scheduler) -> Scheduler:
+        number = next(numbers)
+        if number not in engines:
+            return scheduler
+        watched[number] = _Watched(scheduler, at)
+        return watched[number]
+
+    groups = [replace(group, watch=watch) for group in deployment.groups]
+    replace(deployment, groups=tuple(groups)).serve(workload, Slo())
+    return [_run_of(_of_engine(deployment, engine).group, watched[engine]) for engine in engines]
+
+
+def _run_of(group: InstanceGroup, watched: _Watched) -> Captured:
+    """Run of one step with the watched batch."""
+    groups, begins, at = watched.groups, watched.begins, watched.at
+    if not groups:
+        raise UserError("the engine runs no step at all; choose another one")
+    if watched.decodes and begins <= at:
+        times = group.instance.times.with_host(group.host)
+        keys = sum((g.context_length or 0) + 1 for g in groups)
+        limit = max(1, round((at - begins) / times.decode(len(groups), keys)) + 1)
+        steps = max(times.steps_within(len(groups), keys, at - begins, limit), 1) - 1
+        begins += times.decode_run(len(groups), keys, steps)
+        groups = [replace(g, context_length=(g.context_length or 0) + steps) for g in groups]
+    replicas = group.instance.replicas
+    of_instance = [replace(g, count=g.count * replicas) for g in sorted(groups, key=_lengths)]
+    return Captured(batch_run(group.instance.run, merge_groups(of_instance, "requests")), begins)
+
+
+def _lengths(group: Group) -> tuple[int, int]:
+    return group.new_tokens or 0, group.context_length or 0
+
+
+class _OneEngine(NamedTuple):
+    """An engine among all: its instances, and which replica of its instance the engine is."""
+
+    group: InstanceGroup
+    replica: int
+
+
+def _of_engine(deployment: Deployment, engine: int) -> _OneEngine:
+    for group in deployment.groups:
+        replicas = group.instance.replicas
+        num_engines = group.engines.instances * replicas
+        if 0 <= engine < num_engines:
+            return _OneEngine(group, engine % replicas)
+        engine -= num_engines
+    raise UserError("there is no such engine; see the table of engines for their numbers")
+
+
+def first_engine(deployment: Deployment, instance: int) -> int:
+    """The first engine of an instance, which are numbered through all groups."""
+    replicas = [s.instance.replicas for s in deployment.groups for _ in range(s.engines.instances)]
+    if not 0 <= instance < len(replicas):
+        raise UserError(f"instance {instance}: wanted one of 0 to {len(replicas) - 1}")
+    return [0, *accumulate(replicas)][instance]
+
+
+def step_at(
+    deployment: Deployment, outcome: Outcome, workload: Workload, at: float, engine: int
+) -> CompiledRun:
+    """Compile the step of an engine at some time, with the transfer that is in flight.
+
+    Where a request's cache is being sent from or to the engine, the step of the other one is beside
+    it (one that has run none yet: its first one): prefill ranks first. A link sends or receives one
+    cache at a time (`kv_transfer.KvLinks`), so there is at most one.
+    """
+    capture = captured(deployment, workload, at, engine)
+    model = _of_engine(deployment, engine).group.instance.model
+    transfer = _under_way(outcome, at, engine)
+    if transfer is None:
+        return compile(capture.run, model)
+    source, target, tokens, window_tokens, computed = transfer
+    ends = [
+        TransferEnd(
+            found.group.instance.run,
+            compile(step.run, found.group.instance.model),
+            found.replica,
+        )
+        for number, step in zip(
+            (source, target), _captured(deployment, workload, at, (source, target)), strict=True
+        )
+        for found in (_of_engine(deployment, number),)
+    ]
+    found = cache_messages(ends[0], ends[1], tokens, window_tokens)
+    return beside(ends[0].step, ends[1].step, found, computed=computed)
+
+
+class _Sent(NamedTuple):
+    """Transfer of a cache, or of a chunk of one."""
+
+    source: int
+    target: int
+    tokens: int
+    upto: int
+    """Tokens of the prompt, with whose last ones windows go; 0: these are not the last."""
+    computed: bool
+    """The cache was computed before the step."""
+
+
+def _under_way(outcome: Outcome, at: float, engine: int) -> _Sent | None:
+    """Transfer in flight at some time of which `engine` is an end."""
+    handover = outcome.handover
+    if handover is None:
+        return None
+    for push in handover.pushes:
+        ends = handover.engine[push.request], outcome.records.engine[push.request]
+        if push.begins <= at < push.arrives and engine in ends:
+            window_tokens = handover.tokens[push.request] if push.last else 0
+            return _Sent(*ends, push.tokens, window_tokens, computed=at >= push.step_end)
+    if handover.pushes:
+        return None
+    columns = zip(
+        handover.begins, handover.arrives, handover.engine, outcome.records.engine, handover.tokens,
+        strict=True,
+    )  # fmt: skip
+    for begins, arrives, source, target, tokens in columns:
+        if begins <= at < arrives and engine in (source, target):
+            return _Sent(source, target, tokens, tokens, computed=True)
+    return None

@@ -1,0 +1,430 @@
+"""Deployment: groups of equal instances behind one address, which serve a workload.
+
+Either all groups serve whole requests, or some compute prompts and the others decode: then the
+cache of each request goes over the network between them (`kv_transfer`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache
+
+from stagewright.errors import UserError
+from stagewright.run.sections.declare import LARGEST
+from stagewright.run.sections.serving import EngineSection, WorkloadSection
+from stagewright.run.sections.serving.pools import KvPush
+from stagewright.serving.disaggregation import (
+    PrefillEngine,
+    RemoteKvEngine,
+    RemoteKvScheduler,
+    Role,
+)
+from stagewright.serving.engine import Engine, Scheduler
+from stagewright.serving.host import HOSTS, HostTimes
+from stagewright.serving.instance import Instance
+from stagewright.serving.kv_cache import PagedKvCache
+from stagewright.serving.kv_transfer import Handover, KvTransferCost, KvTransfers
+from stagewright.serving.lockstep import LockstepGroup
+from stagewright.serving.metrics import ServingSummary, Slo, summarize
+from stagewright.serving.operation import InstanceEvents
+from stagewright.serving.routers import router_of
+from stagewright.serving.schedulers.named import BatchLimits, refuse_chunks_below_a_block
+from stagewright.serving.schedulers.priority import VllmByPriority
+from stagewright.serving.schedulers.static import Static
+from stagewright.serving.schedulers.tensorrt_llm import TensorRtLlm
+from stagewright.serving.schedulers.vllm import Vllm
+from stagewright.serving.simulation import (
+    Outcome,
+    Pool,
+    ProgressCallback,
+    ServingSimulation,
+    StopEarly,
+    chains_in_blocks,
+)
+from stagewright.serving.speculative import Drafts
+from stagewright.serving.stages import PromptStages
+from stagewright.serving.workload import Accepted, Records, Workload, accept, with_documents
+
+SAMPLES = 200
+"""Samples of the state of each engine while requests arrive."""
+
+
+@dataclass(frozen=True, eq=False)
+class InstanceGroup:
+    """Equal instances: their layout, engine settings and role.
+
+    Raises UserError for a scheduler whose chunks are smaller than a block of the cache.
+    """
+
+    instance: Instance
+    engines: EngineSection
+    limits: BatchLimits
+    scheduler: Scheduler
+    role: Role = "both"
+    watch: Callable[[Scheduler], Scheduler] | None = None
+    """Wraps the scheduler of each engine, in order."""
+
+    def __post_init__(self) -> None:
+        """Check the scheduler."""
+        refuse_chunks_below_a_block(self.scheduler, self.instance.cache.block_size)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all instances."""
+        return self.instance.gpus * self.engines.instances
+
+    @property
+    def num_engines(self) -> int:
+        """Engines of all instances: one for each rank of attention data parallelism."""
+        return self.engines.instances * self.instance.replicas
+
+    @property
+    def max_model_len(self) -> int:
+        """Largest number of tokens of a request."""
+        return self.instance.run.max_model_len or self.instance.model.max_position_embeddings
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of one engine; vLLM keeps one that stands for none (`null_block`)."""
+        return self.engines.num_gpu_blocks or self.instance.cache.blocks - 1
+
+    @property
+    def host(self) -> HostTimes:
+        """Host times of the engine; zero for a scheduler that was not measured."""
+        return HOSTS.get(self.engines.scheduler, HostTimes())
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Drafts of a step and their acceptance; raises UserError where that is not given.
+
+        vLLM has places for as many tokens more as there are drafts, which the draft model writes
+        (`num_lookahead_tokens`, vllm-project/vllm@00024d31 `vllm/v1/core/sched/scheduler.py`).
+        """
+        number, engines = self.instance.run.num_speculative_tokens, self.engines
+        length, rate = engines.acceptance_length, engines.acceptance_rate
+        if not number:
+            if length is not None or rate is not None:
+                raise UserError(
+                    "--acceptance-length and --acceptance-rate are of drafts, of which there are "
+                    "none; give --num-speculative-tokens"
+                )
+            return None
+        slots = 1 + number * (2 if isinstance(self.scheduler, Vllm) else 1)
+        if (length is None) == (rate is None):
+            raise UserError(
+                f"--num-speculative-tokens {number}: how many drafts are right decides how many "
+                f"tokens a step gives; give --acceptance-length (1 to {number + 1}) or "
+                "--acceptance-rate (0 to 1), and not both"
+            )
+        if length is not None:
+            return Drafts.of_length(number, length, slots)
+        return Drafts.of_rate(number, rate or 0.0, slots)
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest request that fits into the cache of an engine."""
+        cache = self.instance.cache
+        return (self.blocks - cache.blocks_per_request) * cache.block_size - self._draft_room
+
+    @property
+    def _draft_room(self) -> int:
+        """Tokens of drafts for which the longest request keeps room."""
+        return 0 if self.drafts is None else self.drafts.slots - 1
+
+    def check_room(self) -> None:
+        """Raise UserError where the cache has no room for a single token of a request."""
+        if self.room > 0:
+            return
+        cache = self.instance.cache
+        size, per_request = cache.block_size, cache.blocks_per_request
+        lacking = -(-(1 - self.room) // size)
+        raise UserError(
+            f"the KV cache of an engine has {self.blocks:,} blocks of {size} tokens, wanted at "
+            f"least {self.blocks + lacking:,}: each request takes {per_request:,} of them for "
+            f"states and windows, {self._draft_room:,} tokens for drafts, and its own tokens; give "
+            "more --num-gpu-blocks, or without that option more --gpu-memory-utilization or a "
+            "layout on more GPUs"
+        )
+
+    @property
+    def max_prompt(self) -> int:
+        """Tokens of the longest prompt; any, where prompts are computed in chunks."""
+        chunked: bool = getattr(self.scheduler, "enable_chunked_prefill", True)
+        return LARGEST if chunked else self.limits.tokens
+
+    def scheduler_for(self, workload: Workload) -> Scheduler:
+        """Scheduler of one engine for a workload."""
+        scheduler = self._scheduler_for(workload)
+        return scheduler if self.watch is None else self.watch(scheduler)
+
+    def _scheduler_for(self, workload: Workload) -> Scheduler:
+        if self.engines.scheduling_policy == "fcfs":
+            return copy(self.scheduler)
+        if type(self.scheduler) is not Vllm or self.instance.run.num_speculative_tokens:
+            raise UserError(
+                "--scheduling-policy priority is vLLM's, without speculative decoding here; leave "
+                "out --scheduler and --num-speculative-tokens, or the policy"
+            )
+        classes = workload.class_of or array("i", bytes(4 * len(workload)))
+        levels = [each.priority for each in workload.classes] or [0]
+        return VllmByPriority.of(self.scheduler, array("i", (levels[n] for n in classes)))
+
+    def serve(
+        self, workload: Workload, slo: Slo, progress: ProgressCallback | None = None
+    ) -> ServedRun:
+        """Serve a workload on these instances alone."""
+        return Deployment((self,)).serve(workload, slo, progress)
+
+
+@dataclass(frozen=True, eq=False)
+class ServedRun:
+    """Outcome of a workload, and its metrics."""
+
+    outcome: Outcome
+    summary: ServingSummary
+
+
+@dataclass(frozen=True, eq=False)
+class Deployment:
+    """Groups of instances behind one address.
+
+    Raises UserError where the roles of groups leave requests without a prompt or without decode.
+    """
+
+    groups: tuple[InstanceGroup, ...]
+    prefill_router: str = "round_robin"
+    stages: PromptStages | None = None
+    """Stages of requests before their prompts."""
+    operation: InstanceEvents | None = None
+    """Limits of queues, failures and scaling."""
+    kv_transfer: KvPush = "prompt"
+    """Part of a cache that leaves a prefill instance when it is computed."""
+
+    def __post_init__(self) -> None:
+        """Check the roles, and what operation requires."""
+        roles = {group.role for group in self.groups}
+        if roles not in ({"both"}, {"prefill", "decode"}):
+            raise UserError(
+                f"instances are for {' and '.join(sorted(roles)) or 'nothing'}; wanted some for "
+                "prefill and some for decode, or all for both"
+            )
+        if any(g.role == "decode" and isinstance(g.scheduler, Static) for g in self.groups):
+            raise UserError(
+                "scheduler static forms batches of whole requests, so its instances cannot decode "
+                "for others; choose vllm, sglang or tensorrt-llm"
+            )
+        changes = self.operation is not None and (self.operation.failures or self.operation.scaling)
+        replicated = any(group.instance.replicas > 1 for group in self.groups)
+        stores = self.stages is not None and self.stages.tiers
+        if changes and (replicated or stores):
+            raise UserError(
+                "failures and autoscaling are of instances without attention data parallelism or "
+                "stores; leave out --fail-at and --max-instances, or these"
+            )
+        if changes and self.kv_transfer != "prompt":
+            raise UserError(
+                f"--kv-transfer {self.kv_transfer} with failures or autoscaling is not modelled; "
+                "leave out --fail-at and --max-instances, or use --kv-transfer prompt"
+            )
+        scales = self.operation is not None and self.operation.scaling
+        if scales and len(self._back) > 1:
+            raise UserError(
+                "autoscaling is of instances that are alike; wanted one group that serves "
+                f"{self._back[0].role} beside --max-instances, got {len(self._back)}"
+            )
+
+    @property
+    def _front(self) -> list[InstanceGroup]:
+        """Groups that compute prompts."""
+        return [group for group in self.groups if group.role != "decode"]
+
+    @property
+    def _back(self) -> list[InstanceGroup]:
+        """Groups that decode; their instances may be scaled."""
+        return [group for group in self.groups if group.role != "prefill"]
+
+    @property
+    def disaggregated(self) -> bool:
+        """True if prompts and decode are on different instances."""
+        return len({group.role for group in self.groups}) > 1
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all instances."""
+        return sum(group.gpus for group in self.groups)
+
+    def serve(
+        self, workload: Workload, slo: Slo, progress: ProgressCallback | None = None
+    ) -> ServedRun:
+        """Serve a workload to its end."""
+        outcome, accepted = self.run(workload, progress)
+        gpus = self.gpus
+        if outcome.instances:  # those that served at one time
+            never = len(outcome.engines) - max(count for _, count in outcome.instances)
+            gpus -= never * self._back[0].instance.gpus
+        summary = summarize(outcome, slo, gpus, accepted.rejected, accepted.shortened)
+        return ServedRun(outcome, summary)
+
+    def run(
+        self,
+        workload: Workload,
+        progress: ProgressCallback | None = None,
+        stop_early: StopEarly | None = None,
+    ) -> tuple[Outcome, Accepted]:
+        """Simulate a workload, to its end or until `stop_early`; also what was accepted."""
+        if self.stages is not None and self.stages.added_tokens:
+            workload = with_documents(workload, self.stages.added_tokens)
+        accepted = self.accepted(workload)
+        front, back = self._front, self._back
+        in_blocks = chains_in_blocks(accepted.workload, back[0].instance.cache.block_size)
+        records, handover = (
+            Records.of(len(in_blocks)),
+            Handover.of(len(in_blocks) * self.disaggregated),
+        )
+        engines: list[Engine] = []
+        group_of: list[InstanceGroup] = []
+        for group in self.groups:
+            engines += self._engines(group, in_blocks, records, handover)
+            group_of += [group] * group.num_engines
+        transfers, router = None, back[0].engines.router
+        if self.disaggregated:
+            transfers = self._transfers(group_of, handover)
+            pools = [
+                _pool("prefill", group_of, in_blocks, self.prefill_router),
+                _pool("decode", group_of, in_blocks, router),
+            ]
+        else:
+            pools = [_pool("both", group_of, in_blocks, router)]
+        stages, operation = self.stages, self.operation
+        if stages is not None:
+            stages = replace(stages, bytes_per_token=front[0].instance.cache.bytes_per_token)
+        if operation is not None and operation.scaling is None:
+            operation = replace(operation, instances=len(engines))  # all serve
+        simulation = ServingSimulation(
+            in_blocks, records, engines, pools, transfers=transfers, stages=stages,
+            operation=operation, progress=progress, stop_early=stop_early,
+        )  # fmt: skip
+        return simulation.run(), accepted
+
+    def accepted(self, workload: Workload) -> Accepted:
+        """Requests that some instances can serve; raises UserError where none is left."""
+        front, back = self._front, self._back
+        for groups in (back, front):
+            max(groups, key=lambda group: group.room).check_room()
+        max_model_len = max(group.max_model_len for group in back)
+        room = max(group.room for group in back)
+        max_prompt = max(group.max_prompt for group in front)
+        prefill_room = max(group.room for group in front)
+        accepted = accept(workload, max_model_len, room, max_prompt, prefill_room)
+        if not len(accepted.workload):
+            why = "; ".join(f"{count} x {reason}" for reason, count in accepted.rejected.items())
+            raise UserError(
+                f"no request can be served: {why} (max_model_len {max_model_len}, KV cache of "
+                f"{room} tokens)"
+            )
+        return accepted
+
+    def _engines(
+        self, group: InstanceGroup, of: Workload, records: Records, handover: Handover
+    ) -> list[Engine]:
+        """Idle engines of a group, in lockstep where its replicas share experts."""
+        instance, drafts = group.instance, group.drafts
+        times = instance.times.of_replica(group.host)
+        sample_every = max(max(of.arrival) / SAMPLES, 0.05)
+        if group.role == "prefill":
+            of = replace(of, output=array("i", [1]) * len(of))
+        remote = group.role != "both" or self.operation is not None
+        remote = remote or (self.stages is not None and bool(self.stages.tiers))
+        to_the_end = isinstance(group.scheduler, TensorRtLlm)
+        engines: list[Engine] = []
+        for _ in range(group.num_engines):
+            blocks = PagedKvCache(
+                group.blocks,
+                instance.cache.block_size,
+                group.engines.enable_prefix_caching,
+                instance.cache.blocks_per_request,
+            )
+            scheduler = group.scheduler_for(of)
+            if remote:
+                scheduler = RemoteKvScheduler(scheduler, group.limits.requests, to_the_end)
+            args = (of, records, blocks, scheduler, times, sample_every)
+            if group.role == "prefill":
+                pushes = self.kv_transfer != "prompt"
+                engine = PrefillEngine(handover.prefilled, *args, pushes=pushes)
+            elif remote:
+                sent = group.role == "decode" and not isinstance(group.scheduler, Vllm)
+                engine = RemoteKvEngine(*args, role=group.role, with_first_token=sent)
+            else:
+                engine = Engine(*args)
+            engine.drafts = drafts
+            engines.append(engine)
+        if instance.barrier:
+            for begin in range(0, len(engines), instance.replicas):
+                LockstepGroup(engines[begin : begin + instance.replicas])
+        return engines
+
+    def _transfers(self, group_of: list[InstanceGroup], handover: Handover) -> KvTransfers:
+        """Transfers between engines of these groups."""
+        between = cache(transfer_between)
+
+        @cache
+        def of_groups(
+            source: InstanceGroup, target: InstanceGroup, tokens: int, last: bool
+        ) -> tuple[float, int]:
+            transfer = between(source, target)
+            return transfer.seconds(tokens, last), transfer.bytes(tokens, last)
+
+        def path(source: int, target: int, tokens: int, last: bool) -> tuple[float, int]:
+            return of_groups(group_of[source], group_of[target], tokens, last)
+
+        def layer_path(source: int, target: int, tokens: int, last: bool) -> tuple[int, float]:
+            instance = group_of[source].instance
+            layers = max(1, instance.model.num_layers // instance.run.pp)
+            transfer = between(group_of[source], group_of[target])
+            return layers, transfer.seconds(tokens, last, parts=layers)
+
+        return KvTransfers(handover, len(group_of), path, layer_path, self.kv_transfer)
+
+
+def _pool(role: Role, group_of: list[InstanceGroup], of: Workload, router: str) -> Pool:
+    """Pool of the engines of a role."""
+    groups = {number: group for number, group in enumerate(group_of) if group.role == role}
+
+    def fits(request: int, engine: int) -> bool:
+        prompt, group = of.prompt[request], groups[engine]
+        if role != "decode" and prompt > group.max_prompt:
+            return False
+        tokens = prompt if role == "prefill" else prompt + of.output[request] - 1
+        return tokens <= group.room
+
+    limits = {(group.room, group.max_prompt) for group in groups.values()}
+    weakest = {min(groups, key=lambda n: groups[n].room)}
+    weakest.add(min(groups, key=lambda n: groups[n].max_prompt))
+    all_fit = len(limits) == 1 or all(fits(r, n) for r in range(len(of)) for n in weakest)
+    hosts = {number: group.host for number, group in groups.items()}
+    return Pool(role, [*groups], router_of(router), hosts, None if all_fit else fits)
+
+
+def transfer_between(source: InstanceGroup, target: InstanceGroup) -> KvTransferCost:
+    """Transfer of a request's cache from a prefill instance to a decode instance."""
+    first, second = source.instance, target.instance
+    hardware = first.machine.hardware, second.machine.hardware
+    transfer = KvTransferCost.between(first.run, second.run, second.model, hardware)
+    drafters = first.drafter, second.drafter
+    if drafters[0] is None or drafters[1] is None:
+        return transfer
+    # vLLM's connectors send the caches of all layers, including those of the drafter.
+    layouts = drafters[0].run, drafters[1].run
+    return transfer.beside(KvTransferCost.between(*layouts, drafters[1].model, hardware))
+
+
+def slo_of(settings: WorkloadSection) -> Slo:
+    """Latency limits of the settings, in seconds."""
+
+    def seconds(milliseconds: float | None) -> float | None:
+        return None if milliseconds is None else milliseconds / 1000
+
+    return Slo(ttft=seconds(settings.ttft), tpot=seconds(settings.tpot), e2e=seconds(settings.e2e))

@@ -1,1 +1,0 @@
-"""One engine: its state, its KV cache, and how it moves on in time."""

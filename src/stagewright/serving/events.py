@@ -1,0 +1,41 @@
+"""Future events of a serving simulation, in one order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from heapq import heappop, heappush
+from itertools import count
+
+ARRIVAL, OTHER, BATCH_END = range(3)
+"""Order of events at one time: arrivals, other events, ends of batches."""
+
+Handler = Callable[[float, int], None]
+"""Processes an event of a request or an engine, by its number."""
+
+
+class EventQueue:
+    """Heap of events by time, kind, number and order of addition."""
+
+    def __init__(self) -> None:
+        """Create an empty heap."""
+        self._heap: list[tuple[float, int, int, int, Handler]] = []
+        self._additions = count()
+
+    def __bool__(self) -> bool:
+        """True if there are events."""
+        return bool(self._heap)
+
+    @property
+    def next_time(self) -> float:
+        """Time of the next event; infinite if there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def add(self, at: float, kind: int, number: int, handler: Handler) -> None:
+        """Add an event."""
+        heappush(self._heap, (at, kind, number, next(self._additions), handler))
+
+    def process_next(self) -> None:
+        """Remove the next event and call its handler."""
+        at, _, number, _, handler = heappop(self._heap)
+        handler(at, number)

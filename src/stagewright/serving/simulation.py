@@ -1,0 +1,537 @@
+"""ServingSimulation of a workload on engines in pools: all events in one order of time.
+
+Events are arrivals, ends of batches, of KV transfers and of stages before the prompt, failures and
+scaling. `ServingSimulation` routes each request through the pools; the engines decide what their
+batches compute (`engine.py`, `schedulers/`).
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from heapq import heappop, heappush
+
+import numpy as np
+
+from stagewright.serving.disaggregation import PrefillEngine, RemoteKvEngine, Role
+from stagewright.serving.engine import Engine
+from stagewright.serving.events import ARRIVAL, OTHER, EventQueue, Handler
+from stagewright.serving.host import HostTimes
+from stagewright.serving.kv_transfer import Handover, KvTransfers
+from stagewright.serving.operation import QUEUE_FULL, InstanceEvents, Operator, UpTime
+from stagewright.serving.routers import Router
+from stagewright.serving.stages import PromptStages, StageQueues, StoreReads
+from stagewright.serving.workload import Chain, Records, Workload
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with the number of finished requests, and of all."""
+StopEarly = Callable[[Workload, Records, float], bool]
+"""True if the records at some time suffice and the simulation may end."""
+REPORTS = 100
+"""Calls of `StopEarly` and of progress in a run, about."""
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Engines of one role among which a router chooses."""
+
+    role: Role
+    numbers: Sequence[int]
+    """Indices of the pool's engines among all engines."""
+    router: Router
+    hosts: Mapping[int, HostTimes]
+    """Host of each engine, by its index."""
+    fits: Callable[[int, int], bool] | None = None
+    """True if a request fits an engine; None: all fit everywhere."""
+
+    @cached_property
+    def host(self) -> HostTimes:
+        """Host that requests pass before the router: the fastest one."""
+        return min(self.hosts.values(), key=lambda host: host.before_prefill(1))
+
+    @cached_property
+    def has_one_host(self) -> bool:
+        """True if requests take as long to all engines."""
+        return len(set(self.hosts.values())) == 1
+
+    def extra_delay(self, engine: int, prompt_tokens: int) -> float:
+        """Seconds between the router and the queue of an engine with a slower host."""
+        if self.has_one_host:
+            return 0.0
+        delay = self.hosts[engine].before_prefill(prompt_tokens)
+        return max(0.0, delay - self.host.before_prefill(prompt_tokens))
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Result of a simulation."""
+
+    workload: Workload
+    records: Records
+    engines: Sequence[Engine]
+    stopped: bool = False
+    """Interrupted by the user: the records are what was known until then."""
+    handover: Handover | None = None
+    """Transfers between prefill and decode engines, if prompts are computed on engines apart."""
+    refused: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Number of requests that were not served to their ends, by reason."""
+    instances: Sequence[tuple[float, int]] = ()
+    """Times (s) at which the number of serving instances changed, and that number."""
+    up: Sequence[UpTime] = ()
+    """Time spans in which engines were up; empty: all of the time."""
+    stages: Mapping[str, array[float]] = field(default_factory=dict[str, "array[float]"])
+    """Seconds of each request in each stage before the prompt; nan where it was in none."""
+
+
+def chains_in_blocks(workload: Workload, block_size: int) -> Workload:
+    """Convert ends of chains from tokens to blocks; a block belongs to its last token's segment."""
+    if workload.chains is None:
+        return workload
+    blocks_of = block_size.__rfloordiv__
+    lengths = {ends for _, ends in workload.chains}  # many chains have equal ends
+    blocks = {ends: tuple(map(blocks_of, ends)) for ends in lengths}
+    chains: list[Chain] = [(keys, blocks[ends]) for keys, ends in workload.chains]
+    return replace(workload, chains=chains)
+
+
+class _EndSimulation(Exception):
+    """Raised when the records suffice."""
+
+
+class ServingSimulation:
+    """Requests on their way through pools of engines."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        records: Records,
+        engines: Sequence[Engine],
+        pools: Sequence[Pool],
+        *,
+        transfers: KvTransfers | None = None,
+        stages: PromptStages | None = None,
+        operation: InstanceEvents | None = None,
+        progress: ProgressCallback | None = None,
+        stop_early: StopEarly | None = None,
+    ) -> None:
+        """Prepare a run of engines that write into `records`.
+
+        `pools` are one pool for whole requests, or one for prefill and one for decode, which
+        `transfers` connects.
+        """
+        self.workload, self.records, self.engines = workload, records, engines
+        self.events = EventQueue()
+        self.finished = 0
+        """Requests that need nothing any more."""
+        self.instances: list[tuple[float, int]] = []
+        self._front = next(pool for pool in pools if pool.role != "decode")
+        self._decode = next((pool for pool in pools if pool.role == "decode"), None)
+        self._transfers = transfers
+        self._arrivals = ArrivalQueue(workload, self._front.host)
+        self._refused: Counter[str] = Counter()
+        self._progress, self._stop_early = progress, stop_early
+        self._every = max(1, len(workload) // REPORTS)
+        self._next_report = self._every
+        self._stopped_at: float | None = None
+
+        self._clocks = [*dict.fromkeys(engine.clock for engine in engines)]
+        index_of = {clock: index for index, clock in enumerate(self._clocks)}
+        self._clock_of = [index_of[engine.clock] for engine in engines]
+        self._numbers: list[list[int]] = [[] for _ in self._clocks]
+        for number, index in enumerate(self._clock_of):
+            self._numbers[index].append(number)
+        self._ends: list[tuple[float, int]] = []  # heap of clocks' next events, some outdated
+        self._scheduled = [math.inf] * len(self._clocks)
+
+        self._queues: StageQueues | None = None
+        self._stores: StoreReads | None = None
+        if stages is not None and stages.stations:
+            self._queues = StageQueues(stages, workload, self.events, self.route_prompt)
+        if stages is not None and stages.tiers:
+            self._stores = StoreReads(stages, workload, engines, self._front.numbers)
+        self._operator: Operator | None = None
+        if operation is not None:
+            scaled = (self._decode or self._front).numbers
+            self._operator = Operator(operation, range(len(engines)), scaled, self)
+        coupled = workload.after is not None or workload.concurrency is not None
+        coupled = coupled or self._stores is not None or self._operator is not None
+        self._coupled = coupled or transfers is not None
+        # Engines that nothing but arrivals can influence may be ahead of others, up to here.
+        span = max(workload.arrival, default=0.0) / REPORTS
+        self._lookahead = math.inf if progress is None and stop_early is None else span
+
+    def run(self) -> Outcome:
+        """Process all events, or up to where the user or `stop_early` ends the run."""
+        records, stopped = self.records, False
+        try:
+            self._process_events()
+        except _EndSimulation:
+            pass
+        except KeyboardInterrupt:
+            stopped = True
+        if self._stopped_at is not None and self._transfers is not None:
+            # A prefill engine notes a first token, too, which no user sees before the decode.
+            records = records.known(self._transfers.handover.prefilled, self._stopped_at)
+        stages: dict[str, array[float]] = {}
+        if self._queues is not None:
+            stages |= self._queues.seconds
+        if self._stores is not None:
+            stages["retrieve"] = self._stores.seconds
+        return Outcome(
+            self.workload,
+            records,
+            self.engines,
+            stopped,
+            None if self._transfers is None else self._transfers.handover,
+            refused=dict(self._refused),
+            instances=self.instances,
+            up=() if self._operator is None else self._operator.all_up(),
+            stages=stages,
+        )
+
+    @property
+    def has_events(self) -> bool:
+        """True if anything is to happen."""
+        return bool(self.events or self._ends)
+
+    def _process_events(self) -> None:
+        """Process events in order of time; at one time, the ends of batches last.
+
+        Where the end of a request influences no other request, an engine runs ahead up to the next
+        event that may influence it.
+        """
+        events, ends, scheduled = self.events, self._ends, self._scheduled
+        front = self._front
+        waits = self._coupled or self._queues is not None or not front.has_one_host
+        if not waits and not front.router.reads_engines:
+            for at, request in self._arrivals:
+                self._arrive(at, request)
+        else:
+            self._add_next_arrival()
+        if self._operator is not None:
+            self._operator.begin()
+        while ends or events:
+            external = events.next_time
+            if not ends or ends[0][0] >= external:
+                events.process_next()
+                continue
+            at, index = heappop(ends)
+            if scheduled[index] != at:
+                continue  # outdated
+            scheduled[index] = math.inf
+            clock = self._clocks[index]
+            if clock.next_event == at:
+                if self._coupled:
+                    clock.advance(at)
+                else:
+                    clock.advance(min(math.nextafter(external, 0.0), at + self._lookahead))
+                self._after_batch(at, index)
+            self._schedule_clock(index)
+
+    # ---- requests --------------------------------------------------------------------------------
+
+    def _add_next_arrival(self) -> None:
+        """Add the next arrival of a request that waits for no other one."""
+        arrival = next(self._arrivals, None)
+        if arrival is not None:
+            at, request = arrival
+            self.events.add(at, ARRIVAL, request, self._arrive_and_go_on)
+
+    def _arrive_and_go_on(self, at: float, request: int) -> None:
+        self._add_next_arrival()
+        self._arrive(at, request)
+
+    def _arrive(self, at: float, request: int) -> None:
+        """Note the arrival of a request, which has passed the host."""
+        self.records.arrival[request] = at - self._arrivals.delay(request)
+        if self._queues is None:
+            self.route_prompt(at, request)
+        else:
+            self._queues.enter(at, request)
+
+    def route_prompt(self, at: float, request: int) -> None:
+        """Choose the engine that computes a prompt."""
+        engine = self._route(at, self._front, request, self.route_prompt)
+        if engine is None:
+            return
+        self.records.engine[request] = engine
+        if self._transfers is not None:
+            self._transfers.handover.engine[request] = engine
+            if self._transfers.pushes and self._decode is not None:
+                target = self._route(at, self._decode, request, self.route_prompt)
+                assert target is not None
+                self._transfers.decode_engine[request] = target
+        delay = self._front.extra_delay(engine, self.workload.prompt[request])
+        if delay:
+            self.events.add(at + delay, ARRIVAL, request, self._enter_queue)
+        else:
+            self._enter_queue(at, request)
+
+    def _route(self, at: float, pool: Pool, request: int, retry: Handler) -> int | None:
+        """Index of the engine that a router chooses; None: the request waits for an instance."""
+        numbers = pool.numbers
+        if pool.fits is not None:
+            numbers = [number for number in numbers if pool.fits(request, number)]
+        if self._operator is not None:
+            fitting, numbers = numbers, self._operator.serving(numbers)
+            if not numbers:
+                self._operator.hold(at, request, retry, fitting)
+                return None
+        if self._stores is not None and pool is self._front:
+            numbers = self._stores.near(request, numbers)
+        engines = self.engines
+        if len(numbers) < len(engines):
+            engines = [engines[number] for number in numbers]
+        return numbers[pool.router.route(request, self.workload, engines)]
+
+    def _enter_queue(self, at: float, request: int) -> None:
+        """Add a request to the queue of its engine."""
+        number = self.records.engine[request]
+        self.records.reached[request] = at
+        engine = self.engines[number]
+        if self._operator is not None:
+            if self._operator.has_failed(number):
+                self.route_prompt(at, request)
+                return
+            if self._operator.queue_is_full(engine):
+                self.refuse(at, request, QUEUE_FULL)
+                return
+            if isinstance(engine, RemoteKvEngine):
+                self._operator.adopt(request, engine)
+        stored = 0 if self._stores is None else self._stores.find(request, number)
+        if stored:
+            assert isinstance(engine, RemoteKvEngine)
+            engine.add_remote_request(request, stored)
+        else:
+            engine.add_request(request)
+        self.schedule(number)
+
+    def _finish(self, at: float, request: int) -> None:
+        """Let requests arrive that waited for the end of this one."""
+        if self._stores is not None:
+            self._stores.keep(request, self._prefill_engine(request))
+        self._release_followers(at, request)
+
+    def _release_followers(self, at: float, request: int) -> None:
+        self.finished += 1
+        for arrival, follower in self._arrivals.after(request, at):
+            self.events.add(arrival, ARRIVAL, follower, self._arrive)
+
+    def _prefill_engine(self, request: int) -> int:
+        """Index of the engine that computes, or computed, a prompt."""
+        columns = self.records if self._transfers is None else self._transfers.handover
+        return columns.engine[request]
+
+    def refuse(self, at: float, request: int, reason: str) -> None:
+        """Give up a request; requests that waited for it go on."""
+        self._refused[reason] += 1
+        source = self._prefill_engine(request)
+        engine = self.engines[source]
+        if isinstance(engine, PrefillEngine) and engine.holds_unread(request):
+            engine.release_unread(request, at)
+            self.schedule(source)
+        self._release_followers(at, request)
+
+    # ---- engines ---------------------------------------------------------------------------------
+
+    def schedule(self, engine: int) -> None:
+        """Schedule the next event of an engine, which may have changed."""
+        self._schedule_clock(self._clock_of[engine])
+
+    def _schedule_clock(self, index: int) -> None:
+        end = self._clocks[index].next_event
+        if end != self._scheduled[index]:
+            self._scheduled[index] = end
+            if end < math.inf:
+                heappush(self._ends, (end, index))
+
+    def _after_batch(self, at: float, index: int) -> None:
+        """Process what the engines of a clock have done in a batch."""
+        if self._operator is not None:
+            for number in self._numbers[index]:
+                self._operator.after_batch(at, number)
+        for engine in self._clocks[index].engines:
+            if not self._coupled:
+                self.finished += len(engine.completed)
+                engine.completed.clear()
+                continue
+            if isinstance(engine, PrefillEngine) and engine.computed:
+                assert self._transfers is not None
+                self._transfers.push(engine)
+            if engine.completed:
+                completed = [*engine.completed]
+                engine.completed.clear()
+                finish = self._hand_over if isinstance(engine, PrefillEngine) else self._finish
+                for request in completed:
+                    finish(at, request)
+            if isinstance(engine, RemoteKvEngine) and engine.pulls:
+                self._start_pulls(at, engine)
+        if self.finished >= self._next_report:
+            self._report(at)
+
+    def _report(self, at: float) -> None:
+        """Report progress, and end the run if the records suffice."""
+        self._next_report = self.finished - self.finished % self._every + self._every
+        if self._progress is not None:
+            self._progress(self.finished, len(self.workload))
+        if self._stop_early is not None:
+            records = self.records
+            if self._transfers is not None:
+                records = records.known(self._transfers.handover.prefilled, at)
+            if self._stop_early(self.workload, records, at):
+                self._stopped_at = at
+                raise _EndSimulation
+
+    # ---- KV transfers ----------------------------------------------------------------------------
+
+    def _start_pulls(self, at: float, engine: RemoteKvEngine) -> None:
+        """Start to load the caches for which an engine has taken blocks."""
+        pulls = [*engine.pulls]
+        engine.pulls.clear()
+        for request, tokens in pulls:
+            if engine.role == "decode":
+                assert self._transfers is not None
+                if self._transfers.pushes:
+                    arrives = self._transfers.pushed_by(at, request)
+                    self.events.add(arrives, OTHER, request, self._kv_arrived)
+                    continue
+                target = self.records.engine[request]
+                arrives, number = self._transfers.pull(at, request, tokens, target)
+                handler = partial(self._pull_ended, number=number)
+                self.events.add(arrives, OTHER, request, handler)
+            else:
+                assert self._stores is not None
+                arrives = self._stores.read(at, request, tokens)
+                self.events.add(arrives, OTHER, request, self._store_read)
+
+    def _store_read(self, at: float, request: int) -> None:
+        self._finish_loading(at, request, self._prefill_engine(request))
+
+    def _kv_arrived(self, at: float, request: int) -> None:
+        self._finish_loading(at, request, self.records.engine[request])
+
+    def _finish_loading(self, at: float, request: int, number: int) -> None:
+        engine = self.engines[number]
+        assert isinstance(engine, RemoteKvEngine)
+        engine.finish_loading(request, at)
+        self.schedule(number)
+
+    def _pull_ended(self, at: float, request: int, number: int) -> None:
+        """Use the cache of a request where it decodes, unless an engine has failed."""
+        assert self._transfers is not None
+        if self._transfers.finish(request, number):
+            self._release_source(at, request)
+            self._kv_arrived(at, request)
+
+    def _release_source(self, at: float, request: int) -> None:
+        """Free the blocks of a prompt whose cache has been read."""
+        source = self._prefill_engine(request)
+        engine = self.engines[source]
+        assert isinstance(engine, PrefillEngine)
+        engine.release_unread(request, at)
+        self.schedule(source)
+
+    def cancel_transfer(self, request: int) -> None:
+        """Cancel the transfer of a request's cache, if one is in flight."""
+        if self._transfers is not None:
+            self._transfers.cancel(request)
+
+    def _hand_over(self, at: float, request: int) -> None:
+        """Send a request whose prompt is complete to the decode pool.
+
+        The host counts again: vLLM's proxy sends the whole request to one server and then to the
+        other, each with HTTP and tokenizer (vllm-project/vllm,
+        `tests/v1/kv_connector/nixl_integration/toy_proxy_server.py`).
+        """
+        assert self._transfers is not None
+        assert self._decode is not None
+        if self._transfers.pushes:
+            arrives = self._transfers.pushed_by(at, request)
+            self.events.add(arrives, OTHER, request, self._release_source)
+        delay = self._decode.host.before_prefill(self.workload.prompt[request])
+        self.events.add(at + delay, ARRIVAL, request, self.route_decode)
+
+    def route_decode(self, at: float, request: int) -> None:
+        """Choose the engine that decodes a request."""
+        assert self._transfers is not None
+        assert self._decode is not None
+        if self._transfers.pushes:
+            number = self._transfers.decode_engine[request]
+        else:
+            number = self._route(at, self._decode, request, self.route_decode)
+        if number is None:
+            return
+        self.records.engine[request] = number
+        delay = self._decode.extra_delay(number, self.workload.prompt[request])
+        self.events.add(at + delay, ARRIVAL, request, self._enter_decode_queue)
+
+    def _enter_decode_queue(self, at: float, request: int) -> None:
+        """Add a request to the queue of the engine that decodes it."""
+        number = self.records.engine[request]
+        engine = self.engines[number]
+        assert isinstance(engine, RemoteKvEngine)
+        has_kv = True
+        if self._operator is not None:
+            if self._operator.has_failed(number):
+                self.route_decode(at, request)
+                return
+            has_kv = not self._operator.kv_was_lost(request)
+            if not has_kv and not self._operator.recomputes:
+                self._operator.fail_request(at, request)
+                return
+            self._operator.adopt(request, engine)
+        self.records.reached[request] = at
+        if has_kv:
+            engine.add_remote_request(request, engine.tokens(request))
+        else:
+            engine.add_request(request)
+        self.schedule(number)
+
+
+class ArrivalQueue(Iterator[tuple[float, int]]):
+    """Arrivals at the router of requests that wait for no other one."""
+
+    def __init__(self, workload: Workload, host: HostTimes) -> None:
+        """Requests pass `host` on their way."""
+        self._workload, self._host = workload, host
+        self._followers: dict[int, list[int]] = {}
+        free: Sequence[int] = range(len(workload))
+        if workload.after is not None:
+            for request, predecessor in enumerate(workload.after):
+                if predecessor >= 0:
+                    self._followers.setdefault(predecessor, []).append(request)
+            free = [request for request in free if workload.after[request] < 0]
+        self._queued = iter(())
+        if workload.concurrency is not None:
+            self._queued = iter(free[workload.concurrency :])
+            free = free[: workload.concurrency]
+        if host.per_prompt_token or (np.diff(np.frombuffer(workload.arrival)) < 0).any():
+            free = sorted(free, key=self._arrival)
+        self._free = iter(free)
+
+    def __next__(self) -> tuple[float, int]:
+        """Return time and number of the next request."""
+        request = next(self._free)
+        return self._arrival(request), request
+
+    def _arrival(self, request: int) -> float:
+        """Time at which a request has passed the host, if it waits for no other one."""
+        return self._workload.arrival[request] + self.delay(request)
+
+    def delay(self, request: int) -> float:
+        """Seconds from the user to the engine's queue."""
+        return self._host.before_prefill(self._workload.prompt[request])
+
+    def after(self, request: int, at: float) -> Iterator[tuple[float, int]]:
+        """Arrivals of the requests that waited for the end of one."""
+        following = self._followers.pop(request, [])
+        if self._workload.concurrency is not None:
+            queued = next(self._queued, None)
+            if queued is not None:
+                following = [*following, queued]
+        for follower in following:
+            yield at + self._arrival(follower), follower
