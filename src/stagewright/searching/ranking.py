@@ -154,7 +154,7 @@ class Ranking:
     def optimistic_values(self, names: Sequence[str]) -> Float:
         """Estimates times the lowest simulated/estimated ratio of their ZeRO stage.
 
-        The ratio is at most 1 - `SLACK`, of bytes 1 - `MEMORY_SLACK`. ZeRO 0 and 1 share a class.
+        The ratio is at most 1 - `SLACK`, of bytes 1 - `MEMORY_SLACK`. ZeRO 0 and 1 share one error.
         Returns [candidates, objectives].
         """
         zero = np.maximum(self.candidates.numbers("zero"), 1)
@@ -198,7 +198,9 @@ class Ranking:
     @property
     def proven(self) -> bool:
         """True if no candidate that was not simulated can be faster than the best."""
-        return self.options.exact and not self.stopped and len(self.best) > 0 and not len(self.open)
+        if not self.options.exact or self.stopped or not len(self.best):
+            return False
+        return not len(self.open) and not self.without_metrics.any()
 
     def missing_objective(self, *names: str) -> Bool:
         """Mask of candidates that have metrics, but lack one of these objectives."""

@@ -1,9 +1,9 @@
 """Estimate all candidates, then simulate best first until none can win.
 
 First the best variant of each of the best layouts is simulated. Then candidates are simulated in
-the order of their estimates, until no estimate, reduced by its stage's worst error so far, beats
-the best. At the end follow candidates of rows that are printed: the best of each choice, and
-variants of a listed layout that may take less memory. A small space is simulated without estimates.
+the order of their estimates, until no estimate, reduced by the worst error at its ZeRO stage so
+far, beats the best. At the end follow candidates of rows that are printed: the best of each choice,
+and variants of a listed layout that may take less memory. A small space is simulated whole.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class _Simulator:
         ranking.figures.put(at, with_costs(ranking.candidates.take(at), results.figures))
         ranking.launches |= {int(indices[n]): seconds for n, seconds in results.launches.items()}
         ranking.refused |= {int(indices[n]): message for n, message in results.refused.items()}
-        ranking.figures.exact[[*ranking.refused]] = False
         ranking.stopped = results.stopped
 
     @property
@@ -158,19 +157,16 @@ def _simulate_layouts(simulator: _Simulator) -> None:
 
 
 def _simulate_promising(simulator: _Simulator) -> None:
-    """Simulate candidates that may be better than the best, best estimates first."""
+    """Simulate candidates that may be better than the best, by the first objective."""
     ranking = simulator.ranking
-    options = ranking.options
-    values = objectives.values(ranking.estimates, options.objectives)
-    if ranking.bounds is not None:
-        values = ranking.bounds[:, None]
+    values = ranking.bounds
+    if values is None:
+        values = objectives.values(ranking.estimates, ranking.options.objectives)[:, 0]
     while len(ranking.winners) and not ranking.stopped:
-        order = ranking.promising()
-        if not len(order) or (simulator.at_limit and not options.exact):
+        indices = ranking.promising()
+        if not len(indices) or (simulator.at_limit and not ranking.options.exact):
             return
-        if len(options.objectives) == 1:
-            order = order[np.argsort(values[order, 0], kind="stable")]
-        simulator.simulate(order[:BATCH])
+        simulator.simulate(indices[np.argsort(values[indices], kind="stable")][:BATCH])
 
 
 def _simulate_choices(simulator: _Simulator) -> None:
