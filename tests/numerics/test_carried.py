@@ -20,7 +20,7 @@ from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import LEAVES
 from stagewright.lower.blocks import build_block, shard_block
-from stagewright.lower.kernels.live_values import LiveValue, handed_on, interface
+from stagewright.lower.kernels.live_values import LiveValue, outputs, interface
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant, place_blocks, tie_tables
@@ -59,7 +59,7 @@ class Whole:
         ]
         self.ahead = [only_forward(graph) for graph in self.graphs]
         self.made = [
-            {c: key(graph, n) for c, n in handed_on(graph).items()} for graph in self.graphs
+            {c: key(graph, n) for c, n in outputs(graph).items()} for graph in self.graphs
         ]
         self.own: list[dict[str, Any]] = []
         shared: dict[str, Any] = {}
@@ -100,7 +100,7 @@ class Whole:
 
 
 def only_forward(graph: Graph) -> Graph:
-    made = {n for c, n in handed_on(graph).items() if not c.gradient}
+    made = {n for c, n in outputs(graph).items() if not c.gradient}
     kept = {name: n for name, n in graph.outputs.items() if n in made or name == "loss"}
     return Graph.of([n for n in graph if n.phase == "forward"], kept)
 

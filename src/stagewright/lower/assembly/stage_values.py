@@ -80,7 +80,7 @@ class StageValues:
             name = placed.name(t.name)
             self._reloaded[i] = self._transient(name, layer, t, "activations", t.comm_bytes, touch)
         on_host = block.offloaded if phase in ("recompute", "backward") else ()
-        touched = [  # `use.touched` are owners of bytes, of which most have a value
+        touched = [  # owners of bytes: most have a value
             self._reloaded[i] if n in on_host else of_node.get(n) or self.value(i, n)
             for n in use.touched
         ]
