@@ -20,7 +20,7 @@ from stagewright.errors import UserError
 from stagewright.graph.node import Graph
 from stagewright.graph.table import LEAVES
 from stagewright.lower.blocks import build_block, shard_block
-from stagewright.lower.kernels.live_values import LiveValue, outputs, interface
+from stagewright.lower.kernels.live_values import LiveValue, interface, outputs
 from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant, place_blocks, tie_tables
@@ -58,9 +58,7 @@ class Whole:
             build_block(k, self.config, recipe_of(run, self.config)).graph for k, _ in kinds
         ]
         self.ahead = [only_forward(graph) for graph in self.graphs]
-        self.made = [
-            {c: key(graph, n) for c, n in outputs(graph).items()} for graph in self.graphs
-        ]
+        self.made = [{c: key(graph, n) for c, n in outputs(graph).items()} for graph in self.graphs]
         self.own: list[dict[str, Any]] = []
         shared: dict[str, Any] = {}
         for seed, graph in enumerate(self.graphs):
