@@ -72,7 +72,7 @@ def test_a_run_that_stops_ends_its_processes() -> None:
 
 
 ONE_JOB_OF_AN_HOUR = """
-import multiprocessing, threading, time
+import multiprocessing, signal, threading, time
 from stagewright.executors import Processes
 
 def report():
@@ -81,6 +81,7 @@ def report():
     print(*(process.pid for process in multiprocessing.active_children()), flush=True)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     threading.Thread(target=lambda: (time.sleep(1), report())).start()
     Processes(2, worth=0).run(time.sleep, [3600.0, 3600.0], print)
 """
@@ -93,7 +94,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path, number: in
         assert parent.stdout is not None
         pids = [int(word) for word in parent.stdout.readline().split()]
         os.kill(parent.pid, number)
-        parent.wait()
+        parent.wait(timeout=60)
         assert pids
         deadline = time.monotonic() + 60
         while any(map(runs, pids)):
