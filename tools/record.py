@@ -44,12 +44,8 @@ import recorded_serving
 
 import goldens
 import stagewright as sw
-from paths import ROOT
-from stagewright.api.searched import run_search
 from stagewright.errors import UserError
 from stagewright.program.fit import held_at_peak
-from stagewright.searching.ranking import SearchOptions
-from stagewright.searching.request import search_request as search_of_file
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.unbundle import expand
@@ -179,11 +175,7 @@ def search_record(name: str) -> dict[str, Any]:
     if stragglers := asked.pop("stragglers", None):
         asked["stragglers"] = {int(rank): factor for rank, factor in stragglers.items()}
     try:
-        if "config" in asked:
-            of = search_of_file({}, ROOT / asked["config"], gpus=asked["gpus"])
-            found = run_search(of, SearchOptions())
-        else:
-            found = sw.search(asked.pop("model"), asked.pop("hardware"), **asked)
+        found = sw.search(asked.pop("model"), asked.pop("hardware"), **asked)
     except UserError as error:
         return {"search": name, "refused": str(error)}
     ranking = found.ranking

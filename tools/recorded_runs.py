@@ -271,13 +271,11 @@ SEARCHES: dict[str, Settings] = {
     # Those of docs/search.md that take longest.
     "page: llama3.1-405b": {"hardware": "h100-sxm", "model": "llama3.1-405b", "gpus": 16384},
     "page: gpt3-175b": CALCULON,
-    "page: calculon": {"config": "benchmarks/calculon.yaml", "gpus": 4096},
 }  # fmt: skip
-"""By name: what `stagewright.search` is asked, or a run file and the GPUs of `stagewright search`.
-Of docs/search.md only mixtral-8x7b on 64 GPUs, which takes minutes, is left out."""
+"""Arguments of `stagewright.search` by name."""
 
 LONG = (
     *("experts", "front", "memory", "straggler"),
-    *("page: llama3.1-405b", "page: gpt3-175b", "page: calculon"),
+    *("page: llama3.1-405b", "page: gpt3-175b"),
 )
 """Searches that take a CPU-minute or more: recorded last, at a low priority."""
