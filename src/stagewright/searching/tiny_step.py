@@ -12,7 +12,14 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.lower.variants import PlacedVariant, place_blocks
 from stagewright.model.layers import Layer
 from stagewright.program.along import along
-from stagewright.program.columns import CATEGORIES, COLLECTIVES, PHASES, TaskKind
+from stagewright.program.columns import (
+    CATEGORIES,
+    COLLECTIVES,
+    FORWARD_PHASE,
+    OPTIMIZER_PHASE,
+    PHASES,
+    TaskKind,
+)
 from stagewright.time.expense.power import kernel_energies
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, table_rows
@@ -22,7 +29,6 @@ GROUPS = ("dense", "expert")
 USES = ("gather_forward", "gather_recompute", "gather_backward", "reduce", "update")
 """Gathers of parameters for a pass, reductions of gradients, gathers of updated parameters."""
 _STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
-_FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
 COSTS = (
@@ -135,8 +141,8 @@ def _passes(tiny: _TinyStep) -> dict[str, Float]:
     """
     tasks, line = tiny.tasks, tiny.step.line
     in_block = tiny.block >= 0
-    forward = in_block & (tasks.phase == _FORWARD) & (tasks.microbatch == 1)
-    backward = in_block & (tasks.phase != _FORWARD) & (tasks.phase != _OPTIMIZER)
+    forward = in_block & (tasks.phase == FORWARD_PHASE) & (tasks.microbatch == 1)
+    backward = in_block & (tasks.phase != FORWARD_PHASE) & (tasks.phase != OPTIMIZER_PHASE)
     backward &= tasks.microbatch == 0
     main, over_ep = tiny.main, _communicates_over(tiny, "ep")
     weights = _weight_half(tiny, backward & main)
@@ -188,14 +194,16 @@ def _activations(tiny: _TinyStep) -> dict[str, Float]:
     mask = values.microbatch == 0
     value, first, last = (column[mask] for column in (values.value, values.first, values.last))
     block, size = tiny.value_blocks(value), values.size[value].astype(np.float64)
-    turn = int(np.argmax(tasks.phase != _FORWARD))
+    turn = int(np.argmax(tasks.phase != FORWARD_PHASE))
     crossing = (first < turn) & (last >= turn) & (block >= 0)
     saved = _sums(block[crossing], size[crossing], len(tiny.kinds))
     live = np.zeros(len(tasks) + 2)
     np.add.at(live, np.maximum(first, 0), size)
     np.add.at(live, last + 1, -size)
     live = np.cumsum(live)[: len(tasks)]
-    backward = (tasks.phase != _OPTIMIZER) & (tasks.phase != _FORWARD) & (tasks.microbatch == 0)
+    backward = (
+        (tasks.phase != OPTIMIZER_PHASE) & (tasks.phase != FORWARD_PHASE) & (tasks.microbatch == 0)
+    )
     rows = np.flatnonzero((tiny.block >= 0) & backward)
     transient = np.zeros(len(saved))
     np.maximum.at(transient, tiny.block[rows], live[rows] - np.cumsum(saved)[tiny.block[rows]])
@@ -212,7 +220,7 @@ def _states(tiny: _TinyStep) -> dict[str, Float]:
         rows = (category == CATEGORIES.index(name)) & (block >= 0)
         costs[name] = tiny.mean_of_kind(block[rows], values.size[value[rows]].astype(np.float64))
     updates = tiny.main | (tasks.kind == TaskKind.STORE)  # stores offload to the host's optimizer
-    updates &= (tiny.block >= 0) & (tasks.phase == _OPTIMIZER)
+    updates &= (tiny.block >= 0) & (tasks.phase == OPTIMIZER_PHASE)
     costs["optimizer seconds"] = tiny.mean_of_kind(tiny.block[updates], tiny.seconds[updates])
     return costs
 

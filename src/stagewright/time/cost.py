@@ -22,8 +22,8 @@ from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
 from stagewright.lower.inference.joined import Meshes
 from stagewright.program.columns import (
+    BACKWARD_PHASE,
     COLLECTIVES,
-    PHASES,
     Program,
     RankClass,
     TaskKind,
@@ -287,7 +287,7 @@ def kernel_seconds(tasks: Tasks, rows: NDArray[np.intp], hardware: Hardware) -> 
         # An extent that a kernel need not have is 0 where it lacks it: chunks of attention.
         extents = dict.fromkeys(name for shape in shapes for name in shape)
         size = {x: np.array([shape.get(x, 0) for shape in shapes], float) for x in extents}
-        backward = tasks.phase[rows[selected]] == PHASES.index("backward")
+        backward = tasks.phase[rows[selected]] == BACKWARD_PHASE
         kernels = Kernels(size, flops[selected], traffic[selected], dtype, backward)
         seconds[selected] = kernels_seconds(kernel, kernels, hardware)
     return seconds

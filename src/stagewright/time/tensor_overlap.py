@@ -14,12 +14,11 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
+from stagewright.program.columns import BACKWARD_PHASE, COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.time.fused_products import Gemms, gemms_of, gemms_seconds
 from stagewright.time.hardware import Hardware
 
 Seconds = Float
-_BACKWARD = PHASES.index("backward")
 
 
 def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) -> Seconds:
@@ -85,8 +84,8 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
 
     waiter, dep = tasks.reads
     reads_backward = np.zeros(len(tasks), bool)
-    reads_backward[waiter[tasks.phase[dep] == _BACKWARD]] = True
-    gathers &= (tasks.phase != _BACKWARD) | reads_backward
+    reads_backward[waiter[tasks.phase[dep] == BACKWARD_PHASE]] = True
+    gathers &= (tasks.phase != BACKWARD_PHASE) | reads_backward
     # A cast stands for the value it converts.
     origin = np.arange(len(tasks))
     converts_gather = converts[waiter] & gathers[dep]
@@ -97,7 +96,7 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
     order = np.lexsort((fed_by, source))
     source, fed_by = source[order], fed_by[order]
     is_second = np.zeros(len(source), bool)
-    is_second[1:] = (source[1:] == source[:-1]) & (tasks.phase[source[1:]] == _BACKWARD)
+    is_second[1:] = (source[1:] == source[:-1]) & (tasks.phase[source[1:]] == BACKWARD_PHASE)
     feeds_scatter = scatters[waiter] & product[dep]
     collective = np.concatenate([source[~is_second], waiter[feeds_scatter]])
     products = np.concatenate([fed_by[~is_second], dep[feeds_scatter]])

@@ -20,7 +20,7 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.files import atomic
 from stagewright.program.along import axis_of
-from stagewright.program.columns import CATEGORIES, PHASES, TaskKind
+from stagewright.program.columns import CATEGORIES, FORWARD_PHASE, OPTIMIZER_PHASE, PHASES, TaskKind
 from stagewright.time.simulate.memory import memory_timeline
 from stagewright.time.simulate.order import num_streams
 from stagewright.time.simulate.timeline import Lane, Timeline
@@ -143,8 +143,8 @@ def _actions(line: Timeline, nth: int, lane: Lane) -> Iterator[str]:
     if not len(place):
         return
     tasks, rows = lane.rank_class.tasks, lane.issue.rows[place]
-    step = tasks.phase[rows] == PHASES.index("optimizer")
-    backward = tasks.phase[rows] != PHASES.index("forward")
+    step = tasks.phase[rows] == OPTIMIZER_PHASE
+    backward = tasks.phase[rows] != FORWARD_PHASE
     what = np.stack([tasks.stage[rows], backward, tasks.microbatch[rows], step]).astype(np.int64)
     what[:3, step] = -1
     new = np.append(True, (np.diff(what, axis=1) != 0).any(axis=0))

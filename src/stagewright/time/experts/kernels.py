@@ -20,7 +20,14 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.node import BYTES, LOW
 from stagewright.graph.table import OPS, Timing
-from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind, Tasks
+from stagewright.program.columns import (
+    BACKWARD_PHASE,
+    COLLECTIVES,
+    FORWARD_PHASE,
+    Program,
+    TaskKind,
+    Tasks,
+)
 from stagewright.program.shapes import GEMM, ops_of
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second, copies_seconds, memory_seconds
@@ -93,7 +100,7 @@ def _quantized(tasks: Tasks) -> bool:
 def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
     """Seconds of each task for biases of experts, beyond those of its bytes."""
     seconds = np.zeros(len(tasks))
-    forward = tasks.phase == PHASES.index("forward")
+    forward = tasks.phase == FORWARD_PHASE
     outer = forward & _products(tasks, lambda extents: extents["k"] == 1)
     sums = ~forward & _products(tasks, lambda extents: extents["n"] == 1)
     products = np.flatnonzero(outer | sums)
@@ -135,4 +142,4 @@ def weighed_within(tasks: Tasks) -> Bool:
 
 def trains(tasks: Tasks) -> bool:
     """True for tasks of a training step."""
-    return bool((tasks.phase == PHASES.index("backward")).any())
+    return bool((tasks.phase == BACKWARD_PHASE).any())

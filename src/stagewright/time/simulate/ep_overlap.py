@@ -11,10 +11,8 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
-from stagewright.program.columns import PHASES, Tasks
+from stagewright.program.columns import FORWARD_PHASE, OPTIMIZER_PHASE, Tasks
 from stagewright.run.settings import Run
-
-_FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
 def order(tasks: Tasks, row: Int, unit: Int, member: Int, exchanges: Bool) -> Int:
@@ -27,7 +25,7 @@ def order(tasks: Tasks, row: Int, unit: Int, member: Int, exchanges: Bool) -> In
     microbatch, phase, stage = (
         column[row].astype(np.int64) for column in (tasks.microbatch, tasks.phase, tasks.stage)
     )
-    direction = np.where(phase == _OPTIMIZER, 2, phase != _FORWARD)
+    direction = np.where(phase == OPTIMIZER_PHASE, 2, phase != FORWARD_PHASE)
     copy = np.append(True, (np.diff(unit) != 0) | (np.diff(member) != 0))[: len(row)]
     # Rows once per step join the action before them.
     has_action = (microbatch >= 0) | (direction != 1) | copy

@@ -36,7 +36,8 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.table import OPS, Timing
 from stagewright.program.columns import (
     COLLECTIVES,
-    PHASES,
+    FORWARD_PHASE,
+    OPTIMIZER_PHASE,
     Program,
     RankClass,
     TaskKind,
@@ -50,8 +51,6 @@ from stagewright.time.cost import timing_of
 from stagewright.time.fused_products import joint_rows, within_products
 from stagewright.time.hardware import Hardware
 from stagewright.time.simulate.host import HostWork
-
-_FORWARD, _OPTIMIZER = PHASES.index("forward"), PHASES.index("optimizer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ def _shard_copy_seconds(rank_class: RankClass, by_slot: Float, microbatches: int
     gathers = tasks.collective == COLLECTIVES.index("all_gather")
     updates = np.array(["adamw" in ops_of(op) or "sgd" in ops_of(op) for op in tasks.ops])[tasks.op]
     joint = joint_rows(_unmeasured(tasks))
-    forward = (tasks.phase[joint.rows] == _FORWARD) & (tasks.microbatch[joint.rows] >= 0)
+    forward = (tasks.phase[joint.rows] == FORWARD_PHASE) & (tasks.microbatch[joint.rows] >= 0)
     _, first = np.unique(joint.whole[forward], return_index=True)
     merged = np.zeros(len(tasks), np.int64)
     merged[joint.rows[forward]] = 1
@@ -227,7 +226,7 @@ def _shard_copy_seconds(rank_class: RankClass, by_slot: Float, microbatches: int
     by_action = np.diff(before[:, rank_class.work.actions.begin], axis=1)
     num_updated, num_merged = by_action[:, order.action].sum(axis=1).tolist()
     parameters = num_updated - num_merged // microbatches
-    in_optimizer = gathers & (tasks.phase == _OPTIMIZER)
+    in_optimizer = gathers & (tasks.phase == OPTIMIZER_PHASE)
     return _by_communicator(tasks, by_slot) * np.where(in_optimizer, parameters, 0)
 
 
@@ -265,7 +264,7 @@ def _launches(
     if mode == "compile":
         kernels[_follows_fusable(tasks, run)] = 0
     micros = np.where(kernels > 0, cost.call, 0.0) + np.maximum(kernels - 1, 0) * cost.kernel
-    in_loop = (tasks.kind == TaskKind.COMPUTE) & (tasks.phase == _OPTIMIZER)
+    in_loop = (tasks.kind == TaskKind.COMPUTE) & (tasks.phase == OPTIMIZER_PHASE)
     micros[in_loop] = min(cost.call, TENSOR_LAUNCH)
     messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
     micros[messages] += execution.p2p_metadata_s * 1e6 / hardware.host_factor
@@ -366,7 +365,7 @@ def _captured(tasks: Tasks, modules: frozenset[str]) -> Bool:
     if modules & _MIXERS:
         names.add("attn")
     captured = np.isin(_modules(tasks), sorted(names)) & (tasks.microbatch >= 0)
-    return captured & (tasks.phase != _OPTIMIZER)
+    return captured & (tasks.phase != OPTIMIZER_PHASE)
 
 
 def _modules(tasks: Tasks) -> NDArray[np.str_]:
@@ -406,7 +405,7 @@ def _waits(program: Program, tasks: Tasks, run: Run) -> Bool:
         return waits
     if run.moe_expert_capacity_factor is None:
         # The host sizes buffers of experts by the counts of their tokens.
-        counts_exchange = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.phase == _FORWARD)
+        counts_exchange = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.phase == FORWARD_PHASE)
         counts_exchange &= np.array([dtype == "int64" for dtype in tasks.dtypes])[tasks.dtype]
         chooses = np.array(["topk" in ops_of(name) for name in tasks.ops])[tasks.op]
         waits |= (
@@ -414,7 +413,7 @@ def _waits(program: Program, tasks: Tasks, run: Run) -> Bool:
         )
     if run.framework == "megatron":
         clip = np.array(["divide" in ops_of(name) for name in tasks.ops])[tasks.op]
-        waits |= clip & (tasks.phase == _OPTIMIZER) & (tasks.kind == TaskKind.COMPUTE)
+        waits |= clip & (tasks.phase == OPTIMIZER_PHASE) & (tasks.kind == TaskKind.COMPUTE)
         if run.vpp == 1 and run.schedule not in ASYNCHRONOUS:
             between_stages = np.array([peer.axis == "pp" for peer in program.peers] + [False])
             messages = tasks.kind == TaskKind.RECV

@@ -37,11 +37,13 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int, is_any
 from stagewright.program.along import along
 from stagewright.program.columns import (
+    BACKWARD_PHASE,
     COLLECTIVE,
     COLLECTIVES,
     COMPUTE,
+    FORWARD_PHASE,
     LOAD,
-    PHASES,
+    OPTIMIZER_PHASE,
     RECV,
     SEND,
     STORE,
@@ -58,7 +60,6 @@ COMPUTE_STREAM = 0
 NO_STREAM = -1
 """Stream of a receive: it is posted, and occupies none."""
 
-_FORWARD, _BACKWARD, _OPTIMIZER = (PHASES.index(p) for p in ("forward", "backward", "optimizer"))
 _ALL_GATHER = COLLECTIVES.index("all_gather")
 _REDUCTIONS = (COLLECTIVES.index("reduce_scatter"), COLLECTIVES.index("all_reduce"))
 
@@ -330,13 +331,13 @@ def _issue_positions(
     gathers = _gathers(tasks)[row] & ~has_input
     if execution.prefetch == 1:
         # The program has all other gathers one block ahead already.
-        gathers &= tasks.phase[row] == _OPTIMIZER
+        gathers &= tasks.phase[row] == OPTIMIZER_PHASE
     if gathers.any():
         is_kernel = (tasks.kind[row] == COMPUTE) & ~on_comm_stream
         is_kernel[casts.waiter] = False
         _prefetch(units, local, is_kernel, gathers, execution.prefetch, sort_key)
     deferred = units.deferred[row]
-    optimizer = np.flatnonzero(tasks.phase[row] == _OPTIMIZER)
+    optimizer = np.flatnonzero(tasks.phase[row] == OPTIMIZER_PHASE)
     begin = np.searchsorted(units.unit, np.arange(int(units.unit.max(initial=0)) + 2))
     for u in np.unique(units.unit[deferred]).tolist():
         first = optimizer[np.searchsorted(optimizer, begin[u]) :][:1]
@@ -374,7 +375,7 @@ def deferred_past_backward(tasks: Tasks, execution: Execution) -> Bool:
     reduced once already, and what follows them.
     """
     size = len(tasks)
-    once_per_step = (tasks.microbatch < 0) & (tasks.phase == _BACKWARD)
+    once_per_step = (tasks.microbatch < 0) & (tasks.phase == BACKWARD_PHASE)
     if execution.streams == "one":
         return np.zeros(size, dtype=bool)
     if "dp" in execution.no_overlap:
@@ -398,7 +399,7 @@ def _gathers(tasks: Tasks) -> Bool:
 
 def _gathers_params(tasks: Tasks) -> Bool:
     """Mask of all-gathers of updated parameters."""
-    return _gathers(tasks) & (tasks.phase == _OPTIMIZER)
+    return _gathers(tasks) & (tasks.phase == OPTIMIZER_PHASE)
 
 
 def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> tuple[Edges, Edges]:
@@ -412,7 +413,7 @@ def _gather_params_before_forward(tasks: Tasks, reads: Edges) -> tuple[Edges, Ed
     move to its first forward (Transformer Engine's `is_first_microbatch`). Returns dependencies,
     and each cast with the kernel that it precedes.
     """
-    forward = (tasks.kind == COMPUTE) & (tasks.phase == _FORWARD)
+    forward = (tasks.kind == COMPUTE) & (tasks.phase == FORWARD_PHASE)
     kernels = np.flatnonzero(forward & (tasks.microbatch >= 0))
     _, starts_block = _action_and_block_starts(tasks, kernels)
     block_starts: dict[int, list[int]] = {}  # by stage: block starts of its first forward action
@@ -453,7 +454,7 @@ def _casts_before(kernels: Int, starts_block: Bool, is_cast: Bool, reads: Edges)
 
 def _action_and_block_starts(tasks: Tasks, kernels: Int) -> tuple[Bool, Bool]:
     """Masks over kernels: first of an action, and first of a block within one."""
-    backward = tasks.phase[kernels] != _FORWARD
+    backward = tasks.phase[kernels] != FORWARD_PHASE
     action = np.stack([tasks.stage[kernels], tasks.microbatch[kernels], backward.astype(np.int32)])
     starts_action = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
     return starts_action, starts_action | np.append(True, np.diff(tasks.layer[kernels]) != 0)
@@ -490,7 +491,7 @@ def _accumulates_grads(tasks: Tasks, reads: Edges) -> Bool:
     """
     size = len(tasks)
     reductions, second = _reduces(tasks), _reduces_once_per_step(tasks)
-    accumulates = (tasks.phase == _BACKWARD) & (tasks.kind == COMPUTE)
+    accumulates = (tasks.phase == BACKWARD_PHASE) & (tasks.kind == COMPUTE)
     accumulates &= np.diff(tasks.data_ptr) > 0
     while True:
         reads_others = _has_dependency_in(~(reductions | accumulates), reads, size)
@@ -503,18 +504,18 @@ def _accumulates_grads(tasks: Tasks, reads: Edges) -> Bool:
 
 def _reduces(tasks: Tasks) -> Bool:
     """Mask of reduce-scatters and all-reduces of the backward pass."""
-    collective = (tasks.phase == _BACKWARD) & (tasks.kind == COLLECTIVE)
+    collective = (tasks.phase == BACKWARD_PHASE) & (tasks.kind == COLLECTIVE)
     return collective & is_any(tasks.collective, _REDUCTIONS)
 
 
 def _reduces_once_per_step(tasks: Tasks) -> Bool:
     """Mask of collectives of gradients after their last microbatch."""
-    return (tasks.phase == _BACKWARD) & (tasks.kind == COLLECTIVE) & (tasks.microbatch < 0)
+    return (tasks.phase == BACKWARD_PHASE) & (tasks.kind == COLLECTIVE) & (tasks.microbatch < 0)
 
 
 def _read_before_optimizer(tasks: Tasks, reads: Edges, ignored: Bool) -> Bool:
     """Mask of tasks whose result is read outside the optimizer, by a task not `ignored`."""
-    counts = ~ignored[reads.waiter] & (tasks.phase[reads.waiter] != _OPTIMIZER)
+    counts = ~ignored[reads.waiter] & (tasks.phase[reads.waiter] != OPTIMIZER_PHASE)
     is_read = np.zeros(len(tasks), dtype=bool)
     is_read[reads.dep[counts]] = True
     return is_read

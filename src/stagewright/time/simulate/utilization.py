@@ -20,7 +20,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.frozen import WHAT_TRAINS, trains_all
 from stagewright.model.config import ModelConfig
-from stagewright.program.columns import PHASES, Program, TaskKind, Tasks
+from stagewright.program.columns import BACKWARD_PHASE, FORWARD_PHASE, Program, TaskKind, Tasks
 from stagewright.program.shapes import GEMM
 from stagewright.run.settings import Run
 from stagewright.time.cost import timing_of
@@ -81,7 +81,7 @@ def sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
 def _single_sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
     """FLOPs of a run with one sequence, on one device."""
     tasks = compile(run, model).program.classes[0].tasks
-    forward = tasks.phase == PHASES.index("forward")
+    forward = tasks.phase == FORWARD_PHASE
     products = exact_sum(tasks.flops[forward & _timed_as(tasks, Timing.PRODUCT)])
     attention: dict[int, Flops] = {}
     for row in np.flatnonzero(forward & _timed_as(tasks, Timing.ATTENTION)).tolist():
@@ -95,7 +95,7 @@ def _single_sequence_flops(run: Run, model: ModelConfig) -> SequenceFlops:
     choices = exact_sum(tasks.flops[forward & is_indexer[tasks.shape]])
     if trains_all(run):
         return SequenceFlops(float(products), attention, float(choices))
-    backward = tasks.phase == PHASES.index("backward")
+    backward = tasks.phase == BACKWARD_PHASE
     gradients = exact_sum(tasks.flops[backward & _timed_as(tasks, Timing.PRODUCT)])
     reached = tasks.layer[_timed_as(tasks, Timing.ATTENTION_BACKWARD)].tolist()
     without = frozenset(attention) - {*reached}
