@@ -12,9 +12,10 @@ import pytest
 
 import stagewright as sw
 from effort import times
+from linear_times import LinearTimes
 from one_pool import serve
 from stagewright.cli.main import main
-from stagewright.serving.batch import CacheRules, LinearTimes
+from stagewright.serving.batch import CacheRules
 from stagewright.serving.engine import Engine
 from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.routers import BySession, KvAware, LeastLoaded, RoundRobin

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from linear_times import LinearTimes
 from stagewright.api.operation import operation_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import OperationSection
 from stagewright.serving import energy
-from stagewright.serving.batch import LinearTimes
 from stagewright.serving.disaggregation import RemoteKvEngine, RemoteKvScheduler
 from stagewright.serving.host import HostTimes
 from stagewright.serving.kv_cache import PagedKvCache

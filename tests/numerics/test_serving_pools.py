@@ -10,8 +10,8 @@ import pytest
 
 import stagewright as sw
 from effort import times
+from linear_times import LinearTimes
 from pool_stepping import Apart, Server
-from stagewright.serving.batch import LinearTimes
 from stagewright.serving.disaggregation import PrefillEngine, RemoteKvEngine, RemoteKvScheduler
 from stagewright.serving.host import HostTimes
 from stagewright.serving.kv_cache import PagedKvCache

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 import pytest
 
+from linear_times import LinearTimes
 from one_pool import serve
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.batch import LinearTimes
 from stagewright.serving.engine import Engine
 from stagewright.serving.kv_cache import PagedKvCache
 from stagewright.serving.metrics import Slo, summarize

@@ -8,10 +8,10 @@ from itertools import accumulate, pairwise
 import pytest
 
 import stagewright as sw
+from linear_times import LinearTimes
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import PoolSection
-from stagewright.serving.batch import LinearTimes
 from stagewright.serving.disaggregation import RemoteKvEngine, RemoteKvScheduler
 from stagewright.serving.events import ARRIVAL, EventQueue
 from stagewright.serving.host import HostTimes

@@ -153,9 +153,8 @@ class _TableWork(RankWork):
         if memory is not None:
             self.memory = memory
         self.tasks = tasks
-        self.order = _SingleActionOrder(tasks)
-        carried = np.zeros(len(tasks.data), dtype=bool)
-        self.actions = Actions(tasks, self.order.begin, np.zeros(len(tasks), np.int64), carried)
+        self.actions = table_actions(tasks, np.array([0, len(tasks)]))
+        self.order = TableOrder(np.zeros(1, dtype=np.int64), self.actions)
 
     @cached_property
     def values(self) -> Values:
@@ -173,23 +172,32 @@ class _TableWork(RankWork):
         return MemoryChanges(start, np.zeros(1, dtype=np.int64), profiles)
 
 
-class _SingleActionOrder:
-    """Order of one action that has all rows of a table."""
+def table_actions(tasks: Tasks, begin: Int) -> Actions:
+    """Actions of explicit tables: no dependency is loop-carried, none overlap."""
+    return Actions(
+        tasks, begin, np.zeros(len(tasks), np.int64), np.zeros(len(tasks.data), dtype=bool)
+    )
 
-    def __init__(self, tasks: Tasks) -> None:
-        self._tasks = tasks
-        self.action = np.zeros(1, dtype=np.int64)
-        self.begin = np.array([0, len(tasks)])
-        self.kind, self.stage, self.microbatch = (np.full((1, 2), -1) for _ in range(3))
+
+class TableOrder:
+    """Copies of the actions of explicit tables; each row depends on rows of its own copy."""
+
+    def __init__(self, action: Int, actions: Actions) -> None:
+        """`action`: [copies], index into `actions`."""
+        self._tasks = actions.tasks
+        self.action = action
+        self.begin = np.concatenate([[0], np.cumsum(np.diff(actions.begin)[action])])
+        self.kind, self.stage, self.microbatch = (np.full((len(action), 2), -1) for _ in range(3))
 
     def sources(self, action: int, entries: Int) -> tuple[Int, Int]:
-        """No dependency is loop-carried."""
-        row = self._tasks.data[entries].astype(np.int64)[None]
-        return np.zeros_like(row), row
+        """Copies and rows that dependencies refer to: those of the same copy."""
+        copies = np.flatnonzero(self.action == action)
+        rows = np.tile(self._tasks.data[entries].astype(np.int64), (len(copies), 1))
+        return np.broadcast_to(copies[:, None], rows.shape), rows
 
     def tags(self, action: int, rows: Int) -> Int:
-        """Tags of the table."""
-        return self._tasks.tag[rows].astype(np.int64)[None]
+        """Tags of the table, equal in all copies."""
+        return np.tile(self._tasks.tag[rows].astype(np.int64), ((self.action == action).sum(), 1))
 
     def cache_key(self) -> Sequence[object]:
         """Empty: the table says everything."""

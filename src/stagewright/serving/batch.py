@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 UNLIMITED = 1 << 60
@@ -94,12 +93,8 @@ class BatchTimes(Protocol):
         ...
 
 
-class DecodeRuns:
+class DecodeRuns(BatchTimes):
     """Durations of several decode steps, from the linear runs they consist of."""
-
-    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """Like `BatchTimes.linear_run`."""
-        raise NotImplementedError
 
     def decode(self, requests: int, keys: int) -> float:
         """Seconds of one decode step; `keys` in the cache after it, summed over requests."""
@@ -127,39 +122,6 @@ class DecodeRuns:
                 return steps + steps_to_reach(first, growth, remaining, count)
             steps, remaining, keys = steps + count, remaining - duration, keys + requests * count
         return steps
-
-
-@dataclass(frozen=True, slots=True)
-class LinearTimes:
-    """Step time linear in tokens, requests and cached keys (s).
-
-    >>> seconds, growth, _ = LinearTimes(0.005, per_key=1e-6).linear_run(2, 100)
-    >>> round(seconds, 6), round(growth, 6)
-    (0.0051, 2e-06)
-    """
-
-    base: float
-    per_token: float = 0.0
-    per_request: float = 0.0
-    per_key: float = 0.0
-
-    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
-        """Like `BatchTimes.linear_run`; holds for any number of steps."""
-        seconds = self.base + (self.per_token + self.per_request) * requests + self.per_key * keys
-        return seconds, self.per_key * requests, UNLIMITED
-
-    def step(
-        self,
-        tokens: int,
-        pairs: int,
-        keys: int,
-        requests: int,
-        num_decodes: int = 0,
-        decode_keys: int = 0,
-    ) -> float:
-        """Like `BatchTimes.step`; pairs cost nothing besides their tokens and keys."""
-        of_tokens = self.base + self.per_token * tokens
-        return of_tokens + self.per_request * requests + self.per_key * keys
 
 
 def series_sum(first: float, growth: float, steps: int) -> float:

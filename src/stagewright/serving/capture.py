@@ -20,9 +20,9 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import beside
 from stagewright.run.lengths import Group, merge_groups
 from stagewright.run.settings import Run
-from stagewright.serving.batch import CacheRules, StepBatch
+from stagewright.serving.batch import StepBatch
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.engine import Engine, Scheduler
+from stagewright.serving.engine import Engine, Scheduler, SchedulerWrapper
 from stagewright.serving.kv_transfer import TransferEnd, cache_messages
 from stagewright.serving.metrics import Slo
 from stagewright.serving.simulation import Outcome
@@ -42,29 +42,19 @@ class Captured(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Watched:
+class _Watched(SchedulerWrapper):
     """Scheduler whose last batch up to a time is kept, or its first one."""
 
-    of: Scheduler
+    scheduler: Scheduler
     at: float
     begins: float = 0.0
     groups: list[Group] = field(default_factory=list[Group])
     decodes: bool = False
     """The batch is one of several steps that only decode."""
 
-    @property
-    def async_scheduling(self) -> bool:
-        """Like the watched scheduler."""
-        return bool(getattr(self.of, "async_scheduling", False))
-
-    @property
-    def cache_rules(self) -> CacheRules:
-        """Like the watched scheduler."""
-        return getattr(self.of, "cache_rules", CacheRules())
-
     def schedule(self, engine: Engine) -> StepBatch:
         """The scheduler's own batch, for which it is asked each time the batch changes."""
-        batch = self.of.schedule(engine)._replace(repeatable=False)
+        batch = self.scheduler.schedule(engine)._replace(repeatable=False)
         if (engine.now <= self.at or not self.groups) and engine.running:
             self._keep(engine, batch)
         return batch

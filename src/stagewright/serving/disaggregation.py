@@ -26,8 +26,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from stagewright.serving.batch import CacheRules, StepBatch
-from stagewright.serving.engine import CachedPrefix, Engine, Scheduler
+from stagewright.serving.batch import StepBatch
+from stagewright.serving.engine import CachedPrefix, Engine, Scheduler, SchedulerWrapper
 from stagewright.serving.kv_cache import CacheHit, PagedKvCache
 
 Role = Literal["both", "prefill", "decode"]
@@ -303,7 +303,7 @@ _HALTED = _Halted()
 
 
 @dataclass(slots=True)
-class RemoteKvScheduler:
+class RemoteKvScheduler(SchedulerWrapper):
     """Scheduler of requests with remote cache: loaded ones run first, then waiting ones pull."""
 
     scheduler: Scheduler
@@ -311,16 +311,6 @@ class RemoteKvScheduler:
     max_running: int
     to_the_end: bool = False
     """Blocks must suffice for all tokens of admitted requests (GUARANTEED_NO_EVICT)."""
-
-    @property
-    def async_scheduling(self) -> bool:
-        """Like the engine's scheduler."""
-        return bool(getattr(self.scheduler, "async_scheduling", False))
-
-    @property
-    def cache_rules(self) -> CacheRules:
-        """Like the engine's scheduler."""
-        return getattr(self.scheduler, "cache_rules", CacheRules())
 
     def schedule(self, engine: Engine) -> StepBatch:
         """Return the next batch, and start pulls."""

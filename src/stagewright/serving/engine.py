@@ -49,6 +49,22 @@ class Scheduler(Protocol):
         ...
 
 
+class SchedulerWrapper:
+    """Scheduler around another one, with the optional attributes of that one."""
+
+    scheduler: Scheduler
+
+    @property
+    def async_scheduling(self) -> bool:
+        """Like the wrapped scheduler."""
+        return bool(getattr(self.scheduler, "async_scheduling", False))
+
+    @property
+    def cache_rules(self) -> CacheRules:
+        """Like the wrapped scheduler."""
+        return getattr(self.scheduler, "cache_rules", CacheRules())
+
+
 class Clock(Protocol):
     """Advances in time as one: a single engine, or a lockstep group of engines."""
 
@@ -107,7 +123,8 @@ class Engine:
         self.prompt, self.output = workload.prompt, workload.output
         self.arrival_time = records.reached
         self._chains = workload.chains
-        self._async_scheduling = bool(getattr(scheduler, "async_scheduling", False))
+        self.async_scheduling = bool(getattr(scheduler, "async_scheduling", False))
+        """A step is scheduled when the previous one begins."""
         rules: CacheRules = getattr(scheduler, "cache_rules", CacheRules())
         self.reserve_whole_prompt, self.cache_after_compute, self.deduplicate = rules
         self.clock: Clock = self
@@ -390,7 +407,7 @@ class Engine:
         if delay <= 0.0:
             return 1
         steps = steps_to_reach(run.seconds, run.growth, delay, run.steps)
-        return steps + 1 if self._async_scheduling and steps < run.steps else steps
+        return steps + 1 if self.async_scheduling and steps < run.steps else steps
 
     def advance(self, until: float) -> None:
         """Process all events up to `until`; afterwards a later batch is running."""
@@ -506,7 +523,7 @@ class Engine:
         """Apply the results of the current batch: tokens, finished requests, latencies."""
         start, end, steps, decodes = self.now, self.next_event, self._steps, self._num_decodes
         self.now = self._visible_until = end
-        if self._async_scheduling:  # the next batch is scheduled when the last step begins
+        if self.async_scheduling:  # the next batch is scheduled when the last step begins
             self._visible_until = start
             if steps > 1:
                 self._visible_until += series_sum(self._step_seconds, self._step_growth, steps - 1)
@@ -670,11 +687,6 @@ class Engine:
         return -(-tokens // self.block_size)
 
     # ---- lockstep groups -------------------------------------------------------------------------
-
-    @property
-    def async_scheduling(self) -> bool:
-        """True if a step is scheduled when the previous one begins."""
-        return self._async_scheduling
 
     @property
     def interruptible(self) -> bool:

@@ -1,4 +1,4 @@
-"""ServingSimulation of a workload on engines in pools: all events in one order of time.
+"""Simulation of a workload on engines in pools: all events in one order of time.
 
 Events are arrivals, ends of batches, of KV transfers and of stages before the prompt, failures and
 scaling. `ServingSimulation` routes each request through the pools; the engines decide what their
@@ -76,7 +76,7 @@ class Outcome:
     stopped: bool = False
     """Interrupted by the user: the records are what was known until then."""
     handover: Handover | None = None
-    """Transfers between prefill and decode engines, if prompts are computed on engines apart."""
+    """Transfers between prefill and decode engines; None without disaggregation."""
     refused: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of requests that were not served to their ends, by reason."""
     instances: Sequence[tuple[float, int]] = ()

@@ -16,7 +16,7 @@ from stagewright.serving.workload import Records, Workload
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """Metrics of a deployment under a load (s, tokens per second). Seconds, tokens per second."""
+    """Metrics of a deployment under a load (s, tokens per second)."""
 
     instances: int
     gpus: int

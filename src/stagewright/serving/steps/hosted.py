@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stagewright.serving.batch import BatchPlan, BatchTimes, DecodeRun, DecodeRuns
+from stagewright.serving.batch import BatchPlan, DecodeRun, DecodeRuns
 from stagewright.serving.host import HostTimes
 
 
-class GpuTimes(DecodeRuns, BatchTimes):
+class GpuTimes(DecodeRuns):
     """Seconds that the GPUs of one replica take for its steps."""
 
     @property

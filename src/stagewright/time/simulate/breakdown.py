@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -268,3 +269,24 @@ def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
             sums[LAUNCHES] = sums.get(LAUNCHES, 0) + size
     order = [*PHASES, *sorted(sums.keys() - set(PHASES))]
     return {name: sums[name] * TICK for name in order if sums.get(name)}
+
+
+class StepTimeline:
+    """Step with a timeline: its duration, breakdown and critical path."""
+
+    line: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step."""
+        return self.line.seconds
+
+    @cached_property
+    def parts(self) -> list[Breakdown]:
+        """Breakdown of each lane."""
+        return [breakdown(self.line, lane) for lane in self.line.lanes]
+
+    @cached_property
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of the critical path, by phase of kernels and by axis of communication."""
+        return path_parts(self.line, critical_path(self.line))

@@ -18,7 +18,7 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
 from stagewright.program.memory_changes import MemoryChanges, Profiles
-from stagewright.program.rank_work import ActionOrder, Actions, RankWork
+from stagewright.program.rank_work import ActionOrder, Actions, RankWork, TableOrder, table_actions
 from stagewright.program.tables import Values
 from stagewright.run.settings import Run
 from stagewright.time.simulate.timeline import Timeline
@@ -122,15 +122,14 @@ class RepeatedWork(RankWork):
         """The first step, a middle step, and the last step."""
         tasks = self._numbered(self._steps)
         begin = np.cumsum([0, *map(len, self._steps)])
-        no_dep_carried = np.zeros(len(tasks.data), dtype=bool)
-        return Actions(tasks, begin, np.zeros(len(tasks), np.int64), no_dep_carried)
+        return table_actions(tasks, begin)
 
     @cached_property
     def order(self) -> ActionOrder:
         """The steps one after another."""
         action = np.ones(self.steps, np.int64)
         action[0], action[-1] = 0, 2
-        return _Repeated(action, self.actions)
+        return TableOrder(action, self.actions)
 
     @cached_property
     def changes(self) -> MemoryChanges:
@@ -162,29 +161,6 @@ class RepeatedWork(RankWork):
     def memory(self) -> Mapping[str, int]:
         """Memory of one step."""
         return self.step.memory
-
-
-class _Repeated:
-    """Order of complete steps."""
-
-    def __init__(self, action: Int, actions: Actions) -> None:
-        self.action = action
-        self.begin = np.concatenate([[0], np.cumsum(np.diff(actions.begin)[action])])
-        self.kind, self.stage, self.microbatch = (np.full((len(action), 2), -1) for _ in range(3))
-        self._tag = actions.tasks.tag.astype(np.int64)
-
-    def sources(self, action: int, entries: Int) -> tuple[Int, Int]:
-        """No dependency is carried: tokens arrive as messages."""
-        none = np.zeros((int((self.action == action).sum()), len(entries)), np.int64)
-        return none, none
-
-    def tags(self, action: int, rows: Int) -> Int:
-        """Equal in all steps: messages arrive in the order of steps."""
-        return np.repeat(self._tag[rows][None], int((self.action == action).sum()), axis=0)
-
-    def cache_key(self) -> Sequence[object]:
-        """Nothing but the table."""
-        return ()
 
 
 def _concatenated(tables: Sequence[Tasks]) -> Tasks:

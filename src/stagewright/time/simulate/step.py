@@ -45,7 +45,7 @@ from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops
 from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate import ep_overlap
-from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
+from stagewright.time.simulate.breakdown import Breakdown, StepTimeline
 from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.launches import host_work, launch_mode
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline, peak
@@ -65,7 +65,7 @@ _POINTS = 200  # of memory over time, in JSON
 
 
 @dataclass(frozen=True, eq=False)
-class SimulatedStep:
+class SimulatedStep(StepTimeline):
     """A compiled run on a machine, and the timeline of one step."""
 
     compiled: CompiledRun
@@ -78,11 +78,6 @@ class SimulatedStep:
 
     def __repr__(self) -> str:
         return f"<{self.compiled.run.describe()} on {self.machine}: {duration(self.seconds)}>"
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the step."""
-        return self.line.seconds
 
     @property
     def tokens(self) -> int:
@@ -116,11 +111,6 @@ class SimulatedStep:
     def hfu_causal(self) -> float:
         """Hardware FLOPs utilization, attention counted as kernels execute it."""
         return self._utilization(self._executed_flops.causal)
-
-    @cached_property
-    def parts(self) -> list[Breakdown]:
-        """Breakdown of each lane."""
-        return [breakdown(self.line, lane) for lane in self.line.lanes]
 
     @cached_property
     def mean(self) -> Breakdown:
@@ -226,11 +216,6 @@ class SimulatedStep:
                 "osl_where_both_limit": balance,
             }
         }
-
-    @cached_property
-    def critical_path(self) -> dict[str, float]:
-        """Seconds of the critical path, by phase of kernels and by axis of communication."""
-        return path_parts(self.line, critical_path(self.line))
 
     @cached_property
     def _sequence(self) -> SequenceFlops | None:

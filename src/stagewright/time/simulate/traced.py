@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from typing import Any
 
 from stagewright.program.fit import Fit, fit_of, held_at_peak
 from stagewright.time.network import Machine
-from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
+from stagewright.time.simulate.breakdown import Breakdown, StepTimeline
 from stagewright.time.simulate.timeline import Timeline
 
 
 @dataclass(frozen=True, eq=False)
-class TracedStep:
+class TracedStep(StepTimeline):
     """Simulated step of a program without a run, on identical ranks.
 
     It has times, but neither tokens nor utilization.
@@ -24,24 +23,9 @@ class TracedStep:
     line: Timeline
 
     @property
-    def seconds(self) -> float:
-        """Duration of the step."""
-        return self.line.seconds
-
-    @cached_property
-    def parts(self) -> list[Breakdown]:
-        """Breakdown of each lane."""
-        return [breakdown(self.line, lane) for lane in self.line.lanes]
-
-    @property
     def mean(self) -> Breakdown:
         """Breakdown of any GPU: all are equal."""
         return self.parts[0]
-
-    @cached_property
-    def critical_path(self) -> dict[str, float]:
-        """Seconds of the critical path, by phase of kernels and by axis of communication."""
-        return path_parts(self.line, critical_path(self.line))
 
     @property
     def fit(self) -> Fit:
