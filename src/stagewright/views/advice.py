@@ -227,25 +227,22 @@ def _idle(compiled: CompiledRun, found: SimulatedStep | None) -> Iterator[Remark
     so = "by the schedule alone"
     if found is not None:
         idle, so = found.mean.bubble / found.seconds, "in the simulation"
-    if idle > MUCH_IDLE:
-        stages = plural(run.virtual_stages, "stage", "stages")
-        if idle > 2 * of_schedule:
-            yield Remark(
-                "warning",
-                "The pipeline",
-                f"ranks are idle {idle:.1%} of the step {so}, {of_schedule:.1%} by the schedule "
-                "if all stages took equal time: the rest is waiting for stages that take longer, "
-                "such as that of the head, and for messages. layers_per_stage and "
-                "last_stage_less_layers move layers (--space stages of a search tries them).",
-            )
-            return
-        yield Remark(
-            "warning",
-            "The pipeline",
-            f"ranks are idle {idle:.1%} of the step {so}: {run.microbatches} microbatches pass "
-            f"through {stages}. More microbatches (global_batch_size), virtual stages (vpp) or "
-            "another schedule shorten the idle time.",
+    if idle <= MUCH_IDLE:
+        return
+    if idle > 2 * of_schedule:
+        reason = (
+            f", {of_schedule:.1%} by the schedule if all stages took equal time: the rest is "
+            "waiting for stages that take longer, such as that of the head, and for messages. "
+            "layers_per_stage and last_stage_less_layers move layers (--space stages of a search "
+            "tries them)."
         )
+    else:
+        stages = plural(run.virtual_stages, "stage", "stages")
+        reason = (
+            f": {run.microbatches} microbatches pass through {stages}. More microbatches "
+            "(global_batch_size), virtual stages (vpp) or another schedule shorten the idle time."
+        )
+    yield Remark("warning", "The pipeline", f"ranks are idle {idle:.1%} of the step {so}{reason}")
 
 
 def _work(of: RankClass) -> int:
