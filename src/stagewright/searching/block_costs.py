@@ -52,7 +52,7 @@ LIMITS = ("device_memory", "memory_allowance")
 EXPERTS = ("ep", "etp", "moe_token_dispatcher_type", "moe_flex_dispatcher")
 ATTENTION = ("cp_comm_type",)
 RECOMPUTE = ("recompute", "recompute_modules")
-"""Groups of settings with additive effects on a pass; tiny runs do not cross groups."""
+"""Groups of settings of a pass; tiny runs do not cross `ATTENTION` with the others."""
 
 
 def blocks_of(candidates: Candidates) -> Blocks:
@@ -113,9 +113,9 @@ def pass_costs(
 ) -> BlockCosts:
     """Costs of passes; `halves`: also of the halves of backward passes.
 
-    Effects of attention, experts and recomputation are assumed additive. Each is measured against a
-    base candidate, so their product is never run. With `variants`, columns are [kinds, kinds
-    without recompute, both offloaded].
+    The effect of attention is assumed additive to that of experts and recomputation: both are
+    measured against a base candidate, so their product is never run. With `variants`, columns are
+    [kinds, kinds without recompute, both offloaded].
     """
     names = {*candidates.columns} - {*PIPELINE, *STATES, *LIMITS}
     core = names - {*ATTENTION, *EXPERTS, *RECOMPUTE}
@@ -134,26 +134,18 @@ def pass_costs(
 
     attention = tables(ATTENTION)
     base_costs = tables(ATTENTION, base[examples])
-    without_recompute = attention
-    if candidates.model.num_experts:
-        experts = tables(EXPERTS)
-        without_recompute = {
-            name: attention[name] + experts[name] - base_costs[name] for name in base_costs
-        }
-    costs = without_recompute
+
+    def with_attention(costs: Mapping[str, Float]) -> dict[str, Float]:
+        """Costs measured with the base's attention, for the attention of each candidate."""
+        return {name: attention[name] + (costs[name] - base_costs[name]) for name in base_costs}
+
+    costs = without_recompute = with_attention(tables(EXPERTS))
     recompute = candidates.column("recompute")
     if not recompute.is_one_of("none").all():
-        with_recompute = tables(RECOMPUTE)
+        costs = with_attention(tables((*EXPERTS, *RECOMPUTE)))
         full = recompute.is_one_of("full")[examples] & _recomputes_all(candidates)
         full_recompute = _with_forward(without_recompute, blocks, input_bytes(candidates)[examples])
-        costs = {
-            name: np.where(
-                full[:, None],
-                full_recompute[name],
-                without_recompute[name] + with_recompute[name] - base_costs[name],
-            )
-            for name in base_costs
-        }
+        costs = {name: np.where(full[:, None], full_recompute[name], costs[name]) for name in costs}
     result = BlockCosts(of, costs, np.ones(len(examples), dtype=np.int64))
     if not variants:
         return result
@@ -205,7 +197,7 @@ def _with_offload(costs: BlockCosts, host_bandwidth: Float) -> BlockCosts:
 def _pass_run(candidates: Candidates, index: int, base: int, group: Iterable[str]) -> _TinyRun:
     """Tiny run of a pass.
 
-    Settings of `group` come from the candidate, other groups from the base. Only the group
+    Settings of `group` come from the candidate, other groups from the base. Only a group with
     `RECOMPUTE` recomputes, except full recomputation, which `_with_forward` derives.
     """
     run, execution = candidates.run(index), candidates.execution(index)
