@@ -20,6 +20,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
+from stagewright.searching.flags.megatron import recompute_names
 from stagewright.searching.machines import Fleet, divisors_of
 
 Axes = dict[str, Sequence[Any]]
@@ -115,12 +116,13 @@ def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
 def _selective_modules(run: Run, model: ModelConfig) -> tuple[str, ...]:
     """Modules that `selective` recomputes with flash attention, which saves no scores.
 
-    Megatron-LM has no flag for activations of dense layers. What recomputed activations of experts
-    cost depends on ep, whereas estimates add both effects up.
+    These are norms and activations, in Megatron-LM those for which it has a flag.
     """
-    if run.framework == "megatron" or model.num_experts:
-        return ("norm",)
-    return ("norm", "activation")
+    modules = ("norm", "activation")
+    if run.framework != "megatron":
+        return modules
+    names = recompute_names(run, model)
+    return tuple(module for module in modules if names[module]) or modules
 
 
 def _precision(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:

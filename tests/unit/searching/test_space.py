@@ -398,7 +398,7 @@ def test_loads_of_experts_that_a_run_refuses_are_removed():
     [
         ("llama3-8b", {}, {("norm",)}),
         ("llama3-8b", {"framework": "torchtitan"}, {("norm", "activation")}),
-        ("mixtral-8x7b", {}, {("norm",)}),
+        ("mixtral-8x7b", {}, {("norm", "activation")}),
         ("llama3-8b", {"flash_attention": False}, {("core_attn",)}),
         ("llama3-8b", {"recompute_modules": "core_attn"}, {("core_attn",)}),
         ("llama3-8b", {"recompute": "none"}, set()),
