@@ -540,3 +540,18 @@ def test_how_sure_the_answer_is():
     assert certainty(
         search(rows, estimates=columns, options=SearchOptions(top=9, most=9))
     ).startswith("simulated times are -20.0%")
+
+
+def test_estimates_of_recomputed_experts_are_those_of_their_layout():
+    """Activations of 128 experts take long to recompute on one rank, and not on eight."""
+    settings: dict[str, Any] = {
+        "model": "qwen3-30b-a3b", "layers": 4, "seq_length": 2048, "global_batch_size": 64,
+        "tp": 1, "pp": 2, "cp": 1, "ep": "1,8", "etp": 1, "zero": 1, "micro_batch_size": 1,
+        "schedule": "1f1b", "moe_flex_dispatcher": False, "recompute": "selective",
+        "recompute_modules": ["norm", "activation"],
+    }  # fmt: skip
+    request = search_request(settings, hardware=["h100-sxm"], gpus=16)
+    candidates = request.space.enumerate().candidates
+    assert candidates.numbers("ep").tolist() == [1, 8]
+    ratio = estimate(candidates).seconds / simulate_all(candidates).figures.seconds
+    assert ratio == pytest.approx(1.0, abs=0.05)
