@@ -26,7 +26,14 @@ from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import Candidates
-from stagewright.searching.tiny_step import COSTS, BlockKind, Blocks, tiny_step_costs
+from stagewright.searching.tiny_step import (
+    ALL_ACTIONS,
+    COSTS,
+    BlockKind,
+    Blocks,
+    tiny_step_costs,
+)
+from stagewright.time.simulate.launches import host_work, launch_mode
 from stagewright.time.simulate.step import simulate
 
 PIPELINE = (
@@ -75,8 +82,11 @@ class BlockCosts:
     NaN where a tiny run was refused. Names of `pass_costs`:
 
     - `F`, `B`, and if a schedule halves backward passes `I`, `W`: seconds of an action with the
-      communication it waits for. `F kernels`, `F experts` (communication over ep), `F host`
-      (launches) and the same of `B`: parts of these.
+      communication it waits for, without launches. `F kernels`, `F experts` (communication over
+      ep) and the same of `B`: parts of these.
+    - `F host` and others: seconds of launches. `F waits`: how often a forward pass's launches wait
+      for kernels.
+    - `overlap exposed`: overlapped passes take from the least they can (0) to both in turn (1).
     - `energy over TDP`: energy of both passes over TDP, in seconds.
     - `saved`: bytes saved for backward. `transient`: bytes beyond these at the peak of a backward
       pass.
@@ -88,6 +98,7 @@ class BlockCosts:
     - `F kernels`, `F host` and the same of `B`: seconds that ZeRO-2 and 3 add to a pass.
     - `dense reduce` and others: bytes of unsharded tensors in dp communication, by group
       (`GROUPS`) and use (`USES`).
+    - `expert to dense reduce`: share of a backward pass's kernels between these reductions.
     """
 
     of: Int
@@ -111,11 +122,12 @@ class BlockCosts:
 def pass_costs(
     candidates: Candidates, blocks: Blocks, *, halves: bool = False, variants: bool = False
 ) -> BlockCosts:
-    """Costs of passes; `halves`: also of the halves of backward passes.
+    """Costs of passes; `halves`: also of the halves of backward passes, and of overlapped passes.
 
     The effect of attention is assumed additive to that of experts and recomputation: both are
-    measured against a base candidate, so their product is never run. With `variants`, columns are
-    [kinds, kinds without recompute, both offloaded].
+    measured against a base candidate, so their product is never run. Weight gradients and overlap
+    are measured without recomputation. With `variants`, columns are [kinds, kinds without
+    recompute, both offloaded].
     """
     names = {*candidates.columns} - {*PIPELINE, *STATES, *LIMITS}
     core = names - {*ATTENTION, *EXPERTS, *RECOMPUTE}
@@ -128,8 +140,8 @@ def pass_costs(
     def tables(group: Iterable[str], indices: Int = examples) -> dict[str, Float]:
         """Costs where settings outside `group` and the core are those of the base: [indices]."""
         first, tuple_of = _distinct(candidates, core | {*group}, tp_stride)
-        runs = [_pass_run(candidates, n, int(base[n]), group) for n in first.tolist()]
-        costs = tiny_runs.costs(runs, halves=halves)
+        runs = [_pass_run(candidates, n, int(base[n]), group, halves) for n in first.tolist()]
+        costs = tiny_runs.costs(runs)
         return {name: table[tuple_of[indices]] for name, table in costs.items()}
 
     attention = tables(ATTENTION)
@@ -139,13 +151,20 @@ def pass_costs(
         """Costs measured with the base's attention, for the attention of each candidate."""
         return {name: attention[name] + (costs[name] - base_costs[name]) for name in base_costs}
 
-    costs = without_recompute = with_attention(tables(EXPERTS))
+    of_experts = tables(EXPERTS)
+    costs = without_recompute = with_attention(of_experts)
     recompute = candidates.column("recompute")
     if not recompute.is_one_of("none").all():
         costs = with_attention(tables((*EXPERTS, *RECOMPUTE)))
         full = recompute.is_one_of("full")[examples] & _recomputes_all(candidates)
         full_recompute = _with_forward(without_recompute, blocks, input_bytes(candidates)[examples])
         costs = {name: np.where(full[:, None], full_recompute[name], costs[name]) for name in costs}
+    for name in ("W", "W host", "overlap exposed"):
+        costs[name] = without_recompute[name] = of_experts[name]
+    if halves:
+        for part in ("", " host"):
+            for table in (costs, without_recompute):
+                table[f"I{part}"] = table[f"B{part}"] - costs[f"W{part}"]
     result = BlockCosts(of, costs, np.ones(len(examples), dtype=np.int64))
     if not variants:
         return result
@@ -164,10 +183,8 @@ def _with_forward(costs: Mapping[str, Float], blocks: Blocks, inputs: Float) -> 
     kernels = costs["F kernels"] + costs["B kernels"]
     share = np.divide(costs["F kernels"], kernels, out=np.zeros_like(kernels), where=kernels > 0)
     result = dict(costs)
-    for kind in ("B", "I"):
-        for name in (kind, f"{kind} kernels", f"{kind} experts", f"{kind} host"):
-            if name in costs:
-                result[name] = costs[name] + layers * costs[f"F{name[1:]}"]
+    for name in ("B", "B kernels", "B experts", "B host"):
+        result[name] = costs[name] + layers * costs[f"F{name[1:]}"]
     result["energy over TDP"] = costs["energy over TDP"] * (1 + layers * share)
     saved = np.where(layers, inputs[:, None], costs["saved"])
     result["transient"] = costs["transient"] + costs["saved"] - saved
@@ -194,8 +211,10 @@ def _with_offload(costs: BlockCosts, host_bandwidth: Float) -> BlockCosts:
     return costs.with_kinds(offloaded)
 
 
-def _pass_run(candidates: Candidates, index: int, base: int, group: Iterable[str]) -> _TinyRun:
-    """Tiny run of a pass.
+def _pass_run(
+    candidates: Candidates, index: int, base: int, group: Iterable[str], halves: bool
+) -> _TinyRun:
+    """Tiny run of a pass; with `halves` and a group with `EXPERTS` also of halves and overlap.
 
     Settings of `group` come from the candidate, other groups from the base. Only a group with
     `RECOMPUTE` recomputes, except full recomputation, which `_with_forward` derives.
@@ -214,8 +233,11 @@ def _pass_run(candidates: Candidates, index: int, base: int, group: Iterable[str
     run = run.model_copy(update=update)
     tp_stride = int(_tp_stride(candidates.take(slice(index, index + 1)))[0])
     dp = tp_stride * _min_dp_of_experts(run, run.cp)
-    batch = 2 * dp * run.micro_batch_size
+    all_actions = halves and "ep" in group and run.recompute == "none"
+    batch = (4 if all_actions else 2) * dp * run.micro_batch_size
     update = {"dp": dp, "global_batch_size": batch, "zero": 0}
+    if all_actions:
+        update["schedule"] = ALL_ACTIONS
     if tp_stride > 1:
         update["order"] = "ep-dp-tp-cp-pp"
     execution = replace(execution, overlap_moe_expert_parallel_comm=False)
@@ -296,14 +318,9 @@ class _TinyRuns:
         self.compiled: dict[Run, CompiledRun | None] = {}
         self.cache: dict[tuple[Run, Execution, str], dict[str, Float]] = {}
 
-    def costs(self, runs: Sequence[_TinyRun], *, halves: bool = False) -> dict[str, Float]:
+    def costs(self, runs: Sequence[_TinyRun]) -> dict[str, Float]:
         """Tables [runs, kinds] of all costs by name; NaN where a run is refused."""
-        by_run = [dict(self._read(tiny)) for tiny in runs]
-        if halves:
-            for costs, tiny in zip(by_run, runs, strict=True):
-                split = tiny.run.model_copy(update={"schedule": "zb-h2"})
-                halved = self._read(tiny._replace(run=split))
-                costs |= {kind: halved[kind] for kind in "IW" if kind in halved}
+        by_run = [self._read(tiny) for tiny in runs]
         missing = np.full(len(self.blocks.kinds), np.nan)
         return {name: np.array([costs.get(name, missing) for costs in by_run]) for name in COSTS}
 
@@ -317,7 +334,10 @@ class _TinyRuns:
         return self.cache[key]
 
     def _simulate(self, tiny: _TinyRun) -> dict[str, Float]:
-        run = tiny.run.model_copy(update={"pp": 1, "layers": self.blocks.layers})
+        layers = self.blocks.layers
+        if tiny.run.schedule == ALL_ACTIONS:  # the overlap of layers, not that of the head
+            layers = min(2 * layers, self.candidates.model.num_layers)
+        run = tiny.run.model_copy(update={"pp": 1, "layers": layers})
         memory = self.candidates.hardware(tiny.candidate).memory
         try:
             if run not in self.compiled:
@@ -327,10 +347,14 @@ class _TinyRuns:
             if program is None:
                 return {}
             machine = self.candidates.machine(tiny.candidate, gpus=program.run.world_size)
-            step = simulate(program, machine, tiny.execution)
+            hosts = host_work(program.program, program.run, tiny.execution, machine.hardware)
+            execution = tiny.execution
+            if launch_mode(program.run, execution, machine.hardware) != "blocking":
+                execution = replace(execution, launch_mode="ahead", cuda_graph_modules=frozenset())
+            step = simulate(program, machine, execution)
         except UserError:
             return {}
-        return tiny_step_costs(step, self.blocks)
+        return tiny_step_costs(step, hosts, self.blocks)
 
 
 def _defaults(names: Iterable[str], run: Run) -> dict[str, Any]:

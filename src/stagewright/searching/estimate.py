@@ -360,13 +360,24 @@ class _SamePipeline:
         comm_id = np.where(overlaps_passes[self.comm], self.comm + 1, 0)
         first, of = distinct_numbers([self.passes, comm_id, message_id], len(at))
         costs, gathers = self._costs(first)
+        pass_of, state_of = self.passes[first], self.states[first]
+
+        def total(name: str) -> Float:
+            return self.blocks @ (passes[name][pass_of] + estimates.states[name][state_of]).T
+
         kernels, launches = (
-            {kind: self.blocks @ passes[f"{kind} {name}"][self.passes[first]].T for kind in "FB"}
-            for name in ("kernels", "host")
+            {kind: total(f"{kind} {n}") for kind in "FB"} for n in ("kernels", "host")
         )
+        exposed = passes["overlap exposed"][pass_of, 0]
         simulated = [
             simulate_order(
-                self.pipeline.order(count), costs, kernels, launches, message[first], gathers
+                self.pipeline.order(count),
+                costs,
+                kernels,
+                launches,
+                exposed,
+                message[first],
+                gathers,
             )
             for count in self.counts
         ]
@@ -376,7 +387,9 @@ class _SamePipeline:
             periods = (microbatches - count) / self.pipeline.period
             ends = ends + periods * (times.ranks - simulated[0].ranks).max(axis=0)[of]
         span, step = ends.max(axis=0), self._reduction_ends(times, costs, of, ends).max(axis=0)
-        mean = work(self.order, costs, kernels, launches).mean(axis=0)[of] * (microbatches / count)
+        mean = work(self.order, costs, kernels, launches, exposed).mean(axis=0)[of] * (
+            microbatches / count
+        )
         optimizer, update = self._optimizer_and_update()
         per_rank = self.blocks.sum(axis=0) / self.pipeline.pp
         kernel_seconds = (passes["F kernels"] + passes["B kernels"])[self.passes] @ per_rank
@@ -408,26 +421,49 @@ class _SamePipeline:
         gathers: dict[str, Float] = {}
         for kind in (kind for kind in "FBIW" if kind in passes.tables):
             compute = passes[kind][pass_of] * slowdown
+            host = passes[f"{kind} host"][pass_of]
             if kind in "FB":  # what ZeRO adds, and what overlap of experts hides
-                host = passes[f"{kind} host"][pass_of] + states[f"{kind} host"][state_of]
-                compute = np.maximum(compute + states[f"{kind} kernels"][state_of], host)
+                host = host + states[f"{kind} host"][state_of]
+                compute = compute + states[f"{kind} kernels"][state_of]
                 hidden = np.minimum(passes[f"{kind} experts"][pass_of], compute)
-                compute = np.where(hides_experts, np.maximum(compute - hidden, host), compute)
+                compute = np.where(hides_experts, compute - hidden, compute)
+            if kind == "F":  # launches that wait for kernels are not ahead of them
+                waits = passes["F waits"][pass_of] > 0
+                compute = np.where(waits, np.maximum(compute, host), compute)
             gather = comm.forward[:, comm_of] if kind == "F" else comm.backward[:, comm_of]
             if kind == "W":
                 gather = np.zeros_like(gather)
             begin, end = (head, tail) if kind == "F" else (tail, head)
             first_gather = gather.max(axis=0)[:, begin]
-            per_block = gather if kind == "F" else gather + reduce
+            per_block, overlapped = gather, compute
+            if kind in "BW":
+                per_block = gather + reduce
+                kernels = passes["B kernels"][pass_of]
+                overlapped = compute + self._outstanding(reduce, compute, kernels, state_of)
             block = np.where(
-                overlaps, latest([compute, *per_block]), compute + per_block.sum(axis=0)
+                overlaps, latest([overlapped, *per_block]), compute + per_block.sum(axis=0)
             )
             exposed = np.minimum(compute[:, end], first_gather).T
             if kind == "F":  # gathers wait for the last reduction of the backward pass before
-                exposed = exposed + np.where(gather > 0, reduce, 0.0).max(axis=0)[:, begin].T
+                last = reduce[0] + (reduce[0] == 0) * reduce[1]  # dense weights come after experts
+                exposed = exposed + ((gather > 0).any(axis=0) * last)[:, begin].T
             gathers[kind] = exposed * overlaps.T
-            costs[kind] = self.blocks @ block.T + gathers[kind]
+            launches = self.blocks @ host.T
+            costs[kind] = np.maximum(self.blocks @ block.T, launches) + gathers[kind]
         return costs, gathers
+
+    def _outstanding(self, reduce: Float, compute: Float, kernels: Float, states: Int) -> Float:
+        """Seconds that kernels of a block wait for reductions: [candidates, kinds].
+
+        Two reductions may be outstanding (`time.simulate.order`): when the next is issued, kernels
+        wait for the one before.
+        """
+        dense, expert = reduce
+        to_dense = self.estimates.states["expert to dense reduce"][states] * kernels
+        to_dense = np.where((dense > 0) & (expert > 0), to_dense, 0.0)
+        to_expert = compute - to_dense
+        expert_wait = np.maximum(expert - np.where(dense > 0, to_dense, to_expert), 0.0)
+        return expert_wait + np.maximum(dense - to_expert, 0.0)
 
     def _reduction_ends(
         self, times: PipelineTimes, costs: Mapping[str, Float], of: Int, ends: Float

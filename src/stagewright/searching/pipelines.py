@@ -134,13 +134,15 @@ def simulate_order(
     costs: Mapping[str, Float],
     kernels: Mapping[str, Float],
     launches: Mapping[str, Float],
+    exposed: Float,
     message: Float,
     gathers: Mapping[str, Float],
 ) -> PipelineTimes:
     """Simulate an order on seconds of actions by kind: [stages, candidates].
 
-    Overlapping actions take at least the sum of their `kernels`, and of their `launches`. A
-    `message` [candidates] goes from rank to rank. `gathers`, a part of `costs`, may overlap it.
+    Overlapping actions take at least the sum of their `kernels`, and of their `launches`; `exposed`
+    [candidates] is how far above the least they are (`BlockCosts`). A `message` [candidates] goes
+    from rank to rank. `gathers`, a part of `costs`, may overlap it.
     """
     planned, count = plan(order), len(message)
     last_of_rank, last_backwards = _last_steps(planned, len(order))
@@ -152,7 +154,14 @@ def simulate_order(
         chunk = slice(begin, begin + size)
         chunk_ends = ends(
             planned,
-            partial(step_seconds, costs=costs, kernels=kernels, launches=launches, chunk=chunk),
+            partial(
+                step_seconds,
+                costs=costs,
+                kernels=kernels,
+                launches=launches,
+                exposed=exposed,
+                chunk=chunk,
+            ),
             partial(_delay, delays=delays, chunk=chunk),
         )
         for n, column in step_ends.items():
@@ -192,6 +201,7 @@ def step_seconds(
     costs: Mapping[str, Float],
     kernels: Mapping[str, Float],
     launches: Mapping[str, Float],
+    exposed: Float,
     chunk: slice = slice(None),
 ) -> Float:
     """Seconds of a step; the kernels of overlapping actions run in turn, and so do launches."""
@@ -199,7 +209,9 @@ def step_seconds(
         return costs[step.kind][step.stage, chunk]
     f, b = step.forward.stage, step.backward.stage
     sums = [table["F"][f, chunk] + table["B"][b, chunk] for table in (kernels, launches)]
-    return latest([*sums, costs["F"][f, chunk], costs[step.backward.kind][b, chunk]])
+    passes = costs["F"][f, chunk], costs[step.backward.kind][b, chunk]
+    least, most = latest([*sums, *passes]), sum(passes)
+    return least + exposed[chunk] * np.maximum(most - least, 0.0)
 
 
 def work(
@@ -207,6 +219,7 @@ def work(
     costs: Mapping[str, Float],
     kernels: Mapping[str, Float],
     launches: Mapping[str, Float],
+    exposed: Float,
 ) -> Float:
     """Seconds of all steps of each rank: [ranks, candidates]."""
 
@@ -214,7 +227,8 @@ def work(
         keys = [tuple((action.kind, action.stage) for action in parts(step)) for step in steps]
         examples, counts = dict(zip(keys, steps, strict=True)), Counter(keys)
         return sum(
-            n * step_seconds(examples[key], costs, kernels, launches) for key, n in counts.items()
+            n * step_seconds(examples[key], costs, kernels, launches, exposed)
+            for key, n in counts.items()
         )
 
     return np.array([total(steps) for steps in order])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from stagewright.program.columns import (
     TaskKind,
 )
 from stagewright.time.expense.power import kernel_energies
+from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, table_rows
 
@@ -30,10 +32,15 @@ USES = ("gather_forward", "gather_recompute", "gather_backward", "reduce", "upda
 """Gathers of parameters for a pass, reductions of gradients, gathers of updated parameters."""
 _STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
 
+ALL_ACTIONS = str(files("stagewright.data") / "schedules" / "all_actions.csv")
+"""Order of one stage that also halves the backward pass of microbatch 1, and overlaps the forward
+pass of microbatch 3 with the backward pass of microbatch 2."""
 
 COSTS = (
-    *("F", "B", "I", "W", "F kernels", "B kernels", "F experts", "B experts", "F host", "B host"),
-    *("energy over TDP", "saved", "transient", *_STATE_CATEGORIES, "optimizer seconds"),
+    *("F", "B", "W", "F kernels", "B kernels", "F experts", "B experts", "F host", "B host"),
+    *("F waits", "W host"),
+    *("overlap exposed", "energy over TDP", "saved", "transient", *_STATE_CATEGORIES),
+    *("optimizer seconds", "expert to dense reduce"),
     *(f"{group} {use}" for group in GROUPS for use in USES),
 )
 """Names of all costs of a tiny run."""
@@ -61,10 +68,18 @@ class Blocks(NamedTuple):
         return self.kinds.index(BlockKind(placed[0].block, placed[0].layer))
 
 
-def tiny_step_costs(step: SimulatedStep, blocks: Blocks) -> dict[str, Float]:
-    """All costs by name (`block_costs.BlockCosts`): [kinds] each."""
-    tiny = _TinyStep(step, blocks)
-    return _passes(tiny) | _activations(tiny) | _states(tiny) | _dp_bytes(tiny)
+def tiny_step_costs(
+    step: SimulatedStep, hosts: Sequence[HostWork] | None, blocks: Blocks
+) -> dict[str, Float]:
+    """All costs by name (`block_costs.BlockCosts`): [kinds] each.
+
+    `hosts`: launches, which the step leaves out.
+    """
+    tiny = _TinyStep(step, hosts, blocks)
+    costs = _passes(tiny) | _activations(tiny) | _states(tiny) | _dp_bytes(tiny)
+    if step.compiled.run.schedule == ALL_ACTIONS:
+        costs |= _halves_and_overlap(tiny, costs)
+    return costs
 
 
 def _sums(keys: Int, amounts: Float, count: int) -> Float:
@@ -75,7 +90,9 @@ def _sums(keys: Int, amounts: Float, count: int) -> Float:
 class _TinyStep:
     """Simulated tiny run; arrays are by row of its tasks."""
 
-    def __init__(self, step: SimulatedStep, blocks: Blocks) -> None:
+    def __init__(
+        self, step: SimulatedStep, hosts: Sequence[HostWork] | None, blocks: Blocks
+    ) -> None:
         stages = place_blocks(step.compiled.run, step.compiled.model)
         placed = [block for stage in stages for block in stage]
         self.step = step
@@ -101,6 +118,15 @@ class _TinyStep:
         self.span[kernels] = np.diff(self.end[kernels], prepend=0) * TICK
         self.seconds: Float = np.asarray((self.end - self.begin) * TICK, dtype=np.float64)
         """Duration of each task."""
+        self.issued = np.zeros(len(self.tasks))
+        """Seconds of all kernels that are issued before each task."""
+        self.launches, self.waits = np.zeros((2, len(self.tasks)))
+        """Seconds of each task's launch, and 1 where launches then wait for the task."""
+        if hosts is not None:
+            of_task = table_rows(self.program.classes[0].work)
+            self.launches = hosts[0].seconds[of_task]
+            self.waits = hosts[0].waits[of_task].astype(np.float64)
+        self.issued[rows] = np.cumsum(np.where(lane.main, self.seconds[rows], 0.0))
 
     def block_indices(self, names: Sequence[str]) -> Int:
         """Index of the block that each name begins with; -1: none."""
@@ -117,7 +143,7 @@ class _TinyStep:
         return self.block_indices(names)
 
     def last_of_kind(self, of_block: Float, *, backward: bool = False) -> Float:
-        """Value of each kind's last block; the first may wait for launches."""
+        """Value of each kind's last block."""
         result = np.zeros(self.num_kinds)
         step = -1 if backward else 1
         result[self.kinds[::step]] = of_block[::step]
@@ -139,15 +165,12 @@ def _passes(tiny: _TinyStep) -> dict[str, Float]:
 
     There is no warm-up in the former, and no reduction in the latter.
     """
-    tasks, line = tiny.tasks, tiny.step.line
+    tasks = tiny.tasks
     in_block = tiny.block >= 0
     forward = in_block & (tasks.phase == FORWARD_PHASE) & (tasks.microbatch == 1)
     backward = in_block & (tasks.phase != FORWARD_PHASE) & (tasks.phase != OPTIMIZER_PHASE)
     backward &= tasks.microbatch == 0
     main, over_ep = tiny.main, _communicates_over(tiny, "ep")
-    weights = _weight_half(tiny, backward & main)
-    rows = table_rows(line.program.classes[0].work)
-    launches = np.zeros(len(rows)) if line.hosts is None else line.hosts[0].seconds[rows]
     energy = np.zeros(len(tasks))
     kernels = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tiny.end > tiny.begin))
     hardware = tiny.step.machine.hardware
@@ -159,15 +182,39 @@ def _passes(tiny: _TinyStep) -> dict[str, Float]:
     return {
         "F": tiny.spans(forward, backward=False),
         "B": tiny.spans(backward),
-        "I": tiny.spans(backward & ~weights),
-        "W": tiny.spans(backward & weights),
         "F kernels": total(forward & main, tiny.seconds),
         "B kernels": total(backward & main, tiny.seconds),
         "F experts": total(forward & over_ep, tiny.seconds),
         "B experts": total(backward & over_ep, tiny.seconds),
-        "F host": total(forward, launches),
-        "B host": total(backward, launches),
+        "F host": total(forward, tiny.launches),
+        "B host": total(backward, tiny.launches),
+        "F waits": total(forward, tiny.waits),
         "energy over TDP": total((forward | backward) & main, energy),
+    }
+
+
+def _halves_and_overlap(tiny: _TinyStep, costs: Mapping[str, Float]) -> dict[str, Float]:
+    """Costs of weight gradients in halved passes, and the exposed share of overlapped passes.
+
+    Two overlapped passes take at least as long as the longer and as the kernels of both, and at
+    most as long as both in turn. The share is 0 at the former and 1 at the latter.
+    """
+    tasks, main = tiny.tasks, tiny.main
+    in_block = tiny.block >= 0
+    forward = in_block & (tasks.phase == FORWARD_PHASE)
+    backward = in_block & (tasks.phase != FORWARD_PHASE) & (tasks.phase != OPTIMIZER_PHASE)
+    weights = _weight_half(tiny, backward & main & (tasks.microbatch == 1))
+    both = (forward & (tasks.microbatch == 3)) | (backward & (tasks.microbatch == 2))
+    num_blocks = np.bincount(tiny.kinds, minlength=tiny.num_kinds)
+    of_forward, of_backward = (float(costs[name] @ num_blocks) for name in "FB")
+    kernels = float((costs["F kernels"] + costs["B kernels"]) @ num_blocks)
+    least, most = max(of_forward, of_backward, kernels), of_forward + of_backward
+    seconds = float(tiny.span[both].sum())
+    share = (seconds - least) / (most - least) if most > least else 0.0
+    return {
+        "W": tiny.spans(weights),
+        "W host": tiny.mean_of_kind(tiny.block[weights], tiny.launches[weights]),
+        "overlap exposed": np.full(tiny.num_kinds, min(max(share, 0.0), 1.0)),
     }
 
 
@@ -185,7 +232,7 @@ def _weight_half(tiny: _TinyStep, backward: Bool) -> Bool:
     returns = np.ones(len(entries), dtype=bool)
     returns[np.unique(block[entries], return_index=True)[1]] = False
     begin = rows[entries[returns][0]] if returns.any() else len(backward)
-    return np.arange(len(backward)) >= begin
+    return backward & (np.arange(len(backward)) >= begin)
 
 
 def _activations(tiny: _TinyStep) -> dict[str, Float]:
@@ -226,10 +273,14 @@ def _states(tiny: _TinyStep) -> dict[str, Float]:
 
 
 def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
-    """Bytes of unsharded tensors in dp communication, by group and use."""
+    """Bytes of unsharded tensors in dp communication, by group and use.
+
+    `expert to dense reduce`: share of a backward pass's kernels between these reductions.
+    """
     program, tasks = tiny.program, tiny.tasks
     axes = along(program, tasks)
     costs = {f"{group} {use}": np.zeros(tiny.num_kinds) for group in GROUPS for use in USES}
+    issued = {group: np.zeros(len(tiny.kinds)) for group in GROUPS}
     collectives = (tasks.kind == TaskKind.COLLECTIVE) & (tiny.block >= 0) & (tasks.microbatch != 0)
     for (_, slot, collective), axis, degree in zip(axes.keys, axes.axes, axes.degrees, strict=True):
         if degree != "dp":
@@ -243,4 +294,12 @@ def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
             use = ("update" if name == "optimizer" else f"gather_{name}") if gathers else "reduce"
             sizes = tasks.comm_bytes[rows].astype(np.float64) * ranks
             costs[f"{group} {use}"] += tiny.mean_of_kind(tiny.block[rows], sizes)
+            if use == "reduce":
+                np.maximum.at(issued[group], tiny.block[rows], tiny.issued[rows])
+    backward = tiny.main & (tiny.block >= 0) & (tasks.phase != FORWARD_PHASE)
+    backward &= (tasks.phase != OPTIMIZER_PHASE) & (tasks.microbatch == 1)
+    of_block = _sums(tiny.block[backward], tiny.seconds[backward], len(tiny.kinds))
+    apart = (issued["dense"] - issued["expert"]) / np.where(of_block > 0, of_block, 1.0)
+    apart = np.where(issued["expert"] > 0, apart, 0.0)
+    costs["expert to dense reduce"] = tiny.last_of_kind(apart, backward=True)
     return costs
