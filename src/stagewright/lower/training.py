@@ -36,7 +36,7 @@ from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import mirrored
-from stagewright.schedule.schedules import known_order
+from stagewright.schedule.schedules import make
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class TrainingStep:
 def order_of(run: Run) -> Order:
     """Actions of each pipeline rank of a resolved run."""
     group = run.microbatch_group
-    return known_order(str(run.schedule), run.pp, run.microbatches, run.vpp, group)
+    return make(str(run.schedule), run.pp, run.microbatches, run.vpp, group=group)
 
 
 def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVariant]]:

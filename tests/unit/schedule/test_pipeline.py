@@ -46,10 +46,9 @@ from stagewright.schedule.generators import (
     zbv,
 )
 from stagewright.schedule.places import mirrored, places
-from stagewright.schedule.play import bubble, idle, play
+from stagewright.schedule.play import bubble, idle, play, validate
 from stagewright.schedule.schedules import SCHEDULES, fewest, make
 from stagewright.schedule.text import from_csv, text, to_csv
-from stagewright.schedule.validate import validate
 from stagewright.schedule.vocabulary import STOPS, interlaced
 
 PUBLISHED = DATA / "schedules"
