@@ -1,9 +1,20 @@
-"""Habits of training frameworks in lowering: a class each, built from settings.
+"""Habits of training frameworks in lowering: where they differ from Megatron-LM.
 
 `Habit` has a method for every point in lowering where frameworks differ, and does there what
-Megatron-LM does; a subclass overrides points. A run has the habits that its settings name; its
-`framework` only chooses their defaults. To add a habit: a setting in `run.sections.habits`, and a
-class in `HABITS`.
+Megatron-LM does; a class below overrides points. A run has the habits that its settings name; its
+`framework` only chooses their defaults (`run.sections.habits`).
+
+    setting            Megatron-LM          PyTorch (OneBucket: nanotron)       class
+    set_grads_to_none  main_grad buffers    gradients live from backward on     GradientsSetToNone
+    operators          fused kernels        temporaries, saved statistics       EagerOperators
+    ddp_bucket_cap_mb  a layer's gradients  buckets of bytes across layers      GradientBuckets
+    bucket             a layer's gradients  one reduction and gather of a rank  OneBucket
+    pipeline_caches    freed after use      kept for all microbatches           PipelineCaches
+    fsdp_root_unit     each block gathers   one unit outside the layers         fsdp.RootUnit
+    cp_grad_comm_type  reduce-scatter       a ring of fp32 gradients            RingAttention
+
+Sources are in the classes; docs/frameworks.md has all habits, also those of blocks and layouts.
+To add a habit: a setting in `run.sections.habits`, a class here, and its row in `HABITS`.
 """
 
 from __future__ import annotations
@@ -15,32 +26,30 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from stagewright.algebra.index import parse
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM
+from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets
 from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Allocation, Value
 from stagewright.lower.assembly.segments import ActionRows, Owner
 from stagewright.lower.assembly.stage_values import StageValues
+from stagewright.lower.fsdp import RootUnit, module_logits
 from stagewright.lower.kernels.extent import Extent
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
-from stagewright.lower.pytorch.ring import RingAttention
-from stagewright.lower.pytorch.root_unit import RootUnit, module_logits
 from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
 from stagewright.schedule.schedules import SCHEDULES
-
-_COMPUTED = (TaskPart.FORWARD, TaskPart.BACKWARD)
-
 
 # ---- PyTorch: memory of operators and gradients --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsSetToNone(Habit):
-    """`zero_grad(set_to_none=True)`: gradients are allocated when they are made."""
+    """`Optimizer.zero_grad(set_to_none=True)`: gradients are allocated when they are made."""
 
     one_microbatch: bool
 
@@ -66,7 +75,7 @@ class GradientsSetToNone(Habit):
 
 @dataclass(frozen=True, slots=True)
 class EagerOperators(Habit):
-    """Temporary tensors of PyTorch's operators and optimizers."""
+    """Temporary and saved tensors of PyTorch's operators, checkpoints and optimizers."""
 
     update_temporaries: int
     checkpoints: bool
@@ -149,12 +158,12 @@ def _join_fused(values: StageValues, i: int, graph: Graph) -> None:
             value.category = "activations" if saved else value.category
 
 
-# ---- PyTorch: DistributedDataParallel ------------------------------------------------------------
+# ---- buckets of gradients ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GradientBuckets(Habit):
-    """DDP reduces unsharded gradients once per step, in buckets across layers."""
+    """`DistributedDataParallel` reduces unsharded gradients in buckets across layers."""
 
     FIRST = 2**20
     """Bytes at which DDP closes its first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
@@ -187,12 +196,12 @@ class GradientBuckets(Habit):
         return None if forward else in_buckets(items, self.cap, self.FIRST)
 
 
-# ---- nanotron: FP32GradientAccumulator, ZeroDistributedOptimizer ---------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class OneBucket(Habit):
-    """One reduction of all gradients of a rank, and one gather of its updated parameters."""
+    """One reduction of all gradients of a rank, and one gather of its updated parameters.
+
+    As `FP32GradientAccumulator` and `ZeroDistributedOptimizer._all_gather_params` of nanotron.
+    """
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
@@ -215,7 +224,7 @@ class OneBucket(Habit):
 
 @dataclass(frozen=True, slots=True)
 class PipelineCaches(Habit):
-    """PyTorch's pipeline stages hold message buffers and sent values."""
+    """Stages of `torch.distributed.pipelining` hold message buffers and sent values."""
 
     microbatches: int
     split_backward: bool
@@ -279,6 +288,62 @@ def _retain_graph(values: StageValues, action: ActionRows) -> None:
         gradient = values.output(LiveValue(c.name, True))
         if gradient is not None:
             gradient.until_step_end_if_split = True
+
+
+# ---- PyTorch: ring attention ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RingAttention(Habit):
+    """Memory of `_templated_ring_attention_backward`, with balanced causal halves.
+
+    Its backward holds further tensors while keys and gradients circulate.
+    """
+
+    ranks: int
+    gathered: bool
+    """True if keys are gathered, rather than sent from rank to rank."""
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """By `cp_grad_comm_type`."""
+        if run.cp == 1 or run.cp_grad_comm_type != "ring" or run.cp_comm_type == "a2a":
+            return None
+        return cls(run.cp, run.cp_comm_type == "all_gather")
+
+    def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
+        """Bytes of the last rank in its second step, without operands and results of the kernel.
+
+        Sums are in fp32. With the bytes q of a rank's queries and k of its keys, and f fp32 values
+        for one of the computation: gradients of the queries (f q) and of this step (q, and k for
+        half of the keys and half of the values), keys and values to send (2 k) and those that came,
+        and four tensors with gradients of keys and values: their sum, its two parts, joined, and
+        what is exchanged (2 f k each). Or earlier, when gradients of two steps are live at once.
+        """
+        made = {n.get("wrt"): n for n in t.made if n.op == "attention_bwd"}
+        if "q" not in made or "k" not in made:
+            return 0
+        q, keys = size[made["q"]], made["k"]
+        whole = size[keys]
+        k = whole // self.ranks if self.gathered else whole
+        f = int(BYTES["fp32"]) // int(BYTES[keys.dtype])
+        came = 2 * self.ranks * k if self.gathered else 2 * k * min(2, self.ranks - 1)
+        copied = 0 if _contiguous(made["q"]) else 2 * k
+        late = f * q + q + k + 8 * f * k
+        early = f * q + 2 * q + 3 * k + 6 * f * k
+        total = max(late, early) + came + 2 * k + copied
+        counted = q + 2 * whole + (2 * self.ranks * k if self.gathered else 0)
+        return max(0, total - counted)
+
+
+def _contiguous(attention: Node) -> bool:
+    """True if keys are contiguous for the ring: copied heads, not a view."""
+    spec = parse(str(attention["spec"]))
+    operands = zip(attention.srcs, spec.ins, strict=True)
+    keys = next(s for s, dims in operands if ("k",) in dims)
+    while keys.op in COLLECTIVE_OPS:
+        (keys,) = keys.srcs
+    return keys.op == "repeat"
 
 
 # ---- the habits of a run -------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Token copies that each rank dispatches to experts, and that its experts receive.
 
-The load is even unless a file of expert loads says otherwise (`--expert-load`): then the work of a
-rank depends on its experts, and ranks with equal work in all layers form a class. The work of a
-rank is linear: its work without copies, plus a term per copy sent and per copy received.
+The load is even unless a file of expert loads says otherwise (`--expert-load`). In training, the
+work of a rank then depends on its experts, and ranks with equal work in all layers form a class.
+The work of a rank is linear: its work without copies, plus a term per copy sent and per copy
+received. In inference, all ranks have the work of the busiest one.
 """
 
 from __future__ import annotations
@@ -11,26 +12,20 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
-from stagewright.algebra.size import size
-from stagewright.arrays import Int
+from stagewright.algebra.size import Size, size
+from stagewright.arrays import Float, Int
 from stagewright.errors import UserError
 from stagewright.lower.assembly.work import StageBytes, assembled
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import ROUTED
 from stagewright.parallel.plan import Plan
-from stagewright.program.columns import (
-    COLLECTIVES,
-    Program,
-    RankClass,
-    Shape,
-    TaskKind,
-)
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, Shape, TaskKind
 from stagewright.program.communicators import place_along
 from stagewright.run.expert_load import lines_of
 from stagewright.run.settings import Run
@@ -72,14 +67,12 @@ class Routing:
     @classmethod
     def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan, tokens: int) -> Routing:
         """Routing of a resolved run; `tokens`: tokens of all ranks in a microbatch."""
-        sequence = plan.context + (plan.tensor if plan.sequence_parallel else ())
-        axes = (*plan.data, *sequence)
-        copies = tokens // mesh.size(*axes) * model.top_k
+        copies = tokens // mesh.size(*plan.tokens) * model.top_k
         factor = run.moe_expert_capacity_factor
         # As Megatron-LM's get_capacity rounds.
         capacity = None if factor is None else math.ceil(copies / model.num_experts * factor)
         padded = run.moe_pad_expert_input_to_capacity
-        return cls(mesh, model.num_experts, plan.expert, axes, copies, capacity, padded)
+        return cls(mesh, model.num_experts, plan.expert, plan.tokens, copies, capacity, padded)
 
     @property
     def positions(self) -> int:
@@ -139,7 +132,7 @@ class Load:
                 "expert_load: ep spans ranks of tp, and without sequence parallelism these hold "
                 "identical tokens; set sequence_parallel"
             )
-        layers = [i for i in range(model.num_layers) if model.layer(i).mlp in ROUTED]
+        layers = _routed_layers(model)
         lines = lines_of(given, model, layers, routing.positions)
         sent = np.zeros(model.num_layers, np.int64)
         got = np.zeros((model.num_layers, routing.positions), np.int64)
@@ -310,3 +303,82 @@ def _extents(
         (Fraction(s - a, routing.experts), Fraction(g - a, routing.held))
         for (_, a), (_, s), (_, g) in zip(none, sent, got, strict=True)
     )
+
+
+# ---- inference -----------------------------------------------------------------------------------
+
+SHARE_UNITS = 2**32
+"""Shares are integer multiples of 1 / `SHARE_UNITS`: equal on all machines."""
+
+
+@dataclass(frozen=True, eq=False)
+class BusiestRanks:
+    """Experts of the rank that gets most copies of tokens in each layer, by `expert_load`.
+
+    The ranks of expert parallelism wait for each other after every layer with experts, so each is
+    assumed to have the work of the busiest one: its mean over layers.
+    """
+
+    chosen: Sequence[Float]
+    """By layer, the share of tokens that choose each of the rank's experts, 0 to 1."""
+    top_k: int
+
+    @classmethod
+    def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan) -> Self | None:
+        """Busiest ranks of a resolved run; None: all experts get equal numbers of tokens."""
+        if run.expert_load is None:
+            return None
+        ranks = mesh.size(*plan.expert)
+        chosen: list[Float] = []
+        for line in lines_of(run.expert_load, model, _routed_layers(model), ranks):
+            by_rank = np.array(line).reshape(ranks, -1) * (model.top_k / sum(line))
+            chosen.append(np.minimum(by_rank[by_rank.sum(axis=1).argmax()], 1.0))
+        return cls(chosen, model.top_k)
+
+    def rows(self, ranks: int) -> Fraction:
+        """Copies that the busiest of the ranks gets, over the mean of all."""
+        mean = sum(float(x.sum()) for x in self.chosen) / len(self.chosen) / self.top_k
+        return _share(ranks * mean)
+
+    def touched(self, tokens: float) -> float:
+        """Share of the rank's experts that any of the tokens chooses, 0 to 1."""
+        return float(1 - np.mean([np.mean((1 - x) ** tokens) for x in self.chosen]))
+
+
+def mean_expert_sizes(
+    run: Run,
+    model: ModelConfig,
+    mesh: Mesh,
+    plan: Plan,
+    routed: int,
+    busiest: BusiestRanks | None = None,
+) -> dict[Size, Fraction]:
+    """Means of the sizes that routing decides in an inference step of `routed` tokens on all ranks.
+
+    `R`: rows of each expert; `touched`: experts with any token. A token leaves out an expert with
+    probability p = 1 - top_k / experts, and n tokens all leave it out with probability p^n. Tokens
+    are spread evenly, or as on the `busiest` ranks.
+    """
+    if not model.num_experts:
+        return {}
+    experts = model.num_experts + run.num_redundant_experts
+    # Ranks with the same experts share the tokens; those that split an expert have the same.
+    expert_axes = plan.expert + plan.expert_tensor
+    tokens = routed / mesh.size(*(a for a in plan.tokens if a not in expert_axes))
+    share = Fraction(1)
+    rows = routed * model.top_k * Fraction(1, experts)
+    if busiest is not None:
+        share = _share(busiest.touched(tokens))
+        rows = rows * busiest.rows(mesh.size(*plan.expert))
+    elif model.top_k < experts:
+        share = _share(-math.expm1(tokens * math.log1p(-model.top_k / experts)))
+    return {ROWS: rows, size("touched"): experts * share}
+
+
+def _share(share: float) -> Fraction:
+    return Fraction(round(share * SHARE_UNITS), SHARE_UNITS)
+
+
+def _routed_layers(model: ModelConfig) -> list[int]:
+    """Layers with experts."""
+    return [i for i in range(model.num_layers) if model.layer(i).mlp in ROUTED]

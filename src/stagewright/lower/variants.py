@@ -9,7 +9,7 @@ from typing import NamedTuple
 from stagewright import blocks as nn
 from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
-from stagewright.lower.pytorch.root_unit import RootUnit
+from stagewright.lower.fsdp import RootUnit
 from stagewright.lower.weight_storage import describe, storage
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer

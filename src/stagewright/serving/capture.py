@@ -17,7 +17,7 @@ from typing import NamedTuple
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.disaggregated import beside
+from stagewright.lower.disaggregated import beside
 from stagewright.run.lengths import Group, merge_groups
 from stagewright.run.settings import Run
 from stagewright.serving.batch import StepBatch

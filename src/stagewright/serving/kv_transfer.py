@@ -17,8 +17,7 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.disaggregated import in_replica, messages
-from stagewright.lower.inference.joined import Message
+from stagewright.lower.disaggregated import Message, in_replica, messages
 from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.sections.serving.pools import KvPush
