@@ -71,7 +71,7 @@ def compile_disaggregated(run: Run, model: ModelConfig, table: Mapping[str, str]
     return _join(prefill, decode, messages(first, run, model), "both")
 
 
-def beside(
+def concurrent_steps(
     prefill: CompiledRun, decode: CompiledRun, sent: Sequence[Message], *, computed: bool = True
 ) -> CompiledRun:
     """Join concurrent steps of two instances, and caches that one sends the other meanwhile.
@@ -141,13 +141,15 @@ class _Side(NamedTuple):
         return [next(s for s, end in enumerate(ends) if layer < end) for layer in range(layers)]
 
 
-def in_replica(alone: Run, whole: Run, model: ModelConfig, replica: int) -> dict[int, int]:
+def ranks_of_replica(
+    single: Run, replicated: Run, model: ModelConfig, replica: int
+) -> dict[int, int]:
     """Map each rank of a single replica to its rank in a layout with data parallelism.
 
-    Both runs are resolved; they differ in `dp` and what lies along it.
+    Both runs are resolved; they differ in `dp` and the axes along it.
     """
-    rank_of = _Side.of(whole, model).rank
-    coordinates = _Side.of(alone, model).coordinates
+    rank_of = _Side.of(replicated, model).rank
+    coordinates = _Side.of(single, model).coordinates
     return {rank: rank_of[replica, tp, pp] for rank, (_, tp, pp) in enumerate(coordinates)}
 
 
@@ -288,39 +290,36 @@ def joined(
             axes = tuple(f"{name}.{a}" for a in communicator.axes)
             communicators.append(communicator._replace(axes=axes))
         for slot, peer in enumerate(program.peers):
-            partner = np.arange(world)
-            partner[start:end] = program.peer_of(slot) + start
-            partners.append(partner)
+            partner_rank = np.arange(world)
+            partner_rank[start:end] = program.peer_of(slot) + start
+            partners.append(partner_rank)
             peers.append(peer._replace(axis=f"{name}.{peer.axis}"))
     classes: list[RankClass] = []
     for side, (start, program) in enumerate(zip(starts, programs, strict=True)):
-        messages_of: dict[int, list[tuple[Message, int]]] = {}  # by rank, each with the partner
-        for m in sent:
-            rank, partner_rank = (m.source, m.target) if side == 0 else (m.target, m.source)
-            messages_of.setdefault(rank, []).append((m, partner_rank))
-        partners_of = {
-            rank: sorted({partner for _, partner in some}) for rank, some in messages_of.items()
-        }
+        ends = [(m.source, m.target) if side == 0 else (m.target, m.source) for m in sent]
+        partners_of: dict[int, list[int]] = {}
+        for rank, partner in sorted({*ends}):
+            partners_of.setdefault(rank, []).append(partner)
         first_slot = len(peers)
         for i in range(max(map(len, partners_of.values()), default=0)):
-            partner = np.arange(world)
-            for rank, others in partners_of.items():
-                if i < len(others):
-                    partner[start + rank] = others[i] + starts[1 - side]
-            partners.append(partner)
+            partner_rank = np.arange(world)
+            for rank, of_rank in partners_of.items():
+                if i < len(of_rank):
+                    partner_rank[start + rank] = of_rank[i] + starts[1 - side]
+            partners.append(partner_rank)
             peers.append(Peer(ACROSS, i + 1 if side == 0 else -i - 1))
+        rows_of: dict[int, list[Row]] = {}
+        for (rank, partner), m in zip(ends, sent, strict=True):
+            slot = first_slot + partners_of[rank].index(partner)
+            rows_of.setdefault(rank, []).append((m.layer, slot, m.size))
         for c in program.classes:
             tasks = c.tasks
             if side == 1:
                 tasks = _shifted(tasks, len(programs[0].communicators), len(programs[0].peers))
             ranks_with: dict[tuple[Row, ...], list[int]] = {}
             for rank in c.ranks.tolist():
-                others = partners_of.get(rank, [])
-                rows = [
-                    (m.layer, first_slot + others.index(partner), m.size)
-                    for m, partner in messages_of.get(rank, ())
-                ]
-                ranks_with.setdefault(tuple(sorted(rows)), []).append(rank + start)
+                rows = tuple(sorted(rows_of.get(rank, ())))
+                ranks_with.setdefault(rows, []).append(rank + start)
             add = _with_sends if side == 0 else _with_receives
             for rows, ranks in ranks_with.items():
                 extended = add(tasks, rows, dtype, waiting) if rows else tasks

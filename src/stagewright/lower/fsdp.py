@@ -29,7 +29,10 @@ from stagewright.program.columns import Program, RankClass, TaskKind, intersect
 from stagewright.program.communicators import place_along
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
-from stagewright.schedule.schedules import SCHEDULES
+
+ONE_STAGE = frozenset({"gpipe", "1f1b"})
+"""Schedules whose classes in `torch.distributed.pipelining` have one stage on a rank and a loop of
+their own; all others, and orders from files, run in `_PipelineScheduleRuntime`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,9 @@ class RootUnit(Habit):
     pipelined: bool
     """`torch.distributed.pipelining`: all units reduce after the last backward of a stage, and free
     the weights that backward has gathered only then."""
-    one_stage: bool
-    """Its schedules of several stages (`_PipelineScheduleRuntime`) gather the weights of all stages
-    of a rank before the first action, its schedules of one stage do not."""
+    gathers_first: bool
+    """A rank gathers the weights of all its stages before the first action, as in the loop of
+    schedules with several stages (`_PipelineScheduleRuntime`)."""
 
     split_backward: bool
     """Backward is split into halves."""
@@ -54,14 +57,15 @@ class RootUnit(Habit):
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
         """Where it applies."""
-        schedule = SCHEDULES.get(run.schedule or "")
-        one_stage = schedule is not None and schedule.one_stage
+        if not cls.applies(run):
+            return None
+        pipelined = len(order) > 1
         split_backward = any(a.kind == "I" for steps in order for a in flat(steps))
-        return cls(len(order) > 1, one_stage, split_backward) if cls.applies(run) else None
+        return cls(pipelined, pipelined and run.schedule not in ONE_STAGE, split_backward)
 
     def unit_weights(self) -> UnitWeights:
         """Keep a pipeline's units gathered after backward."""
-        return UnitWeights(self.pipelined, self.pipelined and not self.one_stage)
+        return UnitWeights(self.pipelined, self.gathers_first)
 
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool

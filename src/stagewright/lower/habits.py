@@ -42,7 +42,6 @@ from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
-from stagewright.schedule.schedules import SCHEDULES
 
 # ---- PyTorch: memory of operators and gradients --------------------------------------------------
 
@@ -229,6 +228,8 @@ class PipelineCaches(Habit):
     microbatches: int
     split_backward: bool
     holds_sent_gradients: bool
+    """`Schedule1F1B` waits for the send of a gradient only at the next one, and so holds the
+    gradient until then; its other loops do not."""
     ranks: int
 
     @classmethod
@@ -237,11 +238,10 @@ class PipelineCaches(Habit):
         if not run.pipeline_caches:
             return None
         actions = [a for steps in order for a in flat(steps)]
-        schedule = SCHEDULES.get(run.schedule or "")
         return cls(
             microbatches=1 + max(a.microbatch for a in actions),
             split_backward=any(a.kind == "I" for a in actions),
-            holds_sent_gradients=schedule is not None and schedule.holds_sent_gradients,
+            holds_sent_gradients=run.schedule == "1f1b",
             ranks=len(order),
         )
 

@@ -303,7 +303,7 @@ def program_of(recording: Recording) -> Program:
     return Program(mesh, (RankClass(ranks, 0, work),), tuple(map(Communicator, slots)), ())
 
 
-class _Row(NamedTuple):
+class _TracedRow(NamedTuple):
     """Task of the rank: a kernel or a collective."""
 
     node: TracedNode
@@ -320,7 +320,7 @@ class _Row(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Value:
+class _TracedValue:
     """Tensor that shares memory with no earlier one, and the first and last row that touch it."""
 
     node: TracedNode
@@ -336,8 +336,8 @@ class _TracedRank:
 
     recording: Recording
     process: Process
-    rows: list[_Row] = field(default_factory=list[_Row])
-    values: dict[str, _Value] = field(default_factory=dict[str, _Value])
+    rows: list[_TracedRow] = field(default_factory=list[_TracedRow])
+    values: dict[str, _TracedValue] = field(default_factory=dict[str, _TracedValue])
     nodes: dict[str, TracedNode] = field(default_factory=dict[str, TracedNode])
     row_of: dict[str, int] = field(default_factory=dict[str, int])
     """Row that writes each value."""
@@ -390,7 +390,7 @@ class _TracedRank:
         if node.op == "param" or (copies and operands and self.weights.issuperset(operands)):
             self.weights.add(node.name)
         if node.op in _LEAVES:
-            self.values[node.name] = _Value(node, _bytes_of(node), _LEAVES[node.op], -1, -1)
+            self.values[node.name] = _TracedValue(node, _bytes_of(node), _LEAVES[node.op], -1, -1)
             return
         if not node.op.startswith(("aten.", "_c10d_functional.")) and node.op != "getitem":
             return  # arithmetic on sizes
@@ -409,7 +409,7 @@ class _TracedRank:
         category = "activations" if phase == "forward" else "workspace"
         if node.name in self.weights:
             category = "gathered_parameters"
-        self.values[node.name] = _Value(node, self._bytes(node), category, row, row)
+        self.values[node.name] = _TracedValue(node, self._bytes(node), category, row, row)
 
     def _read(self, node: TracedNode) -> tuple[int, tuple[int, ...]]:
         """Touch the values that a node reads; return their bytes and the rows that write them."""
@@ -427,7 +427,7 @@ class _TracedRank:
                 rows[self.row_of[owner]] = None
         return total, tuple(rows)
 
-    def _kernel(self, node: TracedNode, kind: str, phase: str) -> _Row:
+    def _kernel(self, node: TracedNode, kind: str, phase: str) -> _TracedRow:
         read_bytes, reads = self._read(node)
         written = self._bytes(node)
         if kind in _FILLS or kind in _ALLOCATIONS:
@@ -439,7 +439,7 @@ class _TracedRank:
             dtypes = (self.nodes[n].dtype for n in node.operands())
             dtype = next(filter(None, dtypes), dtype)
         traffic = read_bytes + written
-        return _Row(
+        return _TracedRow(
             node, costs.op, phase, dtype or "fp32", reads, costs.flops, traffic, costs.shape
         )
 
@@ -448,7 +448,7 @@ class _TracedRank:
             raise UserError(f"an operand is {operand!r}, expected a tensor")
         return tuple(int(n) for n in self.nodes[operand.name].shape)
 
-    def _collective(self, node: TracedNode, kind: str, phase: str) -> _Row:
+    def _collective(self, node: TracedNode, kind: str, phase: str) -> _TracedRow:
         op = _COLLECTIVES.get(re.sub(r"(_coalesced|_out|_)+$", "", kind))
         if op is None:
             raise UserError(
@@ -460,7 +460,9 @@ class _TracedRank:
             raise UserError(f"{node.name}: no process group {group!r} was recorded")
         size, reads = self._read(node)
         dtype = self.nodes[next(node.operands())].dtype
-        return _Row(node, op, phase, dtype, reads, collective=op, group=group, comm_bytes=size)
+        return _TracedRow(
+            node, op, phase, dtype, reads, collective=op, group=group, comm_bytes=size
+        )
 
 
 def _first_operand(node: TracedNode) -> str:
@@ -497,7 +499,7 @@ def _indexed(column: Iterable[Hashable]) -> tuple[Int, tuple[Any, ...]]:
     return np.array(rows, np.int64), tuple(index)
 
 
-def _tasks(rows: Sequence[_Row], slot_of: Mapping[str, int]) -> Tasks:
+def _tasks(rows: Sequence[_TracedRow], slot_of: Mapping[str, int]) -> Tasks:
     """Columns of the rows; `slot_of`: index of the communicator of each group."""
     name, names = _indexed(_name(r.node) for r in rows)
     op, ops = _indexed(r.op for r in rows)
@@ -536,7 +538,7 @@ def _tasks(rows: Sequence[_Row], slot_of: Mapping[str, int]) -> Tasks:
     )  # fmt: skip
 
 
-def _values(traced: Sequence[_Value], num_rows: int) -> Values:
+def _values(traced: Sequence[_TracedValue], num_rows: int) -> Values:
     """Columns of the values with bytes."""
     values = [v for v in traced if v.size]
     name, names = _indexed(_name(v.node) for v in values)

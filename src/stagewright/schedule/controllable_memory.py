@@ -93,14 +93,12 @@ def _squeeze(
     """Repeat a building block for each microbatch, and move the passes at both ends together."""
     span = range(0, _PERIOD * microbatches, _PERIOD)
     ranks = [[[slot + shift for shift in span] for slot in passes] for passes in block]
-    # Weight gradients move like the passes; then those at the end make room for other passes.
-    for weights_move in (True, False):
-        with_weights = [[*rank, _weight_slots(rank)] for rank in ranks]
-        limit = max(map(_alive, with_weights))
-        _move_earlier(with_weights if weights_move else ranks, limit, late)
-        if not weights_move:
-            with_weights = [[*rank, _weight_slots(rank)] for rank in ranks]
-        ranks = _as_soon_as_possible(with_weights, late)
+    with_weights = [_with_weights(rank) for rank in ranks]
+    _move_earlier(with_weights, max(map(_alive, with_weights)), late)
+    ranks = _as_soon_as_possible(with_weights, late)
+    # Then the weight gradients at the end make room for other passes.
+    _move_earlier(ranks, max(_alive(_with_weights(rank)) for rank in ranks), late)
+    ranks = _as_soon_as_possible([_with_weights(rank) for rank in ranks], late)
     return tuple(_actions(ranks, rank) for rank in range(len(ranks)))
 
 
@@ -113,21 +111,21 @@ def _move_earlier(ranks: list[_Rank], limit: int, late: int) -> None:
     moves_weights = len(ranks[0]) > _WEIGHT
     busy = [{slot for slots in rank for slot in slots} for rank in ranks]
     filling, draining = True, False
-    for old, rank, which, m in _in_order_of_time(ranks):
-        filling = filling and (rank, which) != (0, _FIRST_BACKWARD)
+    for old, rank, pass_index, m in _in_order_of_time(ranks):
+        filling = filling and (rank, pass_index) != (0, _FIRST_BACKWARD)
         if not filling and not draining:
-            draining = (which, m) == (_FIRST_FORWARD, len(ranks[0][0]) - 1)
+            draining = (pass_index, m) == (_FIRST_FORWARD, len(ranks[0][0]) - 1)
             continue
         if filling and not moves_weights:
             continue
-        slots = ranks[rank][which]
-        for new in range(_ready(ranks, rank, which, m, late), old):
+        slots = ranks[rank][pass_index]
+        for new in range(_ready(ranks, rank, pass_index, m, late), old):
             if new in busy[rank]:
                 continue
             slots[m] = new
-            passes = ranks[rank] if moves_weights else [*ranks[rank], _weight_slots(ranks[rank])]
+            passes = ranks[rank] if moves_weights else _with_weights(ranks[rank])
             # Where weight gradients have slots, only a forward adds to the microbatches alive.
-            if (moves_weights and which > _SECOND_FORWARD) or _alive(passes) <= limit:
+            if (moves_weights and pass_index > _SECOND_FORWARD) or _alive(passes) <= limit:
                 busy[rank] ^= {old, new}
                 break
         else:
@@ -137,26 +135,26 @@ def _move_earlier(ranks: list[_Rank], limit: int, late: int) -> None:
 def _in_order_of_time(ranks: Sequence[_Rank]) -> list[tuple[int, int, int, int]]:
     """Slot, rank, pass and microbatch of all passes."""
     return sorted(
-        (slot, rank, which, m)
+        (slot, rank, pass_index, m)
         for rank, passes in enumerate(ranks)
-        for which, slots in enumerate(passes)
+        for pass_index, slots in enumerate(passes)
         for m, slot in enumerate(slots)
     )
 
 
-def _ready(ranks: Sequence[_Rank], rank: int, which: int, m: int, late: int) -> int:
+def _ready(ranks: Sequence[_Rank], rank: int, pass_index: int, m: int, late: int) -> int:
     """First slot in which the needs of a pass have ended."""
     slots = ranks[rank]
-    needed = [slots[which][m - 1]] if m else []  # the microbatches of a pass keep their order
-    if which == _WEIGHT:
+    needed = [slots[pass_index][m - 1]] if m else []  # the microbatches of a pass keep their order
+    if pass_index == _WEIGHT:
         needed.append(sorted(slots[_SECOND_BACKWARD] + slots[_FIRST_BACKWARD])[m])
-    elif which:
-        turns = which == _SECOND_BACKWARD and rank == 0
-        needed.append(slots[which - 1][m] + (late * _PERIOD if turns else 0))
-    if which in (_FIRST_FORWARD, _SECOND_BACKWARD) and rank:
-        needed.append(ranks[rank - 1][which][m])
-    if which in (_SECOND_FORWARD, _FIRST_BACKWARD) and rank < len(ranks) - 1:
-        needed.append(ranks[rank + 1][which][m])
+    elif pass_index:
+        turns = pass_index == _SECOND_BACKWARD and rank == 0
+        needed.append(slots[pass_index - 1][m] + (late * _PERIOD if turns else 0))
+    if pass_index in (_FIRST_FORWARD, _SECOND_BACKWARD) and rank:
+        needed.append(ranks[rank - 1][pass_index][m])
+    if pass_index in (_SECOND_FORWARD, _FIRST_BACKWARD) and rank < len(ranks) - 1:
+        needed.append(ranks[rank + 1][pass_index][m])
     return 1 + max(needed, default=-1)
 
 
@@ -172,6 +170,11 @@ def _weight_slots(passes: _Rank) -> list[int]:
     return free
 
 
+def _with_weights(passes: _Rank) -> _Rank:
+    """Add the slots of weight gradients to those of the passes."""
+    return [*passes, _weight_slots(passes)]
+
+
 def _alive(rank: _Rank) -> int:
     """Maximum number of microbatches alive at once on a rank, of both stages."""
     change = dict.fromkeys(rank[_FIRST_FORWARD] + rank[_SECOND_FORWARD], 1)
@@ -184,10 +187,10 @@ def _as_soon_as_possible(ranks: Sequence[_Rank], late: int) -> list[_Rank]:
     microbatches = len(ranks[0][0])
     soon = [[[0] * microbatches for _ in _PASSES] for _ in ranks]
     clock = [0] * len(ranks)
-    for _, rank, which, m in _in_order_of_time(ranks):
-        if which != _WEIGHT:
-            clock[rank] = max(clock[rank], _ready(soon, rank, which, m, late))
-            soon[rank][which][m] = clock[rank]
+    for _, rank, pass_index, m in _in_order_of_time(ranks):
+        if pass_index != _WEIGHT:
+            clock[rank] = max(clock[rank], _ready(soon, rank, pass_index, m, late))
+            soon[rank][pass_index][m] = clock[rank]
         clock[rank] += 1
     return soon
 

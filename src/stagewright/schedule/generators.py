@@ -242,10 +242,10 @@ def _step(actions: Sequence[Action]) -> ScheduleStep:
 
 
 class _Vee:
-    """The steps of one rank of a V, written down as words such as `F0 I1 F1&B0`.
+    """Steps of one rank of a V, written as words such as `F0 I1 F1&B0`.
 
-    The digit of a word says which of the rank's two stages the action belongs to; each stage's
-    microbatches come in order. `W` alone is the weight gradient that was postponed the longest.
+    The digit of a word is that of the rank's two stages; each stage's microbatches come in order.
+    `W` alone is the weight gradient that was postponed the longest.
     """
 
     def __init__(self, pp: int, rank: int) -> None:
@@ -261,10 +261,10 @@ class _Vee:
     def action(self, word: str) -> Action:
         if word == "W":
             return self.postponed.pop(0)._replace(kind="W")
-        kind, which = word
+        kind, stage = word
         # A full backward counts as both of its halves.
-        counted = f"I{which}" if kind == "B" else word
-        action = Action(self.stages[int(which)], kind, self.done[counted])
+        counted = f"I{stage}" if kind == "B" else word
+        action = Action(self.stages[int(stage)], kind, self.done[counted])
         self.done[counted] += 1
         if kind == "I":
             self.postponed.append(action)

@@ -46,8 +46,6 @@ class Schedule(NamedTuple):
     instead: str = ""  # schedule to use with one stage per rank, where several are needed
     pairs_ranks: bool = False  # ranks r and pp - 1 - r have the same stages: pp is even
     in_groups: bool = False  # the size of the groups that pass through the chunks can be set
-    one_stage: bool = False
-    """True if PyTorch's class of the schedule has one stage on a rank, and its own loop."""
     fills: int = 1
     """With this many times pp microbatches the pipeline has been full: each further microbatch adds
     nearly the same time."""
@@ -55,10 +53,6 @@ class Schedule(NamedTuple):
     """True if a rank runs the forwards of all microbatches before its first backward."""
     ends: SharedEnds | None = None
     """Stages before and after the layers that all ranks share; None: no stage is shared."""
-    holds_sent_gradients: bool = False
-    """True if PyTorch's class of the schedule waits for the send of a gradient only at the next
-    one, and so holds the gradient until then. Schedules with several stages, and orders from files,
-    run in its general loop, which does not."""
 
     def takes(self, pp: int, microbatches: int, group: int | None = None) -> bool:
         """Return True if the schedule accepts these microbatches on `pp` ranks, in such groups.
@@ -89,8 +83,8 @@ def _even_and_twice_pp(pp: int, microbatches: int) -> bool:
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe, one_stage=True, forwards_first=True),
-    "1f1b": Schedule(one_f_one_b, one_stage=True, holds_sent_gradients=True),
+    "gpipe": Schedule(gpipe, forwards_first=True),
+    "1f1b": Schedule(one_f_one_b),
     # Groups of Megatron-LM have pp microbatches unless their size is set; torch accepts any equal
     # groups.
     "interleaved": Schedule(

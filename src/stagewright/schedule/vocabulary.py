@@ -24,14 +24,14 @@ class SharedEnds(NamedTuple):
 
     before: tuple[str, ...]
     """Blocks before the stages of layers."""
-    behind: tuple[str, ...]
+    after: tuple[str, ...]
     """Blocks after the stages of layers."""
 
     def stages(self, layer_stages: int) -> frozenset[int]:
         """Numbers of the shared stages; `layer_stages`: number of stages of layers."""
         first = len(self.before)
         last = first + layer_stages
-        return frozenset({*range(first), *range(last, last + len(self.behind))})
+        return frozenset({*range(first), *range(last, last + len(self.after))})
 
 
 STOPS = SharedEnds(("embedding",), ("head",))
@@ -189,7 +189,7 @@ def _meetings(stages: int, microbatches: int, times: Times, *, barriers: int) ->
     """
     first = len(TWO_BARRIERS.before)
     embedding, embedded = range(first)
-    hidden, output, loss = range(first + stages, first + stages + len(TWO_BARRIERS.behind))
+    hidden, output, loss = range(first + stages, first + stages + len(TWO_BARRIERS.after))
     backward = "B" if Action(0, "B", 0) in times else "I"
     starts = [times[Action(0, "F", m)][0] for m in range(microbatches)]
     ends = [times[Action(0, backward, m)][1] for m in range(microbatches)]
