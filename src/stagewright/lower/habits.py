@@ -31,7 +31,7 @@ from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM
 from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets
-from stagewright.lower.assembly.habit import Habit, UnitWeights
+from stagewright.lower.assembly.habit import Habit
 from stagewright.lower.assembly.lifetimes import Allocation, Value
 from stagewright.lower.assembly.segments import ActionRows, Owner
 from stagewright.lower.assembly.stage_values import StageValues
@@ -361,64 +361,11 @@ HABITS: tuple[type[Habit], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Habits(Habit):
-    """Several habits as one."""
+    """All habits of a run as one."""
 
-    habits: tuple[Habit, ...] = ()
+    parts: tuple[Habit, ...] = ()
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self:
         """Habits of a resolved run."""
         return cls(tuple(habit for cls_ in HABITS if (habit := cls_.of(run, order)) is not None))
-
-    def allocation(self, allocation: Allocation) -> Allocation:
-        """Apply all habits."""
-        for habit in self.habits:
-            allocation = habit.allocation(allocation)
-        return allocation
-
-    def workspace_bytes(self, n: Node, extent: Extent) -> int:
-        """Sum over the habits."""
-        return sum(habit.workspace_bytes(n, extent) for habit in self.habits)
-
-    def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
-        """Sum over the habits."""
-        return sum(habit.scratch(t, size) for habit in self.habits)
-
-    def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
-        """Merge the bytes of all habits; their categories differ."""
-        result: dict[str, int] = {}
-        for habit in self.habits:
-            result |= habit.permanent_bytes(graph, size)
-        return result
-
-    def bucket(self, bucket: str) -> str:
-        """Apply all habits."""
-        for habit in self.habits:
-            bucket = habit.bucket(bucket)
-        return bucket
-
-    def message_buffers(self) -> int:
-        """Maximum over the habits."""
-        return max((habit.message_buffers() for habit in self.habits), default=0)
-
-    def unit_weights(self) -> UnitWeights:
-        """Take the first habit that differs from the default."""
-        candidates = (habit.unit_weights() for habit in self.habits)
-        return next((weights for weights in candidates if any(weights)), UnitWeights())
-
-    def arrange(
-        self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
-    ) -> Sequence[Row] | None:
-        """Take the first habit that changes the order."""
-        arranged = (habit.arrange(items, root, forward=forward) for habit in self.habits)
-        return next((rows for rows in arranged if rows is not None), None)
-
-    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row] | None:
-        """Take the first habit that merges updates."""
-        arranged = (habit.arrange_updates(items) for habit in self.habits)
-        return next((rows for rows in arranged if rows and len(rows) < len(items)), None)
-
-    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
-        """Apply all habits."""
-        for habit in self.habits:
-            habit.extend_live_ranges(values, action)

@@ -79,6 +79,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         sequence = (*context, *(tensor if run.sequence_parallel_size > 1 else ()))
         exchanging = {*data, *(sequence if {*axes("ep")} & {*data, *sequence} else ())}
         combined = tuple(a for a in axes("etp") if a not in exchanging)
+    hybrid = any(use.dense == "dp_shard" for use in uses)
     labels = {"tp": tensor, "cp": cp, "dp": replicas, "pp": axes("pp")}
     labels |= {"dcp": stripes} if stripes != cp else {}
     if model.num_experts:
@@ -102,10 +103,7 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         columns=data if model.recommendation else (),
         dispatcher=run.moe_token_dispatcher_type,
         combined=combined,
-        shard=(
-            *(axes("dp_shard") if any(use.dense == "dp_shard" for use in uses) else data),
-            *context,
-        ),
+        shard=(*(axes("dp_shard") if hybrid else data), *context),
         zero=run.zero,
         sequence_parallel=run.sequence_parallel_size > 1,
         cp_comm_type=run.cp_comm_type if run.mode == "train" else "all_gather",
@@ -139,22 +137,30 @@ def axes_of(run: Run, model: ModelConfig) -> list[AxisUse]:
     dense = [x for degree in run.order.split("-") for x in degrees[degree]]
     if not model.num_experts:
         return [AxisUse(name, size, name, "pp" if name == "pp" else "") for name, size in dense]
+    # The coarsest axes of which both factorizations of the same ranks consist.
     etp = run.expert_tensor_parallel_size
-    world = run.tp * run.cp * run.dp
-    experts = [("etp", etp), ("ep", run.ep), ("edp", world // (etp * run.ep))]
-    common = iter(_common_axes([x for x in dense if x[0] != "pp"], experts))
-    result: list[AxisUse] = []
+    experts = [("etp", etp), ("ep", run.ep), ("edp", run.tp * run.cp * run.dp // (etp * run.ep))]
+    remaining = [x for x in experts if x[1] > 1]
+    uses: list[AxisUse] = []
     for name, size in dense:
-        if name == "pp":
-            result.append(AxisUse("pp", size, "pp", "pp"))
-        ranks = size if name != "pp" else 1
+        if name == "pp" or size == 1:
+            uses.append(AxisUse(name, size, name, "pp" if name == "pp" else ""))
+            continue
+        ranks = size
         while ranks > 1:
-            axis = next(common)
-            result.append(axis)
-            ranks //= axis.size
-        if size == 1 and name != "pp":
-            result.append(AxisUse(name, 1, name, ""))
-    return result
+            (expert, expert_ranks), *others = remaining
+            common = gcd(ranks, expert_ranks)
+            if common not in (ranks, expert_ranks):
+                raise UserError(
+                    f"{expert}={expert_ranks} does not fit the ranks of {name}={size}: one must be "
+                    "a multiple of the other; choose etp and ep from products of tp, cp and dp"
+                )
+            axis = name if common == size else f"{name}_{expert}"
+            uses.append(AxisUse(axis, common, name, expert))
+            ranks //= common
+            expert_ranks //= common
+            remaining = others if expert_ranks == 1 else [(expert, expert_ranks), *others]
+    return uses
 
 
 def _tensor_axes(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
@@ -197,25 +203,3 @@ def shared_groups(model: ModelConfig) -> int:
     """
     state = model.state_space
     return state.groups if state and model.recurrence != "mamba" else 0
-
-
-def _common_axes(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -> list[AxisUse]:
-    """Coarsest axes of which both factorizations of the same ranks consist, fastest first."""
-    result: list[AxisUse] = []
-    remaining = [x for x in experts if x[1] > 1]
-    for name, size in dense:
-        ranks = size
-        while ranks > 1:
-            (expert, expert_ranks), *others = remaining
-            common = gcd(ranks, expert_ranks)
-            if common not in (ranks, expert_ranks):
-                raise UserError(
-                    f"{expert}={expert_ranks} does not fit the ranks of {name}={size}: one must be "
-                    "a multiple of the other; choose etp and ep from products of tp, cp and dp"
-                )
-            axis = name if common == size else f"{name}_{expert}"
-            result.append(AxisUse(axis, common, name, expert))
-            ranks //= common
-            expert_ranks //= common
-            remaining = others if expert_ranks == 1 else [(expert, expert_ranks), *others]
-    return result

@@ -19,7 +19,7 @@ from stagewright.schedule.actions import Action, Order, Overlap, ScheduleStep, f
 # ---- one forward, one backward: stage = chunk * pp + rank ----------------------------------------
 
 
-def _one_f_one_b(
+def _alternating(
     pp: int,
     microbatches: int,
     warmup: Sequence[int],
@@ -34,12 +34,11 @@ def _one_f_one_b(
     `interleaved`. `postponed`: split backwards, and do each weight gradient this number of
     backwards later, by rank.
     """
+    group, backward_kind = group or microbatches, "I" if postponed else "B"
     order: list[tuple[Action, ...]] = []
     for rank, ahead in enumerate(warmup):
-        forwards = _passes("F", pp, microbatches, vpp, rank, group or microbatches)
-        backwards = _passes(
-            "I" if postponed else "B", pp, microbatches, vpp, rank, group or microbatches
-        )
+        forwards = _passes("F", pp, microbatches, vpp, rank, group)
+        backwards = _passes(backward_kind, pp, microbatches, vpp, rank, group)
         weights = [a._replace(kind="W") for a in backwards] if postponed else []
         actions, due = forwards[:ahead], 0
         for i, backward in enumerate(backwards):
@@ -82,7 +81,7 @@ def gpipe(pp: int, microbatches: int) -> Order:
     >>> gpipe(2, 2)
     ((0F0, 0F1, 0B0, 0B1), (1F0, 1F1, 1B0, 1B1))
     """
-    return _one_f_one_b(pp, microbatches, [microbatches] * pp)
+    return _alternating(pp, microbatches, [microbatches] * pp)
 
 
 def one_f_one_b(pp: int, microbatches: int) -> Order:
@@ -93,7 +92,7 @@ def one_f_one_b(pp: int, microbatches: int) -> Order:
     >>> one_f_one_b(2, 2)
     ((0F0, 0F1, 0B0, 0B1), (1F0, 1B0, 1F1, 1B1))
     """
-    return _one_f_one_b(pp, microbatches, range(pp - 1, -1, -1))
+    return _alternating(pp, microbatches, range(pp - 1, -1, -1))
 
 
 def looped_bfs(pp: int, microbatches: int, vpp: int) -> Order:
@@ -124,7 +123,7 @@ def interleaved(pp: int, microbatches: int, vpp: int, group: int | None = None) 
     """
     group = group or equal_group(pp, microbatches)
     warmup = [(pp - rank - 1) * 2 + (vpp - 1) * group for rank in range(pp)]
-    return _one_f_one_b(pp, microbatches, warmup, vpp=vpp, group=group)
+    return _alternating(pp, microbatches, warmup, vpp=vpp, group=group)
 
 
 def zb_h1(pp: int, microbatches: int, vpp: int = 1) -> Order:
@@ -138,7 +137,7 @@ def zb_h1(pp: int, microbatches: int, vpp: int = 1) -> Order:
     """
     group = equal_group(pp, microbatches)
     warmup = [pp - rank - 1 + (vpp - 1) * group for rank in range(pp)]
-    return _one_f_one_b(pp, microbatches, warmup, vpp=vpp, group=group, postponed=range(pp))
+    return _alternating(pp, microbatches, warmup, vpp=vpp, group=group, postponed=range(pp))
 
 
 def zb_h2(pp: int, microbatches: int) -> Order:
@@ -151,7 +150,7 @@ def zb_h2(pp: int, microbatches: int) -> Order:
     ((0F0, 0F1, 0F2, 0I0, 0W0, 0I1, 0W1, 0I2, 0W2), (1F0, 1I0, 1F1, 1I1, 1F2, 1I2, 1W0, 1W1, 1W2))
     """
     ahead, later = range(2 * pp - 2, -1, -2), range(0, 2 * pp, 2)
-    return _one_f_one_b(pp, microbatches, ahead, postponed=later)
+    return _alternating(pp, microbatches, ahead, postponed=later)
 
 
 # ---- V: rank r has stages r and 2 pp - 1 - r -----------------------------------------------------

@@ -27,12 +27,6 @@ class SharedEnds(NamedTuple):
     after: tuple[str, ...]
     """Blocks after the stages of layers."""
 
-    def stages(self, layer_stages: int) -> frozenset[int]:
-        """Numbers of the shared stages; `layer_stages`: number of stages of layers."""
-        first = len(self.before)
-        last = first + layer_stages
-        return frozenset({*range(first), *range(last, last + len(self.after))})
-
 
 STOPS = SharedEnds(("embedding",), ("head",))
 """Ranks stop for the output layer."""
