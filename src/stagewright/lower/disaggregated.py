@@ -149,8 +149,8 @@ def ranks_of_replica(
     Both runs are resolved; they differ in `dp` and the axes along it.
     """
     rank_of = _Side.of(replicated, model).rank
-    coordinates = _Side.of(single, model).coordinates
-    return {rank: rank_of[replica, tp, pp] for rank, (_, tp, pp) in enumerate(coordinates)}
+    ranks = _Side.of(single, model).rank
+    return {rank: rank_of[replica, tp, pp] for (_, tp, pp), rank in ranks.items()}
 
 
 def messages(first: Run, second: Run, model: ModelConfig) -> list[Message]:

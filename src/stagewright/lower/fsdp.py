@@ -51,12 +51,12 @@ class RootUnit(Habit):
 
     @staticmethod
     def applies(run: Run) -> bool:
-        """By `fsdp_root_unit`, where weights are sharded."""
+        """Return True for a run with `fsdp_root_unit` that shards its weights."""
         return run.fsdp_root_unit and run.zero == 3
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """Where it applies."""
+        """Habit of a run to which it applies."""
         if not cls.applies(run):
             return None
         pipelined = len(order) > 1

@@ -54,7 +54,7 @@ class GradientsSetToNone(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `set_grads_to_none`."""
+        """Habit of a run with `set_grads_to_none`."""
         return cls(run.microbatches == 1) if run.set_grads_to_none else None
 
     def allocation(self, allocation: Allocation) -> Allocation:
@@ -82,7 +82,10 @@ class EagerOperators(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `operators`; torch.optim.AdamW has two temporaries: a square root and its quotient."""
+        """Habit of a run with eager `operators`.
+
+        torch.optim.AdamW has two temporaries: a square root and its quotient.
+        """
         if run.operators != "eager":
             return None
         return cls(2 if run.optimizer == "adamw" else 0, run.recompute == "full")
@@ -173,7 +176,7 @@ class GradientBuckets(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `ddp_bucket_cap_mb`, where gradients are unsharded and reduced once per step."""
+        """Habit of a run with `ddp_bucket_cap_mb` that reduces whole gradients once per step."""
         if run.zero or reduces_each_microbatch(run) or not run.ddp_bucket_cap_mb:
             return None
         return cls(run.ddp_bucket_cap_mb * 2**20, run.dp * run.cp)
@@ -204,7 +207,7 @@ class OneBucket(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `bucket`."""
+        """Habit of a run with `bucket=rank`."""
         return cls() if run.bucket == "rank" else None
 
     def arrange(
@@ -234,7 +237,7 @@ class PipelineCaches(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `pipeline_caches`, for the run's schedule."""
+        """Habit of a run with `pipeline_caches`, for its schedule."""
         if not run.pipeline_caches:
             return None
         actions = [a for steps in order for a in flat(steps)]
@@ -306,7 +309,7 @@ class RingAttention(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `cp_grad_comm_type`."""
+        """Habit of a run with `cp_grad_comm_type=ring`, except with Ulysses."""
         if run.cp == 1 or run.cp_grad_comm_type != "ring" or run.cp_comm_type == "a2a":
             return None
         return cls(run.cp, run.cp_comm_type == "all_gather")

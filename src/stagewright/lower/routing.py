@@ -105,7 +105,7 @@ class Routing:
         return ExpertRows(moving, before, after)
 
     def even(self) -> ExpertRows:
-        """Like `rows`, with equal numbers of copies for all experts."""
+        """ExpertRows with equal numbers of copies for all experts."""
         copies = self.taken(Fraction(1, self.experts))
         return self.rows(self.experts * copies, self.held * self.senders * copies)
 

@@ -161,7 +161,7 @@ def _expert_rows(plan: Plan) -> dict[str, Dims]:
 
 
 def _gathered_rows(plan: Plan, away: Axes) -> dict[str, Dims]:
-    """The allgather dispatcher: tokens are gathered over all ranks that have experts."""
+    """Rows of the allgather dispatcher: tokens are gathered over all ranks that have experts."""
     replicas = _without(away, plan.expert_tensor)
     tokens = (_among(plan.data, replicas), _among(plan.sequence, replicas))
     rows = (plan.expert, replicas)
@@ -175,7 +175,10 @@ def _gathered_rows(plan: Plan, away: Axes) -> dict[str, Dims]:
 
 
 def _exchanged_rows(plan: Plan, away: Axes) -> dict[str, Dims]:
-    """The all-to-all: from [E, rows of this rank's tokens] to [this rank's experts, their rows]."""
+    """Rows of the all-to-all dispatcher.
+
+    Copies go from [E, rows of this rank's tokens] to [this rank's experts, their rows].
+    """
     across = _among(plan.expert[::-1], plan.tokens)
     inside = _among(away, plan.expert_tensor)  # these split each expert: they gather its rows
     replicas = _without(away, inside)

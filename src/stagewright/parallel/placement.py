@@ -1,4 +1,4 @@
-"""A strategy: the layout of each value of a block, from declarations of its weights and a plan.
+"""Strategy: layout of each value of a block, from declarations of its weights and a plan.
 
 No other module knows a strategy. Weights are split as they declare (`blocks`), their states and
 gradients by ZeRO, activations by the rows of `activations`; a user's table has precedence over all
