@@ -49,7 +49,7 @@ def v_half(pp: int, microbatches: int, *, late: int = 0) -> Order:
 
 
 def v_min(pp: int, microbatches: int) -> Order:
-    """V-Min: about a third of the memory of 1F1B's first rank (arXiv 2405.15362, 4.1).
+    """V-Min: about a third of what 1F1B's first rank holds, on all ranks (arXiv 2405.15362, 4.1).
 
     A pass follows at once that of the neighbouring rank: where passes do not take equally long,
     ranks wait in every microbatch.
