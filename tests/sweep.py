@@ -403,7 +403,7 @@ def conserves(compiled: CompiledRun) -> None:
         found.pop()
     wanted = [run.global_batch_size * whole[nth] for nth in (0, 2, 1)[: len(found)]]
     ends = SCHEDULES[run.schedule].ends if run.schedule in SCHEDULES else None
-    if ends and "output_with_gradient" in ends.behind:  # forward does a product of backward
+    if ends and "output_with_gradient" in ends.after:  # forward does a product of backward
         found[:2], wanted[:2] = [sum(found[:2])], [sum(wanted[:2])]
     heads = run.tp * (run.cp if run.cp_comm_type == "a2a" else 1)  # ranks that split them
     copied = model.kv_lora_rank or model.mlm_transform or model.pooler or model.embedding_size

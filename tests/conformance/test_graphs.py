@@ -19,7 +19,7 @@ from stagewright.api.traced import simulate_traced
 from stagewright.errors import UserError
 from stagewright.imports.trace.recording import Recording
 from stagewright.lower.compile import compile
-from stagewright.lower.traced.program import program_of
+from stagewright.lower.traced_graph import program_of
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, TaskKind
 from stagewright.run.settings import Run

@@ -12,7 +12,7 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.frozen import TrainedParameters
+from stagewright.lower.parameters import TrainedParameters
 from stagewright.program.columns import COLLECTIVES, PHASES, TaskKind
 from stagewright.run.settings import Run
 from stagewright.views.summary import summary

@@ -20,8 +20,7 @@ from paths import EXAMPLES
 from stagewright.check.program import check_program
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.capacity import Capacity
+from stagewright.lower.compiled_run import Capacity, CompiledRun
 from stagewright.model.layers import Reach
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind

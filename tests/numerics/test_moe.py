@@ -28,8 +28,7 @@ from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.parallel.degrees import parallelization
-from stagewright.parallel.parameters import sharded_dims
-from stagewright.parallel.placement import strategy
+from stagewright.parallel.placement import sharded_dims, strategy
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run

@@ -192,4 +192,4 @@ DISPATCHERS: Mapping[str, Callable[[Builder, Node, Node], Node]] = {
     "allgather": _gathered,
 }
 """What a rank computes between the gates and the sum of experts' results, by
-`moe_token_dispatcher_type`; the layouts of the same rows are in `parallel.dispatch`."""
+`moe_token_dispatcher_type`; the layouts of the same rows are in `parallel.activations`."""

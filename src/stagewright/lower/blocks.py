@@ -27,8 +27,7 @@ from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
 from stagewright.parallel.degrees import reduces_each_microbatch
-from stagewright.parallel.parameters import ParameterShape, sharded_dims
-from stagewright.parallel.placement import strategy
+from stagewright.parallel.placement import ParameterShape, sharded_dims, strategy
 from stagewright.parallel.plan import Dims, Plan
 from stagewright.run.rule import MOST_FLOPS
 from stagewright.run.settings import Run

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.disaggregated import compile_disaggregated
-from stagewright.lower.inference.serving import compile_serving
+from stagewright.lower.disaggregated import compile_disaggregated
+from stagewright.lower.serving_step import compile_serving
 from stagewright.lower.training import compile_training
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig

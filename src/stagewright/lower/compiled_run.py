@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from stagewright.graph.node import Graph, text
-from stagewright.lower.frozen import TrainedParameters
-from stagewright.lower.inference.capacity import Capacity
+from stagewright.lower.parameters import TrainedParameters
 from stagewright.lower.routing import Load
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, fit_of, held_at_peak
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
+
+
+class Capacity(NamedTuple):
+    """Limits of device memory, with ideal allocation and the run's `memory_allowance`."""
+
+    device_memory: int
+    fits: bool
+    """True if the step fits."""
+    requests: int
+    """Max requests in a step of all ranks, equal numbers per dp rank, in the step's proportions."""
+    tokens: int | None
+    """Max length of each request (context and new tokens); None: lengths differ, or length takes no
+    memory (layers that carry a state)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

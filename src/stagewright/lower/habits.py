@@ -1,9 +1,20 @@
-"""Habits of training frameworks in lowering: a class each, built from settings.
+"""Habits of training frameworks in lowering: where they differ from Megatron-LM.
 
 `Habit` has a method for every point in lowering where frameworks differ, and does there what
-Megatron-LM does; a subclass overrides points. A run has the habits that its settings name; its
-`framework` only chooses their defaults. To add a habit: a setting in `run.sections.habits`, and a
-class in `HABITS`.
+Megatron-LM does; a class below overrides points. A run has the habits that its settings name; its
+`framework` only chooses their defaults (`run.sections.habits`).
+
+    setting            Megatron-LM          PyTorch (OneBucket: nanotron)       class
+    set_grads_to_none  main_grad buffers    gradients live from backward on     GradientsSetToNone
+    operators          fused kernels        temporaries, saved statistics       EagerOperators
+    ddp_bucket_cap_mb  a layer's gradients  buckets of bytes across layers      GradientBuckets
+    bucket             a layer's gradients  one reduction and gather of a rank  OneBucket
+    pipeline_caches    freed after use      kept for all microbatches           PipelineCaches
+    fsdp_root_unit     each block gathers   one unit outside the layers         fsdp.RootUnit
+    cp_grad_comm_type  reduce-scatter       a ring of fp32 gradients            RingAttention
+
+Sources are in the classes; docs/frameworks.md has all habits, also those of blocks and layouts.
+To add a habit: a setting in `run.sections.habits`, a class here, and its row in `HABITS`.
 """
 
 from __future__ import annotations
@@ -15,38 +26,35 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from stagewright.algebra.index import parse
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM
+from stagewright.graph.table import COLLECTIVE_OPS
 from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets
-from stagewright.lower.assembly.habit import Habit, UnitWeights
+from stagewright.lower.assembly.habit import Habit
 from stagewright.lower.assembly.lifetimes import Allocation, Value
 from stagewright.lower.assembly.segments import ActionRows, Owner
 from stagewright.lower.assembly.stage_values import StageValues
+from stagewright.lower.fsdp import RootUnit, module_logits
 from stagewright.lower.kernels.extent import Extent
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
-from stagewright.lower.pytorch.ring import RingAttention
-from stagewright.lower.pytorch.root_unit import RootUnit, module_logits
 from stagewright.parallel.degrees import reduces_each_microbatch
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
-from stagewright.schedule.schedules import SCHEDULES
-
-_COMPUTED = (TaskPart.FORWARD, TaskPart.BACKWARD)
-
 
 # ---- PyTorch: memory of operators and gradients --------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GradientsSetToNone(Habit):
-    """`zero_grad(set_to_none=True)`: gradients are allocated when they are made."""
+    """`Optimizer.zero_grad(set_to_none=True)`: gradients are allocated when they are made."""
 
     one_microbatch: bool
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `set_grads_to_none`."""
+        """Habit of a run with `set_grads_to_none`."""
         return cls(run.microbatches == 1) if run.set_grads_to_none else None
 
     def allocation(self, allocation: Allocation) -> Allocation:
@@ -66,7 +74,7 @@ class GradientsSetToNone(Habit):
 
 @dataclass(frozen=True, slots=True)
 class EagerOperators(Habit):
-    """Temporary tensors of PyTorch's operators and optimizers."""
+    """Temporary and saved tensors of PyTorch's operators, checkpoints and optimizers."""
 
     update_temporaries: int
     checkpoints: bool
@@ -74,7 +82,10 @@ class EagerOperators(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `operators`; torch.optim.AdamW has two temporaries: a square root and its quotient."""
+        """Habit of a run with eager `operators`.
+
+        torch.optim.AdamW has two temporaries: a square root and its quotient.
+        """
         if run.operators != "eager":
             return None
         return cls(2 if run.optimizer == "adamw" else 0, run.recompute == "full")
@@ -149,12 +160,12 @@ def _join_fused(values: StageValues, i: int, graph: Graph) -> None:
             value.category = "activations" if saved else value.category
 
 
-# ---- PyTorch: DistributedDataParallel ------------------------------------------------------------
+# ---- buckets of gradients ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class GradientBuckets(Habit):
-    """DDP reduces unsharded gradients once per step, in buckets across layers."""
+    """`DistributedDataParallel` reduces unsharded gradients in buckets across layers."""
 
     FIRST = 2**20
     """Bytes at which DDP closes its first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
@@ -165,7 +176,7 @@ class GradientBuckets(Habit):
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `ddp_bucket_cap_mb`, where gradients are unsharded and reduced once per step."""
+        """Habit of a run with `ddp_bucket_cap_mb` that reduces whole gradients once per step."""
         if run.zero or reduces_each_microbatch(run) or not run.ddp_bucket_cap_mb:
             return None
         return cls(run.ddp_bucket_cap_mb * 2**20, run.dp * run.cp)
@@ -187,16 +198,16 @@ class GradientBuckets(Habit):
         return None if forward else in_buckets(items, self.cap, self.FIRST)
 
 
-# ---- nanotron: FP32GradientAccumulator, ZeroDistributedOptimizer ---------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class OneBucket(Habit):
-    """One reduction of all gradients of a rank, and one gather of its updated parameters."""
+    """One reduction of all gradients of a rank, and one gather of its updated parameters.
+
+    As `FP32GradientAccumulator` and `ZeroDistributedOptimizer._all_gather_params` of nanotron.
+    """
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `bucket`."""
+        """Habit of a run with `bucket=rank`."""
         return cls() if run.bucket == "rank" else None
 
     def arrange(
@@ -215,24 +226,25 @@ class OneBucket(Habit):
 
 @dataclass(frozen=True, slots=True)
 class PipelineCaches(Habit):
-    """PyTorch's pipeline stages hold message buffers and sent values."""
+    """Stages of `torch.distributed.pipelining` hold message buffers and sent values."""
 
     microbatches: int
     split_backward: bool
     holds_sent_gradients: bool
+    """`Schedule1F1B` waits for the send of a gradient only at the next one, and so holds the
+    gradient until then; its other loops do not."""
     ranks: int
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """By `pipeline_caches`, for the run's schedule."""
+        """Habit of a run with `pipeline_caches`, for its schedule."""
         if not run.pipeline_caches:
             return None
         actions = [a for steps in order for a in flat(steps)]
-        schedule = SCHEDULES.get(run.schedule or "")
         return cls(
             microbatches=1 + max(a.microbatch for a in actions),
             split_backward=any(a.kind == "I" for a in actions),
-            holds_sent_gradients=schedule is not None and schedule.holds_sent_gradients,
+            holds_sent_gradients=run.schedule == "1f1b",
             ranks=len(order),
         )
 
@@ -281,6 +293,62 @@ def _retain_graph(values: StageValues, action: ActionRows) -> None:
             gradient.until_step_end_if_split = True
 
 
+# ---- PyTorch: ring attention ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RingAttention(Habit):
+    """Memory of `_templated_ring_attention_backward`, with balanced causal halves.
+
+    Its backward holds further tensors while keys and gradients circulate.
+    """
+
+    ranks: int
+    gathered: bool
+    """True if keys are gathered, rather than sent from rank to rank."""
+
+    @classmethod
+    def of(cls, run: Run, order: Order) -> Self | None:
+        """Habit of a run with `cp_grad_comm_type=ring`, except with Ulysses."""
+        if run.cp == 1 or run.cp_grad_comm_type != "ring" or run.cp_comm_type == "a2a":
+            return None
+        return cls(run.cp, run.cp_comm_type == "all_gather")
+
+    def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
+        """Bytes of the last rank in its second step, without operands and results of the kernel.
+
+        Sums are in fp32. With the bytes q of a rank's queries and k of its keys, and f fp32 values
+        for one of the computation: gradients of the queries (f q) and of this step (q, and k for
+        half of the keys and half of the values), keys and values to send (2 k) and those that came,
+        and four tensors with gradients of keys and values: their sum, its two parts, joined, and
+        what is exchanged (2 f k each). Or earlier, when gradients of two steps are live at once.
+        """
+        made = {n.get("wrt"): n for n in t.made if n.op == "attention_bwd"}
+        if "q" not in made or "k" not in made:
+            return 0
+        q, keys = size[made["q"]], made["k"]
+        whole = size[keys]
+        k = whole // self.ranks if self.gathered else whole
+        f = int(BYTES["fp32"]) // int(BYTES[keys.dtype])
+        came = 2 * self.ranks * k if self.gathered else 2 * k * min(2, self.ranks - 1)
+        copied = 0 if _contiguous(made["q"]) else 2 * k
+        late = f * q + q + k + 8 * f * k
+        early = f * q + 2 * q + 3 * k + 6 * f * k
+        total = max(late, early) + came + 2 * k + copied
+        counted = q + 2 * whole + (2 * self.ranks * k if self.gathered else 0)
+        return max(0, total - counted)
+
+
+def _contiguous(attention: Node) -> bool:
+    """True if keys are contiguous for the ring: copied heads, not a view."""
+    spec = parse(str(attention["spec"]))
+    operands = zip(attention.srcs, spec.ins, strict=True)
+    keys = next(s for s, dims in operands if ("k",) in dims)
+    while keys.op in COLLECTIVE_OPS:
+        (keys,) = keys.srcs
+    return keys.op == "repeat"
+
+
 # ---- the habits of a run -------------------------------------------------------------------------
 
 HABITS: tuple[type[Habit], ...] = (
@@ -296,64 +364,11 @@ HABITS: tuple[type[Habit], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Habits(Habit):
-    """Several habits as one."""
+    """All habits of a run as one."""
 
-    habits: tuple[Habit, ...] = ()
+    parts: tuple[Habit, ...] = ()
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self:
         """Habits of a resolved run."""
         return cls(tuple(habit for cls_ in HABITS if (habit := cls_.of(run, order)) is not None))
-
-    def allocation(self, allocation: Allocation) -> Allocation:
-        """Apply all habits."""
-        for habit in self.habits:
-            allocation = habit.allocation(allocation)
-        return allocation
-
-    def workspace_bytes(self, n: Node, extent: Extent) -> int:
-        """Sum over the habits."""
-        return sum(habit.workspace_bytes(n, extent) for habit in self.habits)
-
-    def scratch(self, t: Kernel, size: Mapping[Node, int]) -> int:
-        """Sum over the habits."""
-        return sum(habit.scratch(t, size) for habit in self.habits)
-
-    def permanent_bytes(self, graph: Graph, size: Mapping[Node, int]) -> dict[str, int]:
-        """Merge the bytes of all habits; their categories differ."""
-        result: dict[str, int] = {}
-        for habit in self.habits:
-            result |= habit.permanent_bytes(graph, size)
-        return result
-
-    def bucket(self, bucket: str) -> str:
-        """Apply all habits."""
-        for habit in self.habits:
-            bucket = habit.bucket(bucket)
-        return bucket
-
-    def message_buffers(self) -> int:
-        """Maximum over the habits."""
-        return max((habit.message_buffers() for habit in self.habits), default=0)
-
-    def unit_weights(self) -> UnitWeights:
-        """Take the first habit that differs from the default."""
-        candidates = (habit.unit_weights() for habit in self.habits)
-        return next((weights for weights in candidates if any(weights)), UnitWeights())
-
-    def arrange(
-        self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
-    ) -> Sequence[Row] | None:
-        """Take the first habit that changes the order."""
-        arranged = (habit.arrange(items, root, forward=forward) for habit in self.habits)
-        return next((rows for rows in arranged if rows is not None), None)
-
-    def arrange_updates(self, items: Sequence[Item]) -> Sequence[Row] | None:
-        """Take the first habit that merges updates."""
-        arranged = (habit.arrange_updates(items) for habit in self.habits)
-        return next((rows for rows in arranged if rows and len(rows) < len(items)), None)
-
-    def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
-        """Apply all habits."""
-        for habit in self.habits:
-            habit.extend_live_ranges(values, action)

@@ -21,6 +21,15 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
     freed = run.reshard_after_forward or (run.reshard_after_backward and run.pp == 1)
     gathered_once = run.zero == 3 and not freed
     dtensor = run.sequence_parallel_grads == "dtensor" and run.sequence_parallel_size > 1
+    inference = None
+    if run.mode != "train":
+        inference = nn.Inference(
+            cache_dtype=run.kv_cache_dtype or "bf16",
+            redundant_experts=run.num_redundant_experts,
+            decode=run.mode == "decode",
+            striped=requests.stripes(run, model) > 1,
+            prefix=requests.prefixed(run),
+        )
     return nn.Recipe(
         experts=_experts(run, model),
         precision=_precision(run),
@@ -39,8 +48,9 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
         mtp_loss=run.mtp_loss_scaling_factor,
         index_loss=1.0,
         absorb=run.mla == "absorb",
-        inference=None if run.mode == "train" else _inference(run, model),
-        logits=_logits(run),
+        inference=inference,
+        # Layout of the logits that the loss reads; with tp=1 nothing is split.
+        logits="" if run.tp == 1 else "split" if run.loss_parallel else "gathered",
         operators=nn.OperatorHabits(run.operators == "eager", run.joint_projections, run.repeat_kv),
         gradients=nn.GradientHabits(
             of_each_linear=run.input_grad_reduce == "linear" and run.tp > 1,
@@ -56,45 +66,28 @@ def recipe_of(run: Run, model: ModelConfig) -> nn.Recipe:
     )
 
 
-def _logits(run: Run) -> str:
-    """Layout of the logits that the loss reads; with tp=1 nothing is split."""
-    if run.tp == 1:
-        return ""
-    return "split" if run.loss_parallel else "gathered"
-
-
-def _inference(run: Run, model: ModelConfig) -> nn.Inference:
-    return nn.Inference(
-        cache_dtype=run.kv_cache_dtype or "bf16",
-        redundant_experts=run.num_redundant_experts,
-        decode=run.mode == "decode",
-        striped=requests.stripes(run, model) > 1,
-        prefix=requests.prefixed(run),
-    )
-
-
 def _precision(run: Run) -> nn.Precision:
     """Number formats of a run."""
-    given = {"exp_avg": run.exp_avg_dtype, "exp_avg_sq": run.exp_avg_sq_dtype}
-    usual = replace(
+    moments = {"exp_avg": run.exp_avg_dtype, "exp_avg_sq": run.exp_avg_sq_dtype}
+    precision = replace(
         nn.PRECISIONS[run.precision],
         attention="fp8" if run.fp8_dot_product_attention else "",
         reduce=run.grad_reduce_dtype or "",
-        moments=tuple((name, dtype) for name, dtype in given.items() if dtype),
+        moments=tuple((name, dtype) for name, dtype in moments.items() if dtype),
     )
     if run.precision == "fp8" and run.fp8_recipe:
         casts = nn.FP8_RECIPES[run.fp8_recipe]
-        usual = replace(
-            usual,
-            gemm="mxfp8" if run.fp8_recipe == "mxfp8" else usual.gemm,
+        precision = replace(
+            precision,
+            gemm="mxfp8" if run.fp8_recipe == "mxfp8" else precision.gemm,
             rescaling=casts.scales + casts.second_copy,
             second_copy=casts.second_copy,
             norms_cast=run.fp8_recipe == "delayed",
         )
-    stored = run.params_dtype
-    if stored is None:
-        return usual
-    return replace(usual, param=stored, gradient=stored, moment=stored, master="")
+    dtype = run.params_dtype
+    if dtype is not None:
+        precision = replace(precision, param=dtype, gradient=dtype, moment=dtype, master="")
+    return precision
 
 
 def _experts(run: Run, model: ModelConfig) -> nn.ExpertRecipe:
@@ -132,35 +125,23 @@ def sizes_of(run: Run, model: ModelConfig, *, replicas: int = 1) -> dict[str, in
         experts = model.num_experts + run.num_redundant_experts
         stripes = requests.stripes(run, model)
         return sizes | {"B": run.dp, "H": experts, "Stripes": stripes} | of_modules
+    seq_length = run.seq_length or 0
+    # An indexer selects keys, or blocks of keys, for a query.
+    selected_keys = min(model.index_topk, seq_length // (model.compress_rate_csa or 1))
+    if model.tower and model.tower.vision:  # its patches precede the text in the sequence
+        sizes["Text"] = seq_length - model.tower.vision.patches
+    rows = 0
+    if model.num_experts:  # copies of tokens per expert, an equal number from every rank
+        ranks = run.tp * run.cp * run.dp
+        copies = run.micro_batch_size * run.dp * seq_length * model.top_k
+        rows = ranks * math.ceil(copies / (model.num_experts * ranks))
     return sizes | {
         "B": run.micro_batch_size * run.dp * replicas,
-        "S": (run.decoder_seq_length if model.encoder_num_layers else run.seq_length) or 0,
-        "Source": run.seq_length or 0,
-        "R": _rows_per_expert(run, model) * replicas,
+        "S": (run.decoder_seq_length if model.encoder_num_layers else seq_length) or 0,
+        "Source": seq_length,
+        "R": rows * replicas,
         "dp_parts": run.dp * replicas,
-        "Top": _chosen(run, model),
+        "Top": -(-selected_keys // model.index_block_size),
         "parts": run.dp * run.cp * run.sequence_parallel_size * replicas,
-        **_text_positions(run, model),
         **of_modules,
     }
-
-
-def _chosen(run: Run, model: ModelConfig) -> int:
-    """Number of keys, or blocks of keys, that an indexer selects for a query in training."""
-    keys = (run.seq_length or 0) // (model.compress_rate_csa or 1)
-    return -(-min(model.index_topk, keys) // model.index_block_size)
-
-
-def _text_positions(run: Run, model: ModelConfig) -> dict[str, int]:
-    """Number of text positions, where a tower's patches precede the text in the sequence."""
-    vision = model.tower and model.tower.vision
-    return {"Text": (run.seq_length or 0) - vision.patches} if vision else {}
-
-
-def _rows_per_expert(run: Run, model: ModelConfig) -> int:
-    """Token copies per expert from all ranks, an equal number from every rank."""
-    if not model.num_experts:
-        return 0
-    ranks = run.tp * run.cp * run.dp
-    tokens = run.micro_batch_size * run.dp * (run.seq_length or 0)
-    return ranks * math.ceil(tokens * model.top_k / (model.num_experts * ranks))

@@ -1,8 +1,9 @@
 """Token copies that each rank dispatches to experts, and that its experts receive.
 
-The load is even unless a file of expert loads says otherwise (`--expert-load`): then the work of a
-rank depends on its experts, and ranks with equal work in all layers form a class. The work of a
-rank is linear: its work without copies, plus a term per copy sent and per copy received.
+The load is even unless a file of expert loads says otherwise (`--expert-load`). In training, the
+work of a rank then depends on its experts, and ranks with equal work in all layers form a class.
+The work of a rank is linear: its work without copies, plus a term per copy sent and per copy
+received. In inference, all ranks have the work of the busiest one.
 """
 
 from __future__ import annotations
@@ -11,26 +12,20 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
-from stagewright.algebra.size import size
-from stagewright.arrays import Int
+from stagewright.algebra.size import Size, size
+from stagewright.arrays import Float, Int
 from stagewright.errors import UserError
-from stagewright.lower.assembly.work import StageBytes, assembled
+from stagewright.lower.assembly.work import assembled
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import ROUTED
 from stagewright.parallel.plan import Plan
-from stagewright.program.columns import (
-    COLLECTIVES,
-    Program,
-    RankClass,
-    Shape,
-    TaskKind,
-)
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, Shape, TaskKind
 from stagewright.program.communicators import place_along
 from stagewright.run.expert_load import lines_of
 from stagewright.run.settings import Run
@@ -72,14 +67,12 @@ class Routing:
     @classmethod
     def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan, tokens: int) -> Routing:
         """Routing of a resolved run; `tokens`: tokens of all ranks in a microbatch."""
-        sequence = plan.context + (plan.tensor if plan.sequence_parallel else ())
-        axes = (*plan.data, *sequence)
-        copies = tokens // mesh.size(*axes) * model.top_k
+        copies = tokens // mesh.size(*plan.tokens) * model.top_k
         factor = run.moe_expert_capacity_factor
         # As Megatron-LM's get_capacity rounds.
         capacity = None if factor is None else math.ceil(copies / model.num_experts * factor)
         padded = run.moe_pad_expert_input_to_capacity
-        return cls(mesh, model.num_experts, plan.expert, axes, copies, capacity, padded)
+        return cls(mesh, model.num_experts, plan.expert, plan.tokens, copies, capacity, padded)
 
     @property
     def positions(self) -> int:
@@ -112,7 +105,7 @@ class Routing:
         return ExpertRows(moving, before, after)
 
     def even(self) -> ExpertRows:
-        """Like `rows`, with equal numbers of copies for all experts."""
+        """ExpertRows with equal numbers of copies for all experts."""
         copies = self.taken(Fraction(1, self.experts))
         return self.rows(self.experts * copies, self.held * self.senders * copies)
 
@@ -139,7 +132,7 @@ class Load:
                 "expert_load: ep spans ranks of tp, and without sequence parallelism these hold "
                 "identical tokens; set sequence_parallel"
             )
-        layers = [i for i in range(model.num_layers) if model.layer(i).mlp in ROUTED]
+        layers = _routed_layers(model)
         lines = lines_of(given, model, layers, routing.positions)
         sent = np.zeros(model.num_layers, np.int64)
         got = np.zeros((model.num_layers, routing.positions), np.int64)
@@ -161,24 +154,24 @@ class Load:
     def programs(self, make: Callable[[ExpertRows], Program]) -> Program:
         """Build the program of all ranks at this load; `make` compiles it at equal rows.
 
-        Every column is linear in the rows, so it follows from programs at zero rows and at one.
+        Every column is linear in the rows, so it follows from programs at zero rows, at one row
+        sent per expert, and at one row received per expert.
         """
         routing = self.routing
-        none, sent, got = (
-            make(routing.rows(*case)) for case in ((0, 0), (routing.experts, 0), (0, routing.held))
-        )
+        cases = ((0, 0), (routing.experts, 0), (0, routing.held))
+        none, sent, received = (make(routing.rows(*case)) for case in cases)
         classes: list[RankClass] = []
-        for three in zip(none.classes, sent.classes, got.classes, strict=True):
-            classes += self._split(_LinearClass.of(routing, *three))
+        for three in zip(none.classes, sent.classes, received.classes, strict=True):
+            classes += self._split(_LinearClass(routing, three))
         return replace(none, classes=tuple(classes))
 
     def _split(self, linear: _LinearClass) -> list[RankClass]:
         """Split a rank class into classes of equal work."""
-        ranks, maximum = linear.none.ranks, self.got.max(axis=1)
+        ranks, maximum = linear.base.ranks, self.got.max(axis=1)
         position = self.position()[ranks]
         # Layers whose actions are shared have equal loads.
-        got = self.got[np.unique(linear.layer)][:, position]
-        work = np.concatenate([np.zeros((1, len(position)), np.int64), got])
+        received = self.got[np.unique(linear.layer)][:, position]
+        work = np.concatenate([np.zeros((1, len(position)), np.int64), received])
         _, first, index = np.unique(work, axis=1, return_index=True, return_inverse=True)
         index = np.argsort(np.argsort(first))[index.ravel()]  # classes by their first rank
         return [
@@ -196,117 +189,176 @@ class Load:
 _COLUMNS = ("flops", "traffic", "comm_bytes")
 
 
-@dataclass(frozen=True, eq=False)
 class _LinearClass:
-    """Rank class at zero rows, and growth of its actions per copy sent and per copy received."""
+    """Rank class whose numbers are linear in the copies sent and received per layer."""
 
-    none: RankClass
-    rows: Int  # rows of the actions of the class that grow
-    layer: Int  # of each of these
-    tasks: Mapping[str, Int]  # column -> [rows, 2]
-    kind: Int  # of the shape of each of `rows`: index into `shapes`
-    shapes: Sequence[tuple[int, tuple[tuple[Fraction, Fraction], ...]]]  # old shape, its extents
-    held: Sequence[tuple[StageBytes, Int]]  # values by stage, and their bytes: [values, 2]
+    def __init__(self, routing: Routing, classes: Sequence[RankClass]) -> None:
+        """`classes`: at zero rows, at one row sent per expert, and at one row received."""
+        self.base = classes[0]
+        self.per_row = (routing.experts, routing.held)
+        """Copies of one row per expert: sent, received."""
+        works = [assembled(rank_class) for rank_class in classes]
+        tables, rows = [work.actions.tasks for work in works], works[0].rows
+        self.shape_tables = [tasks.shapes for tasks in tables]
+        shapes = np.stack([tasks.shape[rows] for tasks in tables], axis=1)
+        growth = {c: self._growth([getattr(t, c)[rows] for t in tables]) for c in _COLUMNS}
+        changes = np.any([column.any(axis=1) for column in growth.values()], axis=0)
+        changes |= np.array([len({*self._extents(*three)}) > 1 for three in shapes.tolist()], bool)
+        self.rows = rows[changes]
+        """Rows of the actions of the class that depend on the copies."""
+        self.layer = tables[0].layer[self.rows].astype(np.int64)
+        self.growth = {c: column[changes] for c, column in growth.items()}
+        """By column, growth of each row per copy sent and per copy received."""
+        self.shapes = shapes[changes]
+        """Index of the shape of each row in each of `shape_tables`."""
+        stages = zip(*(work.stage_bytes for work in works), strict=True)
+        self.stage_bytes = [(three[0], self._growth([s.size for s in three])) for three in stages]
 
-    @classmethod
-    def of(cls, routing: Routing, none: RankClass, sent: RankClass, got: RankClass) -> _LinearClass:
-        """Compare the class at zero rows, at one row sent per expert, and at one row received."""
-        works = [assembled(rank_class) for rank_class in (none, sent, got)]
+    def _growth(self, columns: Sequence[Int]) -> Int:
+        """Growth of each entry per copy sent and per copy received."""
+        base, *others = columns
+        growth = [(x - base) // n for x, n in zip(others, self.per_row, strict=True)]
+        return np.stack(growth, axis=1)
 
-        def growth(columns: Sequence[Int]) -> Int:
-            start, by_sent, by_got = columns
-            return np.stack(
-                [(by_sent - start) // routing.experts, (by_got - start) // routing.held], axis=1
-            )
+    def _extents(self, *shapes: int) -> list[tuple[tuple[str, int], ...]]:
+        """Extents of the shape of a row in each of the three classes."""
+        tables = zip(self.shape_tables, shapes, strict=True)
+        return [table[shape].extents if shape >= 0 else () for table, shape in tables]
 
-        at = works[0].rows
-        tables = [work.actions.tasks for work in works]
-        columns = {c: growth([getattr(tasks, c)[at] for tasks in tables]) for c in _COLUMNS}
-        old_shapes = np.stack([tasks.shape[at] for tasks in tables], axis=1)
-        kinds, kind = np.unique(old_shapes, axis=0, return_inverse=True)
-        shapes = [
-            (old[0], _extents(routing, [tasks.shapes for tasks in tables], old))
-            for old in kinds.tolist()
-        ]
-        grows = np.array([any(map(any, extents)) for _, extents in shapes])[kind.ravel()]
-        rows = np.flatnonzero(grows | np.any([c.any(axis=1) for c in columns.values()], axis=0))
-        held = [
-            (stages[0], growth([stage.size for stage in stages]))
-            for stages in zip(*(work.stage_bytes for work in works), strict=True)
-        ]
-        return cls(
-            none,
-            at[rows],
-            tables[0].layer[at[rows]].astype(np.int64),
-            {c: column[rows] for c, column in columns.items()},
-            kind.ravel()[rows],
-            shapes,
-            held,
-        )
-
-    def with_load(self, ranks: Int, sent: Int, got: Int, maximum: Int) -> RankClass:
-        """Class of ranks that send `sent` and receive `got` copies per layer, at most `maximum`.
+    def with_load(self, ranks: Int, sent: Int, received: Int, maximum: Int) -> RankClass:
+        """Class of ranks that send and receive these copies per layer, at most `maximum`.
 
         An exchange lasts as long as its busiest rank needs. All members must have one size, so
         `comm_bytes` is that of an even exchange of equal duration; `uneven_bytes` is the size of
         this rank.
         """
-        work = assembled(self.none)
-        tasks, at = work.actions.tasks, self.rows
-        copies = np.stack([sent[self.layer], got[self.layer]], axis=1)
-        new = {c: getattr(tasks, c).copy() for c in _COLUMNS}
-        for c, growth in self.tasks.items():
-            new[c][at] += (growth * copies).sum(axis=1)
-        local, size = new["comm_bytes"], new["comm_bytes"].copy()
-        moves = tasks.collective[at] == COLLECTIVES.index("all_to_all")
-        width = self.tasks["comm_bytes"][moves].sum(axis=1)
-        size[at[moves]] = width * np.maximum(sent, maximum)[self.layer[moves]]
-        kernel = tasks.kind[at] == TaskKind.COMPUTE
+        work = assembled(self.base)
+        tasks, rows = work.actions.tasks, self.rows
+        copies = np.stack([sent[self.layer], received[self.layer]], axis=1)
+        columns = {c: getattr(tasks, c).copy() for c in _COLUMNS}
+        for c, growth in self.growth.items():
+            columns[c][rows] += (growth * copies).sum(axis=1)
+        size = columns["comm_bytes"].copy()
+        exchanges = tasks.collective[rows] == COLLECTIVES.index("all_to_all")
+        width = self.growth["comm_bytes"][exchanges].sum(axis=1)
+        size[rows[exchanges]] = width * np.maximum(sent, maximum)[self.layer[exchanges]]
+        kernels = tasks.kind[rows] == TaskKind.COMPUTE
         # A launch without rows has a byte; ASTRA-sim hangs on a collective without bytes.
-        new["traffic"][at[kernel]] = np.maximum(new["traffic"][at[kernel]], 1)
-        size[at[~kernel]] = np.maximum(size[at[~kernel]], 1)
-        shape, shapes = self._shapes(copies)
+        columns["traffic"][rows[kernels]] = np.maximum(columns["traffic"][rows[kernels]], 1)
+        size[rows[~kernels]] = np.maximum(size[rows[~kernels]], 1)
+        shape, shapes = self._shapes_at(copies)
         loaded = replace(
-            tasks, flops=new["flops"], traffic=new["traffic"], comm_bytes=size, uneven_bytes=local,
-            shape=shape, shapes=shapes,
+            tasks, flops=columns["flops"], traffic=columns["traffic"], comm_bytes=size,
+            uneven_bytes=columns["comm_bytes"], shape=shape, shapes=shapes,
         )  # fmt: skip
         sizes = {
-            stage: size + (growth * np.stack([sent[layer], got[layer]], axis=1)).sum(axis=1)
-            for (stage, layer, size), growth in self.held
+            stage: size + (growth * np.stack([sent[layer], received[layer]], axis=1)).sum(axis=1)
+            for (stage, layer, size), growth in self.stage_bytes
         }
-        return replace(self.none, ranks=ranks, work=work.with_numbers(loaded, sizes))
+        return replace(self.base, ranks=ranks, work=work.with_numbers(loaded, sizes))
 
-    def _shapes(self, copies: Int) -> tuple[NDArray[np.int32], tuple[Shape, ...]]:
-        """Column of shapes and table of shapes, at this load."""
-        tasks = assembled(self.none).actions.tasks
-        number = {shape: i for i, shape in enumerate(tasks.shapes)}
-        keys = np.concatenate([self.kind[:, None], copies], axis=1)
-        distinct, index = np.unique(keys, axis=0, return_inverse=True)
+    def _shapes_at(self, copies: Int) -> tuple[NDArray[np.int32], tuple[Shape, ...]]:
+        """Column of shapes and table of shapes, with the copies of each row."""
+        tasks = assembled(self.base).actions.tasks
+        index = {shape: i for i, shape in enumerate(tasks.shapes)}
+        keys, of = np.unique(np.hstack([self.shapes, copies]), axis=0, return_inverse=True)
         new: list[int] = []
-        loads: list[list[int]] = distinct.tolist()
-        for kind, s, g in loads:
-            old, growth = self.shapes[kind]
-            if old >= 0:
-                shape = tasks.shapes[old]
-                grown = tuple(
-                    (name, extent + math.ceil(a * s + b * g))
-                    for (name, extent), (a, b) in zip(shape.extents, growth, strict=True)
+        distinct: list[list[int]] = keys.tolist()
+        for key in distinct:
+            three, (sent, received) = key[:3], key[3:]
+            if three[0] >= 0:
+                shape = tasks.shapes[three[0]]
+                extents = tuple(
+                    (name, base + self._rounded_up(x - base, y - base, sent, received))
+                    for (name, base), (_, x), (_, y) in zip(*self._extents(*three), strict=True)
                 )
-                old = number.setdefault(Shape(shape.kernel, grown, shape.joint), len(number))
-            new.append(old)
+                new.append(index.setdefault(Shape(shape.kernel, extents, shape.joint), len(index)))
+            else:
+                new.append(-1)
         column = tasks.shape.copy()
-        column[self.rows] = np.array(new, np.int32)[index.ravel()]
-        return column, tuple(number)
+        column[self.rows] = np.array(new, np.int32)[of.ravel()]
+        return column, tuple(index)
+
+    def _rounded_up(self, by_sent: int, by_received: int, sent: int, received: int) -> int:
+        """Growth of an extent, given that at one row sent, and at one row received."""
+        experts, held = self.per_row
+        return math.ceil(Fraction(by_sent * sent, experts) + Fraction(by_received * received, held))
 
 
-def _extents(
-    routing: Routing, tables: Sequence[Sequence[Shape]], which: Sequence[int]
-) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Growth of each extent of a shape per copy sent and per copy received."""
-    if which[0] < 0:
-        return ()
-    none, sent, got = (table[i].extents for table, i in zip(tables, which, strict=True))
-    return tuple(
-        (Fraction(s - a, routing.experts), Fraction(g - a, routing.held))
-        for (_, a), (_, s), (_, g) in zip(none, sent, got, strict=True)
-    )
+# ---- inference -----------------------------------------------------------------------------------
+
+SHARE_UNITS = 2**32
+"""Shares are integer multiples of 1 / `SHARE_UNITS`: equal on all machines."""
+
+
+@dataclass(frozen=True, eq=False)
+class BusiestRanks:
+    """Experts of the rank that gets most copies of tokens in each layer, by `expert_load`.
+
+    The ranks of expert parallelism wait for each other after every layer with experts, so each is
+    assumed to have the work of the busiest one: its mean over layers.
+    """
+
+    chosen: Sequence[Float]
+    """By layer, the share of tokens that choose each of the rank's experts, 0 to 1."""
+    top_k: int
+
+    @classmethod
+    def of(cls, run: Run, model: ModelConfig, mesh: Mesh, plan: Plan) -> Self | None:
+        """Busiest ranks of a resolved run; None: all experts get equal numbers of tokens."""
+        if run.expert_load is None:
+            return None
+        ranks = mesh.size(*plan.expert)
+        chosen: list[Float] = []
+        for line in lines_of(run.expert_load, model, _routed_layers(model), ranks):
+            by_rank = np.array(line).reshape(ranks, -1) * (model.top_k / sum(line))
+            chosen.append(np.minimum(by_rank[by_rank.sum(axis=1).argmax()], 1.0))
+        return cls(chosen, model.top_k)
+
+    def rows(self, ranks: int) -> Fraction:
+        """Copies that the busiest of the ranks gets, over the mean of all."""
+        mean = sum(float(x.sum()) for x in self.chosen) / len(self.chosen) / self.top_k
+        return _share(ranks * mean)
+
+    def touched(self, tokens: float) -> float:
+        """Share of the rank's experts that any of the tokens chooses, 0 to 1."""
+        return float(1 - np.mean([np.mean((1 - x) ** tokens) for x in self.chosen]))
+
+
+def mean_expert_sizes(
+    run: Run,
+    model: ModelConfig,
+    mesh: Mesh,
+    plan: Plan,
+    routed: int,
+    busiest: BusiestRanks | None = None,
+) -> dict[Size, Fraction]:
+    """Means of the sizes that routing decides in an inference step of `routed` tokens on all ranks.
+
+    `R`: rows of each expert; `touched`: experts with any token. A token leaves out an expert with
+    probability p = 1 - top_k / experts, and n tokens all leave it out with probability p^n. Tokens
+    are spread evenly, or as on the `busiest` ranks.
+    """
+    if not model.num_experts:
+        return {}
+    experts = model.num_experts + run.num_redundant_experts
+    # Ranks with the same experts share the tokens; those that split an expert have the same.
+    expert_axes = plan.expert + plan.expert_tensor
+    tokens = routed / mesh.size(*(a for a in plan.tokens if a not in expert_axes))
+    share = Fraction(1)
+    rows = routed * model.top_k * Fraction(1, experts)
+    if busiest is not None:
+        share = _share(busiest.touched(tokens))
+        rows = rows * busiest.rows(mesh.size(*plan.expert))
+    elif model.top_k < experts:
+        share = _share(-math.expm1(tokens * math.log1p(-model.top_k / experts)))
+    return {ROWS: rows, size("touched"): experts * share}
+
+
+def _share(share: float) -> Fraction:
+    return Fraction(round(share * SHARE_UNITS), SHARE_UNITS)
+
+
+def _routed_layers(model: ModelConfig) -> list[int]:
+    """Layers with experts."""
+    return [i for i in range(model.num_layers) if model.layer(i).mlp in ROUTED]

@@ -9,7 +9,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.algebra.notation import Tensor
 from stagewright.errors import UserError, did_you_mean
 from stagewright.lower.blocks import build_block
-from stagewright.lower.frozen import mark_trained
+from stagewright.lower.parameters import mark_trained
 from stagewright.lower.recipe import recipe_of
 from stagewright.lower.variants import place_blocks
 from stagewright.model.config import ModelConfig

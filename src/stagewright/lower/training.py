@@ -20,11 +20,10 @@ from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block, shard_block, uneven_splits
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.frozen import count, mark_trained, trains_all
+from stagewright.lower.fsdp import by_rows
 from stagewright.lower.habits import Habits
 from stagewright.lower.kernels.extent import Extent, OwnRows, Split, extent_of
-from stagewright.lower.parameters import parameters
-from stagewright.lower.pytorch.uneven_shards import by_rows
+from stagewright.lower.parameters import count_trained, mark_trained, parameters, trains_all
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.routing import ROWS, ExpertRows, Load, Routing
 from stagewright.lower.strategy_table import check_table, table_of
@@ -36,7 +35,7 @@ from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order
 from stagewright.schedule.places import mirrored
-from stagewright.schedule.schedules import known_order
+from stagewright.schedule.schedules import make
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,7 @@ class TrainingStep:
 def order_of(run: Run) -> Order:
     """Actions of each pipeline rank of a resolved run."""
     group = run.microbatch_group
-    return known_order(str(run.schedule), run.pp, run.microbatches, run.vpp, group)
+    return make(str(run.schedule), run.pp, run.microbatches, run.vpp, group=group)
 
 
 def stages_of(run: Run, model: ModelConfig, order: Order) -> list[list[PlacedVariant]]:
@@ -162,7 +161,7 @@ def compile_training(run: Run, model: ModelConfig, table: Mapping[str, str]) -> 
         return by_rows(step.mesh, plan.shard, splits, partial(equal_ranks, rows))
 
     merged = load.programs(program) if load else program(routing.even() if routing else None)
-    trained = count(step.stages, run, model)
+    trained = count_trained(step.stages, run, model)
     texts = {label: graphs[v] for v, label in labels(graphs).items()}
     total = parameters(model)
     return CompiledRun(run, model, *total, texts, step.order, merged, load=load, trained=trained)

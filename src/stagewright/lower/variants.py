@@ -9,7 +9,7 @@ from typing import NamedTuple
 from stagewright import blocks as nn
 from stagewright.blocks.chain import MADE_ON_EACH_STAGE, live_ins, tied_tables
 from stagewright.errors import UserError
-from stagewright.lower.pytorch.root_unit import RootUnit
+from stagewright.lower.fsdp import RootUnit
 from stagewright.lower.weight_storage import describe, storage
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Layer
@@ -57,58 +57,39 @@ def labels(variants: Iterable[BlockVariant]) -> dict[BlockVariant, str]:
 
 
 def _label(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> str:
-    def differ(property_of: Callable[[BlockVariant], object]) -> bool:
-        return len({property_of(v) for v in alternatives}) > 1
-
-    layer, words = variant.layer, [variant.block]
-    if differ(lambda v: v.layer.mixer):
-        words.append(layer.mixer)
-    if differ(lambda v: v.layer.mlp):
-        words.append(layer.mlp)
-    if differ(lambda v: v.layer.ahead):
-        words.append(str(layer.ahead))
-    if differ(lambda v: v.layer.block) and layer.block:
-        words.append(f"block {layer.block}")
-    if differ(lambda v: (v.begins, v.ends)):
-        words += [f"first with {name}" for name in sorted(variant.begins)]
-        words += [f"last with {name}" for name in sorted(variant.ends)]
-    if differ(lambda v: v.ties):
-        words += [tie.words for tie in variant.ties[:1]]
-    if differ(lambda v: v.weights):
-        words.append(_stored(variant))
-    if differ(lambda v: v.training):
-        words += _trained(variant, alternatives)
-    if differ(lambda v: v.recomputed):
-        words.append("recomputed" if variant.recomputed else "kept")
-    if differ(lambda v: v.activations_on_host):
-        words.append("offloaded" if variant.activations_on_host else "on device")
-    if differ(lambda v: v.states_on_host):
-        words.append("updated on host" if variant.states_on_host else "updated on device")
+    layer, training = variant.layer, variant.training
+    first = [f"first with {name}" for name in sorted(variant.begins)]
+    last = [f"last with {name}" for name in sorted(variant.ends)]
+    properties: tuple[tuple[Callable[[BlockVariant], object], Sequence[str]], ...] = (
+        (lambda v: v.layer.mixer, [layer.mixer]),
+        (lambda v: v.layer.mlp, [layer.mlp]),
+        (lambda v: v.layer.ahead, [str(layer.ahead)]),
+        (lambda v: v.layer.block, [f"block {layer.block}"] if layer.block else []),
+        (lambda v: (v.begins, v.ends), [*first, *last]),
+        (lambda v: v.ties, [tie.words for tie in variant.ties[:1]]),
+        (lambda v: v.weights, [f"in {describe(variant.weights) or 'full precision'}"]),
+        (lambda v: v.training.constant,
+         ["last of backward" if training.constant else "with gradient of input"]),
+        (lambda v: v.training.frozen, [f"{len(training.frozen)} frozen"]),
+        (lambda v: v.training.adapters, [f"{len(training.adapters)} adapters"]),
+        (lambda v: v.recomputed, ["recomputed" if variant.recomputed else "kept"]),
+        (lambda v: v.activations_on_host,
+         ["offloaded" if variant.activations_on_host else "on device"]),
+        (lambda v: v.states_on_host,
+         ["updated on host" if variant.states_on_host else "updated on device"]),
+    )  # fmt: skip
+    words = [variant.block]
+    for property_of, value_words in properties:
+        if len({property_of(v) for v in alternatives}) > 1:
+            words += value_words
     return " ".join(words)
-
-
-def _trained(variant: BlockVariant, alternatives: Sequence[BlockVariant]) -> list[str]:
-    """Words for the trained parameters of a block, where variants differ."""
-    words: list[str] = []
-    if len({v.training.constant for v in alternatives}) > 1:
-        words.append("last of backward" if variant.training.constant else "with gradient of input")
-    if len({v.training.frozen for v in alternatives}) > 1:
-        words.append(f"{len(variant.training.frozen)} frozen")
-    if len({v.training.adapters for v in alternatives}) > 1:
-        words.append(f"{len(variant.training.adapters)} adapters")
-    return words
-
-
-def _stored(variant: BlockVariant) -> str:
-    """Words for the storage of a block's matrices."""
-    return f"in {describe(variant.weights) or 'full precision'}"
 
 
 # ---- placement -----------------------------------------------------------------------------------
 
 
 def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
-    """Blocks of each virtual stage of a resolved run, in order.
+    """Place the blocks of a resolved run on its virtual stages, in order.
 
     A block that is no layer is placed with the layer after it, or before it
     (`blocks.chain.PlacedBlock.behind`); blocks before all layers are on the first stage, those
@@ -123,8 +104,7 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
     for name, index, layer, behind in nn.chain(model):
         if index < 0:
             recomputed = run.recompute == "full" and layer.ahead > 0
-            root = RootUnit.applies(run)
-            variant = BlockVariant(name, layer, recomputed, root=root)
+            variant = BlockVariant(name, layer, recomputed, root=RootUnit.applies(run))
             (stages[stage] if behind else between).append((variant, -1))
             continue
         while index >= ends[stage]:
@@ -143,10 +123,12 @@ def place_blocks(run: Run, model: ModelConfig) -> list[list[PlacedVariant]]:
             [(v._replace(weights=storage(run, model, v.block, i)), i) for v, i in stage]
             for stage in stages
         ]
-    ends = shared_ends(run.schedule)
-    if ends is not None:
-        stages = _share_ends(stages, ends)
-    return [_move_states(run, stage) for stage in _mark_first_and_last_users(stages, model)]
+    if shared := shared_ends(run.schedule):
+        stages = _share_ends(stages, shared)
+    stages = _mark_first_and_last_users(stages, model)
+    if run.optimizer_cpu_offload:
+        stages = [_move_states(run.optimizer_offload_fraction, stage) for stage in stages]
+    return stages
 
 
 def _share_ends(
@@ -161,11 +143,11 @@ def _share_ends(
     first, last = [(BlockVariant("positions"), -1)], [(BlockVariant("final_norm"), -1)]
     inner = [first + inner[0], *inner[1:]]
     inner = [*inner[:-1], inner[-1] + last]
-    before, behind = (
-        [[(of._replace(block=name, shared=True), -1)] if name else [] for name in names]
-        for (of, _), names in ((blocks[0], ends.before), (blocks[-1], ends.behind))
+    before, after = (
+        [[(variant._replace(block=name, shared=True), -1)] if name else [] for name in names]
+        for (variant, _), names in ((blocks[0], ends.before), (blocks[-1], ends.after))
     )
-    return [*before, *inner, *behind]
+    return [*before, *inner, *after]
 
 
 def _mark_first_and_last_users(
@@ -196,11 +178,8 @@ def _mark_first_and_last_users(
     return marked
 
 
-def _move_states(run: Run, stage: Sequence[PlacedVariant]) -> list[PlacedVariant]:
-    """Move optimizer states of the first blocks of a stage to the host."""
-    if not run.optimizer_cpu_offload:
-        return [*stage]
-    fraction = run.optimizer_offload_fraction
+def _move_states(fraction: float | None, stage: Sequence[PlacedVariant]) -> list[PlacedVariant]:
+    """Move optimizer states of the first blocks of a stage to the host; None: of all blocks."""
     moved = len(stage) if fraction is None else round(fraction * len(stage))
     return [
         (variant._replace(states_on_host=i < moved), layer)

@@ -22,18 +22,18 @@ def storage(run: Run, model: ModelConfig, block: str, layer: int) -> Storage:
     if run.weight_precision is not None:
         stored = STORED[run.weight_precision]
         return tuple((scope, stored) for scope in SCOPES) if stored else ()
-    given = checkpoint(run, model)
-    if given is None:
+    quantization = checkpoint(run, model)
+    if quantization is None:
         return ()
     if block == "head":
-        return given.head
-    return given.of_layer(layer if layer >= 0 else model.num_layers - 1)
+        return quantization.head
+    return quantization.of_layer(layer if layer >= 0 else model.num_layers - 1)
 
 
 def checkpoint(run: Run, model: ModelConfig) -> Quantization | None:
     """Quantization of the model if the run uses it, else None."""
-    asked = run.mode == "train" or run.weight_precision is not None or run.precision != "bf16"
-    return None if asked else model.quantization
+    ignored = run.mode == "train" or run.weight_precision is not None or run.precision != "bf16"
+    return None if ignored else model.quantization
 
 
 def in_blocks(run: Run, model: ModelConfig) -> bool:
@@ -41,31 +41,10 @@ def in_blocks(run: Run, model: ModelConfig) -> bool:
 
     These have separate kernels.
     """
-    given = checkpoint(run, model)
-    asked = STORED[run.weight_precision] if run.weight_precision else None
-    formats = given.formats if given else (asked,) if asked else ()
+    quantization = checkpoint(run, model)
+    stored = STORED[run.weight_precision] if run.weight_precision else None
+    formats = quantization.formats if quantization else (stored,) if stored else ()
     return any(x.product == "fp8" and x.rows > 1 and x.columns > 1 for x in formats)
-
-
-def notes(run: Run, model: ModelConfig) -> list[str]:
-    """Notes about quantization in a config.json that a run ignores."""
-    given = model.quantization
-    if given is None:
-        return _unread(run, model)
-    if not given.file:
-        return []
-    if run.mode == "train":
-        start = run.params_dtype or ("fp32" if run.precision == "fp32" else "bf16")
-        return [
-            f"training starts from weights in {start}: the quantization_config ({given.method}) of "
-            f"{given.file} counts where the model is served"
-        ]
-    if run.precision != "bf16":
-        return [
-            f"precision={run.precision}: the quantization_config ({given.method}) of {given.file} "
-            "is passed over"
-        ]
-    return []
 
 
 _QUANTIZED = re.compile(
@@ -75,16 +54,27 @@ _QUANTIZED = re.compile(
 """Quantization formats in names of models."""
 
 
-def _unread(run: Run, model: ModelConfig) -> list[str]:
-    """Note about a quantization in the model's name for which no file was read."""
-    said = _QUANTIZED.search(model.name)
-    if said is None or run.mode == "train" or run.weight_precision is not None:
-        return []
-    return [
-        f"the name {model.name} says {said[0]}, but no quantization is known of the model: weights "
-        f"count in {run.precision}; put the checkpoint's hf_quant_config.json beside its "
-        "config.json, or use --weight-precision"
-    ]
+def notes(run: Run, model: ModelConfig) -> list[str]:
+    """Notes about a quantization that a run ignores: of a config.json, or of the model's name."""
+    quantization = model.quantization
+    if quantization is None:
+        format_name = _QUANTIZED.search(model.name)
+        if format_name is None or run.mode == "train" or run.weight_precision is not None:
+            return []
+        return [
+            f"the name {model.name} says {format_name[0]}, but no quantization is known of the "
+            f"model: weights count in {run.precision}; put the checkpoint's hf_quant_config.json "
+            "beside its config.json, or use --weight-precision"
+        ]
+    source = f"the quantization_config ({quantization.method}) of {quantization.file}"
+    if quantization.file and run.mode == "train":
+        start = run.params_dtype or ("fp32" if run.precision == "fp32" else "bf16")
+        return [
+            f"training starts from weights in {start}: {source} counts where the model is served"
+        ]
+    if quantization.file and run.precision != "bf16":
+        return [f"precision={run.precision}: {source} is passed over"]
+    return []
 
 
 def weight_formats(run: Run, model: ModelConfig) -> list[str]:
@@ -92,12 +82,12 @@ def weight_formats(run: Run, model: ModelConfig) -> list[str]:
 
     `weight_precision` leaves the embedding and the output projection in that of the computation.
     """
-    given = checkpoint(run, model)
+    quantization = checkpoint(run, model)
     formats: list[str] = []
     if run.weight_precision is not None:
         formats = [run.weight_precision]
-    elif given is not None:
-        formats = [name(stored) for stored in given.formats]
+    elif quantization is not None:
+        formats = [name(stored) for stored in quantization.formats]
     return list(dict.fromkeys([*formats, run.precision]))
 
 
@@ -107,9 +97,9 @@ def name(stored: Stored) -> str:
     >>> name(Stored("fp4", 8, 1, 32)), name(Stored("int4", 16, 1, 128)), name(Stored("fp8", 32))
     ('mxfp4', 'int4', 'fp8')
     """
-    of_16 = stored.values == "fp4" and stored.columns == 16
-    of_32 = stored.columns == 32 and stored.scale_bits == 8
-    return f"{'nv' if of_16 else 'mx' if of_32 else ''}{stored.values}"
+    nvidia = stored.values == "fp4" and stored.columns == 16
+    microscaling = stored.columns == 32 and stored.scale_bits == 8
+    return f"{'nv' if nvidia else 'mx' if microscaling else ''}{stored.values}"
 
 
 def describe(weights: Storage) -> str:
@@ -118,4 +108,4 @@ def describe(weights: Storage) -> str:
     >>> describe((("mlp", Stored("fp4", 8, 1, 32)), ("w_up", None)))
     'mlp mxfp4, w_up bf16'
     """
-    return ", ".join(f"{what} {name(stored) if stored else 'bf16'}" for what, stored in weights)
+    return ", ".join(f"{scope} {name(stored) if stored else 'bf16'}" for scope, stored in weights)

@@ -1,13 +1,12 @@
-"""The mesh of a run and the plan of its axes, from the degrees of parallelism.
+"""Mesh of a run and the plan of its axes, from the degrees of parallelism.
 
 Where two parallelisms factor the same ranks differently (tensor parallelism wider than the
 key-value heads, experts spread over data-parallel ranks), the mesh has the axes of both
-factorizations: dp becomes the axes `dp_ep` and `dp_edp`, and a degree names the axes it is made of.
+factorizations: dp becomes the axes `dp_ep` and `dp_edp`, and a degree consists of several axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import gcd
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from stagewright.run.settings import Run
 
 
 class AxisUse(NamedTuple):
-    """One axis of the mesh, the degree that it is part of, and that of the experts' weights."""
+    """Axis of the mesh, the degree that it is part of, and that of the experts' weights."""
 
     name: str
     size: int
@@ -29,35 +28,64 @@ class AxisUse(NamedTuple):
 
 
 def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> tuple[Mesh, Plan]:
-    """The mesh of a run and the plan of its axes; axes of one rank are left out of the plan.
+    """Mesh of a run and the plan of its axes, without axes of one rank.
 
-    `mirrored`: the schedule holds every stage twice, and the two replicas are data parallel.
+    `mirrored`: the schedule has every stage twice, and the two replicas are data parallel.
     """
-    pieces = axes_of(run, model)
+    uses = axes_of(run, model)
+    sizes = {use.name: use.size for use in uses}
 
-    def axes(*degrees: str) -> tuple[str, ...]:
-        """The axes of some degrees, outermost first."""
-        split = [p for p in reversed(pieces) if p.size > 1]
-        return tuple(p.name for d in degrees for p in split if d in (p.dense, p.expert))
+    def axes(*degrees: str) -> Axes:
+        """Axes of some degrees, outermost first."""
+        split = [use for use in reversed(uses) if use.size > 1]
+        return tuple(use.name for d in degrees for use in split if d in (use.dense, use.expert))
 
-    parts = _tensor_axes(run, model)
-    tensor, cp = axes(*(name for name, _ in reversed(parts))), axes("cp")
+    def outermost(axes: Axes, ranks: int) -> Axes:
+        """First axes, whose sizes multiply to `ranks`."""
+        outer: Axes = ()
+        while len(outer) < len(axes) and ranks % sizes[axes[len(outer)]] == 0:
+            ranks //= sizes[axes[len(outer)]]
+            outer = axes[: len(outer) + 1]
+        return outer
+
+    tensor_axes = [name for name, _ in _tensor_axes(run, model)]
+    tensor, cp = axes(*reversed(tensor_axes)), axes("cp")
+    expert, expert_tensor = (axes("ep"), axes("etp")) if model.num_experts else ((), ())
     # Ranks of cp decode the same tokens.
     context = () if run.mode == "decode" else cp
-    within = axes(parts[0][0]) if _striped(run) > 1 else ()
-    stripes = cp + within if serving.stripes(run, model) > 1 else ()
+    stripes: Axes = ()
+    if serving.stripes(run, model) > 1:
+        stripes = cp + (axes(tensor_axes[0]) if _striped(run) > 1 else ())
     replicas = axes("dp_replicate", "dp_shard", "dp")
     data = ((MIRROR,) if mirrored else ()) + replicas
-    sizes = {p.name: p.size for p in pieces}
-    heads = _outermost(tensor, sizes, gcd(run.tp, model.shared_query_groups))
-    key_value, inner = _key_value(run, model, tensor, heads, context)
-    hybrid = any(p.dense == "dp_shard" for p in pieces)
+    # Ranks that the key-value heads split; the other ranks of tp split the query heads of one.
+    kv_ranks = gcd(run.tp, model.shared_query_groups)
+    key_value = outermost(tensor, kv_ranks)
+    inner = frozenset(tensor) - {*key_value}
+    if run.cp > 1 and run.cp_comm_type == "a2a":
+        if model.shared_query_groups // kv_ranks % run.cp == 0:
+            key_value += context
+        else:
+            inner |= {*context}
+    state_groups: Axes = ()
+    if groups := shared_groups(model):
+        group_ranks = gcd(run.tp, groups)
+        state_groups = outermost(tensor, group_ranks)
+        state_groups += context if groups // group_ranks % run.cp == 0 else ()
+    combined: Axes = ()
+    if run.mode != "train":
+        # Ranks of dp may differ in tokens: they exchange copies, of which all get a mean. Where
+        # copies go to other ranks of ep, ranks of one sequence send those of their own tokens.
+        sequence = (*context, *(tensor if run.sequence_parallel_size > 1 else ()))
+        exchanging = {*data, *(sequence if {*axes("ep")} & {*data, *sequence} else ())}
+        combined = tuple(a for a in axes("etp") if a not in exchanging)
+    hybrid = any(use.dense == "dp_shard" for use in uses)
     labels = {"tp": tensor, "cp": cp, "dp": replicas, "pp": axes("pp")}
     labels |= {"dcp": stripes} if stripes != cp else {}
     if model.num_experts:
-        labels |= {"ep": axes("ep"), "edp": axes("edp"), "etp": axes("etp")}
+        labels |= {"ep": expert, "edp": axes("edp"), "etp": expert_tensor}
     mesh = Mesh(
-        tuple((p.name, p.size) for p in pieces),
+        tuple((use.name, use.size) for use in uses),
         tuple((label, parts) for label, parts in labels.items() if parts),
         mirror="pp" if mirrored else "",
     )
@@ -69,12 +97,12 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         tensor=tensor,
         key_value=key_value,
         inner=inner,
-        state_groups=_state_groups(run, model, tensor, context, sizes),
-        expert=axes("ep") if model.num_experts else (),
-        expert_tensor=axes("etp") if model.num_experts else (),
+        state_groups=state_groups,
+        expert=expert,
+        expert_tensor=expert_tensor,
         columns=data if model.recommendation else (),
         dispatcher=run.moe_token_dispatcher_type,
-        combined=_combined(run, axes("etp"), axes("ep"), data, context, tensor),
+        combined=combined,
         shard=(*(axes("dp_shard") if hybrid else data), *context),
         zero=run.zero,
         sequence_parallel=run.sequence_parallel_size > 1,
@@ -89,28 +117,14 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
     )
 
 
-def _combined(run: Run, etp: Axes, ep: Axes, data: Axes, context: Axes, tensor: Axes) -> Axes:
-    """The axes of etp whose ranks combine copies of tokens before sums are reduced: in inference.
-
-    Ranks of dp may differ in tokens: they exchange copies, of which all get a mean. Where copies go
-    to other ranks of ep, ranks of one sequence send those of their own tokens.
-    """
-    if run.mode == "train":
-        return ()
-    split = (*context, *(tensor if run.sequence_parallel_size > 1 else ()))
-    own = {*data, *(split if {*ep} & {*data, *split} else ())}
-    return tuple(a for a in etp if a not in own)
-
-
 def reduces_each_microbatch(run: Run) -> bool:
-    """Whether gradients are reduced in every microbatch, as sharded gradients must be."""
+    """Return True if gradients are reduced in every microbatch, as sharded ones must be."""
     late = run.zero == 3 and run.fsdp_reduce == "last" and run.microbatches > 1
     return (run.zero >= 2 and not late) or run.grad_reduce == "microbatch"
 
 
 def axes_of(run: Run, model: ModelConfig) -> list[AxisUse]:
-    """The axes of the mesh, fastest first."""
-    hybrid = run.zero > 0 and run.dp_shard is not None and run.dp_shard < run.dp
+    """Axes of the mesh, fastest first."""
     degrees: dict[str, list[tuple[str, int]]] = {
         "tp": _tensor_axes(run, model),
         "cp": [("cp", run.cp)],
@@ -118,34 +132,42 @@ def axes_of(run: Run, model: ModelConfig) -> list[AxisUse]:
         "pp": [("pp", run.pp)],
         "ep": [],
     }
-    if hybrid and run.dp_shard:
+    if run.zero > 0 and run.dp_shard is not None and run.dp_shard < run.dp:  # hybrid sharding
         degrees["dp"] = [("dp_shard", run.dp_shard), ("dp_replicate", run.dp // run.dp_shard)]
     dense = [x for degree in run.order.split("-") for x in degrees[degree]]
     if not model.num_experts:
         return [AxisUse(name, size, name, "pp" if name == "pp" else "") for name, size in dense]
+    # The coarsest axes of which both factorizations of the same ranks consist.
     etp = run.expert_tensor_parallel_size
-    world = run.tp * run.cp * run.dp
-    experts = [("etp", etp), ("ep", run.ep), ("edp", world // (etp * run.ep))]
-    common = iter(_common_axes([x for x in dense if x[0] != "pp"], experts))
-    result: list[AxisUse] = []
+    experts = [("etp", etp), ("ep", run.ep), ("edp", run.tp * run.cp * run.dp // (etp * run.ep))]
+    remaining = [x for x in experts if x[1] > 1]
+    uses: list[AxisUse] = []
     for name, size in dense:
-        if name == "pp":
-            result.append(AxisUse("pp", size, "pp", "pp"))
-        left = size if name != "pp" else 1
-        while left > 1:
-            axis = next(common)
-            result.append(axis)
-            left //= axis.size
-        if size == 1 and name != "pp":
-            result.append(AxisUse(name, 1, name, ""))
-    return result
+        if name == "pp" or size == 1:
+            uses.append(AxisUse(name, size, name, "pp" if name == "pp" else ""))
+            continue
+        ranks = size
+        while ranks > 1:
+            (expert, expert_ranks), *others = remaining
+            common = gcd(ranks, expert_ranks)
+            if common not in (ranks, expert_ranks):
+                raise UserError(
+                    f"{expert}={expert_ranks} does not fit the ranks of {name}={size}: one must be "
+                    "a multiple of the other; choose etp and ep from products of tp, cp and dp"
+                )
+            axis = name if common == size else f"{name}_{expert}"
+            uses.append(AxisUse(axis, common, name, expert))
+            ranks //= common
+            expert_ranks //= common
+            remaining = others if expert_ranks == 1 else [(expert, expert_ranks), *others]
+    return uses
 
 
 def _tensor_axes(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
-    """The axes of tp, fastest first, with their sizes.
+    """Axes of tp with their sizes, fastest first.
 
     A model may have fewer key-value heads, or fewer groups of state heads, than tp has ranks: then
-    neighbours hold copies, and tp has an axis for the ranks that differ and one for the copies.
+    neighbours have copies, and tp has an axis for the ranks that differ and one for the copies.
     """
     cuts = {gcd(run.tp, shared_groups(model)): "tp_group"} if shared_groups(model) else {}
     if model.attends:
@@ -170,86 +192,14 @@ def _tensor_axes(run: Run, model: ModelConfig) -> list[tuple[str, int]]:
 
 
 def _striped(run: Run) -> int:
-    """How many neighbours in tp share the cache of their requests, token by token."""
+    """Number of neighbours in tp that share the cache of their requests, token by token."""
     return max(1, (run.dcp or 1) // run.cp)
 
 
 def shared_groups(model: ModelConfig) -> int:
-    """How many groups of heads share keys and queries in a state-space layer; 0 without groups.
+    """Number of groups of heads that share keys and queries in a state-space layer; 0: no groups.
 
     Mamba-1 shares its B and C among all channels, and splits those.
     """
     state = model.state_space
     return state.groups if state and model.recurrence != "mamba" else 0
-
-
-def _outermost(axes: tuple[str, ...], sizes: Mapping[str, int], ranks: int) -> tuple[str, ...]:
-    """The first axes whose sizes multiply to `ranks`."""
-    outer: list[str] = []
-    for axis in axes:
-        if ranks % sizes[axis]:
-            break
-        outer.append(axis)
-        ranks //= sizes[axis]
-    return tuple(outer)
-
-
-def _state_groups(
-    run: Run,
-    model: ModelConfig,
-    tensor: tuple[str, ...],
-    context: tuple[str, ...],
-    sizes: Mapping[str, int],
-) -> tuple[str, ...]:
-    """The axes that split groups of state heads; the others split the heads of a group."""
-    groups = shared_groups(model)
-    ways = gcd(run.tp, groups)
-    outer = _outermost(tensor, sizes, ways)
-    return outer + (context if groups // ways % run.cp == 0 else ()) if groups else ()
-
-
-def _common_axes(dense: list[tuple[str, int]], experts: list[tuple[str, int]]) -> list[AxisUse]:
-    """The coarsest axes that both factorizations of the same ranks consist of, fastest first."""
-    result: list[AxisUse] = []
-    left = [x for x in experts if x[1] > 1]
-    for name, size in dense:
-        rest = size
-        while rest > 1:
-            (expert, most), *others = left
-            piece = gcd(rest, most)
-            if piece not in (rest, most):
-                raise UserError(
-                    f"{expert}={most} does not fit the ranks of {name}={size}: one must be a "
-                    "multiple of the other; choose etp and ep from products of tp, cp and dp"
-                )
-            whole = piece == size
-            result.append(AxisUse(name if whole else f"{name}_{expert}", piece, name, expert))
-            rest //= piece
-            most //= piece
-            left = others if most == 1 else [(expert, most), *others]
-    return result
-
-
-def _key_value(
-    run: Run,
-    model: ModelConfig,
-    tensor: tuple[str, ...],
-    heads: tuple[str, ...],
-    context: tuple[str, ...],
-) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The axes that split key-value heads, and the axes that split the query heads of one.
-
-    `heads` are the axes of `tensor` that split key-value heads where not all axes do.
-    """
-    kv = gcd(run.tp, model.shared_query_groups)
-    if kv == run.tp:
-        key_value, inner = tensor, frozenset[str]()
-    elif kv == 1:
-        key_value, inner = (), frozenset(tensor)
-    else:
-        key_value, inner = heads, frozenset(tensor) - set(heads)
-    if run.cp > 1 and run.cp_comm_type == "a2a":
-        if model.shared_query_groups // kv % run.cp == 0:
-            return key_value + context, inner
-        inner |= set(context)
-    return key_value, inner

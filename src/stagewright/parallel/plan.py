@@ -1,4 +1,4 @@
-"""The plan of a parallelization: what each axis of the mesh is used for."""
+"""Plan of a parallelization: the use of each axis of the mesh."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from stagewright.graph.parameter import Parameter
 
 Axes = tuple[str, ...]
 Dims = tuple[Axes, ...]
-"""The axes that split each dim of a value, outermost first."""
+"""Axes that split each dim of a value, outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The axes of a mesh by their use, and the choices between strategies.
+    """Axes of a mesh by their use, and the choices between strategies.
 
-    A plan holds no number: runs of other degrees and sizes, whose degrees above 1 are the same,
-    have equal plans, and so equal graphs.
+    A plan has no sizes: runs in which the same degrees exceed 1 have equal plans, and so equal
+    graphs.
     """
 
     groups: tuple[tuple[str, Axes], ...] = ()
-    """The axes of each degree, as `Mesh.groups` has them."""
+    """Axes of each degree, as in `Mesh.groups`."""
     data: Axes = ()
     """Split the batch."""
     context: Axes = ()
@@ -33,13 +33,13 @@ class Plan:
     tensor: Axes = ()
     """Split heads, the width of feed-forwards and the vocabulary."""
     vocabulary: Axes = ()
-    """Split the vocabulary, where pipeline ranks do, too; else those of `tensor` do."""
+    """Split the vocabulary if pipeline ranks share it; else those of `tensor` do."""
     key_value: Axes = ()
-    """The axes of `tensor`, and of `context` in Ulysses, that split key-value heads."""
+    """Axes of `tensor`, and of `context` in Ulysses, that split key-value heads."""
     inner: frozenset[str] = frozenset()
-    """The axes that split the query heads of one key-value head."""
+    """Axes that split the query heads of one key-value head."""
     state_groups: Axes = ()
-    """The axes of `tensor` and `context` that split groups of the heads of state-space layers; the
+    """Axes of `tensor` and `context` that split groups of the heads of state-space layers;
     other axes of the two split the heads of a group."""
     expert: Axes = ()
     """Split the experts of a layer; elsewhere these axes split tokens."""
@@ -48,11 +48,11 @@ class Plan:
     columns: Axes = ()
     """Split the width of the embedding tables of a recommendation model."""
     dispatcher: str = "alltoall"
-    """How tokens get to their experts, as Megatron-LM's `moe_token_dispatcher_type`."""
+    """Megatron-LM's `moe_token_dispatcher_type`."""
     counts_to_owners: bool = False
-    """How many copies a rank sends is told to the ranks that hold the experts, and not to all."""
+    """Counts of copies go to the ranks that have the experts, not to all."""
     combined: Axes = ()
-    """Inference: the axes of `expert_tensor` whose ranks all have the tokens of their experts: they
+    """Inference: axes of `expert_tensor` whose ranks all have the tokens of their experts: they
     combine partial sums of copies to partial sums of tokens, which are reduced."""
     shard: Axes = ()
     """ZeRO: split optimizer states, and gradients and parameters by its stage."""
@@ -63,15 +63,15 @@ class Plan:
     sum_as_read: bool = False
     """Gradients stay partial sums over `tensor` until the optimizer reads them."""
     shard_rows: bool = False
-    """ZeRO splits the rows of a parameter, and not the dim that suits it best."""
+    """ZeRO splits the rows of a parameter, not the dim that suits it best."""
     shard_few_experts: bool = False
     """With `shard_rows`, ranks that outnumber the experts split the rows of each."""
     embedding_all_reduce: bool = False
-    """Words are summed up before positions are added, and scattered then (Megatron-LM)."""
+    """Word embeddings are all-reduced before positions are added, then scattered (Megatron-LM)."""
     gather_adapters: bool = True
     """Results of row-parallel adapters are gathered before they are added, not exchanged."""
     table: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor], hash=False)
-    """The user's own placements by name, which go before all others."""
+    """Placements by name that the user sets; they have precedence over all others."""
 
     @property
     def sequence(self) -> Axes:
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def tokens(self) -> Axes:
-        """Axes whose ranks have tokens of their own in the residual stream."""
+        """Axes whose ranks have different tokens in the residual stream."""
         return (*self.data, *self.sequence)
 
     @property
@@ -93,7 +93,7 @@ class Plan:
         return tuple(dict.fromkeys((*split_by, *(a for a in by_table if a not in everywhere))))
 
     def axes_of(self, degree: str) -> Axes:
-        """The axes behind a degree of the notation, or behind a part; none of a degree of 1."""
+        """Axes of a degree of the notation, or of a part of one; none of a degree of 1."""
         match degree:
             case "tp":
                 return self.tensor
@@ -113,12 +113,12 @@ class Plan:
                 return dict(self.groups).get(degree, ())
 
     def of_heads(self, axes: Axes) -> tuple[Axes, Axes]:
-        """The axes that split groups of the heads of a state-space layer; those within a group."""
+        """Axes that split groups of the heads of a state-space layer; axes within a group."""
         groups = tuple(a for a in axes if a in self.state_groups)
         return groups, tuple(a for a in axes if a not in groups)
 
     def layout(self, placement: Tensor) -> Layout:
-        """The layout that a placement in the paper's notation means on this mesh."""
+        """Layout of a placement in the paper's notation, on this mesh."""
 
         def axes(degrees: tuple[str, ...]) -> Axes:
             return tuple(a for degree in degrees for a in self.axes_of(degree))
@@ -130,6 +130,6 @@ class Plan:
         return Layout(tuple(dims), frozenset(axes(placement.partial)))
 
     def used(self, parameter: Parameter, rank: int) -> Dims:
-        """Where a parameter of `rank` dims is computed with: as the table says, or as declared."""
+        """Layout in which a parameter of `rank` dims is read: by the table, or as declared."""
         row = self.table.get(parameter.name)
         return self.layout(row if row and len(row.dims) == rank else parameter.placement).dims

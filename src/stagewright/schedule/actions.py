@@ -1,6 +1,4 @@
-"""A pipeline schedule is, per pipeline rank, an ordered list of actions such as `2F0`: an `Order`.
-
-Idle slots, sends and receives are not stored: all three follow from what an action needs.
+"""Actions such as `2F0`, and orders: a list of actions for each pipeline rank.
 
 >>> order = ((Action.parse("0F0"), Action.parse("0B0")), (Action.parse("1F0"), Action.parse("1B0")))
 >>> needs(order[0][-1], stages=2)
@@ -22,7 +20,7 @@ _ACTION = re.compile(r"([0-9]{1,9})([FBIW])([0-9]{1,9})")
 
 
 class Action(NamedTuple):
-    """One unit of work: what is done (`kind`), for which virtual stage and microbatch.
+    """Forward or backward (`kind`) of one virtual stage for one microbatch.
 
     The kinds are `F` forward, `B` full backward, `I` the half of backward that makes the gradient
     of the stage's input, and `W` the half that makes the gradients of its weights.
@@ -33,12 +31,12 @@ class Action(NamedTuple):
     microbatch: int
 
     def __repr__(self) -> str:
-        """The form `2F0`, which `parse` reads."""
+        """Format as `2F0`, which `parse` reads."""
         return f"{self.stage}{self.kind}{self.microbatch}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read an action from the text that `str` prints; any other text is a UserError.
+        """Parse the text that `str` prints; raises UserError for any other text.
 
         >>> Action.parse("2F0").stage
         2
@@ -54,7 +52,7 @@ class Action(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """A forward and a backward of two microbatches that run at once (DeepSeek-V3, section 3.2.1).
+    """Forward and backward of two microbatches at once (DeepSeek-V3, section 3.2.1).
 
     Each computes while the other communicates: their kernels take turns on the rank.
     """
@@ -63,23 +61,23 @@ class Overlap(NamedTuple):
     backward: Action
 
     def __repr__(self) -> str:
-        """As in torch's files: `(0F3;3B1)OVERLAP_F_B`."""
+        """Format as in torch's files: `(0F3;3B1)OVERLAP_F_B`."""
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
 
 ScheduleStep = Action | Overlap
 
 Order = tuple[tuple[ScheduleStep, ...], ...]
-"""What each pipeline rank does, in order. Which stages a rank holds follows from it."""
+"""Steps of each pipeline rank, in order; the stages of a rank follow from it."""
 
 
 def parts(step: ScheduleStep) -> tuple[Action, ...]:
-    """The actions of a step."""
+    """Actions of a step."""
     return (step.forward, step.backward) if isinstance(step, Overlap) else (step,)
 
 
 def flat(steps: Iterable[ScheduleStep]) -> list[Action]:
-    """The actions of all steps, those of an overlap forward first.
+    """Actions of all steps; of an overlap, the forward first.
 
     >>> f0, f1, b0 = map(Action.parse, ("0F0", "0F1", "0B0"))
     >>> flat([f0, Overlap(f1, b0)])
@@ -89,34 +87,34 @@ def flat(steps: Iterable[ScheduleStep]) -> list[Action]:
 
 
 def shared_stages(order: Order) -> frozenset[int]:
-    """The stages that every rank holds a part of: all ranks run their actions, at one time.
+    """Stages that every rank holds a part of: all ranks run their actions at the same time.
 
     >>> f0 = Action.parse("0F0")
     >>> shared_stages(((f0, Action.parse("1F0")), (f0, Action.parse("2F0"))))
     frozenset({0})
     """
-    met: set[Action] = set()
+    of_earlier_ranks: set[Action] = set()
     shared: set[int] = set()
     for steps in order:
-        mine = {*flat(steps)}
-        shared |= {a.stage for a in mine & met}
-        met |= mine
+        actions = {*flat(steps)}
+        shared |= {a.stage for a in actions & of_earlier_ranks}
+        of_earlier_ranks |= actions
     return frozenset(shared)
 
 
 def stage_count(order: Order) -> int:
-    """How many virtual stages an order has: one more than the largest stage number."""
+    """Number of virtual stages of an order: one more than the largest stage."""
     return 1 + max((a.stage for steps in order for a in flat(steps)), default=-1)
 
 
 def needs(
     action: Action, stages: int, halves: Container[tuple[int, int]] | None = None
 ) -> list[Action]:
-    """What must have ended, here or on another rank, before `action` can start.
+    """Actions, on this or another rank, that must have ended before `action` can start.
 
     Where an order mixes full backwards with halves, the gradient that a backward waits for comes
-    from either: pass `halved(order)` to get the one that is there. Without it, the other stage is
-    taken to do as this one does.
+    from either: pass `halved(order)` as `halves`. Without it, the other stage is assumed to split
+    its backward if this one does.
 
     >>> needs(Action.parse("1F3"), stages=4), needs(Action.parse("1B3"), stages=4)
     ([0F3], [1F3, 2B3])
@@ -137,5 +135,5 @@ def needs(
 
 
 def halved(order: Order) -> frozenset[tuple[int, int]]:
-    """The (stage, microbatch) pairs whose backward is done in halves."""
+    """Pairs (stage, microbatch) whose backward is split into halves."""
     return frozenset((a.stage, a.microbatch) for s in order for a in flat(s) if a.kind == "I")

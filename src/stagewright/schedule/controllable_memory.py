@@ -1,11 +1,11 @@
 """V-Half and V-Min: a building block, repeated and pushed together (arXiv 2405.15362).
 
-A rank does four passes of each microbatch, forward and backward of its two stages, and two weight
+A rank runs four passes of each microbatch, forward and backward of its two stages, and two weight
 gradients: six slots of time if all take equally long. A building block has the slots of one
-microbatch's passes on every rank; each further microbatch has the same slots six later. How many
-slots lie between a forward and the weight gradient of its stage is how many microbatches are alive.
+microbatch's passes on every rank; each further microbatch has the same slots, six later. The number
+of slots between a forward and the weight gradient of its stage gives the microbatches alive.
 
-Before the first microbatch comes back, and after the last has gone in, slots are free: passes move
+Slots are free before the first microbatch returns, and after the last has entered: passes move
 there as long as no rank holds more than before. The orders are those of the authors' program
 (github.com/sail-sg/zero-bubble 3fd87fd, zbv_greedy.py) for passes that take equally long.
 
@@ -26,14 +26,13 @@ _PERIOD = 6
 _PASSES = ("F", "F", "I", "I")  # of the first stage, twice of the second, of the first
 _FIRST_FORWARD, _SECOND_FORWARD, _SECOND_BACKWARD, _FIRST_BACKWARD, _WEIGHT = range(5)
 
-_Rank = list[list[int]]  # slots by pass and microbatch; behind the passes, those of all W
+_Rank = list[list[int]]  # slots by pass and microbatch; after the passes, those of all W
 
 
 def v_half(pp: int, microbatches: int, *, late: int = 0) -> Order:
-    """V-Half: about half of what 1F1B's first rank holds, on all ranks (arXiv 2405.15362, 4.1).
+    """V-Half: about half the memory of 1F1B's first rank, on all ranks (arXiv 2405.15362, 4.1).
 
-    Between the last stage's forward and backward of a microbatch lie so many more microbatches as
-    `late` says.
+    `late`: further microbatches between the last stage's forward and backward of a microbatch.
 
     >>> v_half(1, 2)
     ((0F0, 1F0, 1I0, 1W0, 0I0, 0W0, 0F1, 1F1, 1I1, 0I1, 1W1, 0W1),)
@@ -52,7 +51,7 @@ def v_half(pp: int, microbatches: int, *, late: int = 0) -> Order:
 def v_min(pp: int, microbatches: int) -> Order:
     """V-Min: about a third of what 1F1B's first rank holds, on all ranks (arXiv 2405.15362, 4.1).
 
-    Its passes follow each other from rank to rank at once: where they do not take equally long,
+    A pass follows at once that of the neighbouring rank: where passes do not take equally long,
     ranks wait in every microbatch.
 
     >>> v_min(1, 2)
@@ -66,70 +65,67 @@ def v_min(pp: int, microbatches: int) -> Order:
 
 
 def _repeat(block: Sequence[Sequence[int]], microbatches: int, late: int = 0) -> Order:
-    """The order of a building block, by rank and pass, for all microbatches.
+    """Order of a building block (slots by rank and pass) for all microbatches.
 
-    Between the ends every rank does the same for each microbatch, so that what it does for one,
-    behind its forward of the first stage, can be repeated in an order of fewer microbatches.
+    In the middle every rank repeats the same actions, from its first stage's forward on. So long
+    orders are short ones in which these are repeated.
     """
     middle = 2 * (len(block) + late)
-    few = middle + len(block) + 4
-    if microbatches <= few:
-        return _pushed_together(block, microbatches, late)
-    more = microbatches - few
+    short = middle + len(block) + 4
+    if microbatches <= short:
+        return _squeeze(block, microbatches, late)
+    repeats = microbatches - short
     order: list[tuple[Action, ...]] = []
-    for rank, steps in enumerate(_pushed_together(block, few, late)):
+    for rank, steps in enumerate(_squeeze(block, short, late)):
         begin, end = (steps.index(Action(rank, "F", m)) for m in (middle, middle + 1))
-        repeated = [_later(steps[begin:end], n) for n in range(more)]
-        order.append((*steps[:begin], *chain(*repeated), *_later(steps[begin:], more)))
+        repeated = [_shift(steps[begin:end], n) for n in range(repeats)]
+        order.append((*steps[:begin], *chain(*repeated), *_shift(steps[begin:], repeats)))
     return tuple(order)
 
 
-def _later(steps: Sequence[Action], shift: int) -> list[Action]:
-    """The same actions of later microbatches."""
-    return [a._replace(microbatch=a.microbatch + shift) for a in steps]
+def _shift(steps: Sequence[Action], microbatches: int) -> list[Action]:
+    return [a._replace(microbatch=a.microbatch + microbatches) for a in steps]
 
 
-def _pushed_together(
+def _squeeze(
     block: Sequence[Sequence[int]], microbatches: int, late: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """A building block repeated for each microbatch, with the passes at both ends moved."""
+    """Repeat a building block for each microbatch, and move the passes at both ends together."""
     span = range(0, _PERIOD * microbatches, _PERIOD)
     ranks = [[[slot + shift for shift in span] for slot in passes] for passes in block]
-    # Weight gradients move as the passes do; then those at the end make room for other passes.
-    for weights_move in (True, False):
-        with_weights = [[*rank, _weight_slots(rank)] for rank in ranks]
-        most = max(map(_alive, with_weights))
-        _move_earlier(with_weights if weights_move else ranks, most, late)
-        if not weights_move:
-            with_weights = [[*rank, _weight_slots(rank)] for rank in ranks]
-        ranks = _as_soon_as_possible(with_weights, late)
+    with_weights = [_with_weights(rank) for rank in ranks]
+    _move_earlier(with_weights, max(map(_alive, with_weights)), late)
+    ranks = _as_soon_as_possible(with_weights, late)
+    # Then the weight gradients at the end make room for other passes.
+    _move_earlier(ranks, max(_alive(_with_weights(rank)) for rank in ranks), late)
+    ranks = _as_soon_as_possible([_with_weights(rank) for rank in ranks], late)
     return tuple(_actions(ranks, rank) for rank in range(len(ranks)))
 
 
-def _move_earlier(ranks: list[_Rank], most: int, late: int) -> None:
-    """Move what stands before the first backward ends or behind the last forward to free slots.
+def _move_earlier(ranks: list[_Rank], limit: int, late: int) -> None:
+    """Move passes before the end of the first backward, or after the last forward, to free slots.
 
-    No rank may hold more than `most` microbatches. Where `ranks` have no slots of weight gradients
-    only the end is changed, and these are taken to be in the first free slots.
+    No rank may hold more than `limit` microbatches. Where `ranks` have no slots of weight gradients
+    only the end is changed, and the weight gradients are in the first free slots.
     """
     moves_weights = len(ranks[0]) > _WEIGHT
     busy = [{slot for slots in rank for slot in slots} for rank in ranks]
     filling, draining = True, False
-    for old, rank, which, m in _in_order_of_time(ranks):
-        filling = filling and (rank, which) != (0, _FIRST_BACKWARD)
+    for old, rank, pass_index, m in _in_order_of_time(ranks):
+        filling = filling and (rank, pass_index) != (0, _FIRST_BACKWARD)
         if not filling and not draining:
-            draining = (which, m) == (_FIRST_FORWARD, len(ranks[0][0]) - 1)
+            draining = (pass_index, m) == (_FIRST_FORWARD, len(ranks[0][0]) - 1)
             continue
         if filling and not moves_weights:
             continue
-        slots = ranks[rank][which]
-        for new in range(_ready(ranks, rank, which, m, late), old):
+        slots = ranks[rank][pass_index]
+        for new in range(_ready(ranks, rank, pass_index, m, late), old):
             if new in busy[rank]:
                 continue
             slots[m] = new
-            held = ranks[rank] if moves_weights else [*ranks[rank], _weight_slots(ranks[rank])]
-            # Where weight gradients have slots of their own, only a forward adds what is held.
-            if (moves_weights and which > _SECOND_FORWARD) or _alive(held) <= most:
+            passes = ranks[rank] if moves_weights else _with_weights(ranks[rank])
+            # Where weight gradients have slots, only a forward adds to the microbatches alive.
+            if (moves_weights and pass_index > _SECOND_FORWARD) or _alive(passes) <= limit:
                 busy[rank] ^= {old, new}
                 break
         else:
@@ -139,31 +135,31 @@ def _move_earlier(ranks: list[_Rank], most: int, late: int) -> None:
 def _in_order_of_time(ranks: Sequence[_Rank]) -> list[tuple[int, int, int, int]]:
     """Slot, rank, pass and microbatch of all passes."""
     return sorted(
-        (slot, rank, which, m)
+        (slot, rank, pass_index, m)
         for rank, passes in enumerate(ranks)
-        for which, slots in enumerate(passes)
+        for pass_index, slots in enumerate(passes)
         for m, slot in enumerate(slots)
     )
 
 
-def _ready(ranks: Sequence[_Rank], rank: int, which: int, m: int, late: int) -> int:
-    """The first slot in which all that a pass needs has been done."""
+def _ready(ranks: Sequence[_Rank], rank: int, pass_index: int, m: int, late: int) -> int:
+    """First slot in which the needs of a pass have ended."""
     slots = ranks[rank]
-    needed = [slots[which][m - 1]] if m else []  # the microbatches of a pass keep their order
-    if which == _WEIGHT:
+    needed = [slots[pass_index][m - 1]] if m else []  # the microbatches of a pass keep their order
+    if pass_index == _WEIGHT:
         needed.append(sorted(slots[_SECOND_BACKWARD] + slots[_FIRST_BACKWARD])[m])
-    elif which:
-        turns = which == _SECOND_BACKWARD and rank == 0
-        needed.append(slots[which - 1][m] + (late * _PERIOD if turns else 0))
-    if which in (_FIRST_FORWARD, _SECOND_BACKWARD) and rank:
-        needed.append(ranks[rank - 1][which][m])
-    if which in (_SECOND_FORWARD, _FIRST_BACKWARD) and rank < len(ranks) - 1:
-        needed.append(ranks[rank + 1][which][m])
+    elif pass_index:
+        turns = pass_index == _SECOND_BACKWARD and rank == 0
+        needed.append(slots[pass_index - 1][m] + (late * _PERIOD if turns else 0))
+    if pass_index in (_FIRST_FORWARD, _SECOND_BACKWARD) and rank:
+        needed.append(ranks[rank - 1][pass_index][m])
+    if pass_index in (_SECOND_FORWARD, _FIRST_BACKWARD) and rank < len(ranks) - 1:
+        needed.append(ranks[rank + 1][pass_index][m])
     return 1 + max(needed, default=-1)
 
 
 def _weight_slots(passes: _Rank) -> list[int]:
-    """The slots of weight gradients: the first free one behind each backward."""
+    """Slots of weight gradients: the first free one after each backward."""
     busy = {slot for slots in passes for slot in slots}
     free: list[int] = []
     for slot in sorted(passes[_SECOND_BACKWARD] + passes[_FIRST_BACKWARD]):
@@ -174,31 +170,36 @@ def _weight_slots(passes: _Rank) -> list[int]:
     return free
 
 
+def _with_weights(passes: _Rank) -> _Rank:
+    """Add the slots of weight gradients to those of the passes."""
+    return [*passes, _weight_slots(passes)]
+
+
 def _alive(rank: _Rank) -> int:
-    """The most microbatches alive at once on a rank, of both stages."""
+    """Maximum number of microbatches alive at once on a rank, of both stages."""
     change = dict.fromkeys(rank[_FIRST_FORWARD] + rank[_SECOND_FORWARD], 1)
     change |= dict.fromkeys(rank[_WEIGHT], -1)
     return max(accumulate(change[slot] for slot in sorted(change)))
 
 
 def _as_soon_as_possible(ranks: Sequence[_Rank], late: int) -> list[_Rank]:
-    """The slots of the passes if each rank keeps its order and every pass starts when it can."""
+    """Slots of the passes if each rank keeps its order and every pass starts when it can."""
     microbatches = len(ranks[0][0])
     soon = [[[0] * microbatches for _ in _PASSES] for _ in ranks]
     clock = [0] * len(ranks)
-    for _, rank, which, m in _in_order_of_time(ranks):
-        if which != _WEIGHT:
-            clock[rank] = max(clock[rank], _ready(soon, rank, which, m, late))
-            soon[rank][which][m] = clock[rank]
+    for _, rank, pass_index, m in _in_order_of_time(ranks):
+        if pass_index != _WEIGHT:
+            clock[rank] = max(clock[rank], _ready(soon, rank, pass_index, m, late))
+            soon[rank][pass_index][m] = clock[rank]
         clock[rank] += 1
     return soon
 
 
 def _actions(ranks: Sequence[_Rank], rank: int) -> tuple[Action, ...]:
-    """What a rank does, in order; of two weight gradients, the second stage's comes first."""
+    """Actions of a rank, in order; of two weight gradients, the second stage's comes first."""
     passes, first, second = ranks[rank], rank, 2 * len(ranks) - 1 - rank
     stages = (first, second, second, first)
-    found = [
+    actions = [
         (slot, Action(stage, kind, m))
         for stage, kind, slots in zip(stages, _PASSES, passes, strict=True)
         for m, slot in enumerate(slots)
@@ -206,7 +207,9 @@ def _actions(ranks: Sequence[_Rank], rank: int) -> tuple[Action, ...]:
     backwards = {second: passes[_SECOND_BACKWARD], first: passes[_FIRST_BACKWARD]}
     done = dict.fromkeys(backwards, 0)
     for slot in _weight_slots(passes):
-        stage = next(s for s, of in backwards.items() if done[s] < len(of) and of[done[s]] < slot)
-        found.append((slot, Action(stage, "W", done[stage])))
+        stage = next(
+            s for s, slots in backwards.items() if done[s] < len(slots) and slots[done[s]] < slot
+        )
+        actions.append((slot, Action(stage, "W", done[stage])))
         done[stage] += 1
-    return tuple(action for _, action in sorted(found))
+    return tuple(action for _, action in sorted(actions))

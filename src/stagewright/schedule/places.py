@@ -1,4 +1,4 @@
-"""Which rank holds which virtual stage, as it follows from an order."""
+"""Location of each virtual stage: its ranks, and those before and after it, from an order."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from stagewright.schedule.actions import Action, Order, ScheduleStep, flat, part
 
 
 class Place(NamedTuple):
-    """A stage on a rank, and the ranks of the stages around it; None at the model's ends."""
+    """Stage on a rank, and the ranks of the stages before and after; None at the model's ends."""
 
     stage: int
     rank: int
     before: int | None
     after: int | None
     shared: bool = False
-    """Whether every rank holds a part of the stage. What comes to such a stage from one rank, all
-    ranks get; what it hands to the stages around it, their rank has at hand. Between two such
-    stages each rank hands on its own."""
+    """True if every rank holds a part of the stage. Values from the stage of one rank then go to
+    all ranks; each rank has the values that the stages around a shared stage need. Between two
+    shared stages, each rank passes on its own part."""
 
 
 @lru_cache(maxsize=64)  # the pipelines of a search, each of which many runs have
 def places(order: Order) -> tuple[Place, ...]:
-    """The places of all stages, sorted by rank and stage.
+    """Places of all stages, sorted by rank and stage.
 
-    A stage may be on several ranks, each with microbatches of its own, as in DualPipe; all
-    microbatches that it has on one rank come from one rank and go on to one.
+    A stage may be on several ranks, each with other microbatches, as in DualPipe. Raises UserError
+    unless all microbatches of a stage on a rank come from one rank and go on to one.
 
     >>> from stagewright.schedule.text import from_csv
     >>> [tuple(p)[:3] for p in places(from_csv("0F0,3F0,3B0,0B0\\n1F0,2F0,2B0,1B0"))]
     [(0, 0, None), (3, 0, 1), (1, 1, 0), (2, 1, 1)]
     """
     shared = shared_stages(order)
-    home = {
+    rank_of = {
         (a.stage, a.microbatch): rank
         for rank, steps in enumerate(order)
         for a in flat(steps)
         if a.stage not in shared
     }
     by_stage: dict[tuple[int, int], tuple[Place, int]] = {}
-    for (stage, microbatch), rank in home.items():
+    for (stage, microbatch), rank in rank_of.items():
         before, after = (
-            rank if n in shared else home.get((n, microbatch)) for n in (stage - 1, stage + 1)
+            rank if n in shared else rank_of.get((n, microbatch)) for n in (stage - 1, stage + 1)
         )
         place = Place(stage, rank, before, after)
         first, other = by_stage.setdefault((rank, stage), (place, microbatch))
@@ -54,19 +54,21 @@ def places(order: Order) -> tuple[Place, ...]:
                 f"{stage} on rank {rank}, but come from or go on to different ranks; wanted one "
                 "way through the ranks for all microbatches of a stage on a rank"
             )
-    holder = {stage: rank for (stage, _), rank in home.items()}
+    rank_of_stage = {stage: rank for (stage, _), rank in rank_of.items()}
     for stage in shared:
         for rank in range(len(order)):
-            before, after = (rank if n in shared else holder.get(n) for n in (stage - 1, stage + 1))
+            before, after = (
+                rank if n in shared else rank_of_stage.get(n) for n in (stage - 1, stage + 1)
+            )
             by_stage[rank, stage] = Place(stage, rank, before, after, shared=True), 0
     return tuple(by_stage[key][0] for key in sorted(by_stage))
 
 
 def mirrored(order: Order) -> bool:
-    """Whether each stage is on two ranks, r and pp - 1 - r, as in DualPipe.
+    """Return True if each stage is on two ranks, r and pp - 1 - r, as in DualPipe.
 
-    Such pairs reduce gradients together, so they must do the same in the same order, each with its
-    own microbatches; any other way to hold a stage twice is a UserError.
+    Such pairs reduce gradients together, so they must do the same in the same order, each with
+    other microbatches. Raises UserError for any other order with a stage on several ranks.
     """
     holders: dict[int, list[int]] = {}
     for place in places(order):

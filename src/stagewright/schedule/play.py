@@ -1,4 +1,4 @@
-"""Orders in time: when each action starts and ends, who waits for whom, and how long ranks idle.
+"""Orders in time: start and end of each action, deadlocks, idle time, and validity of an order.
 
 Costs are numbers, or numpy arrays of one shape: then many runs with one order are played at once.
 
@@ -34,6 +34,7 @@ from stagewright.schedule.actions import (
     shared_stages,
     stage_count,
 )
+from stagewright.schedule.places import mirrored
 
 _LINKS = 6  # ranks of a circular wait that an error names
 _ALL_RANKS = -1
@@ -46,24 +47,24 @@ A forward and a backward that overlap take as long as both, or what the mapping 
 
 
 class PlannedStep(NamedTuple):
-    """A step of an order, and the steps before it that it waits for, by index."""
+    """Step of an order, and the earlier steps that it waits for, by index."""
 
     step: ScheduleStep
     ranks: tuple[int, ...]
-    """The rank that runs it; all ranks, where they share its stage."""
+    """Rank that runs it; all ranks, where they share its stage."""
     previous: tuple[int, ...]
-    """The last step of each of its ranks, and what all ranks run. Other needs of a rank's own
-    actions are behind these."""
+    """Last step of each of its ranks, and needed steps that all ranks run. Other needs on the same
+    rank end before its last step."""
     received: tuple[int, ...]
     """Steps of other ranks whose results it needs."""
 
 
 @lru_cache(maxsize=64)
 def plan(order: Order) -> tuple[PlannedStep, ...]:
-    """The steps of an order, each after all that it waits for.
+    """Sort the steps of an order so that each comes after all that it waits for.
 
-    An order that cannot complete is a UserError that says who waits for whom. Linear in the number
-    of actions.
+    Raises UserError for an order that cannot complete: it says which rank waits for which. Linear
+    in the number of actions.
     """
     stages, halves, shared = stage_count(order), halved(order), shared_stages(order)
     planned: list[PlannedStep] = []
@@ -120,8 +121,8 @@ def plan(order: Order) -> tuple[PlannedStep, ...]:
 def ends(planned: Sequence[PlannedStep], cost: Cost, delay: Any = 0) -> list[Any]:
     """End of each planned step, if each rank works through its list as soon as it can.
 
-    `delay` is the time of a message from rank to rank: a number, an array, or a function of the
-    step that receives it.
+    `delay`: time of a message from rank to rank, a number, an array, or a function of the step that
+    receives it.
     """
     price = cost if callable(cost) else partial(_price, cost)
     step_ends: list[Any] = []
@@ -152,8 +153,8 @@ def _later(time: Any, other: Any) -> Any:
 def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, Any]]:
     """Start and end of every action if each rank works through its list as soon as it can.
 
-    Two that overlap start and end together, and so do the ranks that share a stage. `delay` as in
-    `ends`; an order that cannot complete is a UserError (`plan`).
+    Actions that overlap start and end together, and so do the ranks that share a stage. `delay` as
+    in `ends`; raises UserError for an order that cannot complete (`plan`).
 
     >>> from stagewright.schedule.text import from_csv
     >>> play(from_csv("0F0,0B0\\n1F0,1B0"), {"F": 1, "B": 2})
@@ -166,9 +167,9 @@ def play(order: Order, cost: Cost, delay: Any = 0) -> dict[Action, tuple[Any, An
 
 
 def _deadlock(order: Order, reached: list[int], waiting: dict[Action, list[int]]) -> str:
-    """The error of a deadlock: which rank waits for which, until the circular wait closes."""
+    """Error message of a deadlock: which rank waits for which, until the circular wait closes."""
     needed_by = {rank: need for need, ranks in waiting.items() for rank in ranks}
-    runs = {  # of ranks that share an action, one that has not come to it
+    runs = {  # of ranks that share an action, one that has not reached it
         action: rank
         for rank, at in enumerate(reached)
         for action in flat(order[rank][at:])
@@ -187,7 +188,7 @@ def _deadlock(order: Order, reached: list[int], waiting: dict[Action, list[int]]
             )
         rank = runs[need]
     circle = chain[chain.index(rank) :]
-    # Of the actions waited for, the one that no other must precede is what its rank put too late.
+    # Of the actions waited for, one that no other must precede is too late on its rank.
     late = min(
         (needed_by[rank] for rank in circle),
         key=lambda a: (a.kind != "F", a.microbatch, a.stage if a.kind == "F" else -a.stage),
@@ -213,7 +214,7 @@ def _deadlock(order: Order, reached: list[int], waiting: dict[Action, list[int]]
 
 
 def idle(order: Order, cost: Cost) -> list[float]:
-    """Per rank, the time of the step in which the rank runs no action: its bubble.
+    """Time of the step in which a rank runs no action, by rank: its bubble.
 
     >>> from stagewright.schedule.text import from_csv
     >>> idle(from_csv("0F0,0B0\\n1F0,1B0"), {"F": 1, "B": 2})
@@ -226,7 +227,7 @@ def idle(order: Order, cost: Cost) -> list[float]:
 
 
 def bubble(order: Order) -> float:
-    """The fraction of all ranks' time that is idle if a backward costs two forwards.
+    """Fraction of all ranks' time that is idle if a backward costs two forwards.
 
     >>> from stagewright.schedule.text import from_csv
     >>> bubble(from_csv("0F0,0B0\\n1F0,1B0"))
@@ -234,3 +235,65 @@ def bubble(order: Order) -> float:
     """
     end = max((end for _, end in play(order, SLOTS).values()), default=0)
     return sum(idle(order, SLOTS)) / (end * len(order)) if end else 0.0
+
+
+# ---- validity ------------------------------------------------------------------------------------
+
+
+def validate(
+    order: Order, stages: int, microbatches: int, shared: frozenset[int] = frozenset()
+) -> None:
+    """Raise UserError unless `order` does every stage's work once and can run to its end.
+
+    For every stage and microbatch there must be, on one rank, one F, and either one B or one I and
+    one W; no rank may wait for ever; and ranks that hold the same stage must run the same actions.
+    Every rank must run all actions of the `shared` stages, in one order.
+    """
+    _check_shared(order, shared)
+    home: dict[tuple[int, int], int] = {}
+    actions_of: dict[tuple[int, int], list[Action]] = {}
+    for rank, steps in enumerate(order):
+        if not steps:
+            raise UserError(
+                f"pipeline order: rank {rank} has no actions, wanted at least one stage on every "
+                "rank; remove the rank, or move a stage to it"
+            )
+        for action in flat(steps):
+            if rank and action.stage in shared:
+                continue
+            pair = action.stage, action.microbatch
+            if home.setdefault(pair, rank) != rank:
+                raise UserError(
+                    f"pipeline order: {action} is on rank {rank}, but {actions_of[pair][0]} is on "
+                    f"rank {home[pair]}; wanted one rank for a stage and microbatch; move it there"
+                )
+            actions_of.setdefault(pair, []).append(action)
+    sizes = f"{stages} stages and {microbatches} microbatches, both counted from 0"
+    advice = "; correct the order, or change pp, vpp or the batch sizes"
+    for stage, microbatch in itertools.product(range(stages), range(microbatches)):
+        actions = actions_of.pop((stage, microbatch), [])
+        if sorted(a.kind for a in actions) not in (["B", "F"], ["F", "I", "W"]):
+            raise UserError(
+                f"pipeline order: stage {stage}, microbatch {microbatch} has "
+                f"{', '.join(map(str, actions)) or 'no actions'}; wanted F and B, or F, I and W, "
+                f"once for each of {sizes}{advice}"
+            )
+    if actions_of:
+        extra = next(iter(actions_of.values()))[0]
+        raise UserError(f"pipeline order: got {extra}, wanted only {sizes}{advice}")
+    play(order, SLOTS)
+    mirrored(order)
+
+
+def _check_shared(order: Order, shared: frozenset[int]) -> None:
+    """Raise UserError unless ranks run shared stages, which have collectives, in one order."""
+    first, *others = ([a for a in flat(steps) if a.stage in shared] for steps in order)
+    for rank, actions in enumerate(others, 1):
+        for action, of_first in itertools.zip_longest(actions, first):
+            if action != of_first:
+                raise UserError(
+                    f"pipeline order: all ranks share stage {(action or of_first).stage}, and rank "
+                    f"{rank} has {action or 'no action'} where rank 0 has "
+                    f"{of_first or 'no action'}; "
+                    "put actions of shared stages in one order on all ranks"
+                )

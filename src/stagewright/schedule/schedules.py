@@ -1,9 +1,9 @@
-"""Schedules by name, and what each asks of the sizes: rows of `SCHEDULES`, or a file of actions."""
+"""Schedules by name, and the sizes that each accepts: rows of `SCHEDULES`, or a file of actions."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ from stagewright.schedule.generators import (
     zb_h2,
     zbv,
 )
-from stagewright.schedule.text import MOST_BYTES, from_csv
-from stagewright.schedule.validate import validate
+from stagewright.schedule.play import validate
+from stagewright.schedule.text import MAX_BYTES, from_csv
 from stagewright.schedule.vocabulary import (
     ONE_BARRIER,
     STOPS,
@@ -37,75 +37,70 @@ from stagewright.schedule.vocabulary import (
 
 
 class Schedule(NamedTuple):
-    """The generator of a schedule, and the sizes that the schedule accepts."""
+    """Generator of a schedule, and the sizes that it accepts."""
 
     order: Callable[..., Order]  # (pp, microbatches), and vpp where `chunks` is None
-    chunks: int | None = 1  # stages per rank; None: vpp says
-    rule: str = ""  # what microbatches must do, in words
-    fits: Callable[[int, int], bool] | None = None  # and in numbers: pp, microbatches
-    instead: str = ""  # the schedule to use with one stage per rank, where several are needed
+    chunks: int | None = 1  # stages per rank; None: vpp
+    rule: str = ""  # condition on microbatches, in words
+    fits: Callable[[int, int], bool] | None = None  # the same as a function of pp, microbatches
+    instead: str = ""  # schedule to use with one stage per rank, where several are needed
     pairs_ranks: bool = False  # ranks r and pp - 1 - r have the same stages: pp is even
-    in_groups: bool = False  # microbatches pass through the chunks in groups whose size can be set
-    one_stage: bool = False
-    """Whether PyTorch's class of the schedule has one stage on a rank and a loop of its own."""
+    in_groups: bool = False  # the size of the groups that pass through the chunks can be set
     fills: int = 1
     """With this many times pp microbatches the pipeline has been full: each further microbatch adds
     nearly the same time."""
     forwards_first: bool = False
-    """Whether a rank goes through the forwards of all microbatches before the first backward."""
+    """True if a rank runs the forwards of all microbatches before its first backward."""
     ends: SharedEnds | None = None
-    """The stages before and behind layers that all ranks share; None: they share none."""
-    holds_sent_gradients: bool = False
-    """Whether PyTorch's class of the schedule waits for the send of a gradient only at the next
-    one, and so holds the gradient until then. Schedules with several stages, and orders from files,
-    run in its general loop, which does not."""
+    """Stages before and after the layers that all ranks share; None: no stage is shared."""
 
     def takes(self, pp: int, microbatches: int, group: int | None = None) -> bool:
-        """Whether the schedule accepts this number of microbatches on `pp` ranks, in such groups.
+        """Return True if the schedule accepts these microbatches on `pp` ranks, in such groups.
 
-        Groups are as large as Megatron-LM's `forward_backward_pipelining_with_interleaving` wants
-        them: pp or more, and so many are left for the last one, too. All microbatches may be one.
+        Groups as in Megatron-LM's `forward_backward_pipelining_with_interleaving`: pp or more
+        microbatches, also in the last group; or one group of all.
         """
         if group is not None:
-            left = microbatches % group
-            return group == microbatches or (pp <= group < microbatches and not 0 < left < pp)
+            in_last = microbatches % group
+            return group == microbatches or (pp <= group < microbatches and not 0 < in_last < pp)
         return self.fits is None or self.fits(pp, microbatches)
 
 
-def _groups_of_pp(pp: int, microbatches: int) -> bool:
+def _divisible_by_pp(pp: int, microbatches: int) -> bool:
     return microbatches % pp == 0
 
 
-def _equal_groups(pp: int, microbatches: int) -> bool:
+def _in_equal_groups(pp: int, microbatches: int) -> bool:
     return microbatches % equal_group(pp, microbatches) == 0
 
 
-def _full(pp: int, microbatches: int) -> bool:
+def _twice_pp(pp: int, microbatches: int) -> bool:
     return microbatches >= 2 * pp
 
 
-def _full_both_ways(pp: int, microbatches: int) -> bool:
+def _even_and_twice_pp(pp: int, microbatches: int) -> bool:
     return microbatches >= 2 * pp and microbatches % 2 == 0
 
 
 SCHEDULES: dict[str, Schedule] = {
-    "gpipe": Schedule(gpipe, one_stage=True, forwards_first=True),
-    "1f1b": Schedule(one_f_one_b, one_stage=True, holds_sent_gradients=True),
-    # Megatron-LM's groups are of pp unless their size is given; torch takes any equal groups.
+    "gpipe": Schedule(gpipe, forwards_first=True),
+    "1f1b": Schedule(one_f_one_b),
+    # Groups of Megatron-LM have pp microbatches unless their size is set; torch accepts any equal
+    # groups.
     "interleaved": Schedule(
-        interleaved, None, "be divisible by pp", _groups_of_pp, instead="1f1b", in_groups=True
+        interleaved, None, "be divisible by pp", _divisible_by_pp, instead="1f1b", in_groups=True
     ),
     "looped-bfs": Schedule(looped_bfs, None, forwards_first=True),
     "zb-h1": Schedule(
-        zb_h1, None, "pass in equal groups of pp or few more", _equal_groups, fills=2
+        zb_h1, None, "pass in equal groups of pp or few more", _in_equal_groups, fills=2
     ),
     "zb-h2": Schedule(zb_h2, fills=3),
     "zbv": Schedule(zbv, 2, fills=2),
     "v-half": Schedule(v_half, 2, fills=2),
     "v-min": Schedule(v_min, 2),
-    "dualpipev": Schedule(dualpipev, 2, "be 2 x pp or more", _full, fills=2),
+    "dualpipev": Schedule(dualpipev, 2, "be 2 x pp or more", _twice_pp, fills=2),
     "dualpipe": Schedule(
-        dualpipe, 1, "be even and 2 x pp or more", _full_both_ways, pairs_ranks=True, fills=2
+        dualpipe, 1, "be even and 2 x pp or more", _even_and_twice_pp, pairs_ranks=True, fills=2
     ),
     "interlaced": Schedule(interlaced, ends=STOPS, fills=2),
     "vocab-1": Schedule(vocab_1, ends=TWO_BARRIERS, fills=3),
@@ -115,7 +110,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def check_name(name: str) -> None:
-    """Raise a UserError unless there is a schedule of this name, or the name is a file's."""
+    """Raise UserError unless `name` is that of a schedule or of a file."""
     if name not in SCHEDULES and not name.endswith(".csv"):
         raise UserError(
             f"unknown schedule {name!r}; wanted {', '.join(SCHEDULES)} or a path ending in .csv"
@@ -132,15 +127,17 @@ def check(
     group: int | None = None,
     sequences: int = 0,
 ) -> None:
-    """Raise a UserError unless there is a schedule of this name that accepts the sizes.
+    """Raise UserError unless there is a schedule of this name that accepts the sizes.
 
-    An order from a file is validated by `make` alone. `group` is the number of microbatches that
-    pass through the chunks together; None: what the schedule does. Given the number of `sequences`
-    of a microbatch over all ranks, the advice of an error names the global batch size.
+    An order from a file is validated by `make` alone. `group`: microbatches that pass through the
+    chunks together; None: the schedule's own number. `sequences`: sequences of a microbatch over
+    all ranks, with which the advice of an error names the global batch size.
     """
-    for what, size in {"pp": pp, "microbatches": microbatches, "vpp": vpp}.items():
+    for size_name, size in {"pp": pp, "microbatches": microbatches, "vpp": vpp}.items():
         if size < 1:
-            raise UserError(f"schedule {name}: got {what}={size}, wanted 1 or more; set {what}")
+            raise UserError(
+                f"schedule {name}: got {size_name}={size}, wanted 1 or more; set {size_name}"
+            )
     if group is not None and not (name in SCHEDULES and SCHEDULES[name].in_groups):
         raise UserError(
             f"microbatch_group_size_per_vp_stage={group} is about schedule interleaved, got "
@@ -151,9 +148,10 @@ def check(
         return
     schedule = SCHEDULES[name]
     if schedule.chunks not in (None, vpp):
-        others = either(known for known, s in SCHEDULES.items() if s.chunks in (None, vpp))
+        stages = "one stage" if schedule.chunks == 1 else f"{schedule.chunks} stages"
+        others = either(other for other, s in SCHEDULES.items() if s.chunks in (None, vpp))
         raise UserError(
-            f"schedule {name} has {_stages_of(schedule.chunks)} per rank, got vpp={vpp}; "
+            f"schedule {name} has {stages} per rank, got vpp={vpp}; "
             f"use vpp={schedule.chunks}, or schedule {others}"
         )
     if schedule.instead and vpp == 1:
@@ -164,95 +162,64 @@ def check(
         raise UserError(
             f"schedule {name} pairs ranks r and pp - 1 - r, got pp={pp}; use pp={pp + 1}"
         )
-    if group is not None:
-        _check_group(schedule, pp, microbatches, group)
-    elif not schedule.takes(pp, microbatches):
-        raise UserError(
-            f"schedule {name}: microbatches must {schedule.rule}, got {microbatches} microbatches "
-            f"and pp={pp}; {_other_microbatches(schedule, pp, microbatches, sequences)}"
-        )
-
-
-def _other_microbatches(schedule: Schedule, pp: int, microbatches: int, sequences: int) -> str:
-    """What to do where a schedule does not take so many microbatches; see `check`."""
-    below, above = range(microbatches - 1, 0, -1), itertools.count(microbatches + 1)
-    near = [next((m for m in way if schedule.takes(pp, m)), 0) for way in (below, above)]
-    advice = f"use {either(m for m in near if m)} microbatches"
-    if sequences:
-        advice = f"set global_batch_size to {either(m * sequences for m in near if m)}"
-    if schedule.in_groups and pp < microbatches:
-        least = next(n for n in itertools.count(pp) if schedule.takes(pp, microbatches, n))
-        advice += f", or set microbatch_group_size_per_vp_stage to {least}"
-    return advice
-
-
-def _check_group(schedule: Schedule, pp: int, microbatches: int, group: int) -> None:
-    """Raise a UserError that names the nearest sizes unless groups of this size pass."""
     if schedule.takes(pp, microbatches, group):
         return
-    ways = range(min(group - 1, microbatches), 0, -1), range(group + 1, microbatches + 1)
-    near = [next((n for n in way if schedule.takes(pp, microbatches, n)), 0) for way in ways]
+    if group is not None:
+        near = _nearest(
+            lambda n: schedule.takes(pp, microbatches, n), group, range(group + 1, microbatches + 1)
+        )
+        raise UserError(
+            f"microbatch_group_size_per_vp_stage={group} does not suit {microbatches} microbatches "
+            f"and pp={pp}: groups, and what is left for the last one, must have pp or more; "
+            f"use {either(near)}"
+        )
+    near = _nearest(
+        lambda n: schedule.takes(pp, n), microbatches, itertools.count(microbatches + 1)
+    )
+    advice = f"use {either(near)} microbatches"
+    if sequences:
+        advice = f"set global_batch_size to {either(n * sequences for n in near)}"
+    if schedule.in_groups and pp < microbatches:
+        smallest = next(n for n in itertools.count(pp) if schedule.takes(pp, microbatches, n))
+        advice += f", or set microbatch_group_size_per_vp_stage to {smallest}"
     raise UserError(
-        f"microbatch_group_size_per_vp_stage={group} does not suit {microbatches} microbatches "
-        f"and pp={pp}: groups, and what is left for the last one, must have pp or more; "
-        f"use {either(n for n in near if n)}"
+        f"schedule {name}: microbatches must {schedule.rule}, got {microbatches} microbatches "
+        f"and pp={pp}; {advice}"
     )
 
 
-def make(name: str, pp: int, microbatches: int, vpp: int = 1, *, group: int | None = None) -> Order:
-    """The order of a schedule given by name, or read from a file if `name` ends in `.csv`.
+def _nearest(accepts: Callable[[int], bool], number: int, larger: Iterable[int]) -> list[int]:
+    """Nearest accepted numbers below `number`, and among the `larger` ones."""
+    nearest = (next(filter(accepts, ns), 0) for ns in (range(number - 1, 0, -1), larger))
+    return [n for n in nearest if n]
 
-    `group` as in `check`.
+
+def make(name: str, pp: int, microbatches: int, vpp: int = 1, *, group: int | None = None) -> Order:
+    """Order of a schedule by name, or from a file if `name` ends in `.csv`.
+
+    `group` as in `check`. Equal arguments return the same object, except for files.
 
     >>> make("1f1b", pp=2, microbatches=1)
     ((0F0, 0B0), (1F0, 1B0))
     """
-    check(name, pp, microbatches, vpp, group=group)
     if name.endswith(".csv"):
+        check(name, pp, microbatches, vpp, group=group)
         return _load(name, pp, microbatches, vpp)
+    return _generate(name, pp, microbatches, vpp, group)
+
+
+@lru_cache(maxsize=64)
+def _generate(name: str, pp: int, microbatches: int, vpp: int, group: int | None) -> Order:
+    check(name, pp, microbatches, vpp, group=group)
     schedule = SCHEDULES[name]
     chunked = (vpp,) if schedule.chunks is None else ()
     grouped = {"group": group or pp} if schedule.in_groups else {}
     return schedule.order(pp, microbatches, *chunked, **grouped)
 
 
-def known_order(name: str, pp: int, microbatches: int, vpp: int, group: int | None) -> Order:
-    """As `make`; an order that was asked for before is the same object, unless a file has it."""
-    if name.endswith(".csv"):
-        return make(name, pp, microbatches, vpp, group=group)
-    return _known_order(name, pp, microbatches, vpp, group)
-
-
-@lru_cache(maxsize=64)
-def _known_order(name: str, pp: int, microbatches: int, vpp: int, group: int | None) -> Order:
-    return make(name, pp, microbatches, vpp, group=group)
-
-
-def shared_ends(name: str | None) -> SharedEnds | None:
-    """The stages that all ranks share in the schedule of this name; None: they share none."""
-    return SCHEDULES[name].ends if name in SCHEDULES else None
-
-
-def fewest(name: str, pp: int, group: int | None = None) -> int:
-    """The least number of microbatches, of pp or more, that a schedule takes; of groups of a given
-    size, one.
-
-    >>> fewest("1f1b", 4), fewest("dualpipe", 4), fewest("interleaved", 4, 6)
-    (4, 8, 6)
-    """
-    if group is not None:
-        return group
-    schedule = SCHEDULES.get(name)
-    return next(m for m in itertools.count(pp) if schedule is None or schedule.takes(pp, m))
-
-
-def _stages_of(chunks: int | None) -> str:
-    return "one stage" if chunks == 1 else f"{chunks} stages"
-
-
 def _load(path: str, pp: int, microbatches: int, vpp: int) -> Order:
-    # Each of at most three kinds of actions, with idle slots and what torch writes beside them.
-    order = from_csv(path, min(MOST_BYTES, (1 << 20) + 500 * pp * vpp * microbatches))
+    # At most three kinds of actions, besides idle slots and torch's cells of communication.
+    order = from_csv(path, min(MAX_BYTES, (1 << 20) + 500 * pp * vpp * microbatches))
     if len(order) != pp:
         raise UserError(
             f"{path}: got {len(order)} rows, wanted one per rank with pp={pp}; change either"
@@ -262,3 +229,22 @@ def _load(path: str, pp: int, microbatches: int, vpp: int) -> Order:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return order
+
+
+def shared_ends(name: str | None) -> SharedEnds | None:
+    """Stages that all ranks share in the schedule of this name; None: no stage is shared."""
+    return SCHEDULES[name].ends if name in SCHEDULES else None
+
+
+def fewest(name: str, pp: int, group: int | None = None) -> int:
+    """Smallest number of microbatches, of pp or more, that a schedule accepts.
+
+    With groups of a given size, one group.
+
+    >>> fewest("1f1b", 4), fewest("dualpipe", 4), fewest("interleaved", 4, 6)
+    (4, 8, 6)
+    """
+    if group is not None:
+        return group
+    schedule = SCHEDULES.get(name)
+    return next(m for m in itertools.count(pp) if schedule is None or schedule.takes(pp, m))

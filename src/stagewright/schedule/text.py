@@ -1,4 +1,4 @@
-r"""Orders as text: a grid of time slots for people, and CSV, which torch reads and writes too.
+r"""Orders as text: a grid of time slots, and CSV in the format of torch.
 
 >>> print(text(from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1I1,1W1")))
 rank 0  0F0 0F1 .   .   0B0---- 0B1----
@@ -15,13 +15,13 @@ from stagewright.files import read_text
 from stagewright.schedule.actions import SLOTS, Action, Order, Overlap, ScheduleStep, parts
 from stagewright.schedule.play import play
 
-MOST_BYTES = 1 << 26  # of a CSV file
+MAX_BYTES = 1 << 26  # of a CSV file
 _COMMUNICATION = re.compile(r"[0-9]+((SEND|RECV)_[FB][0-9]+|UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 
 def text(order: Order, columns: int | None = None) -> str:
-    """A picture: ranks down, time slots across; F, I and W one slot, B two, idle slots as dots.
+    """Picture of an order: ranks down, time slots across; B takes two slots, idle ones are dots.
 
     Lines longer than `columns` are cut and end in `...`, so that a terminal does not wrap them.
     """
@@ -47,16 +47,15 @@ def text(order: Order, columns: int | None = None) -> str:
 
 
 def to_csv(order: Order) -> str:
-    """One row per rank, one step per cell, the form of torch's files; `from_csv` reads it."""
+    """Format as torch's files: one row per rank, one step per cell; `from_csv` reads it."""
     return "".join(",".join(map(str, steps)) + "\n" for steps in order)
 
 
-def from_csv(source: str | Path, most: int = MOST_BYTES) -> Order:
+def from_csv(source: str | Path, max_bytes: int = MAX_BYTES) -> Order:
     """Read an order from a file (a Path, or a str ending in `.csv`) or from the CSV text itself.
 
-    Written to take torch's files too: empty cells (idle slots) and communication cells such as
-    `0SEND_F1` or `0UNSHARD` are dropped since they follow from the rest. Call `validate` on the
-    result.
+    Empty cells (idle slots) and torch's communication cells such as `0SEND_F1` or `0UNSHARD` are
+    dropped: they follow from the actions. Call `play.validate` on the result.
 
     >>> from_csv("0F0,,0B0")
     ((0F0, 0B0),)
@@ -64,7 +63,7 @@ def from_csv(source: str | Path, most: int = MOST_BYTES) -> Order:
     where = "schedule"
     if isinstance(source, Path) or source.endswith(".csv"):
         where = str(source)
-        source = read_text(source, "a schedule as CSV, in UTF-8", most)
+        source = read_text(source, "a schedule as CSV, in UTF-8", max_bytes)
     rows = source.rstrip().splitlines()
     if not rows:
         raise UserError(f"{where}: is empty; wanted one row of actions such as 2F0 per rank")

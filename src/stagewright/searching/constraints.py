@@ -16,10 +16,9 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.lower.routing import Load, Routing
+from stagewright.lower.routing import BusiestRanks, Load, Routing
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
-from stagewright.parallel.expert_sizes import BusiestRanks
 from stagewright.run.rule import ALL, EACH, RunCheck
 from stagewright.run.rules import AS_GIVEN, BATCH_CHECK, checks
 from stagewright.run.settings import Run

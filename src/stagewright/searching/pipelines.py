@@ -14,7 +14,7 @@ from stagewright.lower.variants import PlacedVariant, place_blocks
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Action, Order, Overlap, ScheduleStep, flat, parts
 from stagewright.schedule.play import PlannedStep, ends, plan
-from stagewright.schedule.schedules import SCHEDULES, known_order
+from stagewright.schedule.schedules import SCHEDULES, make
 from stagewright.searching.block_costs import PER_LAYER, PIPELINE, Blocks
 from stagewright.searching.candidates import Candidates
 
@@ -33,7 +33,8 @@ class Pipeline(NamedTuple):
 
     def order(self, microbatches: int) -> Order:
         """Actions of each rank."""
-        return known_order(self.schedule, self.pp, microbatches, self.vpp, self.microbatch_group)
+        group = self.microbatch_group
+        return make(self.schedule, self.pp, microbatches, self.vpp, group=group)
 
     @property
     def period(self) -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.disaggregated import beside
+from stagewright.lower.disaggregated import concurrent_steps
 from stagewright.run.lengths import Group, merge_groups
 from stagewright.run.settings import Run
 from stagewright.serving.batch import StepBatch
@@ -176,7 +176,7 @@ def step_at(
         for found in (_of_engine(deployment, number),)
     ]
     found = cache_messages(ends[0], ends[1], tokens, window_tokens)
-    return beside(ends[0].step, ends[1].step, found, computed=computed)
+    return concurrent_steps(ends[0].step, ends[1].step, found, computed=computed)
 
 
 class _Sent(NamedTuple):

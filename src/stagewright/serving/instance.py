@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.lower.inference.serving import ServingStep
-from stagewright.lower.inference.serving_memory import ServingMemory
+from stagewright.lower.serving_step import ServingMemory, ServingStep
 from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.requests import allowance_of, loads, read_bytes

@@ -17,8 +17,7 @@ import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.disaggregated import in_replica, messages
-from stagewright.lower.inference.joined import Message
+from stagewright.lower.disaggregated import Message, messages, ranks_of_replica
 from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
 from stagewright.run.sections.serving.pools import KvPush
@@ -184,7 +183,7 @@ def cache_messages(
         found += [m for m in windows if m.layer in local]
         found.sort(key=lambda message: message.layer)
     ranks = [
-        in_replica(alone, of.step.run, model, of.replica)
+        ranks_of_replica(alone, of.step.run, model, of.replica)
         for alone, of in zip(sides, ends, strict=True)
     ]
     return [m._replace(source=ranks[0][m.source], target=ranks[1][m.target]) for m in found]

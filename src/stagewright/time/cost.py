@@ -20,7 +20,7 @@ from stagewright.arrays import Bool, Float, Int, distinct_rows, sorted_values
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.graph.table import OPS, Timing, served_heads
-from stagewright.lower.inference.joined import Meshes
+from stagewright.lower.disaggregated import Meshes
 from stagewright.program.columns import (
     BACKWARD_PHASE,
     COLLECTIVES,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 from stagewright.imports.trace.recording import Recording
-from stagewright.lower.traced.program import program_of
+from stagewright.lower.traced_graph import program_of
 from stagewright.program.columns import Program
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.write import BUNDLE, write

@@ -7,7 +7,7 @@ from typing import Any
 
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.lower.frozen import TrainedParameters
+from stagewright.lower.parameters import TrainedParameters
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.recorded import load_experiment, recorded_model
 from stagewright.trace.traced import read_traced

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from stagewright.lower.inference.joined import SIDES, Meshes
+from stagewright.lower.disaggregated import SIDES, Meshes
 from stagewright.program.columns import Program, RankClass
 
 

@@ -46,9 +46,8 @@ import numpy as np
 
 from stagewright.arrays import Int, exact_sum
 from stagewright.lower import weight_storage
-from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.frozen import TrainedParameters
-from stagewright.lower.inference.capacity import Capacity
+from stagewright.lower.compiled_run import Capacity, CompiledRun
+from stagewright.lower.parameters import TrainedParameters
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural, quantity, side_by_side
 from stagewright.program import memory

@@ -15,7 +15,7 @@ from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.disaggregated import heads_held_by, messages, prefill_run
+from stagewright.lower.disaggregated import heads_held_by, messages, prefill_run
 from stagewright.model.presets import PRESETS
 from stagewright.program.columns import COLLECTIVES, TaskKind
 from stagewright.run.settings import Run

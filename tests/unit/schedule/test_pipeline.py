@@ -46,11 +46,10 @@ from stagewright.schedule.generators import (
     zbv,
 )
 from stagewright.schedule.places import mirrored, places
-from stagewright.schedule.play import bubble, idle, play
+from stagewright.schedule.play import bubble, idle, play, validate
 from stagewright.schedule.schedules import SCHEDULES, fewest, make
 from stagewright.schedule.text import from_csv, text, to_csv
-from stagewright.schedule.validate import validate
-from stagewright.schedule.vocabulary import STOPS, interlaced
+from stagewright.schedule.vocabulary import STOPS, SharedEnds, interlaced
 
 PUBLISHED = DATA / "schedules"
 SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 4, 5, 16)]
@@ -61,6 +60,12 @@ CHUNKED = [(p, p * k, v) for p in (1, 2, 3, 4, 8) for k in (1, 2, 5) for v in (2
 def order_of(*rows: str) -> Order:
     """An order from rows such as `"0F0 0B0"`."""
     return tuple(tuple(Action.parse(word) for word in row.split()) for row in rows)
+
+
+def shared_by(ends: SharedEnds, layer_stages: int) -> frozenset[int]:
+    """Numbers of the stages that all ranks share, around those of layers."""
+    first, last = len(ends.before), len(ends.before) + layer_stages
+    return frozenset({*range(first), *range(last, last + len(ends.after))})
 
 
 def makespan(order: Order, forward: float, backward: float) -> float:
@@ -300,7 +305,7 @@ def test_interlaced_takes_as_long_as_1f1b(p: int, m: int) -> None:
     kinds = {"F": 1, "B": 2}
     order = interlaced(p, m)
     times = play(
-        order, lambda a: 0 if parts(a)[0].stage in STOPS.stages(p) else kinds[parts(a)[0].kind]
+        order, lambda a: 0 if parts(a)[0].stage in shared_by(STOPS, p) else kinds[parts(a)[0].kind]
     )
     assert max(end for _, end in times.values()) == 3 * (m + p - 1)
     alive, most = 0, 0
@@ -355,7 +360,7 @@ def test_ranks_that_share_a_stage_must_meet_in_one_order() -> None:
     swapped[first], swapped[second] = swapped[second], swapped[first]
     message = "all ranks share stage 0, and rank 1 has 0F1 where rank 0 has 0F0"
     with pytest.raises(UserError, match=message):
-        validate((order[0], tuple(swapped)), 4, 2, STOPS.stages(2))
+        validate((order[0], tuple(swapped)), 4, 2, shared_by(STOPS, 2))
     with pytest.raises(UserError, match="wanted one rank for a stage and microbatch"):
         validate(order, 4, 2)
     with pytest.raises(UserError, match=r"deadlock.*rank 0 has not reached: it waits at 0F0"):
@@ -375,7 +380,7 @@ def test_every_schedule_is_valid(name: str, p: int, m: int, v: int) -> None:
     m = next(n for n in range(m, 100) if schedule.takes(p, n))
     order = make(name, p, m, chunks)
     if schedule.ends:
-        shared = schedule.ends.stages(p * chunks)
+        shared = shared_by(schedule.ends, p * chunks)
         validate(order, p * chunks + len(shared), m, shared)
         assert shared_stages(order) == (shared if p > 1 else set())
         return

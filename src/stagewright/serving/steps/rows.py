@@ -21,8 +21,8 @@ from stagewright.graph.table import Timing
 from stagewright.lower.assembly.assemble import assemble
 from stagewright.lower.assembly.lowered_block import Placed
 from stagewright.lower.blocks import kernel_rules
-from stagewright.lower.inference.serving import ServingStep
 from stagewright.lower.kernels.lowering import kernels
+from stagewright.lower.serving_step import ServingStep
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Reach

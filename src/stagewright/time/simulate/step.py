@@ -29,7 +29,7 @@ from typing import Any
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.inference.disaggregated import prefill_run
+from stagewright.lower.disaggregated import prefill_run
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
 from stagewright.program.fit import Fit, Held, fit_of, held_at_peak

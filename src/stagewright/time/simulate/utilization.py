@@ -18,7 +18,7 @@ from stagewright.arrays import Bool, exact_sum
 from stagewright.graph.table import Timing
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.lower.frozen import WHAT_TRAINS, trains_all
+from stagewright.lower.parameters import WHAT_TRAINS, trains_all
 from stagewright.model.config import ModelConfig
 from stagewright.program.columns import BACKWARD_PHASE, FORWARD_PHASE, Program, TaskKind, Tasks
 from stagewright.program.shapes import GEMM

@@ -16,9 +16,7 @@ from stagewright.imports.trace.recording import (
     Ref,
     TracedNode,
 )
-from stagewright.lower.traced.kernels import costs_of
-from stagewright.lower.traced.mesh import mesh_of
-from stagewright.lower.traced.program import program_of
+from stagewright.lower.traced_graph import costs_of, mesh_of, program_of
 
 
 def groups_of(sizes: dict[str, int], rank: int, joint: tuple[str, ...]) -> dict[str, ProcessGroup]:
@@ -43,15 +41,15 @@ def groups_of(sizes: dict[str, int], rank: int, joint: tuple[str, ...]) -> dict[
 def test_groups_are_found_on_the_mesh(sizes: dict[str, int], joint: tuple[str, ...]):
     for rank in range(math.prod(sizes.values())):
         groups = groups_of(sizes, rank, joint)
-        found = mesh_of(Process(rank, math.prod(sizes.values()), groups))
-        assert found.mesh.axes == tuple(reversed(sizes.items()))
+        mesh, communicators = mesh_of(Process(rank, math.prod(sizes.values()), groups))
+        assert mesh.axes == tuple(reversed(sizes.items()))
         for name, group in groups.items():
-            axes = found.communicators[name].axes
+            axes = communicators[name].axes
             assert axes == tuple(group.dim.split("+"))
-            coords = found.mesh.coords(rank)
+            coords = mesh.coords(rank)
             same = [
-                r for r in range(found.mesh.world_size)
-                if all(found.mesh.coords(r)[n] == coords[n] for n in sizes if n not in axes)
+                r for r in range(mesh.world_size)
+                if all(mesh.coords(r)[n] == coords[n] for n in sizes if n not in axes)
             ]  # fmt: skip
             assert same == sorted(group.ranks)
 

@@ -1,13 +1,20 @@
-"""FSDP2: units of weights that are gathered and reduced as one, and their memory."""
+"""FSDP2: units of weights that are gathered and reduced as one, their memory, and uneven shards.
+
+Source: `torch.distributed.fsdp` of PyTorch 2.13 (`fully_shard`, `FSDPParamGroup`, `FSDPParam`).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
+import numpy as np
+
+from stagewright.algebra.layout import Mesh
+from stagewright.arrays import Int
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.lower.assembly.buckets import Item, Row, merged, one_by_one
@@ -15,13 +22,17 @@ from stagewright.lower.assembly.habit import Habit, UnitWeights
 from stagewright.lower.assembly.lifetimes import Value, moves_gradients
 from stagewright.lower.assembly.segments import ActionRows, Owner
 from stagewright.lower.assembly.stage_values import StageValues
+from stagewright.lower.assembly.work import AssembledWork, assembled
+from stagewright.lower.kernels.extent import OwnRows, Split
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
-from stagewright.program.columns import TaskKind
+from stagewright.program.columns import Program, RankClass, TaskKind, intersect
+from stagewright.program.communicators import place_along
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Order, flat
-from stagewright.schedule.schedules import SCHEDULES
 
-_COMPUTED = (TaskPart.FORWARD, TaskPart.BACKWARD)
+ONE_STAGE = frozenset({"gpipe", "1f1b"})
+"""Schedules whose classes in `torch.distributed.pipelining` have one stage on a rank and a loop of
+their own; all others, and orders from files, run in `_PipelineScheduleRuntime`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +42,30 @@ class RootUnit(Habit):
     pipelined: bool
     """`torch.distributed.pipelining`: all units reduce after the last backward of a stage, and free
     the weights that backward has gathered only then."""
-    one_stage: bool
-    """Its schedules of several stages (`_PipelineScheduleRuntime`) gather the weights of all stages
-    of a rank before the first action, its schedules of one stage do not."""
+    gathers_first: bool
+    """A rank gathers the weights of all its stages before the first action, as in the loop of
+    schedules with several stages (`_PipelineScheduleRuntime`)."""
 
     split_backward: bool
     """Backward is split into halves."""
 
     @staticmethod
     def applies(run: Run) -> bool:
-        """By `fsdp_root_unit`, where weights are sharded."""
+        """Return True for a run with `fsdp_root_unit` that shards its weights."""
         return run.fsdp_root_unit and run.zero == 3
 
     @classmethod
     def of(cls, run: Run, order: Order) -> Self | None:
-        """Where it applies."""
-        schedule = SCHEDULES.get(run.schedule or "")
-        one_stage = schedule is not None and schedule.one_stage
+        """Habit of a run to which it applies."""
+        if not cls.applies(run):
+            return None
+        pipelined = len(order) > 1
         split_backward = any(a.kind == "I" for steps in order for a in flat(steps))
-        return cls(len(order) > 1, one_stage, split_backward) if cls.applies(run) else None
+        return cls(pipelined, pipelined and run.schedule not in ONE_STAGE, split_backward)
 
     def unit_weights(self) -> UnitWeights:
         """Keep a pipeline's units gathered after backward."""
-        return UnitWeights(self.pipelined, self.pipelined and not self.one_stage)
+        return UnitWeights(self.pipelined, self.gathers_first)
 
     def arrange(
         self, items: Sequence[Item], root: AbstractSet[int], *, forward: bool
@@ -235,7 +247,7 @@ def _add_gather_buffers(values: StageValues, action: ActionRows, rows: Sequence[
     collective_rows: dict[int, int] = {}  # per block
     for i, row_of in enumerate(action.row_of):
         for t, row in row_of.items():
-            if t.part in _COMPUTED:
+            if t.part in (TaskPart.FORWARD, TaskPart.BACKWARD):
                 begins[i] = min(row, begins.get(i, row))
             elif t.part is gather_part:
                 gather_rows.add(row)
@@ -298,3 +310,61 @@ def module_logits(values: StageValues) -> Node | None:
     """Output of the stage's last block before its loss: logits, gathered where they are."""
     forward = [n for n in values.blocks[-1].block.graph if n.phase == "forward"]
     return next((n for n in reversed(forward) if n.role is Role.LOGITS), None)
+
+
+# ---- uneven shards ------------------------------------------------------------------------------
+
+
+def by_rows(
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    splits: Sequence[Split],
+    make: Callable[[OwnRows], Program],
+) -> Program:
+    """Build the program of all ranks where the rows of some weights do not divide.
+
+    If eight ranks shard four experts, the first four have one each. All ranks send and store equal
+    sizes, some of it padding; an optimizer has states of its rank's rows only, and updates only
+    these. `make` compiles the program of ranks with equal rows, once for every distinct set;
+    `axes`: those that FSDP shards over; `splits`: those that do not divide. Ranks of a pipeline
+    rank with equal work form a class; its classes differ in the numbers of their actions only.
+    """
+    first = make(OwnRows(axes))
+    if not splits:
+        return first
+    rows = np.stack([_rows(mesh, split) for split in splits])
+    distinct, index = np.unique(rows, axis=1, return_inverse=True)
+    classes: dict[object, RankClass] = {}  # by their numbers: a stage may have no such split
+    base: dict[int, AssembledWork] = {}  # by pipeline rank; all its classes share the order
+    for i, rank_rows in enumerate(distinct.T.tolist()):
+        ranks = np.flatnonzero(index.ravel() == i)
+        program = make(OwnRows(axes, tuple(zip(splits, rank_rows, strict=True))))
+        for rank_class in program.classes:
+            members = intersect(rank_class.ranks, ranks)
+            if not len(members):
+                continue
+            work, pipeline_rank = assembled(rank_class), rank_class.pipeline_rank
+            tasks, action_rows, stages = work.actions.tasks, work.rows, work.stage_bytes
+            numbers = (
+                tasks.flops[action_rows],
+                tasks.traffic[action_rows],
+                *(s.size for s in stages),
+            )
+            key = pipeline_rank, *(column.tobytes() for column in numbers)
+            if key in classes:
+                members = np.sort(np.concatenate([classes[key].ranks, members]))
+                classes[key] = replace(classes[key], ranks=members)
+                continue
+            shared = base.setdefault(pipeline_rank, work)
+            sizes = {a.stage: b.size for a, b in zip(shared.stage_bytes, stages, strict=True)}
+            work = shared.with_numbers(tasks, sizes)
+            classes[key] = replace(rank_class, ranks=members, work=work)
+    order = sorted(classes.values(), key=lambda c: (c.pipeline_rank, int(c.ranks[0])))
+    return replace(first, classes=tuple(order))
+
+
+def _rows(mesh: Mesh, split: Split) -> Int:
+    """Number of rows of a split on every rank, as `torch.chunk` cuts."""
+    count, axes = split
+    chunk = -(-count // mesh.size(*axes))
+    return np.clip(count - place_along(mesh, axes) * chunk, 0, chunk)
