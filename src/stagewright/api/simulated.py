@@ -17,11 +17,11 @@ from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.other_names import setting_of, translate
 from stagewright.texttable import Table
-from stagewright.time.expense.ownership import costs_of
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.measured import Counts, load, with_collectives
 from stagewright.time.network import Machine
+from stagewright.time.ownership import costs_of
 from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step

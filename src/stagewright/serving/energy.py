@@ -22,7 +22,7 @@ from stagewright.serving.deployment import InstanceGroup, ServedRun
 from stagewright.serving.engine import Engine
 from stagewright.serving.instance import Instance
 from stagewright.serving.steps.step_times import batch_run
-from stagewright.time.expense.power import idle_watts
+from stagewright.time.power import idle_watts
 from stagewright.time.simulate.step import simulate
 
 BATCHES = 4

@@ -18,7 +18,7 @@ from typing import NamedTuple, TypeAlias, overload
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.time.inference_fits import DirectAllReduce
+from stagewright.time.hardware import DirectAllReduce
 from stagewright.time.network import Machine, MessageSize, Placement, Tier
 from stagewright.time.torus import Ring, rings
 

@@ -18,7 +18,7 @@ from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
-from stagewright.time.cost import task_seconds
+from stagewright.time.durations import task_seconds
 from stagewright.time.measured import (
     collective_rows,
     collectives,

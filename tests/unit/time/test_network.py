@@ -16,7 +16,7 @@ from stagewright.time.collectives import (
     collective_seconds,
     message_seconds,
 )
-from stagewright.time.cost import task_seconds
+from stagewright.time.durations import task_seconds
 from stagewright.time.network import Machine, Placement, Tier, placements, tier_of
 from timed import algorithm_of
 

@@ -8,7 +8,7 @@ import pytest
 
 import stagewright as sw
 from stagewright.errors import UserError
-from stagewright.time.expense.ownership import Ownership, load
+from stagewright.time.ownership import Ownership, load
 
 
 def test_each_part_of_the_costs() -> None:

@@ -8,8 +8,8 @@ import pytest
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.time import hardware
-from stagewright.time.expense.power import IDLE_FRACTION, expense, kernel_energy, kernel_shares
 from stagewright.time.network import Machine
+from stagewright.time.power import IDLE_FRACTION, expense, kernel_energy, kernel_shares
 from stagewright.time.simulate.step import simulate
 
 H100 = hardware.resolve("h100-sxm")

@@ -47,9 +47,9 @@ from stagewright.program.shapes import GEMM, ops_of
 from stagewright.run.requests import groups
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.time.cost import timing_of
-from stagewright.time.fused_products import joint_rows, within_products
+from stagewright.time.fused_gemms import joint_rows, within_products
 from stagewright.time.hardware import Hardware
+from stagewright.time.roofline import timing_of
 from stagewright.time.simulate.host import HostWork
 
 

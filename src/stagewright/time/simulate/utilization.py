@@ -23,10 +23,10 @@ from stagewright.model.config import ModelConfig
 from stagewright.program.columns import BACKWARD_PHASE, FORWARD_PHASE, Program, TaskKind, Tasks
 from stagewright.program.shapes import GEMM
 from stagewright.run.settings import Run
-from stagewright.time.cost import timing_of
-from stagewright.time.expense.power import RUNNING_FRACTION, kernel_energy
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
+from stagewright.time.power import RUNNING_FRACTION, kernel_energy
+from stagewright.time.roofline import timing_of
 from stagewright.time.simulate.breakdown import Breakdown
 from stagewright.time.simulate.timeline import TICK, Timeline
 

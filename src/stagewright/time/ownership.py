@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 from stagewright.arrays import Float
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import from_yaml, read_text
-from stagewright.time.constants import FigureBlock
+from stagewright.time.hardware import FigureBlock
 
 HOURS_PER_YEAR = 8766.0
 

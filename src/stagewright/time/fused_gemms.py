@@ -1,4 +1,4 @@
-"""Products of one input that a framework fuses into one GEMM, and fused biases.
+"""Matrix products that a framework fuses into one GEMM, and biases that a GEMM adds.
 
 Query, key and value are one product, and so are gate and up: Megatron-LM's `linear_qkv` and
 `linear_fc1`, and vLLM's `QKVParallelLinear`, hold the weights side by side. The graph keeps the
@@ -15,7 +15,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float, Int, distinct_numbers, distinct_rows
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import Shape, TaskKind, Tasks
+from stagewright.program.columns import TaskKind, Tasks
 from stagewright.program.shapes import GEMM, ops_of
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second, gemm_seconds
@@ -28,42 +28,25 @@ class Gemms(NamedTuple):
     m: Float
     n: Float
     k: Float
-    traffic: Float  # bytes
-    dtype: Int  # index into `dtypes` of the tasks
-    share: Float  # of the FLOPs
+    traffic: Float
+    """Bytes."""
+    dtype: Int
+    """Index into `dtypes` of the tasks."""
+    share: Float
+    """Of the FLOPs."""
 
 
-class FusedGemms(NamedTuple):
-    """Rows fused into larger products; `whole[i]` is the product of row i."""
-
-    rows: Int
-    whole: Int
-    products: Gemms
-    summed: Bool  # the product is the sum of its parts: a gradient of the input
-    result: Float  # bytes of the product's result
-
-
-def gemms_of(tasks: Tasks, rows: Int) -> Gemms:
-    """The products of these rows; a row of a fused product yields the whole product."""
-    gemms, fused = _separate_gemms(tasks, rows), fused_gemms(tasks)
-    index = np.full(len(tasks), -1)
-    index[fused.rows] = np.arange(len(fused.rows))
-    product = index[rows]
-    is_part = product >= 0
-    for column, products in zip(gemms, fused.products, strict=True):
-        column[is_part] = products[product[is_part]]
-    return gemms
-
-
-class Joint(NamedTuple):
-    """Rows that are parts of larger products; `whole[i]` is the product of row i."""
+class JointRows(NamedTuple):
+    """Rows that are parts of larger products."""
 
     rows: Int
     whole: Int
-    summed: Bool  # by row: the product is the sum of its parts: a gradient of the input
+    """Index of the product of each row."""
+    summed: Bool
+    """True if the product is the sum of its parts: a gradient of the input."""
 
 
-def joint_rows(tasks: Tasks) -> Joint:
+def joint_rows(tasks: Tasks) -> JointRows:
     """All rows fused into larger products, except rows whose own duration was measured."""
     number: dict[tuple[str, ...], int] = {(): 0}
     names = [number.setdefault(shape.joint, len(number)) for shape in tasks.shapes]
@@ -78,12 +61,34 @@ def joint_rows(tasks: Tasks) -> Joint:
     is_part = several[whole]
     rows, whole = rows[is_part], (np.cumsum(several) - 1)[whole[is_part]]
     summed = np.array([name[-1:] == ("input",) for name in number])[label[rows]]
-    return Joint(rows, whole, summed)
+    return JointRows(rows, whole, summed)
 
 
-def fused_gemms(tasks: Tasks) -> FusedGemms:
-    """All rows fused into larger products, except rows whose own duration was measured."""
-    joint = joint_rows(tasks)
+def gemms_of(tasks: Tasks, rows: Int) -> Gemms:
+    """Products of `rows`; a row of a fused product yields the fused product."""
+    joint, gemms = joint_rows(tasks), _separate_gemms(tasks, rows)
+    fused, _ = _fused_gemms(tasks, joint)
+    index = np.full(len(tasks), -1)
+    index[joint.rows] = np.arange(len(joint.rows))
+    product = index[rows]
+    is_part = product >= 0
+    for column, fused_column in zip(gemms, fused, strict=True):
+        column[is_part] = fused_column[product[is_part]]
+    return gemms
+
+
+def _separate_gemms(tasks: Tasks, rows: Int) -> Gemms:
+    extents = [
+        tuple(map(float, dict(shape.extents).values())) if shape.kernel == GEMM else (0.0,) * 4
+        for shape in tasks.shapes
+    ]
+    batch, m, n, k = np.array(extents or [(0.0,) * 4])[tasks.shape[rows]].T.copy()
+    traffic, dtype = tasks.traffic[rows].astype(float), tasks.dtype[rows].astype(np.int64)
+    return Gemms(batch, m, n, k, traffic, dtype, np.ones(len(rows)))
+
+
+def _fused_gemms(tasks: Tasks, joint: JointRows) -> tuple[Gemms, Float]:
+    """Fused product of each joint row, and bytes of the row's separate result."""
     gemms, summed = _separate_gemms(tasks, joint.rows), joint.summed
     width = np.array([float(BYTES.get(x, 0)) for x in tasks.dtypes])[gemms.dtype]
 
@@ -94,71 +99,60 @@ def fused_gemms(tasks: Tasks) -> FusedGemms:
     result = gemms.batch * gemms.m * gemms.n * np.where(width < 2, 2, width)
     shared_bytes = np.where(summed, result, gemms.batch * gemms.m * gemms.k * width)
     work = gemms.batch * gemms.m * gemms.n * gemms.k + 1  # experts may have no rows
-    products = Gemms(
-        gemms.batch, gemms.m,
-        np.where(summed, gemms.n, total(gemms.n)), np.where(summed, total(gemms.k), gemms.k),
-        total(gemms.traffic - shared_bytes) + shared_bytes, gemms.dtype, work / total(work),
-    )  # fmt: skip
-    return FusedGemms(joint.rows, joint.whole, products, summed, result)
-
-
-def _separate_gemms(tasks: Tasks, rows: Int) -> Gemms:
-    sizes = np.array([_extents(shape) for shape in tasks.shapes] or [(0.0,) * 4])
-    batch, m, n, k = sizes[tasks.shape[rows]].T.copy()
-    traffic, dtype = tasks.traffic[rows].astype(float), tasks.dtype[rows].astype(np.int64)
-    return Gemms(batch, m, n, k, traffic, dtype, np.ones(len(rows)))
-
-
-def _extents(shape: Shape) -> tuple[float, ...]:
-    return tuple(map(float, dict(shape.extents).values())) if shape.kernel == "gemm" else (0.0,) * 4
+    fused = gemms._replace(
+        n=np.where(summed, gemms.n, total(gemms.n)),
+        k=np.where(summed, total(gemms.k), gemms.k),
+        traffic=total(gemms.traffic - shared_bytes) + shared_bytes,
+        share=work / total(work),
+    )
+    return fused, result
 
 
 def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
     """Seconds of each row within a step: its share of the seconds of the product."""
     on = on.sustained()
     first, inverse = distinct_rows(gemms[:-1])
-    distinct = [column[first] for column in gemms[:-2]]
     dtype, seconds = gemms.dtype[first], np.zeros(len(first))
-    for i in {int(number) for number in dtype}:
-        selected = dtype == i
-        batch, m, n, k, traffic = (column[selected] for column in distinct)
-        seconds[selected] = gemm_seconds(batch, m, n, k, traffic=traffic, dtype=dtypes[i], on=on)
+    for index in np.unique(dtype).tolist():
+        selected = dtype == index
+        batch, m, n, k, traffic = (column[first[selected]] for column in gemms[:-2])
+        seconds[selected] = gemm_seconds(
+            batch, m, n, k, traffic=traffic, dtype=dtypes[index], on=on
+        )
     return gemms.share * seconds[inverse]
 
 
-def with_fused_products(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
-    """Durations with products of one input fused, without the additions this makes needless."""
-    joint = fused_gemms(tasks)
+def with_fused_gemms(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
+    """Durations with products of one input fused.
+
+    Additions that this makes needless take no time: they read several parts of one sum. Of further
+    operands they read, the sum is read once.
+    """
+    joint = joint_rows(tasks)
     if not len(joint.rows):
         return seconds
-    result = seconds.copy()
-    result[joint.rows] = gemms_seconds(joint.products, tasks.dtypes, on)
-    return without_sums(tasks, joint, result, on)
+    fused, result_bytes = _fused_gemms(tasks, joint)
+    seconds = seconds.copy()
+    seconds[joint.rows] = gemms_seconds(fused, tasks.dtypes, on)
 
-
-def without_sums(tasks: Tasks, joint: FusedGemms, seconds: Float, on: Hardware) -> Float:
-    """Durations without additions that fused products make needless.
-
-    These read several parts of one sum, which is one product: they read it once.
-    """
-    whole = np.full(len(tasks), -1)
-    whole[joint.rows[joint.summed]] = joint.whole[joint.summed]
+    product = np.full(len(tasks), -1)
+    product[joint.rows[joint.summed]] = joint.whole[joint.summed]
+    size = np.zeros(len(tasks))
+    size[joint.rows] = result_bytes
     waiter, dep = tasks.reads
-    inputs = np.diff(tasks.data_ptr)
-    reads = whole[dep] >= 0
-    waiter, dep = waiter[reads], dep[reads]
-    first, inverse = distinct_rows([waiter, whole[dep]])
+    reads_sum = product[dep] >= 0
+    waiter, dep = waiter[reads_sum], dep[reads_sum]
+    first, inverse = distinct_rows([waiter, product[dep]])
     count = np.bincount(inverse, minlength=len(first))
-    order = np.lexsort((whole[dep[first]], waiter[first]))
+    # Of the sums that a row reads, the first.
+    order = np.lexsort((product[dep[first]], waiter[first]))
     order = order[np.diff(waiter[first[order]], append=-1) != 0]
     first, count = first[order], count[order]
     rows = waiter[first]
-    size = np.zeros(len(tasks))
-    size[joint.rows] = joint.result
     remaining = seconds[rows] - (count - 1) * size[dep[first]] / bytes_per_second(on)
-    result = seconds.copy()
-    result[rows] = np.where((count > 1) & (count == inputs[rows]), 0.0, remaining)
-    return result
+    inputs = np.diff(tasks.data_ptr)[rows]
+    seconds[rows] = np.where((count > 1) & (count == inputs), 0.0, remaining)
+    return seconds
 
 
 def within_products(tasks: Tasks) -> Bool:
@@ -166,8 +160,8 @@ def within_products(tasks: Tasks) -> Bool:
 
     cuBLASLt adds the bias of a `torch.nn.Linear` to a tile of the product before it is written
     (`at::cuda::blas::gemm_and_bias`, aten/src/ATen/native/cuda/Blas.cpp, since PyTorch 1.11).
-    Megatron-LM's linear layers multiply and then add, or join the bias with the operators behind
-    it, as a program does whose `fuse` is on. A bias behind a reduction is a kernel in any case.
+    Megatron-LM's linear layers multiply and then add, or join the bias with the operators after
+    it, as a program does whose `fuse` is on. A bias after a reduction is a kernel in any case.
     """
     result = np.zeros(len(tasks), dtype=bool)
     names = [ops_of(name) for name in tasks.ops]

@@ -20,47 +20,20 @@ import numpy as np
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.node import BYTES, LOW
 from stagewright.graph.table import OPS, Timing
-from stagewright.program.columns import (
-    BACKWARD_PHASE,
-    COLLECTIVES,
-    FORWARD_PHASE,
-    Program,
-    TaskKind,
-    Tasks,
-)
+from stagewright.program.columns import BACKWARD_PHASE, FORWARD_PHASE, TaskKind, Tasks
 from stagewright.program.shapes import GEMM, ops_of
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second, copies_seconds, memory_seconds
 
-_BIAS = 20.0
+_BIAS_FORWARD = 20.0
 """Bytes per value: product written in 4, sum of 2 and 4 in 4, copied from 4 to 4, rounded from 4 to
 2, less the 8 that the graph counts."""
-_BIAS_BACK = 32.0
+_BIAS_BACKWARD = 32.0
 """Bytes per value: gradient from 2 to 4, of the results from 4 to 2; for bias and gates a product
 written in 4 and added up, each; less the 4 that the graph counts."""
 _ACTIVATIONS = {"glu", "glu_bwd", "act", "act_bwd"}
 _WEIGHS = {"weigh", "weigh_bwd"}
 _COPIES = (Timing.TO_EXPERTS, Timing.FROM_EXPERTS)
-
-
-def among_experts(program: Program, slot: int) -> bool:
-    """True if a communicator belongs to expert parallelism."""
-    degree_of = program.mesh.degree_of
-    return any("ep" in map(degree_of, names) for names in program.degrees_of(slot))
-
-
-def slots_of_tokens(program: Program, tasks: Tasks) -> list[int]:
-    """Communicators over which tasks exchange experts' tokens."""
-    exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
-    return [int(slot) for slot in exchanges if among_experts(program, int(slot))]
-
-
-def exchanges_tokens(program: Program, tasks: Tasks) -> Bool:
-    """Mask of all-to-alls among experts; those of attention along cp are none."""
-    result = (tasks.kind == TaskKind.COLLECTIVE) & np.isin(
-        tasks.slot, slots_of_tokens(program, tasks)
-    )
-    return result & (tasks.collective == COLLECTIVES.index("all_to_all"))
 
 
 def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float:
@@ -109,7 +82,9 @@ def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
     batch, m, n, k = _extents(tasks, products, "batch", "m", "n", "k")
     values = batch * m * np.where(k == 1, n, k)
     # Backward has two products, whose other values are those of the rows.
-    seconds[products] = np.where(k == 1, _BIAS, _BIAS_BACK / 2) * values / bytes_per_second(on)
+    seconds[products] = (
+        np.where(k == 1, _BIAS_FORWARD, _BIAS_BACKWARD / 2) * values / bytes_per_second(on)
+    )
     return seconds
 
 

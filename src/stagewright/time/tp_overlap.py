@@ -15,13 +15,11 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import BACKWARD_PHASE, COLLECTIVES, Program, TaskKind, Tasks
-from stagewright.time.fused_products import Gemms, gemms_of, gemms_seconds
+from stagewright.time.fused_gemms import Gemms, gemms_of, gemms_seconds
 from stagewright.time.hardware import Hardware
 
-Seconds = Float
 
-
-def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) -> Seconds:
+def with_tp_overlap(program: Program, tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     """Durations with TP collectives split and overlapped with adjacent GEMMs.
 
     A product split into tp chunks takes g, longer than the whole product. Of the product and a
@@ -103,7 +101,7 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
     return OverlapPairs(collective, products, ranks[collective])
 
 
-def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, on: Hardware) -> Seconds:
+def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, on: Hardware) -> Float:
     """Durations of products split by rows into `chunks`; each piece reads all of the weights."""
     weights = gemms.batch * gemms.n * gemms.k
     weights *= np.array([float(BYTES.get(d, 0)) for d in dtypes])[gemms.dtype]
