@@ -42,8 +42,8 @@ def generate(
     program = compiled.program
     record = {**manifest(compiled, cluster, execution), "checks": check_program(program)}
     if durations is not None:
-        program, matched = measured(program, load(durations))
-        record["durations"] = {"file": durations, **matched.entry()}
+        program, coverage = measured(program, load(durations))
+        record["durations"] = {"file": durations, **coverage.entry()}
     if astra_sim is not None:
         options["beside"] = beside(compiled.run, astra_sim)
         program, record["astra_sim"] = adapted(program, astra_sim)

@@ -69,15 +69,12 @@ def task_seconds(
         )
     timer = _Timer(program, machine, routed)
     seconds = [timer.seconds(rank_class) for rank_class in program.classes]
-    if tp_comm_overlap:
-        split: dict[tuple[int, bytes], Float] = {}
-        for class_id, rank_class in enumerate(program.classes):
-            tasks, isolated = rank_class.work.actions.tasks, seconds[class_id]
-            key = id(tasks), isolated.tobytes()
-            if key not in split:
-                split[key] = with_tp_overlap(program, tasks, isolated, machine.hardware)
-            seconds[class_id] = split[key]
-    return seconds
+    if not tp_comm_overlap:
+        return seconds
+    return [
+        with_tp_overlap(program, rank_class.work.actions.tasks, isolated, machine.hardware)
+        for rank_class, isolated in zip(program.classes, seconds, strict=True)
+    ]
 
 
 class _Timer:
@@ -139,7 +136,7 @@ class _Timer:
     def _copying_seconds(self, tasks: Tasks) -> Float:
         """Seconds of each task for copies of rows around the all-to-alls of experts."""
         program, mesh = self.program, self.program.mesh
-        slots = np.unique(tasks.slot[exchanges_tokens(program, tasks)]).tolist()
+        slots: list[int] = np.unique(tasks.slot[exchanges_tokens(program, tasks)]).tolist()
         if not slots:
             return np.zeros(len(tasks))
         ranks = max(mesh.size(*program.communicators[slot].axes) for slot in slots)

@@ -175,7 +175,10 @@ def _decoding_by_batch(run: Run) -> dict[tuple[int, int], _Decoding]:
         total[:, COLUMNS.index(name)].tolist() for name in ("tokens", "slots", "requests")
     )
     rows = zip(tokens, slots, requests, decoding[:, columns].tolist(), strict=True)
-    return {(new, cached): _Decoding(*sums, count - sums[0]) for new, cached, count, sums in rows}
+    return {
+        (new, cached): _Decoding._make([*sums, count - sums[0]])
+        for new, cached, count, sums in rows
+    }
 
 
 # ---- fused launches ------------------------------------------------------------------------------

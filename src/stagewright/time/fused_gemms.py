@@ -113,7 +113,7 @@ def gemms_seconds(gemms: Gemms, dtypes: tuple[str, ...], on: Hardware) -> Float:
     on = on.sustained()
     first, inverse = distinct_rows(gemms[:-1])
     dtype, seconds = gemms.dtype[first], np.zeros(len(first))
-    for index in np.unique(dtype).tolist():
+    for index in {int(number) for number in dtype}:
         selected = dtype == index
         batch, m, n, k, traffic = (column[first[selected]] for column in gemms[:-2])
         seconds[selected] = gemm_seconds(

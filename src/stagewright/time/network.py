@@ -106,20 +106,15 @@ class Machine:
         cls,
         hardware: Hardware,
         *,
-        gpus: int | None = None,
-        nodes: int | None = None,
+        gpus: int,
         topology: Topology = "two_tier",
         algorithm: Algorithm = "best",
         attention_kernel: str | None = None,
     ) -> Self:
-        """A machine of `gpus` or `nodes`; the topology `fullflat` joins all GPUs by scale-up links.
+        """A machine of `gpus`; the topology `fullflat` joins all GPUs by scale-up links.
 
         `attention_kernel` is one of the hardware's `attention_kernels`, None its default.
         """
-        if (gpus is None) == (nodes is None):
-            raise UserError("a machine needs its number of gpus or of nodes: give one of the two")
-        if gpus is None:
-            gpus = (nodes or 0) * hardware.gpus_per_node
         if gpus < 1:
             raise UserError(f"a machine of {gpus} GPUs; wanted 1 or more")
         if algorithm not in get_args(Algorithm):

@@ -39,7 +39,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.time.dispatch import Routed
 from stagewright.time.durations import task_seconds
 from stagewright.time.engines import engine_seconds, served_machine
-from stagewright.time.measured import Counts
+from stagewright.time.measured import Coverage
 from stagewright.time.network import Machine
 from stagewright.time.ownership import load as load_costs
 from stagewright.time.power import Expense, expense
@@ -73,7 +73,7 @@ class SimulatedStep(StepTimeline):
     line: Timeline
     cluster: ClusterSection | None = None
     """Settings of the machine, if it was chosen by name."""
-    durations: Counts | None = None
+    durations: Coverage | None = None
     """Coverage of the step by a file of measured durations."""
 
     def __repr__(self) -> str:
