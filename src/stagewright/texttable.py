@@ -119,7 +119,9 @@ class Table:
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         aligns = [str.rjust if self.is_number(name) else str.ljust for name in self.columns]
         lines = [
-            "  ".join(align(*cell) for align, *cell in zip(aligns, row, widths, strict=True))
+            "  ".join(
+                align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)
+            )
             for row in rows
         ]
         return "\n".join([self.title, *map(str.rstrip, lines)])

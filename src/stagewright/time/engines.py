@@ -31,18 +31,19 @@ TensorRT-LLM do so in steps that are captured in a CUDA graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Float
-from stagewright.graph.table import OPS, Timing, served_heads
+from stagewright.graph.table import Timing, served_heads
 from stagewright.lower.weight_storage import in_blocks
 from stagewright.model.config import ModelConfig
 from stagewright.model.layers import Reach
-from stagewright.program.columns import COLLECTIVES, TaskKind, Tasks
-from stagewright.program.shapes import ops_of
+from stagewright.program.columns import COLLECTIVES, Shape, TaskKind, Tasks
+from stagewright.program.shapes import op_mask, shape_mask
 from stagewright.run.lengths import COLUMNS, attention_sums, deal
 from stagewright.run.requests import cache_of, groups, microbatches, padding
 from stagewright.run.settings import Run
@@ -136,9 +137,9 @@ def with_mixed_attention(
     assert on.inference is not None
     launch = on.inference.cached_attention.launch_us * 1e-6
     cached = (Timing.CACHED_ATTENTION, Timing.SERVED_ATTENTION)
-    kernels = [i for i, shape in enumerate(tasks.shapes) if timing_of(shape.kernel) in cached]
+    attention = shape_mask(tasks, lambda shape: timing_of(shape.kernel) in cached)
     result = seconds.copy()
-    for row in np.flatnonzero(np.isin(tasks.shape, kernels)).tolist():
+    for row in np.flatnonzero(attention).tolist():
         shape = tasks.shapes[int(tasks.shape[row])]
         sizes = shape.sizes()
         batch, decoding = batches.get((sizes["q"], sizes["k"])), decoding_beside_prompts(sizes, on)
@@ -183,8 +184,6 @@ def _decoding_by_batch(run: Run) -> dict[tuple[int, int], _Decoding]:
 
 # ---- fused launches ------------------------------------------------------------------------------
 
-Ops = frozenset[str]
-
 
 def without_fused_launches(
     tasks: Tasks, seconds: Float, engine: str | None, on: Hardware, *, blocks: bool = False
@@ -195,12 +194,7 @@ def without_fused_launches(
     """
     if on.inference is None:
         return seconds
-    computes = tasks.kind == TaskKind.COMPUTE
-    names = [frozenset(ops_of(name)) for name in tasks.ops]
-
-    def mask(predicate: Callable[[Ops], bool]) -> Bool:
-        return np.array([predicate(ops) for ops in names])[tasks.op] & computes
-
+    mask = partial(op_mask, tasks)
     writes = mask(lambda ops: "cache" in ops and ops <= {"bias", "norm", "rope", "cache"})
     casts = mask(lambda ops: ops <= {"cast"})
     sums = mask(lambda ops: "add" in ops and ops <= {"bias", "add"})
@@ -210,7 +204,8 @@ def without_fused_launches(
     if engine == "trtllm":
         fused |= mask(lambda ops: "rope" in ops and ops <= {"bias", "rope"})
         after_all_reduce = (sums | norms) & _after_all_reduce(tasks, sums)
-        if any({"norm", "rope"} <= ops for ops in names) and not any("topk" in o for o in names):
+        norm_of_queries = mask(lambda ops: ops >= {"norm", "rope"}).any()
+        if norm_of_queries and not mask(lambda ops: "topk" in ops).any():
             after_all_reduce[:] = False
         fused |= after_all_reduce
         unfused_casts = norms & ~after_all_reduce & mask(lambda ops: "cast" in ops)
@@ -250,7 +245,7 @@ def with_shared_expert_stream(tasks: Tasks, seconds: Float, on: Hardware) -> Flo
     begins where tokens are copied to experts. What follows in the block, does not depend on these
     copies, and is added to what does, is the shared part.
     """
-    begins = _copies_few_tokens(tasks)
+    begins = shape_mask(tasks, _copies_few_tokens)
     if not begins.any():
         return seconds
     blocks = np.stack([tasks.stage, tasks.layer, tasks.microbatch]).astype(np.int64)
@@ -288,12 +283,8 @@ def with_shared_expert_stream(tasks: Tasks, seconds: Float, on: Hardware) -> Flo
     return np.where(is_shared, seconds * exposed_share[block], seconds)
 
 
-def _copies_few_tokens(tasks: Tasks) -> Bool:
-    """Mask of tasks that copy at most `MAX_SHARED_STREAM_TOKENS` tokens to their experts."""
-    matches = [
-        shape.kernel in OPS
-        and OPS[shape.kernel].timing is Timing.TO_EXPERTS
-        and dict(shape.extents)["b"] * dict(shape.extents)["s"] <= MAX_SHARED_STREAM_TOKENS
-        for shape in tasks.shapes
-    ]
-    return np.array([*matches, False])[tasks.shape]
+def _copies_few_tokens(shape: Shape) -> bool:
+    """True for copies of at most `MAX_SHARED_STREAM_TOKENS` tokens to their experts."""
+    sizes = shape.sizes()
+    copies = timing_of(shape.kernel) is Timing.TO_EXPERTS
+    return copies and sizes["b"] * sizes["s"] <= MAX_SHARED_STREAM_TOKENS

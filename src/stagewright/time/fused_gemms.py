@@ -15,8 +15,8 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float, Int, distinct_numbers, distinct_rows
 from stagewright.graph.node import BYTES
-from stagewright.program.columns import TaskKind, Tasks
-from stagewright.program.shapes import GEMM, ops_of
+from stagewright.program.columns import Tasks
+from stagewright.program.shapes import GEMM, op_mask, shape_mask
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import bytes_per_second, gemm_seconds
 
@@ -164,15 +164,10 @@ def within_products(tasks: Tasks) -> Bool:
     it, as a program does whose `fuse` is on. A bias after a reduction is a kernel in any case.
     """
     result = np.zeros(len(tasks), dtype=bool)
-    names = [ops_of(name) for name in tasks.ops]
-    if any("bias" in ops and len(ops) > 1 for ops in names):
+    biases = op_mask(tasks, lambda ops: ops == {"bias"})
+    if not biases.any() or op_mask(tasks, lambda ops: ops > {"bias"}).any():
         return result
-    computes = tasks.kind == TaskKind.COMPUTE
-    biases = np.array([ops == ("bias",) for ops in names])[tasks.op] & computes
-    if not biases.any():
-        return result
-    linear = [shape.kernel == GEMM and not shape.head for shape in tasks.shapes]
-    products = np.array([*linear, False])[tasks.shape] & computes
+    products = shape_mask(tasks, lambda shape: shape.kernel == GEMM and not shape.head)
     waiter, dep = tasks.reads
     result[waiter[biases[waiter] & products[dep]]] = True
     return result

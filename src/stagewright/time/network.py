@@ -109,20 +109,14 @@ class Machine:
         gpus: int,
         topology: Topology = "two_tier",
         algorithm: Algorithm = "best",
-        attention_kernel: str | None = None,
     ) -> Self:
-        """A machine of `gpus`; the topology `fullflat` joins all GPUs by scale-up links.
-
-        `attention_kernel` is one of the hardware's `attention_kernels`, None its default.
-        """
+        """A machine of `gpus`; the topology `fullflat` joins all GPUs by scale-up links."""
         if gpus < 1:
             raise UserError(f"a machine of {gpus} GPUs; wanted 1 or more")
         if algorithm not in get_args(Algorithm):
             known = get_args(Algorithm)
             hint = did_you_mean(algorithm, known)
             raise UserError(f"algorithm is {algorithm!r}, wanted {either(known)}{hint}")
-        if attention_kernel is not None:
-            hardware = hardware.with_attention(attention_kernel)
         out = hardware.scale_out
         inside = gpus if topology == "fullflat" else _gpus_per_domain(gpus, hardware)
         tiers = [_scale_up_tier(hardware.scale_up, inside)]

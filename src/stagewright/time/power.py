@@ -68,16 +68,11 @@ def kernel_shares(bandwidth: Float, compute: Float) -> Float:
     return np.minimum(RUNNING_FRACTION + used, 1)
 
 
-def kernel_energy(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> float:
-    """Energy of kernels of a table, in seconds at TDP.
+def kernel_energies(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> Float:
+    """Energy of each kernel, in seconds at TDP.
 
     Kernel n is row `rows[n]` of `tasks`, and takes `seconds[n]`, above 0.
     """
-    return float(kernel_energies(tasks, rows, seconds, hardware).sum())
-
-
-def kernel_energies(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> Float:
-    """Energy of each kernel, in seconds at TDP; arguments of `kernel_energy`."""
     # Products run at bf16's peak where hardware lacks their precision.
     peaks = [hardware.rate_of(dtype) or hardware.peak_bf16_tflops for dtype in tasks.dtypes]
     rates = np.array([peak * 1e12 for peak in peaks])[tasks.dtype[rows]]

@@ -15,6 +15,7 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import BACKWARD_PHASE, COLLECTIVES, Program, TaskKind, Tasks
+from stagewright.program.shapes import GEMM, op_mask, shape_mask
 from stagewright.time.fused_gemms import Gemms, gemms_of, gemms_seconds
 from stagewright.time.hardware import Hardware
 
@@ -76,9 +77,8 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
     over_group &= ranks > 1
     gathers = over_group & (tasks.collective == COLLECTIVES.index("all_gather"))
     scatters = over_group & (tasks.collective == COLLECTIVES.index("reduce_scatter"))
-    gemm = np.array([shape.kernel == "gemm" for shape in tasks.shapes] or [False])
-    product = gemm[tasks.shape] & (tasks.shape >= 0)
-    converts = np.array([op == "cast" for op in tasks.ops] or [False])[tasks.op]
+    product = shape_mask(tasks, lambda shape: shape.kernel == GEMM)
+    converts = op_mask(tasks, lambda ops: ops == {"cast"})
 
     waiter, dep = tasks.reads
     reads_backward = np.zeros(len(tasks), bool)

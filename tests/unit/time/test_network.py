@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UserError, match="wanted best, ring"):
         Machine.of(H100, gpus=8, algorithm="rng")  # pyright: ignore
     with pytest.raises(UserError, match="no attention kernel 'fa3'; did you mean 'fa2'"):
-        Machine.of(H100, gpus=8, attention_kernel="fa3")
+        H100.with_attention("fa3")
     program = compile(Run(model="gpt2", dp=2, layers=1)).program
     with pytest.raises(UserError, match="2 ranks and the machine has 8 GPUs"):
         task_seconds(program, Machine.of(H100, gpus=8))
