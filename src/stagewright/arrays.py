@@ -33,10 +33,10 @@ def exact_sum(column: Int) -> int:
 
 
 def compressed_pairs(tokens: Any, ratio: int, top: int = 0) -> Any:
-    """Pairs of a query and a compressed key, of which there is one for each `ratio` positions.
+    """Pairs of a query and a compressed key; `ratio` positions share a compressed key.
 
-    `tokens`: number of queries, an integer or an array of integers. A query sees the keys of all
-    positions before its own, with `top` at most that many.
+    `tokens`: number of queries, an integer or an array of integers. A query sees the compressed
+    keys of complete groups of positions up to its own; with `top`, at most that many.
 
     >>> compressed_pairs(9, 4), compressed_pairs(9, 4, 1), compressed_pairs(12, 4)
     (8, 6, 15)
@@ -105,7 +105,7 @@ def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
 def distinct_numbers(columns: Sequence[NDArray[Any]], count: int) -> tuple[Int, Int]:
     """Like `distinct_rows`, for `count` rows of integers from 0 on, or of truth values.
 
-    Sets are numbered in the order of their rows, of which the first columns count most.
+    Sets are numbered in the order of their rows, compared column by column.
 
     >>> first, number = distinct_numbers([np.array([3, 1, 3]), np.array([True, True, False])], 3)
     >>> first.tolist(), number.tolist()

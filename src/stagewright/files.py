@@ -25,7 +25,7 @@ from stagewright.errors import UserError
 from stagewright.printable import escaped_controls
 
 MOST_BYTES = 1 << 18
-"""Size limit of YAML files, of which Python's reader takes some 0.2 MB a second."""
+"""Size limit of YAML files: Python's reader takes some 0.2 MB a second."""
 MOST_HEAD = 1 << 20
 """Size limit of a manifest without its list of files."""
 

@@ -35,7 +35,7 @@ STYLE = (
     "<style>table.stagewright :is(td,th){text-align:left;padding:.15em .8em .15em 0}"
     "table.stagewright .n{text-align:right}table.stagewright caption{text-align:left}</style>"
 )
-"""Style of tables in a notebook, which has none of its own for them."""
+"""Style of tables in a notebook."""
 
 
 _FORMATS: dict[str, Callable[[Any], str]] = {

@@ -1,4 +1,4 @@
-"""The configuration files that ASTRA-sim needs beside traces, and the script that runs it.
+"""Configuration files that ASTRA-sim needs in addition to traces, and the script that runs it.
 
 `AstraSim` describes a system as the analytical, congestion-unaware backend of ASTRA-sim sees it: a
 machine's network as dimensions, and one roofline for all kernels.
@@ -68,7 +68,7 @@ class AstraSim:
 
     `ring`, `halvingDoubling`, or `direct`, which sends to all other ranks at once, each message as
     if it had the link to itself; for all_to_all also `direct1`, which sends to one rank after the
-    other, as ranks behind a single link must.
+    other, as ranks with a single link must.
     """
 
     @classmethod
@@ -78,8 +78,8 @@ class AstraSim:
         The peak is the rate that a product of 8192 x 8192 matrices reaches within a training step.
         ASTRA-sim knows a latency per step of a collective and none per collective: the machine's
         start-up time is spread over the steps of an all_reduce over the dimension. A torus becomes
-        rings, each with both directions of its links; behind a switch, all_to_all sends one message
-        after the other.
+        rings, each with both directions of its links. Through a switch, all_to_all sends one
+        message after the other.
         """
         dimensions = tuple(part for tier in machine.tiers for part in _dimensions(tier))
         if machine.gpus < 2:
@@ -176,8 +176,8 @@ def _implementation(op: str, topology: str) -> str:
     return "direct1" if op == "all_to_all" and topology == "Switch" else "ring"
 
 
-def beside(run: Run, hardware: str) -> dict[str, bytes]:
-    """Configurations next to the traces of a run, and a script to run them, by name.
+def configuration_files(run: Run, hardware: str) -> dict[str, bytes]:
+    """Configurations for the traces of a run, and a script to run them, by file name.
 
     `hardware` is a name or a file, as `stagewright.time.hardware.resolve` takes it. Raises
     UserError where ASTRA-sim cannot run this run or represent the hardware.

@@ -58,7 +58,7 @@ from stagewright.time.roofline import (
 )
 
 MAX_SHARED_STREAM_TOKENS = 1024
-"""Tokens of a step up to which shared experts have a stream of their own.
+"""Tokens of a step up to which shared experts have a separate stream.
 
 SGLang's `DUAL_STREAM_TOKEN_THRESHOLD`, which is taken for all engines."""
 
@@ -238,7 +238,7 @@ def _after_all_reduce(tasks: Tasks, sums: Bool) -> Bool:
 
 
 def with_shared_expert_stream(tasks: Tasks, seconds: Float, on: Hardware) -> Float:
-    """Durations of a decode step's tasks, with shared experts on a stream of their own.
+    """Durations of a decode step's tasks, with shared experts on a separate stream.
 
     The program keeps one stream of kernels; the shared kernels keep the part of their time that the
     routed ones do not hide, and both together take no less than their bytes. A block's routed part

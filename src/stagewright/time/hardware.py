@@ -526,7 +526,7 @@ PEAKS: Mapping[str, str] = {
 """Data types of matrix products, and the field of `Hardware` with the peak of each."""
 
 _LIKE = {"mxfp8": "fp8"}
-"""Data types that take the constants of others where they have none of their own."""
+"""Data types that take the constants of others by default."""
 
 
 # ---- files ---------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 `stagewright show MODEL ... --kernels > kernels.csv` lists the kernels and the collectives of a run;
 measure some, fill in their `duration_us`, and give the file to `simulate`, `report` or `generate`
 with `--durations`. The shape of a collective is its bytes (`Tasks.comm_bytes`), its ranks, and
-their span: how many ranks lie from the first to the last, which says how far apart they are. Rows
+their span, the number of ranks from the first to the last: it tells within a node from across. Rows
 without a duration are skipped, a row without a `dtype` holds for all data types, and extents may be
 in any order.
 
@@ -268,8 +268,8 @@ def measured(
 ) -> tuple[Program, Coverage]:
     """Program with the durations of kernels in the table, and their coverage.
 
-    Traces hold the durations of kernels alone, since what reads traces times collectives itself;
-    simulations also take those of collectives.
+    Traces hold the durations of kernels only, since simulators that read traces time collectives
+    themselves; simulations of this package also take collectives.
     """
     missing: Counter[str] = Counter()
     total, covered = Counter[bool](), Counter[bool]()  # of kernels, of collectives

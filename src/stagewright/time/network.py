@@ -89,7 +89,7 @@ class Machine:
 
     Rank r of a program sits on GPU r, and consecutive GPUs are neighbours: ranks 0 to 7 fill the
     first node of eight. The order of the program's mesh decides which ranks these are. In a torus
-    an axis of the mesh has dimensions of its own, where sizes allow that (`torus`). A job takes
+    an axis of the mesh has separate dimensions, where sizes allow that (`torus`). A job takes
     equally many GPUs of each scale-up domain: 256 GPUs on racks of 72 take 64 from each of four.
     """
 
@@ -97,9 +97,9 @@ class Machine:
     gpus: int
     tiers: tuple[Tier, ...]
     algorithm: Algorithm = "best"
-    """Of collectives; where it cannot do a collective, the fastest that can is taken."""
+    """Algorithm of collectives; the fastest applicable one where it does not apply."""
     direct_all_reduce: DirectAllReduce | None = None
-    """The kernel of engines for small messages within a node; None: a collective library alone."""
+    """The kernel of engines for small messages within a node; None: a collective library only."""
 
     @classmethod
     def of(

@@ -4,10 +4,10 @@ A GPU that waits draws its idle power. While a kernel runs, it draws a part of i
 the share of the memory's bandwidth that the kernel uses, and more for the share of the peak of
 products, up to the TDP. Tensor cores multiply whole tiles: products of few rows count as products
 of 16, and grouped ones as of 64 rows each, so that experts of few tokens draw what their tiles do.
-The three parts were fitted to the power that NVIDIA's aiconfigurator measured beside the time of
+The three parts were fitted to the power that NVIDIA's aiconfigurator measured with the time of
 kernels longer than 200 us on H200, B200 and GB200 (products, experts, decode and prefill attention
 of vLLM 0.22 and TensorRT-LLM 1.3; github.com/ai-dynamo/aiconfigurator@095f58a5): 70% of the rows,
-where kinds of kernels that use memory and others weigh alike (`benchmarks/fit_power.py`). On the
+where kernels that use memory and others have equal weight (`benchmarks/fit_power.py`). On the
 other 30% the median error is 10%, of experts that read memory 7% (33% before tiles counted).
 
 >>> from stagewright.time.hardware import resolve

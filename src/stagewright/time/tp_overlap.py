@@ -1,7 +1,7 @@
 """Tensor-parallel collectives split into chunks and overlapped with the adjacent products.
 
 Transformer Engine's user buffers (Megatron-LM's `--tp-comm-overlap`) and PyTorch's async TP cut a
-product so that one piece of it is sent while the next is computed, as Wang et al., "Overlap
+product so that one chunk of it is sent while the next is computed, as Wang et al., "Overlap
 Communication with Dependent Computation via Decomposition", ASPLOS 2023 (doi
 10.1145/3567955.3567959).
 """
@@ -102,7 +102,7 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
 
 
 def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, on: Hardware) -> Float:
-    """Durations of products split by rows into `chunks`; each piece reads all of the weights."""
+    """Durations of products split by rows into `chunks`; each chunk reads all of the weights."""
     weights = gemms.batch * gemms.n * gemms.k
     weights *= np.array([float(BYTES.get(d, 0)) for d in dtypes])[gemms.dtype]
     traffic = np.maximum(gemms.traffic - weights, 0) / chunks + weights

@@ -21,7 +21,14 @@ from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
 from stagewright.run.sections.execution import Execution
-from stagewright.time.astra_sim import OPS, AstraSim, Dimension, adapted, beside, script_of
+from stagewright.time.astra_sim import (
+    OPS,
+    AstraSim,
+    Dimension,
+    adapted,
+    configuration_files,
+    script_of,
+)
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import names, resolve
 from stagewright.time.network import Machine, placements
@@ -218,7 +225,7 @@ def test_first_kernels_take_a_nanosecond(tmp_path: Path) -> None:
 
 def test_host_memory_for_offloaded_tensors() -> None:
     run = sw.Run(**SMALL, tp=2, cpu_offloading_num_layers=1)
-    memory = json.loads(beside(run, "h100-sxm")["remote_memory.json"])
+    memory = json.loads(configuration_files(run, "h100-sxm")["remote_memory.json"])
     assert memory["memory-type"] == "PER_NPU_MEMORY_EXPANSION"
     assert memory["remote-mem-bw"] == round(resolve("h100-sxm").host_bandwidth_gb_s)
     assert memory["remote-mem-latency"] > 0
@@ -301,7 +308,7 @@ def test_script_runs_the_traces_and_counts_ranks(tmp_path: Path) -> None:
 )
 def test_what_it_cannot_have(run: dict[str, Any], hardware: str, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        beside(sw.Run(**SMALL, **run), hardware)
+        configuration_files(sw.Run(**SMALL, **run), hardware)
 
 
 def test_halving_that_would_hang_or_abort() -> None:

@@ -3,7 +3,7 @@
 A batch enters a step by a few sums over its requests (`run.lengths`). What a kernel needs is linear
 in these, and for experts a smooth function of the number of tokens. So the exact lowering is asked
 for a few batches; between them FLOPs, bytes and extents of each row are interpolated, and
-`time.cost` times all batches as the microbatches of one program.
+`time.durations` times all batches as the microbatches of one program.
 """
 
 from __future__ import annotations
