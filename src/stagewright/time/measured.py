@@ -3,7 +3,7 @@
 `stagewright show MODEL ... --kernels > kernels.csv` lists the kernels and the collectives of a run;
 measure some, fill in their `duration_us`, and give the file to `simulate`, `report` or `generate`
 with `--durations`. The shape of a collective is its bytes (`Tasks.comm_bytes`), its ranks, and
-their span, the number of ranks from the first to the last: it tells within a node from across. Rows
+their span: the number of ranks from the first to the last, which is larger across nodes. Rows
 without a duration are skipped, a row without a `dtype` holds for all data types, and extents may be
 in any order.
 
