@@ -61,20 +61,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-class InTurn:
-    """One job after the other, in this process."""
-
-    def run(
-        self,
-        function: Callable[[Job], Result],
-        jobs: Iterable[Job],
-        done: Callable[[Result], None],
-    ) -> None:
-        """Like `Executor.run`, in the order of the jobs."""
-        for job in jobs:
-            done(function(job))
-
-
 class Threads:
     """Threads of this process."""
 
@@ -131,7 +117,7 @@ class Processes:
     """CPU-seconds of work of a process: twice as many as it takes to start."""
 
     def __init__(self, workers: int, worth: float = WORTH) -> None:
-        """`workers`: limit of processes, which each run starts."""
+        """`workers`: limit of processes, which each run starts; 1: jobs run in this process."""
         self._workers, self._worth = workers, worth
 
     def run(

@@ -59,7 +59,7 @@ class Execution:
         idle=({"tp": 1}, {"sequence_parallel": False}),
         names=("parallelism.enable_async_tensor_parallel",),
     )
-    """Megatron-LM's name; PyTorch's async TP. Durations follow it: those of `durations.task_seconds`."""
+    """Megatron-LM's name; PyTorch's async TP. Durations follow it (`durations.task_seconds`)."""
     overlap_moe_expert_parallel_comm: Switch = setting(
         False,
         "Compute one microbatch while tokens of another are exchanged between experts.",
