@@ -96,7 +96,7 @@ class _Timer:
         seconds = self._kernels[key].copy()
 
         exchanges = exchanges_tokens(self.program, tasks)
-        self._add_collectives(seconds, rank_class, exchanges, routed)
+        self._set_collectives(seconds, rank_class, exchanges, routed)
         if routed and routed.hidden:
             _slow_down_beside_dispatch(seconds, rank_class, exchanges, self.machine.hardware)
 
@@ -104,7 +104,7 @@ class _Timer:
         to_host = self.machine.hardware.host_bandwidth_gb_s * 1e9
         seconds = np.where(on_host, tasks.comm_bytes / to_host, seconds)
 
-        self._add_messages(seconds, rank_class)
+        self._set_messages(seconds, rank_class)
         if tasks.duration is not None:  # a measured duration replaces the computed one
             seconds = np.where(tasks.duration > 0, tasks.duration * 1e-9, seconds)
         return seconds
@@ -143,7 +143,7 @@ class _Timer:
         width = mesh.size(*dict(mesh.groups).get("etp", ()))
         return copying_seconds(tasks, ranks, width, self.machine.hardware)
 
-    def _add_collectives(
+    def _set_collectives(
         self, seconds: Float, rank_class: RankClass, exchanges: Bool, routed: Routed | None
     ) -> None:
         """Set the seconds of collectives: of the slowest group with ranks of the class."""
@@ -188,7 +188,7 @@ class _Timer:
         indices = index_of_rank[rank_class.ranks]
         return [distinct[index] for index in sorted_values(indices[indices >= 0]).tolist()]
 
-    def _add_messages(self, seconds: Float, rank_class: RankClass) -> None:
+    def _set_messages(self, seconds: Float, rank_class: RankClass) -> None:
         """Set the seconds of messages to peers: by the outermost tier that they cross."""
         tasks, ranks = rank_class.work.actions.tasks, rank_class.ranks
         messages = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
@@ -230,7 +230,8 @@ def _slow_down_beside_dispatch(
     seconds: Float, rank_class: RankClass, exchanges: Bool, hardware: Hardware
 ) -> None:
     """Slow down the kernels of a step whose dispatches run at the same time."""
-    tasks, actions = rank_class.work.actions.tasks, rank_class.work.actions
+    actions = rank_class.work.actions
+    tasks = actions.tasks
     copies = np.bincount(rank_class.work.order.action, minlength=len(actions.begin) - 1)
     row_copies = np.repeat(copies, np.diff(actions.begin))
     overlapped = (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch >= 0)
