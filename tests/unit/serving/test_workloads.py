@@ -9,7 +9,7 @@ import pytest
 
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, accept
+from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, Workload, accept
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.asked import workload_of
 from stagewright.serving.workloads.synthetic import (
@@ -202,3 +202,14 @@ def test_a_setting_that_would_say_nothing_is_refused(more):
 def test_bad_options_are_refused(make):
     with pytest.raises(UserError):
         make()
+
+
+def test_joins_do_not_wait_for_what_was_left_out():
+    work = Workload(
+        "fan-out", array("d", [0.0] * 5), array("i", [10, 10, 99, 10, 10]), array("i", [1] * 5),
+        after=array("i", [-1, 0, 0, 0, 0]), joins={3: (1, 2), 4: (2,)},
+    )  # fmt: skip
+    found = accept(work, max_model_len=50, tokens=1000)
+    assert found.rejected == {TOO_LONG: 1}
+    assert list(found.workload.after) == [-1, 0, 0, 0]
+    assert found.workload.joins == {2: (1,), 3: ()}
