@@ -101,14 +101,18 @@ def read_text(path: Path | str, wanted: str, most: int = MOST_BYTES) -> str:
         raise UserError(f"{path}: is not text in UTF-8; wanted {wanted}") from None
 
 
-def from_json(text: str | bytes, where: object) -> Any:
+def from_json(text: str | bytes, where: object, *, constants: bool = False) -> Any:
     """A JSON value; `where` is the file, for errors. Objects have strings as keys, each once.
+
+    With `constants`, NaN and Infinity are numbers, as Python's json writes them.
 
     >>> from_json('{"tp": 8}', "run.json")
     {'tp': 8}
     """
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(
+            text, object_pairs_hook=_once, parse_constant=float if constants else _no_number
+        )
         refuse_half_characters(text, value)
         return value
     except RecursionError:

@@ -11,6 +11,7 @@ from stagewright.api.endings import OF_SERVING, ResultFile, check_ending
 from stagewright.api.operation import operated
 from stagewright.api.pools import Given, Planned, deployment_of, rows_of
 from stagewright.api.stages import stages_of
+from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError, did_you_mean
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
@@ -26,16 +27,15 @@ from stagewright.run.sections.serving import (
     OperationSection,
     PoolSection,
     WorkloadSection,
+    by_own_names,
 )
 from stagewright.serving.capture import first_engine, step_at
-from stagewright.serving.compare_log import compare
+from stagewright.serving.compare_log import compare, measured_run
 from stagewright.serving.deployment import Deployment, InstanceGroup, ServedRun, slo_of
 from stagewright.serving.energy import ServingExpense, serving_expense
 from stagewright.serving.metrics import Slo
 from stagewright.serving.simulation import ProgressCallback
 from stagewright.serving.workload import Workload
-from stagewright.serving.workloads.asked import workload_of
-from stagewright.serving.workloads.logs import read_log
 from stagewright.texttable import Table
 from stagewright.time.expense.ownership import load as load_costs
 from stagewright.time.hardware import Hardware
@@ -110,10 +110,11 @@ class Serving(ServedRun):
     def compare(self, log: str | os.PathLike[str]) -> Table:
         """The means and percentiles of a log, and those of this run, with errors.
 
-        The log is a trace with `ttft`, and `e2e` or `latency` (`serving.workloads.logs`), which was
-        the workload: `stagewright.serve(..., requests=log)`.
+        The log is a trace with `ttft`, and `e2e` or `latency`, or the result of a benchmark client
+        (`serving.workloads.traces`, `.clients`), which was the workload:
+        `stagewright.serve(..., requests=log)`.
         """
-        return tables.compared(compare(read_log(os.fspath(log)), self.outcome))
+        return tables.compared(compare(measured_run(os.fspath(log)), self.outcome))
 
     def expense(self) -> ServingExpense:
         """Energy of the run, and its cost at the price of a GPU-hour."""
@@ -237,6 +238,7 @@ def serve(
         for name in ("pools", "stages", "classes")
         if isinstance(settings.get(name), list | tuple)
     }
+    settings = by_own_names(settings)
     own = {name: value for name, value in settings.items() if name in SERVING}
     others = {name: value for name, value in settings.items() if name not in SERVING}
     for name in others:

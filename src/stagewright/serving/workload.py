@@ -146,6 +146,28 @@ def with_past(of: Workload, tokens: int) -> Workload:
     return replace(of, prompt=array("i", (tokens + n for n in of.prompt)), chains=chains)
 
 
+def with_cached_share(of: Workload, share: float) -> Workload:
+    """Let a share of each prompt be in the cache already, as a beginning that all prompts have.
+
+    An engine computes it once, with its first request. Raises UserError where prompts have named
+    beginnings already.
+    """
+    if of.chains is not None:
+        raise UserError(
+            "--prefix-cache-hit-rate is for prompts of which nothing else says what they have in "
+            "common; leave it out with hash_ids, sessions, --system-prompt and --past-context"
+        )
+    chains: list[Chain] = [((0,), (round(share * tokens),)) for tokens in of.prompt]
+    return replace(of, chains=chains)
+
+
+def in_lanes(of: Workload, concurrency: int) -> Workload:
+    """The same requests, of which at most `concurrency` sessions are in flight at a time."""
+    if not 1 <= concurrency <= LARGEST:
+        raise UserError(f"--concurrency is {concurrency}, wanted at least 1")
+    return replace(of, concurrency=concurrency, name=f"{of.name}, at most {concurrency} in flight")
+
+
 def with_documents(of: Workload, tokens: int) -> Workload:
     """Append documents of some tokens to each prompt.
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
 from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, Workload, accept
 from stagewright.serving.workloads import traces
-from stagewright.serving.workloads.asked import workload_of
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,
@@ -80,9 +80,8 @@ def test_rows_that_are_no_requests_are_counted(tmp_path):
         ("arrival,isl,osl\n1,2.5,3\n", "isl is '2.5', wanted a whole number"),
         ("arrival,isl,osl\n1,1e99,3\n", "isl is '1e99'"),
         ("arrival,isl,osl\n1,99999999999,3\n", "wanted at most 2147483"),
-        ("arrival,isl\n1,2\n", "has arrival, isl; wanted a column output, osl"),
+        ("arrival,isl\n1,2\n", "has arrival, isl; wanted a column output, osl, output_len"),
         ("arrival,isl,osl,isl\n1,2,3,4\n", "line 1: several columns are 'isl'"),
-        ("timestamp,isl,osl\n1,2,3\n", "name the column arrival (seconds) or timestamp_ms"),
         ('{"arrival": 1, "isl": 2, "osl": 3', "line 1: not JSON"),
         ('{"arrival": true, "isl": 2, "osl": 3}', "arrival is True"),
         ('{"arrival": 1, "isl": 2, "osl": 3, "hash_ids": [1, 2.5]}', "hash_ids is [1, 2.5]"),
@@ -176,13 +175,17 @@ def test_what_no_engine_can_serve():
         {"burstiness": 2.0, "rate": 1.0},
         {"think_time": 2.0, "rate": 1.0},
         {"arrival": "constant", "concurrency": 1},
-        {"system_prompt": 9, "concurrency": 1},
-        {"turns": 2, "concurrency": 1},
+        {"burst_size": 2, "concurrency": 1},
+        {"system_prompt": 9, "isl": None, "osl": None, "requests": "trace.csv"},
+        {"turns": 2, "isl": None, "osl": None, "requests": "trace.csv"},
         {"range_ratio": 0.5, "isl": None, "osl": None, "requests": "trace.csv"},
         {"num_requests": 5, "isl": None, "osl": None, "requests": "profile.yaml"},
+        {"concurrency": 5, "isl": None, "osl": None, "requests": "profile.yaml"},
     ],
 )
-def test_a_setting_that_would_say_nothing_is_refused(more):
+def test_a_setting_that_would_say_nothing_is_refused(more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "arrival,isl,osl\n1,2,3\n", "trace.csv")
     values = {"isl": 5, "osl": 5, **more}
     with pytest.raises(UserError, match=f"--{next(iter(more)).replace('_', '-')} is of"):
         workload_of(WorkloadSection(**values))

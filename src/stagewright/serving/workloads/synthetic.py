@@ -14,7 +14,7 @@ from typing import Literal
 
 from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.workload import Chain, Workload
+from stagewright.serving.workload import Chain, Workload, in_lanes
 
 MOST_REQUESTS = 10_000_000
 
@@ -122,13 +122,6 @@ def closed_loop(requests: int, concurrency: int, lengths: Lengths, seed: int = 0
     """Closed loop of users, each with one request at a time (InferenceX's client)."""
     work = open_loop(requests, Arrivals(rate=math.inf), lengths, seed)
     return replace(in_lanes(work, concurrency), name=f"{concurrency} users")
-
-
-def in_lanes(of: Workload, concurrency: int) -> Workload:
-    """The same requests, of which at most `concurrency` sessions are in flight at a time."""
-    if not 1 <= concurrency <= LARGEST:
-        raise UserError(f"--concurrency is {concurrency}, wanted at least 1")
-    return replace(of, concurrency=concurrency, name=f"{of.name}, at most {concurrency} in flight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
