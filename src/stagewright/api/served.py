@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from stagewright.api.endings import OF_SERVING, ResultFile, check_ending
 from stagewright.api.operation import operated
 from stagewright.api.pools import Given, Planned, deployment_of, rows_of
@@ -15,7 +17,7 @@ from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError, did_you_mean
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
-from stagewright.numbers import plural
+from stagewright.numbers import duration, plural
 from stagewright.run.experiment import Experiment, section_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
@@ -33,7 +35,7 @@ from stagewright.serving.capture import first_engine, step_at
 from stagewright.serving.compare_log import compare, measured_run
 from stagewright.serving.deployment import Deployment, InstanceGroup, ServedRun, slo_of
 from stagewright.serving.energy import ServingExpense, serving_expense
-from stagewright.serving.metrics import Slo
+from stagewright.serving.metrics import RequestTimes, Slo
 from stagewright.serving.simulation import ProgressCallback
 from stagewright.serving.workload import Workload
 from stagewright.texttable import Table
@@ -116,6 +118,24 @@ class Serving(ServedRun):
         """
         return tables.compared(compare(measured_run(os.fspath(log)), self.outcome))
 
+    @property
+    def interactivity(self) -> float:
+        """Tokens/s of a user, end to end: 1 / 90th percentile of E2E per output token (AgentX)."""
+        return RequestTimes.of(self.outcome).interactivity(self.outcome.workload)
+
+    def closest(self) -> str:
+        """How close requests came to limits that none keeps, in words; empty if some keep them."""
+        if self.summary.good or any(each.limited for each in self.outcome.workload.classes):
+            return ""
+        times = RequestTimes.of(self.outcome)
+        least = [
+            f"{name.upper()} of {duration(float(np.nanmin(values)))}"
+            for name in ("ttft", "tpot", "e2e")
+            if getattr(self.slo, name) is not None
+            and np.isfinite(values := getattr(times, name)).any()
+        ]
+        return f"the fastest requests had {', '.join(least)}" if least else ""
+
     def expense(self) -> ServingExpense:
         """Energy of the run, and its cost at the price of a GPU-hour."""
         price, costs = self.cluster.price, self.cluster.costs
@@ -149,6 +169,7 @@ class Serving(ServedRun):
             "max_num_seqs": of.limits.requests,
             "stopped": self.outcome.stopped,
             **self.summary.values(),
+            "interactivity": self.interactivity,
             "expense": self.expense()._asdict(),
         }
 

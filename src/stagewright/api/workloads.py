@@ -103,7 +103,8 @@ def _drawn(asked: WorkloadSection) -> Workload:
     lengths = Lengths(isl=asked.isl, osl=asked.osl, range_ratio=asked.range_ratio)
     count, seed = asked.num_requests or REQUESTS, asked.seed
     of_sessions = asked.turns > 1 or asked.system_prompt > 0
-    if asked.rate is None and asked.concurrency is not None and not of_sessions:
+    at_once = asked.rate in (None, math.inf)
+    if at_once and asked.concurrency is not None and not of_sessions:
         return closed_loop(count, asked.concurrency, lengths, seed)
     arrivals = _arrivals(asked)
     if of_sessions:

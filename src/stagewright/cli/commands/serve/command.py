@@ -42,7 +42,8 @@ MOST_ROWS = 64
 @click.option(
     "--compare",
     metavar="LOG",
-    help="Serve the requests of a log (a trace with ttft, and e2e or latency), and print errors.",
+    help="Serve the requests of a log (a trace with ttft, and e2e or latency), or those of a "
+    "result of vLLM's, SGLang's or AIPerf's client, and print errors.",
 )
 @click.option(
     "--step-trace",
@@ -193,8 +194,15 @@ def report(of: Serving, compared: Table | None, out: Console) -> None:
             f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of all requests keep "
             f"{limits}"
         )
+        if closest := of.closest():
+            out.print(closest)
     if found.classes:
         print_table(of.classes(), out)
+    if of.outcome.workload.after is not None:
+        out.print(
+            f"interactivity: {of.interactivity:,.1f} tokens/s per user, end to end (1 / p90 of E2E "
+            "per output token)"
+        )
     out.print(
         f"queue: {found.mean_waiting:,.2f} requests wait and {found.mean_running:,.2f} run, on "
         f"average; {plural(found.preemptions, 'preemption', 'preemptions')}"
