@@ -173,3 +173,9 @@ def test_a_result_without_a_rate_wants_one(written):
     with pytest.raises(UserError, match="give one of --requests FILE, --rate R"):
         workload_of(WorkloadSection(requests=path))
     assert len(workload_of(WorkloadSection(requests=path, rate=3.0))) == 4
+
+
+@pytest.mark.parametrize("key", ["num_prompts", "max_concurrency", "total_input_tokens"])
+def test_infinite_totals_are_left_out(written, key: str):
+    path = written(VLLM | {key: math.inf})
+    assert len(workload_of(WorkloadSection(requests=path, isl=9))) in (4, 1000)

@@ -64,7 +64,7 @@ def load_of(result: Mapping[str, Any]) -> dict[str, Any]:
     rate = _within(config, "request_rate")
     concurrency = _within(config, "max_concurrency" if config is result else "concurrency")
     load: dict[str, Any] = {}
-    if concurrency is not None and concurrency >= 1:
+    if concurrency is not None and 1 <= concurrency < math.inf:
         load["concurrency"] = int(concurrency)
     if rate is not None and rate > 0 and not (rate == math.inf and load):
         load["rate"] = rate
@@ -73,7 +73,7 @@ def load_of(result: Mapping[str, Any]) -> dict[str, Any]:
         load |= {"arrival": "gamma", "burstiness": burstiness}
     completed = _number(result, "completed") or 0.0
     count = _number(result, "num_prompts") or completed or _number(result, "request_count.avg")
-    if count:
+    if count and math.isfinite(count):
         load["num_requests"] = round(count)
     for name, total, mean in (
         ("isl", "total_input_tokens", "input_sequence_length.avg"),
@@ -82,7 +82,7 @@ def load_of(result: Mapping[str, Any]) -> dict[str, Any]:
         tokens = _number(result, mean)
         if tokens is None and completed:
             tokens = (_number(result, total) or 0.0) / completed
-        if tokens:
+        if tokens and math.isfinite(tokens):
             load[name] = max(1, round(tokens))
     return load
 

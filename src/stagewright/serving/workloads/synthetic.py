@@ -31,8 +31,8 @@ class Lengths:
     def __post_init__(self) -> None:
         """Refuse what is no length."""
         for name, value in (("--isl", self.isl), ("--osl", self.osl)):
-            if not 1 <= value <= LARGEST:
-                raise UserError(f"{name} is {value}, wanted tokens from 1 to {LARGEST}")
+            if not 1 <= value < LARGEST:
+                raise UserError(f"{name} is {value}, wanted 1 to {LARGEST - 1} tokens")
         if not 0 < self.range_ratio <= 1:
             raise UserError(f"--range-ratio is {self.range_ratio}, wanted more than 0, at most 1")
 

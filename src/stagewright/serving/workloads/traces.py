@@ -333,8 +333,8 @@ def tokens(cells: Mapping[str, Any], name: str, where: str) -> int:
         number = None
     if number is None or isinstance(value, bool) or number != float(cast("Any", value)):
         raise UserError(f"{where}: {name} is {shown(value)}, wanted a whole number of tokens")
-    if number > LARGEST:
-        raise UserError(f"{where}: {name} is {shown(value)}, wanted at most {LARGEST} tokens")
+    if number >= LARGEST:
+        raise UserError(f"{where}: {name} is {shown(value)}, wanted fewer than {LARGEST} tokens")
     return number
 
 
