@@ -57,6 +57,7 @@ def test_a_result_of_a_client_beside_the_same_load(capfd, tmp_path):
         "num_prompts": 24, "request_rate": "inf", "max_concurrency": 3, "completed": 24,
         "total_input_tokens": 24 * 300, "total_output_tokens": 24 * 20, "mean_ttft_ms": 5.0,
         "median_ttft_ms": 5.0, "p99_ttft_ms": 6.0, "mean_tpot_ms": 1.0, "mean_e2el_ms": 30.0,
+        "request_throughput": 100.0,
     }  # fmt: skip
     path = tmp_path / "result.json"
     path.write_text(json.dumps(result))
@@ -70,6 +71,11 @@ def test_a_result_of_a_client_beside_the_same_load(capfd, tmp_path):
         "llama3.1-8b", "h100-sxm", layers=2, concurrency=3, isl=300, osl=20, num_requests=24
     )
     assert found["compared"][0]["predicted"] == alone.summary.ttft.mean
+    (rate,) = found["compared_rates"]
+    seconds = max(alone.outcome.records.finish) - min(alone.outcome.records.arrival)
+    assert (rate["rate"], rate["measured"]) == ("requests/s", 100.0)
+    assert rate["predicted"] == pytest.approx(24 / seconds)
+    assert rate["error"] == pytest.approx(0.24 / seconds - 1)
 
 
 def test_conversations_of_agents_hold_their_lanes(capfd, tmp_path):

@@ -32,7 +32,7 @@ from stagewright.run.sections.serving import (
     by_own_names,
 )
 from stagewright.serving.capture import first_engine, step_at
-from stagewright.serving.compare_log import compare, measured_run
+from stagewright.serving.compare_log import compare, compare_rates, measured_run
 from stagewright.serving.deployment import Deployment, InstanceGroup, ServedRun, slo_of
 from stagewright.serving.energy import ServingExpense, serving_expense
 from stagewright.serving.metrics import RequestTimes, Slo
@@ -117,6 +117,13 @@ class Serving(ServedRun):
         `stagewright.serve(..., requests=log)`.
         """
         return tables.compared(compare(measured_run(os.fspath(log)), self.outcome))
+
+    def compare_rates(self, log: str | os.PathLike[str]) -> Table:
+        """Requests/s and output tokens/s of a client's result, and those of this run, with errors.
+
+        Both are over the whole run, from the first arrival to the last token.
+        """
+        return tables.compared_rates(compare_rates(measured_run(os.fspath(log)), self.outcome))
 
     @property
     def interactivity(self) -> float:

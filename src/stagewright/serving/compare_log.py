@@ -13,7 +13,7 @@ from stagewright.arrays import Float
 from stagewright.errors import UserError
 from stagewright.serving.metrics import RequestTimes
 from stagewright.serving.simulation import Outcome
-from stagewright.serving.workloads.clients import figures_of
+from stagewright.serving.workloads.clients import figures_of, rates_of
 from stagewright.serving.workloads.traces import read_file, summary_of
 
 FIGURES = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
@@ -21,13 +21,13 @@ FIGURES = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 TIMES = ("ttft", "tpot", "e2e")
 
 
-class ComparedTime(NamedTuple):
-    """Measured and predicted figure of request times (s)."""
+class Compared(NamedTuple):
+    """Measured and predicted figure: of request times (s), or a rate (1/s)."""
 
-    time: str
-    """ttft, tpot or e2e."""
+    name: str
+    """ttft, tpot or e2e; requests/s or output tokens/s."""
     figure: str
-    """mean, or a percentile."""
+    """Of times, the mean or a percentile."""
     measured: float
     predicted: float
 
@@ -46,6 +46,8 @@ class MeasuredRun:
     times: Mapping[str, Float]
     """By time, each request's in the order of arrival, nan where it is not known; none where only
     figures are known."""
+    rates: Mapping[str, float]
+    """Requests/s and output tokens/s, as far as the result of a client says them."""
 
 
 def measured_run(path: str | Path) -> MeasuredRun:
@@ -56,8 +58,9 @@ def measured_run(path: str | Path) -> MeasuredRun:
     """
     summary = summary_of(path)
     if summary is not None:
-        return MeasuredRun(figures_of(summary), {})
-    rows = read_file(path).rows
+        return MeasuredRun(figures_of(summary), {}, rates_of(summary))
+    file = read_file(path)
+    rows = file.rows
     ttft, e2e = (np.array([getattr(row, name) for row in rows]) for name in ("ttft", "e2e"))
     further_tokens = np.array([row.output - 1 for row in rows], dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -74,16 +77,16 @@ def measured_run(path: str | Path) -> MeasuredRun:
             f"{path}: has no times; wanted columns arrival, prompt and output as in a trace, and "
             "ttft or e2e (seconds)"
         )
-    return MeasuredRun(figures, times)
+    return MeasuredRun(figures, times, file.rates)
 
 
-def compare(log: MeasuredRun, outcome: Outcome) -> list[ComparedTime]:
+def compare(log: MeasuredRun, outcome: Outcome) -> list[Compared]:
     """Each figure of each time that the log has, measured and predicted.
 
     Requests without a time in the log do not count; where some were rejected here, all do.
     """
     times, figures = RequestTimes.of(outcome), log.figures
-    compared: list[ComparedTime] = []
+    compared: list[Compared] = []
     for time in TIMES:
         predicted = getattr(times, time)
         finite = np.isfinite(predicted)
@@ -92,13 +95,24 @@ def compare(log: MeasuredRun, outcome: Outcome) -> list[ComparedTime]:
             finite &= np.isfinite(measured[times.number])
         if finite.any():
             compared += [
-                ComparedTime(
-                    time, figure, figures[time, figure], figure_of(predicted[finite], figure)
-                )
+                Compared(time, figure, figures[time, figure], figure_of(predicted[finite], figure))
                 for figure in FIGURES
                 if (time, figure) in figures
             ]
     return compared
+
+
+def compare_rates(log: MeasuredRun, outcome: Outcome) -> list[Compared]:
+    """Rates that the log has, measured and predicted, from the first arrival to the last token."""
+    times = RequestTimes.of(outcome)
+    if not len(times.number):
+        return []
+    seconds = float(np.nanmax(outcome.records.finish) - np.nanmin(outcome.records.arrival))
+    output = np.frombuffer(outcome.workload.output, np.int32)[times.number]
+    totals = {"requests/s": len(times.number), "output tokens/s": int(output.sum())}
+    return [
+        Compared(rate, "", measured, totals[rate] / seconds) for rate, measured in log.rates.items()
+    ]
 
 
 def figure_of(values: Float, figure: str) -> float:

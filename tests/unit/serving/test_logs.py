@@ -37,7 +37,7 @@ def test_errors_are_of_the_requests_that_were_answered(tmp_path):
     records.arrival[:] = array("d", [0.0, 0.5, 1.0])
     records.first[:] = array("d", [0.2, 1.0, 9.0])
     records.finish[:] = array("d", [0.2, 3.0, 9.5])
-    found = {(each.time, each.figure): each for each in compare(log, Outcome(work, records, []))}
+    found = {(each.name, each.figure): each for each in compare(log, Outcome(work, records, []))}
     assert found["ttft", "mean"].measured == pytest.approx(0.175)
     assert found["ttft", "mean"].predicted == pytest.approx(0.35)
     assert found["ttft", "mean"].error == pytest.approx(1.0)

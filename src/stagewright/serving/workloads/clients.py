@@ -32,6 +32,11 @@ FIGURES: Mapping[str, tuple[str, ...]] = {
     **{name: (name,) for name in ("p90", "p95", "p99")},
 }
 """By figure: how the tools call it."""
+RATES: Mapping[str, tuple[str, ...]] = {
+    "requests/s": ("request_throughput", "request_throughput.avg"),
+    "output tokens/s": ("output_throughput", "output_token_throughput.avg"),
+}
+"""By rate: its key in vLLM's and SGLang's results, and in AIPerf's and GenAI-Perf's."""
 
 
 def is_detailed(result: Mapping[str, Any]) -> bool:
@@ -56,6 +61,17 @@ def figures_of(result: Mapping[str, Any]) -> dict[tuple[str, str], float]:
                 if value is not None and 0 < value < math.inf:
                     figures.setdefault((time, figure), value / 1e3)
     return figures
+
+
+def rates_of(result: Mapping[str, Any]) -> dict[str, float]:
+    """Requests/s and output tokens/s over the whole run, as far as they are known."""
+    values = {
+        rate: value
+        for rate, keys in RATES.items()
+        for key in keys
+        if (value := _number(result, key)) is not None
+    }
+    return {rate: value for rate, value in values.items() if 0 < value < math.inf}
 
 
 def load_of(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,43 +28,42 @@ from stagewright.serving.workloads.clients import (
     is_detailed,
     is_summary,
     load_of,
+    rates_of,
     rows_of_result,
 )
 
 FORMATS: Mapping[str, Mapping[str, str]] = {
     "any table": {
-        **{"arrival": "arrival s", "arrival_time": "arrival s", "timestamp_ms": "arrival ms"},
-        **{"prompt": "prompt", "isl": "prompt", "input_len": "prompt", "input_tokens": "prompt"},
-        **{"prompt_len": "prompt", "prompt_tokens": "prompt"},
-        **{"output": "output", "osl": "output", "output_len": "output", "output_tokens": "output"},
-        **{"completion_tokens": "output"},
-        **{"session": "session", "session_id": "session", "chat_id": "session"},
-        **{"ttft": "ttft s", "ttft_s": "ttft s", "ttft_ms": "ttft ms"},
-        **{"time_to_first_token": "ttft s"},
-        **{"e2e": "e2e s", "e2e_s": "e2e s", "e2e_ms": "e2e ms", "e2e_latency": "e2e s"},
-        **{"latency": "e2e s", "latency_ms": "e2e ms", "request_latency": "e2e s"},
+        "arrival": "arrival s", "arrival_time": "arrival s", "timestamp_ms": "arrival ms",
+        "prompt": "prompt", "isl": "prompt", "input_len": "prompt", "input_tokens": "prompt",
+        "prompt_len": "prompt", "prompt_tokens": "prompt",
+        "output": "output", "osl": "output", "output_len": "output", "output_tokens": "output",
+        "completion_tokens": "output",
+        "session": "session", "session_id": "session", "chat_id": "session",
+        "ttft": "ttft s", "ttft_s": "ttft s", "ttft_ms": "ttft ms", "time_to_first_token": "ttft s",
+        "e2e": "e2e s", "e2e_s": "e2e s", "e2e_ms": "e2e ms", "e2e_latency": "e2e s",
+        "latency": "e2e s", "latency_ms": "e2e ms", "request_latency": "e2e s",
     },
     "Mooncake": {
-        **{"timestamp": "arrival ms", "input_length": "prompt", "output_length": "output"},
+        "timestamp": "arrival ms", "input_length": "prompt", "output_length": "output",
         "hash_ids": "blocks",
     },
     "Azure": {
-        **{"TIMESTAMP": "arrival s", "ContextTokens": "prompt", "GeneratedTokens": "output"},
+        "TIMESTAMP": "arrival s", "ContextTokens": "prompt", "GeneratedTokens": "output",
     },
     "BurstGPT": {
-        **{"Timestamp": "arrival s", "Request tokens": "prompt", "Response tokens": "output"},
+        "Timestamp": "arrival s", "Request tokens": "prompt", "Response tokens": "output",
         "Session ID": "session",
     },
     "Vidur": {
-        **{"arrived_at": "arrival s", "num_prefill_tokens": "prompt"},
-        "num_decode_tokens": "output",
+        "arrived_at": "arrival s", "num_prefill_tokens": "prompt", "num_decode_tokens": "output",
     },
     "LLMServingSim": {
-        **{"arrival_time_ns": "arrival ns", "input_toks": "prompt", "output_toks": "output"},
+        "arrival_time_ns": "arrival ns", "input_toks": "prompt", "output_toks": "output",
     },
     "vLLM and SGLang": {
-        **{"start_times": "arrival s", "input_lens": "prompt", "output_lens": "output"},
-        **{"ttfts": "ttft s", "latencies": "e2e s", "errors": "error"},
+        "start_times": "arrival s", "input_lens": "prompt", "output_lens": "output",
+        "ttfts": "ttft s", "latencies": "e2e s", "errors": "error",
     },
     "AIPerf": {
         "metadata.request_start_ns": "arrival ns",
@@ -73,9 +72,9 @@ FORMATS: Mapping[str, Mapping[str, str]] = {
         "metadata.x_correlation_id": "session",
         "metrics.time_to_first_token.value": "ttft ms",
         "metrics.request_latency.value": "e2e ms",
-        **{"error": "error", "metadata.benchmark_phase": "phase"},
+        "error": "error", "metadata.benchmark_phase": "phase",
     },
-}
+}  # fmt: skip
 """By tool: its keys, and for each the field of a `TraceRow` with its unit. The first key counts.
 
 Without Mooncake's other names a `timestamp` is in seconds."""
@@ -117,6 +116,8 @@ class TraceFile(NamedTuple):
     """Rows that are no requests: how many, by reason."""
     load: Mapping[str, Any]
     """Settings of the client, where the file is the result of one."""
+    rates: Mapping[str, float]
+    """Rates that the client measured (1/s)."""
 
 
 def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> Workload:
@@ -126,7 +127,7 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
     client kept so many requests in flight, the workload does, too. Raises UserError for what is no
     trace, with the line.
     """
-    return workload_of(path, read_file(path), speed=speed, limit=limit)
+    return workload_of_file(path, read_file(path), speed=speed, limit=limit)
 
 
 def read_file(path: str | Path) -> TraceFile:
@@ -134,6 +135,7 @@ def read_file(path: str | Path) -> TraceFile:
     rejected: Counter[str] = Counter()
     rows: list[TraceRow] = []
     load: dict[str, Any] = {}
+    rates: dict[str, float] = {}
     for where, entry in objects(path):
         if is_summary(entry) and (rows or not is_detailed(entry)):
             raise UserError(
@@ -142,7 +144,7 @@ def read_file(path: str | Path) -> TraceFile:
             )
         several = [(where, entry)]
         if is_detailed(entry):
-            several, load = rows_of_result(entry, where), load_of(entry)
+            several, load, rates = rows_of_result(entry, where), load_of(entry), rates_of(entry)
         for place, cells in several:
             row = _row(cells, place)
             if isinstance(row, str):
@@ -157,7 +159,7 @@ def read_file(path: str | Path) -> TraceFile:
         why = "; ".join(f"{count} rows with {what}" for what, count in rejected.items())
         raise UserError(f"{path}: has no requests{': ' + why if why else ''}; wanted {WANTED}")
     rows.sort(key=lambda row: row.at)
-    return TraceFile(rows, rejected, load)
+    return TraceFile(rows, rejected, load, rates)
 
 
 def summary_of(path: str | Path) -> Mapping[str, Any] | None:
@@ -167,7 +169,7 @@ def summary_of(path: str | Path) -> Mapping[str, Any] | None:
     return None
 
 
-def workload_of(
+def workload_of_file(
     path: str | Path, of: TraceFile, *, speed: float = 1.0, limit: int | None = None
 ) -> Workload:
     """The requests of a file, by arrival, of which the first arrives at 0."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
@@ -91,12 +92,14 @@ def serve(
         hardware = resolve(experiment.cluster.hardware)
         result = served(experiment, hardware, asked, progress=bar, instance=instance)
     shared.show_notes(_notes(result))
-    table = None if compare is None else result.compare(compare)
+    tables: dict[str, Table] = {}
+    if compare is not None:
+        tables["compared"] = result.compare(compare)
+        tables["compared_rates"] = result.compare_rates(compare)
     if as_json:
-        more = {} if table is None else {"compared": table.rows}
-        shared.print_json(result.values() | more)
+        shared.print_json(result.values() | {name: table.rows for name, table in tables.items()})
     else:
-        report(result, table, shared.console())
+        report(result, [table for table in tables.values() if len(table)], shared.console())
     if result.outcome.stopped:
         asked_for = (*out, perfetto, None if step_trace is None else step_trace[1])
         shared.show_notes([f"stopped: {path} was not written" for path in asked_for if path])
@@ -170,7 +173,7 @@ def _about_drafts(of: InstanceGroup) -> list[str]:
     return ["drafts take no time; --speculative-method says who drafts"]
 
 
-def report(of: Serving, compared: Table | None, out: Console) -> None:
+def report(of: Serving, compared: Sequence[Table], out: Console) -> None:
     """Print what came out, for people."""
     from stagewright.texttable import print_table
 
@@ -220,8 +223,8 @@ def report(of: Serving, compared: Table | None, out: Console) -> None:
     )
     if 1 < len(of.outcome.engines) <= MOST_ROWS:
         print_table(of.engines(), out)
-    if compared is not None:
-        print_table(compared, out)
+    for table in compared:
+        print_table(table, out)
 
 
 def _limits(of: Serving) -> str:
