@@ -74,7 +74,7 @@ class Serving(ServedRun):
         return step_at(self.deployment, self.outcome, self.asked, seconds, number)
 
     def describe(self) -> str:
-        """What was served, and on what, in words."""
+        """Name the workload, and the instances that served it."""
         return f"{self.outcome.workload.name}: {'; '.join(map(_group, self.groups))}"
 
     @property
@@ -131,7 +131,7 @@ class Serving(ServedRun):
         return RequestTimes.of(self.outcome).interactivity(self.outcome.workload)
 
     def closest(self) -> str:
-        """How close requests came to limits that none keeps, in words; empty if some keep them."""
+        """Name the best times of requests if none keeps the limits; else empty."""
         if self.summary.good or any(each.limited for each in self.outcome.workload.classes):
             return ""
         times = RequestTimes.of(self.outcome)
@@ -225,7 +225,7 @@ def sections_of(values: Mapping[str, Any]) -> ServingSections:
 
 
 class ServingSections(NamedTuple):
-    """What is asked for, by section."""
+    """Settings of serving by section."""
 
     workload: WorkloadSection
     engines: EngineSection

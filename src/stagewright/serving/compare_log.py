@@ -1,4 +1,4 @@
-"""Comparison of what was measured on a server with the same requests simulated."""
+"""Comparison of a server's log, or a client's result, with the same requests simulated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Compared(NamedTuple):
     name: str
     """ttft, tpot or e2e; requests/s or output tokens/s."""
     figure: str
-    """Of times, the mean or a percentile."""
+    """The mean or a percentile; empty for a rate."""
     measured: float
     predicted: float
 
@@ -39,7 +39,7 @@ class Compared(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class MeasuredRun:
-    """What a log or the result of a benchmark client says of its requests (s)."""
+    """Figures and times of a log, or of the result of a benchmark client (s)."""
 
     figures: Mapping[tuple[str, str], float]
     """By time (ttft, tpot, e2e) and figure (mean, p50, ...)."""

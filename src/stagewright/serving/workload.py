@@ -1,4 +1,4 @@
-"""Requests as columns, and what becomes of them."""
+"""Workloads: requests as columns, and the records of their simulation."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ def folded(chains: Sequence[Chain]) -> list[Chain]:
     """
     requests = Counter(chain.from_iterable(keys for keys, _ in chains))
     before: dict[int, int] = {}
-    several: set[int] = set()  # segments that stand behind different ones
+    several: set[int] = set()  # segments that follow different ones
     for keys, _ in chains:
-        for key, last in zip(keys, (-1, *keys), strict=False):
-            if before.setdefault(key, last) != last:
+        for key, previous in zip(keys, (-1, *keys), strict=False):
+            if before.setdefault(key, previous) != previous:
                 several.add(key)
-    found: list[Chain] = []
+    merged: list[Chain] = []
     for keys, ends in chains:
-        first, upto, count = list[int](), list[int](), 0
+        merged_keys, merged_ends, last_count = list[int](), list[int](), 0
         for key, end in zip(keys, ends, strict=True):
-            now = requests[key]
-            if now == 1:
+            count = requests[key]
+            if count == 1:
                 break
-            if now == count and key not in several:
-                upto[-1] = end
+            if count == last_count and key not in several:
+                merged_ends[-1] = end
             else:
-                first.append(key)
-                upto.append(end)
-            count = now
-        found.append((tuple(first), tuple(upto)))
-    return found
+                merged_keys.append(key)
+                merged_ends.append(end)
+            last_count = count
+        merged.append((tuple(merged_keys), tuple(merged_ends)))
+    return merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ def with_past(of: Workload, tokens: int) -> Workload:
     if of.chains is not None:
         raise UserError("--past-context is for prompts that have nothing in common with others")
     chains: list[Chain] = [((request,), (tokens,)) for request in range(len(of))]
-    return replace(of, prompt=array("i", (tokens + n for n in of.prompt)), chains=chains)
+    return replace(_lengthened(of, tokens), chains=chains)
 
 
 def with_cached_share(of: Workload, share: float) -> Workload:
@@ -177,7 +177,15 @@ def with_documents(of: Workload, tokens: int) -> Workload:
         raise UserError(
             "adds_tokens is for single requests; a session's later prompts hold the earlier ones"
         )
-    return replace(of, prompt=array("i", (tokens + n for n in of.prompt)))
+    return _lengthened(of, tokens)
+
+
+def _lengthened(of: Workload, tokens: int) -> Workload:
+    """The same requests with prompts of some tokens more; UserError where these are too many."""
+    longest = max(of.prompt, default=0)
+    if longest + tokens >= LARGEST:
+        raise UserError(f"{tokens} tokens more than prompts of up to {longest} are too many")
+    return replace(of, prompt=array("i", (tokens + prompt for prompt in of.prompt)))
 
 
 class Accepted(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, Workload, accept
+from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, Workload, accept, with_past
 from stagewright.serving.workloads import traces
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
@@ -197,6 +197,7 @@ def test_a_setting_that_would_say_nothing_is_refused(more, tmp_path, monkeypatch
     [
         lambda: Arrivals(rate=0),
         lambda: Arrivals(rate=float("nan")),
+        lambda: with_past(open_loop(1, Arrivals(rate=1), LENGTHS), 2**31 - 50),
         lambda: Lengths(isl=0, osl=1),
         lambda: Lengths(isl=1, osl=2**31),
         lambda: Lengths(isl=1, osl=1, range_ratio=2),

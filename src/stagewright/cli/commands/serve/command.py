@@ -134,7 +134,7 @@ def _moment(text: str) -> tuple[float, int]:
 
 
 def _notes(of: Serving) -> list[str]:
-    """What was left out, cut short or assumed."""
+    """Notes on requests left out or cut short, and on assumptions."""
     found = of.summary
     left = plural(found.unfinished, "request was", "requests were")
     notes = [
@@ -164,7 +164,7 @@ def _notes(of: Serving) -> list[str]:
 
 
 def _about_drafts(of: InstanceGroup) -> list[str]:
-    """What is assumed of those who draft."""
+    """Notes on assumptions about the drafter."""
     model, drafter = of.instance.model, of.instance.drafter
     if of.engines.speculative_method == "mtp":
         return [f"drafts come from a layer like the last one of {model.name}, used for each draft"]
@@ -228,7 +228,7 @@ def report(of: Serving, compared: Sequence[Table], out: Console) -> None:
 
 
 def _limits(of: Serving) -> str:
-    """What a request must keep, in words; nothing where nothing is asked for."""
+    """Latency limits in words; empty if there are none."""
     if any(each.limited for each in of.outcome.workload.classes):
         return "the limits of their class"
     limits = {"TTFT": of.slo.ttft, "TPOT": of.slo.tpot, "E2E": of.slo.e2e}

@@ -1,4 +1,4 @@
-"""Which requests come, and what users want of them; names of clients are those of vLLM's."""
+"""Settings of the requests and of their latency limits."""
 
 import re
 from dataclasses import dataclass
@@ -73,7 +73,7 @@ E2eLimit = Annotated[float, LatencyLimit("e2e")]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSection:
-    """Which requests arrive, and when: a trace, a profile, or drawn ones."""
+    """Requests and their arrivals: recorded, of a profile, or drawn."""
 
     requests: Text | None = setting(
         None,
