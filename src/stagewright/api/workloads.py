@@ -69,6 +69,8 @@ def _requests(asked: WorkloadSection) -> Workload:
         return _agents(asked, asked.requests)
     summary = traces.summary_of(asked.requests)
     if summary is not None:
+        if asked.speed != WorkloadSection.speed:
+            raise UserError(f"--speed is of recorded times, which {asked.requests} has not")
         load = _completed(asked, load_of(summary))
         work, file = _drawn(load), Path(asked.requests).name
         return replace(work, name=f"{file}: {work.name}, {load.isl} and {load.osl} tokens")

@@ -124,6 +124,13 @@ def test_bad_conversations_are_one_line(written, values, says):
     assert "\n" not in str(error.value)
 
 
+def test_no_name_is_no_folder(written, tmp_path, monkeypatch):
+    written(FAN_OUT)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="cannot be read"):
+        asked("")
+
+
 def test_lengths_beside_conversations_are_refused(written):
     with pytest.raises(UserError, match="--requests and --isl both say"):
         asked(written(FAN_OUT), isl=5)

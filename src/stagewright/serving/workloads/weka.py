@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -39,6 +39,11 @@ NO_PARENT = "a subagent before the first request of its conversation"
 class Conversation:
     """Requests of a conversation, a place in each list for each; a predecessor stands earlier."""
 
+    block_size: int
+    idle_gap_cap: float
+    """Longest pause (s)."""
+    rejected: Counter[str]
+    """Entries that are left out: how many, by reason."""
     prompt: list[int] = field(default_factory=list[int])
     output: list[int] = field(default_factory=list[int])
     chains: list[Chain] = field(default_factory=list[Chain])
@@ -46,13 +51,85 @@ class Conversation:
     """Seconds after the last of the requests before it is done."""
     after: list[int] = field(default_factory=list[int])
     joins: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    keys: dict[int, int] = field(default_factory=dict[int, int])
+    """Keys of chains, from 0 on, by the ids of blocks."""
+
+    @classmethod
+    def of(
+        cls, entry: Mapping[str, Any], where: str, idle_gap_cap: float, rejected: Counter[str]
+    ) -> Conversation:
+        """Read a conversation; `rejected` counts what is left out."""
+        size: Any = entry.get("block_size", BLOCK)
+        if type(size) is not int or size < 1:
+            raise UserError(f"{where}: block_size is {shown(size)}, wanted a number of tokens")
+        conversation = cls(size, idle_gap_cap, rejected)
+        conversation.add_thread(entry["requests"], where, -1, 0.0)
+        conversation.chains = folded(conversation.chains)
+        return conversation
+
+    def add_thread(
+        self, requests: Any, where: str, previous: int, previous_end: float
+    ) -> tuple[int, float]:
+        """Add requests that follow each other, after request `previous`, and their subagents.
+
+        Returns the last one and its recorded end (s since the conversation began).
+        """
+        if not isinstance(requests, list):
+            raise UserError(f"{where}: requests is {shown(requests)}, wanted a list")
+        running: list[tuple[float, int]] = []  # recorded ends of subagents, and their last requests
+        for number, request in enumerate(cast("list[Any]", requests), 1):
+            place = f"{where}, request {number}"
+            if not isinstance(request, dict):
+                raise UserError(f"{place}: got {shown(request)}, wanted an object of JSON")
+            cells = cast("dict[str, Any]", request)
+            kind: Any = cells.get("type", "n")
+            if kind not in ("n", "s", "subagent"):
+                raise UserError(f"{place}: type is {shown(kind)}, wanted n, s or subagent")
+            if kind == "subagent" and previous < 0:
+                self.rejected[NO_PARENT] += 1
+            elif kind == "subagent":
+                last, end = self.add_thread(cells.get("requests"), place, previous, previous_end)
+                if last != previous:
+                    running.append((end, last))
+            elif min(tokens(cells, "in", place), tokens(cells, "out", place)) < 1:
+                self.rejected[NO_TOKENS] += 1
+            else:
+                begin = seconds(cells.get("t"), "t", place)
+                ended = [(end, last) for end, last in running if end <= begin]
+                running = [(end, last) for end, last in running if end > begin]
+                if ended:
+                    self.joins[len(self.prompt)] = tuple(last for _, last in ended)
+                known_end = max([previous_end, *(end for end, _ in ended)])
+                self._add(cells, place, previous, begin - known_end)
+                duration: Any = cells.get("api_time")
+                previous, previous_end = len(self.prompt) - 1, begin
+                if duration is not None:
+                    previous_end += max(0.0, seconds(duration, "api_time", place))
+        return previous, previous_end
+
+    def _add(self, cells: Mapping[str, Any], where: str, previous: int, pause: float) -> None:
+        """Add a request that is sent some seconds after those before it have ended."""
+        self.prompt.append(tokens(cells, "in", where))
+        self.output.append(tokens(cells, "out", where))
+        self.pause.append(0.0 if previous < 0 else min(max(0.0, pause), self.idle_gap_cap))
+        self.after.append(previous)
+        self.chains.append(self._chain(cells.get("hash_ids"), self.prompt[-1], where))
+
+    def _chain(self, hashes: Any, prompt: int, where: str) -> Chain:
+        """Blocks of a prompt; tokens that no id names are private."""
+        if hashes is None:
+            return NO_CHAIN
+        size = self.block_size
+        ids = block_ids(hashes, where)[: -(-prompt // size)]
+        ends = (min(size * number, prompt) for number in range(1, len(ids) + 1))
+        return tuple(self.keys.setdefault(key, len(self.keys)) for key in ids), tuple(ends)
 
 
 def is_agentic(path: str | Path) -> bool:
     """True for a file of conversations, or a folder."""
-    return Path(path).is_dir() or any(
-        is_conversation(entry) for _, entry in islice(objects(path), 1)
-    )
+    if str(path) and Path(path).is_dir():
+        return True
+    return any(is_conversation(entry) for _, entry in islice(objects(path), 1))
 
 
 def is_conversation(entry: Mapping[str, Any]) -> bool:
@@ -65,8 +142,8 @@ def is_conversation(entry: Mapping[str, Any]) -> bool:
 def read_conversations(
     path: str | Path,
     *,
-    count: int | None = None,
     arrivals: Arrivals,
+    count: int | None = None,
     idle_gap_cap: float = 10.0,
     speed: float = 1.0,
     seed: int = 0,
@@ -74,12 +151,13 @@ def read_conversations(
     """Replay the conversations of a file, or of all .json files of a folder.
 
     `count` conversations are replayed, in order and over again where there are fewer; by default,
-    each once. They begin as `arrivals` says. Raises UserError for what is
-    no conversation, with its place.
+    each once. They begin as `arrivals` says, and their pauses are at most `idle_gap_cap` seconds;
+    with `speed` 2 they are half as long. Raises UserError for what is no conversation, with its
+    place.
     """
     rejected: Counter[str] = Counter()
     conversations = [
-        _conversation(entry, where, idle_gap_cap, rejected) for where, entry in _entries(path)
+        Conversation.of(entry, where, idle_gap_cap, rejected) for where, entry in _entries(path)
     ]
     recorded = [of for of in conversations if of.prompt]
     if not recorded:
@@ -98,11 +176,10 @@ def read_conversations(
         output.extend(of.output)
         session.extend([replay] * len(of.prompt))
         after.extend(-1 if before < 0 else first + before for before in of.after)
-        joins |= {
-            first + n: tuple(first + other for other in others) for n, others in of.joins.items()
-        }
+        for request, others in of.joins.items():
+            joins[first + request] = tuple(first + other for other in others)
         chains += [(tuple(new_key + key for key in keys), ends) for keys, ends in of.chains]
-        new_key += 1 + max((key for keys, _ in of.chains for key in keys), default=-1)
+        new_key += len(of.keys)
     replays = session[-1] + 1
     return Workload(
         f"{Path(path).name}, {replays} conversation{'s' * (replays > 1)}",
@@ -122,72 +199,3 @@ def _entries(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
                     f"{where}: is no conversation in Weka's format; wanted requests and block_size"
                 )
             yield where, entry
-
-
-def _conversation(
-    entry: Mapping[str, Any], where: str, idle_gap_cap: float, rejected: Counter[str]
-) -> Conversation:
-    """The requests of a conversation, with pauses of at most `idle_gap_cap` seconds."""
-    size: Any = entry.get("block_size", BLOCK)
-    if type(size) is not int or size < 1:
-        raise UserError(f"{where}: block_size is {shown(size)}, wanted a whole number of tokens")
-    of, keys = Conversation(), dict[int, int]()
-
-    def add_thread(
-        requests: Any, where: str, previous: int, previous_end: float
-    ) -> tuple[int, float]:
-        """Add requests that follow each other; return the last one and its recorded end."""
-        if not isinstance(requests, list):
-            raise UserError(f"{where}: requests is {shown(requests)}, wanted a list")
-        running: list[tuple[float, int]] = []  # recorded ends of subagents, and their last requests
-        for number, request in enumerate(cast("list[Any]", requests), 1):
-            place = f"{where}, request {number}"
-            if not isinstance(request, dict):
-                raise UserError(f"{place}: got {shown(request)}, wanted an object of JSON")
-            cells = cast("dict[str, Any]", request)
-            kind: Any = cells.get("type", "n")
-            if kind == "subagent":
-                if previous < 0:
-                    rejected[NO_PARENT] += 1
-                    continue
-                last, end = add_thread(cells.get("requests"), place, previous, previous_end)
-                if last != previous:
-                    running.append((end, last))
-                continue
-            if kind not in ("n", "s"):
-                raise UserError(f"{place}: type is {shown(kind)}, wanted n, s or subagent")
-            prompt, output = tokens(cells, "in", place), tokens(cells, "out", place)
-            if prompt < 1 or output < 1:
-                rejected[NO_TOKENS] += 1
-                continue
-            begin = seconds(cells.get("t"), "t", place)
-            joined = [last for end, last in running if end <= begin]
-            known_end = max([previous_end, *(end for end, _ in running if end <= begin)])
-            running = [pair for pair in running if pair[0] > begin]
-            pause = 0.0 if previous < 0 else max(0.0, begin - known_end)
-            of.prompt.append(prompt)
-            of.output.append(output)
-            of.chains.append(_chain(cells, prompt, size, keys, place))
-            of.pause.append(min(pause, idle_gap_cap))
-            of.after.append(previous)
-            if joined:
-                of.joins[len(of.prompt) - 1] = tuple(joined)
-            api_time = cells.get("api_time")
-            duration = 0.0 if api_time is None else seconds(api_time, "api_time", place)
-            previous, previous_end = len(of.prompt) - 1, begin + max(0.0, duration)
-        return previous, previous_end
-
-    add_thread(entry["requests"], where, -1, 0.0)
-    of.chains = folded(of.chains)
-    return of
-
-
-def _chain(
-    cells: Mapping[str, Any], prompt: int, size: int, keys: dict[int, int], where: str
-) -> Chain:
-    """Blocks of a prompt by their places in `keys`; what no id names is private."""
-    if cells.get("hash_ids") is None:
-        return NO_CHAIN
-    ids = block_ids(cells["hash_ids"], where)[: -(-prompt // size)]
-    ends: Sequence[int] = [*range(size, size * len(ids), size), min(prompt, size * len(ids))]
-    return tuple(keys.setdefault(key, len(keys)) for key in ids), tuple(ends[: len(ids)])
