@@ -136,6 +136,8 @@ def _agents(asked: WorkloadSection, path: str) -> Workload:
     work = read_conversations(
         path,
         count=asked.num_requests,
+        started=asked.concurrency or 0,
+        start_share=asked.trajectory_start_max_ratio,
         arrivals=_arrivals(asked),
         idle_gap_cap=asked.idle_gap_cap,
         speed=asked.speed,
@@ -194,6 +196,7 @@ def _refuse_idle(asked: WorkloadSection, *, profile: bool = False, agents: bool 
         ("num_requests", not profile, "a trace, --rate or --concurrency, not of a profile"),
         ("concurrency", not profile, "a trace, --rate or lengths, not of a profile"),
         ("idle_gap_cap", agents, "conversations in Weka's format (--requests)"),
+        ("trajectory_start_max_ratio", agents, "conversations in Weka's format (--requests)"),
         ("range_ratio", not trace, "--isl and --osl"),
         ("arrival", rate, "--rate"),
         ("burstiness", asked.arrival == "gamma", "--arrival gamma"),

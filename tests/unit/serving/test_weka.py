@@ -88,6 +88,26 @@ def test_ids_name_blocks_of_a_conversation(written):
     assert twice.joins[7 + 5] == (7 + 2, 7 + 3)
 
 
+def test_the_first_of_each_lane_begins_in_the_middle(written):
+    lanes = {"num_requests": 40, "concurrency": 30}
+    work = asked(written(FAN_OUT), trajectory_start_max_ratio=0.3, **lanes)
+    assert work.session is not None
+    assert work.after is not None
+    first = [list(work.session).index(n) for n in range(40)]
+    assert {work.after[n] for n in first} == {-1}
+    # Turns 0, 5 and 6 of 7 were sent at 0, 8 and 100 s.
+    lengths = [list(work.session).count(n) for n in range(40)]
+    assert {*lengths[:30]} == {7, 2}
+    assert {*lengths[30:]} == {7}
+    short = first[lengths.index(2)]
+    assert list(work.prompt[short : short + 2]) == [200, 300]
+    assert list(work.after[short : short + 2]) == [-1, short]
+    assert work.joins.get(short + 1, ()) == ()
+    assert work.arrival[short] == 0
+    again = asked(written(FAN_OUT), trajectory_start_max_ratio=0.3, **lanes)
+    assert again.prompt == work.prompt
+
+
 def test_a_folder_of_conversations(written, tmp_path):
     for name in ("b.json", "a.json"):
         written(conversation(call(0, ord(name[0]), 1, [1, 2])), name=name)

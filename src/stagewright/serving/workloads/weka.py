@@ -8,9 +8,9 @@ is capped. Subagents begin after the request before them and run in parallel. A 
 the subagents that had ended when it was recorded; for others nobody waits. Ids name blocks within
 a conversation (`hash_id_scope: local`), each time that it is replayed.
 
-AgentX begins its first conversations somewhere in the middle, after a warm-up; here all begin with
-their first request. AIPerf finds agents among requests without a subagent's marker by their ids;
-here these requests follow each other.
+AgentX begins the first conversation of each lane at a random time of its recording, with the last
+request before it as a warm-up. AIPerf finds agents among requests without a subagent's marker by
+their ids; here these requests follow each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -51,6 +51,8 @@ class Conversation:
     """Seconds after the last of the requests before it is done."""
     after: list[int] = field(default_factory=list[int])
     joins: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    turns: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """Recorded times of the requests of no subagent, and their places."""
     keys: dict[int, int] = field(default_factory=dict[int, int])
     """Keys of chains, from 0 on, by the ids of blocks."""
 
@@ -63,16 +65,22 @@ class Conversation:
         if type(size) is not int or size < 1:
             raise UserError(f"{where}: block_size is {shown(size)}, wanted a number of tokens")
         conversation = cls(size, idle_gap_cap, rejected)
-        conversation.add_thread(entry["requests"], where, -1, 0.0)
+        conversation.add_thread(entry["requests"], where, -1, 0.0, conversation.turns)
         conversation.chains = folded(conversation.chains)
         return conversation
 
     def add_thread(
-        self, requests: Any, where: str, previous: int, previous_end: float
+        self,
+        requests: Any,
+        where: str,
+        previous: int,
+        previous_end: float,
+        turns: list[tuple[float, int]],
     ) -> tuple[int, float]:
         """Add requests that follow each other, after request `previous`, and their subagents.
 
-        Returns the last one and its recorded end (s since the conversation began).
+        Returns the last one and its recorded end (s since the conversation began); `turns` gets
+        time and place of each.
         """
         if not isinstance(requests, list):
             raise UserError(f"{where}: requests is {shown(requests)}, wanted a list")
@@ -88,7 +96,8 @@ class Conversation:
             if kind == "subagent" and previous < 0:
                 self.rejected[NO_PARENT] += 1
             elif kind == "subagent":
-                last, end = self.add_thread(cells.get("requests"), place, previous, previous_end)
+                nested = cells.get("requests")
+                last, end = self.add_thread(nested, place, previous, previous_end, [])
                 if last != previous:
                     running.append((end, last))
             elif min(tokens(cells, "in", place), tokens(cells, "out", place)) < 1:
@@ -103,6 +112,7 @@ class Conversation:
                 self._add(cells, place, previous, begin - known_end)
                 duration: Any = cells.get("api_time")
                 previous, previous_end = len(self.prompt) - 1, begin
+                turns.append((begin, previous))
                 if duration is not None:
                     previous_end += max(0.0, seconds(duration, "api_time", place))
         return previous, previous_end
@@ -124,6 +134,28 @@ class Conversation:
         ends = (min(size * number, prompt) for number in range(1, len(ids) + 1))
         return tuple(self.keys.setdefault(key, len(self.keys)) for key in ids), tuple(ends)
 
+    def from_time(self, share: float) -> Conversation:
+        """The conversation from its last turn in this share of its recorded time.
+
+        Subagents that ran beside that turn are left out.
+        """
+        begins, ends = self.turns[0][0], self.turns[-1][0]
+        start = begins + share * (ends - begins)
+        first = max(place for time, place in self.turns if time <= start or place == 0)
+        return replace(
+            self,
+            prompt=self.prompt[first:],
+            output=self.output[first:],
+            chains=self.chains[first:],
+            pause=self.pause[first:],
+            after=[-1, *(before - first for before in self.after[first + 1 :])],
+            joins={
+                request - first: tuple(other - first for other in others if other >= first)
+                for request, others in self.joins.items()
+                if request > first
+            },
+        )
+
 
 def is_agentic(path: str | Path) -> bool:
     """True for a file of conversations, or a folder."""
@@ -144,6 +176,8 @@ def read_conversations(
     *,
     arrivals: Arrivals,
     count: int | None = None,
+    started: int = 0,
+    start_share: float = 0.0,
     idle_gap_cap: float = 10.0,
     speed: float = 1.0,
     seed: int = 0,
@@ -151,7 +185,8 @@ def read_conversations(
     """Replay the conversations of a file, or of all .json files of a folder.
 
     `count` conversations are replayed, in order and over again where there are fewer; by default,
-    each once. They begin as `arrivals` says, and their pauses are at most `idle_gap_cap` seconds;
+    each once. The `started` first ones begin at a random time up to `start_share` of their
+    recording. They begin as `arrivals` says, and their pauses are at most `idle_gap_cap` seconds;
     with `speed` 2 they are half as long. Raises UserError for what is no conversation, with its
     place.
     """
@@ -166,9 +201,11 @@ def read_conversations(
     when, prompt, output = array("d"), array("i"), array("i")
     after, session, chains = array("i"), array("i"), list[Chain]()
     joins: dict[int, tuple[int, ...]] = {}
-    random, begin, new_key = Random(seed), 0.0, 0
+    random, draw_start, begin, new_key = Random(seed), Random(f"starts {seed}"), 0.0, 0
     for replay in range(len(recorded) if count is None else check_count(count)):
         of, first = recorded[replay % len(recorded)], len(prompt)
+        if replay < started and start_share:
+            of = of.from_time(draw_start.random() * start_share)
         if replay and replay % arrivals.burst_size == 0:
             begin += arrivals.gap(random)
         when.extend([begin, *(pause / speed for pause in of.pause[1:])])

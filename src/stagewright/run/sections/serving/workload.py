@@ -138,7 +138,9 @@ class WorkloadSection:
         rare=True,
     )
     prefix_cache_hit_rate: Share = setting(
-        0.0, "Share of each prompt that is in the cache already: a beginning that all have."
+        0.0,
+        "Share of each prompt that is in the cache already: a beginning that all have.",
+        metavar="R",
     )
     classes: Text | None = setting(
         None,
@@ -156,6 +158,12 @@ class WorkloadSection:
         "Longest pause between two requests of an agent, of a trace in Weka's format.",
         metavar="S",
         names=("trace-idle-gap-cap-seconds",),
+        rare=True,
+    )
+    trajectory_start_max_ratio: Share = setting(
+        0.0,
+        "The first --concurrency conversations of agents begin at a random time up to this share "
+        "of their recording (AgentX: 1).",
         rare=True,
     )
     speed: Positive = setting(1.0, "A trace's requests come X times as fast.")
