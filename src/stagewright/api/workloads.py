@@ -28,7 +28,6 @@ from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,
     Lengths,
-    closed_loop,
     open_loop,
     sessions,
 )
@@ -104,16 +103,12 @@ def _drawn(asked: WorkloadSection) -> Workload:
         raise UserError("give --isl and --osl: tokens of a prompt and of its output")
     lengths = Lengths(isl=asked.isl, osl=asked.osl, range_ratio=asked.range_ratio)
     count, seed = asked.num_requests or REQUESTS, asked.seed
-    of_sessions = asked.turns > 1 or asked.system_prompt > 0
-    at_once = asked.rate in (None, math.inf)
-    if at_once and asked.concurrency is not None and not of_sessions:
-        return closed_loop(count, asked.concurrency, lengths, seed)
     arrivals = _arrivals(asked)
-    if of_sessions:
-        of = Conversations(
+    if asked.turns > 1 or asked.system_prompt > 0:
+        conversations = Conversations(
             turns=asked.turns, think_time=asked.think_time, system_prompt=asked.system_prompt
         )
-        work = sessions(count, arrivals, lengths, of, seed)
+        work = sessions(count, arrivals, lengths, conversations, seed)
     else:
         work = open_loop(count, arrivals, lengths, seed)
     return work if asked.concurrency is None else in_lanes(work, asked.concurrency)

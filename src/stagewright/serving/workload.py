@@ -165,7 +165,10 @@ def in_lanes(of: Workload, concurrency: int) -> Workload:
     """The same requests, of which at most `concurrency` sessions are in flight at a time."""
     if not 1 <= concurrency <= LARGEST:
         raise UserError(f"--concurrency is {concurrency}, wanted at least 1")
-    return replace(of, concurrency=concurrency, name=f"{of.name}, at most {concurrency} in flight")
+    name = f"{of.name}, at most {concurrency} in flight"
+    if of.after is None and not any(of.arrival):
+        name = f"{concurrency} users"
+    return replace(of, concurrency=concurrency, name=name)
 
 
 def with_documents(of: Workload, tokens: int) -> Workload:

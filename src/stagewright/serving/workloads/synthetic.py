@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
@@ -120,8 +120,7 @@ def open_loop(requests: int, arrivals: Arrivals, lengths: Lengths, seed: int = 0
 
 def closed_loop(requests: int, concurrency: int, lengths: Lengths, seed: int = 0) -> Workload:
     """Closed loop of users, each with one request at a time (InferenceX's client)."""
-    work = open_loop(requests, Arrivals(rate=math.inf), lengths, seed)
-    return replace(in_lanes(work, concurrency), name=f"{concurrency} users")
+    return in_lanes(open_loop(requests, Arrivals(rate=math.inf), lengths, seed), concurrency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,22 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
     client kept so many requests in flight, the workload does, too. Raises UserError for what is no
     trace, with the line.
     """
-    return workload_of_file(path, read_file(path), speed=speed, limit=limit)
+    if not 0 < speed < math.inf:
+        raise UserError(f"--speed is {speed:g}, wanted a number above 0; 2 is twice as fast")
+    file = read_file(path)
+    rows, users = file.rows[:limit], file.load.get("concurrency")
+    first, closed_loop = rows[0].at, users is not None and "rate" not in file.load
+    sessions = {name: nth for nth, name in enumerate(dict.fromkeys(row.session for row in rows))}
+    return Workload(
+        Path(path).name,
+        array("d", (0.0 if closed_loop else (row.at - first) / speed for row in rows)),
+        array("i", (row.prompt for row in rows)),
+        array("i", (row.output for row in rows)),
+        folded([row.chain for row in rows]) if any(row.chain[0] for row in rows) else None,
+        session=array("i", (sessions[r.session] for r in rows)) if len(sessions) > 1 else None,
+        concurrency=users,
+        rejected=dict(file.rejected),
+    )
 
 
 def read_file(path: str | Path) -> TraceFile:
@@ -167,28 +182,6 @@ def summary_of(path: str | Path) -> Mapping[str, Any] | None:
     for _, entry in objects(path):
         return entry if is_summary(entry) and not is_detailed(entry) else None
     return None
-
-
-def workload_of_file(
-    path: str | Path, of: TraceFile, *, speed: float = 1.0, limit: int | None = None
-) -> Workload:
-    """The requests of a file, by arrival, of which the first arrives at 0."""
-    if not 0 < speed < math.inf:
-        raise UserError(f"--speed is {speed:g}, wanted a number above 0; 2 is twice as fast")
-    rows = of.rows[:limit]
-    first, users = rows[0].at, of.load.get("concurrency")
-    closed_loop = users is not None and "rate" not in of.load
-    sessions = {name: nth for nth, name in enumerate(dict.fromkeys(row.session for row in rows))}
-    return Workload(
-        Path(path).name,
-        array("d", (0.0 if closed_loop else (row.at - first) / speed for row in rows)),
-        array("i", (row.prompt for row in rows)),
-        array("i", (row.output for row in rows)),
-        folded([row.chain for row in rows]) if any(row.chain[0] for row in rows) else None,
-        session=array("i", (sessions[r.session] for r in rows)) if len(sessions) > 1 else None,
-        concurrency=users,
-        rejected=dict(of.rejected),
-    )
 
 
 # ---- files ---------------------------------------------------------------------------------------
