@@ -247,6 +247,11 @@ def asked_serving(
         own[name] = values_of(int, own[name], f"--{name.replace('_', '-')}")[0]
     classes = own.pop("classes") if isinstance(own.get("classes"), list | tuple) else None
     asked = section_of(WorkloadSection, own)
+    if users and (asked.rate is not None or asked.requests is not None):
+        raise UserError(
+            f"--{'requests' if asked.rate is None else 'rate'} and --concurrency: a search serves "
+            "requests that arrive, or a closed loop of users; give one of the two"
+        )
     slo = slo_of(asked)
     if slo.e2e is None and (slo.ttft is None or slo.tpot is None):
         raise UserError(
@@ -274,12 +279,6 @@ def _workloads(
     """The requests that are asked for, or those of each number of users in a closed loop."""
     if not users:
         return [workload_of(asked, classes)]
-    if asked.rate is not None or asked.requests is not None:
-        other = "--requests" if asked.rate is None else "--rate"
-        raise UserError(
-            f"{other} and --concurrency: a search serves requests that arrive, or a closed loop of "
-            "users; give one of the two"
-        )
     loops = (
         replace(
             asked, concurrency=count, num_requests=asked.num_requests or REQUESTS_PER_USER * count

@@ -21,7 +21,7 @@ FIGURES = {"mean": None, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 TIMES = ("ttft", "tpot", "e2e")
 
 
-class Compared(NamedTuple):
+class ComparedFigure(NamedTuple):
     """Measured and predicted figure: of request times (s), or a rate (1/s)."""
 
     name: str
@@ -80,13 +80,13 @@ def measured_run(path: str | Path) -> MeasuredRun:
     return MeasuredRun(figures, times, file.rates)
 
 
-def compare(log: MeasuredRun, outcome: Outcome) -> list[Compared]:
+def compare(log: MeasuredRun, outcome: Outcome) -> list[ComparedFigure]:
     """Each figure of each time that the log has, measured and predicted.
 
     Requests without a time in the log do not count; where some were rejected here, all do.
     """
     times, figures = RequestTimes.of(outcome), log.figures
-    compared: list[Compared] = []
+    compared: list[ComparedFigure] = []
     for time in TIMES:
         predicted = getattr(times, time)
         finite = np.isfinite(predicted)
@@ -95,14 +95,16 @@ def compare(log: MeasuredRun, outcome: Outcome) -> list[Compared]:
             finite &= np.isfinite(measured[times.number])
         if finite.any():
             compared += [
-                Compared(time, figure, figures[time, figure], figure_of(predicted[finite], figure))
+                ComparedFigure(
+                    time, figure, figures[time, figure], figure_of(predicted[finite], figure)
+                )
                 for figure in FIGURES
                 if (time, figure) in figures
             ]
     return compared
 
 
-def compare_rates(log: MeasuredRun, outcome: Outcome) -> list[Compared]:
+def compare_rates(log: MeasuredRun, outcome: Outcome) -> list[ComparedFigure]:
     """Rates that the log has, measured and predicted, from the first arrival to the last token."""
     times = RequestTimes.of(outcome)
     if not len(times.number):
@@ -111,7 +113,8 @@ def compare_rates(log: MeasuredRun, outcome: Outcome) -> list[Compared]:
     output = np.frombuffer(outcome.workload.output, np.int32)[times.number]
     totals = {"requests/s": len(times.number), "output tokens/s": int(output.sum())}
     return [
-        Compared(rate, "", measured, totals[rate] / seconds) for rate, measured in log.rates.items()
+        ComparedFigure(rate, "", measured, totals[rate] / seconds)
+        for rate, measured in log.rates.items()
     ]
 
 
