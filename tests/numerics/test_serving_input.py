@@ -33,6 +33,14 @@ def test_a_line_of_a_client(capfd):
     assert theirs == ours
 
 
+def test_a_search_takes_the_names_of_clients():
+    words = ["llama3.1-8b", "--serve", "--request-rate", "5", "--random-input-len", "300",
+             "--random-output-len", "20", "--num-prompts", "30", "--ttft", "2s"]  # fmt: skip
+    given = cli.commands.commands["search"].make_context("search", words).params
+    assert (given["rate"], given["isl"], given["output_length"]) == (5.0, 300, "20")
+    assert (given["num_requests"], given["ttft"]) == (30, "2s")
+
+
 def test_limits_that_none_keeps_say_what_came_closest(capfd):
     words = ("--rate", "50", "--isl", "300", "--osl", "20", "--num-requests", "30", "--tpot")
     assert "the fastest requests had TPOT of " in printed(capfd, *words, "1us")

@@ -46,7 +46,9 @@ AIPERF = {
     "inter_token_latency": stat(8.0, p50=7.5, p99=11.0),
     "request_latency": stat(1500.0, p50=1400.0, p99=2000.0),
     "input_sequence_length": stat(550.4, "tokens"), "output_sequence_length": stat(180.0, "tokens"),
-    "input_config": {"phases": [{"name": "profiling", "concurrency": 10}], "endpoint": {}},
+    "input_config": {
+        "phases": [{"name": "warmup", "concurrency": 3}, {"name": "profiling", "concurrency": 10}],
+    },
 }  # fmt: skip
 
 

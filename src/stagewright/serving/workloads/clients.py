@@ -173,12 +173,15 @@ def _number(result: Mapping[str, Any], key: str) -> float | None:
 
 
 def _within(config: Any, key: str) -> float | None:
-    """The first number with a key in a configuration, however deep it is."""
+    """The first number with a key in a configuration, however deep it is, without its warm-up."""
+    values: list[Any] = [*cast("list[Any]", config)] if isinstance(config, list) else []
     if isinstance(config, dict):
-        found = _number(cast("dict[str, Any]", config), key)
-        rest: list[Any] = [*cast("dict[str, Any]", config).values()]
-    else:
-        found, rest = None, [*cast("list[Any]", config)] if isinstance(config, list) else []
-    if found is not None:
-        return found
-    return next((n for n in (_within(value, key) for value in rest) if n is not None), None)
+        mapping = cast("dict[str, Any]", config)
+        if mapping.get("name") == "warmup":
+            return None
+        number = _number(mapping, key)
+        if number is not None:
+            return number
+        values = [value for name, value in mapping.items() if name != "warmup"]
+    numbers = (_within(value, key) for value in values)
+    return next((number for number in numbers if number is not None), None)

@@ -144,8 +144,8 @@ class WorkloadSection:
     )
     classes: Text | None = setting(
         None,
-        "A .yaml of classes of requests: rows of name, share, priority, and ttft, tpot, e2e in "
-        "milliseconds.",
+        "A .yaml of classes of requests: rows of name, share, priority, and limits ttft, tpot, "
+        "e2e.",
         metavar="FILE",
     )
     past_context: Number = setting(
