@@ -177,6 +177,14 @@ def test_a_result_without_a_rate_wants_one(written):
     assert len(workload_of(WorkloadSection(requests=path, rate=3.0))) == 4
 
 
+def test_a_deep_configuration(written):
+    config: dict = {"concurrency": 7}
+    for _ in range(450):
+        config = {"section": config}
+    path = written(AIPERF | {"input_config": config})
+    assert workload_of(WorkloadSection(requests=path)).concurrency == 7
+
+
 @pytest.mark.parametrize("key", ["num_prompts", "max_concurrency", "total_input_tokens"])
 def test_infinite_totals_are_left_out(written, key: str):
     path = written(VLLM | {key: math.inf})

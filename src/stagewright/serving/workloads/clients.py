@@ -26,7 +26,7 @@ TOTALS: Mapping[str, Mapping[str, str]] = {
 }
 """By tool: the key of a figure (ms) of each of our times."""
 _OF_AIPERF = ("time_to_first_token", "request_latency")
-FIGURES: Mapping[str, tuple[str, ...]] = {
+FIGURE_WORDS: Mapping[str, tuple[str, ...]] = {
     "mean": ("mean", "avg"),
     "p50": ("median", "p50"),
     **{name: (name,) for name in ("p90", "p95", "p99")},
@@ -55,7 +55,7 @@ def figures_of(result: Mapping[str, Any]) -> dict[tuple[str, str], float]:
     figures: dict[tuple[str, str], float] = {}
     for keys in TOTALS.values():
         for time, key in keys.items():
-            for figure, words in FIGURES.items():
+            for figure, words in FIGURE_WORDS.items():
                 values = [_number(result, key.format(word)) for word in words]
                 value = next((value for value in values if value is not None), None)
                 if value is not None and 0 < value < math.inf:
@@ -174,14 +174,15 @@ def _number(result: Mapping[str, Any], key: str) -> float | None:
 
 def _within(config: Any, key: str) -> float | None:
     """The first number with a key in a configuration, however deep it is, without its warm-up."""
-    values: list[Any] = [*cast("list[Any]", config)] if isinstance(config, list) else []
-    if isinstance(config, dict):
-        mapping = cast("dict[str, Any]", config)
-        if mapping.get("name") == "warmup":
-            return None
-        number = _number(mapping, key)
-        if number is not None:
-            return number
-        values = [value for name, value in mapping.items() if name != "warmup"]
-    numbers = (_within(value, key) for value in values)
-    return next((number for number in numbers if number is not None), None)
+    values: list[Any] = [config]
+    while values:
+        value = values.pop(0)
+        if isinstance(value, dict) and cast("dict[str, Any]", value).get("name") != "warmup":
+            section = cast("dict[str, Any]", value)
+            number = _number(section, key)
+            if number is not None:
+                return number
+            values += [inner for name, inner in section.items() if name != "warmup"]
+        elif isinstance(value, list):
+            values += cast("list[Any]", value)
+    return None

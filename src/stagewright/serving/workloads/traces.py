@@ -276,7 +276,7 @@ def _columns(keys: tuple[str, ...]) -> Mapping[str, tuple[str, float]]:
 def _row(cells: Mapping[str, Any], where: str) -> TraceRow | str:
     """A row as a request, or why it is none; raises UserError for what cannot be understood."""
     if "metadata" in cells:
-        cells = dict(_flat(cells, ""))
+        cells = dict(_flat(cells))
     columns = _columns(tuple(cells))
     failed = "error" in columns and bool(cells[columns["error"][0]])
     if "phase" in columns and cells[columns["phase"][0]] == "warmup":
@@ -299,11 +299,11 @@ def _row(cells: Mapping[str, Any], where: str) -> TraceRow | str:
     return TraceRow(at, prompt, output, chain, session, ttft, e2e)
 
 
-def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Nested keys with dots between them."""
+def _flat(values: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterator[tuple[str, Any]]:
+    """Nested keys with dots between them, down to some depth."""
     for key, value in values.items():
-        if isinstance(value, dict) and key != "error":
-            yield from _flat(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        if isinstance(value, dict) and key != "error" and depth > 1:
+            yield from _flat(cast("dict[str, Any]", value), f"{prefix}{key}.", depth - 1)
         else:
             yield prefix + key, value
 
