@@ -133,7 +133,7 @@ def test_limits_of_classes_hold_in_place_of_those_of_all(tmp_path):
     path = tmp_path / "classes.yaml"
     path.write_text("- {name: chat, ttft: 300}\n")
     found = sw.search_serving(
-        "llama3.1-8b", "h100-sxm", classes=str(path), ttft=1e-6, tpot=20, rate=20, isl=512,
+        "llama3.1-8b", "h100-sxm", classes=str(path), ttft="0.001us", tpot=20, rate=20, isl=512,
         osl=8, num_requests=10, layers=1, tp=1, pp=1, gpus=2, pairs=1,
     )  # fmt: skip
     assert {found.ranking.choices[nth].prompts for nth in found.ranking.best} == {None, 0}
@@ -191,7 +191,7 @@ def test_the_command(capfd, tmp_path):
 
 
 def test_limits_that_nothing_keeps(capfd, tmp_path):
-    never = ("--rate", "50", "--ttft", "1", "--tpot", "3", "--num-requests", "20", "--tp", "1")
+    never = ("--rate", "50", "--ttft", "1ms", "--tpot", "3", "--num-requests", "20", "--tp", "1")
     assert code(*never, "--pp", "1", f"-o{tmp_path / 'page.html'}") == 3
     assert "nothing with up to 256 GPUs keeps the limits" in capfd.readouterr().out
     assert "a prompt alone takes longer" in (tmp_path / "page.html").read_text()

@@ -89,7 +89,7 @@ def test_what_is_stopped_is_not_written_as_if_whole(monkeypatch, capsys, tmp_pat
 
 
 def test_classes_have_a_table_and_requests_their_limits():
-    rows = [{"name": "chat", "share": 3, "ttft": 1e-3}, {"name": "batch"}]
+    rows = [{"name": "chat", "share": 3, "ttft": "1us"}, {"name": "batch"}]
     of = sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=rows)
     table = of.classes()
     assert [row["class"] for row in table.rows] == ["chat", "batch"]

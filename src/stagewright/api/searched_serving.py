@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
+from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
@@ -19,6 +20,7 @@ from stagewright.run.sections.serving import (
     OperationSection,
     PoolSection,
     WorkloadSection,
+    by_own_names,
 )
 from stagewright.run.settings import Run
 from stagewright.searching.enumeration import DIVIDES, DP_ALLOWED, Enumeration, Removed
@@ -37,7 +39,6 @@ from stagewright.serving.search.answer import (
 )
 from stagewright.serving.search.layouts import MOST_GPUS, layouts
 from stagewright.serving.workload import Workload
-from stagewright.serving.workloads.asked import workload_of
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as search_tables
@@ -227,7 +228,8 @@ def asked_serving(
     vary: Mapping[str, Any] | None = None,
 ) -> ServingQuestion:
     """What is searched for; raises UserError for settings that cannot be combined."""
-    values = {name: value for name, value in settings.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
+    values = by_own_names(given)
     share = float(values.pop("attainment", 0.9))
     if not 0 < share <= 1:
         raise UserError(f"--attainment is {share:g}, wanted a share above 0, at most 1")
@@ -245,6 +247,11 @@ def asked_serving(
         own[name] = values_of(int, own[name], f"--{name.replace('_', '-')}")[0]
     classes = own.pop("classes") if isinstance(own.get("classes"), list | tuple) else None
     asked = section_of(WorkloadSection, own)
+    if users and (asked.rate is not None or asked.requests is not None):
+        raise UserError(
+            f"--{'requests' if asked.rate is None else 'rate'} and --concurrency: a search serves "
+            "requests that arrive, or a closed loop of users; give one of the two"
+        )
     slo = slo_of(asked)
     if slo.e2e is None and (slo.ttft is None or slo.tpot is None):
         raise UserError(

@@ -78,6 +78,8 @@ def _search_parameters() -> list[click.Parameter]:
     for setting in SERVING.values():
         option = option_of(setting)
         for each in rest:
+            if {*option.opts} & {*each.opts}:
+                each.opts += [flag for flag in option.opts if flag not in taken]
             if setting.name == "requests" and "--requests" in each.opts:
                 each.help = f"{each.help} With --serve: {option.help}"
         found = setting.name == "instances" or setting.section == "pools"

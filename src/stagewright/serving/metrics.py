@@ -102,6 +102,15 @@ class RequestTimes:
         tpot[further_tokens < 1] = np.nan
         return cls(number, scheduled - arrival, first - arrival, tpot, finish - arrival)
 
+    def interactivity(self, work: Workload) -> float:
+        """Tokens/s of a user, end to end: 1 / 90th percentile of E2E per output token.
+
+        The metric of InferenceX's AgentX (SemiAnalysisAI/InferenceX@843c6254 `MODELS.md`), over
+        all of its requests; nan where none is done.
+        """
+        per_token = self.e2e / np.frombuffer(work.output, np.int32)[self.number]
+        return 1 / float(np.quantile(per_token, 0.9)) if len(per_token) else float("nan")
+
     @classmethod
     def at_least(cls, work: Workload, records: Records, at: float) -> RequestTimes:
         """Lower bounds of times of all requests at time `at`; nan before their arrival."""

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from heapq import heappop, heappush
 
-import numpy as np
-
+from stagewright.serving.arrivals import ArrivalQueue
 from stagewright.serving.disaggregation import PrefillEngine, RemoteKvEngine, Role
 from stagewright.serving.engine import Engine
 from stagewright.serving.events import ARRIVAL, OTHER, EventQueue, Handler
@@ -490,48 +489,3 @@ class ServingSimulation:
         else:
             engine.add_request(request)
         self.schedule(number)
-
-
-class ArrivalQueue(Iterator[tuple[float, int]]):
-    """Arrivals at the router of requests that wait for no other one."""
-
-    def __init__(self, workload: Workload, host: HostTimes) -> None:
-        """Requests pass `host` on their way."""
-        self._workload, self._host = workload, host
-        self._followers: dict[int, list[int]] = {}
-        free: Sequence[int] = range(len(workload))
-        if workload.after is not None:
-            for request, predecessor in enumerate(workload.after):
-                if predecessor >= 0:
-                    self._followers.setdefault(predecessor, []).append(request)
-            free = [request for request in free if workload.after[request] < 0]
-        self._queued = iter(())
-        if workload.concurrency is not None:
-            self._queued = iter(free[workload.concurrency :])
-            free = free[: workload.concurrency]
-        if host.per_prompt_token or (np.diff(np.frombuffer(workload.arrival)) < 0).any():
-            free = sorted(free, key=self._arrival)
-        self._free = iter(free)
-
-    def __next__(self) -> tuple[float, int]:
-        """Return time and number of the next request."""
-        request = next(self._free)
-        return self._arrival(request), request
-
-    def _arrival(self, request: int) -> float:
-        """Time at which a request has passed the host, if it waits for no other one."""
-        return self._workload.arrival[request] + self.delay(request)
-
-    def delay(self, request: int) -> float:
-        """Seconds from the user to the engine's queue."""
-        return self._host.before_prefill(self._workload.prompt[request])
-
-    def after(self, request: int, at: float) -> Iterator[tuple[float, int]]:
-        """Arrivals of the requests that waited for the end of one."""
-        following = self._followers.pop(request, [])
-        if self._workload.concurrency is not None:
-            queued = next(self._queued, None)
-            if queued is not None:
-                following = [*following, queued]
-        for follower in following:
-            yield at + self._arrival(follower), follower

@@ -46,6 +46,9 @@ _Value = TypeVar("_Value")
 class Exactly:
     """A value of this type (`bool`, `str`) and of no other that could be converted."""
 
+    kind: type | None = None
+    """Type that the command line reads; None: the type of the field."""
+
     def __init__(self, type: str, **rule: object) -> None:
         """`rule`: more of what pydantic asks of a value of the type."""
         self._schema = {"type": type, "strict": True, **rule}
@@ -220,7 +223,7 @@ def _kind(annotation: Any) -> type | tuple[str, ...]:
     if origin in (Union, UnionType):
         return _kind(get_args(annotation)[0])
     if origin is Annotated:
-        return _kind(annotation.__origin__)
+        return annotation.__metadata__[0].kind or _kind(annotation.__origin__)
     if origin is Literal:
         return get_args(annotation)
     if origin is Mapping:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,8 @@ MOST_ROWS = 64
 @click.option(
     "--compare",
     metavar="LOG",
-    help="Serve the requests of a log (a trace with ttft, and e2e or latency), and print errors.",
+    help="Serve the requests of a log (a trace with ttft, and e2e or latency), or those of a "
+    "result of vLLM's, SGLang's or AIPerf's client, and print errors.",
 )
 @click.option(
     "--step-trace",
@@ -90,12 +92,14 @@ def serve(
         hardware = resolve(experiment.cluster.hardware)
         result = served(experiment, hardware, asked, progress=bar, instance=instance)
     shared.show_notes(_notes(result))
-    table = None if compare is None else result.compare(compare)
+    tables: dict[str, Table] = {}
+    if compare is not None:
+        tables["compared"] = result.compare(compare)
+        tables["compared_rates"] = result.compare_rates(compare)
     if as_json:
-        more = {} if table is None else {"compared": table.rows}
-        shared.print_json(result.values() | more)
+        shared.print_json(result.values() | {name: table.rows for name, table in tables.items()})
     else:
-        report(result, table, shared.console())
+        report(result, [table for table in tables.values() if len(table)], shared.console())
     if result.outcome.stopped:
         asked_for = (*out, perfetto, None if step_trace is None else step_trace[1])
         shared.show_notes([f"stopped: {path} was not written" for path in asked_for if path])
@@ -130,7 +134,7 @@ def _moment(text: str) -> tuple[float, int]:
 
 
 def _notes(of: Serving) -> list[str]:
-    """What was left out, cut short or assumed."""
+    """Notes on requests left out or cut short, and on assumptions."""
     found = of.summary
     left = plural(found.unfinished, "request was", "requests were")
     notes = [
@@ -160,7 +164,7 @@ def _notes(of: Serving) -> list[str]:
 
 
 def _about_drafts(of: InstanceGroup) -> list[str]:
-    """What is assumed of those who draft."""
+    """Notes on assumptions about the drafter."""
     model, drafter = of.instance.model, of.instance.drafter
     if of.engines.speculative_method == "mtp":
         return [f"drafts come from a layer like the last one of {model.name}, used for each draft"]
@@ -169,7 +173,7 @@ def _about_drafts(of: InstanceGroup) -> list[str]:
     return ["drafts take no time; --speculative-method says who drafts"]
 
 
-def report(of: Serving, compared: Table | None, out: Console) -> None:
+def report(of: Serving, compared: Sequence[Table], out: Console) -> None:
     """Print what came out, for people."""
     from stagewright.texttable import print_table
 
@@ -193,8 +197,15 @@ def report(of: Serving, compared: Table | None, out: Console) -> None:
             f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of all requests keep "
             f"{limits}"
         )
+        if closest := of.closest():
+            out.print(closest)
     if found.classes:
         print_table(of.classes(), out)
+    if of.outcome.workload.after is not None:
+        out.print(
+            f"interactivity: {of.interactivity:,.1f} tokens/s per user, end to end (1 / p90 of E2E "
+            "per output token)"
+        )
     out.print(
         f"queue: {found.mean_waiting:,.2f} requests wait and {found.mean_running:,.2f} run, on "
         f"average; {plural(found.preemptions, 'preemption', 'preemptions')}"
@@ -212,12 +223,12 @@ def report(of: Serving, compared: Table | None, out: Console) -> None:
     )
     if 1 < len(of.outcome.engines) <= MOST_ROWS:
         print_table(of.engines(), out)
-    if compared is not None:
-        print_table(compared, out)
+    for table in compared:
+        print_table(table, out)
 
 
 def _limits(of: Serving) -> str:
-    """What a request must keep, in words; nothing where nothing is asked for."""
+    """Latency limits in words; empty if there are none."""
     if any(each.limited for each in of.outcome.workload.classes):
         return "the limits of their class"
     limits = {"TTFT": of.slo.ttft, "TPOT": of.slo.tpot, "E2E": of.slo.e2e}
