@@ -20,7 +20,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
-from stagewright.searching.flags.megatron import recompute_names
+from stagewright.searching.flags import recompute_names
 from stagewright.searching.machines import Fleet, divisors_of
 
 Axes = dict[str, Sequence[Any]]

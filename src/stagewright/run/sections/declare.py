@@ -159,6 +159,13 @@ class Setting:
         """The value where none is given, in the habits of a framework."""
         return self.habits.get(framework, self.default)
 
+    def is_idle(self, run: object) -> bool:
+        """True if the setting does nothing in a run."""
+        return any(
+            all(getattr(run, name) == value for name, value in condition.items())
+            for condition in self.idle
+        )
+
 
 def setting(
     default: _Value,
