@@ -14,7 +14,6 @@ from stagewright.executors import Executor
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.searching import flags as written
-from stagewright.searching.enumeration import Enumeration
 from stagewright.searching.estimate import estimate
 from stagewright.searching.objectives import check_objectives
 from stagewright.searching.ranking import MOST, TOP, Ranking, SearchOptions
@@ -23,6 +22,7 @@ from stagewright.searching.run_file import printed_run_file, write_run_file
 from stagewright.searching.search import Estimate
 from stagewright.searching.search import search as search_candidates
 from stagewright.searching.simulated import Progress
+from stagewright.searching.space import Enumeration
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as tables

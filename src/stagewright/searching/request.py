@@ -269,10 +269,8 @@ def _completed(
     if "precision" in fixed:
         defaults.pop("fp8_recipe", None)
     tried = {name: values for name, values in defaults.items() if name not in fixed}
-    degrees = {
-        name: (getattr(run, name),) for name in ("tp", "cp", "pp", "recompute") if name in fixed
-    }
-    no_effect = without_effect(tried, {**tried, **degrees, **axes})
+    single = {name: (value,) for name, value in base.values().items() if name in fixed}
+    no_effect = without_effect(tried, {**tried, **single, **axes})
     axes |= {name: tuple(values) for name, values in tried.items() if name not in no_effect}
     if axes.get("precision") == ("fp8",) and "precision" not in fixed:
         notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")

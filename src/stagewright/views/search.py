@@ -16,8 +16,8 @@ from stagewright.run.sections.declare import setting_in_words
 from stagewright.searching import objectives
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.choices import choices_of
-from stagewright.searching.enumeration import Removed
 from stagewright.searching.ranking import TIE, Ranking
+from stagewright.searching.space import Removed
 from stagewright.texttable import Table
 
 UNTIL_STOPPED = "the best of what was simulated until then"

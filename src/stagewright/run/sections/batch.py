@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import TRAINING, Count, Number, Text, setting
+from stagewright.run.sections.declare import TRAINING, Count, Number, Text, idle_axes, setting
 
 _LENGTHS = "use prompt_length and context_length"
 
@@ -59,6 +59,7 @@ class BatchSection:
         unset="1f1b; with vpp, interleaved",
         modes=TRAINING,
         elsewhere="a pipeline runs its microbatches in turn",
+        idle=(idle_axes("pp"),),
         metavar="NAME",
         switches={"use-interlaced-schedule": "interlaced"},
     )
@@ -66,6 +67,7 @@ class BatchSection:
         None,
         "With schedule=interleaved: microbatches that pass through the chunks of a rank together.",
         unset="pp; torchtitan: equal groups of pp or a few more",
+        idle=(idle_axes("pp"), {"vpp": 1}),
         modes=TRAINING,
         elsewhere="a pipeline rank holds one stage",
         names=("microbatch-group-size-per-virtual-pipeline-stage",),
@@ -85,6 +87,7 @@ class BatchSection:
     first_stage_less_layers: Number = setting(
         0,
         "With pipeline-split=layers: layers that the embedding counts for.",
+        idle=(idle_axes("pp"),),
         modes=TRAINING,
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},
@@ -94,6 +97,7 @@ class BatchSection:
     last_stage_less_layers: Number = setting(
         0,
         "With pipeline-split=layers: layers that norm, output projection and loss count for.",
+        idle=(idle_axes("pp"),),
         modes=TRAINING,
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},

@@ -261,7 +261,9 @@ def text_of(value: object) -> str:
     >>> text_of((9, 10, 9)), text_of(0.5)
     ('9,10,9', '0.5')
     """
-    if isinstance(value, tuple | frozenset):
+    if isinstance(value, frozenset):
+        return ",".join(sorted(map(str, cast("frozenset[object]", value))))
+    if isinstance(value, tuple):
         return ",".join(map(str, cast("tuple[object, ...]", value)))
     return str(value)
 

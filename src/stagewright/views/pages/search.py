@@ -8,11 +8,11 @@ import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.numbers import duration, many, quantity
-from stagewright.searching.enumeration import Enumeration
 from stagewright.searching.objectives import front
 from stagewright.searching.ranking import Ranking, nothing_found
 from stagewright.searching.run_file import hardware_file, hardware_file_name, is_packaged, run_file
 from stagewright.searching.sensitivity import sensitivities
+from stagewright.searching.space import Enumeration
 from stagewright.texttable import Table
 from stagewright.version import __version__
 from stagewright.views import search as tables

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
     from stagewright.searching.candidates import Candidates
-    from stagewright.searching.enumeration import Enumeration
     from stagewright.searching.figures import Figures
     from stagewright.searching.ranking import NothingFound, SearchOptions
     from stagewright.searching.request import SearchRequest
     from stagewright.searching.simulated import Progress
+    from stagewright.searching.space import Enumeration
 
 
 @command
