@@ -193,12 +193,9 @@ def _checked(
 ) -> tuple[Any, ...]:
     """Convert values to the setting's type; UserError for an invalid one."""
     setting = EXPERIMENT[name]
-    extremes = {*_extremes(setting.kind, values)}
     given = base.run.model_dump(exclude_unset=True)
 
     def convert(value: Any) -> Any:
-        if extremes and value is not None and value not in extremes:
-            return float(value) if setting.kind is float else value
         if name in SETTINGS:
             run = Run.of(given, {name: value})
             check_value(run, model)
@@ -214,20 +211,6 @@ def _checked(
         default = setting.default_of(base.run.framework)
         converted.sort(key=lambda value: value != default)
     return tuple(converted)
-
-
-def _extremes(kind: object, values: Sequence[Any]) -> list[Any]:
-    """Extremes whose validity implies all values'; empty: check each.
-
-    Valid numbers are a range. A mode that lacks the setting refuses all values but its at most two
-    defaults, so that three values are enough.
-    """
-    types: tuple[type, ...] = (int,) if kind is int else (int, float)
-    numbers = {value for value in values if value is not None}
-    if kind not in (int, float) or len(numbers) < 4 or any(type(v) not in types for v in numbers):
-        return []
-    ordered = sorted(numbers)
-    return [*ordered[:2], ordered[-1]]
 
 
 def _with_headroom(candidates: Candidates, share: float) -> Candidates:
