@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.lower.routing import Load, Routing
@@ -21,20 +21,17 @@ from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.expert_sizes import BusiestRanks
 from stagewright.run.rule import ALL, EACH
-from stagewright.run.rules import AS_GIVEN, BATCH_CHECK, checks
+from stagewright.run.rules import AS_GIVEN, checks
 from stagewright.run.settings import Run
 from stagewright.run.training_rules import AXES_ONCE
 from stagewright.schedule.schedules import check_name
-from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
+from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.time.experts.dispatch import Routed
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 
 MOST_CHECKS = 300_000
 """Limit of distinct tuples per constraint; more would take minutes."""
-_VECTORIZE_ABOVE = 1000
-"""Number of tuples above which a vectorized check is faster."""
-
 Check = Callable[[Candidates, int], object]
 """Raises a UserError for a refused candidate, by its index."""
 
@@ -47,8 +44,6 @@ class Constraint:
     reads: tuple[str, ...]
     """Columns that decide the check; `ALL`: any."""
     check: Check
-    vectorized: Callable[[Candidates], Bool] | None = None
-    """Mask of refused candidates, if that is faster than `check`."""
     examples: dict[str, str] = field(default_factory=dict[str, str])
     """First error of each wording (`without_numbers`)."""
     _cache: dict[tuple[Any, ...], int] = field(default_factory=dict[tuple[Any, ...], int])
@@ -61,10 +56,6 @@ class Constraint:
         reads = tuple(candidates.columns) if self.reads == ALL else self.reads
         names = [name for name in reads if name in candidates.columns]
         first, of = candidates.distinct(*names)
-        if self.vectorized is not None and len(first) > _VECTORIZE_ABOVE:
-            mask = self.vectorized(candidates)
-            example = self._check_one(candidates, int(np.argmax(mask))) if mask.any() else -1
-            return np.where(mask, example, -1)
         if len(first) > MOST_CHECKS:
             vary = [name for name in names if len(candidates.columns[name].values) > 1]
             raise UserError(
@@ -113,18 +104,11 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
 
     Checks of single settings are left out (`check_value`).
     """
-    of_runs = [
-        *(Constraint(of.name, of.reads, _on_run(of.check, lambda run: run)) for of in AS_GIVEN),
-        *(
-            Constraint(
-                of.name,
-                of.reads,
-                _on_run(of.check, Run.unresolved),
-                _batch_is_not_divisible if of is BATCH_CHECK else None,
-            )
-            for of in checks(mode, model)
-            if of.reads != EACH
-        ),
+    as_given = [Constraint(of.name, of.reads, _on_run(of.check)) for of in AS_GIVEN]
+    unresolved = [
+        Constraint(of.name, of.reads, _on_run(of.check, Run.unresolved))
+        for of in checks(mode, model)
+        if of.reads != EACH
     ]
     mesh = ("tp", "cp", "dp", "ep", "etp", "order", "zero", "dp_shard", "dcp")
     beyond_runs = [
@@ -158,18 +142,15 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
         ),
         Constraint("the hardware has the precision", (HARDWARE, "precision"), _check_precision),
     ]
-    return of_runs + (beyond_runs if mode == "train" else beyond_runs[:-1])
+    if mode != "train":
+        beyond_runs.pop()
+    return as_given + unresolved + beyond_runs
 
 
-def _on_run(check: Callable[[Run, ModelConfig], None], prepare: Callable[[Run], Run]) -> Check:
+def _on_run(
+    check: Callable[[Run, ModelConfig], None], prepare: Callable[[Run], Run] = lambda run: run
+) -> Check:
     return lambda rows, row: check(prepare(rows.run(row)), rows.model)
-
-
-def _batch_is_not_divisible(candidates: Candidates) -> Bool:
-    """Mask of candidates whose batch is no multiple of their microbatches."""
-    batch = candidates.numbers("global_batch_size")
-    remainder = batch % (candidates.numbers("micro_batch_size") * candidates.numbers("dp"))
-    return (batch != ABSENT) & (remainder != 0)
 
 
 def _expert_load_check() -> Check:

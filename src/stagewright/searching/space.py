@@ -299,8 +299,6 @@ class _Crossing:
     def cross(self, name: str, values: tuple[Any, ...]) -> None:
         """Combine all candidates with the values of a setting; remove those that are refused."""
         self.uncrossed //= len(values)
-        if self._changes_nothing(name, values):
-            values = values[:1]
         total, count = len(self.candidates), 0
         if total * len(values) > 4 * MOST_CANDIDATES:
             raise _too_many(total * len(values) * self.uncrossed)
@@ -391,21 +389,6 @@ class _Crossing:
             allowed = allowed[refused < 0]
         return allowed
 
-    def _changes_nothing(self, name: str, values: tuple[Any, ...]) -> bool:
-        """True if a setting changes no candidate, and no remaining constraint reads it.
-
-        Its further values are then counted as removed without being crossed.
-        """
-        if len(values) == 1 or not len(self.candidates):
-            return False
-        if any(of.reads == ALL or name in of.reads for of in self.constraints):
-            return False
-        if not self._is_idle(self.candidates, name).all():
-            return False
-        second = self.candidates.take(slice(1)).crossed(name, values[:2])
-        self._remove_same(second, 1, len(self.candidates) * (len(values) - 1), (name,))
-        return True
-
     def _is_idle(self, candidates: Candidates, name: str) -> Bool:
         """Mask of candidates in which a setting changes nothing, by the settings crossed so far."""
         mask = np.zeros(len(candidates), dtype=bool)
@@ -419,16 +402,12 @@ class _Crossing:
         self, candidates: Candidates, same: Bool, settings: tuple[str, ...]
     ) -> Candidates:
         """Candidates without those that some settings leave the same as an earlier one."""
-        if same.any():
-            self._remove_same(candidates, int(np.argmax(same)), int(same.sum()), settings)
-        return candidates.take(~same) if same.any() else candidates
-
-    def _remove_same(
-        self, candidates: Candidates, index: int, count: int, settings: tuple[str, ...]
-    ) -> None:
+        if not same.any():
+            return candidates
         name = " or ".join(settings)
-        example = f"{candidates.describe(index)}: the same as without {name}"
-        self._remove(f"{name} changes something", count, example)
+        example = f"{candidates.describe(int(np.argmax(same)))}: the same as without {name}"
+        self._remove(f"{name} changes something", int(same.sum()), example)
+        return candidates.take(~same)
 
     def _remove(self, requirement: str, count: int, example: str) -> None:
         """Count removed combinations by requirement and wording."""
