@@ -23,6 +23,7 @@ from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
 from stagewright.searching.flags import recompute_names
 from stagewright.searching.machines import Fleet, divisors_of
+from stagewright.searching.space import tried_once
 
 Axes = dict[str, Sequence[Any]]
 """Values to try by setting."""
@@ -149,13 +150,13 @@ def without_effect(names: Iterable[str], values: Mapping[str, Sequence[Any]]) ->
     """
 
     def has_none(name: str) -> bool:
-        of = EXPERIMENT[name]
+        needs = EXPERIMENT[name].needs
         idle = any(
             all(tuple(values.get(other, ())) == (value,) for other, value in condition.items())
-            for condition in of.idle
+            for condition in tried_once(name)
         )
         lacks = any(
-            not {*values.get(other, allowed)} & {*allowed} for other, allowed in of.needs.items()
+            not {*values.get(other, allowed)} & {*allowed} for other, allowed in needs.items()
         )
         single_stage = name == "vpp" and tuple(values.get("pp", ())) == (1,)  # refused there
         return idle or lacks or single_stage

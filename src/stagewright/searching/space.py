@@ -64,6 +64,9 @@ _FIRST = (
 )
 """Settings that are crossed first, in this order: many constraints read them."""
 
+_TRIED_ONCE: Mapping[str, tuple[Mapping[str, Any], ...]] = {"schedule": ({"pp": 1},)}
+"""Values of other settings with which only the first value of a setting is tried."""
+
 _SHARED = frozenset({
     "model", "as_family", "layers", "vocab", "mtp_num_layers", "mode", "framework",
     "hardware", "nodes", "price", "costs", "stragglers", "durations",
@@ -174,6 +177,14 @@ class Space:
 def is_searched(name: str) -> bool:
     """True if a search takes several values of this setting."""
     return name in EXPERIMENT and name not in _SHARED
+
+
+def tried_once(name: str) -> tuple[Mapping[str, Any], ...]:
+    """Values of other settings with which one value of a setting is enough.
+
+    Mostly those with which it has no effect (`Setting.idle`).
+    """
+    return (*EXPERIMENT[name].idle, *_TRIED_ONCE.get(name, ()))
 
 
 def check_searched(axes: Mapping[str, Sequence[Any]]) -> None:
@@ -392,7 +403,7 @@ class _Crossing:
     def _is_idle(self, candidates: Candidates, name: str) -> Bool:
         """Mask of candidates in which a setting changes nothing, by the settings crossed so far."""
         mask = np.zeros(len(candidates), dtype=bool)
-        for condition in EXPERIMENT[name].idle:
+        for condition in tried_once(name):
             if not self.axes.keys() & condition.keys() - candidates.columns.keys():
                 equal = [candidates.column(n).is_one_of(value) for n, value in condition.items()]
                 mask |= np.logical_and.reduce(equal)

@@ -59,7 +59,6 @@ class BatchSection:
         unset="1f1b; with vpp, interleaved",
         modes=TRAINING,
         elsewhere="a pipeline runs its microbatches in turn",
-        idle=(idle_axes("pp"),),
         metavar="NAME",
         switches={"use-interlaced-schedule": "interlaced"},
     )
@@ -67,7 +66,6 @@ class BatchSection:
         None,
         "With schedule=interleaved: microbatches that pass through the chunks of a rank together.",
         unset="pp; torchtitan: equal groups of pp or a few more",
-        idle=(idle_axes("pp"), {"vpp": 1}),
         modes=TRAINING,
         elsewhere="a pipeline rank holds one stage",
         names=("microbatch-group-size-per-virtual-pipeline-stage",),
