@@ -39,7 +39,7 @@ from stagewright.run.settings import Run
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 
-Codes = NDArray[np.unsignedinteger[Any]]
+Codes = NDArray[np.integer[Any]]
 """Index into `Column.values`: [candidates]."""
 
 ABSENT = -1

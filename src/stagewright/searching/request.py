@@ -73,14 +73,16 @@ def search_request(
         values = flat(values, path)
         extras = {name: values.pop(name) for name in [*values] if _is_extra(name)}
         values = _pop_axes(values, axes, where)
+    # Options override the run file, and --vary adds lists.
     from_file = {*axes}
     given = {name: value for name, value in settings.items() if value is not None}
     options = _pop_axes(given, axes)
-    taken = {*map(setting_of, given)} | ({"hardware"} if hardware else set())
+    taken = {*map(setting_of, given), *(("hardware",) if hardware else ())}
     vary_axes, specs = _split_vary(vary or {}, taken)
     axes |= vary_axes
     origins = dict.fromkeys(from_file - taken - vary_axes.keys(), where)
     without_allowance = _drop_zero_allowance(options) or _drop_zero_allowance(values)
+    # What is left is one experiment, and axes of settings.
     listed_hardware, nodes = axes.pop("hardware", ()), axes.pop("nodes", ())
     check_searched(axes)
     base = Experiment.of(values, options, path)
@@ -91,6 +93,7 @@ def search_request(
             "a search computes all durations; leave durations out, and give the file "
             "to `simulate` with the run that was found"
         )
+    # Machines: systems with each number of GPUs.
     systems: list[Hardware] = []
     for system in hardware or listed_hardware or filter(None, [cluster.hardware]):
         system = system if isinstance(system, Hardware) else resolve(str(system))

@@ -293,10 +293,8 @@ class _Crossing:
         varied = {fleet.hardware.name: fleet.varied for fleet in fleets if fleet.varied}
         self.uncrossed = math.prod(map(len, self.axes.values()))
         """Combinations of the axes that have not been crossed."""
-        self.constraints = [
-            *constraints(space.base.run.mode, space.model),
-            *space.extra_constraints,
-        ]
+        of_runs = constraints(space.base.run.mode, space.model)
+        self.constraints = [*of_runs, *space.extra_constraints]
         """Constraints that have not been applied."""
         self.same_runs = [of for of in _SAME_RUNS if self.axes.keys() & {*of.settings}]
         """Settings whose values may say the same, and that are not crossed yet."""
@@ -322,8 +320,8 @@ class _Crossing:
             chunk, parents = chunk.take(allowed), allowed // len(values)
             # Where the setting changes nothing, its first value remains.
             same = np.zeros(len(chunk), dtype=bool)
-            idle = np.flatnonzero(self._is_idle(chunk, name))
-            same[idle[1:]] = parents[idle[1:]] == parents[idle[:-1]]
+            once = np.flatnonzero(self._is_tried_once(chunk, name))
+            same[once[1:]] = parents[once[1:]] == parents[once[:-1]]
             chunks.append(self._without_same(chunk, same, (name,)))
             count += len(chunks[-1])
             if count > MOST_CANDIDATES:
@@ -360,18 +358,23 @@ class _Crossing:
 
     def drop_same_runs(self) -> None:
         """Keep one of the candidates that are the same run in other words."""
-        for of in [of for of in self.same_runs if not self._waiting() & {*of.settings, *of.reads}]:
-            self.same_runs.remove(of)
-            candidates, number = self.candidates, dict[object, int]()
-            others = candidates.distinct(*(n for n in candidates.columns if n not in of.settings))
+        waiting = self._waiting()
+        for of in self.same_runs:
+            if not waiting & {*of.settings, *of.reads}:
+                self._drop_same(of)
+        self.same_runs = [of for of in self.same_runs if waiting & {*of.settings, *of.reads}]
 
-            def meaning(index: int, of: _SameRun = of, number: dict[object, int] = number) -> int:
-                return number.setdefault(of.meaning(self.candidates, index), len(number))
+    def _drop_same(self, of: _SameRun) -> None:
+        candidates, number = self.candidates, dict[object, int]()
 
-            meanings = candidates.map_distinct((*of.settings, *of.reads), meaning)
-            same = np.ones(len(candidates), dtype=bool)
-            same[np.unique(others.of * len(number) + meanings, return_index=True)[1]] = False
-            self.candidates = self._without_same(candidates, same, of.settings)
+        def meaning(index: int) -> int:
+            return number.setdefault(of.meaning(candidates, index), len(number))
+
+        others = candidates.distinct(*(n for n in candidates.columns if n not in of.settings)).of
+        meanings = candidates.map_distinct((*of.settings, *of.reads), meaning)
+        same = np.ones(len(candidates), dtype=bool)
+        same[np.unique(others * len(number) + meanings, return_index=True)[1]] = False
+        self.candidates = self._without_same(candidates, same, of.settings)
 
     def _waiting(self, crossed: str = "") -> set[str]:
         """Axes that are not crossed, except one that is about to be."""
@@ -400,8 +403,8 @@ class _Crossing:
             allowed = allowed[refused < 0]
         return allowed
 
-    def _is_idle(self, candidates: Candidates, name: str) -> Bool:
-        """Mask of candidates in which a setting changes nothing, by the settings crossed so far."""
+    def _is_tried_once(self, candidates: Candidates, name: str) -> Bool:
+        """Mask of candidates with `tried_once`, by the settings crossed so far."""
         mask = np.zeros(len(candidates), dtype=bool)
         for condition in tried_once(name):
             if not self.axes.keys() & condition.keys() - candidates.columns.keys():

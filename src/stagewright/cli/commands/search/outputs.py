@@ -144,8 +144,9 @@ def end(
     _attempt(add_printed, errors)
     _attempt(print_result, errors)
     _write(result, out, listed_row or 1, errors)
-    for text in [] if as_json else printed.values():
-        shared.say(text.rstrip("\n") if isinstance(text, str) else "\n".join(text))
+    if not as_json:
+        for text in printed.values():
+            shared.say(text.rstrip("\n") if isinstance(text, str) else "\n".join(text))
     _raise(errors)
     return shared.INTERRUPTED if result.ranking.stopped else 0
 
