@@ -69,12 +69,15 @@ class Column:
         return Column(self.codes[indices], self.values)
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> Self:
-        """Column from one hashable value per candidate."""
-        code_of: dict[Any, int] = {}
+    def of(cls, values: Iterable[Any], key: Callable[[Any], Any] | None = None) -> Self:
+        """Column from one value per candidate; `key`: hashable, equal for equal values."""
+        values = [*values]
         # 1, 1.0 and True are equal, but no setting has more than one of them.
-        codes = [code_of.setdefault(value, len(code_of)) for value in values]
-        return cls(np.array(codes, dtype=_code_type(len(code_of))), tuple(code_of))
+        keys = values if key is None else [key(value) for value in values]
+        number = {item: n for n, item in enumerate(dict.fromkeys(keys))}
+        first = dict(zip(reversed(keys), reversed(values), strict=True))
+        codes = np.array([number[item] for item in keys], dtype=_code_type(len(number)))
+        return cls(codes, tuple(first[item] for item in number))
 
     @classmethod
     def constant(cls, value: Any, count: int) -> Self:
@@ -209,18 +212,15 @@ class Candidates:
 
         A step takes the same time on each, and the same bytes.
         """
-        column, number = self.columns[HARDWARE], dict[str, int]()
+        column, ignored = self.columns[HARDWARE], {"name", "description", "sources", "memory_gb"}
         if len(column.values) == 1:
             return self
-        ignored = {"name", "description", "sources", "memory_gb"}
-        merged = [
-            number.setdefault(hardware.model_dump_json(exclude=ignored), len(number))
-            for hardware in column.values
-        ]
-        first = dict(zip(merged[::-1], column.values[::-1], strict=True))
-        values = tuple(first[code] for code in range(len(number)))
-        codes = np.array(merged, dtype=_code_type(len(values)))[column.codes]
-        return replace(self, columns={**self.columns, HARDWARE: Column(codes, values)})
+        merged = Column.of(column.values, lambda of: of.model_dump_json(exclude=ignored))
+        return self.with_column(HARDWARE, Column(merged.codes[column.codes], merged.values))
+
+    def with_column(self, name: str, column: Column) -> Candidates:
+        """Candidates with other values of a setting."""
+        return replace(self, columns={**self.columns, name: column})
 
     @classmethod
     def concatenated(cls, parts: Sequence[Candidates]) -> Candidates:

@@ -236,8 +236,7 @@ def _with_headroom(candidates: Candidates, share: float) -> Candidates:
     memory = candidates.device_memory
     first, of = candidates.distinct(HARDWARE, "device_memory")
     column = Column.of(map(allowance, first.tolist()))
-    column = Column(column.codes[of], column.values)
-    return replace(candidates, columns={**candidates.columns, "memory_allowance": column})
+    return candidates.with_column("memory_allowance", Column(column.codes[of], column.values))
 
 
 # ---- crossing ------------------------------------------------------------------------------------
@@ -279,9 +278,7 @@ class _Crossing:
     def __init__(self, space: Space) -> None:
         """One candidate per fleet; no axis is crossed."""
         fleets = space.fleets
-        systems = {id(fleet.hardware): fleet.hardware for fleet in fleets}  # cannot be hashed
-        numbers = Column.of(id(fleet.hardware) for fleet in fleets)
-        columns = {HARDWARE: Column(numbers.codes, tuple(systems[n] for n in numbers.values))}
+        columns = {HARDWARE: Column.of([fleet.hardware for fleet in fleets], id)}
         self.axes = dict(space.axes)
         self.dp_fills = any(fleet.gpus for fleet in fleets)
         if self.dp_fills:
@@ -343,8 +340,7 @@ class _Crossing:
             self._remove(DIVIDES, int((~divides).sum()), example)
         candidates, gpus, dp = candidates.take(divides), gpus[divides], (gpus // ranks)[divides]
         degrees, codes = np.unique(dp, return_inverse=True)
-        column = Column(codes, tuple(degrees.tolist()))
-        candidates = replace(candidates, columns={**candidates.columns, "dp": column})
+        candidates = candidates.with_column("dp", Column(codes, tuple(degrees.tolist())))
         wanted = np.isin(dp, values) if values != (None,) else np.ones(len(dp), dtype=bool)
         if not wanted.all():
             index = int(np.argmin(wanted))
