@@ -280,13 +280,11 @@ class Candidates:
         """Hardware of one candidate."""
         return self.columns[HARDWARE].at(index)
 
-    def machine(
-        self, index: int, *, hardware: Hardware | None = None, gpus: int | None = None
-    ) -> Machine:
-        """Machine of one candidate; with other hardware, or another number of GPUs."""
+    def machine(self, index: int, *, gpus: int | None = None) -> Machine:
+        """Machine of one candidate; `gpus`: another number of GPUs."""
         cluster = self.cluster(index)
         return Machine.of(
-            hardware or self.hardware(index),
+            self.hardware(index),
             gpus=gpus or self.run(index).world_size,
             topology=cluster.topology,
             algorithm=cluster.algorithm,

@@ -112,9 +112,12 @@ REQUIRED = object()
 class Framework:
     """Flags of a framework."""
 
-    def __init__(self, name: str, defaults: Mapping[str, object]) -> None:
-        """`defaults`: the framework's, of settings that declare their name in it."""
-        self.name, self.defaults = name, defaults
+    def __init__(self, name: str, defaults: Mapping[str, object], *, dotted: bool = False) -> None:
+        """`defaults`: the framework's, of settings that declare their name in it (`names`).
+
+        `dotted`: the names have dots, such as `parallelism.tensor_parallel_degree`.
+        """
+        self.name, self.defaults, self.dotted = name, defaults, dotted
         self.rules: list[Rule] = []
         self.covered = {*defaults}
         """Settings that have a flag; all others are comments."""
@@ -133,8 +136,8 @@ class Framework:
         """Flags for a run, and comments on settings without one."""
         for setting, default in self.defaults.items():
             names, value = EXPERIMENT[setting].names, trained.value(setting)
-            dotted = self is TORCHTITAN
-            name = next((n for n in names if ("." in n) == dotted), setting.replace("_", "-"))
+            own = setting.replace("_", "-")
+            name = next((name for name in names if ("." in name) == self.dotted), own)
             if value is True and not default:
                 yield flag(name)
             elif value not in (None, default):
@@ -406,7 +409,7 @@ def _model(trained: TrainedRun) -> Lines:
 # `Trainer.Config` of torchtitan/trainer.py and config/configs.py. Model configurations set degrees,
 # compilation and checkpoints, so that these are always written. Batches are counted in tokens.
 
-TORCHTITAN = Framework("torchtitan", dict.fromkeys(("tp", "cp", "pp"), REQUIRED))
+TORCHTITAN = Framework("torchtitan", dict.fromkeys(("tp", "cp", "pp"), REQUIRED), dotted=True)
 
 
 @TORCHTITAN.rule("sequence_parallel", "cp_comm_type", "ep", "etp")

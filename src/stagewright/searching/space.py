@@ -106,7 +106,7 @@ class Space:
     model: ModelConfig
     fleets: tuple[Fleet, ...]
     axes: Mapping[str, tuple[Any, ...]]
-    """Values by name of a run's, machine's or execution's setting, in the order of crossing."""
+    """Values by name of a run's, machine's or execution's setting, in the order of partial."""
     extra_constraints: tuple[Constraint, ...] = ()
     """Constraints of the default space, besides those of runs."""
     headroom: float = 0.0
@@ -158,19 +158,19 @@ class Space:
 
         Raises UserError where there are none, or more than `MOST_CANDIDATES`.
         """
-        crossing = _Crossing(self)
-        for name, values in crossing.axes.items():
-            if name == "dp" and crossing.dp_fills:
-                crossing.fill_dp(values)
+        partial = _PartialCandidates(self)
+        for name, values in partial.axes.items():
+            if name == "dp" and partial.dp_fills:
+                partial.fill_dp(values)
             else:
-                crossing.cross(name, values)
-            crossing.drop_same_runs()
-        if not len(crossing.candidates):
-            raise crossing.nothing_runs(self.combinations)
-        columns = {n: of.compact() for n, of in crossing.candidates.columns.items() if n != _GPUS}
-        candidates = replace(crossing.candidates, columns=columns)
+                partial.cross(name, values)
+            partial.drop_same_runs()
+        if not len(partial.candidates):
+            raise partial.nothing_runs(self.combinations)
+        columns = {n: of.compact() for n, of in partial.candidates.columns.items() if n != _GPUS}
+        candidates = replace(partial.candidates, columns=columns)
         return Enumeration(
-            _with_headroom(candidates, self.headroom), self.combinations, crossing.removed
+            _with_headroom(candidates, self.headroom), self.combinations, partial.removed
         )
 
 
@@ -272,7 +272,7 @@ _SAME_RUNS = (
 )
 
 
-class _Crossing:
+class _PartialCandidates:
     """Candidates while their settings are crossed."""
 
     def __init__(self, space: Space) -> None:
