@@ -6,7 +6,6 @@ tuple of the settings that it reads is checked once, on one run. Errors are thos
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,12 +43,12 @@ class Constraint:
     reads: tuple[str, ...]
     """Columns that decide the check; `ALL`: any."""
     check: Check
-    examples: dict[str, str] = field(default_factory=dict[str, str])
-    """First error of each wording (`without_numbers`)."""
+    errors: dict[str, int] = field(default_factory=dict[str, int])
+    """Numbers of error messages, in order."""
     _cache: dict[tuple[Any, ...], int] = field(default_factory=dict[tuple[Any, ...], int])
 
     def refused(self, candidates: Candidates, uncrossed: int = 1) -> Int:
-        """Index of the example that refuses each candidate, or -1.
+        """Number of the error that refuses each candidate, or -1.
 
         UserError for too many checks; `uncrossed`: combinations that each candidate stands for.
         """
@@ -74,19 +73,8 @@ class Constraint:
         try:
             self.check(candidates, index)
         except UserError as error:
-            wording = without_numbers(str(error))
-            self.examples.setdefault(wording, str(error))
-            return [*self.examples].index(wording)
+            return self.errors.setdefault(str(error), len(self.errors))
         return -1
-
-
-def without_numbers(text: str) -> str:
-    """Wording of a message.
-
-    >>> without_numbers("vpp=12 splits stages")
-    'vpp= splits stages'
-    """
-    return re.sub(r"[0-9]+", "", text)
 
 
 def check_value(run: Run, model: ModelConfig) -> None:

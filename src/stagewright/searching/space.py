@@ -22,6 +22,7 @@ without effect, one remains.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,12 +41,7 @@ from stagewright.run.rule import ALL
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates, Column
-from stagewright.searching.constraints import (
-    Constraint,
-    check_value,
-    constraints,
-    without_numbers,
-)
+from stagewright.searching.constraints import Constraint, check_value, constraints
 from stagewright.searching.machines import Fleet
 
 MOST_CANDIDATES = 30_000_000
@@ -296,7 +292,7 @@ class _PartialCandidates:
         self.same_runs = [of for of in _SAME_RUNS if self.axes.keys() & {*of.settings}]
         """Settings whose values may say the same, and that are not crossed yet."""
         self._counts = Counter[tuple[str, str]]()
-        """Removed combinations by requirement and wording of the error."""
+        """Removed combinations by requirement and wording of the message."""
         self._examples: dict[tuple[str, str], str] = {}
         self.candidates = Candidates(space.base, space.model, columns, len(fleets), varied)
         applicable = self._pop_applicable()
@@ -393,9 +389,9 @@ class _PartialCandidates:
         for constraint in applicable:
             subset = candidates.take(allowed) if len(allowed) < len(candidates) else candidates
             refused = constraint.refused(subset, self.uncrossed)
-            counts = np.bincount(refused + 1, minlength=1 + len(constraint.examples)).tolist()
-            for example, count in zip(constraint.examples.values(), counts[1:], strict=True):
-                self._remove(constraint.requirement, count, example)
+            messages = [*constraint.errors]
+            for number, count in enumerate(np.bincount(refused + 1)[1:].tolist()):
+                self._remove(constraint.requirement, count, messages[number])
             allowed = allowed[refused < 0]
         return allowed
 
@@ -420,9 +416,9 @@ class _PartialCandidates:
         return candidates.take(~same)
 
     def _remove(self, requirement: str, count: int, example: str) -> None:
-        """Count removed combinations by requirement and wording."""
+        """Count removed combinations by requirement and wording, whatever its numbers."""
         if count:
-            key = requirement, without_numbers(example)
+            key = requirement, re.sub(r"[0-9]+", "", example)
             self._examples.setdefault(key, example)
             self._counts[key] += count * self.uncrossed
 
