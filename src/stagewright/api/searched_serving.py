@@ -23,10 +23,10 @@ from stagewright.run.sections.serving import (
     by_own_names,
 )
 from stagewright.run.settings import Run
-from stagewright.searching.enumeration import DIVIDES, DP_ALLOWED, Enumeration, Removed
 from stagewright.searching.lists import values_of
 from stagewright.searching.request import SearchRequest
 from stagewright.searching.run_file import printed_run_file, write_run_file
+from stagewright.searching.space import DIVIDES, DP_ALLOWED, Enumeration, Removed
 from stagewright.serving.deployment import slo_of
 from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (

@@ -162,6 +162,13 @@ class Setting:
         """The value where none is given, in the habits of a framework."""
         return self.habits.get(framework, self.default)
 
+    def is_idle(self, run: object) -> bool:
+        """True if the setting does nothing in a run."""
+        return any(
+            all(getattr(run, name) == value for name, value in condition.items())
+            for condition in self.idle
+        )
+
 
 def setting(
     default: _Value,
@@ -257,7 +264,9 @@ def text_of(value: object) -> str:
     >>> text_of((9, 10, 9)), text_of(0.5)
     ('9,10,9', '0.5')
     """
-    if isinstance(value, tuple | frozenset):
+    if isinstance(value, frozenset):
+        return ",".join(sorted(map(str, cast("frozenset[object]", value))))
+    if isinstance(value, tuple):
         return ",".join(map(str, cast("tuple[object, ...]", value)))
     return str(value)
 

@@ -12,8 +12,8 @@ import numpy as np
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
-from stagewright.searching.enumeration import Removed
 from stagewright.searching.objectives import front
+from stagewright.searching.space import Removed
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.instance import instance, with_drafter
 from stagewright.serving.kv_transfer import not_sent

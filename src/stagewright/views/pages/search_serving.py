@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stagewright.numbers import duration, plural
-from stagewright.searching.enumeration import Removed
 from stagewright.searching.run_file import run_file
+from stagewright.searching.space import Removed
 from stagewright.serving.search.answer import ServingRanking
 from stagewright.version import __version__
 from stagewright.views import search as tables

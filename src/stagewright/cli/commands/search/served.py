@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from stagewright.cli import shared
-from stagewright.cli.commands.search.ending import end
-from stagewright.cli.commands.search.outputs import Outputs
+from stagewright.cli.commands.search.outputs import end
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
     from stagewright.api.searched_serving import ServingSearch
+    from stagewright.time.hardware import Hardware
 
 _OWN = frozenset({"gpus", "attainment", "pairs", "objective"})
 """Options of a search that are no settings, and that a search for serving has."""
@@ -47,13 +47,14 @@ def hardware_names(texts: Sequence[str] | None) -> list[str]:
 def search_serving(
     model: str | None,
     config: str | None,
-    outputs: Outputs,
+    out: Sequence[str],
     vary: Mapping[str, str],
     *,
+    check: Callable[[Iterable[Hardware]], None],
     as_json: bool,
     settings: dict[str, Any],
 ) -> int:
-    """Search, and print what was found."""
+    """Search, and print what was found; `check` checks files of hardware."""
     from stagewright.api.searched_serving import asked_serving, searched_serving
 
     listed_row = settings.pop("listed_row")
@@ -70,13 +71,13 @@ def search_serving(
         given["model"] = model
     hardware = hardware_names(given.pop("hardware", ()))
     question = asked_serving(given, config, hardware=hardware, vary=vary)
-    outputs.check_hardware(fleet.hardware for fleet in question.request.space.fleets)
+    check(fleet.hardware for fleet in question.request.space.fleets)
     shared.show_notes(question.request.notes)
     begin = time.perf_counter()
     with shown("steps of the search") as bar:
         result = searched_serving(question, bar)
     seconds = time.perf_counter() - begin
-    code = end(result, lambda: _report(result, seconds), outputs.paths, listed_row, as_json=as_json)
+    code = end(result, lambda: _report(result, seconds), out, listed_row, as_json=as_json)
     return code if code or result.ranking.best else shared.DOES_NOT_FIT
 
 
