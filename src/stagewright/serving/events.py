@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -25,11 +24,6 @@ class EventQueue:
     def __bool__(self) -> bool:
         """True if there are events."""
         return bool(self._heap)
-
-    @property
-    def next_time(self) -> float:
-        """Time of the next event; infinite if there is none."""
-        return self._heap[0][0] if self._heap else math.inf
 
     def add(self, at: float, kind: int, number: int, handler: Handler) -> None:
         """Add an event."""

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from heapq import heappop, heappush
 
 import numpy as np
 
 from stagewright.serving.disaggregation import PrefillEngine, RemoteKvEngine, Role
 from stagewright.serving.engine import Engine
-from stagewright.serving.events import ARRIVAL, OTHER, EventQueue, Handler
+from stagewright.serving.events import ARRIVAL, BATCH_END, OTHER, EventQueue, Handler
 from stagewright.serving.host import HostTimes
 from stagewright.serving.kv_transfer import Handover, KvTransfers
 from stagewright.serving.operation import QUEUE_FULL, InstanceEvents, Operator, UpTime
@@ -144,8 +143,7 @@ class ServingSimulation:
         self._numbers: list[list[int]] = [[] for _ in self._clocks]
         for number, index in enumerate(self._clock_of):
             self._numbers[index].append(number)
-        self._ends: list[tuple[float, int]] = []  # heap of clocks' next events, some outdated
-        self._scheduled = [math.inf] * len(self._clocks)
+        self._scheduled = [math.inf] * len(self._clocks)  # times of their events in the queue
 
         self._queues: StageQueues | None = None
         self._stores: StoreReads | None = None
@@ -157,10 +155,16 @@ class ServingSimulation:
         if operation is not None:
             scaled = (self._decode or self._front).numbers
             self._operator = Operator(operation, range(len(engines)), scaled, self)
-        coupled = workload.after is not None or workload.concurrency is not None
-        coupled = coupled or self._stores is not None or self._operator is not None
-        self._coupled = coupled or transfers is not None
-        # Engines that nothing but arrivals can influence may be ahead of others, up to here.
+        # Nothing but arrivals influences an engine: it may be ahead of others, up to the next one.
+        self._independent = (
+            workload.after is None
+            and workload.concurrency is None
+            and transfers is None
+            and stages is None
+            and operation is None
+            and self._front.has_one_host
+        )
+        self._next_arrival = math.inf
         span = max(workload.arrival, default=0.0) / REPORTS
         self._lookahead = math.inf if progress is None and stop_early is None else span
 
@@ -196,50 +200,30 @@ class ServingSimulation:
     @property
     def has_events(self) -> bool:
         """True if anything is to happen."""
-        return bool(self.events or self._ends)
+        return bool(self.events)
 
     def _process_events(self) -> None:
-        """Process events in order of time; at one time, the ends of batches last.
-
-        Where the end of a request influences no other request, an engine runs ahead up to the next
-        event that may influence it.
-        """
-        events, ends, scheduled = self.events, self._ends, self._scheduled
-        front = self._front
-        waits = self._coupled or self._queues is not None or not front.has_one_host
-        if not waits and not front.router.reads_engines:
+        """Process events in order of time; at one time, the ends of batches last."""
+        if self._independent and not self._front.router.reads_engines:
             for at, request in self._arrivals:
                 self._arrive(at, request)
         else:
             self._add_next_arrival()
         if self._operator is not None:
             self._operator.begin()
-        while ends or events:
-            external = events.next_time
-            if not ends or ends[0][0] >= external:
-                events.process_next()
-                continue
-            at, index = heappop(ends)
-            if scheduled[index] != at:
-                continue  # outdated
-            scheduled[index] = math.inf
-            clock = self._clocks[index]
-            if clock.next_event == at:
-                if self._coupled:
-                    clock.advance(at)
-                else:
-                    clock.advance(min(math.nextafter(external, 0.0), at + self._lookahead))
-                self._after_batch(at, index)
-            self._schedule_clock(index)
+        while self.events:
+            self.events.process_next()
 
     # ---- requests --------------------------------------------------------------------------------
 
     def _add_next_arrival(self) -> None:
         """Add the next arrival of a request that waits for no other one."""
         arrival = next(self._arrivals, None)
-        if arrival is not None:
-            at, request = arrival
-            self.events.add(at, ARRIVAL, request, self._arrive_and_go_on)
+        if arrival is None:
+            self._next_arrival = math.inf
+            return
+        self._next_arrival, request = arrival
+        self.events.add(self._next_arrival, ARRIVAL, request, self._arrive_and_go_on)
 
     def _arrive_and_go_on(self, at: float, request: int) -> None:
         self._add_next_arrival()
@@ -347,7 +331,24 @@ class ServingSimulation:
         if end != self._scheduled[index]:
             self._scheduled[index] = end
             if end < math.inf:
-                heappush(self._ends, (end, index))
+                self.events.add(end, BATCH_END, index, self._end_batch)
+
+    def _end_batch(self, at: float, index: int) -> None:
+        """End the current batch of a clock, and start the next one.
+
+        An engine that only arrivals influence runs ahead, up to the next arrival.
+        """
+        if self._scheduled[index] != at:
+            return  # outdated
+        self._scheduled[index] = math.inf
+        clock = self._clocks[index]
+        if clock.next_event == at:
+            until = at
+            if self._independent:
+                until = min(math.nextafter(self._next_arrival, 0.0), at + self._lookahead)
+            clock.advance(until)
+            self._after_batch(at, index)
+        self._schedule_clock(index)
 
     def _after_batch(self, at: float, index: int) -> None:
         """Process what the engines of a clock have done in a batch."""
@@ -355,7 +356,7 @@ class ServingSimulation:
             for number in self._numbers[index]:
                 self._operator.after_batch(at, number)
         for engine in self._clocks[index].engines:
-            if not self._coupled:
+            if self._independent:
                 self.finished += len(engine.completed)
                 engine.completed.clear()
                 continue
