@@ -148,7 +148,7 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
         wanted += 2 * simulated(later, ends, drafter.own)
         keys = sum(g.count * (g.context_length + g.new_tokens) for g in groups[: 1 + decoding // 2])
         whole = sums(groups)
-        found = times.drafts(*whole, decoding, keys)
+        found = times.drafting.step(*whole, decoding, keys)
         assert found == pytest.approx(wanted, rel=0.01), groups
         assert times.step(*whole, decoding, keys) == found + alone.step(*whole, decoding, keys)
         if decoding == whole[3]:

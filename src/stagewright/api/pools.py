@@ -1,4 +1,4 @@
-"""Settings of several groups of instances become services, each with its layout and machine."""
+"""Groups of instances from settings, each with its layout and machine."""
 
 from __future__ import annotations
 

@@ -74,17 +74,6 @@ class _Watched(SchedulerWrapper):
             self.decodes = not chunks and not batch.skipped and engine.drafts is None
 
 
-def captured(deployment: Deployment, workload: Workload, at: float, engine: int = 0) -> Captured:
-    """Capture the step that an engine runs `at` a time; if idle, the last one before.
-
-    Engines of groups are numbered one after the other. Raises UserError where it has run none.
-    """
-    (capture,) = _captured(deployment, workload, at, [engine])
-    if capture.begins > at:
-        raise UserError(f"engine {engine} runs no step before {at:g} s; choose a later moment")
-    return capture
-
-
 def _captured(
     deployment: Deployment, workload: Workload, at: float, engines: Sequence[int]
 ) -> list[Captured]:
@@ -100,7 +89,7 @@ def _captured(
 
     groups = [replace(group, watch=watch) for group in deployment.groups]
     replace(deployment, groups=tuple(groups)).serve(workload, Slo())
-    return [_run_of(_of_engine(deployment, engine).group, watched[engine]) for engine in engines]
+    return [_run_of(_group_of(deployment, engine)[0], watched[engine]) for engine in engines]
 
 
 def _run_of(group: InstanceGroup, watched: _Watched) -> Captured:
@@ -124,20 +113,12 @@ def _lengths(group: Group) -> tuple[int, int]:
     return group.new_tokens or 0, group.context_length or 0
 
 
-class _OneEngine(NamedTuple):
-    """An engine among all: its instances, and which replica of its instance the engine is."""
-
-    group: InstanceGroup
-    replica: int
-
-
-def _of_engine(deployment: Deployment, engine: int) -> _OneEngine:
+def _group_of(deployment: Deployment, engine: int) -> tuple[InstanceGroup, int]:
+    """Group of an engine, and the number of its replica in its instance."""
     for group in deployment.groups:
-        replicas = group.instance.replicas
-        num_engines = group.engines.instances * replicas
-        if 0 <= engine < num_engines:
-            return _OneEngine(group, engine % replicas)
-        engine -= num_engines
+        if 0 <= engine < group.num_engines:
+            return group, engine % group.instance.replicas
+        engine -= group.num_engines
     raise UserError("there is no such engine; see the table of engines for their numbers")
 
 
@@ -158,40 +139,35 @@ def step_at(
     it (one that has run none yet: its first one): prefill ranks first. A link sends or receives one
     cache at a time (`kv_transfer.KvLinks`), so there is at most one.
     """
-    capture = captured(deployment, workload, at, engine)
-    model = _of_engine(deployment, engine).group.instance.model
-    transfer = _under_way(outcome, at, engine)
+    (capture,) = _captured(deployment, workload, at, [engine])
+    if capture.begins > at:
+        raise UserError(f"engine {engine} runs no step before {at:g} s; choose a later moment")
+    transfer = _transfer_in_flight(outcome, at, engine)
     if transfer is None:
-        return compile(capture.run, model)
-    source, target, tokens, window_tokens, computed = transfer
-    ends = [
-        TransferEnd(
-            found.group.instance.run,
-            compile(step.run, found.group.instance.model),
-            found.replica,
-        )
-        for number, step in zip(
-            (source, target), _captured(deployment, workload, at, (source, target)), strict=True
-        )
-        for found in (_of_engine(deployment, number),)
-    ]
-    found = cache_messages(ends[0], ends[1], tokens, window_tokens)
-    return beside(ends[0].step, ends[1].step, found, computed=computed)
+        return compile(capture.run, _group_of(deployment, engine)[0].instance.model)
+    numbers = transfer.source, transfer.target
+    ends: list[TransferEnd] = []
+    for number, step in zip(numbers, _captured(deployment, workload, at, numbers), strict=True):
+        group, replica = _group_of(deployment, number)
+        instance = group.instance
+        ends.append(TransferEnd(instance.run, compile(step.run, instance.model), replica))
+    messages = cache_messages(ends[0], ends[1], transfer.tokens, transfer.window_tokens)
+    return beside(ends[0].step, ends[1].step, messages, computed=transfer.computed)
 
 
-class _Sent(NamedTuple):
-    """Transfer of a cache, or of a chunk of one."""
+class _TransferInFlight(NamedTuple):
+    """Transfer of a cache, or of a chunk of one, between two engines."""
 
     source: int
     target: int
     tokens: int
-    upto: int
+    window_tokens: int
     """Tokens of the prompt, with whose last ones windows go; 0: these are not the last."""
     computed: bool
     """The cache was computed before the step."""
 
 
-def _under_way(outcome: Outcome, at: float, engine: int) -> _Sent | None:
+def _transfer_in_flight(outcome: Outcome, at: float, engine: int) -> _TransferInFlight | None:
     """Transfer in flight at some time of which `engine` is an end."""
     handover = outcome.handover
     if handover is None:
@@ -200,7 +176,9 @@ def _under_way(outcome: Outcome, at: float, engine: int) -> _Sent | None:
         ends = handover.engine[push.request], outcome.records.engine[push.request]
         if push.begins <= at < push.arrives and engine in ends:
             window_tokens = handover.tokens[push.request] if push.last else 0
-            return _Sent(*ends, push.tokens, window_tokens, computed=at >= push.step_end)
+            return _TransferInFlight(
+                *ends, push.tokens, window_tokens, computed=at >= push.step_end
+            )
     if handover.pushes:
         return None
     columns = zip(
@@ -209,5 +187,5 @@ def _under_way(outcome: Outcome, at: float, engine: int) -> _Sent | None:
     )  # fmt: skip
     for begins, arrives, source, target, tokens in columns:
         if begins <= at < arrives and engine in (source, target):
-            return _Sent(source, target, tokens, tokens, computed=True)
+            return _TransferInFlight(source, target, tokens, tokens, computed=True)
     return None

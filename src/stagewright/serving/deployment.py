@@ -280,10 +280,8 @@ class Deployment:
         accepted = self.accepted(workload)
         front, back = self._front, self._back
         in_blocks = chains_in_blocks(accepted.workload, back[0].instance.cache.block_size)
-        records, handover = (
-            Records.of(len(in_blocks)),
-            Handover.of(len(in_blocks) * self.disaggregated),
-        )
+        records = Records.of(len(in_blocks))
+        handover = Handover.of(len(in_blocks) * self.disaggregated)
         engines: list[Engine] = []
         group_of: list[InstanceGroup] = []
         for group in self.groups:
@@ -291,7 +289,13 @@ class Deployment:
             group_of += [group] * group.num_engines
         transfers, router = None, back[0].engines.router
         if self.disaggregated:
-            transfers = self._transfers(group_of, handover)
+            between = cache(transfer_between)
+            transfers = KvTransfers(
+                handover,
+                len(engines),
+                lambda source, target: between(group_of[source], group_of[target]),
+                self.kv_transfer,
+            )
             pools = [
                 _pool("prefill", group_of, in_blocks, self.prefill_router),
                 _pool("decode", group_of, in_blocks, router),
@@ -365,28 +369,6 @@ class Deployment:
             for begin in range(0, len(engines), instance.replicas):
                 LockstepGroup(engines[begin : begin + instance.replicas])
         return engines
-
-    def _transfers(self, group_of: list[InstanceGroup], handover: Handover) -> KvTransfers:
-        """Transfers between engines of these groups."""
-        between = cache(transfer_between)
-
-        @cache
-        def of_groups(
-            source: InstanceGroup, target: InstanceGroup, tokens: int, last: bool
-        ) -> tuple[float, int]:
-            transfer = between(source, target)
-            return transfer.seconds(tokens, last), transfer.bytes(tokens, last)
-
-        def path(source: int, target: int, tokens: int, last: bool) -> tuple[float, int]:
-            return of_groups(group_of[source], group_of[target], tokens, last)
-
-        def layer_path(source: int, target: int, tokens: int, last: bool) -> tuple[int, float]:
-            instance = group_of[source].instance
-            layers = max(1, instance.model.num_layers // instance.run.pp)
-            transfer = between(group_of[source], group_of[target])
-            return layers, transfer.seconds(tokens, last, parts=layers)
-
-        return KvTransfers(handover, len(group_of), path, layer_path, self.kv_transfer)
 
 
 def _pool(role: Role, group_of: list[InstanceGroup], of: Workload, router: str) -> Pool:

@@ -1,4 +1,4 @@
-"""Instance: step times of a model, a layout and a machine, and its KV cache."""
+"""Instance: a model in a layout on a machine, with its step times and its KV cache."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.speculative import Drafter
-from stagewright.serving.steps.drafted import DraftedTimes
-from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
+from stagewright.serving.steps.step_times import (
+    DraftingTimes,
+    StepTimes,
+    batch_run,
+    step_times,
+)
 from stagewright.time.network import Machine
 
 ENGINE_BYTES = 1_000_000_000
@@ -28,7 +32,7 @@ casys-kaist/LLMServingSim@5daddb21), where weights and our activations would lea
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """The KV cache of one replica: a rank of attention data parallelism."""
+    """KV cache of one replica."""
 
     block_size: int
     """Tokens of a block."""
@@ -44,13 +48,15 @@ class KvCapacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An engine, and how long its steps take."""
+    """A copy of a model on its own GPUs, and how long its steps take.
+
+    Each of its replicas has an engine."""
 
     run: Run
     """Run as the user gave it, not resolved: prefill and decode resolve differently."""
     model: ModelConfig
     machine: Machine
-    times: StepTimes | DraftedTimes
+    times: StepTimes
     cache: KvCapacity
     drafter: Drafter | None = None
     """Drafter of speculative decoding that takes GPU time."""
@@ -116,7 +122,6 @@ def with_drafter(
     """
     if drafter is None:
         return of
-    assert isinstance(of.times, StepTimes)
     memory = _memory(of.run, of.machine, gpu_memory_utilization)
     cache = kv_capacity(of.run, of.model, memory, of.times.most_tokens, drafter)
     times = drafted_times(of.times, drafter, of.machine, how)
@@ -125,7 +130,7 @@ def with_drafter(
 
 def drafted_times(
     times: StepTimes, drafter: Drafter, machine: Machine, how: Execution | None = None
-) -> DraftedTimes:
+) -> StepTimes:
     """The step times of a model with those of its drafter on the same machine."""
     limits = {"most_tokens": times.most_tokens, "most_requests": times.most_requests}
     new = drafter.number + drafter.more
@@ -135,7 +140,7 @@ def drafted_times(
     later = (
         first if drafter.number == 1 else step_times(one_token, drafter.own, machine, how, **limits)
     )
-    return DraftedTimes(times, first, later, drafter.number, drafter.more)
+    return replace(times, drafting=DraftingTimes(first, later, drafter.number, drafter.more))
 
 
 def kv_capacity(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple, Protocol, Self
@@ -71,6 +71,8 @@ class KvTransferCost:
     """Both sides' networks: the slower one counts."""
     level: int
     """The tier in which both sides meet, from the GPU outwards."""
+    layers: int = 1
+    """Layers of a pipeline stage that computes prompts."""
 
     @classmethod
     def between(
@@ -109,7 +111,7 @@ class KvTransferCost:
         return cls(
             sum(pair.fixed for pair in pairs.values()),
             sum(pair.per_token for pair in pairs.values()),
-            tuple(sorted(most)), machines, level,
+            tuple(sorted(most)), machines, level, max(1, model.num_layers // prefill.pp),
         )  # fmt: skip
 
     def beside(self, other: KvTransferCost) -> KvTransferCost:
@@ -277,19 +279,23 @@ class KvLinks:
         self._free_at[target] = max(self._free_at[target], until)
 
 
-class KvPath(Protocol):
-    """Transfer between two engines, alone on its links."""
+class TransferCost(Protocol):
+    """Transfer of a request's cache from one engine to another, alone on its links."""
 
-    def __call__(self, source: int, target: int, tokens: int, last: bool) -> tuple[float, float]:
-        """Return seconds and bytes of `tokens`; `last`: the last ones of their prompt."""
+    @property
+    def layers(self) -> int:
+        """Layers of a pipeline stage that computes prompts."""
         ...
 
+    def seconds(self, tokens: int, last: bool = True, *, parts: int = 1) -> float:
+        """Seconds of the cache of `tokens`, or of one of equal parts.
 
-class LayerPath(Protocol):
-    """Transfer of one layer's cache between two engines, alone on its links."""
+        `last`: the last tokens of their prompt.
+        """
+        ...
 
-    def __call__(self, source: int, target: int, tokens: int, last: bool) -> tuple[int, float]:
-        """Return the layers of a pipeline stage, and seconds of the last one's cache."""
+    def bytes(self, tokens: int, last: bool = True) -> float:
+        """Bytes of the cache of `tokens`."""
         ...
 
 
@@ -314,13 +320,12 @@ class KvTransfers:
         self,
         handover: Handover,
         engines: int,
-        path: KvPath,
-        layer_path: LayerPath | None = None,
+        cost: Callable[[int, int], TransferCost],
         kv_transfer: KvPush = "prompt",
     ) -> None:
-        """Create transfers that have sent nothing. `layer_path` is needed by layer only."""
+        """Create transfers that have sent nothing; `cost`: from one engine to another."""
         self.handover, self.kv_transfer = handover, kv_transfer
-        self._path, self._layer_path, self._links = path, layer_path, KvLinks(engines)
+        self._cost, self._links = cost, KvLinks(engines)
         self._in_flight: dict[int, int] = {}  # number of the transfer of each request
         self._transfers = count()
         self.decode_engine: dict[int, int] = {}
@@ -335,7 +340,8 @@ class KvTransfers:
         """Send the cache of a prompt; return when it arrives, and the number of the transfer."""
         handover = self.handover
         source = handover.engine[request]
-        seconds, size = self._path(source, target, tokens, True)
+        cost = self._cost(source, target)
+        seconds, size = cost.seconds(tokens), cost.bytes(tokens)
         begins = self._links.send(source, target, at, seconds)
         handover.begins[request], handover.arrives[request] = begins, begins + seconds
         handover.bytes[request], handover.tokens[request] = size, tokens
@@ -360,11 +366,11 @@ class KvTransfers:
         handover, links = self.handover, self._links
         for request, tokens, last_chunk, begin, end in engine.computed:
             source, target = handover.engine[request], self.decode_engine[request]
-            seconds, size = self._path(source, target, tokens, last_chunk)
-            leaves, last_layer = end, 0.0
-            if self.kv_transfer == "layer" and self._layer_path is not None:
-                layers, last_layer = self._layer_path(source, target, tokens, last_chunk)
-                leaves = begin + (end - begin) / layers
+            cost = self._cost(source, target)
+            seconds, leaves, last_layer = cost.seconds(tokens, last_chunk), end, 0.0
+            if self.kv_transfer == "layer":
+                last_layer = cost.seconds(tokens, last_chunk, parts=cost.layers)
+                leaves = begin + (end - begin) / cost.layers
             begins = links.send(source, target, leaves, seconds)
             arrives = max(begins + seconds, end + last_layer)
             links.hold(source, target, arrives)
@@ -373,7 +379,7 @@ class KvTransfers:
             handover.arrives[request] = arrives
             push = Push(request, tokens, last_chunk, begin, end, begins, arrives)
             handover.pushes.append(push)
-            handover.bytes[request] += size
+            handover.bytes[request] += cost.bytes(tokens, last_chunk)
             handover.tokens[request] += tokens
         engine.computed.clear()
 

@@ -118,7 +118,7 @@ class Drafter:
 
     @property
     def more(self) -> int:
-        """Like `DraftedTimes.more`."""
+        """Like `DraftingTimes.more`."""
         return 0 if self.head else 1
 
 
