@@ -34,12 +34,12 @@ class HostTimes:
 
     def after(self, step: float, requests: float) -> float:
         """Seconds between the begins of two steps, of which the GPU takes `step`."""
-        host = self.per_step + self.per_request_step * requests
+        host = self.step(requests)
         return step + host if not self.beside else step if step > host else host
 
     def run_after(self, run: DecodeRun, requests: int) -> DecodeRun:
         """Like `after`, of a run of steps, as many as are a linear series."""
-        host = self.per_step + self.per_request_step * requests
+        host = self.step(requests)
         if not self.beside:
             return run._replace(seconds=run.seconds + host)
         if run.seconds >= host:

@@ -253,13 +253,16 @@ class StepTable:
         return any(isinstance(t, Attention) and t.decoding is not None for t in self.terms)
 
     @cached_property
-    def _has_windows(self) -> bool:
-        """True if some term depends on the mean lengths of requests."""
-        return any(reach.kind for reach in self.reaches)
+    def _depends_on_sums(self) -> bool:
+        """True if all terms follow from the sums of a batch, without mean lengths."""
+        return not (self._in_prompt_tiles or any(reach.kind for reach in self.reaches))
 
     def seconds(self, batch: BatchSums) -> float:
         """Seconds of a step; with a pipeline, of all batches in it."""
-        return self._pipelined(batch) if len(self.ranks) > 1 else self._rank_seconds(batch)[0]
+        if len(self.ranks) > 1:
+            return self._pipelined(batch)
+        logits = int(batch.requests + batch.num_decodes * (self.logits - 1))
+        return self.ranks[0].longest(int(batch.tokens), self._values(batch), logits)
 
     def _rank_seconds(self, batch: BatchSums) -> list[float]:
         """Seconds of each pipeline rank with one batch."""
@@ -297,29 +300,36 @@ class StepTable:
     def _values(self, batch: BatchSums) -> list[float]:
         """Seconds of each term."""
         tokens, pairs, keys, requests, num_decodes, _ = batch
-        if self._has_windows:
-            return [
-                term(tokens, requests, *self._pairs_and_keys(reach, batch))
-                for term, reach in zip(self.terms, self.reaches, strict=True)
-            ]
+        if self._depends_on_sums:
+            return [term(tokens, requests, pairs, keys) for term in self.terms]
         if self._in_prompt_tiles and num_decodes and (requests > num_decodes or self.new > 1):
             return self._values_in_prompt_tiles(batch)
-        return [term(tokens, requests, pairs, keys) for term in self.terms]
+        return [
+            term(tokens, requests, *self._pairs_and_keys(reach, batch))
+            for term, reach in zip(self.terms, self.reaches, strict=True)
+        ]
 
     def _decode_sums(self, batch: BatchSums) -> tuple[float, float]:
         """New tokens and pairs of the decoding requests."""
         tokens = batch.num_decodes * self.new
         return tokens, batch.decode_keys * self.new - tokens * (self.new - 1) / 2
 
+    def prompts_of(self, batch: BatchSums) -> BatchSums:
+        """Sums of a batch without its decoding requests."""
+        tokens, pairs = self._decode_sums(batch)
+        return BatchSums(
+            batch.tokens - tokens,
+            max(batch.pairs - pairs, 1.0),
+            batch.keys - batch.decode_keys,
+            batch.requests - batch.num_decodes,
+        )
+
     def _values_in_prompt_tiles(self, batch: BatchSums) -> list[float]:
         """Seconds of each term where one kernel computes prompts and decoding requests.
 
         Without prompts the decoding requests have drafts.
         """
-        prompts = batch.requests - batch.num_decodes
-        decode_tokens, decode_pairs = self._decode_sums(batch)
-        tokens = batch.tokens - decode_tokens
-        pairs, keys = max(batch.pairs - decode_pairs, 1.0), batch.keys - batch.decode_keys
+        tokens, pairs, keys, prompts, _, _ = self.prompts_of(batch)
         values: list[float] = []
         for term in self.terms:
             seconds = term(tokens, prompts, pairs, keys) if prompts else term.launch

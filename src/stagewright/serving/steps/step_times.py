@@ -164,42 +164,30 @@ class StepTimes(DecodeRuns):
         decode_keys: int = 0,
     ) -> float:
         """Seconds of any step, like `BatchTimes.step`."""
-        if num_decodes == requests:
-            keys = decode_keys = decode_keys or keys
-            seconds = self._decode(num_decodes, keys)[0]
-        else:
-            seconds = self._with_prompts(tokens, pairs, keys, requests, num_decodes, decode_keys)
-        if self.drafting is None:
-            return seconds
-        sums = tokens, pairs, keys, requests, num_decodes, decode_keys
-        return seconds + self.drafting.step(*sums)
-
-    def _with_prompts(
-        self,
-        tokens: int,
-        pairs: int,
-        keys: int,
-        requests: int,
-        num_decodes: int,
-        decode_keys: int,
-    ) -> float:
-        """Seconds of a step with prompts, without drafts."""
         batch = BatchSums(tokens, pairs, keys, requests, num_decodes, decode_keys)
         if not num_decodes:
-            return (self.prompts if keys > tokens else self.fresh).seconds(batch)
+            seconds = (self.prompts if keys > tokens else self.fresh).seconds(batch)
+        elif num_decodes < requests:
+            seconds = self._mixed_seconds(batch)
+        else:
+            seconds = self._decode(requests, decode_keys or keys)[0]
+        if self.drafting is None:
+            return seconds
+        decode_keys = keys if num_decodes == requests else decode_keys
+        return seconds + self.drafting.step(tokens, pairs, keys, requests, num_decodes, decode_keys)
+
+    def _mixed_seconds(self, batch: BatchSums) -> float:
+        """Seconds of a step with prompts and requests that decode, without drafts."""
         together = math.inf
         if self.mixed is not None:
             together = self.mixed.seconds(batch)
             if self.fresh is self.prompts:
                 return together
         # One after the other, if that is faster: latent attention has another form for prompts.
-        new = self.decoding.new
-        tokens -= num_decodes * new
-        pairs -= decode_keys * new - num_decodes * new * (new - 1) // 2
-        alone = self._with_prompts(
-            tokens, max(pairs, 1), keys - decode_keys, requests - num_decodes, 0, 0
-        )
-        return min(together, alone + self._decode(num_decodes, decode_keys)[0])
+        prompts = self.decoding.prompts_of(batch)
+        table = self.prompts if prompts.keys > prompts.tokens else self.fresh
+        decode = self._decode(int(batch.num_decodes), int(batch.decode_keys))
+        return min(together, table.seconds(prompts) + decode[0])
 
     # ---- decode ----------------------------------------------------------------------------------
 
@@ -340,6 +328,8 @@ class HostedTimes(DecodeRuns):
         seconds, growth, steps = run = self.gpu.linear_run(requests, keys)
         if self.host_in_group:
             return run
+        if not self.host.beside:
+            return seconds + self.host.step(requests), growth, steps
         steps, seconds, growth = self.host.run_after(DecodeRun(steps, seconds, growth), requests)
         return seconds, growth, steps
 
