@@ -169,7 +169,7 @@ class InstanceGroup:
                 "out --scheduler and --num-speculative-tokens, or the policy"
             )
         classes = workload.class_of or array("i", bytes(4 * len(workload)))
-        levels = [each.priority for each in workload.classes] or [0]
+        levels = [request_class.priority for request_class in workload.classes] or [0]
         return VllmByPriority.of(self.scheduler, array("i", (levels[n] for n in classes)))
 
     def serve(
@@ -332,14 +332,14 @@ class Deployment:
         return accepted
 
     def _engines(
-        self, group: InstanceGroup, of: Workload, records: Records, handover: Handover
+        self, group: InstanceGroup, workload: Workload, records: Records, handover: Handover
     ) -> list[Engine]:
         """Idle engines of a group, in lockstep where its replicas share experts."""
         instance, drafts = group.instance, group.drafts
         times = instance.times.of_replica(group.host)
-        sample_every = max(max(of.arrival) / SAMPLES, 0.05)
+        sample_every = max(max(workload.arrival) / SAMPLES, 0.05)
         if group.role == "prefill":
-            of = replace(of, output=array("i", [1]) * len(of))
+            workload = replace(workload, output=array("i", [1]) * len(workload))
         remote = group.role != "both" or self.operation is not None
         remote = remote or (self.stages is not None and bool(self.stages.tiers))
         to_the_end = isinstance(group.scheduler, TensorRtLlm)
@@ -351,10 +351,10 @@ class Deployment:
                 group.engines.enable_prefix_caching,
                 instance.cache.blocks_per_request,
             )
-            scheduler = group.scheduler_for(of)
+            scheduler = group.scheduler_for(workload)
             if remote:
                 scheduler = RemoteKvScheduler(scheduler, group.limits.requests, to_the_end)
-            args = (of, records, blocks, scheduler, times, sample_every)
+            args = (workload, records, blocks, scheduler, times, sample_every)
             if group.role == "prefill":
                 pushes = self.kv_transfer != "prompt"
                 engine = PrefillEngine(handover.prefilled, *args, pushes=pushes)
@@ -371,21 +371,21 @@ class Deployment:
         return engines
 
 
-def _pool(role: Role, group_of: list[InstanceGroup], of: Workload, router: str) -> Pool:
+def _pool(role: Role, group_of: list[InstanceGroup], workload: Workload, router: str) -> Pool:
     """Pool of the engines of a role."""
     groups = {number: group for number, group in enumerate(group_of) if group.role == role}
 
     def fits(request: int, engine: int) -> bool:
-        prompt, group = of.prompt[request], groups[engine]
+        prompt, group = workload.prompt[request], groups[engine]
         if role != "decode" and prompt > group.max_prompt:
             return False
-        tokens = prompt if role == "prefill" else prompt + of.output[request] - 1
+        tokens = prompt if role == "prefill" else prompt + workload.output[request] - 1
         return tokens <= group.room
 
     limits = {(group.room, group.max_prompt) for group in groups.values()}
     weakest = {min(groups, key=lambda n: groups[n].room)}
     weakest.add(min(groups, key=lambda n: groups[n].max_prompt))
-    all_fit = len(limits) == 1 or all(fits(r, n) for r in range(len(of)) for n in weakest)
+    all_fit = len(limits) == 1 or all(fits(r, n) for r in range(len(workload)) for n in weakest)
     hosts = {number: group.host for number, group in groups.items()}
     return Pool(role, [*groups], router_of(router), hosts, None if all_fit else fits)
 

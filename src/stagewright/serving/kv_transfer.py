@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -101,17 +101,17 @@ class KvTransferCost:
             for side, rank in enumerate(ends):
                 old = links.get((side, rank), _Pair(0.0, 0.0))
                 links[side, rank] = _Pair(old.fixed + pair.fixed, old.per_token + pair.per_token)
-        most = {max(links.values(), key=lambda link, n=n: link[n]) for n in (0, 1)}
-        node = max(of.gpus_per_node for of in hardware)
+        busiest = {max(links.values(), key=lambda link, n=n: link[n]) for n in (0, 1)}
+        node = max(side.gpus_per_node for side in hardware)
         begins = -(-first.tp * first.pp // node) * node
         gpus = begins + -(-second.tp * second.pp // node) * node
-        distinct = {of.name: of for of in hardware}
-        machines = tuple(Machine.of(of, gpus=gpus) for of in distinct.values())
+        distinct = {side.name: side for side in hardware}
+        machines = tuple(Machine.of(side, gpus=gpus) for side in distinct.values())
         level = int(tier_of(machines[0], np.array([0]), np.array([begins]))[0])
         return cls(
             sum(pair.fixed for pair in pairs.values()),
             sum(pair.per_token for pair in pairs.values()),
-            tuple(sorted(most)), machines, level, max(1, model.num_layers // prefill.pp),
+            tuple(sorted(busiest)), machines, level, max(1, model.num_layers // prefill.pp),
         )  # fmt: skip
 
     def beside(self, other: KvTransferCost) -> KvTransferCost:
@@ -176,31 +176,31 @@ def cache_messages(
     Layers with windows send what they keep of `upto` tokens, the others `tokens`.
     """
     model, ends = decode.step.model, (prefill, decode)
-    first, second = (of.run.model_copy(update=_ALONE) for of in ends)
-    sides, found = _messages(first, second, model, tokens)
+    first, second = (end.run.model_copy(update=_ALONE) for end in ends)
+    sides, sent = _messages(first, second, model, tokens)
     if upto != tokens:
         windows = _messages(first, second, model, upto)[1] if upto else []
         reaches = [model.reach(model.layer(n).mixer) for n in range(model.num_layers)]
         local = {n for n, reach in enumerate(reaches) if reach.window or reach.chunk}
-        found = [m for m in found if m.layer not in local]
-        found += [m for m in windows if m.layer in local]
-        found.sort(key=lambda message: message.layer)
+        sent = [m for m in sent if m.layer not in local]
+        sent += [m for m in windows if m.layer in local]
+        sent.sort(key=lambda message: message.layer)
     ranks = [
-        in_replica(alone, of.step.run, model, of.replica)
-        for alone, of in zip(sides, ends, strict=True)
+        in_replica(alone, end.step.run, model, end.replica)
+        for alone, end in zip(sides, ends, strict=True)
     ]
-    return [m._replace(source=ranks[0][m.source], target=ranks[1][m.target]) for m in found]
+    return [m._replace(source=ranks[0][m.source], target=ranks[1][m.target]) for m in sent]
 
 
 def _pairs(
     first: Run, second: Run, model: ModelConfig, tokens: int
 ) -> Mapping[tuple[int, int], int]:
     """Bytes of one request by prefill rank and decode rank."""
-    found: dict[tuple[int, int], int] = {}
+    sent: dict[tuple[int, int], int] = {}
     for one in _messages(first, second, model, tokens)[1]:
         key = one.source, one.target
-        found[key] = found.get(key, 0) + one.size
-    return found
+        sent[key] = sent.get(key, 0) + one.size
+    return sent
 
 
 def _line(short: int, long: int) -> _Pair:
@@ -279,26 +279,6 @@ class KvLinks:
         self._free_at[target] = max(self._free_at[target], until)
 
 
-class TransferCost(Protocol):
-    """Transfer of a request's cache from one engine to another, alone on its links."""
-
-    @property
-    def layers(self) -> int:
-        """Layers of a pipeline stage that computes prompts."""
-        ...
-
-    def seconds(self, tokens: int, last: bool = True, *, parts: int = 1) -> float:
-        """Seconds of the cache of `tokens`, or of one of equal parts.
-
-        `last`: the last tokens of their prompt.
-        """
-        ...
-
-    def bytes(self, tokens: int, last: bool = True) -> float:
-        """Bytes of the cache of `tokens`."""
-        ...
-
-
 class KvTransfers:
     """Caches that prefill engines send to decode engines.
 
@@ -320,7 +300,7 @@ class KvTransfers:
         self,
         handover: Handover,
         engines: int,
-        cost: Callable[[int, int], TransferCost],
+        cost: Callable[[int, int], KvTransferCost],
         kv_transfer: KvPush = "prompt",
     ) -> None:
         """Create transfers that have sent nothing; `cost`: from one engine to another."""

@@ -352,25 +352,23 @@ class ServingSimulation:
 
     def _after_batch(self, at: float, index: int) -> None:
         """Process what the engines of a clock have done in a batch."""
-        if self._operator is not None:
-            for number in self._numbers[index]:
-                self._operator.after_batch(at, number)
-        for engine in self._clocks[index].engines:
+        for number in self._numbers[index]:
+            engine = self.engines[number]
             if self._independent:
                 self.finished += len(engine.completed)
                 engine.completed.clear()
                 continue
+            if self._operator is not None:
+                self._operator.after_batch(at, number)
             if isinstance(engine, PrefillEngine) and engine.computed:
                 assert self._transfers is not None
                 self._transfers.push(engine)
-            if engine.completed:
-                completed = [*engine.completed]
-                engine.completed.clear()
-                finish = self._hand_over if isinstance(engine, PrefillEngine) else self._finish
-                for request in completed:
-                    finish(at, request)
+            finish = self._hand_over if isinstance(engine, PrefillEngine) else self._finish
+            completed, engine.completed = engine.completed, []
+            for request in completed:
+                finish(at, request)
             if isinstance(engine, RemoteKvEngine) and engine.pulls:
-                self._start_pulls(at, engine)
+                self._start_pulls(at, number, engine)
         if self.finished >= self._next_report:
             self._report(at)
 
@@ -389,44 +387,36 @@ class ServingSimulation:
 
     # ---- KV transfers ----------------------------------------------------------------------------
 
-    def _start_pulls(self, at: float, engine: RemoteKvEngine) -> None:
+    def _start_pulls(self, at: float, number: int, engine: RemoteKvEngine) -> None:
         """Start to load the caches for which an engine has taken blocks."""
-        pulls = [*engine.pulls]
-        engine.pulls.clear()
-        for request, tokens in pulls:
-            if engine.role == "decode":
+        for request, tokens in engine.pulls:
+            arrived = partial(self._kv_arrived, number=number)
+            if engine.role != "decode":
+                assert self._stores is not None
+                end = self._stores.read(at, request, tokens)
+            else:
                 assert self._transfers is not None
                 if self._transfers.pushes:
-                    arrives = self._transfers.pushed_by(at, request)
-                    self.events.add(arrives, OTHER, request, self._kv_arrived)
-                    continue
-                target = self.records.engine[request]
-                arrives, number = self._transfers.pull(at, request, tokens, target)
-                handler = partial(self._pull_ended, number=number)
-                self.events.add(arrives, OTHER, request, handler)
-            else:
-                assert self._stores is not None
-                arrives = self._stores.read(at, request, tokens)
-                self.events.add(arrives, OTHER, request, self._store_read)
+                    end = self._transfers.pushed_by(at, request)
+                else:
+                    end, transfer = self._transfers.pull(at, request, tokens, number)
+                    arrived = partial(self._pull_ended, number=number, transfer=transfer)
+            self.events.add(end, OTHER, request, arrived)
+        engine.pulls.clear()
 
-    def _store_read(self, at: float, request: int) -> None:
-        self._finish_loading(at, request, self._prefill_engine(request))
-
-    def _kv_arrived(self, at: float, request: int) -> None:
-        self._finish_loading(at, request, self.records.engine[request])
-
-    def _finish_loading(self, at: float, request: int, number: int) -> None:
+    def _kv_arrived(self, at: float, request: int, number: int) -> None:
+        """Let an engine use the cache of a request."""
         engine = self.engines[number]
         assert isinstance(engine, RemoteKvEngine)
         engine.finish_loading(request, at)
         self.schedule(number)
 
-    def _pull_ended(self, at: float, request: int, number: int) -> None:
+    def _pull_ended(self, at: float, request: int, number: int, transfer: int) -> None:
         """Use the cache of a request where it decodes, unless an engine has failed."""
         assert self._transfers is not None
-        if self._transfers.finish(request, number):
+        if self._transfers.finish(request, transfer):
             self._release_source(at, request)
-            self._kv_arrived(at, request)
+            self._kv_arrived(at, request, number)
 
     def _release_source(self, at: float, request: int) -> None:
         """Free the blocks of a prompt whose cache has been read."""

@@ -156,17 +156,16 @@ class StepRows:
         self.ranks = self._rank_rows(last)
         ones = np.ones_like(self.grid)
         batches = self.sizes(self.grid, ones, self.grid, self.keys_timed, self.keys_timed)
-        self._repeated = _repeated(
+        self._timed = _repeated(
             self.program, [self._numbers_at(rows, batches) for rows in self.ranks]
         )
-        self._isolated = self._isolated_seconds(self._repeated, len(self.grid))
+        self._isolated = self._isolated_seconds(self._timed, len(self.grid))
 
     def of_run(self, run: Run) -> Self | None:
         """Rows of another run of the model that has the same blocks; None if they differ."""
         step = _serving_step(run, self.step.model)
-        if {v: g.nodes for v, g in step.graphs.items()} != {
-            v: g.nodes for v, g in self.step.graphs.items()
-        } or [*map(kept_blocks, step.stages)] != self.kept:
+        graphs, others = ({v: g.nodes for v, g in x.graphs.items()} for x in (self.step, step))
+        if graphs != others or [*map(kept_blocks, step.stages)] != self.kept:
             return None
         rows = copy(self)
         rows.step = step
@@ -309,7 +308,7 @@ class StepRows:
 
     def seconds(self) -> list[Float]:
         """Seconds of rows by rank with each batch of the grid: [rows, batches]."""
-        return self._in_engine(self._repeated, self._isolated)
+        return self._in_engine(self._timed, self._isolated)
 
     def seconds_with_routed(self, tokens: Int) -> list[Float]:
         """Seconds of batches of one token whose experts get `tokens` of each replica."""
