@@ -120,8 +120,7 @@ def speed(times: StepTimes, new: int) -> str:
         "decode": lambda n: decode(64, 64_000 + n),
         "step": lambda n: times.step(tokens, 600_000 + n, 70_000, 65, 64, 64_000),
         "prompts": lambda n: times.step(512, 200_000 + n, 2_048, 1),
-        "run of 200": lambda n: times.decode_run(64, 64_000 + n, 200),
-        "within 1 s": lambda n: times.steps_within(64, 64_000 + n, 1.0, 10_000),
+        "run": lambda n: times.linear_run(64, 64_000 + n),
     }
     return ", ".join(f"{name} {micros(call):.2f}" for name, call in calls.items())
 

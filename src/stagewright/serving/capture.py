@@ -20,7 +20,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.disaggregated import beside
 from stagewright.run.lengths import Group, merge_groups
 from stagewright.run.settings import Run
-from stagewright.serving.batch import StepBatch
+from stagewright.serving.batch import StepBatch, series_sum, steps_to_reach
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.engine import Engine, Scheduler, SchedulerWrapper
 from stagewright.serving.kv_transfer import TransferEnd, cache_messages
@@ -49,8 +49,8 @@ class _Watched(SchedulerWrapper):
     at: float
     begins: float = 0.0
     groups: list[Group] = field(default_factory=list[Group])
-    decodes: bool = False
-    """The batch is one of several steps that only decode."""
+    steps: int = 1
+    """Steps of the batch until a request finishes."""
 
     def schedule(self, engine: Engine) -> StepBatch:
         """The scheduler's own batch, for which it is asked each time the batch changes."""
@@ -71,7 +71,9 @@ class _Watched(SchedulerWrapper):
                 groups.append(Group(1, engine.computed_tokens(request), engine.new_tokens))
         if groups:
             self.groups, self.begins = groups, engine.now
-            self.decodes = not chunks and not batch.skipped and engine.drafts is None
+            decodes = not chunks and not batch.skipped and engine.drafts is None
+            lefts = [engine.output[r] - engine.output_tokens(r) for r in engine.decoding_requests]
+            self.steps = min(lefts) if decodes else 1
 
 
 def _captured(
@@ -97,12 +99,13 @@ def _run_of(group: InstanceGroup, watched: _Watched) -> Captured:
     groups, begins, at = watched.groups, watched.begins, watched.at
     if not groups:
         raise UserError("the engine runs no step at all; choose another one")
-    if watched.decodes and begins <= at:
+    if watched.steps > 1 and begins <= at:
+        # The scheduler decides again where step times cease to be one series.
         times = group.instance.times.with_host(group.host)
         keys = sum((g.context_length or 0) + 1 for g in groups)
-        limit = max(1, round((at - begins) / times.decode(len(groups), keys)) + 1)
-        steps = max(times.steps_within(len(groups), keys, at - begins, limit), 1) - 1
-        begins += times.decode_run(len(groups), keys, steps)
+        seconds, growth, _ = times.linear_run(len(groups), keys)
+        steps = steps_to_reach(seconds, growth, at - begins, watched.steps) - 1
+        begins += series_sum(seconds, growth, steps)
         groups = [replace(g, context_length=(g.context_length or 0) + steps) for g in groups]
     replicas = group.instance.replicas
     of_instance = [replace(g, count=g.count * replicas) for g in sorted(groups, key=_lengths)]

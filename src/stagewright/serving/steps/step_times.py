@@ -20,7 +20,7 @@ from stagewright.program.columns import COLLECTIVES
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.batch import BatchPlan, DecodeRun, DecodeRuns
+from stagewright.serving.batch import BatchPlan, DecodeRun
 from stagewright.serving.host import HostTimes
 from stagewright.serving.steps.rows import StepRows
 from stagewright.serving.steps.step_table import (
@@ -133,7 +133,7 @@ class DecodePieces(NamedTuple):
 
 
 @dataclass(eq=False)
-class StepTimes(DecodeRuns):
+class StepTimes:
     """Seconds of the steps of one replica; with a pipeline, of all its batches together."""
 
     most_tokens: int
@@ -195,6 +195,10 @@ class StepTimes(DecodeRuns):
         """Like `BatchTimes.linear_run`."""
         run = self._decode(requests, keys)
         return run if self.drafting is None else self.drafting.linear_run(run, requests, keys)
+
+    def decode(self, requests: int, keys: int) -> float:
+        """Seconds of one decode step; `keys` in the cache after it, summed over requests."""
+        return self.linear_run(requests, keys)[0]
 
     def _decode(self, requests: int, keys: int) -> tuple[float, float, int]:
         """`linear_run` without drafts."""
@@ -315,7 +319,7 @@ class DraftingTimes:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HostedTimes(DecodeRuns):
+class HostedTimes:
     """Seconds from the begin of a step of one replica to that of the next one."""
 
     gpu: StepTimes
@@ -332,6 +336,10 @@ class HostedTimes(DecodeRuns):
             return seconds + self.host.step(requests), growth, steps
         steps, seconds, growth = self.host.run_after(DecodeRun(steps, seconds, growth), requests)
         return seconds, growth, steps
+
+    def decode(self, requests: int, keys: int) -> float:
+        """Like `StepTimes.decode`."""
+        return self.linear_run(requests, keys)[0]
 
     def step(
         self,
