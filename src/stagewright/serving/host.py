@@ -1,4 +1,4 @@
-"""Host overhead of serving engines: per step, and until a request is queued."""
+"""Host (CPU) overhead: per step of an engine, and until a request is in its queue."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HOSTS: Mapping[str, HostTimes] = {
     ),
     "sglang": HostTimes(per_request=30e-3, per_prompt_token=5.9e-6),
 }
-"""Host times by engine.
+"""Host times by serving engine, the program that schedules.
 
 vLLM: 126 us for a step and 4 us for a request in it, of Inference-Sim's fit to vLLM 0.15 on H100
 (github.com/inference-sim/inference-sim, docs/guide/latency-models.md). Until the queue: the rest of

@@ -25,7 +25,7 @@ from stagewright.serving.steps.step_times import (
 from stagewright.time.network import Machine
 
 ENGINE_BYTES = 1_000_000_000
-"""Bytes of a GPU that an engine holds besides tensors: CUDA contexts, communicators, captured
+"""Bytes of a GPU that a server holds besides tensors: CUDA contexts, communicators, captured
 graphs. vLLM 0.19 had 2,588 blocks for Llama-3.1-8B on an RTX 4090 of 25.25 GB (the log of
 casys-kaist/LLMServingSim@5daddb21), where weights and our activations would leave 3,084."""
 
@@ -91,7 +91,7 @@ def instance(
     """Create an instance with the layout of an unresolved run on a machine.
 
     `most_tokens` and `most_requests` of a step are vLLM's `max_num_batched_tokens` and
-    `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the engine takes. The
+    `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the instance takes. The
     passes of a `drafter` follow each step. Raises UserError where the run cannot be had, its steps
     have no table, or no request fits beside the weights.
     """

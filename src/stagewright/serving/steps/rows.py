@@ -134,7 +134,7 @@ class StepRows:
     ) -> None:
         """Time the step of a resolved run for up to `max_tokens`.
 
-        `machine` is without an engine. Raises UserError for steps that have no table.
+        `machine` is without a serving engine. Raises UserError for steps that have no table.
         """
         _refuse_unknown(run, model, execution)
         self.step, self.execution = _serving_step(run, model), execution
@@ -286,7 +286,7 @@ class StepRows:
 
     @property
     def _routed(self) -> Routed | None:
-        """Dispatch of tokens to experts in the engine; None: a copy for each expert."""
+        """Dispatch of tokens to experts in the serving engine; None: a copy for each expert."""
         return Routed.in_engine(self.step.run, self.step.model, self.execution.serving_engine)
 
     @property
