@@ -29,7 +29,9 @@ class EventQueue:
         """Add an event."""
         heappush(self._heap, (at, kind, number, next(self._additions), handler))
 
-    def process_next(self) -> None:
-        """Remove the next event and call its handler."""
-        at, _, number, _, handler = heappop(self._heap)
-        handler(at, number)
+    def run(self) -> None:
+        """Call the handlers of all events in order, also of those that handlers add."""
+        heap = self._heap
+        while heap:
+            at, _, number, _, handler = heappop(heap)
+            handler(at, number)

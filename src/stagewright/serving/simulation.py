@@ -211,8 +211,7 @@ class ServingSimulation:
             self._add_next_arrival()
         if self._operator is not None:
             self._operator.begin()
-        while self.events:
-            self.events.process_next()
+        self.events.run()
 
     # ---- requests --------------------------------------------------------------------------------
 
@@ -341,9 +340,8 @@ class ServingSimulation:
         if self._scheduled[index] != at:
             return  # outdated
         self._scheduled[index] = math.inf
-        clock = self._clocks[index]
+        clock, until = self._clocks[index], at
         if clock.next_event == at:
-            until = at
             if self._independent:
                 until = min(math.nextafter(self._next_arrival, 0.0), at + self._lookahead)
             clock.advance(until)
