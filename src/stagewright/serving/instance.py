@@ -135,10 +135,10 @@ def kv_capacity(
     and a cache for the layers of both). A head uses the model's embedding and output projection
     (`_maybe_share_embeddings` of vLLM's `llm_base_proposer.py`).
     """
-    stages = _stage_bytes(run, model, most_tokens)
+    stages = _rank_bytes(run, model, most_tokens)
     if drafter is not None:
         shared = frozenset({"embedding", "head"} if drafter.head else ())
-        (drafts,) = _stage_bytes(drafter.run, drafter.model, most_tokens, shared)
+        (drafts,) = _rank_bytes(drafter.run, drafter.model, most_tokens, shared)
         stages = [stage.with_drafter(drafts) for stage in stages]
     spare = max(allowance_of(run), ENGINE_BYTES)
     blocks = [
@@ -157,7 +157,7 @@ def kv_capacity(
     return KvCapacity(run.kv_block_size, min(blocks), token_bytes, per_request)
 
 
-class StageBytes(NamedTuple):
+class RankBytes(NamedTuple):
     """Bytes of a rank of a pipeline stage."""
 
     parameters: int
@@ -169,9 +169,9 @@ class StageBytes(NamedTuple):
     token: float
     """Bytes of a token in the cache on all ranks of tp, without copies."""
 
-    def with_drafter(self, drafter: StageBytes) -> StageBytes:
+    def with_drafter(self, drafter: RankBytes) -> RankBytes:
         """Add the bytes of a drafter, whose passes follow the steps of the model."""
-        return StageBytes(
+        return RankBytes(
             self.parameters + drafter.parameters,
             max(self.activations, drafter.activations),
             self.block + drafter.block,
@@ -180,9 +180,9 @@ class StageBytes(NamedTuple):
         )
 
 
-def _stage_bytes(
+def _rank_bytes(
     run: Run, model: ModelConfig, most_tokens: int, shared: frozenset[str] = frozenset()
-) -> list[StageBytes]:
+) -> list[RankBytes]:
     """Bytes of the ranks of each stage in a prefill step, without `shared` blocks."""
     longest = most_tokens
     if model.position == "learned":
@@ -220,20 +220,20 @@ def _stage_bytes(
         of_kinds = ((f"L{kind}", f"I{kind}") for kind in all_tokens)
         return {n: size for a, b in of_kinds for n, size in ((a, count * block), (b, count))}
 
-    bytes_of_stages: list[StageBytes] = []
+    bytes_of_ranks: list[RankBytes] = []
     for rank in range(prompts.pp):
         used = memory.by_category(rank, [batch])
         of_block = cached(rank, blocks(2)) - cached(rank, blocks(1))
         of_request = cached(rank, no_tokens | {"requests": 2})
         of_request -= cached(rank, no_tokens | {"requests": 1})
         of_request += cached(rank, no_tokens | windows) - cached(rank, no_tokens)
-        bytes_of_stages.append(
-            StageBytes(
+        bytes_of_ranks.append(
+            RankBytes(
                 used["parameters"], used["activations"], of_block, of_request,
                 of_block / block * ranks,
             )
         )  # fmt: skip
-    return bytes_of_stages
+    return bytes_of_ranks
 
 
 def _window_positions(window: int, block: int) -> int:
