@@ -29,6 +29,13 @@ def test_steps_of_a_run_are_runs(tmp_path):
         done.step(-1.0)
 
 
+def test_an_idle_engine_has_the_step_that_it_ran_last():
+    done = sw.serve("llama3.1-8b", "h100-sxm", layers=2, rate=5, isl=300, osl=60, num_requests=1)
+    for at in (done.outcome.records.finish[0] - 1e-6, 1e3):
+        (group,) = done.step(at).run.requests
+        assert (group.context_length, group.new_tokens) == (300 + 58, 1)
+
+
 LOAD = {"layers": 2, "isl": 1500, "osl": 30, "num_requests": 60}
 
 

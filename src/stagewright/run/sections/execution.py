@@ -74,7 +74,7 @@ class Execution:
     it; traces have a copy for each expert."""
     serving_engine: Literal["vllm", "sglang", "trtllm"] | None = setting(
         None,
-        "Engine whose kernels serve: vLLM, SGLang or TensorRT-LLM.",
+        "Serving engine whose kernels run: vLLM, SGLang or TensorRT-LLM.",
         unset="constants that stand for all three",
         modes=INFERENCE,
     )

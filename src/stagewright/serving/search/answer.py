@@ -15,7 +15,7 @@ from stagewright.searching.candidates import Candidates
 from stagewright.searching.objectives import front
 from stagewright.searching.space import Removed
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import instance, with_drafter
+from stagewright.serving.instance import instance
 from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
@@ -121,9 +121,8 @@ class _LayoutSearch:
             served = instance(
                 run, rows.model, machine, execution, most_tokens=limits.tokens,
                 most_requests=limits.requests, gpu_memory_utilization=share,
+                drafter=drafter_of(engines, run, rows.model),
             )  # fmt: skip
-            drafter = drafter_of(engines, run, rows.model)
-            served = with_drafter(served, drafter, execution, gpu_memory_utilization=share)
         except UserError as error:
             self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
             return None
