@@ -11,14 +11,13 @@ from stagewright.arrays import Bool, Int
 from stagewright.time.simulate.order import KERNEL, LAUNCHED, Edges, IssueRules, Register
 from stagewright.time.simulate.transfer import (
     CARRIED,
-    LIVE_OUT,
-    LOCAL,
+    END,
     MESSAGE,
     REGISTER,
     Connections,
     Fragments,
     Port,
-    transfer_matrices,
+    transfer_matrix,
 )
 from stagewright.time.simulate.units import CarriedDeps
 
@@ -90,7 +89,7 @@ def direct(given: Given, launches: bool) -> dict[Port, int]:
         if launches and given.waits[at]:
             launched = max(launched, end[at])
     left = {Port(REGISTER, register): end[position] for register, position in WRITES}
-    return left | {Port(REGISTER, 0): launched, Port(LIVE_OUT, WANTED): end[WANTED]}
+    return left | {Port(REGISTER, 0): launched, Port(END, WANTED): end[WANTED]}
 
 
 def by_matrices(fragments: Fragments, given: Given, launches: bool) -> dict[Port, int]:
@@ -104,10 +103,7 @@ def by_matrices(fragments: Fragments, given: Given, launches: bool) -> dict[Port
     left = dict(given.begins)
     for number in fragments.by_unit[0]:
         fragment = fragments.fragments[number]
-        (group,) = (group for group in fragments.groups if number in group.indices)
-        ends = transfer_matrices(group, both[0], both[1], stacked).ends[1]  # pyright: ignore
-        which = group.indices.tolist().index(number)
-        matrix = ends[group.output_rows[which, : len(fragment.outputs)], : len(fragment.inputs)]
+        matrix = transfer_matrix(fragments, number, both[0], both[1], stacked).outputs[1]  # pyright: ignore
         begun = np.array([left[port] for port in fragment.inputs])
         outputs = dict(zip(fragment.outputs, (matrix + begun).max(axis=1).tolist(), strict=True))
         if fragment.is_rendezvous:
@@ -143,7 +139,7 @@ def test_a_rendezvous_is_a_fragment_of_its_own() -> None:
     ]
     assert left == [{0}, {0}, {0}, {0}, {0, 1, 2}]
     needed = [
-        {port.number for port in fragment.inputs if port.role == LOCAL}
+        {port.number for port in fragment.inputs if port.role == END}
         for fragment in fragments.fragments
     ]
     assert needed == [set(), {0}, {1, 2}, {2, 3}, {5, 6}]

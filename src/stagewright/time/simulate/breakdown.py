@@ -18,9 +18,10 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.program.columns import COLLECTIVE, PHASES, RECV
-from stagewright.time.simulate.endpoints import SharedCollective
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
+_Task = tuple[int, int]
+"""Lane and issue index."""
 LAUNCHES = "launches"
 """Waiting for the host in a critical path; `host` is the axis of transfers to its memory."""
 
@@ -188,12 +189,15 @@ def critical_path(line: Timeline) -> list[PathTask]:
     """
     lanes = line.lanes
     blockers: dict[int, _Blockers] = {}
-    remote = _RemoteBlockers(line)
+    senders: dict[_Task, _Task] = {
+        (lane, index): (sender, send)
+        for lane, index, sender, send in line.endpoints.messages.tolist()
+    }
     last = max(range(len(lanes)), key=lambda n: int(lanes[n].end.max(initial=0)))
     task = PathTask(last, int(np.argmax(lanes[last].end)))
     path: list[PathTask] = []
     while True:
-        task = remote.of(task)
+        task = _remote_blocker(line, senders, task)
         lane = lanes[task.lane]
         if lane.kind[task.issue_index] != RECV:
             path.append(task)
@@ -209,43 +213,22 @@ def critical_path(line: Timeline) -> list[PathTask]:
         task = PathTask(task.lane, before)
 
 
-class _RemoteBlockers:
-    """Tasks of other ranks that transfers wait for."""
-
-    def __init__(self, line: Timeline) -> None:
-        self.line, self.endpoints = line, line.endpoints
-        self.received = [
-            {index: row for row, index in enumerate(received.issue_index.tolist())}
-            for received in self.endpoints.received
-        ]
-        self.rendezvous: dict[tuple[int, int], SharedCollective] = {
-            (class_id, index): rendezvous
-            for rendezvous in self.endpoints.rendezvous
-            for class_id, index in zip(rendezvous.classes, rendezvous.issue_indices, strict=True)
-        }
-
-    def of(self, task: PathTask) -> PathTask:
-        """SEND of a late message, or the last task to be ready for a collective."""
-        lane, index = self.line.lanes[task.lane], task.issue_index
-        kind, ready = lane.kind[index], lane.ready[index]
-        class_id = int(self.endpoints.class_of[task.lane])
-        if kind == RECV and lane.end[index] > ready:
-            received, row = self.endpoints.received[class_id], self.received[class_id][index]
-            column = task.lane - int(self.endpoints.lanes[class_id][0])
-            return PathTask(int(received.sender[row, column]), int(received.sent[row, column]))
-        if kind != COLLECTIVE or lane.begin[index] <= ready:
-            return task
-        slot = int(lane.rank_class.work.actions.tasks.slot[lane.row[index]])
-        group = self.endpoints.groups[slot]
-        rendezvous = self.rendezvous.get((class_id, index))
-        for other in np.flatnonzero(group == group[task.lane]).tolist():
-            other_index = index
-            if rendezvous is not None:
-                member = rendezvous.classes.index(int(self.endpoints.class_of[other]))
-                other_index = rendezvous.issue_indices[member]
-            if self.line.lanes[other].ready[other_index] == lane.begin[index]:
-                return PathTask(other, other_index)
-        raise AssertionError("a collective begins when no rank is ready")
+def _remote_blocker(line: Timeline, senders: Mapping[_Task, _Task], task: PathTask) -> PathTask:
+    """SEND of a late message, the last task to be ready for a collective, or the task itself."""
+    lane, index = line.lanes[task.lane], task.issue_index
+    kind, ready = lane.kind[index], lane.ready[index]
+    if kind == RECV and lane.end[index] > ready:
+        return PathTask(*senders[task.lane, index])
+    if kind != COLLECTIVE or lane.begin[index] <= ready:
+        return task
+    lanes = line.lane_map
+    group = lanes.groups[int(lane.rank_class.work.actions.tasks.slot[lane.row[index]])]
+    shared = line.endpoints.shared.get((int(lanes.class_of[task.lane]), index), {})
+    for other in np.flatnonzero(group == group[task.lane]).tolist():
+        other_index = shared.get(int(lanes.class_of[other]), index)
+        if line.lanes[other].ready[other_index] == lane.begin[index]:
+            return PathTask(other, other_index)
+    raise AssertionError("a collective begins when no rank is ready")
 
 
 def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:

@@ -89,10 +89,9 @@ def _in_order(line: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
 
 def _events(line: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
     """Changes of a lane's bytes: ticks [copies, rows], and bytes [categories, rows]."""
-    waves, changes = line.waves, line.class_of(lane).work.changes
-    class_id = int(waves.lanes.class_of[lane])
-    table, sequence = waves.tables[waves.table_of[class_id]], waves.sequence[class_id]
-    order, begin = line.program.classes[class_id].work.order, table.actions.begin
+    changes = line.class_of(lane).work.changes
+    plan = line.plan.classes[int(line.lane_map.class_of[lane])]
+    table, sequence, order, begin = plan.table, plan.sequence, plan.order, plan.table.actions.begin
     for times in line.fragments(lane):
         members = table.rules.member[times.positions]
         for member in distinct_values(members):

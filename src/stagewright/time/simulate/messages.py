@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int, distinct_values
+from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.program.columns import RECV, SEND, Program
 from stagewright.program.rank_work import numbers_among_copies
 from stagewright.time.simulate.lanes import Lanes
@@ -27,6 +27,10 @@ class MessageEnds(NamedTuple):
     """[messages]: lane within its class."""
     key: Int
     """[messages, 4]: axis, sending lane, receiving lane, tag; equal on both ends."""
+
+    def select(self, rows: Int | Bool) -> MessageEnds:
+        """Messages by index or mask."""
+        return MessageEnds(*(column[rows] for column in self))
 
 
 class Messages(NamedTuple):
@@ -113,7 +117,7 @@ def _sorted(ends: MessageEnds) -> MessageEnds:
     """Sort messages by key, and equal keys in issue order."""
     location, key = ends.location, ends.key
     order = np.lexsort((location[:, 2], location[:, 1], *key.T[::-1]))
-    return MessageEnds(*(column[order] for column in ends))
+    return ends.select(order)
 
 
 def _unmatched(sent: Int, received: Int, lanes: Lanes, axes: Sequence[str]) -> str:

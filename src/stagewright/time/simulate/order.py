@@ -165,31 +165,6 @@ class IssueRules:
         return by_kernels | (on_stream & ordered_by_stream)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IssueOrder:
-    """Tasks of a rank in issue order, with streams and dependencies.
-
-    Issue index `i` holds row `rows[i]` of the rank's `Tasks`. It waits for the issue indices
-    `deps[pointer[i]:pointer[i + 1]]` (CSR), all of them earlier; dependencies that follow from
-    others are omitted. `stream[i]` is `COMPUTE_STREAM`, a positive number, or `NO_STREAM`.
-    """
-
-    rows: Int
-    stream: Int
-    pointer: Int
-    deps: Int
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-
-def ordered(rows: Int, stream: Int, is_kernel: Bool, waiter: Int, dep: Int) -> IssueOrder:
-    """Issue order of rows, with dependencies that others imply left out."""
-    waiter, dep = _without_implied(Edges(waiter, dep), stream, is_kernel)
-    counts = np.bincount(waiter, minlength=len(rows))
-    return IssueOrder(rows, stream, np.concatenate([[0], np.cumsum(counts)]), dep)
-
-
 def num_streams(program: Program) -> int:
     """Number of streams: compute, one per communicator, one per peer, loads, stores."""
     return 1 + len(program.communicators) + len(program.peers) + 2
@@ -258,7 +233,7 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
     waiter, dep = (np.concatenate(column) for column in zip(local, *state.edges, strict=True))
     return IssueRules(
         unit, units.member[order], rows, stream, is_kernel,
-        _without_implied(Edges(waiter, dep), stream, is_kernel), carried, follows_kernel,
+        without_implied(Edges(waiter, dep), stream, is_kernel), carried, follows_kernel,
         precedes_kernel, awaited, tuple(state.registers), *state.columns(), limits, position,
     )  # fmt: skip
 
@@ -709,7 +684,7 @@ def _limit_outstanding(
     return Limits(limit, open_at_end)
 
 
-def _without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
+def without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
     """Transitive reduction with respect to the compute stream; distinct edges in order.
 
     Kernels run in order. A task that waits for kernel k therefore waits for every kernel before

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, entries_of, offsets
 from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
 from stagewright.program.memory_changes import MemoryChanges, Profiles
 from stagewright.program.rank_work import ActionOrder, Actions, RankWork, TableOrder, table_actions
@@ -63,7 +63,7 @@ def _ends(line: Timeline, lane: int, begins: Sequence[Int]) -> Int:
     ends = np.zeros(len(begin), dtype=np.int64)
     for times in line.fragments(lane):
         instances, positions = times.instances[:, None], times.positions[None]
-        rows = line.waves.expanded_rows(class_id, instances, positions)
+        rows = line.plan.classes[class_id].expanded_rows(instances, positions)
         step = np.searchsorted(begin, rows, side="right") - 1
         np.maximum.at(ends, step, times.end(np.arange(len(times.positions))))
     return ends
@@ -221,14 +221,12 @@ def _deps(
 ) -> dict[str, Any]:
     """Dependency table of moved rows, with added dependencies."""
     pointer, deps = getattr(tasks, f"{name}_ptr"), getattr(tasks, name)
-    count = np.where(row < 0, 0, np.diff(pointer)[np.maximum(row, 0)])
-    waiter = np.repeat(np.arange(len(row)), count)
-    offset = np.arange(len(waiter)) - np.repeat(np.cumsum(count) - count, count)
-    dep = new_row[deps[pointer[np.maximum(row, 0)][waiter] + offset]]
+    old = np.flatnonzero(row >= 0)
+    waiter, entry = entries_of(pointer, row[old])
+    waiter, dep = old[waiter], new_row[deps[entry]]
     pairs = np.array(added, dtype=np.int64).reshape(-1, 2)
     waiter, dep = np.append(waiter, pairs[:, 0]), np.append(dep, pairs[:, 1])
-    ends = np.cumsum(np.bincount(waiter, minlength=len(row)))
     return {
-        f"{name}_ptr": np.concatenate([[0], ends]).astype(np.int64),
+        f"{name}_ptr": offsets(np.bincount(waiter, minlength=len(row))),
         name: dep[np.lexsort((dep, waiter))].astype(deps.dtype),
     }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Bool, Int, entries_of
 from stagewright.program.columns import Tasks
 from stagewright.program.rank_work import KINDS, ActionOrder, Actions, numbers_among_copies
 
@@ -72,6 +72,17 @@ class Units:
     """Unit row of each row of a member's action, from `first`; -1: not in the unit."""
     first: Int
     """[units, members]: start of the member in `index`."""
+
+    def locate(self, sequence: UnitSequence, copies: Int, offsets: Int) -> tuple[Int, Int]:
+        """Instances and unit rows that issue rows of copies; `offsets`: rows within the action."""
+        instance = sequence.instance[copies]
+        first = self.first[sequence.unit[instance], sequence.member[copies]]
+        row = self.index[first + offsets]
+        deferred = row < 0
+        instance[deferred] = last = len(sequence.unit) - 1
+        first = self.first[sequence.unit[last], sequence.deferred_member[copies[deferred]]]
+        row[deferred] = self.index[first + offsets[deferred]]
+        return instance, row
 
 
 class UnitSequence(NamedTuple):
@@ -201,10 +212,7 @@ def _rows_of(
     owner = np.repeat(np.arange(len(members)), [len(rows) for rows in row_parts])
 
     # All deps: of each, the waiting row, the entry of `Tasks.data`, and the row waited for.
-    counts = np.diff(tasks.data_ptr)[row]
-    waiter = np.repeat(np.arange(size), counts)
-    offset = np.arange(len(waiter)) - np.repeat(np.cumsum(counts) - counts, counts)
-    entry = tasks.data_ptr[row][waiter] + offset
+    waiter, entry = entries_of(tasks.data_ptr, row)
     needed = tasks.data[entry].astype(np.int64)
     is_carried = actions.carried[entry]
     local = np.full(len(waiter), -1)  # row of the same unit
