@@ -85,7 +85,7 @@ class _TinyStep:
         self.kinds = np.array([blocks.kind(block) for block in placed])
         """Kind of each block."""
         self.num_kinds = len(blocks.kinds)
-        self.program, lane = step.line.program, step.line.lanes[0]
+        self.program, lane = step.timeline.program, step.timeline.lanes[0]
         self.tasks, self.values = lane.rank_class.tasks, lane.rank_class.values
         self.block = self.block_indices(self.tasks.names)[self.tasks.name]
         """Block of each task; -1: none."""
@@ -139,7 +139,7 @@ def _passes(tiny: _TinyStep) -> dict[str, Float]:
 
     There is no warm-up in the former, and no reduction in the latter.
     """
-    tasks, line = tiny.tasks, tiny.step.line
+    tasks, line = tiny.tasks, tiny.step.timeline
     in_block = tiny.block >= 0
     forward = in_block & (tasks.phase == FORWARD_PHASE) & (tasks.microbatch == 1)
     backward = in_block & (tasks.phase != FORWARD_PHASE) & (tasks.phase != OPTIMIZER_PHASE)

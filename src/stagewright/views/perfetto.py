@@ -22,7 +22,7 @@ from stagewright.files import atomic
 from stagewright.program.along import axis_of
 from stagewright.program.columns import CATEGORIES, FORWARD_PHASE, OPTIMIZER_PHASE, PHASES, TaskKind
 from stagewright.time.simulate.memory import memory_timeline
-from stagewright.time.simulate.order import num_streams
+from stagewright.time.simulate.rules import num_streams
 from stagewright.time.simulate.timeline import Lane, Timeline
 
 _TICKS_PER_NS = 1000

@@ -9,7 +9,8 @@ from stagewright.arrays import Bool
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.time.simulate.expand import IssueOrder
-from stagewright.time.simulate.order import crosses_actions, issue_rules
+from stagewright.time.simulate.order import crosses_actions
+from stagewright.time.simulate.rules import issue_rules
 from stagewright.time.simulate.timeline import timeline
 from timed import RUNS, WAYS, one_unit
 

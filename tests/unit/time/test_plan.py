@@ -17,7 +17,7 @@ from stagewright.program.columns import Program, TaskKind, Tasks
 from stagewright.program.rank_work import RankWork
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.run.settings import Run
-from stagewright.time.simulate.order import tables_of
+from stagewright.time.simulate.rules import tables_of
 from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 from timed import by_row, durations, row_by_row
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from stagewright.arrays import Bool, Int
-from stagewright.time.simulate.order import KERNEL, LAUNCHED, Edges, IssueRules, Register
+from stagewright.time.simulate.order import Edges
+from stagewright.time.simulate.rules import KERNEL, LAUNCHED, IssueRules, Register
 from stagewright.time.simulate.transfer import (
     CARRIED,
     END,

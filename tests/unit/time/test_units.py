@@ -14,12 +14,8 @@ from stagewright.program.columns import Program
 from stagewright.program.rank_work import KINDS, ActionOrder, Actions
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.time.simulate.order import (
-    IssueTable,
-    deferred_past_backward,
-    issue_rules,
-    tables_of,
-)
+from stagewright.time.simulate.order import deferred_past_backward
+from stagewright.time.simulate.rules import IssueTable, issue_rules, tables_of
 from stagewright.time.simulate.units import Units, UnitSequence, units_of
 from timed import MIXTRAL, RUNS, WAYS, one_unit
 

@@ -29,15 +29,13 @@ class TaskTicks(NamedTuple):
     """Durations and launches of the positions of a table, in ticks: [sets, positions]."""
 
     duration: Int
-    """0 for a receive; unused for rendezvous fragments."""
+    """Of a receive that of its message."""
     launch: Int | None
     """Cost of the launch of each; None: launches take no time."""
     waits: Bool | None
     """The host waits for the end of each."""
     set_of_lane: Int
     """Duration set of each lane of the program; any number for lanes of other tables."""
-    raw_duration: Int
-    """Durations that the caller set, those of receives too."""
 
 
 class Executed(NamedTuple):

@@ -13,8 +13,9 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int, distinct_values, offsets
 from stagewright.time.simulate.messages import MessageEnds
-from stagewright.time.simulate.order import Edges, without_implied
+from stagewright.time.simulate.order import Edges
 from stagewright.time.simulate.plan import ClassPlan, StepPlan
+from stagewright.time.simulate.rules import without_implied
 
 
 @dataclass(frozen=True, slots=True, eq=False)

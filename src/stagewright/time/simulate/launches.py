@@ -22,12 +22,22 @@ for a time that grows with the group (`COLLECTIVE_CHECK`).
 The host waits where a framework reads a result: the norm that clips gradients and the number of
 tokens of each expert (Megatron-LM), and messages of its 1F1B pipeline (`batch_p2p_sync`). With
 CUDA_LAUNCH_BLOCKING=1 (`blocking`) an eager framework waits for every launch.
+
+The host is one thread that launches tasks in issue order, without a gap, ahead of the GPU; a task
+starts once it is launched and all its dependencies have ended. Where the host needs a result, it
+waits for the end of that task before it launches the next one.
+
+>>> waits = np.array([False, True, False])
+>>> launched, last_wait = launch_times(np.array([2, 2, 2]), waits, np.array([12, 22, 34]))
+>>> launched.tolist(), last_wait.issue_index.tolist(), last_wait.end.tolist()
+([2, 4, 24], [-1, -1, 1], [0, 0, 22])
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +60,6 @@ from stagewright.run.settings import Run
 from stagewright.time.cost import timing_of
 from stagewright.time.fused_products import joint_rows, within_products
 from stagewright.time.hardware import Hardware
-from stagewright.time.simulate.host import HostWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,13 @@ with `enable_vocab_parallel` messages are not synchronized with the host, either
 
 _WHOLE_PROGRAMS = ("Google", "AWS")
 """Vendors whose compilers (XLA, Neuron) compile a step to one program."""
+
+
+class HostWork(NamedTuple):
+    """Launches of the host of a rank class, by row of its tasks."""
+
+    seconds: Float  # of the launch
+    waits: Bool  # the host waits for the end of the task before it launches the next one
 
 
 def launch_mode(run: Run, execution: Execution, hardware: Hardware) -> str:
@@ -419,3 +435,29 @@ def _waits(program: Program, tasks: Tasks, run: Run) -> Bool:
             messages = tasks.kind == TaskKind.RECV
             waits |= messages & between_stages[np.where(messages, tasks.slot, -1)]
     return waits
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+class LastHostWait(NamedTuple):
+    """Last task that the host waited for before each launch, by issue index."""
+
+    issue_index: Int  # of the task, -1 for none
+    end: Int  # of the task: ticks
+
+
+def launch_times(cost: Int, waits: Bool, ends: Int) -> tuple[Int, LastHostWait]:
+    """End of each launch, and the last wait before it.
+
+    Arrays are by issue index, times in ticks. `ends`: of the tasks that are launched.
+    """
+    total = cost.cumsum()
+    delay = np.zeros_like(ends)
+    delay[1:] = np.where(waits[:-1], ends[:-1] - total[:-1], 0)
+    latest = np.maximum.accumulate(np.maximum(delay, 0))
+    increases = np.diff(latest, prepend=0) > 0
+    index = np.where(increases, np.arange(-1, len(ends) - 1), -1)
+    index = np.maximum.accumulate(index)
+    end = np.where(index == -1, 0, latest + total[index])
+    return total + latest, LastHostWait(index, end)

@@ -14,7 +14,8 @@ from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.program.columns import RECV, SEND, Program
 from stagewright.program.rank_work import numbers_among_copies
 from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.order import Edges, IssueRules, IssueTable
+from stagewright.time.simulate.order import Edges
+from stagewright.time.simulate.rules import IssueRules, IssueTable
 from stagewright.time.simulate.units import UnitSequence
 
 

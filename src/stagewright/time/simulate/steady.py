@@ -43,27 +43,27 @@ def steady_step(program: Program, tokens: int, simulate: Callable[[Program], Tim
     steps = MIN_STEPS
     while True:
         several = repeated(program, steps, tokens)
-        line = simulate(several)
+        timeline = simulate(several)
         begins = [rank_class.work.order.begin[:-1] for rank_class in several.classes]
-        ends = np.stack([_ends(line, lane, begins) for lane in range(line.lane_map.count)])
+        ends = np.stack([_ends(timeline, lane, begins) for lane in range(timeline.lane_map.count)])
         elapsed = np.diff(ends, axis=1)[:, : steps - 2]  # drop the last two steps: they drain
         if len(np.unique(elapsed[:, -2:])) == 1 or 2 * steps > MAX_STEPS:
             begin, end = ends.max(axis=0)[steps - 3 : steps - 1].tolist()
-            return replace(line, window=(begin, end))
+            return replace(timeline, window=(begin, end))
         steps *= 2
 
 
-def _ends(line: Timeline, lane: int, begins: Sequence[Int]) -> Int:
+def _ends(timeline: Timeline, lane: int, begins: Sequence[Int]) -> Int:
     """End of each step on a lane; `begins`: first row of each step, by class.
 
     All steps are one unit where an execution moves tasks between actions.
     """
-    class_id = int(line.lane_map.class_of[lane])
+    class_id = int(timeline.lane_map.class_of[lane])
     begin = begins[class_id]
     ends = np.zeros(len(begin), dtype=np.int64)
-    for times in line.fragments(lane):
+    for times in timeline.fragments(lane):
         instances, positions = times.instances[:, None], times.positions[None]
-        rows = line.plan.classes[class_id].expanded_rows(instances, positions)
+        rows = timeline.plan.classes[class_id].expanded_rows(instances, positions)
         step = np.searchsorted(begin, rows, side="right") - 1
         np.maximum.at(ends, step, times.end(np.arange(len(times.positions))))
     return ends

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,7 @@ from stagewright.errors import UserError
 from stagewright.program.along import TasksAlong, along
 from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskKind
 from stagewright.program.rank_work import RankWork
-from stagewright.run.sections.execution import ISSUED_BY, Execution
+from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.execute import Executed, Progress, TaskTicks, execute
 from stagewright.time.simulate.expand import (
     Endpoints,
@@ -37,10 +36,11 @@ from stagewright.time.simulate.expand import (
     endpoints,
     expand_issue_order,
 )
-from stagewright.time.simulate.host import HostWork, LastHostWait, launch_times
 from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.order import IssueTable, crosses_actions, tables_of
-from stagewright.time.simulate.plan import StepPlan
+from stagewright.time.simulate.launches import HostWork, LastHostWait, launch_times
+from stagewright.time.simulate.order import crosses_actions
+from stagewright.time.simulate.plan import StepPlan, plan_of
+from stagewright.time.simulate.rules import IssueTable
 from stagewright.time.simulate.transfer import NEVER, Fragments, TransferMatrix, transfer_matrix
 
 TICK = 1e-12
@@ -184,7 +184,7 @@ class Timeline:
             yield FragmentTimes(
                 copies.instances, positions, executed.inputs[class_id][f][:, number],
                 None if rendezvous is None else rendezvous[:, number],
-                matrices[f], set_index, ticks.raw_duration[set_index, positions],
+                matrices[f], set_index, ticks.duration[set_index, positions],
             )  # fmt: skip
 
     @cached_property
@@ -272,74 +272,23 @@ def timeline(
     factor = _factors(program, factors or {})
     ticks = [_ticks(*pair) for pair in zip(program.classes, seconds, strict=True)]
     lanes = Lanes.of(program, factor)
-    plan = _plan_of(program, execution, lanes)
+    plan = plan_of(program, execution, lanes)
     duration_sets = tuple(
         _duration_sets(table, lanes, ticks, factor[lanes.example], hosts) for table in plan.tables
     )
-    matrices = tuple(_matrices(*pair) for pair in zip(plan.fragments, duration_sets, strict=True))
+    of_tables = zip(plan.tables, plan.fragments, duration_sets, strict=True)
+    matrices = tuple(_matrices(*of_table) for of_table in of_tables)
     executed = execute(program, plan, duration_sets, matrices, progress)
     return Timeline(program, execution, lanes, plan, duration_sets, matrices, executed, hosts)
 
 
-def _plan_of(program: Program, execution: Execution, lanes: Lanes) -> StepPlan:
-    """Plan of a program; programs of equal structure share it, whatever their sizes."""
-    key = _structure(program, execution, lanes)
-    plan = _CACHE.get(key)
-    if plan is None:
-        plan = StepPlan(program, tables_of(program, execution), lanes)
-        if len(_CACHE) >= _MAX_CACHED:
-            del _CACHE[next(iter(_CACHE))]
-        if plan.num_times < _MAX_TIMES:
-            _CACHE[key] = plan
-    return plan
-
-
-_MAX_CACHED, _MAX_TIMES = 16, 1_000_000
-"""Structures whose plans are cached, and times of a plan that is too large to be cached."""
-_CACHE: dict[bytes, StepPlan] = {}
-
-
-def _structure(program: Program, execution: Execution, lanes: Lanes) -> bytes:
-    """Cache key of a plan: all but sizes and durations."""
-    digest = blake2b(digest_size=16)
-
-    def add(*parts: object) -> None:
-        for part in parts:
-            if isinstance(part, np.ndarray):
-                digest.update(part.tobytes())
-            elif isinstance(part, str | int | tuple | frozenset):
-                digest.update(f"{part!r}".encode())
-            else:  # ids stay unique: a cached `Waves` keeps these objects alive
-                digest.update(b"%d" % id(part))
-            digest.update(b";")
-
-    degrees = [program.degrees_of(slot) for slot in range(len(program.communicators))]
-    names = [
-        tuple(program.mesh.degree_of(name) for names in parts for name in names)
-        for parts in degrees
-    ]
-    add(repr(execution.only(*ISSUED_BY)), repr(program.communicators), repr(names))
-    add(repr(program.peers), lanes.class_of, *lanes.groups, *lanes.peers)
-    tables: dict[int, int] = {}
-    for rank_class in program.classes:
-        actions, order = rank_class.work.actions, rank_class.work.order
-        add(order.action, order.begin, order.kind, order.stage, order.microbatch)
-        add(*order.cache_key(), tables.setdefault(id(actions.begin), len(tables)))
-        if len(tables) > tables[id(actions.begin)] + 1:
-            continue
-        tasks = actions.tasks
-        add(actions.begin, actions.part, actions.carried, tasks.data_ptr, tasks.data)
-        add(tasks.kind, tasks.phase, tasks.stage, tasks.layer, tasks.microbatch, tasks.collective)
-        add(tasks.slot, tasks.tag)
-        if execution.overlap_moe_expert_parallel_comm:
-            add(tasks.comm_bytes)
-    return digest.digest()
-
-
-def _matrices(fragments: Fragments, ticks: TaskTicks) -> tuple[TransferMatrix, ...]:
-    """Matrices of all fragments of a table; a rendezvous ends when it is ready."""
+def _matrices(
+    table: IssueTable, fragments: Fragments, ticks: TaskTicks
+) -> tuple[TransferMatrix, ...]:
+    """Matrices of all fragments of a table; a receive and a rendezvous end when they are ready."""
     is_rendezvous = fragments.connections.is_rendezvous
-    duration = np.where(is_rendezvous, 0, ticks.duration)
+    receives = table.actions.tasks.kind[table.rules.rows] == RECV
+    duration = np.where(is_rendezvous | receives, 0, ticks.duration)
     waits = None if ticks.waits is None else ticks.waits & ~is_rendezvous
     return tuple(
         transfer_matrix(fragments, f, duration, ticks.launch, waits)
@@ -422,9 +371,7 @@ def _duration_sets(
                     launches.append(host[0])
                     waits.append(host[1])
             set_of_lane[lane] = indices[key]
-    raw_duration = np.stack(durations)
-    duration = np.where(kind == RECV, 0, raw_duration)
     if hosts is None:
-        return TaskTicks(duration, None, None, set_of_lane, raw_duration)
+        return TaskTicks(np.stack(durations), None, None, set_of_lane)
     all_waits = np.stack(waits).astype(bool)
-    return TaskTicks(duration, np.stack(launches), all_waits, set_of_lane, raw_duration)
+    return TaskTicks(np.stack(durations), np.stack(launches), all_waits, set_of_lane)

@@ -19,7 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Int
-from stagewright.time.simulate.order import LAUNCHED, Edges, IssueRules
+from stagewright.time.simulate.order import Edges
+from stagewright.time.simulate.rules import LAUNCHED, IssueRules
 
 NEVER = -(1 << 60)
 """No dependency: two of these, and any time, are within 64 bits."""
@@ -225,7 +226,8 @@ def transfer_matrix(
         return [*np.repeat(columns[:, rows].T[:, :, None], width, axis=2)]
 
     ticks, costs = repeated(duration), None if launch is None else repeated(launch)
-    waited = np.zeros((len(fragment), sets), bool) if waits is None else waits[:, rows].T
+    waited: Bool = np.zeros((len(fragment), sets), bool) if waits is None else waits[:, rows].T
+    is_waited: list[bool] = [*map(bool, np.logical_or.reduce(waited, axis=1))]
     receives = {p for p, _ in fragments.message_inputs.get(index, ())} | fragments.sent.keys()
     for row, deps in enumerate(fragments.deps[rows]):
         start, end = ready_rows[row], end_rows[row]
@@ -241,7 +243,7 @@ def transfer_matrix(
             if row + begin in fragments.sent:
                 np.maximum(end, end_rows[fragments.sent[row + begin] - begin], out=end)
             end += ticks[row]
-        if waited[row].any():
+        if is_waited[row]:
             np.maximum(host_time, np.where(waited[row, :, None], end, NEVER), out=host_time)
     outputs = np.full((sets, len(fragment.outputs), width), NEVER)
     outputs[:, 0] = host_time
