@@ -78,14 +78,15 @@ class _StepExecution:
         self.matrices: list[dict[int, Int]] = []
         """By class and fragment: [lanes, outputs, inputs]."""
         for class_plan, lanes in zip(plan.classes, plan.lanes.by_class, strict=True):
-            sets, copies = duration_sets[class_plan.t].set_of_lane[lanes], class_plan.copies
+            sets = duration_sets[class_plan.table_number].set_of_lane[lanes]
+            of_table, copies = matrices[class_plan.table_number], class_plan.copies
             self.inputs.append({f: np.empty_like(c.inputs) for f, c in copies.items()})
             self.rendezvous_times.append({
                 f: np.empty((*c.inputs.shape[:2], 3), np.int64)
                 for f, c in copies.items()
                 if c.fragment.is_rendezvous
             })  # fmt: skip
-            self.matrices.append({f: matrices[class_plan.t][f].outputs[sets] for f in copies})
+            self.matrices.append({f: of_table[f].outputs[sets] for f in copies})
         self.rendezvous: list[list[tuple[int, int, int]]] = []
         self.waiting: dict[int, int] = {}
         """Classes that wait for a message, by the time index of its arrival."""
@@ -144,7 +145,7 @@ class _StepExecution:
         duration = 0
         for c, f, *_ in arrivals:
             class_plan, class_lanes = self.plan.classes[c], lanes.by_class[c]
-            ticks, position = self.duration_sets[class_plan.t], class_plan.begin(f)
+            ticks, position = self.duration_sets[class_plan.table_number], class_plan.begin(f)
             sets = ticks.set_of_lane[class_lanes]
             duration = max(duration, int(ticks.duration[sets, position].max()))
             group = lanes.groups[slot][class_lanes]

@@ -132,7 +132,7 @@ def endpoints(
     received, sent = plan.messages.received, plan.messages.sent
     parts = [np.stack([*lanes_and_indices(received), *lanes_and_indices(sent)], axis=1)]
     for class_id, class_plan in enumerate(plan.classes):
-        edges, unit_of = plan.messages.within[class_plan.t], class_plan.table.rules.unit
+        edges, unit_of = plan.messages.within[class_plan.table_number], class_plan.table.rules.unit
         for unit, instances in class_plan.instances.items():
             in_unit = unit_of[edges.waiter] == unit
             receives, sends = (

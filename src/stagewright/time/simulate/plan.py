@@ -18,7 +18,7 @@ from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.program.columns import COLLECTIVE, Program
 from stagewright.program.rank_work import ActionOrder, numbers_among_copies
 from stagewright.run.sections.execution import ISSUED_BY, Execution
-from stagewright.time.simulate.lanes import Lanes
+from stagewright.time.simulate.lanes import LaneMap
 from stagewright.time.simulate.messages import MessageEnds, Messages, messages
 from stagewright.time.simulate.rules import IssueTable, Register, tables_of
 from stagewright.time.simulate.transfer import (
@@ -62,11 +62,12 @@ class ClassPlan:
     """Units that a rank class issues, and the fragments of these."""
 
     def __init__(
-        self, t: int, table: IssueTable, fragments: Fragments, sequence: UnitSequence,
+        self, table_number: int, table: IssueTable, fragments: Fragments, sequence: UnitSequence,
         order: ActionOrder, carried: dict[int, CarriedSources], num_lanes: int, first_time: int,
     ) -> None:  # fmt: skip
-        """`t`: number of the table. `first_time`: first time index of the class."""
-        self.t, self.table, self.fragments, self.sequence = t, table, fragments, sequence
+        """`first_time`: first time index of the class."""
+        self.table_number, self.table, self.fragments = table_number, table, fragments
+        self.sequence = sequence
         self.order, self.num_lanes, self.first_time = order, num_lanes, first_time
         self.instances = {
             unit: np.flatnonzero(sequence.unit == unit) for unit in distinct_values(sequence.unit)
@@ -178,7 +179,7 @@ class ClassPlan:
 class StepPlan:
     """Plans of all classes, their messages and rendezvous."""
 
-    def __init__(self, program: Program, tables: Sequence[IssueTable], lanes: Lanes) -> None:
+    def __init__(self, program: Program, tables: Sequence[IssueTable], lanes: LaneMap) -> None:
         """Raises ValueError where messages do not match."""
         self.lanes = lanes
         self.messages: Messages = messages(program, tables, lanes)
@@ -325,7 +326,7 @@ def _without_implied(
 # ---- cache ---------------------------------------------------------------------------------------
 
 
-def plan_of(program: Program, execution: Execution, lanes: Lanes) -> StepPlan:
+def plan_of(program: Program, execution: Execution, lanes: LaneMap) -> StepPlan:
     """Plan of a program; programs of equal structure share it, whatever their sizes."""
     key = _structure(program, execution, lanes)
     plan = _CACHE.get(key)
@@ -343,7 +344,7 @@ _MAX_CACHED, _MAX_TIMES = 16, 1_000_000
 _CACHE: dict[bytes, StepPlan] = {}
 
 
-def _structure(program: Program, execution: Execution, lanes: Lanes) -> bytes:
+def _structure(program: Program, execution: Execution, lanes: LaneMap) -> bytes:
     """Cache key of a plan: all but sizes and durations."""
     digest = blake2b(digest_size=16)
 

@@ -36,7 +36,7 @@ from stagewright.time.simulate.expand import (
     endpoints,
     expand_issue_order,
 )
-from stagewright.time.simulate.lanes import Lanes
+from stagewright.time.simulate.lanes import LaneMap
 from stagewright.time.simulate.launches import HostWork, LastHostWait, launch_times
 from stagewright.time.simulate.order import crosses_actions
 from stagewright.time.simulate.plan import StepPlan, plan_of
@@ -132,7 +132,7 @@ class Timeline:
 
     program: Program
     execution: Execution
-    lane_map: Lanes
+    lane_map: LaneMap
     plan: StepPlan
     duration_sets: tuple[TaskTicks, ...]
     matrices: tuple[tuple[TransferMatrix, ...], ...]
@@ -174,7 +174,7 @@ class Timeline:
         """Times of a lane, fragment by fragment of its units."""
         class_id, executed = int(self.lane_map.class_of[lane]), self.executed
         plan, number = self.plan.classes[class_id], lane - int(self.lane_map.by_class[class_id][0])
-        ticks, matrices = self.duration_sets[plan.t], self.matrices[plan.t]
+        ticks, matrices = self.duration_sets[plan.table_number], self.matrices[plan.table_number]
         set_index = int(ticks.set_of_lane[lane])
         for f, copies in plan.copies.items():
             if not len(copies.fragment):
@@ -271,7 +271,7 @@ def timeline(
         program, seconds, hosts = _row_by_row(program, seconds, hosts)
     factor = _factors(program, factors or {})
     ticks = [_ticks(*pair) for pair in zip(program.classes, seconds, strict=True)]
-    lanes = Lanes.of(program, factor)
+    lanes = LaneMap.of(program, factor)
     plan = plan_of(program, execution, lanes)
     duration_sets = tuple(
         _duration_sets(table, lanes, ticks, factor[lanes.example], hosts) for table in plan.tables
@@ -344,7 +344,7 @@ def _in_ticks(seconds: Float) -> Int:
 
 
 def _duration_sets(
-    table: IssueTable, lanes: Lanes, ticks: Sequence[Int], factor: Float,
+    table: IssueTable, lanes: LaneMap, ticks: Sequence[Int], factor: Float,
     hosts: Sequence[HostWork] | None,
 ) -> TaskTicks:  # fmt: skip
     """Distinct durations and launches of the lanes of a table; `factor` by lane."""
