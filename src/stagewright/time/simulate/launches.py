@@ -35,7 +35,7 @@ waits for the end of that task before it launches the next one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -230,7 +230,7 @@ def _shard_copy_seconds(rank_class: RankClass, by_slot: Float, microbatches: int
     """
     tasks, order = rank_class.work.actions.tasks, rank_class.work.order
     gathers = tasks.collective == COLLECTIVES.index("all_gather")
-    updates = np.array(["adamw" in ops_of(op) or "sgd" in ops_of(op) for op in tasks.ops])[tasks.op]
+    updates = _computes(tasks, {"adamw", "sgd"})
     joint = joint_rows(_unmeasured(tasks))
     forward = (tasks.phase[joint.rows] == FORWARD_PHASE) & (tasks.microbatch[joint.rows] >= 0)
     _, first = np.unique(joint.whole[forward], return_index=True)
@@ -290,6 +290,11 @@ def _launches(
     elif mode == "compile":
         micros[_first_of_runs(tasks, tasks.kind == TaskKind.COMPUTE)] += cost.graph
     return HostWork(micros * 1e-6 * hardware.host_factor, waits)
+
+
+def _computes(tasks: Tasks, names: Set[str]) -> Bool:
+    """Mask of rows with one of some ops, alone or fused with others."""
+    return np.array([not names.isdisjoint(ops_of(op)) for op in tasks.ops], dtype=bool)[tasks.op]
 
 
 # ---- counts --------------------------------------------------------------------------------------
@@ -386,9 +391,7 @@ def _captured(tasks: Tasks, modules: frozenset[str]) -> Bool:
 
 def _modules(tasks: Tasks) -> NDArray[np.str_]:
     """Module of a layer that each row belongs to, by Megatron-LM's name; "": none."""
-    names = [frozenset(ops_of(name)) for name in tasks.ops]
-    router = np.array([bool(ops & _ROUTER) for ops in names])[tasks.op]
-    counts = np.array([bool(ops & _PREPROCESS) for ops in names])[tasks.op]
+    router, counts = _computes(tasks, _ROUTER), _computes(tasks, _PREPROCESS)
     copies = {Timing.TO_EXPERTS, Timing.FROM_EXPERTS}
     kernels = [timing_of(shape.kernel) in copies for shape in tasks.shapes]
     is_copy = np.array([*kernels, False])[tasks.shape]
@@ -423,13 +426,11 @@ def _waits(program: Program, tasks: Tasks, run: Run) -> Bool:
         # The host sizes buffers of experts by the counts of their tokens.
         counts_exchange = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.phase == FORWARD_PHASE)
         counts_exchange &= np.array([dtype == "int64" for dtype in tasks.dtypes])[tasks.dtype]
-        chooses = np.array(["topk" in ops_of(name) for name in tasks.ops])[tasks.op]
-        waits |= (
-            counts_exchange if counts_exchange.any() else chooses & (tasks.kind == TaskKind.COMPUTE)
-        )
+        chooses = _computes(tasks, {"topk"}) & (tasks.kind == TaskKind.COMPUTE)
+        waits |= counts_exchange if counts_exchange.any() else chooses
     if run.framework == "megatron":
-        clip = np.array(["divide" in ops_of(name) for name in tasks.ops])[tasks.op]
-        waits |= clip & (tasks.phase == OPTIMIZER_PHASE) & (tasks.kind == TaskKind.COMPUTE)
+        clips = _computes(tasks, {"divide"})
+        waits |= clips & (tasks.phase == OPTIMIZER_PHASE) & (tasks.kind == TaskKind.COMPUTE)
         if run.vpp == 1 and run.schedule not in ASYNCHRONOUS:
             between_stages = np.array([peer.axis == "pp" for peer in program.peers] + [False])
             messages = tasks.kind == TaskKind.RECV

@@ -15,6 +15,7 @@ rank whose rows are one unit has neither.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -107,12 +108,12 @@ class IssueRules:
     awaited: Int
     """Streams and positions that their tasks wait for, as stream * len(rows) + position."""
     registers: tuple[RegisterKey, ...]
-    reads: tuple[Int, Int]
-    """Positions, and numbers of the registers that they wait for."""
-    writes: tuple[Int, Int, Int]
-    """Units, registers, and positions whose ends the registers hold after the unit."""
-    moves: tuple[Int, Int, Int]
-    """Units, registers, and registers whose values before the unit they hold after it."""
+    reads: Int
+    """[2, reads]: positions, and numbers of the registers that they wait for."""
+    writes: Int
+    """[3, writes]: units, registers, and positions whose ends the registers hold after the unit."""
+    moves: Int
+    """[3, moves]: units, registers, and those whose values before the unit they take over."""
     limits: tuple[Limits, ...]
     position: Int
     """Position of each row of `Units`."""
@@ -211,19 +212,19 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
     # A load from the host starts when it is issued, although it depends on its store.
     starts_when_issued = np.flatnonzero((~has_input | (kind == LOAD)) & (kind != COMPUTE))
 
-    state = _RegisterUse(unit, len(units.actions))
+    registers = _Registers(unit, len(units.actions))
     blocking = _blocking(program, tasks, execution)[rows]
-    state.chain(np.flatnonzero(is_kernel), KERNEL)
+    registers.chain(np.flatnonzero(is_kernel), KERNEL)
     if blocking.any():
-        state.chain(np.flatnonzero(is_kernel | blocking), BLOCKING)
+        registers.chain(np.flatnonzero(is_kernel | blocking), BLOCKING)
     for number in range(1, int(stream.max(initial=0)) + 1):
-        state.chain(np.flatnonzero(stream == number), (Register.STREAM, 0, number))
+        registers.chain(np.flatnonzero(stream == number), (Register.STREAM, 0, number))
     previous = _previous_kernel(is_kernel)[starts_when_issued]
-    inside = previous >= state.begin[unit[starts_when_issued]]
-    state.edges.append(Edges(starts_when_issued[inside], previous[inside]))
-    state.read(starts_when_issued[~inside], KERNEL)
+    inside = previous >= registers.begin[unit[starts_when_issued]]
+    registers.edges.append(Edges(starts_when_issued[inside], previous[inside]))
+    registers.read(starts_when_issued[~inside].tolist(), KERNEL)
     limits = tuple(
-        _limit_outstanding(limit, mask[rows], is_kernel, starts_when_issued, stream, state)
+        _limit_outstanding(limit, mask[rows], is_kernel, starts_when_issued, stream, registers)
         for limit, mask in enumerate(frees_memory)
         if mask[rows].any()
     )
@@ -232,11 +233,12 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
     follows_kernel[local.waiter[is_kernel[local.dep]]] = True
     precedes_kernel[local.dep[is_kernel[local.waiter]]] = True
     awaited = np.unique(stream[local.waiter] * size + local.dep)
-    waiter, dep = (np.concatenate(column) for column in zip(local, *state.edges, strict=True))
+    waiter, dep = (np.concatenate(column) for column in zip(local, *registers.edges, strict=True))
     return IssueRules(
         unit, units.member[order], rows, stream, is_kernel,
         without_implied(Edges(waiter, dep), stream, is_kernel), carried, follows_kernel,
-        precedes_kernel, awaited, tuple(state.registers), *state.columns(), limits, position,
+        precedes_kernel, awaited, tuple(registers.numbers), _columns(registers.reads, 2),
+        _columns(registers.writes, 3), _columns(registers.moves, 3), limits, position,
     )  # fmt: skip
 
 
@@ -298,63 +300,50 @@ def _previous_kernel(is_kernel: Bool) -> Int:
 # ---- dependencies --------------------------------------------------------------------------------
 
 
-class _RegisterUse:
-    """Edges within units, and registers that units read, write and move."""
+class _Registers:
+    """Registers that units read, write and move, and edges within units."""
 
-    def __init__(self, unit: Int, count: int) -> None:
-        """`unit` by position; `count` units."""
-        self.unit, self.count = unit, count
-        self.begin = np.searchsorted(unit, np.arange(count + 1))
-        self.registers: dict[RegisterKey, int] = {LAUNCHED: 0, KERNEL: 1}
+    def __init__(self, unit: Int, num_units: int) -> None:
+        """`unit` by position."""
+        self.unit, self.begin = unit, np.searchsorted(unit, np.arange(num_units + 1))
+        self.numbers: dict[RegisterKey, int] = {LAUNCHED: 0, KERNEL: 1}
         self.edges: list[Edges] = []
-        self._reads: list[Int] = []
-        self._writes: list[Int] = []
-        self._moves: list[Int] = []
+        self.reads: list[tuple[int, int]] = []
+        self.writes: list[tuple[int, int, int]] = []
+        self.moves: list[tuple[int, int, int]] = []
 
-    def register(self, key: RegisterKey) -> int:
-        """The number of a register."""
-        return self.registers.setdefault(key, len(self.registers))
+    def number(self, key: RegisterKey) -> int:
+        """Number of a register."""
+        return self.numbers.setdefault(key, len(self.numbers))
 
-    def read(self, positions: Int, key: RegisterKey) -> None:
+    def read(self, positions: Iterable[int], key: RegisterKey) -> None:
         """Make positions wait for the value of a register before their unit."""
-        number = np.full(len(positions), self.register(key))
-        self._reads.append(np.stack([positions, number]))
-
-    def write(self, unit: int, key: RegisterKey, position: int) -> None:
-        """Let a unit write the end of a position to a register."""
-        self._writes.append(np.array([[unit], [self.register(key)], [position]]))
-
-    def move(self, unit: int, key: RegisterKey, source: RegisterKey) -> None:
-        """Let a unit write the value of another register before it to a register."""
-        numbers = [[unit], [self.register(key)], [self.register(source)]]
-        self._moves.append(np.array(numbers))
+        number = self.number(key)
+        self.reads += [(position, number) for position in positions]
 
     def chain(self, positions: Int, key: RegisterKey) -> None:
         """Run positions one after another; the register holds the last of each unit."""
         if not len(positions):
             return
         unit = self.unit[positions]
-        first = np.append(True, np.diff(unit) != 0)
-        later = np.flatnonzero(~first)
+        is_first = np.append(True, np.diff(unit) != 0)
+        later = np.flatnonzero(~is_first)
         self.edges.append(Edges(positions[later], positions[later - 1]))
-        self.read(positions[first], key)
-        last = np.append(first[1:], True)
-        number = np.full(int(last.sum()), self.register(key))
-        self._writes.append(np.stack([unit[last], number, positions[last]]))
+        self.read(positions[is_first].tolist(), key)
+        is_last = np.append(is_first[1:], True)
+        number = self.number(key)
+        last = zip(unit[is_last].tolist(), positions[is_last].tolist(), strict=True)
+        self.writes += [(u, number, position) for u, position in last]
 
-    def columns(self) -> tuple[tuple[Int, Int], tuple[Int, Int, Int], tuple[Int, Int, Int]]:
-        """Reads, writes and moves, as columns."""
-        reads = np.concatenate([np.zeros((2, 0), np.int64), *self._reads], axis=1)
-        writes = np.concatenate([np.zeros((3, 0), np.int64), *self._writes], axis=1)
-        moves = np.concatenate([np.zeros((3, 0), np.int64), *self._moves], axis=1)
-        return (reads[0], reads[1]), (writes[0], writes[1], writes[2]), (
-            moves[0], moves[1], moves[2]
-        )  # fmt: skip
+
+def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Int:
+    """[width, rows]"""
+    return np.array(rows, dtype=np.int64).reshape(-1, width).T
 
 
 def _limit_outstanding(
     limit: int, frees_memory: Bool, is_kernel: Bool, starts_when_issued: Int, stream: Int,
-    state: _RegisterUse,
+    registers: _Registers,
 ) -> Limits:  # fmt: skip
     """Backpressure: at most two groups of memory-freeing transfers are outstanding.
 
@@ -374,15 +363,15 @@ def _limit_outstanding(
     """
     streams = tuple(sorted({*stream[frees_memory].tolist()}))
     for s in streams:
-        state.register((Register.FREED, limit, s))
-        state.register((Register.AWAITED, limit, s))
+        registers.number((Register.FREED, limit, s))
+        registers.number((Register.AWAITED, limit, s))
     waits = is_kernel.copy()
     waits[starts_when_issued] = True
     marks = np.flatnonzero(frees_memory | waits)
-    ends = np.searchsorted(marks, state.begin)
-    open_at_end = np.full(state.count, -1)
+    ends = np.searchsorted(marks, registers.begin)
+    open_at_end = np.full(len(ends) - 1, -1)
     edges: list[tuple[int, int]] = []
-    for u in range(state.count):
+    for u in range(len(open_at_end)):
         freed: dict[int, RegisterKey | int] = {s: (Register.FREED, limit, s) for s in streams}
         awaited: dict[int, RegisterKey | int] = {s: (Register.AWAITED, limit, s) for s in streams}
         fresh = True  # kernels do not wait for `awaited` yet
@@ -408,16 +397,16 @@ def _limit_outstanding(
                 if isinstance(source, int):
                     edges.append((position, source))
                 else:
-                    state.read(np.array([position]), source)
+                    registers.read([position], source)
         for s in streams:
             for register, source in ((Register.FREED, freed[s]), (Register.AWAITED, awaited[s])):
-                key = (register, limit, s)
+                number = registers.number((register, limit, s))
                 if isinstance(source, int):
-                    state.write(u, key, source)
-                elif source != key:
-                    state.move(u, key, source)
+                    registers.writes.append((u, number, source))
+                elif source != (register, limit, s):
+                    registers.moves.append((u, number, registers.number(source)))
     pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
-    state.edges.append(Edges(pairs[:, 0], pairs[:, 1]))
+    registers.edges.append(Edges(pairs[:, 0], pairs[:, 1]))
     return Limits(limit, open_at_end)
 
 
