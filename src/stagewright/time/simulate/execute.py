@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.program.columns import Program
-from stagewright.time.simulate.plan import ClassPlan, StepPlan
+from stagewright.time.simulate.plan import ClassPlan, FragmentCopies, Rendezvous, StepPlan
 from stagewright.time.simulate.transfer import TransferMatrix
 
 Progress = Callable[[int, int], None]
@@ -38,16 +39,47 @@ class TaskTicks(NamedTuple):
     """Duration set of each lane of the program; any number for lanes of other tables."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ExecutedFragment:
+    """Times of a fragment in all instances of its unit, on the lanes of a class."""
+
+    copies: FragmentCopies
+    matrix: Int
+    """[lanes, outputs, inputs]"""
+    inputs: Int
+    """[copies, lanes, inputs]"""
+    rendezvous: Int
+    """[copies, lanes, 3]: when a rendezvous is ready, begins and ends; else without entries."""
+    duration: int
+    """Longest duration of a rendezvous among the lanes."""
+    waits: Bool | None
+    """Lanes whose host waits for the end of a rendezvous; None: no host does."""
+
+    @classmethod
+    def of(
+        cls, copies: FragmentCopies, matrix: TransferMatrix, ticks: TaskTicks, lanes: Int
+    ) -> ExecutedFragment:
+        """Empty times of a fragment."""
+        sets, shape = ticks.set_of_lane[lanes], copies.inputs.shape[:2]
+        duration, waits = 0, None
+        if copies.rendezvous is not None:
+            position = copies.fragment.begin
+            duration = int(ticks.duration[sets, position].max())
+            if ticks.waits is not None and ticks.waits[sets, position].any():
+                waits = ticks.waits[sets, position]
+        times = np.empty((*shape, 0 if copies.rendezvous is None else 3), np.int64)
+        inputs = np.empty_like(copies.inputs)
+        return cls(copies, matrix.outputs[sets], inputs, times, duration, waits)
+
+
 class Executed(NamedTuple):
     """Times of a step, in ticks."""
 
     ends: Int
     """End of each lane."""
-    inputs: list[dict[int, Int]]
-    """By class and fragment: [copies, lanes, inputs]."""
-    rendezvous_times: list[dict[int, Int]]
-    """By class and fragment: [copies, lanes, 3], when each is ready, begins and ends."""
-    rendezvous: list[list[tuple[int, int, int]]]
+    fragments: list[dict[int, ExecutedFragment]]
+    """By class, and index into `Fragments.fragments`."""
+    shared: list[list[tuple[int, int, int]]]
     """Collectives of several classes: class, instance and position of each member."""
 
 
@@ -64,55 +96,39 @@ class _Arrival(NamedTuple):
 class _StepExecution:
     """State of an execution."""
 
-    def __init__(
-        self, plan: StepPlan, duration_sets: Sequence[TaskTicks],
-        matrices: Sequence[Sequence[TransferMatrix]],
-    ) -> None:  # fmt: skip
-        self.plan, self.duration_sets = plan, duration_sets
+    def __init__(self, plan: StepPlan, fragments: list[dict[int, ExecutedFragment]]) -> None:
+        self.plan, self.fragments = plan, fragments
         self.times = np.zeros(plan.num_times, np.int64)
         self.times[plan.arrivals] = _NOT_SENT
         self.issued = [_issued(class_plan) for class_plan in plan.classes]
         self.num_issued = [0] * len(plan.classes)
-        self.inputs: list[dict[int, Int]] = []
-        self.rendezvous_times: list[dict[int, Int]] = []
-        self.matrices: list[dict[int, Int]] = []
-        """By class and fragment: [lanes, outputs, inputs]."""
-        for class_plan, lanes in zip(plan.classes, plan.lanes.by_class, strict=True):
-            sets = duration_sets[class_plan.table_number].set_of_lane[lanes]
-            of_table, copies = matrices[class_plan.table_number], class_plan.copies
-            self.inputs.append({f: np.empty_like(c.inputs) for f, c in copies.items()})
-            self.rendezvous_times.append({
-                f: np.empty((*c.inputs.shape[:2], 3), np.int64)
-                for f, c in copies.items()
-                if c.fragment.is_rendezvous
-            })  # fmt: skip
-            self.matrices.append({f: of_table[f].outputs[sets] for f in copies})
-        self.rendezvous: list[list[tuple[int, int, int]]] = []
+        self.shared: list[list[tuple[int, int, int]]] = []
         self.waiting: dict[int, int] = {}
         """Classes that wait for a message, by the time index of its arrival."""
-        self.arrived: dict[tuple[int, int], list[_Arrival]] = {}
-        """Classes that wait in a rendezvous, by communicator and first class."""
+        self.arrived: dict[Rendezvous, list[_Arrival]] = defaultdict(list)
+        """Classes that wait in a rendezvous."""
         self.ready = [*range(len(plan.classes))][::-1]
         """Classes that can go on."""
 
     def advance(self, c: int) -> int:
         """Issue fragments of a class until it has to wait; returns the number of their tasks."""
-        times, issued, finished = self.times, self.issued[c], 0
-        plan, matrices, all_inputs = self.plan.classes[c], self.matrices[c], self.inputs[c]
+        times, fragments, issued = self.times, self.fragments[c], self.issued[c]
+        finished = 0
         while self.num_issued[c] < len(issued):
             f, copy = issued[self.num_issued[c]]
-            copies = plan.copies[f]
+            fragment = fragments[f]
+            copies = fragment.copies
             inputs = times[copies.inputs[copy]]
             if copies.receives and inputs.min() == _NOT_SENT:
                 missing = copies.inputs[copy][inputs == _NOT_SENT]
                 self.waiting[int(missing[0])] = c
                 break
-            all_inputs[f][copy] = inputs
-            outputs = np.maximum.reduce(matrices[f] + inputs[:, None], axis=2)
+            fragment.inputs[copy] = inputs
+            outputs = np.maximum.reduce(fragment.matrix + inputs[:, None], axis=2)
             self.num_issued[c] += 1
             finished += len(copies.fragment)
-            if copies.fragment.is_rendezvous:
-                if not self._arrive(_Arrival(c, f, copy, outputs)):
+            if copies.rendezvous is not None:
+                if not self._arrive(copies.rendezvous, _Arrival(c, f, copy, outputs)):
                     break
                 continue
             indices = copies.outputs[copy]
@@ -123,57 +139,43 @@ class _StepExecution:
                         self.ready.append(self.waiting.pop(sent))
         return finished
 
-    def _arrive(self, arrival: _Arrival) -> bool:
+    def _arrive(self, rendezvous: Rendezvous, arrival: _Arrival) -> bool:
         """Let a class arrive at a rendezvous; True if it is the last one."""
-        c, plan = arrival.class_id, self.plan
-        slot = plan.classes[c].slot(arrival.fragment)
-        first_class = plan.rendezvous_class[slot]
-        key = slot, int(first_class[c])
-        arrivals = self.arrived.setdefault(key, [])
+        arrivals = self.arrived[rendezvous]
         arrivals.append(arrival)
-        if len(arrivals) < np.count_nonzero(first_class == first_class[c]):
+        if len(arrivals) < len(rendezvous.classes):
             return False
-        self._complete(slot, self.arrived.pop(key))
         self.ready += [other.class_id for other in arrivals if other is not arrival]
+        del self.arrived[rendezvous]
+        self._complete(rendezvous, sorted(arrivals, key=lambda arrival: arrival.class_id))
         return True
 
-    def _complete(self, slot: int, arrivals: Sequence[_Arrival]) -> None:
+    def _complete(self, rendezvous: Rendezvous, arrivals: Sequence[_Arrival]) -> None:
         """Complete a rendezvous: a group begins with its latest lane, and takes the longest."""
-        lanes = self.plan.lanes
-        groups: list[Int] = []
-        waits: list[Bool] = []
-        duration = 0
-        for c, f, *_ in arrivals:
-            class_plan, class_lanes = self.plan.classes[c], lanes.by_class[c]
-            ticks, position = self.duration_sets[class_plan.table_number], class_plan.begin(f)
-            sets = ticks.set_of_lane[class_lanes]
-            duration = max(duration, int(ticks.duration[sets, position].max()))
-            group = lanes.groups[slot][class_lanes]
-            groups.append(np.where(group < 0, lanes.count + class_lanes, group))
-            no_waits = np.zeros(len(sets), dtype=bool)
-            waits.append(no_waits if ticks.waits is None else ticks.waits[sets, position])
+        fragments = [self.fragments[c][f] for c, f, *_ in arrivals]
         ready = np.concatenate([arrival.outputs[:, 1] for arrival in arrivals])
-        _, number = np.unique(np.concatenate(groups), return_inverse=True)
-        latest = np.zeros(int(number.max()) + 1, np.int64)
-        np.maximum.at(latest, number, ready)
-        begin = latest[number]
-        end = begin + duration
-        columns = np.stack([ready, begin, end], axis=1)
-        first = 0
-        for (c, f, copy, outputs), host_waits in zip(arrivals, waits, strict=True):
-            rows = slice(first, first + len(outputs))
+        latest = np.zeros(rendezvous.num_groups, np.int64)
+        np.maximum.at(latest, rendezvous.group, ready)
+        begin = latest[rendezvous.group]
+        end = begin + max(fragment.duration for fragment in fragments)
+        times, first = np.stack([ready, begin, end], axis=1), 0
+        for (*_, copy, outputs), fragment in zip(arrivals, fragments, strict=True):
+            lanes = slice(first, first + len(outputs))
             first += len(outputs)
-            self.rendezvous_times[c][f][copy] = columns[rows]
-            launched = outputs[:, 0]
-            result = np.repeat(end[rows, None], outputs.shape[1], axis=1)
-            result[:, 0] = np.where(host_waits, np.maximum(launched, end[rows]), launched)
-            self.times[self.plan.classes[c].copies[f].outputs[copy]] = result
+            fragment.rendezvous[copy] = times[lanes]
+            outputs[:, 1:] = end[lanes, None]
+            if fragment.waits is not None:
+                launched = outputs[:, 0]
+                outputs[:, 0] = np.where(fragment.waits, np.maximum(launched, end[lanes]), launched)
+            self.times[fragment.copies.outputs[copy]] = outputs
         if len(arrivals) > 1:
-            self.rendezvous.append([
-                (c, int(class_plan.copies[f].instances[copy]), class_plan.begin(f))
-                for c, f, copy, _ in arrivals
-                for class_plan in [self.plan.classes[c]]
-            ])  # fmt: skip
+            self.shared.append([self._location(arrival) for arrival in arrivals])
+
+    def _location(self, arrival: _Arrival) -> tuple[int, int, int]:
+        """Class, instance and position of a rendezvous."""
+        c, f, copy, _ = arrival
+        copies = self.fragments[c][f].copies
+        return c, int(copies.instances[copy]), copies.fragment.begin
 
     def ends(self) -> Int:
         """End of each lane: max over its registers, `LAUNCHED` excluded."""
@@ -192,15 +194,12 @@ class _StepExecution:
             message = int(np.flatnonzero(self.plan.arrivals == index)[0])
             sender, *location = self.plan.messages.sent.location[message].tolist()
             waits[c] = sender, f"for {self._task(program, sender, *location)} from"
-        for (slot, first_class), arrivals in self.arrived.items():
-            members = np.flatnonzero(self.plan.rendezvous_class[slot] == first_class).tolist()
+        for rendezvous, arrivals in self.arrived.items():
             present = {arrival.class_id for arrival in arrivals}
-            missing = next(c for c in members if c not in present)
-            for c, f, copy, _ in arrivals:
-                class_plan = self.plan.classes[c]
-                instance = int(class_plan.copies[f].instances[copy])
-                task = self._task(program, c, instance, class_plan.begin(f))
-                waits[c] = missing, f"in {task} for"
+            missing = next(c for c in rendezvous.classes if c not in present)
+            for arrival in arrivals:
+                task = self._task(program, *self._location(arrival))
+                waits[arrival.class_id] = missing, f"in {task} for"
         c, visited = min(waits), list[int]()
         clauses: list[str] = []
         while c in waits and c not in visited:
@@ -237,7 +236,17 @@ def execute(
 
     Raises UserError where ranks wait for each other in a circle.
     """
-    execution = _StepExecution(plan, duration_sets, matrices)
+    fragments = [
+        {
+            f: ExecutedFragment.of(
+                copies, matrices[class_plan.table_number][f],
+                duration_sets[class_plan.table_number], lanes,
+            )
+            for f, copies in class_plan.copies.items()
+        }
+        for class_plan, lanes in zip(plan.classes, plan.lanes.by_class, strict=True)
+    ]  # fmt: skip
+    execution = _StepExecution(plan, fragments)
     total = sum(int(class_plan.order.begin[-1]) for class_plan in plan.classes)
     finished = 0
     while execution.ready:
@@ -246,6 +255,4 @@ def execute(
             progress(finished, total)
     if execution.waiting or execution.arrived:
         raise UserError(execution.deadlock(program))
-    return Executed(
-        execution.ends(), execution.inputs, execution.rendezvous_times, execution.rendezvous
-    )
+    return Executed(execution.ends(), fragments, execution.shared)

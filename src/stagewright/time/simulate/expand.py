@@ -108,12 +108,12 @@ class Endpoints(NamedTuple):
 
 
 def endpoints(
-    plan: StepPlan, rendezvous: Sequence[Sequence[tuple[int, int, int]]],
+    plan: StepPlan, shared_collectives: Sequence[Sequence[tuple[int, int, int]]],
     issues: Sequence[IssueOrder],
 ) -> Endpoints:  # fmt: skip
     """Messages and shared collectives of all lanes, given the issue order of each class.
 
-    `rendezvous`: as in `Executed`.
+    `shared_collectives`: as in `Executed`.
     """
     index_of_row = [np.argsort(order.rows) for order in issues]
     first_lane = np.array([int(lanes[0]) for lanes in plan.lanes.by_class])
@@ -143,7 +143,7 @@ def endpoints(
                 parts.append(np.stack([lanes, receives, lanes, sends], axis=1))
     messages = np.concatenate(parts)
     shared: dict[tuple[int, int], dict[int, int]] = {}
-    for members in rendezvous:
+    for members in shared_collectives:
         indices = {
             class_id: int(issue_index(class_id, np.array(instance), np.array(position)))
             for class_id, instance, position in sorted(members)

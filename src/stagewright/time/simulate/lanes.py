@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Float, Int, distinct_rows
+from stagewright.arrays import Float, Int, distinct_rows, distinct_values
 from stagewright.program.columns import Program, groups_of_ranks
 
 
@@ -51,14 +51,13 @@ class LaneMap:
         """Number of lanes."""
         return len(self.example)
 
-    def rendezvous_class(self, slot: int, num_classes: int) -> Int:
-        """First of the classes that groups of a communicator connect, by class."""
-        first = np.arange(num_classes)
-        group = self.groups[slot]
+    def connected_classes(self, slot: int) -> list[tuple[int, ...]]:
+        """Classes that groups of a communicator connect; every class is in one of the tuples."""
+        first, group = np.arange(len(self.by_class)), self.groups[slot]
         for number in np.unique(group[group >= 0]).tolist():
             members = np.unique(self.class_of[group == number])
             first[np.isin(first, first[members])] = first[members].min()
-        return first
+        return [tuple(np.flatnonzero(first == c).tolist()) for c in distinct_values(first)]
 
 
 def lane_of_rank(program: Program, factor: Float) -> Int:

@@ -42,6 +42,16 @@ class CarriedSources(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Rendezvous:
+    """Classes whose collectives of a communicator are between the same lanes."""
+
+    classes: tuple[int, ...]
+    group: Int
+    """Number of the group of each lane, of one class after another."""
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FragmentCopies:
     """A fragment in all instances of its unit, on all lanes of a class."""
 
@@ -56,6 +66,7 @@ class FragmentCopies:
     """True if an input is the arrival of a message from another unit or lane."""
     sends: Int
     """Outputs that are arrivals of messages at other units or lanes."""
+    rendezvous: Rendezvous | None
 
 
 class ClassPlan:
@@ -98,14 +109,6 @@ class ClassPlan:
         offset = rules.rows[positions] - self.table.actions.begin[order.action[copy]]
         return order.begin[copy] + offset
 
-    def begin(self, f: int) -> int:
-        """First position of a fragment."""
-        return self.fragments.fragments[f].begin
-
-    def slot(self, f: int) -> int:
-        """Communicator of a rendezvous."""
-        return int(self.table.actions.tasks.slot[self.table.rules.rows[self.begin(f)]])
-
     def opened(self) -> dict[int, Int]:
         """Register that replaces each `OPENED` register, by instance: [instances]."""
         rules = self.table.rules
@@ -124,11 +127,15 @@ class ClassPlan:
                     )
         return result
 
-    def add_copies(self, received: MessageEnds, arrivals: Int) -> None:
+    def add_copies(
+        self, received: MessageEnds, arrivals: Int, rendezvous: Sequence[Rendezvous]
+    ) -> None:
         """Find the inputs and outputs of all fragments.
 
-        `received`: the messages of the class; `arrivals`: their time indices.
+        `received`: the messages of the class; `arrivals`: their time indices; `rendezvous`: those
+        of the class, by communicator.
         """
+        slots: list[int] = self.table.actions.tasks.slot[self.table.rules.rows].tolist()
         opened, lane = self.opened(), np.arange(self.num_lanes)[:, None]
         by_position = {
             position: np.flatnonzero(received.location[:, 2] == position)
@@ -153,8 +160,9 @@ class ClassPlan:
                 is_sent = self.fragments.connections.sends[np.where(role == END, number, 0)]
                 sends = np.flatnonzero(is_sent & (role == END))
                 self.copies[f] = FragmentCopies(
-                    fragment, instances, inputs, outputs, bool(arriving), sends
-                )
+                    fragment, instances, inputs, outputs, bool(arriving), sends,
+                    rendezvous[slots[fragment.begin]] if fragment.is_rendezvous else None,
+                )  # fmt: skip
 
     def _offsets(self, ports: Sequence[Port], unit: int, instances: Int) -> tuple[Int, Int, Int]:
         """Roles and numbers of ports, and offsets of their times: [instances, ports]."""
@@ -183,11 +191,6 @@ class StepPlan:
         """Raises ValueError where messages do not match."""
         self.lanes = lanes
         self.messages: Messages = messages(program, tables, lanes)
-        self.rendezvous_class = [
-            lanes.rendezvous_class(slot, len(program.classes))
-            for slot in range(len(program.communicators))
-        ]
-        """By communicator and class, the first class that its rendezvous connect it to."""
         by_class: dict[int, ClassPlan] = {}
         self.num_times = 0
         self.tables: list[IssueTable] = []
@@ -219,9 +222,11 @@ class StepPlan:
             self.arrivals[mine] = plan.time_index(
                 plan.end_offset(instance, position), sent.lane[mine]
             )
+        rendezvous = [_rendezvous(lanes, slot) for slot in range(len(program.communicators))]
         for class_id, plan in enumerate(self.classes):
             mine = received.location[:, 0] == class_id
-            plan.add_copies(received.select(mine), self.arrivals[mine])
+            of_class = [by_class[class_id] for by_class in rendezvous]
+            plan.add_copies(received.select(mine), self.arrivals[mine], of_class)
 
     def _connections(
         self, program: Program, table: IssueTable, carried: Sequence[dict[int, CarriedSources]]
@@ -264,6 +269,18 @@ class StepPlan:
             if (members[table_groups[table_groups >= 0]] > 1).any():
                 result |= is_collective & (slot == s)
         return result
+
+
+def _rendezvous(lanes: LaneMap, slot: int) -> dict[int, Rendezvous]:
+    """Rendezvous of a communicator, by class."""
+    result: dict[int, Rendezvous] = {}
+    for classes in lanes.connected_classes(slot):
+        class_lanes = np.concatenate([lanes.by_class[class_id] for class_id in classes])
+        group = lanes.groups[slot][class_lanes]
+        group = np.where(group < 0, lanes.count + class_lanes, group)
+        numbers, group = np.unique(group, return_inverse=True)
+        result |= dict.fromkeys(classes, Rendezvous(classes, group, len(numbers)))
+    return result
 
 
 def _carried_sources(

@@ -172,18 +172,19 @@ class Timeline:
 
     def fragments(self, lane: int) -> Iterator[FragmentTimes]:
         """Times of a lane, fragment by fragment of its units."""
-        class_id, executed = int(self.lane_map.class_of[lane]), self.executed
-        plan, number = self.plan.classes[class_id], lane - int(self.lane_map.by_class[class_id][0])
-        ticks, matrices = self.duration_sets[plan.table_number], self.matrices[plan.table_number]
+        class_id = int(self.lane_map.class_of[lane])
+        number = lane - int(self.lane_map.by_class[class_id][0])
+        table_number = self.plan.classes[class_id].table_number
+        ticks, matrices = self.duration_sets[table_number], self.matrices[table_number]
         set_index = int(ticks.set_of_lane[lane])
-        for f, copies in plan.copies.items():
-            if not len(copies.fragment):
+        for f, executed in self.executed.fragments[class_id].items():
+            fragment = executed.copies.fragment
+            if not len(fragment):
                 continue
-            positions = np.arange(copies.fragment.begin, copies.fragment.end)
-            rendezvous = executed.rendezvous_times[class_id].get(f)
+            positions = np.arange(fragment.begin, fragment.end)
             yield FragmentTimes(
-                copies.instances, positions, executed.inputs[class_id][f][:, number],
-                None if rendezvous is None else rendezvous[:, number],
+                executed.copies.instances, positions, executed.inputs[:, number],
+                executed.rendezvous[:, number] if fragment.is_rendezvous else None,
                 matrices[f], set_index, ticks.duration[set_index, positions],
             )  # fmt: skip
 
@@ -208,7 +209,7 @@ class Timeline:
     @cached_property
     def endpoints(self) -> Endpoints:
         """Messages and shared collectives of all lanes."""
-        return endpoints(self.plan, self.executed.rendezvous, self.issues)
+        return endpoints(self.plan, self.executed.shared, self.issues)
 
     def _lane(self, lane: int) -> Lane:
         class_id = int(self.lane_map.class_of[lane])
