@@ -114,19 +114,18 @@ def deferred_past_backward(tasks: Tasks, execution: Execution) -> Bool:
     All of them without data-parallel overlap; otherwise second reductions, of gradients that are
     reduced once already, and what follows them.
     """
-    size = len(tasks)
     once_per_step = (tasks.microbatch < 0) & (tasks.phase == BACKWARD_PHASE)
     if execution.streams == "one":
-        return np.zeros(size, dtype=bool)
+        return np.zeros(len(tasks), dtype=bool)
     if "dp" in execution.no_overlap:
         return once_per_step
     reads = Edges(*tasks.reads)
     once_reduced = _reduces_once_per_step(tasks) | accumulates_grads(tasks, reads)
     of_microbatch = _reduces(tasks) & (tasks.microbatch >= 0)
     once_reduced |= of_microbatch & ~_read_before_optimizer(tasks, reads, ignored=once_reduced)
-    deferred = once_per_step & _has_dependency_in(once_reduced, reads, size)
+    deferred = once_per_step & _has_dependency_in(once_reduced, reads)
     while True:
-        more = deferred | (once_per_step & _has_dependency_in(deferred, reads, size))
+        more = deferred | (once_per_step & _has_dependency_in(deferred, reads))
         if np.array_equal(more, deferred):
             return deferred
         deferred = more
@@ -239,12 +238,11 @@ def accumulates_grads(tasks: Tasks, reads: Edges) -> Bool:
     Greatest fixed point: kernels of the backward pass that read only reductions or each other,
     and that nothing but each other, second reductions and the optimizer reads.
     """
-    size = len(tasks)
     reductions, second = _reduces(tasks), _reduces_once_per_step(tasks)
     accumulates = (tasks.phase == BACKWARD_PHASE) & (tasks.kind == COMPUTE)
     accumulates &= np.diff(tasks.data_ptr) > 0
     while True:
-        reads_others = _has_dependency_in(~(reductions | accumulates), reads, size)
+        reads_others = _has_dependency_in(~(reductions | accumulates), reads)
         is_read = _read_before_optimizer(tasks, reads, ignored=accumulates | second)
         fewer = accumulates & ~reads_others & ~is_read
         if np.array_equal(fewer, accumulates):
@@ -271,8 +269,8 @@ def _read_before_optimizer(tasks: Tasks, reads: Edges, ignored: Bool) -> Bool:
     return is_read
 
 
-def _has_dependency_in(mask: Bool, reads: Edges, size: int) -> Bool:
+def _has_dependency_in(mask: Bool, reads: Edges) -> Bool:
     """Mask of tasks with at least one dependency in `mask`."""
-    result = np.zeros(size, dtype=bool)
+    result = np.zeros(len(mask), dtype=bool)
     result[reads.waiter[mask[reads.dep]]] = True
     return result
