@@ -45,7 +45,7 @@ def fragments_of(rendezvous: tuple[int, ...] = ()) -> Fragments:
         registers=(LAUNCHED, KERNEL, STREAM),
         reads=(np.array(READS)[:, 0], np.array(READS)[:, 1]),
         writes=(np.zeros_like(registers), registers, positions), moves=(none, none, none),
-        limits=(), position=np.arange(SIZE),
+        position=np.arange(SIZE),
     )  # fmt: skip
 
     def mask(*at: int) -> Bool:

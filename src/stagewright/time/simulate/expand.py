@@ -78,7 +78,7 @@ def _register_holders(plan: ClassPlan, shift: Int) -> Int:
 
     `shift` by instance: from positions to issue indices.
     """
-    sequence, rules, opened = plan.sequence, plan.table.rules, plan.opened()
+    sequence, rules = plan.sequence, plan.table.rules
     updates = {
         unit: [
             [c[units == unit] for c in columns] for units, *columns in (rules.moves, rules.writes)
@@ -88,8 +88,6 @@ def _register_holders(plan: ClassPlan, shift: Int) -> Int:
     holders = np.full((len(sequence.unit) + 1, len(rules.registers)), -1)
     for instance, unit in enumerate(sequence.unit.tolist()):
         begin, end = holders[instance], holders[instance + 1]
-        for register, source in opened.items():
-            begin[register] = begin[source[instance]]
         end[:] = begin
         (moved, source), (written, position) = updates[unit]
         end[moved] = begin[source]

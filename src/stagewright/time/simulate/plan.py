@@ -20,12 +20,11 @@ from stagewright.program.rank_work import ActionOrder, numbers_among_copies
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.time.simulate.lanes import LaneMap
 from stagewright.time.simulate.messages import MessageEnds, Messages, messages
-from stagewright.time.simulate.rules import IssueTable, Register, tables_of
+from stagewright.time.simulate.rules import IssueTable, tables_of
 from stagewright.time.simulate.transfer import (
     CARRIED,
     END,
     MESSAGE,
-    REGISTER,
     Connections,
     Fragment,
     Fragments,
@@ -109,24 +108,6 @@ class ClassPlan:
         offset = rules.rows[positions] - self.table.actions.begin[order.action[copy]]
         return order.begin[copy] + offset
 
-    def opened(self) -> dict[int, Int]:
-        """Register that replaces each `OPENED` register, by instance: [instances]."""
-        rules = self.table.rules
-        result: dict[int, Int] = {}
-        for limit, open_at_end in rules.limits:
-            after = open_at_end[self.sequence.unit]
-            latest = np.maximum.accumulate(np.where(after >= 0, np.arange(len(after)), -1))
-            before = np.append(-1, latest[:-1])[: len(after)]
-            is_open = (before >= 0) & (after[before] > 0)
-            for register, (held, number, stream) in enumerate(rules.registers):
-                if held == Register.OPENED and number == limit:
-                    result[register] = np.where(
-                        is_open,
-                        rules.register((Register.AWAITED, limit, stream)),
-                        rules.register((Register.FREED, limit, stream)),
-                    )
-        return result
-
     def add_copies(
         self, received: MessageEnds, arrivals: Int, rendezvous: Sequence[Rendezvous]
     ) -> None:
@@ -136,7 +117,7 @@ class ClassPlan:
         of the class, by communicator.
         """
         slots: list[int] = self.table.actions.tasks.slot[self.table.rules.rows].tolist()
-        opened, lane = self.opened(), np.arange(self.num_lanes)[:, None]
+        lane = np.arange(self.num_lanes)[:, None]
         by_position = {
             position: np.flatnonzero(received.location[:, 2] == position)
             for position in distinct_values(received.location[:, 2])
@@ -145,9 +126,6 @@ class ClassPlan:
             for f in self.fragments.by_unit[unit]:
                 fragment = self.fragments.fragments[f]
                 role, number, offset = self._offsets(fragment.inputs, unit, instances)
-                for column in np.flatnonzero(role == REGISTER).tolist():
-                    if (register := int(number[column])) in opened:
-                        offset[:, column] = opened[register][instances]
                 inputs = self.time_index(offset[:, None], lane)
                 arriving: list[int] = np.flatnonzero(role == MESSAGE).tolist()
                 for column in arriving:

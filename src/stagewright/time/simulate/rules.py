@@ -15,10 +15,10 @@ rank whose rows are one unit has neither.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,7 +62,7 @@ class Register(IntEnum):
     AWAITED = 5
     """The last transfer of the group before, for which kernels wait."""
     OPENED = 6
-    """`AWAITED` if a group of transfers is open as the unit begins, else `FREED`: an input only."""
+    """What kernels wait for after the next transfer: `AWAITED` if a group is open, else `FREED`."""
 
 
 RegisterKey = tuple[Register, int, int]
@@ -71,16 +71,6 @@ RegisterKey = tuple[Register, int, int]
 LAUNCHED: RegisterKey = (Register.LAUNCHED, 0, 0)
 KERNEL: RegisterKey = (Register.KERNEL, 0, 0)
 BLOCKING: RegisterKey = (Register.BLOCKING, 0, 0)
-
-
-class Limits(NamedTuple):
-    """Groups of memory-freeing transfers that units leave open."""
-
-    limit: int
-    """Number of the limit, of `RegisterKey`."""
-    open_at_end: Int
-    """[units]: 1 if a transfer is issued after the last kernel of the unit, 0 if none is; -1: the
-    unit has neither kernels nor such transfers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +104,6 @@ class IssueRules:
     """[3, writes]: units, registers, and positions whose ends the registers hold after the unit."""
     moves: Int
     """[3, moves]: units, registers, and those whose values before the unit they take over."""
-    limits: tuple[Limits, ...]
     position: Int
     """Position of each row of `Units`."""
 
@@ -223,11 +212,9 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
     inside = previous >= registers.begin[unit[starts_when_issued]]
     registers.edges.append(Edges(starts_when_issued[inside], previous[inside]))
     registers.read(starts_when_issued[~inside].tolist(), KERNEL)
-    limits = tuple(
-        _limit_outstanding(limit, mask[rows], is_kernel, starts_when_issued, stream, registers)
-        for limit, mask in enumerate(frees_memory)
-        if mask[rows].any()
-    )
+    for limit, mask in enumerate(frees_memory):
+        if mask[rows].any():
+            _limit_outstanding(limit, mask[rows], is_kernel, starts_when_issued, stream, registers)
     follows_kernel, precedes_kernel = is_kernel.copy(), is_kernel.copy()
     follows_kernel[starts_when_issued] = True
     follows_kernel[local.waiter[is_kernel[local.dep]]] = True
@@ -238,7 +225,7 @@ def issue_rules(program: Program, units: Units, execution: Execution) -> IssueRu
         unit, units.member[order], rows, stream, is_kernel,
         without_implied(Edges(waiter, dep), stream, is_kernel), carried, follows_kernel,
         precedes_kernel, awaited, tuple(registers.numbers), _columns(registers.reads, 2),
-        _columns(registers.writes, 3), _columns(registers.moves, 3), limits, position,
+        _columns(registers.writes, 3), _columns(registers.moves, 3), position,
     )  # fmt: skip
 
 
@@ -344,7 +331,7 @@ def _columns(rows: Sequence[tuple[int, ...]], width: int) -> Int:
 def _limit_outstanding(
     limit: int, frees_memory: Bool, is_kernel: Bool, starts_when_issued: Int, stream: Int,
     registers: _Registers,
-) -> Limits:  # fmt: skip
+) -> None:  # fmt: skip
     """Backpressure: at most two groups of memory-freeing transfers are outstanding.
 
     A group is a run of such transfers without a kernel between them. Once a group is issued, the
@@ -361,35 +348,27 @@ def _limit_outstanding(
     Tasks in `starts_when_issued` inherit the wait of the kernel that they follow. The units before
     decide whether the first transfer of a unit opens a group: `Register.OPENED`.
     """
-    streams = tuple(sorted({*stream[frees_memory].tolist()}))
-    for s in streams:
-        registers.number((Register.FREED, limit, s))
-        registers.number((Register.AWAITED, limit, s))
+    streams = sorted({*stream[frees_memory].tolist()})
     waits = is_kernel.copy()
     waits[starts_when_issued] = True
     marks = np.flatnonzero(frees_memory | waits)
-    ends = np.searchsorted(marks, registers.begin)
-    open_at_end = np.full(len(ends) - 1, -1)
+    begin = np.searchsorted(marks, registers.begin)
     edges: list[tuple[int, int]] = []
-    for u in range(len(open_at_end)):
-        freed: dict[int, RegisterKey | int] = {s: (Register.FREED, limit, s) for s in streams}
-        awaited: dict[int, RegisterKey | int] = {s: (Register.AWAITED, limit, s) for s in streams}
+    for u, (a, b) in enumerate(itertools.pairwise(begin.tolist())):
+        # By stream, the register or the position that holds a time.
+        freed, awaited, opened = (
+            dict[int, RegisterKey | int]({s: (register, limit, s) for s in streams})
+            for register in (Register.FREED, Register.AWAITED, Register.OPENED)
+        )
         fresh = True  # kernels do not wait for `awaited` yet
-        opens = True  # the next transfer opens a group
-        for position in marks[ends[u] : ends[u + 1]].tolist():
+        for position in marks[a:b].tolist():
             if frees_memory[position]:
-                if opens:
-                    first = open_at_end[u] < 0
-                    awaited = {
-                        s: (Register.OPENED, limit, s) if first else freed[s] for s in streams
-                    }
-                    opens, fresh = False, True
+                if awaited is not opened:
+                    awaited, fresh = opened, True
                 freed[int(stream[position])] = position
-                open_at_end[u] = 1
                 continue
             if is_kernel[position]:
-                opens = True
-                open_at_end[u] = 0
+                opened = dict(freed)
                 if not fresh:
                     continue
                 fresh = False
@@ -398,16 +377,15 @@ def _limit_outstanding(
                     edges.append((position, source))
                 else:
                     registers.read([position], source)
-        for s in streams:
-            for register, source in ((Register.FREED, freed[s]), (Register.AWAITED, awaited[s])):
+        held = (Register.FREED, freed), (Register.AWAITED, awaited), (Register.OPENED, opened)
+        for register, sources in held:
+            for s, source in sources.items():
                 number = registers.number((register, limit, s))
                 if isinstance(source, int):
                     registers.writes.append((u, number, source))
                 elif source != (register, limit, s):
                     registers.moves.append((u, number, registers.number(source)))
-    pairs = np.array(edges, dtype=np.int64).reshape(-1, 2)
-    registers.edges.append(Edges(pairs[:, 0], pairs[:, 1]))
-    return Limits(limit, open_at_end)
+    registers.edges.append(Edges(*_columns(edges, 2)))
 
 
 def without_implied(edges: Edges, stream: Int, is_kernel: Bool) -> Edges:
