@@ -17,7 +17,7 @@ from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.program.columns import Program
 from stagewright.time.simulate.plan import ClassPlan, FragmentCopies, Rendezvous, StepPlan
-from stagewright.time.simulate.transfer import TransferMatrix
+from stagewright.time.simulate.transfer import NEVER, TransferMatrix
 
 Progress = Callable[[int, int], None]
 """Called with the number of finished tasks and the number of all tasks, of all classes."""
@@ -44,32 +44,94 @@ class ExecutedFragment:
     """Times of a fragment in all instances of its unit, on the lanes of a class."""
 
     copies: FragmentCopies
+    transfer: TransferMatrix
+    durations: Int
+    """[sets, positions]"""
+    sets: Int
+    """Duration set of each lane."""
     matrix: Int
     """[lanes, outputs, inputs]"""
     inputs: Int
     """[copies, lanes, inputs]"""
     rendezvous: Int
     """[copies, lanes, 3]: when a rendezvous is ready, begins and ends; else without entries."""
-    duration: int
+    longest: int
     """Longest duration of a rendezvous among the lanes."""
     waits: Bool | None
     """Lanes whose host waits for the end of a rendezvous; None: no host does."""
 
     @classmethod
     def of(
-        cls, copies: FragmentCopies, matrix: TransferMatrix, ticks: TaskTicks, lanes: Int
+        cls, copies: FragmentCopies, transfer: TransferMatrix, ticks: TaskTicks, lanes: Int
     ) -> ExecutedFragment:
         """Empty times of a fragment."""
-        sets, shape = ticks.set_of_lane[lanes], copies.inputs.shape[:2]
-        duration, waits = 0, None
+        sets, begin, end = ticks.set_of_lane[lanes], copies.fragment.begin, copies.fragment.end
+        longest, waits = 0, None
         if copies.rendezvous is not None:
-            position = copies.fragment.begin
-            duration = int(ticks.duration[sets, position].max())
-            if ticks.waits is not None and ticks.waits[sets, position].any():
-                waits = ticks.waits[sets, position]
-        times = np.empty((*shape, 0 if copies.rendezvous is None else 3), np.int64)
-        inputs = np.empty_like(copies.inputs)
-        return cls(copies, matrix.outputs[sets], inputs, times, duration, waits)
+            longest = int(ticks.duration[sets, begin].max())
+            if ticks.waits is not None and ticks.waits[sets, begin].any():
+                waits = ticks.waits[sets, begin]
+        num_times = 0 if copies.rendezvous is None else 3
+        return cls(
+            copies, transfer, ticks.duration[:, begin:end], sets, transfer.outputs[sets],
+            np.empty_like(copies.inputs), np.empty((*copies.inputs.shape[:2], num_times), np.int64),
+            longest, waits,
+        )  # fmt: skip
+
+
+class FragmentTimes(NamedTuple):
+    """Times of a fragment on one lane: ticks, [instances, positions]."""
+
+    executed: ExecutedFragment
+    lane: int
+    """Lane within its class."""
+
+    @property
+    def instances(self) -> Int:
+        """Instances of the unit."""
+        return self.executed.copies.instances
+
+    @property
+    def positions(self) -> Int:
+        """Positions of the fragment."""
+        return np.arange(self.executed.copies.fragment.begin, self.executed.copies.fragment.end)
+
+    def ready(self, selected: Int) -> Int:
+        """Ready times of selected positions, given as indices."""
+        if self.executed.copies.rendezvous is not None:
+            return self.executed.rendezvous[:, self.lane, :1]
+        return self._propagate(self.executed.transfer.ready[selected, self._set])
+
+    def end(self, selected: Int) -> Int:
+        """Ends of selected positions, given as indices."""
+        if self.executed.copies.rendezvous is not None:
+            return self.executed.rendezvous[:, self.lane, 2:]
+        return self._propagate(self.executed.transfer.ends[selected, self._set])
+
+    def elapsed(self) -> Int:
+        """Durations of all positions; of a receive that of its message."""
+        if self.executed.copies.rendezvous is not None:
+            times = self.executed.rendezvous[:, self.lane]
+            return times[:, 2:] - times[:, 1:2]
+        durations = self.executed.durations[self._set]
+        return np.broadcast_to(durations, (len(self.instances), len(durations)))
+
+    @property
+    def _set(self) -> int:
+        return int(self.executed.sets[self.lane])
+
+    def _propagate(self, matrix: Int) -> Int:
+        """Multiply the inputs by rows of a transfer matrix."""
+        inputs = self.executed.inputs[:, self.lane]
+        always = np.flatnonzero((matrix > NEVER).all(axis=0))
+        first = int(always[np.argmax(inputs[:, always].sum(axis=0))]) if len(always) else 0
+        latest = inputs[:, first, None] + matrix[:, first]
+        # Skip inputs that cannot exceed the first.
+        lead = (inputs - inputs[:, first, None]).max(axis=0)
+        lead += (matrix - matrix[:, first, None]).max(axis=0, initial=NEVER)
+        for column in np.flatnonzero((lead > 0) & (matrix > NEVER).any(axis=0)).tolist():
+            np.maximum(latest, inputs[:, column, None] + matrix[:, column], out=latest)
+        return latest
 
 
 class Executed(NamedTuple):
@@ -157,7 +219,7 @@ class _StepExecution:
         latest = np.zeros(rendezvous.num_groups, np.int64)
         np.maximum.at(latest, rendezvous.group, ready)
         begin = latest[rendezvous.group]
-        end = begin + max(fragment.duration for fragment in fragments)
+        end = begin + max(fragment.longest for fragment in fragments)
         times, first = np.stack([ready, begin, end], axis=1), 0
         for (*_, copy, outputs), fragment in zip(arrivals, fragments, strict=True):
             lanes = slice(first, first + len(outputs))

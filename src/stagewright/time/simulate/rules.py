@@ -10,7 +10,7 @@ that no kernel of the model waits for a reduce-scatter.
 
 The rules are applied once per distinct unit. What a unit needs to know of the units before it is in
 *registers*, such as the last end on each stream; deps that no register implies are *carried*. A
-rank whose rows are one unit has neither.
+rank whose rows are one unit needs neither.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +28,13 @@ from stagewright.program.along import TasksAlong, along
 from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskKind
 from stagewright.program.rank_work import RankWork
 from stagewright.run.sections.execution import Execution
-from stagewright.time.simulate.execute import Executed, Progress, TaskTicks, execute
+from stagewright.time.simulate.execute import (
+    Executed,
+    FragmentTimes,
+    Progress,
+    TaskTicks,
+    execute,
+)
 from stagewright.time.simulate.expand import (
     Endpoints,
     IssueOrder,
@@ -41,7 +46,7 @@ from stagewright.time.simulate.launches import HostWork, LastHostWait, launch_ti
 from stagewright.time.simulate.order import crosses_actions
 from stagewright.time.simulate.plan import StepPlan, plan_of
 from stagewright.time.simulate.rules import IssueTable
-from stagewright.time.simulate.transfer import NEVER, Fragments, TransferMatrix, transfer_matrix
+from stagewright.time.simulate.transfer import Fragments, TransferMatrix, transfer_matrix
 
 TICK = 1e-12
 """Seconds per tick. Times are integers; 64 bits hold a hundred days of ticks."""
@@ -80,52 +85,6 @@ class Lane:
         return (self.kind == TaskKind.COMPUTE) & ~self.main
 
 
-class FragmentTimes(NamedTuple):
-    """Times of one fragment in all instances of a lane: ticks, [instances, positions]."""
-
-    instances: Int
-    positions: Int
-    inputs: Int
-    """[instances, inputs]; unused for a rendezvous."""
-    rendezvous: Int | None
-    """[instances, 3]: when a rendezvous is ready, begins and ends; None: no rendezvous."""
-    matrix: TransferMatrix
-    set_index: int
-    durations: Int
-    """By position; of a receive that of its message."""
-
-    def ready(self, selected: Int) -> Int:
-        """Ready times of selected positions, given as indices."""
-        if self.rendezvous is not None:
-            return self.rendezvous[:, :1]
-        return self._propagate(self.matrix.ready[selected, self.set_index])
-
-    def end(self, selected: Int) -> Int:
-        """Ends of selected positions, given as indices."""
-        if self.rendezvous is not None:
-            return self.rendezvous[:, 2:]
-        return self._propagate(self.matrix.ends[selected, self.set_index])
-
-    def elapsed(self) -> Int:
-        """Durations of all positions."""
-        if self.rendezvous is not None:
-            return self.rendezvous[:, 2:] - self.rendezvous[:, 1:2]
-        return np.broadcast_to(self.durations, (len(self.inputs), len(self.durations)))
-
-    def _propagate(self, matrix: Int) -> Int:
-        """Multiply the inputs by rows of a transfer matrix."""
-        inputs = self.inputs
-        always = np.flatnonzero((matrix > NEVER).all(axis=0))
-        first = int(always[np.argmax(inputs[:, always].sum(axis=0))]) if len(always) else 0
-        latest = inputs[:, first, None] + matrix[:, first]
-        # Skip inputs that cannot exceed the first.
-        lead = (inputs - inputs[:, first, None]).max(axis=0)
-        lead += (matrix - matrix[:, first, None]).max(axis=0, initial=NEVER)
-        for column in np.flatnonzero((lead > 0) & (matrix > NEVER).any(axis=0)).tolist():
-            np.maximum(latest, inputs[:, column, None] + matrix[:, column], out=latest)
-        return latest
-
-
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """A simulated step of all ranks."""
@@ -134,8 +93,6 @@ class Timeline:
     execution: Execution
     lane_map: LaneMap
     plan: StepPlan
-    duration_sets: tuple[TaskTicks, ...]
-    matrices: tuple[tuple[TransferMatrix, ...], ...]
     executed: Executed
     hosts: Sequence[HostWork] | None
     window: tuple[int, int] | None = None
@@ -174,19 +131,9 @@ class Timeline:
         """Times of a lane, fragment by fragment of its units."""
         class_id = int(self.lane_map.class_of[lane])
         number = lane - int(self.lane_map.by_class[class_id][0])
-        table_number = self.plan.classes[class_id].table_number
-        ticks, matrices = self.duration_sets[table_number], self.matrices[table_number]
-        set_index = int(ticks.set_of_lane[lane])
-        for f, executed in self.executed.fragments[class_id].items():
-            fragment = executed.copies.fragment
-            if not len(fragment):
-                continue
-            positions = np.arange(fragment.begin, fragment.end)
-            yield FragmentTimes(
-                executed.copies.instances, positions, executed.inputs[:, number],
-                executed.rendezvous[:, number] if fragment.is_rendezvous else None,
-                matrices[f], set_index, ticks.duration[set_index, positions],
-            )  # fmt: skip
+        for executed in self.executed.fragments[class_id].values():
+            if len(executed.copies.fragment):
+                yield FragmentTimes(executed, number)
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
@@ -280,7 +227,7 @@ def timeline(
     of_tables = zip(plan.tables, plan.fragments, duration_sets, strict=True)
     matrices = tuple(_matrices(*of_table) for of_table in of_tables)
     executed = execute(program, plan, duration_sets, matrices, progress)
-    return Timeline(program, execution, lanes, plan, duration_sets, matrices, executed, hosts)
+    return Timeline(program, execution, lanes, plan, executed, hosts)
 
 
 def _matrices(
