@@ -16,7 +16,7 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.program.columns import Program
-from stagewright.time.simulate.plan import ClassPlan, FragmentCopies, Rendezvous, StepPlan
+from stagewright.time.simulate.plan import ClassPlan, FragmentCopies, RendezvousMembers, StepPlan
 from stagewright.time.simulate.transfer import NEVER, TransferMatrix
 
 Progress = Callable[[int, int], None]
@@ -167,7 +167,7 @@ class _StepExecution:
         self.shared: list[list[tuple[int, int, int]]] = []
         self.waiting: dict[int, int] = {}
         """Classes that wait for a message, by the time index of its arrival."""
-        self.arrived: dict[Rendezvous, list[_Arrival]] = defaultdict(list)
+        self.arrived: dict[RendezvousMembers, list[_Arrival]] = defaultdict(list)
         """Classes that wait in a rendezvous."""
         self.ready = [*range(len(plan.classes))][::-1]
         """Classes that can go on."""
@@ -201,7 +201,7 @@ class _StepExecution:
                         self.ready.append(self.waiting.pop(sent))
         return finished
 
-    def _arrive(self, rendezvous: Rendezvous, arrival: _Arrival) -> bool:
+    def _arrive(self, rendezvous: RendezvousMembers, arrival: _Arrival) -> bool:
         """Let a class arrive at a rendezvous; True if it is the last one."""
         arrivals = self.arrived[rendezvous]
         arrivals.append(arrival)
@@ -212,7 +212,7 @@ class _StepExecution:
         self._complete(rendezvous, sorted(arrivals, key=lambda arrival: arrival.class_id))
         return True
 
-    def _complete(self, rendezvous: Rendezvous, arrivals: Sequence[_Arrival]) -> None:
+    def _complete(self, rendezvous: RendezvousMembers, arrivals: Sequence[_Arrival]) -> None:
         """Complete a rendezvous: a group begins with its latest lane, and takes the longest."""
         fragments = [self.fragments[c][f] for c, f, *_ in arrivals]
         ready = np.concatenate([arrival.outputs[:, 1] for arrival in arrivals])

@@ -41,7 +41,7 @@ class CarriedSources(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rendezvous:
+class RendezvousMembers:
     """Classes whose collectives of a communicator are between the same lanes."""
 
     classes: tuple[int, ...]
@@ -65,7 +65,7 @@ class FragmentCopies:
     """True if an input is the arrival of a message from another unit or lane."""
     sends: Int
     """Outputs that are arrivals of messages at other units or lanes."""
-    rendezvous: Rendezvous | None
+    rendezvous: RendezvousMembers | None
 
 
 class ClassPlan:
@@ -109,7 +109,7 @@ class ClassPlan:
         return order.begin[copy] + offset
 
     def add_copies(
-        self, received: MessageEnds, arrivals: Int, rendezvous: Sequence[Rendezvous]
+        self, received: MessageEnds, arrivals: Int, rendezvous: Sequence[RendezvousMembers]
     ) -> None:
         """Find the inputs and outputs of all fragments.
 
@@ -249,15 +249,15 @@ class StepPlan:
         return result
 
 
-def _rendezvous(lanes: LaneMap, slot: int) -> dict[int, Rendezvous]:
+def _rendezvous(lanes: LaneMap, slot: int) -> dict[int, RendezvousMembers]:
     """Rendezvous of a communicator, by class."""
-    result: dict[int, Rendezvous] = {}
+    result: dict[int, RendezvousMembers] = {}
     for classes in lanes.connected_classes(slot):
         class_lanes = np.concatenate([lanes.by_class[class_id] for class_id in classes])
         group = lanes.groups[slot][class_lanes]
         group = np.where(group < 0, lanes.count + class_lanes, group)
         numbers, group = np.unique(group, return_inverse=True)
-        result |= dict.fromkeys(classes, Rendezvous(classes, group, len(numbers)))
+        result |= dict.fromkeys(classes, RendezvousMembers(classes, group, len(numbers)))
     return result
 
 
