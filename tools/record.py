@@ -82,7 +82,7 @@ def step_record(step: runs.Step) -> dict[str, Any]:
     parts = ("kernels", "exposed", "bubble", "communication", "launches")
     return step._asdict() | {
         "run": compiled.run.describe(),
-        "ticks": simulated.line.ticks,
+        "ticks": simulated.timeline.ticks,
         "issue_order": [dict(held_at_peak(of).by_category) for of in compiled.program.classes],
         "lanes": [
             {
@@ -91,7 +91,7 @@ def step_record(step: runs.Step) -> dict[str, Any]:
                 "peak": lane["memory"]["at_peak"],
                 **{name: lane[name] for name in parts},
             }
-            for lane, timed in zip(printed["lanes"], simulated.line.lanes, strict=True)
+            for lane, timed in zip(printed["lanes"], simulated.timeline.lanes, strict=True)
         ],
         **{name: printed[name] for name in names if name in printed},
     }

@@ -18,7 +18,7 @@ from stagewright.program.rank_work import RankWork
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.breakdown import breakdown, critical_path, path_parts
-from stagewright.time.simulate.host import HostWork
+from stagewright.time.simulate.launches import HostWork
 from stagewright.time.simulate.timeline import TICK, Timeline, table_rows, timeline
 from timed import RUNS, SHOWN, WAYS, durations, row_by_row
 

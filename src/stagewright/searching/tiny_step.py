@@ -22,7 +22,7 @@ from stagewright.program.columns import (
     TaskKind,
 )
 from stagewright.time.power import kernel_energies
-from stagewright.time.simulate.host import HostWork
+from stagewright.time.simulate.launches import HostWork
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, table_rows
 
@@ -102,7 +102,7 @@ class _TinyStep:
         self.kinds = np.array([blocks.kind(block) for block in placed])
         """Kind of each block."""
         self.num_kinds = len(blocks.kinds)
-        self.program, lane = step.line.program, step.line.lanes[0]
+        self.program, lane = step.timeline.program, step.timeline.lanes[0]
         self.tasks, self.values = lane.rank_class.tasks, lane.rank_class.values
         self.block = self.block_indices(self.tasks.names)[self.tasks.name]
         """Block of each task; -1: none."""

@@ -95,7 +95,7 @@ DEVIATIONS = (
     Deviation(
         lambda found: (
             _trains(found)
-            and launch_mode(found.compiled.run, found.line.execution, found.machine.hardware)
+            and launch_mode(found.compiled.run, found.timeline.execution, found.machine.hardware)
             == "eager"
             and _tokens_of_a_microbatch(found) <= FEW_TOKENS
             and found.mean.launches > MUCH_LAUNCHING * found.seconds
@@ -134,12 +134,12 @@ DEVIATIONS = (
         "of the network is not stated.",
     ),
     Deviation(
-        lambda found: found.line.execution.tp_comm_overlap and _tensor_ranks(found) > 1,
+        lambda found: found.timeline.execution.tp_comm_overlap and _tensor_ranks(found) > 1,
         "The gain of overlapping tp's collectives is off by up to 6 points: async TP of torchtitan "
         "gains 5.7% to 16.4% by measurement, 8.4% to 14.2% here.",
     ),
     Deviation(
-        lambda found: found.line.execution.moe_flex_dispatcher,
+        lambda found: found.timeline.execution.moe_flex_dispatcher,
         "Tokens that are sent once to each rank arrive within 12% of the tables of DeepEP and "
         "HybridEP on H100; over two nodes, DeepEP's first version is predicted 22% fast.",
     ),

@@ -53,10 +53,10 @@ class Peak(NamedTuple):
     """Bytes; categories without any are left out."""
 
 
-def peak(line: Timeline, lane: int) -> Peak:
+def peak(timeline: Timeline, lane: int) -> Peak:
     """Find the peak of a lane's memory without its whole timeline."""
-    start, events = line.class_of(lane).work.changes.start, [*_events(line, lane)]
-    ticks, order, last = _in_order(line, [ticks for ticks, _ in events])
+    start, events = timeline.class_of(lane).work.changes.start, [*_events(timeline, lane)]
+    ticks, order, last = _in_order(timeline, [ticks for ticks, _ in events])
     sizes = np.concatenate([
         [int(start.sum())],
         *(np.broadcast_to(size.sum(axis=0), ticks.shape).ravel() for ticks, size in events),
@@ -69,17 +69,17 @@ def peak(line: Timeline, lane: int) -> Peak:
     return Peak(peak_tick * TICK, by_category)
 
 
-def memory_timeline(line: Timeline, lane: int) -> MemoryTimeline:
+def memory_timeline(timeline: Timeline, lane: int) -> MemoryTimeline:
     """Memory of a lane over the step."""
-    events = [*_events(line, lane)]
-    ticks, order, last = _in_order(line, [ticks for ticks, _ in events])
+    events = [*_events(timeline, lane)]
+    ticks, order, last = _in_order(timeline, [ticks for ticks, _ in events])
     changes = [np.tile(size, len(event_ticks)) for event_ticks, size in events]
-    start = line.class_of(lane).work.changes.start[:, None]
+    start = timeline.class_of(lane).work.changes.start[:, None]
     size = np.concatenate([start, *changes], axis=1)[:, order]
     return MemoryTimeline(ticks, size.cumsum(axis=1)[:, last])
 
 
-def _in_order(line: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
+def _in_order(timeline: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
     """Sort changes: distinct times from 0 on, order, and last change of each time."""
     ticks = np.concatenate([[0], *(ticks.ravel() for ticks in changes)])
     order = np.argsort(ticks, kind="stable")
@@ -87,13 +87,12 @@ def _in_order(line: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
     return ticks[order[last]], order, last
 
 
-def _events(line: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
+def _events(timeline: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
     """Changes of a lane's bytes: ticks [copies, rows], and bytes [categories, rows]."""
-    waves, changes = line.waves, line.class_of(lane).work.changes
-    class_id = int(waves.lanes.class_of[lane])
-    table, sequence = waves.tables[waves.table_of[class_id]], waves.sequence[class_id]
-    order, begin = line.program.classes[class_id].work.order, table.actions.begin
-    for times in line.fragments(lane):
+    changes = timeline.class_of(lane).work.changes
+    plan = timeline.plan.classes[int(timeline.lane_map.class_of[lane])]
+    table, sequence, order, begin = plan.table, plan.sequence, plan.order, plan.table.actions.begin
+    for times in timeline.fragments(lane):
         members = table.rules.member[times.positions]
         for member in distinct_values(members):
             of_member = np.flatnonzero(members == member)
@@ -108,4 +107,5 @@ def _events(line: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
                 ):  # fmt: skip
                     changed = np.flatnonzero(size.any(axis=0))
                     if len(changed):
-                        yield line.within(ticks(of_member[changed])[instances]), size[:, changed]
+                        selected = timeline.within(ticks(of_member[changed])[instances])
+                        yield selected, size[:, changed]
