@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -34,6 +34,18 @@ def exact_sum(column: Int) -> int:
     """
     low = np.int64(2**31 - 1)
     return (int((column >> 31).sum()) << 31) + int((column & low).sum())
+
+
+def begins(sizes: Iterable[int] | NDArray[np.integer[Any]]) -> Int:
+    """Begins of consecutive ranges of these sizes, and the end: the pointers of a CSR table.
+
+    >>> begins([2, 0, 3]).tolist()
+    [0, 2, 2, 5]
+    """
+    counts = sizes if isinstance(sizes, np.ndarray) else np.fromiter(sizes, dtype=np.int64)
+    pointer = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=pointer[1:])
+    return pointer
 
 
 def compressed_pairs(tokens: Any, each: int, top: int = 0) -> Any:

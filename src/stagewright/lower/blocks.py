@@ -17,8 +17,14 @@ from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
 from stagewright.lower import offload
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
-from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Use, permanent_bytes, uses
-from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
+from stagewright.lower.assembly.lowered_block import (
+    PERMANENT_BUFFERS,
+    LoweredBlock,
+    Use,
+    permanent_bytes,
+    uses,
+    weight_half,
+)
 from stagewright.lower.kernels.extent import Extent, Split, bytes_of
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.kernels.live_values import interface, outputs

@@ -17,9 +17,15 @@ from typing import Any, Self
 
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM
-from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets
-from stagewright.lower.assembly.habit import Habit, UnitWeights
-from stagewright.lower.assembly.lifetimes import Allocation, Value
+from stagewright.lower.assembly.habit import (
+    Habit,
+    Item,
+    Row,
+    UnitWeights,
+    gathered_last,
+    in_buckets,
+)
+from stagewright.lower.assembly.lowered_block import Allocation, Value
 from stagewright.lower.assembly.segments import ActionRows, Owner
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.extent import Extent

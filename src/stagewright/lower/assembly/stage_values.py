@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.lower.assembly.lifetimes import Touch, Value
-from stagewright.lower.assembly.lowered_block import Crossing, Placed, nearest_maker
+from stagewright.lower.assembly.lowered_block import (
+    Crossing,
+    Placed,
+    RowRef,
+    Value,
+    nearest_maker,
+)
 from stagewright.lower.assembly.segments import ActionRows
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
@@ -53,7 +58,7 @@ class StageValues:
 
     # ---- recording -------------------------------------------------------------------------------
 
-    def receive(self, c: LiveValue, name: str, task: Kernel, touch: Touch, buffers: int) -> None:
+    def receive(self, c: LiveValue, name: str, task: Kernel, touch: RowRef, buffers: int) -> None:
         """Record a message from another rank; `buffers`: number of permanent buffers."""
         size, permanent = task.comm_bytes * max(1, buffers), buffers > 0
         value = Value(name, -1, task.phase, "communication", size, permanent=permanent)
@@ -61,7 +66,7 @@ class StageValues:
         self._received[c] = value
         self.values.append(value)
 
-    def touch(self, i: int, t: Kernel, touch: Touch) -> None:
+    def touch(self, i: int, t: Kernel, touch: RowRef) -> None:
         """Record what a task of block `i` makes and reads; `touch`: its row."""
         placed, of_node = self.blocks[i], self._of_node[i]
         block, layer, _ = placed
@@ -94,7 +99,7 @@ class StageValues:
                     v.category = category
 
     def _transient(
-        self, name: str, layer: int, t: Kernel, category: str, size: int, touch: Touch
+        self, name: str, layer: int, t: Kernel, category: str, size: int, touch: RowRef
     ) -> Value:
         value = Value(name, layer, t.phase, category, size)
         value.touch(touch, t.phase)
@@ -106,7 +111,7 @@ class StageValues:
         for i, row in action.last_rows().items():
             self.extend_weights(i, (TaskPart.GATHER_ONCE,), action.touch_by(row))
 
-    def extend_weights(self, i: int, parts: Sequence[TaskPart], touch: Touch) -> None:
+    def extend_weights(self, i: int, parts: Sequence[TaskPart], touch: RowRef) -> None:
         """Extend weights that these parts of block `i` gather or cast to a row."""
         block = self.blocks[i].block
         for t in (t for part in parts for t in block.by_part.get(part, ())):
@@ -118,9 +123,10 @@ class StageValues:
 
     def value(self, i: int, n: Node) -> Value | None:
         """Value with the bytes of a node of block `i`; None: permanent, or from nowhere."""
-        n, permanent = self.blocks[i].block.owner(n)
+        block = self.blocks[i].block
+        n = block.owner(n)
         value = self._of_node[i].get(n)
-        if value is not None or permanent:
+        if value is not None or block.allocation.permanent(n):
             return value
         c = interface(n)
         if c is not None:
@@ -128,7 +134,7 @@ class StageValues:
             if value is not None or c.gradient:
                 return value
         placed = self.blocks[i]
-        value = Value(placed.name(n.name), placed.layer, n.phase, "workspace", placed.block.size[n])
+        value = Value(placed.name(n.name), placed.layer, n.phase, "workspace", block.size[n])
         self._of_node[i][n] = value
         self.values.append(value)
         return value

@@ -1,4 +1,4 @@
-"""Rows of a pipeline stage: its forward and its backward action, built once.
+"""Rows of a pipeline stage: its forward and its backward action, and its updates, built once.
 
 Backward may be split (arXiv 2401.10241): the input half makes the gradient of the stage's input,
 which other ranks wait for, the weight half the gradients of its weights. The graph decides: the
@@ -12,25 +12,30 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
-from stagewright.graph.roles import STREAM
-from stagewright.lower.assembly.buckets import Item, Row, merge_messages, one_by_one
-from stagewright.lower.assembly.habit import Habit
-from stagewright.lower.assembly.lifetimes import Value
+import numpy as np
+
+from stagewright.arrays import Bool
+from stagewright.graph.roles import CLIP, STREAM
+from stagewright.lower.assembly.habit import Habit, Item, Row, merge_messages, one_by_one
 from stagewright.lower.assembly.lowered_block import (
     BACKWARD_PARTS,
     FORWARD_PARTS,
     Crossing,
     Placed,
+    RowRef,
+    Value,
     nearest_maker,
     with_gradient,
 )
-from stagewright.lower.assembly.segments import ActionRows, Owner, RowDep, Segment
+from stagewright.lower.assembly.segments import ActionRows, Owner, RowRefs, Segment
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
+UPDATE_PARTS = (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE)
+"""Parts of a block in the optimizer action."""
 _EACH_PASS = (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
 _GATHER_ONCE, _REDUCE_ONCE = TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE
 _ONCE = (_GATHER_ONCE, _REDUCE_ONCE)
@@ -106,12 +111,12 @@ def _shift(rank: int, other: int, ranks: int) -> int:
 
 
 class Stage:
-    """Forward and backward action of a virtual pipeline stage, as rows.
+    """Rows of a virtual pipeline stage: `forward` and `backward`, and `updates` of its weights.
 
-    Both have all rows that the action of any microbatch has. The first microbatch's forward also
-    gathers weights that stay for the step, the last one's backward also reduces gradients; other
-    microbatches omit these rows (`Segment.once_per_step`). A half of a backward has the rows of
-    that half.
+    A direction has all rows that the action of any microbatch has. The first microbatch's forward
+    also gathers weights that stay for the step, the last one's backward also reduces gradients;
+    other microbatches omit these rows (`Segment.once_per_step`). A half of a backward has the rows
+    of that half.
 
     Stages with equal `StageKey` share one of these: its stage number, ranks, layers and labels are
     those of the first of them.
@@ -126,8 +131,14 @@ class Stage:
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
         # Per block, owner and row of each task.
         self.row_of_task: list[dict[Kernel, tuple[Owner, int]]] = [{} for _ in key.blocks]
-        self.forward: Segment = ActionRows(Owner.FORWARD, self.stage, []).finish()
-        self.backward: Segment = ActionRows(Owner.BACKWARD, self.stage, []).finish()
+        self.forward = self.backward = ActionRows(Owner.FORWARD, self.stage, []).finish({})
+        self.updates = self.forward
+        """Rows in the optimizer action: those of `UPDATE_PARTS`, one after the other.
+
+        A dependency on row -1 of the optimizer action is one on the factor that clips gradients.
+        """
+        self.update_begin = [0] * (len(UPDATE_PARTS) + 1)
+        """First row of each of `UPDATE_PARTS` in `updates`, and the end."""
         self.num_messages = 1
         """Largest number of messages of one action along one axis."""
         self.unshifted = self
@@ -164,13 +175,51 @@ class Stage:
 
     # ---- rows ------------------------------------------------------------------------------------
 
+    @property
+    def weight_halves(self) -> dict[int, Bool]:
+        """Masks of the rows in the weight half, of the backwards of the rank's stages."""
+        return {number: stage.backward.weight_half for number, stage in self.on_rank.items()}
+
     def build(self, *, forward: bool) -> None:
         """Build the rows of one direction. Build a same-rank predecessor first."""
-        segment = self._rows(forward=forward).finish()
+        segment = self._rows(forward=forward).finish(self.weight_halves)
         if forward:
             self.forward = segment
         else:
             self.backward = segment
+
+    def build_updates(self) -> None:
+        """Build the rows in the optimizer action. Build both directions first."""
+        items: list[Item] = []
+        self.update_begin = [0]
+        for part in UPDATE_PARTS:
+            part_items = [item for i in range(len(self.blocks)) for item in self._tasks(i, [part])]
+            if part is TaskPart.TIE:  # ranks with several tied tables reduce them in one order
+                part_items.sort(key=lambda item: item[1].axes)
+            items += part_items
+            self.update_begin.append(len(items))
+        row_of = {item: row for row, item in enumerate(items)}
+        readers: list[int] = []
+        refs: list[RowRef] = []
+        for row, (i, t) in enumerate(items):
+            self.values.touch(i, t, (Owner.OPTIMIZER, self.stage, row))
+            for d in t.deps:
+                if isinstance(d, LiveValue):
+                    ref = (Owner.OPTIMIZER, self.stage, -1) if d.name == CLIP else None
+                elif (i, d) in row_of:
+                    ref = Owner.OPTIMIZER, self.stage, row_of[i, d]
+                else:
+                    owner, segment_row = self.row_of_task[i][d]
+                    first = owner == Owner.FORWARD
+                    owner = Owner.FIRST_FORWARD if first else Owner.LAST_BACKWARD
+                    ref = owner, self.stage, segment_row
+                if ref is not None:
+                    readers.append(row)
+                    refs.append(ref)
+        reader = np.array(readers, dtype=np.int64)
+        deps = RowRefs.of_stage(reader, refs, self.stage, self.weight_halves)
+        block = np.array([i for i, _ in items], dtype=np.int64)
+        self.updates = Segment.of_optimizer([t for _, t in items], block, deps, block * 0)
 
     def _rows(self, *, forward: bool) -> ActionRows:
         """Rows of one direction with their dependencies, and the values they touch."""
@@ -217,11 +266,11 @@ class Stage:
         if t in self.blocks[i].block.weight_half:
             action.weight_half.append(row)
         for d in t.deps:
-            dep = self._dep(row, i, d)
+            dep = self._dep(i, d)
             if dep is not None:
                 # A reduction once per step depends on the last of all microbatches.
-                last = t.part is _REDUCE_ONCE and dep[1] == Owner.BACKWARD
-                action.deps.append((row, Owner.LAST_BACKWARD, *dep[2:]) if last else dep)
+                last = t.part is _REDUCE_ONCE and dep[0] == Owner.BACKWARD
+                action.deps.append((row, (Owner.LAST_BACKWARD, *dep[1:]) if last else dep))
 
     def _grouped(self, *, forward: bool) -> Sequence[Row]:
         """Tasks of one direction in order, merged as the habits say.
@@ -314,8 +363,9 @@ class Stage:
         self, output: LiveValue, row: int, phase: str, action: ActionRows
     ) -> Value | None:
         """Make a row of an action depend on an output of this stage, and touch its value."""
-        dep = self._output_dep(row, output)
-        action.deps.extend([dep] if dep is not None else [])
+        dep = self._output_dep(output)
+        if dep is not None:
+            action.deps.append((row, dep))
         value = self.values.output(output)
         if value is not None:
             value.touch(action.touch_by(row), phase)
@@ -342,40 +392,35 @@ class Stage:
 
     # ---- dependencies ----------------------------------------------------------------------------
 
-    def once_dep(self, i: int, d: Kernel) -> tuple[Owner, int]:
-        """Owner and row of a task of block `i`, for the optimizer action."""
-        owner, row = self.row_of_task[i][d]
-        return Owner.FIRST_FORWARD if owner == Owner.FORWARD else Owner.LAST_BACKWARD, row
-
-    def _dep(self, row: int, i: int, d: Dependency | None) -> RowDep | None:
-        """Dependency of a row on a dependency of a task of block `i`."""
+    def _dep(self, i: int, d: Dependency | None) -> RowRef | None:
+        """Row of a dependency of a task of block `i`."""
         if d is None:
             return None
         if isinstance(d, LiveValue):
-            return self._input_dep(row, i, d)
+            return self._input_dep(i, d)
         owner, segment_row = self.row_of_task[i][d]
         owner = Owner.FIRST_FORWARD if d.part is _GATHER_ONCE else owner
-        return row, owner, self.stage, segment_row
+        return owner, self.stage, segment_row
 
-    def _output_dep(self, row: int, c: LiveValue) -> RowDep | None:
-        """Dependency of a row on an output of the stage: forward, or a gradient back."""
-        return self._input_dep(row, -1 if c.gradient else len(self.blocks), c)
+    def _output_dep(self, c: LiveValue) -> RowRef | None:
+        """Row that makes an output of the stage: forward, or a gradient back."""
+        return self._input_dep(-1 if c.gradient else len(self.blocks), c)
 
-    def _input_dep(self, row: int, i: int, c: LiveValue) -> RowDep | None:
-        """Dependency of a row on an input of block `i`; None: nothing makes it.
+    def _input_dep(self, i: int, c: LiveValue) -> RowRef | None:
+        """Row that makes an input of block `i`; None: nothing makes it.
 
         A block of this stage makes it, a message brings it, or a stage on the same rank outputs it.
         """
         maker = nearest_maker(self.blocks, i, c)
         if maker is not None:
-            return self._dep(row, maker, self.blocks[maker].block.makers[c])
+            return self._dep(maker, self.blocks[maker].block.makers[c])
         crossing = with_gradient(self.leaving) if c.gradient else self.arriving
         message = next((n for n, x in enumerate(crossing) if x.name == c.name), None)
         if message is None:
             return None
         if self._is_message(forward=not c.gradient):  # messages are the first rows
-            return row, Owner.BACKWARD if c.gradient else Owner.FORWARD, self.stage, message
-        return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(row, c)
+            return Owner.BACKWARD if c.gradient else Owner.FORWARD, self.stage, message
+        return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(c)
 
 
 def _message_prefix(value: Crossing, *, forward: bool) -> str:
@@ -388,7 +433,7 @@ def _gathered_for_weights(action: ActionRows) -> list[int]:
     """Rows that gather or cast weights in a backward of which only the weight half reads them."""
     half = {*action.weight_half}
     readers: dict[int, set[int]] = {row: set() for row in action.gathers}
-    for row, owner, stage, source in action.deps:
+    for row, (owner, stage, source) in action.deps:
         if (owner, stage) == (Owner.BACKWARD, action.stage) and source in readers:
             readers[source].add(row)
     rows: list[int] = []

@@ -10,9 +10,8 @@ from typing import Self
 
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
-from stagewright.lower.assembly.buckets import Item, Row, merged, one_by_one
-from stagewright.lower.assembly.habit import Habit, UnitWeights
-from stagewright.lower.assembly.lifetimes import Value, moves_gradients
+from stagewright.lower.assembly.habit import Habit, Item, Row, UnitWeights, merged, one_by_one
+from stagewright.lower.assembly.lowered_block import Value, moves_gradients
 from stagewright.lower.assembly.segments import ActionRows, Owner
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
