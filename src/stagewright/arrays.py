@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any, TypeVar
 
@@ -36,18 +36,6 @@ def exact_sum(column: Int) -> int:
     return (int((column >> 31).sum()) << 31) + int((column & low).sum())
 
 
-def begins(sizes: Iterable[int] | NDArray[np.integer[Any]]) -> Int:
-    """Begins of consecutive ranges of these sizes, and the end: the pointers of a CSR table.
-
-    >>> begins([2, 0, 3]).tolist()
-    [0, 2, 2, 5]
-    """
-    counts = sizes if isinstance(sizes, np.ndarray) else np.fromiter(sizes, dtype=np.int64)
-    pointer = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=pointer[1:])
-    return pointer
-
-
 def compressed_pairs(tokens: Any, each: int, top: int = 0) -> Any:
     """Pairs of a query among the first `tokens`, a number or an array of numbers, and a compressed
     key, where `each` positions have one: a query sees those behind whose positions it is.
@@ -74,6 +62,29 @@ def is_any(column: NDArray[np.integer[Any]], values: Sequence[int]) -> Bool:
     for value in values:
         found |= column == value
     return found
+
+
+def offsets(counts: Sequence[int] | NDArray[np.integer[Any]]) -> Int:
+    """CSR pointer of runs of items: where each run begins, and where the last one ends.
+
+    >>> offsets([2, 0, 3]).tolist()
+    [0, 2, 2, 5]
+    """
+    pointer = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=pointer[1:])
+    return pointer
+
+
+def entries_of(pointer: Int, rows: Int) -> tuple[Int, Int]:
+    """Entries of some rows of a CSR table: of each, the index into `rows`, and the entry.
+
+    >>> owner, entry = entries_of(np.array([0, 2, 2, 5]), np.array([2, 0]))
+    >>> owner.tolist(), entry.tolist()
+    ([0, 0, 0, 1, 1], [2, 3, 4, 0, 1])
+    """
+    counts = np.diff(pointer)[rows]
+    owner = np.repeat(np.arange(len(rows)), counts)
+    return owner, np.arange(len(owner)) + (pointer[rows] - offsets(counts)[:-1])[owner]
 
 
 def latest(times: Sequence[Float]) -> Float:

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int
 from stagewright.lower.variants import PlacedVariant, place_blocks
 from stagewright.model.layers import Layer
-from stagewright.program.along import along
 from stagewright.program.columns import (
     CATEGORIES,
     COLLECTIVES,
@@ -20,6 +19,7 @@ from stagewright.program.columns import (
     PHASES,
     TaskKind,
 )
+from stagewright.program.comm_axes import comm_axes
 from stagewright.time.expense.power import kernel_energies
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, table_rows
@@ -173,7 +173,7 @@ def _passes(tiny: _TinyStep) -> dict[str, Float]:
 
 def _communicates_over(tiny: _TinyStep, degree: str) -> Bool:
     """Mask of tasks that communicate over one parallel degree."""
-    axes = along(tiny.program, tiny.tasks)
+    axes = comm_axes(tiny.program, tiny.tasks)
     return axes.of_tasks([name == degree for name in axes.degrees])
 
 
@@ -228,7 +228,7 @@ def _states(tiny: _TinyStep) -> dict[str, Float]:
 def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
     """Bytes of unsharded tensors in dp communication, by group and use."""
     program, tasks = tiny.program, tiny.tasks
-    axes = along(program, tasks)
+    axes = comm_axes(program, tasks)
     costs = {f"{group} {use}": np.zeros(tiny.num_kinds) for group in GROUPS for use in USES}
     collectives = (tasks.kind == TaskKind.COLLECTIVE) & (tiny.block >= 0) & (tasks.microbatch != 0)
     for (_, slot, collective), axis, degree in zip(axes.keys, axes.axes, axes.degrees, strict=True):

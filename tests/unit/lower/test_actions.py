@@ -10,9 +10,8 @@ import pytest
 from stagewright.lower.assembly.live_ranges import representative_order
 from stagewright.lower.assembly.work import assembled
 from stagewright.lower.compile import compile
-from stagewright.program.columns import CATEGORIES, Program, RankClass, Values
+from stagewright.program.columns import CATEGORIES, KINDS, Program, RankClass, Values
 from stagewright.program.memory import alive, deltas, peak_row
-from stagewright.program.rank_work import KINDS
 from stagewright.run.settings import Run
 
 SIZES = {"seq_length": 64, "micro_batch_size": 1, "vocab": 240, "layers": 8}

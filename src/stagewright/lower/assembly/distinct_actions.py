@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.algebra.layout import MIRROR
-from stagewright.arrays import Bool, Int, begins, distinct_numbers
+from stagewright.arrays import Bool, Int, distinct_numbers, entries_of, offsets
 from stagewright.graph.node import BYTES
 from stagewright.lower.assembly.optimizer_step import ClipNorm, optimizer_step
 from stagewright.lower.assembly.segments import (
@@ -34,9 +34,8 @@ from stagewright.lower.assembly.segments import (
 )
 from stagewright.lower.assembly.stages import Stage
 from stagewright.lower.kernels.kernel import TIED, Kernel
-from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind, Tasks
+from stagewright.program.columns import COLLECTIVES, PHASES, Actions, Shape, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.rank_work import Actions
 
 DTYPES = tuple(BYTES)
 
@@ -76,7 +75,7 @@ def _rows_of_part(segment: Segment, part: StagePart) -> Int:
 
 
 def _interleaved(segments: Sequence[Segment], rows: Sequence[Int]) -> list[Int]:
-    """Distance of rows of parts from the begin of their action.
+    """Rows of parts, counted from the begin of their action.
 
     Overlapping parts alternate at kernels that wait for communication.
     """
@@ -199,9 +198,9 @@ class ActionTable:
         """Rows of an optimizer action."""
         return self.segments[2 * len(self.stages) + index]
 
-    def offset(self, part: Int, segment_row: Int) -> Int:
-        """Distance of rows of parts from the begin of their action; -1: absent."""
-        return self._offsets[self._first_offset[part] + segment_row]
+    def row_in_action(self, part: Int, segment_row: Int) -> Int:
+        """Rows, counted from the begin of the action, of segment rows of parts; -1: absent."""
+        return self._row_in_action[self._first[part] + segment_row]
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -216,33 +215,33 @@ class ActionTable:
         ]
         num_parts = np.array([len(parts) for parts in actions], dtype=np.int64)
         self._action_of_part = np.repeat(np.arange(len(actions)), num_parts)
-        first = begins(num_parts)
+        first = offsets(num_parts)
         self.part_number = np.full((len(actions), 2), -1, dtype=np.int64)
         """Number of each part of an action: [actions, 2]."""
         self.part_number[:, 0] = first[:-1]
         self.part_number[num_parts == 2, 1] = first[1:][num_parts == 2] - 1
         rows: list[Int] = []
-        offsets: list[Int] = []
+        within: list[Int] = []
         sizes: list[int] = []
         for action, parts in enumerate(actions):
             of_action = slice(first[action], first[action + 1])
             segments = [self.segments[s] for s in part_segment[of_action]]
             rows += [_rows_of_part(s, p) for s, p in zip(segments, parts, strict=True)]
-            offsets += _interleaved(segments, rows[of_action])
+            within += _interleaved(segments, rows[of_action])
             sizes.append(sum(map(len, rows[of_action])))
-        begin = begins(sizes)
-        self._first_offset = begins(len(self.segments[s]) for s in part_segment)
-        self._offsets = np.full(int(self._first_offset[-1]), -1, dtype=np.int64)
+        begin = offsets(sizes)
+        self._first = offsets([len(self.segments[s]) for s in part_segment])
+        self._row_in_action = np.full(int(self._first[-1]), -1, dtype=np.int64)
         segment, segment_row, self._part, part_index = np.zeros((4, begin[-1]), dtype=np.int64)
-        for i, (part_rows, offset) in enumerate(zip(rows, offsets, strict=True)):
+        for i, (part_rows, row_in_action) in enumerate(zip(rows, within, strict=True)):
             action = int(self._action_of_part[i])
-            row = begin[action] + offset
+            row = begin[action] + row_in_action
             segment[row], segment_row[row], self._part[row] = part_segment[i], part_rows, i
             part_index[row] = i - first[action]
-            self._offsets[self._first_offset[i] + part_rows] = offset
+            self._row_in_action[self._first[i] + part_rows] = row_in_action
         self.begin, self.segment, self.segment_row = begin, segment, segment_row
         self._part_index = part_index
-        self._source = begins(map(len, self.segments))[segment] + segment_row
+        self._source = offsets([*map(len, self.segments)])[segment] + segment_row
         """By row, the row of the concatenated segments."""
 
     def _kernels(
@@ -263,8 +262,9 @@ class ActionTable:
 
     def _build(self, kernels: Sequence[Int], columns: KernelColumns) -> None:
         """Build the columns of all rows."""
-        data_ptr, entry = self._entries()
-        reader = np.repeat(np.arange(len(self.segment)), np.diff(data_ptr))
+        counts = [np.bincount(s.deps.reader, minlength=len(s)) for s in self.segments]
+        num_deps = np.concatenate(counts)
+        reader, entry = entries_of(offsets(num_deps), self._source)
         self.deps = RowRefs.concatenate([s.deps for s in self.segments]).take(entry)
         data, carried = self._dep_rows(reader)
         self.dep_part = self._part_index[reader]
@@ -277,7 +277,7 @@ class ActionTable:
             **self._label_columns(),
             microbatch=np.where(once, -1, placeholder).astype(np.int32),
             tag=self._column([s.tag for s in self.segments]).astype(np.int32),
-            data_ptr=data_ptr,
+            data_ptr=offsets(num_deps[self._source]),
             data=data.astype(np.int32),
             order_ptr=np.zeros(len(self.segment) + 1, dtype=np.int64),
             order=np.zeros(0, dtype=np.int32),
@@ -311,23 +311,14 @@ class ActionTable:
 
     # ---- dependencies ----------------------------------------------------------------------------
 
-    def _entries(self) -> tuple[Int, Int]:
-        """Pointers to the dependencies of each row, and their indices among all segments'."""
-        counts = [np.bincount(s.deps.reader, minlength=len(s)) for s in self.segments]
-        count = np.concatenate(counts)
-        pointer, row_counts = begins(count), count[self._source]
-        data_ptr = begins(row_counts)
-        first = np.repeat(pointer[self._source] - data_ptr[:-1], row_counts)
-        return data_ptr, first + np.arange(int(data_ptr[-1]))
-
     def _dep_rows(self, reader: Int) -> tuple[Int, Bool]:
         """Source row of each dependency, and True if it is in another copy."""
         part = self._part[reader]
         inside = self._in_same_action(part)
         row = np.empty(len(reader), dtype=np.int64)
         at = np.flatnonzero(inside)
-        offset = self.offset(part[at], self.deps.segment_row[at])
-        row[at] = self.begin[self._action_of_part[part[at]]] + offset
+        begin = self.begin[self._action_of_part[part[at]]]
+        row[at] = begin + self.row_in_action(part[at], self.deps.segment_row[at])
         at = np.flatnonzero(~inside)
         row[at] = self._example_rows(part[at], self.deps.take(at))
         return row, ~inside
@@ -342,7 +333,7 @@ class ActionTable:
         inside = HAS_PASS_PART[kind, deps.pass_part] & (~deps.once_per_step | once)
         inside &= (deps.stage == 0) | (kind == OPTIMIZER)
         at = np.flatnonzero(inside & ~gathers)
-        inside[at] = self.offset(part[at], deps.segment_row[at]) >= 0
+        inside[at] = self.row_in_action(part[at], deps.segment_row[at]) >= 0
         return inside
 
     def _source_class(self, part: int, stage: int) -> int:
@@ -370,9 +361,9 @@ class ActionTable:
         for column in (once, 1 - once):
             examples = example[stage_class, deps.pass_part, column]
             at = np.flatnonzero((row < 0) & (examples >= 0))
-            offset = self.offset(examples[at], deps.segment_row[at])
+            found = self.row_in_action(examples[at], deps.segment_row[at])
             begin = self.begin[self._action_of_part[examples[at]]]
-            row[at] = np.where(offset < 0, -1, begin + offset)
+            row[at] = np.where(found < 0, -1, begin + found)
         for i in np.flatnonzero(row < 0).tolist():
             forward = int(deps.pass_part[i]) == 0
             row[i] = self._find_row(int(stage_class[i]), int(deps.segment_row[i]), forward=forward)

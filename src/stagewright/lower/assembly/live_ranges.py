@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int, begins, distinct_numbers, sorted_values
+from stagewright.arrays import Bool, Int, distinct_numbers, offsets, sorted_values
 from stagewright.lower.assembly.lowered_block import RowRef
 from stagewright.lower.assembly.rank_order import RankOrder, RankSchedule, uses_weights
 from stagewright.lower.assembly.segments import (
@@ -27,9 +27,15 @@ from stagewright.lower.assembly.segments import (
     StageLabels,
 )
 from stagewright.lower.assembly.stages import Stage
-from stagewright.program.columns import CATEGORIES, NO_VALUES, Values
-from stagewright.program.memory_changes import MemoryChanges, Profiles, changed_bytes
-from stagewright.program.rank_work import KINDS
+from stagewright.program.columns import (
+    CATEGORIES,
+    KINDS,
+    NO_VALUES,
+    MemoryChanges,
+    Profiles,
+    Values,
+    changed_bytes,
+)
 
 _MAX_ROW = np.iinfo(np.int64).max
 
@@ -148,7 +154,7 @@ def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
     """Values of the stages of a rank."""
     columns = [value_columns(stage) for stage in stages]
     counts = [len(c.names) for c in columns]
-    start: list[int] = begins(counts)[:-1].tolist()
+    start: list[int] = offsets(counts)[:-1].tolist()
 
     def refs(of_stages: Sequence[RowRefs]) -> RowRefs:
         numbered = enumerate(zip(of_stages, start, strict=True))
@@ -477,5 +483,5 @@ def _changes(short: RepresentativeOrder, size: Int) -> MemoryChanges:
         np.concatenate([table[:, :0], *(table[:, rows[c]] for c in copies.tolist())], axis=1)
         for table in (allocated, freed)
     )
-    begin = begins(np.diff(order.begin)[copies])
+    begin = offsets(np.diff(order.begin)[copies])
     return MemoryChanges(start, profile, Profiles(allocated, freed, begin))

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int, begins, distinct_numbers, is_any
+from stagewright.arrays import Bool, Int, distinct_numbers, is_any, offsets
 from stagewright.lower.assembly.distinct_actions import ActionTable, rows_of_half
 from stagewright.lower.assembly.segments import (
     FORWARD,
@@ -18,8 +18,7 @@ from stagewright.lower.assembly.segments import (
     Segment,
 )
 from stagewright.lower.assembly.stages import Stage
-from stagewright.program.columns import FORWARD_PHASE, TaskKind
-from stagewright.program.rank_work import KINDS
+from stagewright.program.columns import FORWARD_PHASE, KINDS, TaskKind
 from stagewright.schedule.actions import Action, Order, ScheduleStep, parts
 
 MAX_TAG = 500_000_000  # ASTRA-sim takes message tags modulo this
@@ -171,7 +170,7 @@ def uses_weights(stage: Stage, kind: int) -> bool:
 
 
 class RankOrder:
-    """Copies of actions of a rank, in program order (`program.rank_work.ActionOrder`).
+    """Copies of actions of a rank, in program order (`program.columns.ActionOrder`).
 
     One for each step of the schedule, then the optimizer action if it has rows.
     """
@@ -194,7 +193,7 @@ class RankOrder:
         self.table, self.schedule, self.stage_classes = table, schedule, stage_classes
         self.action, self.gathered_by = action, gathered_by
         self.optimizer_index, self._num_stages = optimizer_index, num_stages
-        self.begin = begins(np.diff(table.actions.begin)[action])
+        self.begin = offsets(np.diff(table.actions.begin)[action])
         self.total = int(self.begin[-1])
         self.optimizer_begin = int(self.begin[schedule.steps])
         """First row of the optimizer action."""
@@ -264,7 +263,7 @@ class RankOrder:
 
     def rows(self, actions: Int, segment_rows: Int) -> Int:
         """Rows of segment rows in actions of the schedule, -1 if absent; arrays broadcast."""
-        offset = self.table.offset(self.part_number[actions], segment_rows)
+        offset = self.table.row_in_action(self.part_number[actions], segment_rows)
         begin = self.begin[self.schedule.step[actions]]
         return np.where(offset < 0, -1, begin + offset)
 
@@ -327,7 +326,7 @@ class RankOrder:
             other_direction = gathers & (forward != (pass_part == 0))[:, None]
             rows = np.where(other_direction, np.maximum(matching, 0), rows)
         copy = schedule.step[owner]
-        offset = table.offset(self.part_number[owner], rows)
+        offset = table.row_in_action(self.part_number[owner], rows)
         return copy, table.actions.begin[self.action[copy]] + offset
 
     # ---- messages --------------------------------------------------------------------------------

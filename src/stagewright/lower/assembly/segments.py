@@ -17,8 +17,7 @@ import numpy as np
 from stagewright.arrays import Bool, Int
 from stagewright.lower.assembly.lowered_block import RowRef, Value
 from stagewright.lower.kernels.kernel import Kernel
-from stagewright.program.columns import TaskKind
-from stagewright.program.rank_work import KINDS
+from stagewright.program.columns import KINDS, TaskKind
 
 FORWARD, BACKWARD, INPUT_HALF, WEIGHT_HALF, UNSHARD = range(len(KINDS))
 """Kinds of actions as indices into `KINDS`; `UNSHARD` gathers the weights of a stage, before all

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int, begins
+from stagewright.arrays import Int, offsets
 from stagewright.program.columns import TaskKind
 
 
@@ -45,4 +45,4 @@ def order_by_streams(
     previous_kernel = np.where((compute & ~moves) | no_deps, previous_kernel, -1)
     pairs = np.stack([previous_kernel, chain], axis=1)
     present = pairs >= 0
-    return begins(present.sum(axis=1)), pairs[present].astype(np.int32)
+    return offsets(present.sum(axis=1)), pairs[present].astype(np.int32)

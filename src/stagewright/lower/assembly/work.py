@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int, begins
+from stagewright.arrays import Int, offsets
 from stagewright.lower.assembly.live_ranges import (
     ValueSizes,
     memory_changes,
@@ -22,9 +22,7 @@ from stagewright.lower.assembly.rank_order import RankOrder
 from stagewright.lower.assembly.segments import Interner, StageLabels, row_layers, row_names
 from stagewright.lower.assembly.stages import Stage
 from stagewright.lower.assembly.streams import order_by_streams
-from stagewright.program.columns import RankClass, Tasks, Values
-from stagewright.program.memory_changes import MemoryChanges
-from stagewright.program.rank_work import Actions, RankWork
+from stagewright.program.columns import Actions, MemoryChanges, RankClass, RankWork, Tasks, Values
 
 _OF_COPY = ("name", "stage", "layer", "microbatch", "tag")
 """Columns that differ between copies of a row."""
@@ -146,7 +144,7 @@ class AssembledWork(RankWork):
         }
         columns |= self._copy_columns(copy, row)
         num_deps = np.diff(tasks.data_ptr)[row]
-        data_ptr = begins(num_deps)
+        data_ptr = offsets(num_deps)
         order_ptr, order_deps = order_by_streams(columns, num_deps, self._streams)
         return replace(
             tasks, **columns, names=self._names.names, data_ptr=data_ptr,
@@ -163,7 +161,7 @@ class AssembledWork(RankWork):
         # Segments of the rank, one after another: rows of each have a name and a layer.
         segment = 2 * np.searchsorted(order.schedule.stages, stage) + table.segment[row] % 2
         segment[order.optimizer_begin :] = len(segments) - 1
-        at = begins(map(len, segments))[segment] + table.segment_row[row]
+        at = offsets([*map(len, segments)])[segment] + table.segment_row[row]
         name = np.concatenate(self._names.of_rank(self._rank))[at]
         layers = [row_layers(s, [labels[i // 2]]) for i, s in enumerate(segments[:-1])]
         layer = np.concatenate([*layers, row_layers(segments[-1], labels)])[at]

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.program.columns import Program, RankClass, Shape, Tasks
-from stagewright.program.rank_work import RankWork
+from stagewright.program.columns import Program, RankClass, RankWork, Shape, Tasks
 
 Memory = Callable[[int, tuple[int, ...]], Mapping[str, int]]
 """Bytes by category of a pipeline rank; arguments: the rank, and by microbatch its sizes."""

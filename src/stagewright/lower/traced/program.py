@@ -27,13 +27,13 @@ from stagewright.program.columns import (
     COLLECTIVES,
     Program,
     RankClass,
+    RankWork,
     Shape,
     TaskKind,
     Tasks,
     Values,
 )
 from stagewright.program.communicators import Communicator
-from stagewright.program.rank_work import RankWork
 
 _KINDS = {
     "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather",

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int, distinct_values
-from stagewright.program.columns import RECV, SEND, Program
-from stagewright.program.rank_work import numbers_among_copies
+from stagewright.program.columns import RECV, SEND, Program, numbers_among_copies
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.order import Edges, IssueRules, IssueTable
 from stagewright.time.simulate.units import UnitSequence

@@ -35,7 +35,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int, is_any
-from stagewright.program.along import along
 from stagewright.program.columns import (
     BACKWARD_PHASE,
     COLLECTIVE,
@@ -47,10 +46,11 @@ from stagewright.program.columns import (
     RECV,
     SEND,
     STORE,
+    Actions,
     Program,
     Tasks,
 )
-from stagewright.program.rank_work import Actions
+from stagewright.program.comm_axes import comm_axes
 from stagewright.run.sections.execution import Execution
 from stagewright.time.experts.kernels import exchanges_tokens
 from stagewright.time.simulate import ep_overlap
@@ -472,7 +472,7 @@ def _microbatch_reductions(program: Program, tasks: Tasks, accumulates_grads: Bo
     reductions = _reduces(tasks) & (tasks.microbatch >= 0)
     if not reductions.any():
         return reductions
-    axes = along(program, tasks)
+    axes = comm_axes(program, tasks)
     over_dp, over_cp = (
         reductions & axes.of_tasks([degree == axis for degree in axes.degrees])
         for axis in ("dp", "cp")
@@ -573,7 +573,7 @@ def _blocking(program: Program, tasks: Tasks, execution: Execution) -> Bool:
     """Mask of communication that blocks the compute stream (`no_overlap`)."""
     if not execution.no_overlap or execution.streams == "one":
         return np.zeros(len(tasks), dtype=bool)
-    axes = along(program, tasks)
+    axes = comm_axes(program, tasks)
     return axes.of_tasks([degree in execution.no_overlap for degree in axes.degrees])
 
 

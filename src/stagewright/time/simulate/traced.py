@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stagewright.program.fit import Fit, fit_of, held_at_peak
+from stagewright.program.fit import Fit, fit_of, peak_in_issue_order
 from stagewright.time.network import Machine
 from stagewright.time.simulate.breakdown import Breakdown, StepTimeline
 from stagewright.time.simulate.timeline import Timeline
@@ -30,7 +30,9 @@ class TracedStep(StepTimeline):
     @property
     def fit(self) -> Fit:
         """Fit of the graph's values into the memory of a device."""
-        return fit_of(map(held_at_peak, self.line.program.classes), self.machine.hardware.memory)
+        return fit_of(
+            map(peak_in_issue_order, self.line.program.classes), self.machine.hardware.memory
+        )
 
     def summary(self) -> dict[str, Any]:
         """All results as one object for JSON; times in seconds, sizes in bytes."""

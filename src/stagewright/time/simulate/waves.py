@@ -16,8 +16,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Int, distinct_values
 from stagewright.errors import UserError
-from stagewright.program.columns import COLLECTIVE, Program
-from stagewright.program.rank_work import numbers_among_copies
+from stagewright.program.columns import COLLECTIVE, Program, numbers_among_copies
 from stagewright.time.simulate.lanes import Lanes
 from stagewright.time.simulate.messages import messages
 from stagewright.time.simulate.order import IssueTable, Register
