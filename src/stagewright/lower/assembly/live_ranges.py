@@ -7,9 +7,10 @@ Inner copies of an action allocate alike; first and last differ. So the bytes fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from stagewright.program.columns import (
     changed_bytes,
 )
 
+_CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _MAX_ROW = np.iinfo(np.int64).max
 
 ValueSizes = Mapping[Stage, Int]
@@ -112,13 +114,16 @@ def value_columns(stage: Stage) -> ValueColumns:
     """Values of a stage whose rows are built."""
     values = stage.values.values
     index = {id(v): i for i, v in enumerate(values)}
+    get = attrgetter(*_COLUMNS)
+    table = np.array([get(v) for v in values], dtype=np.int64).reshape(-1, len(_COLUMNS)).T
     columns: dict[str, Any] = {
-        name: np.array([getattr(v, name) for v in values], dtype=dtype)
-        for name, dtype in _COLUMNS.items()
+        name: column.astype(dtype)
+        for (name, dtype), column in zip(_COLUMNS.items(), table, strict=True)
     }
-    touches = [(i, ref) for i, v in enumerate(values) for ref in v.touches]
-    required = [(i, v.requires) for i, v in enumerate(values) if v.requires is not None]
-    requires = _touches(stage, required)
+    touches = itertools.chain.from_iterable(v.touches for v in values)
+    readers = np.repeat(np.arange(len(values)), [len(v.touches) for v in values])
+    required = {i: v.requires for i, v in enumerate(values) if v.requires is not None}
+    requires = _touches(stage, np.array([*required], dtype=np.int64), required.values())
     first_gradients, gathered_pairs = (
         np.array([(index[id(a)], index[id(b)]) for a, b in pairs], np.int64).reshape(-1, 2).T
         for pairs in (stage.values.first_gradients, stage.values.gathered_pairs)
@@ -126,19 +131,20 @@ def value_columns(stage: Stage) -> ValueColumns:
     return ValueColumns(
         names=[v.name for v in values],
         stage=np.zeros(len(values), dtype=np.int64),
-        category=np.array([CATEGORIES.index(v.category) for v in values], dtype=np.int64),
+        category=np.array([_CATEGORY[v.category] for v in values], dtype=np.int64),
         **columns,
-        touches=_touches(stage, touches),
+        touches=_touches(stage, readers, touches),
         requires=requires.take(~requires.once_per_step),
         first_gradients=first_gradients,
         gathered_pairs=gathered_pairs,
     )
 
 
-def _touches(stage: Stage, touches: Sequence[tuple[int, RowRef]]) -> RowRefs:
-    """Touches of a stage's values, by index of the value."""
-    values = np.array([value for value, _ in touches], dtype=np.int64)
-    refs = RowRefs.of_stage(values, (r for _, r in touches), stage.stage, stage.weight_halves)
+def _touches(stage: Stage, values: Int, touches: Iterable[RowRef]) -> RowRefs:
+    """Touches of `values` of a stage."""
+    columns = np.fromiter(itertools.chain.from_iterable(touches), dtype=np.int64)
+    columns = columns.reshape(-1, 3).T
+    refs = RowRefs.of_stage(values, columns, stage.stage, stage.weight_halves)
     for number, other in stage.on_rank.items():
         of_stage = (refs.stage == number - stage.stage) & (refs.pass_part != OPTIMIZER)
         for segment, mask in (

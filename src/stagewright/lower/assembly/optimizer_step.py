@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -57,14 +56,14 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
     kernels: list[Kernel] = []
     stage_of: list[int] = []
     block: list[int] = []
-    row_of = [[0] * len(s.updates) for s in stages]
+    row_of = [[0] * len(stage.updates) for stage in stages]
+    blocks: list[list[int]] = [stage.updates.block.tolist() for stage in stages]
     deps: list[RowRefs] = []
     clip_row = -1
     for p, part in enumerate(UPDATE_PARTS):
         if part is TaskPart.UPDATE and clip is not None:
             norms = [row_of[s][n] for s, stage in enumerate(stages) for n in _last_norms(stage)]
-            blocks = Counter(placed.block for stage in stages for placed in stage.blocks)
-            gradients = sum(count * b.norms for b, count in blocks.items())
+            gradients = sum(placed.block.norms for stage in stages for placed in stage.blocks)
             first = len(kernels)
             kernels += clip.kernels(gradients, len(norms))
             clip_row = len(kernels) - 1
@@ -78,7 +77,7 @@ def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
                 row_of[s][n] = len(kernels)
             s, n = row[0]
             stage_of.append(s)
-            block.append(int(stages[s].updates.block[n]) if len(row) == 1 else -1)
+            block.append(blocks[s][n] if len(row) == 1 else -1)
             kernels.append(merge_messages([(0, stages[s].updates.kernels[n]) for s, n in row]))
     rows = [np.array(numbers, dtype=np.int64) for numbers in row_of]
     for s, stage in enumerate(stages):

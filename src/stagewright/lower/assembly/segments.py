@@ -6,10 +6,8 @@ of the two stages. So a segment serves all stages with equal blocks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -33,8 +31,11 @@ HAS_PASS_PART: Bool = np.array([
 """[kinds, pass parts]: True if an action of the kind includes the part; `OPTIMIZER` is last."""
 
 
-class Owner(IntEnum):
-    """Action that has a row on which another row depends, or that touches a value."""
+class Owner:
+    """Action that has a row on which another row depends, or that touches a value.
+
+    Plain integers: tuples of integers cost the garbage collector nothing.
+    """
 
     BACKWARD = 0  # this and FORWARD: of the same microbatch
     FORWARD = 1
@@ -43,6 +44,9 @@ class Owner(IntEnum):
     OPTIMIZER = 4
     NEXT_BACKWARD = 5  # of the next microbatch
 
+
+RowDep = tuple[int, int, int, int]
+"""A row; and the row it depends on: owner, stage, segment row."""
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -82,11 +86,13 @@ class RowRefs(NamedTuple):
 
     @classmethod
     def of_stage(
-        cls, reader: Int, refs: Iterable[RowRef], stage: int, weight_halves: Mapping[int, Bool]
+        cls, reader: Int, refs: Int, stage: int, weight_halves: Mapping[int, Bool]
     ) -> RowRefs:
-        """References by `reader` of a stage; `weight_halves`: by stage of the rank."""
-        columns = np.fromiter(itertools.chain.from_iterable(refs), dtype=np.int64)
-        owner, stages, row = columns.reshape(-1, 3).T
+        """References by `reader` of a stage; `weight_halves`: by stage of the rank.
+
+        `refs`: owner, stage and segment row of each row: [3, references].
+        """
+        owner, stages, row = refs
         pass_part = ((owner != Owner.FORWARD) & (owner != Owner.FIRST_FORWARD)).astype(np.int64)
         pass_part[owner == Owner.OPTIMIZER] = OPTIMIZER
         for number, weight_half in weight_halves.items():
@@ -176,8 +182,8 @@ def row_layers(segment: Segment, labels: Sequence[StageLabels]) -> Int:
 class ActionRows:
     """Rows of a stage's forward or backward action while they are built: per block and task."""
 
-    owner: Owner
-    """FORWARD or BACKWARD."""
+    owner: int
+    """`Owner.FORWARD` or `Owner.BACKWARD`."""
     stage: int
     row_of: Sequence[dict[Kernel, int]]
     """Row of each task, per block of the stage."""
@@ -194,8 +200,7 @@ class ActionRows:
     kernels: list[Kernel] = field(default_factory=list[Kernel])
     blocks: list[int] = field(default_factory=list[int])
     tags: list[int] = field(default_factory=list[int])
-    deps: list[tuple[int, RowRef]] = field(default_factory=list[tuple[int, RowRef]])
-    """A row, and the row that it depends on."""
+    deps: list[RowDep] = field(default_factory=list[RowDep])
 
     @property
     def forward(self) -> bool:
@@ -227,17 +232,17 @@ class ActionRows:
         weight_half = self._mask(self.weight_half)
         if not self.forward:
             weight_halves = {**weight_halves, self.stage: weight_half}
-        deps = sorted({*self.deps})
-        reader = np.array([row for row, _ in deps], dtype=np.int64)
+        deps = np.array(sorted({*self.deps}), dtype=np.int64).reshape(-1, 4).T
+        row, owner, stage, segment_row = deps
         compute = TaskKind.COMPUTE
         computes = np.array([t.kind is compute for t in self.kernels], dtype=bool)
-        here = self.owner, self.stage
-        waits = [row for row, ref in deps if ref[:2] == here and not computes[ref[2]]]
+        inside = (owner == self.owner) & (stage == self.stage)
+        waits = row[inside][~computes[segment_row[inside]]]
         return Segment(
             kernels=tuple(self.kernels),
             block=np.array(self.blocks, dtype=np.int64),
             tag=np.array(self.tags, dtype=np.int64),
-            deps=RowRefs.of_stage(reader, (ref for _, ref in deps), self.stage, weight_halves),
+            deps=RowRefs.of_stage(row, deps[1:], self.stage, weight_halves),
             once_per_step=self._mask(self.once_per_step),
             weight_half=weight_half,
             gathers=self._mask(self.gathers),
@@ -245,7 +250,7 @@ class ActionRows:
             stage=np.zeros(len(self.kernels), dtype=np.int64),
         )
 
-    def _mask(self, rows: Sequence[int]) -> Bool:
+    def _mask(self, rows: Sequence[int] | Int) -> Bool:
         """Mask of `rows` among all rows of the action."""
         mask = np.zeros(len(self.kernels), dtype=bool)
         mask[rows] = True

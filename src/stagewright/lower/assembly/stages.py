@@ -27,7 +27,7 @@ from stagewright.lower.assembly.lowered_block import (
     nearest_maker,
     with_gradient,
 )
-from stagewright.lower.assembly.segments import ActionRows, Owner, RowRefs, Segment
+from stagewright.lower.assembly.segments import ActionRows, Owner, RowDep, RowRefs, Segment
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue
@@ -130,7 +130,7 @@ class Stage:
         self.values = StageValues(key.blocks, key.place, key.arriving, key.leaving)
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
         # Per block, owner and row of each task.
-        self.row_of_task: list[dict[Kernel, tuple[Owner, int]]] = [{} for _ in key.blocks]
+        self.row_of_task: list[dict[Kernel, tuple[int, int]]] = [{} for _ in key.blocks]
         self.forward = self.backward = ActionRows(Owner.FORWARD, self.stage, []).finish({})
         self.updates = self.forward
         """Rows in the optimizer action: those of `UPDATE_PARTS`, one after the other.
@@ -199,8 +199,7 @@ class Stage:
             items += part_items
             self.update_begin.append(len(items))
         row_of = {item: row for row, item in enumerate(items)}
-        readers: list[int] = []
-        refs: list[RowRef] = []
+        deps: list[RowDep] = []
         for row, (i, t) in enumerate(items):
             self.values.touch(i, t, (Owner.OPTIMIZER, self.stage, row))
             for d in t.deps:
@@ -214,12 +213,11 @@ class Stage:
                     owner = Owner.FIRST_FORWARD if first else Owner.LAST_BACKWARD
                     ref = owner, self.stage, segment_row
                 if ref is not None:
-                    readers.append(row)
-                    refs.append(ref)
-        reader = np.array(readers, dtype=np.int64)
-        deps = RowRefs.of_stage(reader, refs, self.stage, self.weight_halves)
+                    deps.append((row, *ref))
+        columns = np.array(deps, dtype=np.int64).reshape(-1, 4).T
+        refs = RowRefs.of_stage(columns[0], columns[1:], self.stage, self.weight_halves)
         block = np.array([i for i, _ in items], dtype=np.int64)
-        self.updates = Segment.of_optimizer([t for _, t in items], block, deps, block * 0)
+        self.updates = Segment.of_optimizer([t for _, t in items], block, refs, block * 0)
 
     def _rows(self, *, forward: bool) -> ActionRows:
         """Rows of one direction with their dependencies, and the values they touch."""
@@ -270,7 +268,8 @@ class Stage:
             if dep is not None:
                 # A reduction once per step depends on the last of all microbatches.
                 last = t.part is _REDUCE_ONCE and dep[0] == Owner.BACKWARD
-                action.deps.append((row, (Owner.LAST_BACKWARD, *dep[1:]) if last else dep))
+                owner = Owner.LAST_BACKWARD if last else dep[0]
+                action.deps.append((row, owner, dep[1], dep[2]))
 
     def _grouped(self, *, forward: bool) -> Sequence[Row]:
         """Tasks of one direction in order, merged as the habits say.
@@ -365,7 +364,7 @@ class Stage:
         """Make a row of an action depend on an output of this stage, and touch its value."""
         dep = self._output_dep(output)
         if dep is not None:
-            action.deps.append((row, dep))
+            action.deps.append((row, *dep))
         value = self.values.output(output)
         if value is not None:
             value.touch(action.touch_by(row), phase)
@@ -433,7 +432,7 @@ def _gathered_for_weights(action: ActionRows) -> list[int]:
     """Rows that gather or cast weights in a backward of which only the weight half reads them."""
     half = {*action.weight_half}
     readers: dict[int, set[int]] = {row: set() for row in action.gathers}
-    for row, (owner, stage, source) in action.deps:
+    for row, owner, stage, source in action.deps:
         if (owner, stage) == (Owner.BACKWARD, action.stage) and source in readers:
             readers[source].add(row)
     rows: list[int] = []
