@@ -1,5 +1,19 @@
 """From sharded graphs, a schedule and numbers to the program of every rank.
 
-In: a checked `Run` with its `ModelConfig`. Out: a `Program`; every kernel has FLOPs and bytes,
-every collective its bytes and group, every value the rows between which it is live.
+`compile.compile` takes a checked `Run` with its `ModelConfig` and returns a `CompiledRun`, whose
+`Program` has FLOPs and bytes of every kernel, bytes and group of every collective, and the rows
+between which every value is live. It calls the pipeline of the run's mode; training's stands on one
+screen (`training.compile_training`), and serving's calls the same steps with other blocks.
+
+1. A model is a chain of blocks of few variants (`variants`). Each variant becomes one graph, built
+   for one device, recomputed and sharded (`blocks.shard_block`): symbolic, so that runs share it.
+2. With numbers (`kernels.extent.Extent`), a graph becomes a `LoweredBlock`: fused kernels,
+   collectives and messages of one rank, with their dependencies and the values that they touch
+   (`blocks.lower_block`, `kernels`).
+3. Blocks, a schedule and a mesh become the program (`assembly.assemble`): rows of stages, of
+   distinct actions, and per rank an order of copies of these.
+
+Runs that differ in few settings share the results of each step; the memo of a step is keyed by all
+that it reads. Where frameworks differ, `assembly.habit.Habit` has a method: Megatron-LM's way, that
+subclasses override. To see what a block became: `stagewright show MODEL --graph`.
 """

@@ -19,7 +19,7 @@ from stagewright.lower.assembly.rank_order import (
     gathered_by,
     rank_schedules,
 )
-from stagewright.lower.assembly.segments import FORWARD, UNSHARD, Interner, StageLabels
+from stagewright.lower.assembly.segments import FORWARD, UNSHARD, Interner, Shifts, StageLabels
 from stagewright.lower.assembly.stages import Stage, StageKey
 from stagewright.lower.assembly.work import AssembledWork, RowNames
 from stagewright.program.columns import Program, RankClass
@@ -52,7 +52,7 @@ def assemble(
         for p in stage_places
     ]
     rank_keys = [[key for key in keys if key.place.rank == rank] for rank in range(pp)]
-    rank_labels = [[_labels(key) for key in keys] for keys in rank_keys]
+    rank_labels = [[key.labels for key in keys] for keys in rank_keys]
     by_class, rank_classes = _build_stages(rank_keys)
     labels: dict[int, StageLabels] = {}  # those of the first stage of each class
     for classes, of_rank in zip(rank_classes, rank_labels, strict=True):
@@ -101,12 +101,6 @@ def assemble(
     return Program(mesh, tuple(rank_class), table.communicators, table.peers)
 
 
-def _labels(key: StageKey) -> StageLabels:
-    """Number of a stage, and layers and labels of its blocks."""
-    layers, labels = (tuple(p.layer for p in key.blocks), tuple(p.label for p in key.blocks))
-    return StageLabels(key.place.stage, layers, labels)
-
-
 def _tied_ranks(
     stages: Sequence[Sequence[Placed]], stage_places: Sequence[Place]
 ) -> dict[str, tuple[int, ...]]:
@@ -124,8 +118,6 @@ def _tied_ranks(
 @lru_cache(maxsize=64)  # the best runs of a search have few stage classes
 def _build(key: StageKey) -> Stage:
     """Build the rows of a stage that exchanges values by messages only."""
-    if key.unshifted != key:
-        return _build(key.unshifted).shifted(key.shifts)
     stage = Stage(key)
     _build_rows([stage], trains=key.trains)
     return stage
@@ -150,21 +142,20 @@ def _build_stages(
     """
     stages: list[Stage] = []
     rank_classes: list[tuple[int, ...]] = []
-    class_of: dict[StageKey, int] = {}
+    class_of: dict[tuple[StageKey, Shifts], int] = {}
     for keys in rank_keys:
         classes: list[int] = []
         joined: list[Stage] = []
         for key in keys:
-            stage_class = class_of.get(key, len(stages)) if key.messages_only else len(stages)
-            classes.append(stage_class)
-            if stage_class < len(stages):
-                continue
             if key.messages_only:
-                class_of[key] = stage_class
-                stages.append(_build(key))
+                stage_class = class_of.setdefault((key, key.shifts), len(stages))
+                if stage_class == len(stages):
+                    stages.append(_build(key))
             else:
+                stage_class = len(stages)
                 joined.append(Stage(key))
                 stages.append(joined[-1])
+            classes.append(stage_class)
         for stage in joined:
             stage.join({other.stage: other for other in joined})
         _build_rows(joined, trains=any(key.trains for key in keys))

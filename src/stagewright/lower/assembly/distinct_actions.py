@@ -32,7 +32,7 @@ from stagewright.lower.assembly.segments import (
     row_layers,
     row_names,
 )
-from stagewright.lower.assembly.stages import Stage
+from stagewright.lower.assembly.stages import Stage, shifted
 from stagewright.lower.kernels.kernel import TIED, Kernel
 from stagewright.program.columns import COLLECTIVES, PHASES, Actions, Shape, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
@@ -183,10 +183,7 @@ class ActionTable:
         """First of the optimizer actions."""
         optimizer_parts = (StagePart(i, OPTIMIZER, True, True) for i in range(len(optimizers)))
         self._lay_out([*actions, *((part,) for part in optimizer_parts)])
-        self.dep_part: Int
-        """[dependencies]: part of the row that depends."""
-        kernels = self._kernels(rank_classes, columns)
-        self._build(kernels, columns)
+        self._build(self._kernels(rank_classes, columns), columns)
         self.communicators = tuple(columns.communicators.table)
         self.peers = tuple(columns.peers.table)
         self.pipeline_peers = [slot for slot, peer in enumerate(self.peers) if peer.axis == "pp"]
@@ -198,6 +195,12 @@ class ActionTable:
         """Rows of an optimizer action."""
         return self.segments[2 * len(self.stages) + index]
 
+    def _segment_of(self, part: StagePart) -> int:
+        """Index of the segment that a part has rows of."""
+        if part.kind == OPTIMIZER:
+            return 2 * len(self.stages) + part.stage_class
+        return 2 * part.stage_class + (not part.forward)
+
     def row_in_action(self, part: Int, segment_row: Int) -> Int:
         """Rows, counted from the begin of the action, of segment rows of parts; -1: absent."""
         return self._row_in_action[self._first[part] + segment_row]
@@ -206,13 +209,8 @@ class ActionTable:
 
     def _lay_out(self, actions: Sequence[tuple[StagePart, ...]]) -> None:
         """Lay out the rows of all actions."""
-        num_stages = len(self.stages)
         self._parts = [part for parts in actions for part in parts]
-        part_segment = [
-            2 * (num_stages if p.kind == OPTIMIZER else p.stage_class)
-            + (p.stage_class if p.kind == OPTIMIZER else not p.forward)
-            for p in self._parts
-        ]
+        part_segment = [self._segment_of(part) for part in self._parts]
         num_parts = np.array([len(parts) for parts in actions], dtype=np.int64)
         self._action_of_part = np.repeat(np.arange(len(actions)), num_parts)
         first = offsets(num_parts)
@@ -257,7 +255,12 @@ class ActionTable:
             order |= dict.fromkeys(2 * c for c in classes)
             order |= dict.fromkeys(2 * c + 1 for c in reversed(classes))
         order |= dict.fromkeys(range(2 * len(self.stages), len(self.segments)))
-        kernels = {s: columns.kernels.ids(self.segments[s].kernels) for s in order}
+        kernels: dict[int, Int] = {}
+        for s in order:
+            tasks = self.segments[s].kernels
+            if s < 2 * len(self.stages):
+                tasks = shifted(self.segments[s], self.labels[s // 2].shifts)
+            kernels[s] = columns.kernels.ids(tasks)
         return [kernels[s] for s in range(len(self.segments))]
 
     def _build(self, kernels: Sequence[Int], columns: KernelColumns) -> None:
@@ -266,8 +269,10 @@ class ActionTable:
         num_deps = np.concatenate(counts)
         reader, entry = entries_of(offsets(num_deps), self._source)
         self.deps = RowRefs.concatenate([s.deps for s in self.segments]).take(entry)
+        """[dependencies]: the rows that are read, as segments refer to them."""
         data, carried = self._dep_rows(reader)
         self.dep_part = self._part_index[reader]
+        """[dependencies]: part of the row that depends, 0 or 1."""
         kernel_columns = columns.of_rows(np.concatenate(kernels)[self._source])
         placeholder = 2 * self._action_of_part[self._part] + self._part_index
         unshard = np.array([part.kind == UNSHARD for part in self._parts])[self._part]
@@ -338,12 +343,12 @@ class ActionTable:
 
     def _source_class(self, part: int, stage: int) -> int:
         """Class of the stage that a part refers to."""
-        stage_class, kind, *_ = self._parts[part]
-        if kind == OPTIMIZER:
-            return self._classes[2 * len(self.stages) + stage_class][stage]
+        segment = self._segment_of(self._parts[part])
+        if self._parts[part].kind == OPTIMIZER:
+            return self._classes[segment][stage]
         if stage == 0:
-            return stage_class
-        own = self.stages[stage_class]
+            return segment // 2
+        own = self.stages[segment // 2]
         return self.stages.index(own.on_rank[own.stage + stage])
 
     def _example_rows(self, part: Int, deps: RowRefs) -> Int:

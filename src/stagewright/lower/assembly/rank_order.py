@@ -207,9 +207,9 @@ class RankOrder:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Stages of the rank, whichever ranks their messages go to."""
+        """Stages of the rank."""
         classes: list[int] = self.stage_classes.tolist()
-        return tuple(self.table.stages[stage_class].unshifted for stage_class in classes)
+        return tuple(self.table.stages[stage_class] for stage_class in classes)
 
     @cached_property
     def distinct(self) -> list[int]:

@@ -153,12 +153,17 @@ class Segment:
         return cls(kernels, block, no_tag, deps, every, none, none, none, stage, row_of)
 
 
+Shifts = tuple[int | None, int | None]
+"""Distance along the pipeline to the ranks of the previous and the next stage; None: no stage."""
+
+
 class StageLabels(NamedTuple):
-    """Number of a stage, and layers and labels of its blocks."""
+    """Number of a stage, layers and labels of its blocks, and where its messages go."""
 
     stage: int
     layers: tuple[int, ...]
     labels: tuple[str, ...]
+    shifts: Shifts
 
 
 def row_names(segment: Segment, labels: Sequence[StageLabels]) -> list[str]:

@@ -9,7 +9,6 @@ that reads them first, unless they stay gathered for other actions.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,7 +26,15 @@ from stagewright.lower.assembly.lowered_block import (
     nearest_maker,
     with_gradient,
 )
-from stagewright.lower.assembly.segments import ActionRows, Owner, RowDep, RowRefs, Segment
+from stagewright.lower.assembly.segments import (
+    ActionRows,
+    Owner,
+    RowDep,
+    RowRefs,
+    Segment,
+    Shifts,
+    StageLabels,
+)
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue
@@ -46,7 +53,8 @@ _MESSAGES = (TaskKind.SEND, TaskKind.RECV)
 class StageKey:
     """Cache key of a stage: equal keys share rows.
 
-    Rows of stages with equal keys differ in stage, layers and labels of layers only.
+    Rows of stages with equal keys differ in stage, layers and labels of layers only, and their
+    messages in the ranks that they go to.
     """
 
     blocks: Sequence[Placed] = field(compare=False)
@@ -59,9 +67,9 @@ class StageKey:
     trains: bool
     """True if there are backwards."""
     block_keys: tuple[Hashable, ...]
-    shifts: tuple[int | None, int | None]
-    """Distance along the pipeline to the ranks of the previous and the next stage; None: no such
-    stage."""
+    ends: tuple[bool, bool]
+    """True if there is no previous stage, no next one."""
+    shifts: Shifts = field(compare=False)
 
     @classmethod
     def of(
@@ -88,14 +96,16 @@ class StageKey:
             None if rank is None else _shift(place.rank, rank, pipeline_ranks)
             for rank in (place.before, place.after)
         )
-        shifts = before, after
-        return cls(blocks, place, arriving, leaving, habits, trains, block_keys, shifts)
+        ends = before is None, after is None
+        return cls(
+            blocks, place, arriving, leaving, habits, trains, block_keys, ends, (before, after)
+        )
 
     @property
-    def unshifted(self) -> StageKey:
-        """Key that ignores which ranks messages go to."""
-        before, after = (None if shift is None else 0 for shift in self.shifts)
-        return replace(self, shifts=(before, after))
+    def labels(self) -> StageLabels:
+        """What stages with equal keys differ in."""
+        layers, labels = (tuple(p.layer for p in self.blocks), tuple(p.label for p in self.blocks))
+        return StageLabels(self.place.stage, layers, labels, self.shifts)
 
     @property
     def messages_only(self) -> bool:
@@ -125,7 +135,7 @@ class Stage:
     def __init__(self, key: StageKey) -> None:
         """Start without rows."""
         self.blocks, self.place, self.habits = key.blocks, key.place, key.habits
-        self.stage, self.shifts = key.place.stage, key.shifts
+        self.stage = key.place.stage
         self.arriving, self.leaving = key.arriving, key.leaving
         self.values = StageValues(key.blocks, key.place, key.arriving, key.leaving)
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
@@ -141,37 +151,11 @@ class Stage:
         """First row of each of `UPDATE_PARTS` in `updates`, and the end."""
         self.num_messages = 1
         """Largest number of messages of one action along one axis."""
-        self.unshifted = self
-        """Stage with the same rows and values, whichever ranks messages go to."""
 
     def join(self, on_rank: Mapping[int, Stage]) -> None:
         """Set the stages of the same rank, by number: these exchange values in memory."""
         self.on_rank = on_rank
         self.values.neighbours = {number: stage.values for number, stage in on_rank.items()}
-
-    def shifted(self, shifts: tuple[int | None, int | None]) -> Stage:
-        """Copy the stage for other ranks of the previous and the next stage."""
-        if shifts == self.shifts:
-            return self
-        stage = copy(self)
-        stage.shifts = shifts
-        stage.forward, stage.backward = (
-            replace(segment, kernels=tuple(
-                self._shifted(t, shifts) if block < 0 else t
-                for block, t in zip(segment.block.tolist(), segment.kernels, strict=True)
-            ))
-            for segment in (self.forward, self.backward)
-        )  # fmt: skip
-        return stage
-
-    @staticmethod
-    def _shifted(t: Kernel, shifts: tuple[int | None, int | None]) -> Kernel:
-        """Copy a message between stages for another rank."""
-        if t.kind not in _MESSAGES:
-            return t
-        before, after = shifts
-        shift = before if (t.kind is TaskKind.RECV) == (t.phase == "forward") else after
-        return t if shift is None else replace(t, shift=shift)
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -203,6 +187,7 @@ class Stage:
         for row, (i, t) in enumerate(items):
             self.values.touch(i, t, (Owner.OPTIMIZER, self.stage, row))
             for d in t.deps:
+                ref: RowRef | None
                 if isinstance(d, LiveValue):
                     ref = (Owner.OPTIMIZER, self.stage, -1) if d.name == CLIP else None
                 elif (i, d) in row_of:
@@ -213,7 +198,7 @@ class Stage:
                     owner = Owner.FIRST_FORWARD if first else Owner.LAST_BACKWARD
                     ref = owner, self.stage, segment_row
                 if ref is not None:
-                    deps.append((row, *ref))
+                    deps.append((row, ref[0], ref[1], ref[2]))
         columns = np.array(deps, dtype=np.int64).reshape(-1, 4).T
         refs = RowRefs.of_stage(columns[0], columns[1:], self.stage, self.weight_halves)
         block = np.array([i for i, _ in items], dtype=np.int64)
@@ -378,15 +363,13 @@ class Stage:
         return forward if action.forward else with_gradient(backward)
 
     def _message(self, kind: TaskKind, value: Crossing, *, forward: bool) -> Kernel:
-        """Build one end of a message between stages: of a value, or of its gradient."""
-        shift = self.shifts[(kind == TaskKind.SEND) == forward]
-        assert shift is not None
+        """Build one end of a message between stages (`shifted`): of a value, or of its gradient."""
         phase = "forward" if forward else "backward"
         op = "send" if kind == TaskKind.SEND else "recv"
         part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
         return Kernel(
             f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, part,
-            axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
+            axes=("pp",), comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
     # ---- dependencies ----------------------------------------------------------------------------
@@ -420,6 +403,19 @@ class Stage:
         if self._is_message(forward=not c.gradient):  # messages are the first rows
             return Owner.BACKWARD if c.gradient else Owner.FORWARD, self.stage, message
         return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(c)
+
+
+def shifted(segment: Segment, shifts: Shifts) -> list[Kernel]:
+    """Kernels of a stage whose messages go to other ranks."""
+    blocks: list[int] = segment.block.tolist()
+    kernels: list[Kernel] = []
+    for block, t in zip(blocks, segment.kernels, strict=True):
+        if block < 0 and t.kind in _MESSAGES:
+            shift = shifts[(t.kind is TaskKind.SEND) == (t.phase == "forward")]
+            assert shift is not None, "a message to a stage that does not exist"
+            t = replace(t, shift=shift)
+        kernels.append(t)
+    return kernels
 
 
 def _message_prefix(value: Crossing, *, forward: bool) -> str:

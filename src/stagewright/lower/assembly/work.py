@@ -112,7 +112,7 @@ class AssembledWork(RankWork):
         result: list[StageBytes] = []
         classes: list[int] = self.order.stage_classes.tolist()
         for stage_class in dict.fromkeys(classes):
-            stage = table.stages[stage_class].unshifted
+            stage = table.stages[stage_class]
             columns = value_columns(stage)
             layer = relabel_layers(columns.layer, stage, table.labels[stage_class])
             result.append(StageBytes(stage, layer, self._sizes.get(stage, columns.size)))
