@@ -16,7 +16,7 @@ from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.blocks import Recipe
 from stagewright.graph.node import Graph
 from stagewright.lower.assembly.assemble import assemble
-from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
+from stagewright.lower.assembly.lowered_block import LoweredBlock, StageBlock
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block, shard_block, uneven_splits
 from stagewright.lower.compiled_run import CompiledRun
@@ -121,7 +121,9 @@ class TrainingStep:
         layers: Mapping[int, Hashable] | None = None,
     ) -> Program:
         """Build the program of every rank; `layers`: extra key per layer (see `assemble`)."""
-        placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages]
+        placed = [
+            [StageBlock(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages
+        ]
         clip = _clip_norm(self.run, self.plan) if self.run.clip_grad else None
         streams, habits = self.run.streams, self.habits
         return assemble(

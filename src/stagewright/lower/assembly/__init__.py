@@ -2,7 +2,7 @@
 
 | class | module | what it is, in the order in which they are made |
 |---|---|---|
-| `LoweredBlock`, `Placed` | `lowered_block` | tasks of a block; the block in a stage |
+| `LoweredBlock`, `StageBlock` | `lowered_block` | tasks of a block; the block in a stage |
 | `Stage` | `stages` | rows of a stage: three `Segment`s, forward, backward and updates |
 | `StageValues` | `stage_values` | values of a stage, and the rows that touch each |
 | `ActionTable` | `distinct_actions` | rows of all distinct actions, copied from those of segments |

@@ -11,7 +11,7 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int, distinct_numbers
 from stagewright.lower.assembly.distinct_actions import ActionTable, KernelColumns, StagePart
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
-from stagewright.lower.assembly.lowered_block import Placed, crossings
+from stagewright.lower.assembly.lowered_block import StageBlock, crossings
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.assembly.rank_order import (
     RankOrder,
@@ -28,7 +28,7 @@ from stagewright.schedule.places import Place, places
 
 
 def assemble(
-    stages: Sequence[Sequence[Placed]],
+    stages: Sequence[Sequence[StageBlock]],
     order: Order,
     mesh: Mesh,
     *,
@@ -102,7 +102,7 @@ def assemble(
 
 
 def _tied_ranks(
-    stages: Sequence[Sequence[Placed]], stage_places: Sequence[Place]
+    stages: Sequence[Sequence[StageBlock]], stage_places: Sequence[Place]
 ) -> dict[str, tuple[int, ...]]:
     """Pipeline ranks that have a copy of each tied table."""
     ranks: dict[str, set[int]] = {}

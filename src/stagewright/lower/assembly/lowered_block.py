@@ -22,7 +22,7 @@ from stagewright.program.columns import TaskKind
 # ---- values of blocks ----------------------------------------------------------------------------
 
 RowRef = tuple[int, int, int]
-"""Row of an action of a rank: owner (`segments.Owner`), stage, segment row."""
+"""Row of a rank: copy of an action (`segments.Copy`), stage, segment row."""
 
 _MOVES_GRADIENT = frozenset(
     {Role.SUM_OVER_MODEL, Role.MICROBATCH_GRADIENT, Role.STEP_GRADIENT, Role.REDUCED}
@@ -281,7 +281,7 @@ def weight_half(
     return frozenset(t for t in tasks if t.part in BACKWARD_PARTS and t not in input_half)
 
 
-class Placed(NamedTuple):
+class StageBlock(NamedTuple):
     """Block of a stage; `layer` is -1 outside the layers."""
 
     block: LoweredBlock
@@ -293,7 +293,7 @@ class Placed(NamedTuple):
         return value if self.layer >= 0 else f"{self.label}.{value}"
 
 
-def nearest_maker(blocks: Sequence[Placed], i: int, c: LiveValue) -> int | None:
+def nearest_maker(blocks: Sequence[StageBlock], i: int, c: LiveValue) -> int | None:
     """Nearest block of a stage that makes an input of block `i`."""
     candidates = range(i + 1, len(blocks)) if c.gradient else range(i - 1, -1, -1)
     return next((j for j in candidates if c in blocks[j].block.makers), None)
@@ -314,7 +314,7 @@ def with_gradient(values: Sequence[Crossing]) -> Sequence[Crossing]:
     return [value for value in values if value.gradient]
 
 
-def crossings(stages: Sequence[Sequence[Placed]]) -> list[tuple[Crossing, ...]]:
+def crossings(stages: Sequence[Sequence[StageBlock]]) -> list[tuple[Crossing, ...]]:
     """Values live between each stage and the next: made before, read after.
 
     Each is a message, as Megatron-LM sends the decoder's and the encoder's hidden states

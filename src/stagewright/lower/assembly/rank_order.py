@@ -312,8 +312,8 @@ class RankOrder:
     def _source_rows(self, actions: Int, pass_part: int, segment_rows: Int) -> tuple[Int, Int]:
         """Copies and rows of segment rows in actions, or in those that gather for them."""
         schedule, table = self.schedule, self.table
-        owner = np.broadcast_to(actions[:, None], (len(actions), len(segment_rows)))
-        rows = np.broadcast_to(segment_rows, owner.shape)
+        source = np.broadcast_to(actions[:, None], (len(actions), len(segment_rows)))
+        rows = np.broadcast_to(segment_rows, source.shape)
         gathered_by = self.gathered_by[actions]
         if (gathered_by != actions).any():
             stage = self.stages[int(schedule.local_stage[actions[0]])]
@@ -322,11 +322,11 @@ class RankOrder:
             forward = np.isin(schedule.kind[gathered_by], (FORWARD, UNSHARD))
             row_list: list[int] = segment_rows.tolist()
             matching = np.array([stage.matching_gather(r, forward=not pass_part) for r in row_list])
-            owner = np.where(gathers, gathered_by[:, None], owner)
+            source = np.where(gathers, gathered_by[:, None], source)
             other_direction = gathers & (forward != (pass_part == 0))[:, None]
             rows = np.where(other_direction, np.maximum(matching, 0), rows)
-        copy = schedule.step[owner]
-        offset = table.row_in_action(self.part_number[owner], rows)
+        copy = schedule.step[source]
+        offset = table.row_in_action(self.part_number[source], rows)
         return copy, table.actions.begin[self.action[copy]] + offset
 
     # ---- messages --------------------------------------------------------------------------------

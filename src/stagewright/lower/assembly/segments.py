@@ -31,8 +31,8 @@ HAS_PASS_PART: Bool = np.array([
 """[kinds, pass parts]: True if an action of the kind includes the part; `OPTIMIZER` is last."""
 
 
-class Owner:
-    """Action that has a row on which another row depends, or that touches a value.
+class Copy:
+    """Copy of an action that a row is in, as another row of some microbatch refers to it.
 
     Plain integers: tuples of integers cost the garbage collector nothing.
     """
@@ -46,7 +46,7 @@ class Owner:
 
 
 RowDep = tuple[int, int, int, int]
-"""A row; and the row it depends on: owner, stage, segment row."""
+"""A row; and the row it depends on, a `RowRef`."""
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -90,16 +90,16 @@ class RowRefs(NamedTuple):
     ) -> RowRefs:
         """References by `reader` of a stage; `weight_halves`: by stage of the rank.
 
-        `refs`: owner, stage and segment row of each row: [3, references].
+        `refs`: copy, stage and segment row of each row: [3, references].
         """
-        owner, stages, row = refs
-        pass_part = ((owner != Owner.FORWARD) & (owner != Owner.FIRST_FORWARD)).astype(np.int64)
-        pass_part[owner == Owner.OPTIMIZER] = OPTIMIZER
+        copy, stages, row = refs
+        pass_part = ((copy != Copy.FORWARD) & (copy != Copy.FIRST_FORWARD)).astype(np.int64)
+        pass_part[copy == Copy.OPTIMIZER] = OPTIMIZER
         for number, weight_half in weight_halves.items():
             backward = (stages == number) & (pass_part == 1)
             pass_part[backward] += weight_half[row[backward]]
-        once = (owner >= Owner.FIRST_FORWARD) & (owner <= Owner.OPTIMIZER)
-        return cls(reader, stages - stage, pass_part, row, once, owner == Owner.NEXT_BACKWARD)
+        once = (copy >= Copy.FIRST_FORWARD) & (copy <= Copy.OPTIMIZER)
+        return cls(reader, stages - stage, pass_part, row, once, copy == Copy.NEXT_BACKWARD)
 
     def take(self, selected: Int | Bool) -> RowRefs:
         """Select some references."""
@@ -187,8 +187,8 @@ def row_layers(segment: Segment, labels: Sequence[StageLabels]) -> Int:
 class ActionRows:
     """Rows of a stage's forward or backward action while they are built: per block and task."""
 
-    owner: int
-    """`Owner.FORWARD` or `Owner.BACKWARD`."""
+    copy: int
+    """`Copy.FORWARD` or `Copy.BACKWARD`."""
     stage: int
     row_of: Sequence[dict[Kernel, int]]
     """Row of each task, per block of the stage."""
@@ -210,7 +210,7 @@ class ActionRows:
     @property
     def forward(self) -> bool:
         """True for the forward action."""
-        return self.owner == Owner.FORWARD
+        return self.copy == Copy.FORWARD
 
     @property
     def every_microbatch(self) -> list[int]:
@@ -226,7 +226,7 @@ class ActionRows:
 
     def touch_by(self, row: int) -> RowRef:
         """RowRef of a value by a row."""
-        return self.owner, self.stage, row
+        return self.copy, self.stage, row
 
     def last_rows(self) -> dict[int, int]:
         """Last row of each block, blocks in the order of the action."""
@@ -238,10 +238,10 @@ class ActionRows:
         if not self.forward:
             weight_halves = {**weight_halves, self.stage: weight_half}
         deps = np.array(sorted({*self.deps}), dtype=np.int64).reshape(-1, 4).T
-        row, owner, stage, segment_row = deps
+        row, copy, stage, segment_row = deps
         compute = TaskKind.COMPUTE
         computes = np.array([t.kind is compute for t in self.kernels], dtype=bool)
-        inside = (owner == self.owner) & (stage == self.stage)
+        inside = (copy == self.copy) & (stage == self.stage)
         waits = row[inside][~computes[segment_row[inside]]]
         return Segment(
             kernels=tuple(self.kernels),

@@ -13,8 +13,8 @@ from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.lower.assembly.lowered_block import (
     Crossing,
-    Placed,
     RowRef,
+    StageBlock,
     Value,
     nearest_maker,
 )
@@ -32,7 +32,7 @@ class StageValues:
 
     def __init__(
         self,
-        blocks: Sequence[Placed],
+        blocks: Sequence[StageBlock],
         place: Place,
         arriving: Sequence[Crossing],
         leaving: Sequence[Crossing],

@@ -20,15 +20,15 @@ from stagewright.lower.assembly.lowered_block import (
     BACKWARD_PARTS,
     FORWARD_PARTS,
     Crossing,
-    Placed,
     RowRef,
+    StageBlock,
     Value,
     nearest_maker,
     with_gradient,
 )
 from stagewright.lower.assembly.segments import (
     ActionRows,
-    Owner,
+    Copy,
     RowDep,
     RowRefs,
     Segment,
@@ -57,7 +57,7 @@ class StageKey:
     messages in the ranks that they go to.
     """
 
-    blocks: Sequence[Placed] = field(compare=False)
+    blocks: Sequence[StageBlock] = field(compare=False)
     place: Place = field(compare=False)
     arriving: tuple[Crossing, ...]
     """Values from the previous stage."""
@@ -74,7 +74,7 @@ class StageKey:
     @classmethod
     def of(
         cls,
-        blocks: Sequence[Placed],
+        blocks: Sequence[StageBlock],
         place: Place,
         between: Sequence[tuple[Crossing, ...]],
         pipeline_ranks: int,
@@ -139,9 +139,9 @@ class Stage:
         self.arriving, self.leaving = key.arriving, key.leaving
         self.values = StageValues(key.blocks, key.place, key.arriving, key.leaving)
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
-        # Per block, owner and row of each task.
+        # Per block, the direction (`Copy.FORWARD` or `Copy.BACKWARD`) and row of each task.
         self.row_of_task: list[dict[Kernel, tuple[int, int]]] = [{} for _ in key.blocks]
-        self.forward = self.backward = ActionRows(Owner.FORWARD, self.stage, []).finish({})
+        self.forward = self.backward = ActionRows(Copy.FORWARD, self.stage, []).finish({})
         self.updates = self.forward
         """Rows in the optimizer action: those of `UPDATE_PARTS`, one after the other.
 
@@ -185,18 +185,18 @@ class Stage:
         row_of = {item: row for row, item in enumerate(items)}
         deps: list[RowDep] = []
         for row, (i, t) in enumerate(items):
-            self.values.touch(i, t, (Owner.OPTIMIZER, self.stage, row))
+            self.values.touch(i, t, (Copy.OPTIMIZER, self.stage, row))
             for d in t.deps:
                 ref: RowRef | None
                 if isinstance(d, LiveValue):
-                    ref = (Owner.OPTIMIZER, self.stage, -1) if d.name == CLIP else None
+                    ref = (Copy.OPTIMIZER, self.stage, -1) if d.name == CLIP else None
                 elif (i, d) in row_of:
-                    ref = Owner.OPTIMIZER, self.stage, row_of[i, d]
+                    ref = Copy.OPTIMIZER, self.stage, row_of[i, d]
                 else:
-                    owner, segment_row = self.row_of_task[i][d]
-                    first = owner == Owner.FORWARD
-                    owner = Owner.FIRST_FORWARD if first else Owner.LAST_BACKWARD
-                    ref = owner, self.stage, segment_row
+                    copy, segment_row = self.row_of_task[i][d]
+                    first = copy == Copy.FORWARD
+                    copy = Copy.FIRST_FORWARD if first else Copy.LAST_BACKWARD
+                    ref = copy, self.stage, segment_row
                 if ref is not None:
                     deps.append((row, ref[0], ref[1], ref[2]))
         columns = np.array(deps, dtype=np.int64).reshape(-1, 4).T
@@ -206,8 +206,8 @@ class Stage:
 
     def _rows(self, *, forward: bool) -> ActionRows:
         """Rows of one direction with their dependencies, and the values they touch."""
-        owner = Owner.FORWARD if forward else Owner.BACKWARD
-        action = ActionRows(owner, self.stage, [{} for _ in self.blocks])
+        copy = Copy.FORWARD if forward else Copy.BACKWARD
+        action = ActionRows(copy, self.stage, [{} for _ in self.blocks])
         self._receive(action)
         messages = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
         # Tags: stage messages first, then one per SEND/RECV pair.
@@ -242,7 +242,7 @@ class Stage:
     def _record(self, item: Item, row: int, action: ActionRows) -> None:
         """Record the row of a task, the values it touches, and its dependencies."""
         i, t = item
-        self.row_of_task[i][t] = action.owner, row
+        self.row_of_task[i][t] = action.copy, row
         action.row_of[i][t] = row
         action.order.append(item)
         self.values.touch(i, t, action.touch_by(row))
@@ -252,9 +252,9 @@ class Stage:
             dep = self._dep(i, d)
             if dep is not None:
                 # A reduction once per step depends on the last of all microbatches.
-                last = t.part is _REDUCE_ONCE and dep[0] == Owner.BACKWARD
-                owner = Owner.LAST_BACKWARD if last else dep[0]
-                action.deps.append((row, owner, dep[1], dep[2]))
+                last = t.part is _REDUCE_ONCE and dep[0] == Copy.BACKWARD
+                copy = Copy.LAST_BACKWARD if last else dep[0]
+                action.deps.append((row, copy, dep[1], dep[2]))
 
     def _grouped(self, *, forward: bool) -> Sequence[Row]:
         """Tasks of one direction in order, merged as the habits say.
@@ -279,16 +279,16 @@ class Stage:
 
     def matching_gather(self, segment_row: int, *, forward: bool) -> int:
         """Row of the other direction that gathers the same weights as a row; -1: none."""
-        source, target = Owner.FORWARD, Owner.BACKWARD
+        here, there = Copy.FORWARD, Copy.BACKWARD
         if not forward:
-            source, target = target, source
+            here, there = there, here
         for rows in self.row_of_task:
-            gathers = [(t, *at) for t, at in rows.items() if t.part in _EACH_PASS]
-            task = next((t for t, *at in gathers if at == [source, segment_row]), None)
+            gathers = {t: at for t, at in rows.items() if t.part in _EACH_PASS}
+            task = next((t for t, at in gathers.items() if at == (here, segment_row)), None)
             if task is not None:
-                candidates = [(t, row) for t, owner, row in gathers if owner == target]
-                equal = [row for t, row in candidates if (t.op, t.axes) == (task.op, task.axes)]
-                return next(iter(equal or [row for _, row in candidates]), -1)
+                others = [(t, row) for t, (copy, row) in gathers.items() if copy == there]
+                equal = [row for t, row in others if (t.op, t.axes) == (task.op, task.axes)]
+                return next(iter(equal or [row for _, row in others]), -1)
         return -1
 
     # ---- messages between stages -----------------------------------------------------------------
@@ -380,9 +380,9 @@ class Stage:
             return None
         if isinstance(d, LiveValue):
             return self._input_dep(i, d)
-        owner, segment_row = self.row_of_task[i][d]
-        owner = Owner.FIRST_FORWARD if d.part is _GATHER_ONCE else owner
-        return owner, self.stage, segment_row
+        copy, segment_row = self.row_of_task[i][d]
+        copy = Copy.FIRST_FORWARD if d.part is _GATHER_ONCE else copy
+        return copy, self.stage, segment_row
 
     def _output_dep(self, c: LiveValue) -> RowRef | None:
         """Row that makes an output of the stage: forward, or a gradient back."""
@@ -401,7 +401,7 @@ class Stage:
         if message is None:
             return None
         if self._is_message(forward=not c.gradient):  # messages are the first rows
-            return Owner.BACKWARD if c.gradient else Owner.FORWARD, self.stage, message
+            return Copy.BACKWARD if c.gradient else Copy.FORWARD, self.stage, message
         return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(c)
 
 
@@ -428,8 +428,8 @@ def _gathered_for_weights(action: ActionRows) -> list[int]:
     """Rows that gather or cast weights in a backward of which only the weight half reads them."""
     half = {*action.weight_half}
     readers: dict[int, set[int]] = {row: set() for row in action.gathers}
-    for row, owner, stage, source in action.deps:
-        if (owner, stage) == (Owner.BACKWARD, action.stage) and source in readers:
+    for row, copy, stage, source in action.deps:
+        if (copy, stage) == (Copy.BACKWARD, action.stage) and source in readers:
             readers[source].add(row)
     rows: list[int] = []
     for row in sorted(readers, reverse=True):  # a cast comes after the gather that it reads

@@ -16,7 +16,7 @@ import numpy as np
 from stagewright.algebra.layout import Mesh
 from stagewright.graph.node import Graph
 from stagewright.lower.assembly.assemble import assemble
-from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
+from stagewright.lower.assembly.lowered_block import LoweredBlock, StageBlock
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.inference.capacity import capacity
@@ -101,7 +101,7 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
     kernels: dict[BlockVariant, Sequence[Kernel]] = {}
     for batch in load.sizes:
         blocks = step.lower_blocks(batch)
-        placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
+        placed = [[StageBlock(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
         programs.append(assemble(placed, order, mesh, streams=run.streams))
         kernels = {v: block.tasks for v, block in blocks.items()}
     memory = ServingMemory(stages, graphs, kernels, step.extent)

@@ -12,7 +12,7 @@ from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.lower.assembly.habit import Habit, Item, Row, UnitWeights, merged, one_by_one
 from stagewright.lower.assembly.lowered_block import Value, moves_gradients
-from stagewright.lower.assembly.segments import ActionRows, Owner
+from stagewright.lower.assembly.segments import ActionRows, Copy
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.program.columns import TaskKind
@@ -177,7 +177,7 @@ def _extend_to_next_input_half(values: StageValues, action: ActionRows) -> None:
         if input_half and _adds_before_reduction(t):
             gradient = values.value(i, t.reads[0])
             if gradient is not None:
-                gradient.touches.append((Owner.NEXT_BACKWARD, action.stage, input_half[-1]))
+                gradient.touches.append((Copy.NEXT_BACKWARD, action.stage, input_half[-1]))
 
 
 def _pair_gathered_weights(values: StageValues) -> None:
