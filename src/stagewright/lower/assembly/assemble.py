@@ -131,6 +131,8 @@ def _build_rows(stages: Sequence[Stage], *, trains: bool) -> None:
         stage.build(forward=False)
     for stage in stages:
         stage.build_updates()
+    for stage in stages:
+        stage.finish()
 
 
 def _build_stages(

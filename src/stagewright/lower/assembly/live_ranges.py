@@ -7,29 +7,26 @@ Inner copies of an action allocate alike; first and last differ. So the bytes fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Int, distinct_numbers, offsets, sorted_values
-from stagewright.lower.assembly.lowered_block import RowRef
 from stagewright.lower.assembly.rank_order import RankOrder, RankSchedule, uses_weights
 from stagewright.lower.assembly.segments import (
     FORWARD,
-    OPTIMIZER,
     PASS_PARTS,
     UNSHARD,
     Interner,
     RowRefs,
     StageLabels,
 )
+from stagewright.lower.assembly.stage_values import COLUMNS, ValueColumns
 from stagewright.lower.assembly.stages import Stage
 from stagewright.program.columns import (
-    CATEGORIES,
     KINDS,
     NO_VALUES,
     MemoryChanges,
@@ -38,127 +35,19 @@ from stagewright.program.columns import (
     changed_bytes,
 )
 
-_CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _MAX_ROW = np.iinfo(np.int64).max
 
 ValueSizes = Mapping[Stage, Int]
 """Bytes of values by stage, where they differ from those of the stage."""
 
 
-# ---- values --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class ValueColumns:
-    """Values (`lowered_block.Value`) of one stage, or of the stages of a rank, as columns."""
-
-    names: Sequence[str]
-    stage: Int
-    """Index of the stage on the rank."""
-    layer: Int
-    category: Int
-    size: Int
-    per_step: Bool
-    until_step_end: Bool
-    until_step_end_if_split: Bool
-    touches: RowRefs
-    requires: RowRefs
-    """Rows that must exist for values to exist."""
-    first_gradients: Int
-    """(gradient, sum) pairs that share the first microbatch's buffer: [2, pairs]."""
-    gathered_pairs: Int
-    """(weight as forward gathers it, as backward gathers it): [2, pairs]."""
-
-    @cached_property
-    def touched(self) -> Bool:
-        """Mask of values that rows touch; others are permanent."""
-        return np.bincount(self.touches.reader, minlength=len(self.names)) > 0
-
-    @cached_property
-    def first_touch(self) -> Int:
-        """First touch of each touched value."""
-        return np.flatnonzero(np.diff(self.touches.reader, prepend=-1))
-
-    @cached_property
-    def maker(self) -> tuple[Int, Int]:
-        """Stage and part of the pass of the first touch of each value; -1: permanent."""
-        stage, pass_part = np.full((2, len(self.names)), -1, dtype=np.int64)
-        stage[self.touched] = self.touches.stage[self.first_touch]
-        pass_part[self.touched] = self.touches.pass_part[self.first_touch]
-        return stage, pass_part
-
-    @cached_property
-    def once_per_step(self) -> Bool:
-        """Mask of values that all microbatches share."""
-        once = self.per_step | ~self.touched
-        once[self.touched] |= self.touches.once_per_step[self.first_touch]
-        return once
-
-    @cached_property
-    def group(self) -> Int:
-        """Group of values of a stage with the same makers and the same end; 0: permanent."""
-        flags = *self.maker, self.once_per_step, self.until_step_end, self.until_step_end_if_split
-        keys = zip(self.stage.tolist(), *(flag.tolist() for flag in flags), strict=True)
-        return np.where(self.touched, Interner[object]().ids(keys) + 1, 0)
-
-
-_COLUMNS: Mapping[str, type[np.generic]] = {
-    "layer": np.int64, "size": np.int64, "per_step": np.bool_, "until_step_end": np.bool_,
-    "until_step_end_if_split": np.bool_,
-}  # fmt: skip
-"""Columns of `ValueColumns` that are attributes of `Value`."""
-
-
-@lru_cache(maxsize=256)  # stages of a search are of few classes
-def value_columns(stage: Stage) -> ValueColumns:
-    """Values of a stage whose rows are built."""
-    values = stage.values.values
-    index = {id(v): i for i, v in enumerate(values)}
-    get = attrgetter(*_COLUMNS)
-    table = np.array([get(v) for v in values], dtype=np.int64).reshape(-1, len(_COLUMNS)).T
-    columns: dict[str, Any] = {
-        name: column.astype(dtype)
-        for (name, dtype), column in zip(_COLUMNS.items(), table, strict=True)
-    }
-    touches = itertools.chain.from_iterable(v.touches for v in values)
-    readers = np.repeat(np.arange(len(values)), [len(v.touches) for v in values])
-    required = {i: v.requires for i, v in enumerate(values) if v.requires is not None}
-    requires = _touches(stage, np.array([*required], dtype=np.int64), required.values())
-    first_gradients, gathered_pairs = (
-        np.array([(index[id(a)], index[id(b)]) for a, b in pairs], np.int64).reshape(-1, 2).T
-        for pairs in (stage.values.first_gradients, stage.values.gathered_pairs)
-    )
-    return ValueColumns(
-        names=[v.name for v in values],
-        stage=np.zeros(len(values), dtype=np.int64),
-        category=np.array([_CATEGORY[v.category] for v in values], dtype=np.int64),
-        **columns,
-        touches=_touches(stage, readers, touches),
-        requires=requires.take(~requires.once_per_step),
-        first_gradients=first_gradients,
-        gathered_pairs=gathered_pairs,
-    )
-
-
-def _touches(stage: Stage, values: Int, touches: Iterable[RowRef]) -> RowRefs:
-    """Touches of `values` of a stage."""
-    columns = np.fromiter(itertools.chain.from_iterable(touches), dtype=np.int64)
-    columns = columns.reshape(-1, 3).T
-    refs = RowRefs.of_stage(values, columns, stage.stage, stage.weight_halves)
-    for number, other in stage.on_rank.items():
-        of_stage = (refs.stage == number - stage.stage) & (refs.pass_part != OPTIMIZER)
-        for segment, mask in (
-            (other.forward, of_stage & (refs.pass_part == 0)),
-            (other.backward, of_stage & (refs.pass_part > 0)),
-        ):
-            refs.once_per_step[mask] = segment.once_per_step[refs.segment_row[mask]]
-    return refs
+# ---- live ranges ---------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
 def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
     """Values of the stages of a rank."""
-    columns = [value_columns(stage) for stage in stages]
+    columns = [stage.value_columns for stage in stages]
     counts = [len(c.names) for c in columns]
     start: list[int] = offsets(counts)[:-1].tolist()
 
@@ -173,8 +62,7 @@ def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
         return np.concatenate(shifted, axis=1)
 
     joined: dict[str, Any] = {
-        name: np.concatenate([getattr(c, name) for c in columns])
-        for name in (*_COLUMNS, "category")
+        name: np.concatenate([getattr(c, name) for c in columns]) for name in (*COLUMNS, "category")
     }
     return ValueColumns(
         names=[name for c in columns for name in c.names],
@@ -185,9 +73,6 @@ def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
         first_gradients=pairs([c.first_gradients for c in columns]),
         gathered_pairs=pairs([c.gathered_pairs for c in columns]),
     )
-
-
-# ---- live ranges ---------------------------------------------------------------------------------
 
 
 class LiveRanges(NamedTuple):
@@ -347,7 +232,7 @@ def rank_values(order: RankOrder, labels: Sequence[StageLabels], sizes: ValueSiz
     """Values of a rank with their first and last rows; `labels` by stage of the rank."""
     columns, interner = rank_columns(order.stages), Interner[str]()
     layers = [
-        relabel_layers(value_columns(stage).layer, stage, stage_labels)
+        relabel_layers(stage.value_columns.layer, stage, stage_labels)
         for stage, stage_labels in zip(order.stages, labels, strict=True)
     ]
     return Values(
@@ -363,7 +248,7 @@ def rank_values(order: RankOrder, labels: Sequence[StageLabels], sizes: ValueSiz
 
 def _value_sizes(order: RankOrder, sizes: ValueSizes) -> Int:
     """Bytes of the values of a rank."""
-    return np.concatenate([sizes.get(s, value_columns(s).size) for s in order.stages])
+    return np.concatenate([sizes.get(s, s.value_columns.size) for s in order.stages])
 
 
 # ---- bytes by action -----------------------------------------------------------------------------

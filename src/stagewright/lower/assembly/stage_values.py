@@ -7,8 +7,16 @@ same rank (the turn of a V).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any
 
+import numpy as np
+
+from stagewright.arrays import Bool, Int
 from stagewright.graph.node import Node
 from stagewright.graph.roles import Role
 from stagewright.lower.assembly.lowered_block import (
@@ -18,17 +26,85 @@ from stagewright.lower.assembly.lowered_block import (
     Value,
     nearest_maker,
 )
-from stagewright.lower.assembly.segments import ActionRows
+from stagewright.lower.assembly.segments import (
+    OPTIMIZER,
+    ActionRows,
+    Interner,
+    RowRefs,
+    Segment,
+)
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
-from stagewright.program.columns import TaskKind
+from stagewright.program.columns import CATEGORIES, TaskKind
 from stagewright.schedule.places import Place
 
+_CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _LOAD, _STORE, _UPDATE = TaskKind.LOAD, TaskKind.STORE, TaskPart.UPDATE
 
 
+@dataclass(frozen=True, eq=False)
+class ValueColumns:
+    """Values (`lowered_block.Value`) of one stage, or of the stages of a rank, as columns."""
+
+    names: Sequence[str]
+    stage: Int
+    """Index of the stage on the rank."""
+    layer: Int
+    category: Int
+    size: Int
+    per_step: Bool
+    until_step_end: Bool
+    until_step_end_if_split: Bool
+    touches: RowRefs
+    requires: RowRefs
+    """Rows that must exist for values to exist."""
+    first_gradients: Int
+    """(gradient, sum) pairs that share the first microbatch's buffer: [2, pairs]."""
+    gathered_pairs: Int
+    """(weight as forward gathers it, as backward gathers it): [2, pairs]."""
+
+    @cached_property
+    def touched(self) -> Bool:
+        """Mask of values that rows touch; others are permanent."""
+        return np.bincount(self.touches.reader, minlength=len(self.names)) > 0
+
+    @cached_property
+    def first_touch(self) -> Int:
+        """First touch of each touched value."""
+        return np.flatnonzero(np.diff(self.touches.reader, prepend=-1))
+
+    @cached_property
+    def maker(self) -> tuple[Int, Int]:
+        """Stage and part of the pass of the first touch of each value; -1: permanent."""
+        stage, pass_part = np.full((2, len(self.names)), -1, dtype=np.int64)
+        stage[self.touched] = self.touches.stage[self.first_touch]
+        pass_part[self.touched] = self.touches.pass_part[self.first_touch]
+        return stage, pass_part
+
+    @cached_property
+    def once_per_step(self) -> Bool:
+        """Mask of values that all microbatches share."""
+        once = self.per_step | ~self.touched
+        once[self.touched] |= self.touches.once_per_step[self.first_touch]
+        return once
+
+    @cached_property
+    def group(self) -> Int:
+        """Group of values of a stage with the same makers and the same end; 0: permanent."""
+        flags = *self.maker, self.once_per_step, self.until_step_end, self.until_step_end_if_split
+        keys = zip(self.stage.tolist(), *(flag.tolist() for flag in flags), strict=True)
+        return np.where(self.touched, Interner[object]().ids(keys) + 1, 0)
+
+
+COLUMNS: Mapping[str, type[np.generic]] = {
+    "layer": np.int64, "size": np.int64, "per_step": np.bool_, "until_step_end": np.bool_,
+    "until_step_end_if_split": np.bool_,
+}  # fmt: skip
+"""Columns of `ValueColumns` that are attributes of `Value`."""
+
+
 class StageValues:
-    """Values of one stage."""
+    """Values of one stage while its rows are built."""
 
     def __init__(
         self,
@@ -152,3 +228,51 @@ class StageValues:
             return self._received[c]
         source = self.neighbours.get(self.place.stage + (1 if c.gradient else -1))
         return source.output(c) if source else None
+
+    # ---- columns ---------------------------------------------------------------------------------
+
+    def columns(self, on_rank: Mapping[int, tuple[Segment, Segment]]) -> ValueColumns:
+        """Convert to columns; `on_rank`: forward and backward of the rank's stages, by stage."""
+        values, stage = self.values, self.place.stage
+        index = {id(v): i for i, v in enumerate(values)}
+        get = attrgetter(*COLUMNS)
+        table = np.array([get(v) for v in values], dtype=np.int64).reshape(-1, len(COLUMNS)).T
+        columns: dict[str, Any] = {
+            name: column.astype(dtype)
+            for (name, dtype), column in zip(COLUMNS.items(), table, strict=True)
+        }
+        refs = itertools.chain.from_iterable(v.touches for v in values)
+        touched = np.repeat(np.arange(len(values)), [len(v.touches) for v in values])
+        required = {i: v.requires for i, v in enumerate(values) if v.requires is not None}
+        requires = _touches(np.array([*required], np.int64), required.values(), stage, on_rank)
+        first_gradients, gathered_pairs = (
+            np.array([(index[id(a)], index[id(b)]) for a, b in pairs], np.int64).reshape(-1, 2).T
+            for pairs in (self.first_gradients, self.gathered_pairs)
+        )
+        return ValueColumns(
+            names=[v.name for v in values],
+            stage=np.zeros(len(values), dtype=np.int64),
+            category=np.array([_CATEGORY[v.category] for v in values], dtype=np.int64),
+            **columns,
+            touches=_touches(touched, refs, stage, on_rank),
+            requires=requires.take(~requires.once_per_step),
+            first_gradients=first_gradients,
+            gathered_pairs=gathered_pairs,
+        )
+
+
+def _touches(
+    values: Int, refs: Iterable[RowRef], stage: int, on_rank: Mapping[int, tuple[Segment, Segment]]
+) -> RowRefs:
+    """Touches of `values` of a stage; `on_rank`: forward and backward of the rank's stages."""
+    columns = np.fromiter(itertools.chain.from_iterable(refs), dtype=np.int64)
+    halves = {number: backward.weight_half for number, (_, backward) in on_rank.items()}
+    touches = RowRefs.of_stage(values, columns.reshape(-1, 3).T, stage, halves)
+    for number, (forward, backward) in on_rank.items():
+        of_stage = (touches.stage == number - stage) & (touches.pass_part != OPTIMIZER)
+        for segment, rows in (
+            (forward, of_stage & (touches.pass_part == 0)),
+            (backward, of_stage & (touches.pass_part > 0)),
+        ):
+            touches.once_per_step[rows] = segment.once_per_step[touches.segment_row[rows]]
+    return touches

@@ -138,6 +138,7 @@ class Stage:
         self.stage = key.place.stage
         self.arriving, self.leaving = key.arriving, key.leaving
         self.values = StageValues(key.blocks, key.place, key.arriving, key.leaving)
+        """Until the rows are built; then `value_columns`."""
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
         # Per block, the direction (`Copy.FORWARD` or `Copy.BACKWARD`) and row of each task.
         self.row_of_task: list[dict[Kernel, tuple[int, int]]] = [{} for _ in key.blocks]
@@ -203,6 +204,12 @@ class Stage:
         refs = RowRefs.of_stage(columns[0], columns[1:], self.stage, self.weight_halves)
         block = np.array([i for i, _ in items], dtype=np.int64)
         self.updates = Segment.of_optimizer([t for _, t in items], block, refs, block * 0)
+
+    def finish(self) -> None:
+        """Convert the values to columns. Build the rows of all stages of the rank first."""
+        on_rank = {n: (stage.forward, stage.backward) for n, stage in self.on_rank.items()}
+        self.value_columns = self.values.columns(on_rank)
+        del self.values  # thousands of objects
 
     def _rows(self, *, forward: bool) -> ActionRows:
         """Rows of one direction with their dependencies, and the values they touch."""

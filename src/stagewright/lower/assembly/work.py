@@ -16,7 +16,6 @@ from stagewright.lower.assembly.live_ranges import (
     memory_changes,
     rank_values,
     relabel_layers,
-    value_columns,
 )
 from stagewright.lower.assembly.rank_order import RankOrder
 from stagewright.lower.assembly.segments import Interner, StageLabels, row_layers, row_names
@@ -113,7 +112,7 @@ class AssembledWork(RankWork):
         classes: list[int] = self.order.stage_classes.tolist()
         for stage_class in dict.fromkeys(classes):
             stage = table.stages[stage_class]
-            columns = value_columns(stage)
+            columns = stage.value_columns
             layer = relabel_layers(columns.layer, stage, table.labels[stage_class])
             result.append(StageBytes(stage, layer, self._sizes.get(stage, columns.size)))
         return result
