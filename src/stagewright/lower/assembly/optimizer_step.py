@@ -26,9 +26,9 @@ class ClipNorm(NamedTuple):
     dtype: str = "fp32"
 
     def kernels(self, gradients: int, norms: int) -> list[Kernel]:
-        """Sum of norms of a rank's tensors, all-reduces, and the factor by which gradients are
-        multiplied; each reads the one before it.
+        """Kernels that clip by the global norm: sum, all-reduces, factor; each reads the last one.
 
+        `gradients`: number of gradients of a rank; `norms`: number of kernels that make norms.
         Ranks without gradients, whose stages are frozen, take part in the all-reduce of the total
         only.
         """

@@ -142,43 +142,39 @@ class StageValues:
         self._received[c] = value
         self.values.append(value)
 
-    def touch(self, i: int, t: Kernel, touch: RowRef) -> None:
-        """Record what a task of block `i` makes and reads; `touch`: its row."""
-        placed, of_node = self.blocks[i], self._of_node[i]
-        block, layer, _ = placed
-        use, phase = block.uses[t], t.phase
+    def touch(self, i: int, t: Kernel, row: RowRef) -> None:
+        """Record what a task of block `i` makes and reads; `row`: the task's."""
+        placed, of_node, phase = self.blocks[i], self._of_node[i], t.phase
+        use = placed.block.uses[t]
         for new in use.new:
             if new.nodes[0] not in of_node:
-                name = placed.name(new.name)
-                flags = new.per_step, new.until_step_end
-                v = Value(name, layer, phase, new.category, new.size, *flags)
-                self.values.append(v)
+                v = self._add(i, new.name, phase, new.category, new.size)
+                v.per_step, v.until_step_end = new.per_step, new.until_step_end
                 of_node.update(dict.fromkeys(new.nodes, v))
         if use.scratch is not None:
-            name = placed.name(f"{t.name}.temporary")
-            self._transient(name, layer, t, "workspace", use.scratch, touch)
-        if t.kind == _LOAD and t.part is not _UPDATE:
-            name = placed.name(t.name)
-            self._reloaded[i] = self._transient(name, layer, t, "activations", t.comm_bytes, touch)
-        on_host = block.offloaded if phase in ("recompute", "backward") else ()
-        touched = [  # owners of bytes: most have a value
+            scratch = self._add(i, f"{t.name}.temporary", phase, "workspace", use.scratch)
+            scratch.touch(row, phase)
+        if t.kind is _LOAD and t.part is not _UPDATE:
+            self._reloaded[i] = self._add(i, t.name, phase, "activations", t.comm_bytes)
+            self._reloaded[i].touch(row, phase)
+        on_host = placed.block.offloaded if phase in ("recompute", "backward") else ()
+        touched = [
             self._reloaded[i] if n in on_host else of_node.get(n) or self.value(i, n)
             for n in use.touched
         ]
-        category = "activations" if t.kind == _STORE else "workspace"
+        category = "activations" if t.kind is _STORE else "workspace"
         if use.moves_gradients:
             category = "communication"
         for v in dict.fromkeys(touched):
             if v is not None:
-                v.touch(touch, phase)
+                v.touch(row, phase)
                 if v.category == "workspace":
                     v.category = category
 
-    def _transient(
-        self, name: str, layer: int, t: Kernel, category: str, size: int, touch: RowRef
-    ) -> Value:
-        value = Value(name, layer, t.phase, category, size)
-        value.touch(touch, t.phase)
+    def _add(self, i: int, name: str, phase: str, category: str, size: int) -> Value:
+        """Add a value of block `i`."""
+        placed = self.blocks[i]
+        value = Value(placed.name(name), placed.layer, phase, category, size)
         self.values.append(value)
         return value
 
@@ -209,10 +205,7 @@ class StageValues:
             value = self._input(i, c)
             if value is not None or c.gradient:
                 return value
-        placed = self.blocks[i]
-        value = Value(placed.name(n.name), placed.layer, n.phase, "workspace", block.size[n])
-        self._of_node[i][n] = value
-        self.values.append(value)
+        value = self._of_node[i][n] = self._add(i, n.name, n.phase, "workspace", block.size[n])
         return value
 
     def output(self, c: LiveValue) -> Value | None:
