@@ -18,7 +18,7 @@ from stagewright.graph.node import Graph
 from stagewright.lower.assembly.assemble import assemble
 from stagewright.lower.assembly.lowered_block import LoweredBlock, StageBlock
 from stagewright.lower.assembly.optimizer_step import ClipNorm
-from stagewright.lower.blocks import lower_block, shard_block, uneven_splits
+from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.frozen import count, mark_trained, trains_all
 from stagewright.lower.habits import Habits
@@ -111,9 +111,8 @@ class TrainingStep:
         self, graphs: Mapping[BlockVariant, Graph], rows: ExpertRows | None
     ) -> Sequence[Split]:
         """Distinct splits by FSDP that do not divide."""
-        extent = self.extent(rows, OwnRows(self.plan.shard))
-        blocks = (uneven_splits(g, self.run, extent, v, self.habits) for v, g in graphs.items())
-        return [*dict.fromkeys(split for block in blocks for split in block)]
+        blocks = self.lower(graphs, self.extent(rows, OwnRows(self.plan.shard)))
+        return [*dict.fromkeys(split for block in blocks.values() for split in block.uneven)]
 
     def assemble(
         self,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM, Role
 from stagewright.graph.table import COLLECTIVE_OPS, OPS, is_view
+from stagewright.lower.kernels.extent import Split
 from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.lower.kernels.lowering import is_part
@@ -230,6 +231,8 @@ class LoweredBlock:
     uses: Mapping[Kernel, Use]
     permanent: Mapping[str, int]
     """Permanent bytes, by category."""
+    uneven: Sequence[Split] = ()
+    """Splits by FSDP of the rows of parameters that do not divide: some ranks have fewer rows."""
     offloaded: frozenset[Node] = frozenset()
     """Values in host memory between forward and backward."""
     allocation: Allocation = PERMANENT_BUFFERS
