@@ -45,7 +45,7 @@ import recorded_serving
 import goldens
 import stagewright as sw
 from stagewright.errors import UserError
-from stagewright.program.fit import held_at_peak
+from stagewright.program.fit import peak_in_issue_order
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.unbundle import expand
@@ -83,7 +83,9 @@ def step_record(step: runs.Step) -> dict[str, Any]:
     return step._asdict() | {
         "run": compiled.run.describe(),
         "ticks": simulated.timeline.ticks,
-        "issue_order": [dict(held_at_peak(of).by_category) for of in compiled.program.classes],
+        "issue_order": [
+            dict(peak_in_issue_order(of).by_category) for of in compiled.program.classes
+        ],
         "lanes": [
             {
                 "ranks": _ranges(lane["ranks"]),

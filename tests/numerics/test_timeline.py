@@ -13,8 +13,7 @@ from effort import pairs, some
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program, TaskKind, Tasks
-from stagewright.program.rank_work import RankWork
+from stagewright.program.columns import Program, RankWork, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.breakdown import breakdown, critical_path, path_parts

@@ -19,8 +19,8 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.files import atomic
-from stagewright.program.along import axis_of
 from stagewright.program.columns import CATEGORIES, FORWARD_PHASE, OPTIMIZER_PHASE, PHASES, TaskKind
+from stagewright.program.comm_axes import comm_axes
 from stagewright.time.simulate.memory import memory_timeline
 from stagewright.time.simulate.rules import num_streams
 from stagewright.time.simulate.timeline import Lane, Timeline
@@ -86,7 +86,8 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
     tasks = lane.rank_class.tasks
     thread = _thread(line, lane)
     slots = tasks.slot[lane.issue.rows]
-    for (kind, slot, collective), axis in axis_of(line.program, tasks).items():
+    axes = comm_axes(line.program, tasks)
+    for (kind, slot, collective), axis in zip(axes.keys, axes.axes, strict=True):
         mine = (lane.kind == kind) & (slots == slot)
         mine &= tasks.collective[lane.issue.rows] == collective
         for tid in np.unique(thread[mine]):

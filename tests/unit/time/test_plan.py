@@ -13,8 +13,7 @@ import pytest
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program, TaskKind, Tasks
-from stagewright.program.rank_work import RankWork
+from stagewright.program.columns import Program, RankWork, TaskKind, Tasks
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.rules import tables_of

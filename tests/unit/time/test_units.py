@@ -10,8 +10,7 @@ import pytest
 
 from stagewright.arrays import Int
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program
-from stagewright.program.rank_work import KINDS, ActionOrder, Actions
+from stagewright.program.columns import KINDS, ActionOrder, Actions, Program
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.order import deferred_past_backward

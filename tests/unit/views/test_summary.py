@@ -15,9 +15,8 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import exact_sum
 from stagewright.model.presets import PRESETS
 from stagewright.numbers import quantity, spans
-from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
+from stagewright.program.columns import Program, RankClass, RankWork, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.rank_work import RankWork
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import gpipe
 from stagewright.trace.recorded import manifest

@@ -226,7 +226,7 @@ def memory_line(fit: Fit) -> str:
     when = "" if seconds is None else f", after {duration(seconds)}"
     return (
         f"memory: at most {held} of {room}{'' if fit.fits else ': it does not fit'} "
-        f"(pipeline rank {fit.fullest.of.pipeline_rank}{when})"
+        f"(pipeline rank {fit.fullest.rank_class.pipeline_rank}{when})"
     )
 
 

@@ -19,7 +19,7 @@ from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.graph.table import Timing
 from stagewright.lower.assembly.assemble import assemble
-from stagewright.lower.assembly.lowered_block import Placed
+from stagewright.lower.assembly.lowered_block import StageBlock
 from stagewright.lower.blocks import kernel_rules
 from stagewright.lower.kernels.lowering import kernels
 from stagewright.lower.serving_step import ServingStep
@@ -203,7 +203,7 @@ class StepRows:
         """Program of the kept blocks with one batch."""
         step, blocks = self.step, self.step.lower_blocks(batch)
         placed = [
-            [Placed(blocks[b.variant], b.layer, b.variant.name_at(b.layer)) for b in stage]
+            [StageBlock(blocks[b.variant], b.layer, b.variant.name_at(b.layer)) for b in stage]
             for stage in self.kept
         ]
         return assemble(placed, forward_only(step.run.pp, 1), step.mesh, streams=step.run.streams)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Int, distinct_values
 from stagewright.program.columns import CATEGORIES
+from stagewright.program.fit import Peak
 from stagewright.time.simulate.timeline import TICK, Timeline
 
 
@@ -44,18 +44,10 @@ class MemoryTimeline:
         return MemoryTimeline(self.ticks[peaks], self.size[:, peaks])
 
 
-class Peak(NamedTuple):
-    """Bytes of a lane at its peak of memory."""
-
-    seconds: float
-    """First time of the peak."""
-    by_category: dict[str, int]
-    """Bytes; categories without any are left out."""
-
-
 def peak(timeline: Timeline, lane: int) -> Peak:
-    """Find the peak of a lane's memory without its whole timeline."""
-    start, events = timeline.class_of(lane).work.changes.start, [*_events(timeline, lane)]
+    """Find the peak of a lane's memory without its whole timeline, allowance included."""
+    rank_class, events = timeline.class_of(lane), [*_events(timeline, lane)]
+    start = rank_class.work.changes.start
     ticks, order, last = _in_order(timeline, [ticks for ticks, _ in events])
     sizes = np.concatenate([
         [int(start.sum())],
@@ -66,7 +58,9 @@ def peak(timeline: Timeline, lane: int) -> Peak:
     for event_ticks, size in events:
         used += size @ (event_ticks <= peak_tick).sum(axis=0)
     by_category = {name: size for name, size in zip(CATEGORIES, used.tolist(), strict=True) if size}
-    return Peak(peak_tick * TICK, by_category)
+    if by_category and rank_class.allowance:
+        by_category["allowance"] = rank_class.allowance
+    return Peak(rank_class, by_category, peak_tick * TICK)
 
 
 def memory_timeline(timeline: Timeline, lane: int) -> MemoryTimeline:

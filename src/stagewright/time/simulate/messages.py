@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int, distinct_values
-from stagewright.program.columns import RECV, SEND, Program
-from stagewright.program.rank_work import ActionOrder, numbers_among_copies
+from stagewright.program.columns import RECV, SEND, ActionOrder, Program, numbers_among_copies
 from stagewright.time.simulate.lanes import LaneMap
 from stagewright.time.simulate.order import Edges
 from stagewright.time.simulate.rules import IssueRules, IssueTable

@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int, is_any
-from stagewright.program.along import along
 from stagewright.program.columns import (
     BACKWARD_PHASE,
     COLLECTIVE,
@@ -29,6 +28,7 @@ from stagewright.program.columns import (
     Program,
     Tasks,
 )
+from stagewright.program.comm_axes import comm_axes
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.units import Units
@@ -221,7 +221,7 @@ def microbatch_reductions(program: Program, tasks: Tasks, accumulates_grads: Boo
     reductions = _reduces(tasks) & (tasks.microbatch >= 0)
     if not reductions.any():
         return reductions
-    axes = along(program, tasks)
+    axes = comm_axes(program, tasks)
     over_dp, over_cp = (
         reductions & axes.of_tasks([degree == axis for degree in axes.degrees])
         for axis in ("dp", "cp")

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Int, distinct_values
-from stagewright.program.columns import COLLECTIVE, Program
-from stagewright.program.rank_work import ActionOrder, numbers_among_copies
+from stagewright.program.columns import COLLECTIVE, ActionOrder, Program, numbers_among_copies
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.time.simulate.lanes import LaneMap
 from stagewright.time.simulate.messages import MessageEnds, Messages, messages

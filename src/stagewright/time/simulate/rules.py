@@ -24,9 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.program.along import along
-from stagewright.program.columns import COMPUTE, LOAD, RECV, SEND, STORE, Program, Tasks
-from stagewright.program.rank_work import Actions
+from stagewright.program.columns import COMPUTE, LOAD, RECV, SEND, STORE, Actions, Program, Tasks
+from stagewright.program.comm_axes import comm_axes
 from stagewright.run.sections.execution import Execution
 from stagewright.time.dispatch import exchanges_tokens
 from stagewright.time.simulate.order import (
@@ -274,7 +273,7 @@ def _blocking(program: Program, tasks: Tasks, execution: Execution) -> Bool:
     """Mask of communication that blocks the compute stream (`no_overlap`)."""
     if not execution.no_overlap or execution.streams == "one":
         return np.zeros(len(tasks), dtype=bool)
-    axes = along(program, tasks)
+    axes = comm_axes(program, tasks)
     return axes.of_tasks([degree in execution.no_overlap for degree in axes.degrees])
 
 

@@ -17,10 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int, entries_of, offsets
-from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
-from stagewright.program.memory_changes import MemoryChanges, Profiles
-from stagewright.program.rank_work import ActionOrder, Actions, RankWork, TableOrder, table_actions
-from stagewright.program.tables import Values
+from stagewright.program.columns import (
+    ActionOrder,
+    Actions,
+    MemoryChanges,
+    Profiles,
+    Program,
+    RankClass,
+    RankWork,
+    TableOrder,
+    TaskKind,
+    Tasks,
+    Values,
+    table_actions,
+)
 from stagewright.run.settings import Run
 from stagewright.time.simulate.timeline import Timeline
 

@@ -32,7 +32,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.disaggregated import prefill_run
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
-from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
+from stagewright.program.fit import Fit, Peak, fit_of, peak_in_issue_order
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -105,7 +105,7 @@ class TracedStep(StepTimeline):
     @property
     def fit(self) -> Fit:
         """Fit of the graph's values into the memory of a device."""
-        held = map(held_at_peak, self.timeline.program.classes)
+        held = map(peak_in_issue_order, self.timeline.program.classes)
         return fit_of(held, self.machine.hardware.memory)
 
     def summary(self) -> dict[str, Any]:
@@ -196,20 +196,13 @@ class SimulatedStep(StepTimeline):
         return [memory_timeline(self.timeline, lane) for lane in range(count)]
 
     @cached_property
-    def held(self) -> list[Held]:
+    def held(self) -> list[Peak]:
         """Memory of each lane at its peak, any allowance included.
 
         In inference, where memory is constant, the bytes are those of the program.
         """
-        held: list[Held] = []
-        for lane in range(self.timeline.lane_map.count):
-            rank_class, at_peak = self.timeline.class_of(lane), peak(self.timeline, lane)
-            if at_peak.by_category:
-                allowance = {"allowance": rank_class.allowance} if rank_class.allowance else {}
-                held.append(Held(rank_class, at_peak.by_category | allowance, at_peak.seconds))
-            else:
-                held.append(held_at_peak(rank_class))
-        return held
+        at_peak = [peak(self.timeline, lane) for lane in range(self.timeline.lane_map.count)]
+        return [x if x.size else peak_in_issue_order(x.rank_class) for x in at_peak]
 
     @property
     def peaks(self) -> list[dict[str, int]]:

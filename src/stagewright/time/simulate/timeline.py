@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
-from stagewright.program.along import TasksAlong, along
-from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskKind
-from stagewright.program.rank_work import RankWork
+from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, RankWork, TaskKind
+from stagewright.program.comm_axes import CommAxes, comm_axes
 from stagewright.run.sections.execution import Execution
 from stagewright.time.simulate.execute import (
     Executed,
@@ -146,11 +145,11 @@ class Timeline:
         return tuple(expand_issue_order(class_plan) for class_plan in self.plan.classes)
 
     @cached_property
-    def axes(self) -> dict[int, TasksAlong]:
+    def axes(self) -> dict[int, CommAxes]:
         """Axis that each row communicates along, by id of a table of actions."""
         tables = [rank_class.work.actions.tasks for rank_class in self.program.classes]
         return {
-            key: along(self.program, tasks) for key, tasks in {id(t): t for t in tables}.items()
+            key: comm_axes(self.program, tasks) for key, tasks in {id(t): t for t in tables}.items()
         }
 
     @cached_property

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from stagewright.arrays import Bool, Int, entries_of
-from stagewright.program.columns import Tasks
-from stagewright.program.rank_work import KINDS, ActionOrder, Actions, numbers_among_copies
+from stagewright.program.columns import KINDS, ActionOrder, Actions, Tasks, numbers_among_copies
 
 
 class RowSet(IntEnum):
