@@ -156,7 +156,7 @@ def runs() -> Iterator[tuple[str, Settings]]:
 
 def serving_record(name: str, settings: Settings) -> dict[str, Any]:
     """One line of `serving.jsonl`: sums over requests, and the summary."""
-    asked = dict(settings)
+    asked = {**settings, "whole_run": True}  # sums over all requests, whatever is measured
     try:
         served = sw.serve(asked.pop("model"), asked.pop("hardware"), **asked)
     except UserError as error:

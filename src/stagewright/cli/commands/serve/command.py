@@ -182,16 +182,21 @@ def report(of: Serving, compared: Table | None, out: Console) -> None:
         f" a step: at most {group.limits.tokens:,} tokens, {group.limits.requests:,} requests"
     )
     out.print(
-        f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}: "
-        f"{found.request_rate:,.2f} requests/s, {found.output_rate:,.1f} output tokens/s, "
+        f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}, "
+        f"{found.measured_span}"
+    )
+    out.print(found.verdict, style="red" if found.steadiness.overloaded else None)
+    out.print(
+        f"throughput: {found.request_rate:,.2f} requests/s, "
+        f"{found.output_rate:,.1f} output tokens/s, "
         f"{found.output_rate / found.gpus:,.1f} per GPU"
         + (f", {found.user_rate:,.1f} per user" if found.user_rate == found.user_rate else "")
     )
     print_table(of.latencies(), out)
     if limits := _limits(of):
         out.print(
-            f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of all requests keep "
-            f"{limits}"
+            f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of requests keep {limits}"
+            + (f"; {found.binding} binds" if found.binding and not found.classes else "")
         )
     if found.classes:
         print_table(of.classes(), out)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from stagewright.run.sections.declare import Count, Number, Real, Share, Text, setting
+from stagewright.run.sections.declare import Count, Number, Real, Share, Switch, Text, setting
 
 Positive = Annotated[float, Real(gt=0, le=1e9)]
 Seconds = Annotated[float, Real(ge=0, le=1e9)]
@@ -63,6 +63,9 @@ class WorkloadSection:
     )
     speed: Positive = setting(1.0, "A trace's requests come X times as fast.")
     seed: Number = setting(0, "Of what is drawn: the same seed gives the same bytes.")
+    whole_run: Switch = setting(
+        False, "Measure the whole run: its begin and, after the last arrival, its end, too."
+    )
     ttft: Positive | None = setting(
         None, "Most milliseconds to the first token of a good request.", metavar="MS"
     )
