@@ -29,6 +29,21 @@ def test_steps_of_a_run_are_runs(tmp_path):
         done.step(-1.0)
 
 
+def test_a_moment_without_requests_has_the_step_before_it():
+    """Not one of a decode that goes on without end."""
+    done = sw.serve(
+        "llama3-8b", "h100-sxm", layers=2, rate=1, isl=100, osl=4, num_requests=3,
+        arrival="constant",
+    )  # fmt: skip
+    for at in (0.5, 10):
+        (group,) = done.step(at).run.requests
+        assert (group.context_length, group.new_tokens) == (102, 1)
+    first, second = done.outcome.records.first[1], done.outcome.records.finish[1]
+    for share, tokens in ((0.1, 100), (0.5, 101), (0.9, 102)):
+        (group,) = done.step(first + share * (second - first)).run.requests
+        assert group.context_length == tokens
+
+
 LOAD = {"layers": 2, "isl": 1500, "osl": 30, "num_requests": 60}
 
 

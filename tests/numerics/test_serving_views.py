@@ -11,6 +11,8 @@ import stagewright as sw
 from stagewright.api import served
 from stagewright.api.served import Serving
 from stagewright.cli import main as cli
+from stagewright.numbers import duration
+from stagewright.views.pictures.curves import _FILLS, INKS
 
 pytestmark = pytest.mark.numerics
 
@@ -32,6 +34,32 @@ def test_the_page_has_every_chart(found: Serving):
     assert page == found.page()  # same bytes
     assert "USD" in page
     assert " J" in page
+
+
+def test_the_page_says_overload_in_red_and_limits_in_numbers():
+    load = {"layers": 4, "isl": 2000, "osl": 60, "num_requests": 300, "ttft": 50, "tpot": 9}
+    calm, busy = (sw.serve("llama3.1-8b", "h100-sxm", **load, rate=rate) for rate in (20, 5000))
+    for of in (calm, busy):
+        page, summary = of.page(), of.summary
+        alarm = f'<p class="verdict"><b>{summary.verdict}</b></p>'
+        assert (alarm in page) == summary.steadiness.overloaded
+        assert summary.verdict in page
+        assert summary.measured_span in page
+        assert "limit 50.00 ms" in page
+        assert f"{summary.good:.1%} of requests keep the limits" in page
+        assert f"TTFT p90: {duration(summary.ttft.p90)}" in page
+        assert f"TPOT p99: {duration(summary.tpot.p99)}" in page
+        assert 'class="problem"' in page if of is busy else 'class="problem"' not in page
+    assert busy.summary.steadiness.overloaded
+    assert f"{busy.summary.binding} binds" in busy.page()
+    assert "Shaded: before and after the measured window" in calm.page()
+
+
+def test_a_colour_means_one_thing():
+    colours = [ink.colour for name, ink in INKS.items() if name != "fullest cache"]
+    assert len(colours) == len({*colours})
+    for part, name in (("queue", "queue"), ("prompt", "TTFT"), ("decode", "TPOT")):
+        assert _FILLS[part].colour == INKS[name].colour
 
 
 def test_perfetto_has_the_requests_and_the_state_of_engines(found: Serving, tmp_path):

@@ -48,8 +48,9 @@ class _Watched(SchedulerWrapper):
     at: float
     begins: float = 0.0
     groups: list[Group] = field(default_factory=list[Group])
-    decodes: bool = False
-    """The batch is one of several steps that only decode."""
+    decodes: int = 0
+    """Steps that only decode until the first request has its last token; 0: the batch is one step
+    with prompts."""
 
     def schedule(self, engine: Engine) -> StepBatch:
         """The scheduler's own batch, for which it is asked each time the batch changes."""
@@ -70,7 +71,12 @@ class _Watched(SchedulerWrapper):
                 groups.append(Group(1, engine.computed_tokens(request), engine.new_tokens))
         if groups:
             self.groups, self.begins = groups, engine.now
-            self.decodes = not chunks and not batch.skipped and engine.drafts is None
+            self.decodes = 0
+            if not chunks and not batch.skipped and engine.drafts is None:
+                self.decodes = min(
+                    engine.prompt[r] + engine.output[r] - 1 - engine.computed_tokens(r)
+                    for r in engine.running
+                )
 
 
 def captured(deployment: Deployment, workload: Workload, at: float, engine: int = 0) -> Captured:
@@ -111,6 +117,7 @@ def _run_of(group: InstanceGroup, watched: _Watched) -> Captured:
         times = group.instance.times.with_host(group.host)
         keys = sum((g.context_length or 0) + 1 for g in groups)
         limit = max(1, round((at - begins) / times.decode(len(groups), keys)) + 1)
+        limit = min(limit, watched.decodes)
         steps = max(times.steps_within(len(groups), keys, at - begins, limit), 1) - 1
         begins += times.decode_run(len(groups), keys, steps)
         groups = [replace(g, context_length=(g.context_length or 0) + steps) for g in groups]
