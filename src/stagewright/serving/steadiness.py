@@ -31,6 +31,8 @@ MAX_CHANGE = 0.1
 MAX_GROWTH = 0.05
 """Growth of the requests in flight, in requests that arrive, of a steady run; also how much more
 requests may come than are served, where this can be told from chance."""
+MIN_REQUESTS = 100
+"""Measured requests from which on chance leaves anything to tell."""
 SIGMAS = 3.0
 """Deviations of Poisson arrivals that are taken for chance."""
 
@@ -110,7 +112,7 @@ class Steadiness:
     reason: str
     """Why the run is not steady; empty if it is."""
     wanted_requests: int
-    """Requests with which arrivals would last `SPAN` times as long as a request takes."""
+    """Requests that are enough, and arrive for `SPAN` times as long as one takes."""
 
     def sentence(self, served_rate: float) -> str:
         """Verdict in words; `served_rate` is that of the whole window (requests per second)."""
@@ -158,10 +160,15 @@ def steadiness_of(outcome: Outcome) -> Steadiness:
     waiting_growth = _slope(arrival[inside], waits[inside])
     overloaded = not closed and waiting_growth > max(MAX_GROWTH, noise)
     mean, span = float((finish - arrival).mean()), last - float(arrival.min())
-    wanted = math.ceil(len(arrival) * SPAN * mean / span)
+    wanted = math.ceil(max(len(arrival) * SPAN * mean / span, MIN_REQUESTS / (1 - WARM_UP)))
     reason = ""
     if overloaded:
         reason = "more requests come than are served"
+    elif count < MIN_REQUESTS:
+        reason = (
+            f"{many(count, 'measured request is', 'measured requests are')} too few; from "
+            f"{wanted:,} requests on (--num-requests) it could be told"
+        )
     elif span < SPAN * mean:
         reason = (
             f"requests arrive for {duration(span)} and take {duration(mean)} each; from "

@@ -50,6 +50,11 @@ MOST_ROWS = 64
     metavar="S[:INSTANCE] DIR",
     help="Write the traces of the step that runs then, with caches on their way.",
 )
+@click.option(
+    "--astra-sim",
+    is_flag=True,
+    help="With --step-trace: also write what ASTRA-sim needs to run the traces.",
+)
 @JSON
 def serve(
     model: str | None,
@@ -58,6 +63,7 @@ def serve(
     perfetto: str | None,
     compare: str | None,
     step_trace: tuple[str, str] | None,
+    astra_sim: bool,
     as_json: bool,
     **settings: Any,
 ) -> int:
@@ -75,6 +81,8 @@ def serve(
 
     for path in out:
         check_ending(path, OF_SERVING)
+    if astra_sim and step_trace is None:
+        raise UserError("--astra-sim is of traces; add --step-trace S DIR")
     seconds, instance = (0.0, 0) if step_trace is None else _step_asked(*step_trace)
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
@@ -108,7 +116,16 @@ def serve(
         from stagewright.api.generated import generate
 
         step = result.step(seconds, instance=instance)
-        generate(step, step_trace[1], cluster=experiment.cluster, force=forced())
+        machine = experiment.cluster.hardware if astra_sim else None
+        if astra_sim and step.program.mesh.world_size != step.run.world_size:
+            raise UserError(
+                f"--astra-sim: at {seconds:g} s a cache is on its way between two instances, whose "
+                "hardware is two machines; choose another moment"
+            )
+        written = generate(
+            step, step_trace[1], cluster=experiment.cluster, force=forced(), astra_sim=machine
+        )
+        shared.show_notes(written.get("astra_sim", {}).get("notes", ()))
     return 0
 
 
@@ -140,6 +157,7 @@ def _notes(of: Serving) -> list[str]:
         most = of.group.max_model_len
         notes.append(f"{plural(found.shortened, 'output', 'outputs')} cut at max_model_len {most}")
     notes += _about_drafts(of.group)
+    notes += _about_constants(of)
     if of.outcome.stopped:
         notes.append(
             f"stopped: {left} not done; the numbers are of the others, and engines may have come "
@@ -157,6 +175,15 @@ def _notes(of: Serving) -> list[str]:
             f"{left} never done: the scheduler left them waiting" + why * (pauses and whole)
         )
     return notes
+
+
+def _about_constants(of: Serving) -> list[str]:
+    """What is known of the errors of step times on this hardware."""
+    from stagewright.views.deviations import ESTIMATED, SOURCE, is_estimated
+
+    if any(is_estimated(group.instance.machine.hardware) for group in of.groups):
+        return [f"{ESTIMATED} ({SOURCE})"]
+    return []
 
 
 def _about_drafts(of: InstanceGroup) -> list[str]:
