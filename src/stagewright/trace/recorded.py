@@ -29,8 +29,8 @@ def manifest(
 
     `stagewright generate --config manifest.json` does so, and `simulate --config manifest.json` on
     the machine and with the execution that were given. Nodes are not among these: dp fills them.
-    No run makes the steps of two instances that were joined (`lower.inference.disaggregated.
-    beside`): then `run` is that of the second one, under the name `decode_run`.
+    No run makes the joined steps of two instances (`beside` of `lower/inference/disaggregated.py`):
+    of these there is only the run of the second one, under the name `decode_run`.
     """
     run, ranks = compiled.run, compiled.program.mesh.world_size
     repeats = run.prefill is not None or run.world_size == ranks

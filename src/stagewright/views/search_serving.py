@@ -168,47 +168,54 @@ def _layout_rows(choice: ServingChoice) -> Sequence[int]:
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def table_of_choices(of: ServingRanking, numbers: Sequence[int], title: str) -> Table:
-    """Some of the choices that were simulated, in order; rows are numbered as in `best`."""
+def table_of_choices(
+    of: ServingRanking, numbers: Sequence[int], title: str, *, brief: bool = True
+) -> Table:
+    """Some of the choices that were simulated, in order; rows are numbered as in `best`.
+
+    If `brief`, without what follows from the other columns for a load that is the same for all.
+    """
     choices = [of.choices[number] for number in numbers]
     loads = [each.simulated for each in choices]
     places = {number: place + 1 for place, number in enumerate(of.best)}
     columns: dict[str, list[Any]] = {"#": [places.get(number) for number in numbers]}
-    columns["settings"] = [layout_words(of, each, each.layout) for each in choices]
-    columns["instances"] = [each.deployment.groups[-1].engines.instances for each in choices]
-    units = {"#": "", "instances": "count", "users": "count"}
-    pairs = any(each.prompts is not None for each in choices)
-    if pairs:
+    if any(each.prompts is not None for each in choices):
         columns["prefill"] = [
-            "" if each.prompts is None else layout_words(of, each, each.prompts) for each in choices
-        ]
-        columns["prefill instances"] = [
-            each.deployment.groups[0].engines.instances if each.prompts is not None else 0
+            "" if each.prompts is None else _count_and_layout(of, each, 0, each.prompts)
             for each in choices
         ]
-        units["prefill instances"] = "count"
+        columns["decode"] = [_count_and_layout(of, each, -1, each.layout) for each in choices]
+    elif of.closed:
+        columns["settings"] = [layout_words(of, each, each.layout) for each in choices]
+        columns["users"] = [each.concurrency for each in loads]
+    else:
+        columns["instances"] = [_count_and_layout(of, each, -1, each.layout) for each in choices]
+    columns["GPUs"] = [each.gpus for each in loads]
     if len({of.rows.hardware(row).name for row in range(len(of.rows))}) > 1:
         columns["hardware"] = [of.rows.hardware(each.layout).name for each in choices]
-    if of.closed:
-        del columns["instances"]
-        columns["users"] = [each.concurrency for each in loads]
-    columns["GPUs"] = [each.gpus for each in loads]
-    units["GPUs"] = "count"
     if any(each.usd_per_hour == each.usd_per_hour for each in choices):
         columns["USD/h"] = [_known(each.usd_per_hour) for each in choices]
-        columns["USD per Mtoken"] = [_known(each.usd_per_million) for each in choices]
-    columns |= {
-        "keep limits": [each.good for each in loads],
-        "TTFT p50": [_known(each.summary.ttft.p50) for each in loads],
-        "TTFT p99": [_known(each.summary.ttft.p99) for each in loads],
-        "TPOT p50": [_known(each.summary.tpot.p50) for each in loads],
-        "tokens/s per GPU": [_known(each.per_gpu) for each in loads],
-        "tokens/s per user": [_known(each.user_rate) for each in loads],
-    }
-    units |= {"USD/h": "figure", "USD per Mtoken": "figure", "keep limits": "share"}
+        if of.closed or not brief:
+            columns["USD per Mtoken"] = [_known(each.usd_per_million) for each in choices]
+    columns["keep limits"] = [each.good for each in loads]
+    if not brief:
+        columns["TTFT p50"] = [_known(each.summary.ttft.p50) for each in loads]
+    columns["TTFT p99"] = [_known(each.summary.ttft.p99) for each in loads]
+    columns["TPOT p50"] = [_known(each.summary.tpot.p50) for each in loads]
+    if of.closed or not brief:
+        columns["tokens/s per GPU"] = [_known(each.per_gpu) for each in loads]
+    columns["tokens/s per user"] = [_known(each.user_rate) for each in loads]
+    units = {"#": "", "users": "count", "GPUs": "count", "keep limits": "share"}
     units |= dict.fromkeys(("TTFT p50", "TTFT p99", "TPOT p50"), "s")
-    units |= dict.fromkeys(("tokens/s per GPU", "tokens/s per user"), "figure")
+    units |= dict.fromkeys(
+        ("USD/h", "USD per Mtoken", "tokens/s per GPU", "tokens/s per user"), "figure"
+    )
     return Table(title, columns, {name: unit for name, unit in units.items() if name in columns})
+
+
+def _count_and_layout(of: ServingRanking, choice: ServingChoice, group: int, row: int) -> str:
+    count = choice.deployment.groups[group].engines.instances
+    return f"{count} x {layout_words(of, choice, row)}"
 
 
 def _known(value: float) -> float | None:
@@ -225,7 +232,7 @@ def tables_of_best(of: ServingRanking, most: int | None = None) -> list[Table]:
 
 def every_choice(of: ServingRanking) -> Table:
     """All choices that were simulated; of those that were stopped, what was seen until then."""
-    table = table_of_choices(of, range(len(of.choices)), "Simulated")
+    table = table_of_choices(of, range(len(of.choices)), "Simulated", brief=False)
     columns: dict[str, Any] = dict(table.columns)
     loads: Iterable[Any] = [each.simulated for each in of.choices]
     columns["requests"] = [each.summary.requests for each in loads]
