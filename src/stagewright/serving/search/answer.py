@@ -3,6 +3,7 @@ limits, simulated long enough to tell, and of all the cheapest, simulated five t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -73,6 +74,12 @@ class ServingChoice(NamedTuple):
         return self.usd_per_hour / 3600 / self.simulated.output_rate * 1e6
 
     @property
+    def tokens_per_user(self) -> float:
+        """Output tokens per second of the median user; 0 of requests with a single token."""
+        rate = self.simulated.user_rate
+        return 0.0 if math.isnan(rate) else rate
+
+    @property
     def kind(self) -> tuple[int, int | None, EngineSection]:
         """Layouts and settings of engines, whatever the number of instances."""
         return self.layout, self.prompts, replace(self.deployment.groups[-1].engines, instances=1)
@@ -140,7 +147,7 @@ def _cost(choice: ServingChoice, closed: bool, by_cost: bool) -> tuple[float, fl
         first = choice.usd_per_million if by_cost else -choice.simulated.per_gpu
     else:
         first = choice.usd_per_hour if by_cost else float(choice.simulated.gpus)
-    return first, -choice.simulated.user_rate
+    return first, -choice.tokens_per_user
 
 
 @dataclass(slots=True)
@@ -255,8 +262,8 @@ class _Search:
             meet = [index for index in meet if cheapest[self.choices[index].kind] == index]
         front: list[int] = []
         for index in meet:
-            rate = self.choices[index].simulated.user_rate
-            if not front or rate > self.choices[front[-1]].simulated.user_rate:
+            rate = self.choices[index].tokens_per_user
+            if not front or rate > self.choices[front[-1]].tokens_per_user:
                 front.append(index)
         return front
 
