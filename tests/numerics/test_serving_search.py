@@ -22,7 +22,7 @@ from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.search import answer
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout, layout_bounds
 from stagewright.serving.search.pairs import LayoutPair, pair_deployment
-from stagewright.serving.search.simulated import Load, simulate_load
+from stagewright.serving.search.simulated import ServingLoad, simulate_load
 from stagewright.serving.workload import RequestClass, Workload, in_classes
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -71,7 +71,7 @@ def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
             whole = several.serve(work, slo).summary
             keeps = whole.good >= share - 1e-9
             meets = keeps and not whole.steadiness.overloaded
-            found = simulate_load(Deployment((several,)), Load(work, load), slo)
+            found = simulate_load(Deployment((several,)), ServingLoad(work, load), slo)
             assert found.meets == meets
             assert not found.stopped or not keeps
             assert found.good >= whole.good - 1e-9
@@ -361,7 +361,7 @@ def test_pairs_do_not_count_tokens_of_requests_that_wait(group: InstanceGroup, b
         for row, each in enumerate((group, last))
     ]
     deployment = pair_deployment(LayoutPair(*ready, (1, 1)), 1, 1)
-    found = simulate_load(deployment, Load(work, load), slo)
+    found = simulate_load(deployment, ServingLoad(work, load), slo)
     assert found.meets
     assert found.good == 1
 

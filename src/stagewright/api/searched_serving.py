@@ -42,7 +42,7 @@ from stagewright.serving.search.answer import (
 )
 from stagewright.serving.search.bounds import LoadTotals
 from stagewright.serving.search.layouts import MOST_GPUS, layouts
-from stagewright.serving.search.simulated import Load
+from stagewright.serving.search.simulated import ServingLoad
 from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.asked import REQUESTS, workload_of
 from stagewright.texttable import Table
@@ -180,7 +180,7 @@ class ServingQuestion(NamedTuple):
     """What a search for serving is asked."""
 
     request: SearchRequest
-    loads: Sequence[Load]
+    loads: Sequence[ServingLoad]
     target: ServingTarget
     engines: Sequence[EngineSection]
 
@@ -262,7 +262,7 @@ def asked_serving(
             "--e2e: without limits any number of GPUs serves any load"
         )
     if workload is not None:
-        loads = [Load(workload, LoadTotals.of(workload, share))]
+        loads = [ServingLoad(workload, LoadTotals.of(workload, share))]
     else:
         loads = _loads(asked, users, classes, share)
     request = layouts(values, path, hardware=hardware, most_gpus=most, vary=vary, config=config)
@@ -298,13 +298,13 @@ def _loads(
     users: Sequence[int],
     classes: Sequence[Mapping[str, Any]] | None,
     share: float,
-) -> list[Load]:
+) -> list[ServingLoad]:
     """The requests that are asked for, or those of each number of users in a closed loop."""
 
-    def load(section: WorkloadSection, count: int) -> Load:
+    def load(section: WorkloadSection, count: int) -> ServingLoad:
         draw = partial(_drawn, section, classes)
         workload = draw(count)
-        return Load(workload, LoadTotals.of(workload, share), count, draw if count else None)
+        return ServingLoad(workload, LoadTotals.of(workload, share), count, draw if count else None)
 
     if not users:
         return [load(asked, 0 if asked.requests is not None else asked.num_requests or REQUESTS)]

@@ -120,7 +120,10 @@ class RequestTimes:
         return cls(np.arange(len(work)), queue, ttft, tpot, until - arrival)
 
     def take(self, chosen: Bool) -> RequestTimes:
-        """Times of some of the requests."""
+        """Times of some of the requests; without copies of the last ones."""
+        first = int(chosen.argmax())
+        if chosen[first:].all():
+            return RequestTimes(*(getattr(self, column.name)[first:] for column in fields(self)))
         return RequestTimes(*(getattr(self, column.name)[chosen] for column in fields(self)))
 
     def places(self, requests: int) -> np.ndarray[Any, np.dtype[np.int64]] | slice:
@@ -310,20 +313,22 @@ def summarize(
 ) -> ServingSummary:
     """The numbers of a run; `gpus` of all engines."""
     window = window_of(outcome.records, whole_run=whole_run)
+    steadiness = steadiness_of(outcome)
     work, records = outcome.workload, outcome.records
-    all_times = RequestTimes.of(outcome)
-    finished = all_times.places(len(work))
+    finite = np.isfinite(np.frombuffer(records.finish))
+    finished = slice(None) if finite.all() else finite  # all of them: no copies
     arrival, scheduled, first, finish = (
         np.frombuffer(c)[finished]
         for c in (records.arrival, records.scheduled, records.first, records.finish)
     )
     output, prompt = (np.frombuffer(c, np.int32)[finished] for c in (work.output, work.prompt))
-    inside = window.measures(arrival)
-    times = all_times if inside.all() else all_times.take(inside)
-    output_tokens = float(
-        window.contains(first).sum() + ((output - 1) * window.share(first, finish)).sum()
-    )
-    prompt_tokens = float((prompt * window.share(scheduled, first)).sum())
+    output_tokens = float(window.contains(first).sum())
+    output_tokens += float(window.share(first, finish) @ (output - 1))
+    prompt_tokens = float(window.share(scheduled, first) @ prompt)
+    running = float(window.overlap(scheduled, finish).sum())
+    waiting = float(window.overlap(arrival, scheduled).sum())
+    times, inside = RequestTimes.of(outcome), window.measures(arrival)
+    times = times if inside.all() else times.take(inside)
     per_second = 1 / window.seconds if window.seconds else 0.0
     early = np.frombuffer(records.arrival) < window.begins
     measured = len(work) - int(early.sum())
@@ -335,14 +340,14 @@ def summarize(
     tpot = _spread(times.tpot)
     late = slice(None) if not early.any() else ~early
     return ServingSummary(
-        requests=len(all_times.number),
-        unfinished=len(work) - len(all_times.number) - sum(outcome.refused.values()),
+        requests=len(finish),
+        unfinished=len(work) - len(finish) - sum(outcome.refused.values()),
         rejected={**rejected, **outcome.refused},
         shortened=shortened,
         seconds=float(finish.max() - np.nanmin(records.arrival)) if len(finish) else 0.0,
         window=window,
         measured=measured,
-        steadiness=steadiness_of(outcome),
+        steadiness=steadiness,
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
@@ -362,8 +367,8 @@ def summarize(
         total_rate=(output_tokens + prompt_tokens) * per_second,
         gpus=gpus,
         user_rate=1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
-        mean_running=float(window.overlap(scheduled, finish).sum()) * per_second,
-        mean_waiting=float(window.overlap(arrival, scheduled).sum()) * per_second,
+        mean_running=running * per_second,
+        mean_waiting=waiting * per_second,
         hit_rate=float(
             np.frombuffer(records.cached, np.int32)[late].sum(dtype=np.int64)
             / max(1, np.frombuffer(work.prompt, np.int32)[late].sum(dtype=np.int64))

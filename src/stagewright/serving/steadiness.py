@@ -54,7 +54,9 @@ class Window(NamedTuple):
         """Seconds of each span within the window."""
         if self.whole:
             return ends - begins
-        return np.maximum(np.minimum(ends, self.ends) - np.maximum(begins, self.begins), 0.0)
+        seconds = np.minimum(ends, self.ends)
+        seconds -= np.maximum(begins, self.begins)
+        return np.maximum(seconds, 0.0, out=seconds)
 
     def share(self, begins: Float, ends: Float) -> Float:
         """Share of each span within the window; of an instant: 1 or 0."""
@@ -86,13 +88,13 @@ def window_of(records: Records, *, whole_run: bool = False) -> Window:
     """Window of a run; the whole run if asked for, or if the window is shorter than a request."""
     arrival, finish = (np.frombuffer(c) for c in (records.arrival, records.finish))
     done = np.isfinite(finish)
-    arrived = arrival[np.isfinite(arrival)]
     if not done.any():
         return Window(0.0, 0.0, True)
+    mean = float(finish.mean(where=done) - arrival.mean(where=done))
+    arrived = arrival if done.all() else arrival[np.isfinite(arrival)]
     window = arrivals_measured(arrived, len(arrival))
-    mean = float((finish[done] - arrival[done]).mean())
     if whole_run or window is None or window.seconds < mean:
-        return Window(float(arrived.min()), float(finish[done].max()), True)
+        return Window(float(arrived.min()), float(np.nanmax(finish)), True)
     return window
 
 
@@ -132,8 +134,8 @@ class Steadiness:
 def steadiness_of(outcome: Outcome) -> Steadiness:
     """Steadiness of the finished requests of a run."""
     records, closed = outcome.records, outcome.workload.concurrency is not None
-    finish = np.frombuffer(records.finish)
-    done = np.isfinite(finish)
+    finite = np.isfinite(np.frombuffer(records.finish))
+    done = slice(None) if finite.all() else finite  # all of them: no copies
     arrival, scheduled, finish = (
         np.frombuffer(c)[done] for c in (records.arrival, records.scheduled, records.finish)
     )

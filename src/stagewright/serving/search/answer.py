@@ -20,7 +20,7 @@ from stagewright.serving.schedulers.named import BatchLimits, batch_limits, sche
 from stagewright.serving.search.bounds import LayoutBounds, ReadyLayout, layout_bounds
 from stagewright.serving.search.pairs import LayoutPair, pair_deployment, pairs_of, tried_counts
 from stagewright.serving.search.simulated import (
-    Load,
+    ServingLoad,
     SimulatedLoad,
     simulate_load,
     simulate_long_enough,
@@ -151,12 +151,12 @@ def _cost(choice: ServingChoice, closed: bool, by_cost: bool) -> tuple[float, fl
 
 
 @dataclass(slots=True)
-class _Search:
+class _LayoutSearch:
     """State of a search."""
 
     rows: Candidates
     target: ServingTarget
-    loads: list[Load]
+    loads: list[ServingLoad]
     closed: bool
     loosest: Slo
     """Limits that no request may exceed, of whichever class: what bounds are of."""
@@ -368,7 +368,7 @@ def with_instances(group: InstanceGroup, count: int) -> InstanceGroup:
 
 def search_serving(
     rows: Candidates,
-    loads: Sequence[Load],
+    loads: Sequence[ServingLoad],
     target: ServingTarget,
     engines: Sequence[EngineSection],
     progress: SearchProgress | None = None,
@@ -381,7 +381,7 @@ def search_serving(
     """
     closed = loads[0].workload.concurrency is not None
     loosest = RequestLimits.of(loads[0].workload, target.slo).loosest
-    search = _Search(rows, target, [*loads], closed, loosest)
+    search = _LayoutSearch(rows, target, [*loads], closed, loosest)
     candidates, stopped = 0, False
     try:
         ready: list[ReadyLayout] = []
@@ -422,7 +422,7 @@ def search_serving(
     return _explained(ranking, search)
 
 
-def _explained(ranking: ServingRanking, search: _Search) -> ServingRanking:
+def _explained(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking:
     """The ranking with ties of the winner, and with deployments of an instance less."""
     if not ranking.best:
         return ranking

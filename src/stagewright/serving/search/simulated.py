@@ -28,7 +28,7 @@ MOST_REQUESTS = 100_000
 """Requests to which a load is made longer."""
 
 
-class Load(NamedTuple):
+class ServingLoad(NamedTuple):
     """Requests to serve, and how to have more of them."""
 
     workload: Workload
@@ -38,13 +38,13 @@ class Load(NamedTuple):
     draw: Callable[[int], Workload] | None = None
     """Draws so many, of which the first are the same; None: there are no others."""
 
-    def longer(self, factor: float) -> Load:
+    def longer(self, factor: float) -> ServingLoad:
         """The load with so many times as many requests."""
         if self.draw is None:
             return self
         count = max(self.drawn, math.ceil(self.drawn * factor))
         workload = self.draw(count)
-        return Load(workload, LoadTotals.of(workload, self.totals.share), count, self.draw)
+        return ServingLoad(workload, LoadTotals.of(workload, self.totals.share), count, self.draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _Missed:
         return True
 
 
-def simulate_load(deployment: Deployment, load: Load, slo: Slo) -> SimulatedLoad:
+def simulate_load(deployment: Deployment, load: ServingLoad, slo: Slo) -> SimulatedLoad:
     """Simulate a workload until it ends, or too many requests have missed limits.
 
     Raises KeyboardInterrupt where the user stops it.
@@ -147,8 +147,8 @@ def simulate_load(deployment: Deployment, load: Load, slo: Slo) -> SimulatedLoad
 
 
 def simulate_long_enough(
-    deployment: Deployment, load: Load, slo: Slo
-) -> tuple[SimulatedLoad, Load]:
+    deployment: Deployment, load: ServingLoad, slo: Slo
+) -> tuple[SimulatedLoad, ServingLoad]:
     """Simulate a load, longer if it takes more requests to tell; returns what was served, too."""
     while True:
         simulated = simulate_load(deployment, load, slo)
