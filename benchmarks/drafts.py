@@ -147,7 +147,7 @@ def served(row: Measured, made: Instance) -> ServingSummary:
         10 * row.users, row.users, Lengths(isl=row.isl, osl=row.osl, range_ratio=0.8)
     )
     group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
-    return group.serve(work, Slo()).summary
+    return group.serve(work, Slo(), whole_run=True).summary
 
 
 def main() -> None:

@@ -220,7 +220,7 @@ def test_energy_is_the_integral_of_power_over_the_time_that_engines_are_up(monke
         "max_instances": 3, "min_instances": 1, "start_up_time": 0.1, "adjustment_interval": 0.1,
         "kv_scale_up_threshold": 0.02, "kv_scale_down_threshold": 0.015, "num_gpu_blocks": 4000,
     }  # fmt: skip
-    found = sw.serve("llama3.1-8b", "h100-sxm", **load, **scaled, fail_at="0.3:0")
+    found = sw.serve("llama3.1-8b", "h100-sxm", **load, **scaled, fail_at="0.3:0", whole_run=True)
     up = found.outcome.up
     first = min(found.outcome.records.arrival)
     last = first + found.summary.seconds

@@ -94,7 +94,7 @@ class Serving(ServedRun):
         return self.latencies()._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
     def latencies(self) -> Table:
-        """Times of requests: mean and percentiles."""
+        """Times of the measured requests: mean and percentiles."""
         return tables.latencies(self.summary)
 
     def engines(self) -> Table:
@@ -144,7 +144,7 @@ class Serving(ServedRun):
         return f"the fastest requests had {', '.join(least)}" if least else ""
 
     def expense(self) -> ServingExpense:
-        """Energy of the run, and its cost at the price of a GPU-hour."""
+        """Energy of the measured window, and its cost at the price of a GPU-hour."""
         price, costs = self.cluster.price, self.cluster.costs
         spent = serving_expense(self, self.groups, price)
         if price is not None or costs is None:
@@ -311,5 +311,5 @@ def served(
     deployment = operated(deployment, asked.operation)
     group = next(group for group in deployment.groups if group.role != "prefill")
     first_engine(deployment, instance)
-    run = deployment.serve(work, slo, progress)
+    run = deployment.serve(work, slo, progress, whole_run=asked.workload.whole_run)
     return Serving(run.outcome, run.summary, group, slo, work, deployment, cluster)

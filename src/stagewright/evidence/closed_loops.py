@@ -5,7 +5,8 @@ beside it. Each is a closed loop: ten requests for each user (or as many as the 
 says, `evidence.servers`), all of whom begin at once, lengths uniform between the shortest and the
 longest, and no shared prefixes. Of hosts, `serving.host` says what was fitted. Where the first
 step of a server took longer, the first request of each user waited for that: a share of the mean
-that is 1 over its requests.
+that is 1 over its requests. Both clients measure whole runs, from the first request to the last
+token, and so are these.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def played(row: ServedRow) -> ServingSummary:
     users = round(row.concurrency)
     lengths = Lengths(isl=row.isl, osl=row.osl, range_ratio=row.shortest)
     work = closed_loop(client.requests_per_user * users, users, lengths)
-    return group.serve(work, Slo()).summary
+    return group.serve(work, Slo(), whole_run=True).summary
 
 
 class _Server(NamedTuple):

@@ -24,7 +24,6 @@ from stagewright.serving.batch import StepBatch, series_sum, steps_to_reach
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.engine import Engine, Scheduler, SchedulerWrapper
 from stagewright.serving.kv_transfer import TransferEnd, cache_messages
-from stagewright.serving.metrics import Slo
 from stagewright.serving.simulation import Outcome
 from stagewright.serving.steps.step_times import batch_run
 from stagewright.serving.workload import Workload
@@ -90,7 +89,7 @@ def _captured(
         return watched[number]
 
     groups = [replace(group, watch=watch) for group in deployment.groups]
-    replace(deployment, groups=tuple(groups)).serve(workload, Slo())
+    replace(deployment, groups=tuple(groups)).run(workload)
     return [_run_of(_group_of(deployment, engine)[0], watched[engine]) for engine in engines]
 
 

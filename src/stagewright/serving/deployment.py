@@ -172,11 +172,9 @@ class InstanceGroup:
         levels = [request_class.priority for request_class in workload.classes] or [0]
         return VllmByPriority.of(self.scheduler, array("i", (levels[n] for n in classes)))
 
-    def serve(
-        self, workload: Workload, slo: Slo, progress: ProgressCallback | None = None
-    ) -> ServedRun:
+    def serve(self, workload: Workload, slo: Slo, *, whole_run: bool = False) -> ServedRun:
         """Serve a workload on these instances alone."""
-        return Deployment((self,)).serve(workload, slo, progress)
+        return Deployment((self,)).serve(workload, slo, whole_run=whole_run)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,15 +255,28 @@ class Deployment:
         return sum(group.gpus for group in self.groups)
 
     def serve(
-        self, workload: Workload, slo: Slo, progress: ProgressCallback | None = None
+        self,
+        workload: Workload,
+        slo: Slo,
+        progress: ProgressCallback | None = None,
+        *,
+        whole_run: bool = False,
     ) -> ServedRun:
-        """Serve a workload to its end."""
+        """Serve a workload to its end; `whole_run`: measure its ramp and drain, too."""
         outcome, accepted = self.run(workload, progress)
+        return self.summarized(outcome, accepted, slo, whole_run=whole_run)
+
+    def summarized(
+        self, outcome: Outcome, accepted: Accepted, slo: Slo, *, whole_run: bool = False
+    ) -> ServedRun:
+        """Metrics of a run of this deployment."""
         gpus = self.gpus
         if outcome.instances:  # those that served at one time
             never = len(outcome.engines) - max(count for _, count in outcome.instances)
             gpus -= never * self._back[0].instance.gpus
-        summary = summarize(outcome, slo, gpus, accepted.rejected, accepted.shortened)
+        summary = summarize(
+            outcome, slo, gpus, accepted.rejected, accepted.shortened, whole_run=whole_run
+        )
         return ServedRun(outcome, summary)
 
     def run(

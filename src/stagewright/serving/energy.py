@@ -20,6 +20,8 @@ from stagewright.run.lengths import Group
 from stagewright.serving.deployment import InstanceGroup, ServedRun
 from stagewright.serving.engine import Engine
 from stagewright.serving.instance import Instance
+from stagewright.serving.metrics import logged_in
+from stagewright.serving.steadiness import Window
 from stagewright.serving.steps.step_times import batch_run
 from stagewright.time.power import idle_watts
 from stagewright.time.simulate.step import simulate
@@ -32,7 +34,7 @@ class ServingExpense(NamedTuple):
     """Energy and cost of a run."""
 
     joules: float
-    """Energy of all GPUs from the first arrival to the last token (J)."""
+    """Energy of all GPUs in the measured window (J)."""
     watts_per_gpu: float
     """Mean of a GPU and its share of the node."""
     joules_per_token: float
@@ -67,9 +69,22 @@ class _Power:
         idle = idle_watts(hardware) + hardware.node_overhead_w
         return cls(instance, context, counts.astype(float), np.array(decode), prompt, idle)
 
-    def joules(self, engine: Engine, seconds: float) -> float:
-        """Energy of one GPU that an engine holds for `seconds` (J)."""
-        rows = engine.step_log.steps()
+    def joules(self, engine: Engine, window: Window, seconds: float) -> float:
+        """Energy in the window of one GPU that an engine holds for `seconds` of it (J).
+
+        Steps are those between the samples next to the ends of the window: their power counts.
+        """
+        span = logged_in(engine, window)
+        rows = engine.step_log.steps(span)
+        if span is not None:
+            between = max(span[1].seconds, window.ends) - span[0].seconds
+            return self._busy_joules(rows, between * seconds / window.seconds) * (
+                window.seconds / between
+            )
+        return self._busy_joules(rows, seconds)
+
+    def _busy_joules(self, rows: Float, seconds: float) -> float:
+        """Energy of steps, and of idle time up to `seconds` (J)."""
         first, last, steps, requests = (rows[:, n] for n in range(4))
         durations = (first + last) / 2 * steps
         alone = np.where(
@@ -91,12 +106,13 @@ class _Power:
 def serving_expense(
     run: ServedRun, groups: Iterable[InstanceGroup], price: float | None = None
 ) -> ServingExpense:
-    """Energy and cost of a run; `groups` in the order of their engines.
+    """Energy and cost of the measured window; `groups` in the order of their engines.
 
     `price` is in USD per GPU and hour; None takes each hardware's.
     """
     summary, work = run.summary, run.outcome.workload
-    tokens = max(summary.output_rate * summary.seconds, 1.0)
+    window = summary.window
+    tokens = max(summary.output_rate * window.seconds, 1.0)
     prompt = max(1, round(float(np.mean(work.prompt))))
     context = prompt + round(float(np.mean(work.output)) / 2)
     joules, gpus, usd, first = 0.0, 0.0, 0.0, 0
@@ -108,27 +124,26 @@ def serving_expense(
         power = _Power.of(instance, engines, context)
         per_hour = hardware.price_usd_per_gpu_hour if price is None else price
         for number, engine in enumerate(engines, first):
-            seconds, share = up.get(number, summary.seconds), instance.gpus / instance.replicas
-            joules += power.joules(engine, seconds) * share
-            gpus_up = share * (seconds / max(summary.seconds, 1e-12))
+            seconds, share = up.get(number, window.seconds), instance.gpus / instance.replicas
+            joules += power.joules(engine, window, seconds) * share
+            gpus_up = share * (seconds / max(window.seconds, 1e-12))
             gpus += gpus_up
             usd += float("nan") if per_hour is None else per_hour * gpus_up
         first += count
-    cost = usd * summary.seconds / 3600 / tokens * 1e6
+    cost = usd * window.seconds / 3600 / tokens * 1e6
     return ServingExpense(
         joules,
-        joules / max(summary.seconds, 1e-12) / (gpus or 1),
+        joules / max(window.seconds, 1e-12) / (gpus or 1),
         joules / tokens,
         None if cost != cost else cost,
     )
 
 
 def _seconds_up(run: ServedRun) -> dict[int, float]:
-    """Seconds in which engines were up, by number; empty where all were from first to last."""
+    """Seconds of the window in which engines were up, by number; empty where all were."""
     if not run.outcome.up:
         return {}
-    first = min((at for at in run.outcome.records.arrival if at == at), default=0.0)
-    last = first + run.summary.seconds
+    first, last, _ = run.summary.window
     seconds = dict.fromkeys(range(len(run.outcome.engines)), 0.0)
     for engine, begins, ends in run.outcome.up:
         seconds[engine] += max(0.0, min(ends, last) - max(begins, first))

@@ -746,6 +746,7 @@ class Engine:
             samples.running.append(len(self.running))
             grown = self._blocks_for_steps(steps - 1, self._num_decodes) if steps > 1 else 0
             samples.blocks.append(used + grown)
+            samples.logged.append(self.step_log.end(self.now))
             if len(samples.seconds) >= MAX_SAMPLES:
                 samples = self.samples = samples.halved()
                 self._next_sample, self._sample_every = samples.seconds[-1], 2 * self._sample_every

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from stagewright.errors import UserError
 from stagewright.lower.serving_step import ServingMemory, ServingStep
 from stagewright.model.config import ModelConfig
+from stagewright.numbers import quantity
 from stagewright.run.lengths import Group
 from stagewright.run.requests import allowance_of, loads, read_bytes
 from stagewright.run.rules import check
@@ -146,9 +147,12 @@ def kv_capacity(
         for stage in stages
     ]
     if min(blocks) < 1:
+        fullest = max(stages, key=lambda of: of.parameters + of.activations)
         raise UserError(
-            f"serve: {run.describe()}: weights and activations of {most_tokens} tokens leave no "
-            "room for a block of the cache; use more ranks (--tp), fewer tokens "
+            f"serve: {run.describe()}: weights ({quantity(fullest.parameters, 'B')}) and "
+            f"activations of {most_tokens} tokens ({quantity(fullest.activations, 'B')}) leave no "
+            f"room for a block of the cache in {quantity(memory, 'B')} of a GPU, of which the "
+            f"engine takes {quantity(spare, 'B')}; use more ranks (--tp), fewer tokens "
             "(--max-num-batched-tokens), fewer bits or more memory (--gpu-memory-utilization)"
         )
     per_request = max(-(-stage.request // stage.block) if stage.block else 1 for stage in stages)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from stagewright.time.hardware import Hardware
 from stagewright.time.simulate.launches import launch_mode
 from stagewright.time.simulate.step import SimulatedStep
 
@@ -37,6 +38,15 @@ def known(found: SimulatedStep) -> Iterator[str]:
     for row in DEVIATIONS:
         if row.holds(found):
             yield f"{row.sentence} ({SOURCE})"
+
+
+ESTIMATED = "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks."
+"""Of a step on such hardware, and of serving on it."""
+
+
+def is_estimated(hardware: Hardware) -> bool:
+    """True if constants of the hardware besides its peaks were not measured."""
+    return hardware.vendor != "NVIDIA"
 
 
 # ---- conditions ----------------------------------------------------------------------------------
@@ -144,7 +154,7 @@ DEVIATIONS = (
         "HybridEP on H100; over two nodes, DeepEP's first version is predicted 22% fast.",
     ),
     Deviation(
-        lambda found: found.machine.hardware.vendor != "NVIDIA",
-        "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks.",
+        lambda found: is_estimated(found.machine.hardware),
+        ESTIMATED,
     ),
 )

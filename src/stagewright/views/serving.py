@@ -9,7 +9,7 @@ import numpy as np
 
 from stagewright.serving.compare_log import ComparedFigure
 from stagewright.serving.deployment import ServedRun
-from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo, Spread, kept
+from stagewright.serving.metrics import RequestLimits, RequestTimes, ServingSummary, Slo, Spread
 from stagewright.texttable import Table
 
 _TIMES = {
@@ -140,7 +140,8 @@ def requests(of: ServedRun, slo: Slo) -> Table:
         "ttft": times.ttft.tolist(),
         "tpot": [None if t != t else t for t in times.tpot.tolist()],
         "e2e": times.e2e.tolist(),
-        "good": kept(of.outcome, times, slo).tolist(),
+        "good": (~times.missed(RequestLimits.of(work, slo)).any_limit).tolist(),
+        "measured": of.summary.window.measures(np.array(records.arrival)[rows]).tolist(),
     }
     units: dict[str, str] = dict.fromkeys(("prompt", "output", "cached", "preempted"), "")
     units |= dict.fromkeys(("queue", "ttft", "tpot", "e2e"), "s")

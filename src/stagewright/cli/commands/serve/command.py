@@ -52,6 +52,11 @@ MOST_ROWS = 64
     metavar="S[:INSTANCE] DIR",
     help="Write the traces of the step that runs then, with caches on their way.",
 )
+@click.option(
+    "--astra-sim",
+    is_flag=True,
+    help="With --step-trace: also write what ASTRA-sim needs to run the traces.",
+)
 @JSON
 def serve(
     model: str | None,
@@ -60,6 +65,7 @@ def serve(
     perfetto: str | None,
     compare: str | None,
     step_trace: tuple[str, str] | None,
+    astra_sim: bool,
     as_json: bool,
     **settings: Any,
 ) -> int:
@@ -77,6 +83,8 @@ def serve(
 
     for path in out:
         check_ending(path, OF_SERVING)
+    if astra_sim and step_trace is None:
+        raise UserError("--astra-sim is of traces; add --step-trace S DIR")
     seconds, instance = (0.0, 0) if step_trace is None else _step_asked(*step_trace)
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
@@ -112,7 +120,16 @@ def serve(
         from stagewright.api.generated import generate
 
         step = result.step(seconds, instance=instance)
-        generate(step, step_trace[1], cluster=experiment.cluster, force=forced())
+        machine = experiment.cluster.hardware if astra_sim else None
+        if astra_sim and step.program.mesh.world_size != step.run.world_size:
+            raise UserError(
+                f"--astra-sim: at {seconds:g} s a cache is on its way between two instances, whose "
+                "hardware is two machines; choose another moment"
+            )
+        written = generate(
+            step, step_trace[1], cluster=experiment.cluster, force=forced(), astra_sim=machine
+        )
+        shared.show_notes(written.get("astra_sim", {}).get("notes", ()))
     return 0
 
 
@@ -144,6 +161,7 @@ def _notes(of: Serving) -> list[str]:
         most = of.group.max_model_len
         notes.append(f"{plural(found.shortened, 'output', 'outputs')} cut at max_model_len {most}")
     notes += _about_drafts(of.group)
+    notes += _about_constants(of)
     if of.outcome.stopped:
         notes.append(
             f"stopped: {left} not done; the numbers are of the others, and engines may have come "
@@ -161,6 +179,15 @@ def _notes(of: Serving) -> list[str]:
             f"{left} never done: the scheduler left them waiting" + why * (pauses and whole)
         )
     return notes
+
+
+def _about_constants(of: Serving) -> list[str]:
+    """What is known of the errors of step times on this hardware."""
+    from stagewright.views.deviations import ESTIMATED, SOURCE, is_estimated
+
+    if any(is_estimated(group.instance.machine.hardware) for group in of.groups):
+        return [f"{ESTIMATED} ({SOURCE})"]
+    return []
 
 
 def _about_drafts(of: InstanceGroup) -> list[str]:
@@ -186,16 +213,21 @@ def report(of: Serving, compared: Sequence[Table], out: Console) -> None:
         f" a step: at most {group.limits.tokens:,} tokens, {group.limits.requests:,} requests"
     )
     out.print(
-        f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}: "
-        f"{found.request_rate:,.2f} requests/s, {found.output_rate:,.1f} output tokens/s, "
+        f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}, "
+        f"{found.measured_span}"
+    )
+    out.print(found.verdict, style="red" if found.steadiness.overloaded else None)
+    out.print(
+        f"throughput: {found.request_rate:,.2f} requests/s, "
+        f"{found.output_rate:,.1f} output tokens/s, "
         f"{found.output_rate / found.gpus:,.1f} per GPU"
         + (f", {found.user_rate:,.1f} per user" if found.user_rate == found.user_rate else "")
     )
     print_table(of.latencies(), out)
     if limits := _limits(of):
         out.print(
-            f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of all requests keep "
-            f"{limits}"
+            f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of requests keep {limits}"
+            + (f"; {found.binding} binds" if found.binding and not found.classes else "")
         )
         if closest := of.closest():
             out.print(closest)

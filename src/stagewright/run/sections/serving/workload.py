@@ -6,7 +6,16 @@ from reprlib import repr as shown
 from typing import Annotated, Literal
 
 from stagewright.errors import UserError
-from stagewright.run.sections.declare import Count, Exactly, Number, Real, Share, Text, setting
+from stagewright.run.sections.declare import (
+    Count,
+    Exactly,
+    Number,
+    Real,
+    Share,
+    Switch,
+    Text,
+    setting,
+)
 
 Positive = Annotated[float, Real(gt=0, le=1e9)]
 Rate = Annotated[float, Exactly("float", gt=0, allow_inf_nan=True)]
@@ -169,6 +178,9 @@ class WorkloadSection:
     speed: Positive = setting(1.0, "A trace's requests come X times as fast.")
     seed: Number = setting(
         0, "Of what is drawn: the same seed gives the same bytes.", names=("random-seed",)
+    )
+    whole_run: Switch = setting(
+        False, "Measure the whole run: its begin and, after the last arrival, its end, too."
     )
     ttft: TtftLimit | None = setting(
         None, "TTFT limit: milliseconds, or a time such as 2s.", metavar="TIME"
