@@ -96,14 +96,7 @@ def describe_written(written: Mapping[str, Any], out: str, seconds: float) -> st
     counts = written["nodes"]  # of each class of ranks
     nodes = sum(row["files"] * row[kind.name.lower()] for row in counts for kind in TaskKind)
     ranks = sum(row["files"] for row in counts)
-    size = quantity(written["files"].size, "B")
-    left = written.get("missing")
-    if left:
-        mine = len(written["files"])
-        return (
-            f"{out}: {mine} ranks of this share are written, {size}, {seconds:.1f} s; {left} ranks "
-            "of other shares are missing, and the last of these ends it"
-        )
+    size = quantity(sum(file["bytes"] for file in written["files"].values()), "B")
     return (
         f"{out}: {ranks} of {written['world_size']} ranks, {nodes} nodes, {size}, {seconds:.1f} s"
     )

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from os import path
+from pathlib import Path
 from platform import node
 from typing import NamedTuple, Protocol
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
 from stagewright.trace.formats import planning_modules
-from stagewright.trace.manifest import WrittenRanks
-from stagewright.trace.storage import LocalFolder, Storage, WrittenFile, storage_at
+from stagewright.trace.manifest import WrittenFile
+from stagewright.trace.staging import write_file
 
 TASK = 16_000_000  # bytes that a thread writes before it takes the next share
 MEMORY = 256_000_000  # bytes of templates, with the threads' copies of them
-SHARE = 256_000_000  # bytes that a task on a cluster writes, at most
+RANGE = 256_000_000  # bytes that a task on a cluster writes, at most
 
 
 class Template(Protocol):
@@ -91,46 +91,54 @@ def most_at_once(share: Share) -> int:
     return max(2, MEMORY // max(1, share.template.memory))
 
 
-def write_share(storage: Storage, file: str, share: Share) -> WrittenRanks:
-    """Write the files of a share, one after the other."""
-    written: dict[int, WrittenFile] = {}
-    for rank in share.ranks.tolist():
-        with share.template.stamped(rank) as data:
-            written[rank] = storage.write(file.format(rank=rank), [data])
-    return WrittenRanks.of(written)
+@dataclass(frozen=True, slots=True)
+class ShareWriter:
+    """Writes the files of a share, one after the other."""
+
+    folder: Path
+    file: str  # as `Format.file`
+    shared: bool = False  # as in `write_file`
+
+    def __call__(self, share: Share) -> dict[int, WrittenFile]:
+        """The files by rank."""
+        written: dict[int, WrittenFile] = {}
+        for rank in share.ranks.tolist():
+            with share.template.stamped(rank) as data:
+                name = self.file.format(rank=rank)
+                written[rank] = write_file(self.folder, name, [data], shared=self.shared)
+        return written
 
 
-@dataclass(frozen=True)
-class RemoteWriter:
-    """Writes the files of ranks on another machine, straight to storage that all machines share.
+@dataclass(frozen=True, slots=True)
+class RangeWriter:
+    """Writes the files of a range of ranks on another machine, in a directory that all share.
 
     It encodes the templates anew: a program is smaller than they are.
     """
 
     program: Program
-    address: str  # of the storage
+    folder: Path
     format: str
     provenance: Mapping[str, str | int]
 
-    def __call__(self, ranks: Int) -> WrittenRanks:
-        """Write the files of some ranks."""
-        storage = storage_at(self.address)
-        if isinstance(storage, LocalFolder) and not path.isdir(self.address):
-            raise OSError(f"{node()} has no {self.address}: name a directory that all share")
-        form = FORMATS[self.format]
-        batches = form.plan(self.program, ranks, self.provenance)
-        return WrittenRanks.merge(
-            write_share(storage, form.file, Share(batch.template(), batch.ranks))
-            for batch in batches
-        )
+    def __call__(self, ranks: Int) -> dict[int, WrittenFile]:
+        """The files by rank."""
+        if not self.folder.is_dir():
+            raise OSError(f"{node()} has no {self.folder}: name a directory that all share")
+        format = FORMATS[self.format]
+        writer = ShareWriter(self.folder, format.file, shared=True)
+        written: dict[int, WrittenFile] = {}
+        for batch in format.plan(self.program, ranks, self.provenance):
+            written |= writer(Share(batch.template(), batch.ranks))
+        return written
 
 
-def remote_shares(batches: Sequence[Batch], cores: int) -> Iterator[Int]:
-    """The ranks of each task on a cluster: at most `SHARE` bytes, and several tasks per core."""
+def ranges(batches: Sequence[Batch], cores: int) -> Iterator[Int]:
+    """The ranks of each task on a cluster: at most `RANGE` bytes, and several tasks per core."""
     sizes = [batch.at_most or 1_000_000 for batch in batches]
     total = sum(size * len(batch.ranks) for size, batch in zip(sizes, batches, strict=True))
-    share = min(SHARE, total // (4 * max(1, cores)))
+    limit = min(RANGE, total // (4 * max(1, cores)))
     for size, batch in zip(sizes, batches, strict=True):
-        step = max(1, share // size)
+        step = max(1, limit // size)
         for at in range(0, len(batch.ranks), step):
             yield batch.ranks[at : at + step]

@@ -37,7 +37,6 @@ from stagewright.program.communicators import Users
 from stagewright.trace.formats import wire
 from stagewright.trace.formats.et_def import VALUES, CommType, NodeType
 from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, ByteTable, MessageRows, Pieces
-from stagewright.trace.storage import aligned
 
 FILE = "workload.{rank}.et"
 """What a rank's file is called."""
@@ -234,8 +233,7 @@ class ChakraTemplate:
         except IndexError:
             # A copy taken while another rank patches the source serves as well: every place that
             # differs is patched again.
-            buffer = aligned(self.memory)
-            buffer[:] = self._source
+            buffer = self._source.copy()
         nth = self._ranks.searchsorted(rank)
         try:
             for at, which, values in self._patches:
@@ -289,7 +287,7 @@ class ChakraBatch:
     def template(self) -> ChakraTemplate:
         """Encode what the ranks share; their own values are left zero."""
         # Pages that stay untouched are free; to ask for `size` first would be half the work again.
-        data = aligned(self.at_most)
+        data = np.empty(self.at_most, np.uint8)
         data[: len(self._header)] = np.frombuffer(self._header, np.uint8)
         done = len(self._header)
         at: list[Int] = []
