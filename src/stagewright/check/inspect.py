@@ -43,7 +43,7 @@ def group_sizes(path: Path, comm_group: Path | str | None = None) -> dict[int, i
 
 def nodes(path: Path | str, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
     """Nodes number `first` to `last` (from 0, both included) in the order of the file."""
-    every = TraceReader(Path(path), ()).nodes()
+    every = TraceReader(Path(path)).nodes()
     for node in islice(every, first, None if last is None else last + 1):
         type_ = TYPES[node.type] if 0 <= node.type < len(TYPES) else f"type {node.type}"
         entry: dict[str, Any] = {

@@ -58,7 +58,7 @@ def difference(program: Program, classes: Sequence[TraceClass]) -> str:
 
 def _provenance(path: Path) -> dict[str, str | int]:
     """What a trace says of where it comes from; the last word is the writer's own."""
-    reader = TraceReader(path, ())
+    reader = TraceReader(path)
     reader.close()
     found = {name: value for name, (_, value) in values(reader.metadata).items()}
     found.pop("pipeline_rank", None)

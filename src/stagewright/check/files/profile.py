@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.check.files.columns import STRING
 from stagewright.check.files.dependency_graph import DependencyGraph
-from stagewright.check.files.reader import NodeBlock, TraceReader
-from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, dense, group_id
+from stagewright.check.files.reader import STRING, NodeBlock, TraceReader
+from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, group_id
 from stagewright.trace.formats import et_def
 from stagewright.trace.formats.et_def import CommType
 
@@ -86,7 +85,7 @@ def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
     columns: list[tuple[Any, ...]] = []
     edges: list[tuple[Int, NDArray[np.uint64]]] = []
     for block in reader:
-        for key, totals in _totals(block, reader.parser.texts, group_sizes):
+        for key, totals in _totals(block, reader.texts, group_sizes):
             found.totals[key] = found.totals.get(key, Totals()).plus(totals)
         columns.append((block.id, block.type, block.duration, *_numbers(block)))
         for some in (block.data, block.ctrl):
@@ -110,7 +109,7 @@ def plain(value: Any) -> Any:
 def _totals(
     block: NodeBlock, texts: Sequence[str], group_sizes: Mapping[int, int]
 ) -> Iterable[tuple[Key, Totals]]:
-    columns = {name: dense(column, len(block)) for name, column in block.attributes.items()}
+    columns = block.attributes
 
     def text(*names: str) -> Int:
         found = np.full(len(block), -1)
@@ -158,7 +157,7 @@ def _sums(values: Int, begin: Int) -> list[int]:
 
 def _numbers(block: NodeBlock) -> list[Int]:
     """The numbers that define the work of the nodes; partners and names are left out."""
-    return [dense(block.attributes[name], len(block)).value for name in NUMBERS]
+    return [block.attributes[name].value for name in NUMBERS]
 
 
 def _add_graph(

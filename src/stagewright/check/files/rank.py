@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.columns import STRING, Words
 from stagewright.check.files.dependency_graph import DependencyGraph
 from stagewright.check.files.exchange import Events, Exchange, Spots, arranged, slots
 from stagewright.check.files.findings import Finding, Findings, Level
-from stagewright.check.files.reader import Damaged, NodeBlock, TraceReader
+from stagewright.check.files.reader import STRING, Damaged, NodeBlock, TraceReader
 from stagewright.check.files.rules import (
-    ATTRIBUTES,
     COLL,
     COMM,
     LOAD,
@@ -30,13 +28,12 @@ from stagewright.check.files.rules import (
     check_kernels,
     check_repeated,
     check_types,
-    dense,
     group_id,
     label,
 )
-from stagewright.trace.formats.et_def import MetadataMessage
+from stagewright.trace.formats.et_def import MetadataMessage, NodeType
+from stagewright.trace.formats.wire import Words
 
-COLUMNS = (*ATTRIBUTES, "involved_dim")
 MOST_NODES = 1 << 26  # of one file, at some 100 bytes of memory each
 
 
@@ -62,7 +59,7 @@ def check_trace(path: Path, rank: int | None = None) -> Checked:
         check.size = reader.size
         check.metadata(reader.metadata)
         for block in reader:
-            check.block(block, reader.parser.texts)
+            check.block(block, reader.texts)
             if check.count > MOST_NODES:
                 raise Damaged(f"{path}: more than {MOST_NODES} nodes")
         check.durations()
@@ -94,9 +91,9 @@ class _Moves(NamedTuple):
     size: Int
     tag: Int
     partner: Int
-    at: Int  # of the partner's value in the file; -1: unknown
+    at: Int  # byte of the file where the partner's value begins; -1: unknown
     end: Int
-    own_at: Int
+    own_at: Int  # likewise of the rank itself
     own_end: Int
 
 
@@ -130,19 +127,19 @@ class _Check:
             some = np.flatnonzero(which)
             if len(some):
                 if code not in self.findings:  # else only the number counts
-                    text = f"{label(block.node(int(some[0])))}: {text}"
+                    text = f"{label(block.nodes[int(some[0])])}: {text}"
                 self.findings.add(Finding(level, code, text, self.rank, len(some)))
 
         rows = NodeRows(
             block.type,
             block.duration,
             (np.diff(block.ctrl.ptr) == 0) & (np.diff(block.data.ptr) == 0),
-            {name: dense(block.attributes[name], len(block)) for name in COLUMNS},
+            block.attributes,
             report,
         )
         check_types(rows)
         for name, column in block.attributes.items():
-            if len(column.again):
+            if column.again.any():
                 check_repeated(rows, name, column)
         check_attributes(rows)
         group, named = _groups(rows, texts)
@@ -151,7 +148,7 @@ class _Check:
         self.timed |= bool(rows.duration.any())
         check_kernels(rows)
         self.comparable &= bool(good.all())
-        self.moves.append(_moves(rows, group, self.count))
+        self.moves.append(_moves(block, rows, group, self.count))
         ctrl, data = block.ctrl, block.data
         self.kept.append(
             _Kept(
@@ -254,23 +251,14 @@ def _groups(rows: NodeRows, texts: list[str]) -> tuple[Int, Bool]:
     return group, good
 
 
-def _moves(rows: NodeRows, group: Int, before: int) -> _Moves:
+def _moves(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _Moves:
     """Columns of the nodes that communicate; `before` is the number of nodes in earlier blocks."""
     which = np.flatnonzero(rows.communicates)
     type_ = rows.type[which]
-    is_send, is_recv, is_coll = (type_ == t for t in (SEND, RECV, COLL))
+    is_send, is_coll = type_ == SEND, type_ == COLL
 
     def value(name: str) -> Int:
         return rows.value(name)[which]
-
-    def place(part: str, send: str, recv: str, coll: str | None) -> Int:
-        found = np.full(len(which), -2)
-        for mine, name in ((is_send, send), (is_recv, recv), (is_coll, coll)):
-            if name is not None:
-                column = rows.columns[name]
-                mine = mine & column.present[which]
-                found[mine] = getattr(column, part)[which][mine]
-        return found
 
     kind = np.zeros(len(which), np.int64)
     for node_type, event_kind in COMM.items():
@@ -282,11 +270,20 @@ def _moves(rows: NodeRows, group: Int, before: int) -> _Moves:
         value("comm_size"),
         np.where(is_coll, -1, value("comm_tag")),
         np.where(is_coll, group[which], np.where(is_send, value("comm_dst"), value("comm_src"))),
-        place("at", "comm_dst", "comm_src", "pg_name"),
-        place("end", "comm_dst", "comm_src", "pg_name"),
-        place("at", "comm_src", "comm_dst", None),
-        place("end", "comm_src", "comm_dst", None),
+        *_places(block, which),
     )
+
+
+def _places(block: NodeBlock, which: Int) -> Int:
+    """Four columns of `_Moves`: where the values of the partner and of the own rank are."""
+    columns = np.full((4, len(which)), -2)
+    names = {SEND: ("comm_dst", "comm_src"), RECV: ("comm_src", "comm_dst"), COLL: ("pg_name",)}
+    for index, row in enumerate(which.tolist()):
+        places = block.value_places(row)
+        for nth, name in enumerate(names[NodeType(int(block.type[row]))]):
+            if block.attributes[name].present[row]:
+                columns[2 * nth : 2 * nth + 2, index] = places.get(name, (-1, -1))
+    return columns
 
 
 def _spots(moves: _Moves, slot: Int) -> Spots | None:

@@ -7,21 +7,20 @@ warning is what some reader, mostly ASTRA-sim, cannot run or runs otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.columns import BOOL, LARGEST, STRING, Words
 from stagewright.check.files.findings import Level
-from stagewright.check.files.reader import AttributeColumn
+from stagewright.check.files.reader import BOOL, LARGEST, STRING, AttributeColumn
 from stagewright.program.columns import TaskKind
 from stagewright.time.astra_sim import BYTES_PER_NS, FLOPS_PER_NS
 from stagewright.trace.formats import et_def
 from stagewright.trace.formats.et_def import CommType, NodeType
+from stagewright.trace.formats.wire import Words
 
 MOST_TAG = 500_000_000  # ASTRA-sim takes tags modulo this
 
@@ -74,36 +73,13 @@ def label(node: Any) -> str:
 
 
 @dataclass(slots=True)
-class Dense:
-    """An attribute of every node of a block; 0 where it is missing."""
-
-    present: Bool
-    kind: NDArray[np.uint8]
-    value: Int
-    at: Int  # -1 where it is missing
-    end: Int
-
-
-def dense(column: AttributeColumn, count: int) -> Dense:
-    """A column with a row for each of `count` nodes."""
-    at, end = np.full(count, -1), np.full(count, -1)
-    found = Dense(
-        np.zeros(count, bool), np.zeros(count, np.uint8), np.zeros(count, np.int64), at, end
-    )
-    found.present[column.row] = True
-    for name in ("kind", "value", "at", "end"):
-        getattr(found, name)[column.row] = getattr(column, name)
-    return found
-
-
-@dataclass(slots=True)
 class NodeRows:
     """Some nodes with their attributes, and `report`, to say what is wrong with some of them."""
 
     type: Int
     duration: Words
     first: Bool  # needs no other node
-    columns: dict[str, Dense]
+    columns: Mapping[str, AttributeColumn]
     report: Callable[[Level, str, Bool, str], None]
     cpu: Bool = field(init=False)
     communicates: Bool = field(init=False)
@@ -157,11 +133,10 @@ def check_types(of: NodeRows) -> None:
 
 def check_repeated(of: NodeRows, name: str, column: AttributeColumn) -> None:
     """An attribute comes once in a node: of two, readers take one or the other."""
-    twice, differs = np.zeros((2, len(of.type)), bool)
-    twice[column.again] = differs[column.differing] = True
+    equal = column.again & ~column.differing
     text = f"{name} comes twice, of which MLCommons' feeder takes the last and others the first"
-    of.report("error", "duplicate-attribute", differs, f"{text}: they differ")
-    of.report("warning", "repeated-attribute", twice & ~differs, f"{text}: they are equal")
+    of.report("error", "duplicate-attribute", column.differing, f"{text}: they differ")
+    of.report("warning", "repeated-attribute", equal, f"{text}: they are equal")
 
 
 def check_attributes(of: NodeRows) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -207,12 +208,10 @@ class TraceSource:
         return self._labels[row]
 
     def _label(self, row: int) -> str:
-        before = 0
-        for block in TraceReader(self.path, ()):
-            if row < before + len(block):
-                return label(block.node(row - before))
-            before += len(block)
-        raise Damaged(f"{self.path}: changed while it was read")
+        node = next(islice(TraceReader(self.path).nodes(), row, None), None)
+        if node is None:
+            raise Damaged(f"{self.path}: changed while it was read")
+        return label(node)
 
     def nodes(self) -> Nodes:
         """All nodes and their dependencies."""
@@ -221,7 +220,7 @@ class TraceSource:
         return self._nodes
 
     def _read(self) -> Nodes:
-        blocks = list(map(_bare, TraceReader(self.path, ("is_cpu_op",))))
+        blocks = list(map(_bare, TraceReader(self.path)))
         ids, types, cpu, child, needs = (np.concatenate(c) for c in zip(*blocks, strict=True))
         counts = np.array([len(block[0]) for block in blocks])
         shift = np.repeat(np.cumsum(counts) - counts, [len(block[3]) for block in blocks])
@@ -243,7 +242,5 @@ def _bare(
     child = np.concatenate(
         [np.repeat(rows, np.diff(some.ptr)) for some in (block.ctrl, block.data)]
     )
-    cpu = np.zeros(len(block), bool)
-    column = block.attributes["is_cpu_op"]
-    cpu[column.row] = column.value != 0
+    cpu = block.attributes["is_cpu_op"].value != 0
     return block.id, block.type, cpu, child, np.concatenate([block.ctrl.values, block.data.values])

@@ -35,8 +35,8 @@ SPILL = 15  # most bytes that a step writes past the end of its piece
 VARINT, LENGTH = 0, 2  # wire types
 
 _STEP = SPILL + 1
-CONTINUE = np.uint64(0x8080808080808080)  # the bit of each byte that says "more follows"
-SEVEN = np.uint64(0x7F7F7F7F7F7F7F7F)
+_CONTINUE = np.uint64(0x8080808080808080)  # the bit of each byte that says "more follows"
+_SEVEN = np.uint64(0x7F7F7F7F7F7F7F7F)
 # Each step moves up the upper half of every 56-, 28- and 14-bit field: in the end 7 bits a byte.
 _SPREAD = tuple(
     (np.uint64(low), np.uint64(high), np.uint64(shift))
@@ -105,11 +105,11 @@ def varints(values: Int) -> Varints:
     above = low >> np.uint64(8)
     for shift in (8, 16, 32):
         above |= above >> np.uint64(shift)
-    more = (above + SEVEN) & CONTINUE
+    more = (above + _SEVEN) & _CONTINUE
     rest = bits >> np.uint64(56)
     if not rest.any():
         return Varints(low | more, None, _count(more) + 1)
-    more[rest != 0] = CONTINUE
+    more[rest != 0] = _CONTINUE
     ten = rest >> np.uint64(7)
     high = rest & np.uint64(0x7F) | ten << np.uint64(7) | ten << np.uint64(8)
     return Varints(low | more, high, _count(more) + 1 + ten.astype(np.int64))
