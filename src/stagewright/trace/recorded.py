@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
@@ -25,18 +26,20 @@ def manifest(
     cluster: ClusterSection | None = None,
     execution: Execution | None = None,
 ) -> dict[str, Any]:
-    """What is written beside the traces: everything that the result depends on, to repeat the run.
+    """The manifest of traces: everything that the result depends on, to repeat the run.
 
     `stagewright generate --config manifest.json` does so, and `simulate --config manifest.json` on
     the machine and with the execution that were given. Nodes are not among these: dp fills them.
+    Joined steps of two serving instances follow from no single run; theirs names the decode run.
     """
     schedule = compiled.run.schedule or ""
+    joined = compiled.program.mesh.world_size != compiled.run.world_size
     loads = {"expert_load": compiled.load.lines} if compiled.load else {}
     modules = compiled.model.modules
     return {
         "stagewright": __version__,
         # A file may change or vanish; a schedule by name follows from the run.
-        "run": compiled.run.model_dump(mode="json") | loads,
+        "decode_run" if joined else "run": compiled.run.model_dump(mode="json") | loads,
         **_given(cluster=cluster, execution=execution),
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
         "model": model_json.to_json(compiled.model),
@@ -77,6 +80,8 @@ def load_experiment(
     a UserError that names the setting, and the file if it came from there.
     """
     values = {} if path is None else _settings(path)
+    if "stagewright" in values and not files.is_manifest(values):
+        raise UserError(f"{path}: is a manifest without a run; wanted one with a run")
     return Experiment.of(values, overrides, path, gpus_per_node=gpus_per_node)
 
 
