@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int
+from stagewright.arrays import Bool, Int
+from stagewright.trace.formats.wire import Words
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,6 +123,17 @@ class DependencyGraph:
             path.append(row)
             row = via[row]
         return np.array(path[::-1], np.int64)
+
+
+def graph_of_ids(ids: Words, child: Int, needed: Words) -> tuple[DependencyGraph, Bool]:
+    """The graph in which row `child[i]` needs the row of id `needed[i]`; ids are unique.
+
+    Also the mask of the pairs whose id exists; others are left out of the graph.
+    """
+    by_id = np.argsort(ids, kind="stable")
+    place = np.minimum(np.searchsorted(ids[by_id], needed), len(ids) - 1)
+    exists = ids[by_id[place]] == needed
+    return DependencyGraph(len(ids), child[exists], by_id[place[exists]]), exists
 
 
 def graph_of_lists(ptr: Sequence[Int], values: Sequence[Int]) -> DependencyGraph:

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.check.files.dependency_graph import DependencyGraph
+from stagewright.check.files.dependency_graph import graph_of_ids
 from stagewright.check.files.reader import STRING, NodeBlock, TraceReader
 from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, group_id
 from stagewright.trace.formats import et_def
 from stagewright.trace.formats.et_def import CommType
+from stagewright.trace.formats.wire import Words
 
 TYPES = tuple(name.removesuffix("_NODE").lower() for name in et_def.NodeType.__members__)
 NUMBERS = ("num_ops", "tensor_size", "comm_type", "comm_size")
@@ -83,21 +83,20 @@ def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
         **{name: plain(value) for name, (_, value) in et_def.values(reader.metadata).items()},
     }
     columns: list[tuple[Any, ...]] = []
-    edges: list[tuple[Int, NDArray[np.uint64]]] = []
+    edges: list[tuple[Int, Words]] = []
     for block in reader:
         for key, totals in _totals(block, reader.texts, group_sizes):
             found.totals[key] = found.totals.get(key, Totals()).plus(totals)
         columns.append((block.id, block.type, block.duration, *_numbers(block)))
-        for some in (block.data, block.ctrl):
-            child = np.repeat(np.arange(len(block)), np.diff(some.ptr)) + found.nodes
-            edges.append((child, some.values))
+        child, needed = block.dependencies()
+        edges.append((child + found.nodes, needed))
         found.nodes += len(block)
         found.data_deps += len(block.data.values)
         found.ctrl_deps += len(block.ctrl.values)
     if found.nodes:
         whole = [np.concatenate(column) for column in zip(*columns, strict=True)]
-        child, needs = (np.concatenate(column) for column in zip(*edges, strict=True))
-        _add_graph(found, whole, child, needs)
+        child, needed = (np.concatenate(column) for column in zip(*edges, strict=True))
+        _add_graph(found, whole, child, needed)
     return found
 
 
@@ -160,17 +159,13 @@ def _numbers(block: NodeBlock) -> list[Int]:
     return [block.attributes[name].value for name in NUMBERS]
 
 
-def _add_graph(
-    found: Profile, columns: Sequence[Any], child: Int, needs: NDArray[np.uint64]
-) -> None:
+def _add_graph(found: Profile, columns: Sequence[Any], child: Int, needed: Words) -> None:
     """The longest path and the structure, whatever the order of the nodes in the file."""
     ids, types = columns[0], columns[1]
     by_id = np.argsort(ids, kind="stable")
-    rank = np.empty(len(ids), np.int64)
-    rank[by_id] = np.arange(len(ids))
-    place = np.minimum(np.searchsorted(ids[by_id], needs), len(ids) - 1)
-    there = ids[by_id][place] == needs
-    graph = DependencyGraph(len(ids), rank[child[there]], place[there])
+    place = np.empty(len(ids), np.int64)
+    place[by_id] = np.arange(len(ids))
+    graph, _ = graph_of_ids(ids[by_id], place[child], needed)
     shape = hashlib.sha256(np.unique(np.stack([graph.child, graph.parent]), axis=1).tobytes())
     for column in columns[1:]:
         shape.update(column[by_id].tobytes())

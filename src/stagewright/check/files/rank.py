@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.dependency_graph import DependencyGraph
+from stagewright.check.files.dependency_graph import DependencyGraph, graph_of_ids
 from stagewright.check.files.exchange import Events, Exchange, Spots, arranged, slots
 from stagewright.check.files.findings import Finding, Findings, Level
 from stagewright.check.files.reader import STRING, Damaged, NodeBlock, TraceReader
@@ -200,25 +200,23 @@ class _Check:
         return exchange, _spots(moves, slot)
 
     def _graph(self, kept: _Kept) -> DependencyGraph | None:
-        by_id = np.argsort(kept.id, kind="stable")
-        known = kept.id[by_id]
-        twice = np.flatnonzero(known[1:] == known[:-1])
+        ids = np.sort(kept.id)
+        twice = np.flatnonzero(ids[1:] == ids[:-1])
         if len(twice):
-            text = f"two nodes have id {known[twice[0]]}"
+            text = f"two nodes have id {ids[twice[0]]}"
             self.findings.error("duplicate-id", text, len(twice))
             return None
         rows = np.arange(self.count)
         child = np.concatenate([np.repeat(rows, n) for n in (kept.ctrl_count, kept.data_count)])
         needs = np.concatenate([kept.ctrl, kept.data])
-        place = np.minimum(np.searchsorted(known, needs), self.count - 1)
-        there = known[place] == needs
-        if not there.all():
-            first = int(np.flatnonzero(~there)[0])
+        graph, exists = graph_of_ids(kept.id, child, needs)
+        if not exists.all():
+            first = int(np.flatnonzero(~exists)[0])
             name = "ctrl_deps" if first < len(kept.ctrl) else "data_deps"
             text = f"node {kept.id[child[first]]} needs node {needs[first]} ({name})"
             text += ", which does not exist"
-            self.findings.error("dangling", text, int((~there).sum()))
-        return DependencyGraph(self.count, child[there], by_id[place[there]])
+            self.findings.error("dangling", text, int((~exists).sum()))
+        return graph
 
     def _tell_circle(self, circle: list[int], kept: _Kept) -> None:
         some = circle if len(circle) <= 9 else circle[:8]

@@ -100,6 +100,12 @@ class NodeBlock:
     def __len__(self) -> int:
         return len(self.nodes)
 
+    def dependencies(self) -> tuple[Int, Words]:
+        """Row, and id of the node that it needs, of every dependency; `ctrl` first."""
+        rows = np.arange(len(self))
+        child = [np.repeat(rows, np.diff(lists.ptr)) for lists in (self.ctrl, self.data)]
+        return np.concatenate(child), np.concatenate([self.ctrl.values, self.data.values])
+
     def value_places(self, row: int) -> dict[str, tuple[int, int]]:
         """First byte, and byte behind, of varints and strings in a node's attributes, by name.
 

@@ -16,18 +16,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.dependency_graph import DependencyGraph
+from stagewright.check.files.dependency_graph import graph_of_ids
 from stagewright.check.files.findings import Finding
 from stagewright.check.files.rank import Checked, check_trace
-from stagewright.check.files.reader import Damaged, NodeBlock, TraceReader
+from stagewright.check.files.reader import Damaged, TraceReader
 from stagewright.check.files.rules import LOAD, STORE, group_id, label
 from stagewright.check.files.world import Nodes
 from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
-from stagewright.trace.formats.wire import Bytes
+from stagewright.trace.formats.wire import Bytes, Words
 
 MOST_BYTES = 1 << 28  # of a file that is held in memory to compare others with it
 MOST_CLASSES = 8  # of the files that one call compares
@@ -220,27 +219,15 @@ class TraceSource:
         return self._nodes
 
     def _read(self) -> Nodes:
-        blocks = list(map(_bare, TraceReader(self.path)))
-        ids, types, cpu, child, needs = (np.concatenate(c) for c in zip(*blocks, strict=True))
-        counts = np.array([len(block[0]) for block in blocks])
-        shift = np.repeat(np.cumsum(counts) - counts, [len(block[3]) for block in blocks])
-        by_id = np.argsort(ids, kind="stable")
-        at = np.minimum(np.searchsorted(ids[by_id], needs), len(ids) - 1)
-        there = ids[by_id][at] == needs
-        place = np.empty(len(ids), np.int64)
-        place[by_id] = np.arange(len(ids))
-        memory = ((types == LOAD) | (types == STORE)) & ~cpu
-        return Nodes(
-            DependencyGraph(len(ids), (child + shift)[there], by_id[at[there]]), place, memory
-        )
-
-
-def _bare(
-    block: NodeBlock,
-) -> tuple[NDArray[np.uint64], Int, Bool, Int, NDArray[np.uint64]]:
-    rows = np.arange(len(block))
-    child = np.concatenate(
-        [np.repeat(rows, np.diff(some.ptr)) for some in (block.ctrl, block.data)]
-    )
-    cpu = block.attributes["is_cpu_op"].value != 0
-    return block.id, block.type, cpu, child, np.concatenate([block.ctrl.values, block.data.values])
+        columns: list[tuple[Words, Bool, Int, Words]] = []
+        count = 0
+        for block in TraceReader(self.path):
+            on_cpu = block.attributes["is_cpu_op"].value != 0
+            memory = ((block.type == LOAD) | (block.type == STORE)) & ~on_cpu
+            child, needed = block.dependencies()
+            columns.append((block.id, memory, child + count, needed))
+            count += len(block)
+        ids, memory, child, needed = (np.concatenate(c) for c in zip(*columns, strict=True))
+        place = np.empty(count, np.int64)
+        place[np.argsort(ids, kind="stable")] = np.arange(count)
+        return Nodes(graph_of_ids(ids, child, needed)[0], place, memory)
