@@ -50,8 +50,8 @@ def _check(source: Bundle, program: Program, report: Report, findings: Findings)
         findings.error("unsound", str(error))
         return
     manifest = source.manifest
-    told = counts(program, np.arange(source.world_size))
-    if manifest.get("nodes") != told or manifest.get("world_size") != source.world_size:
+    nodes = counts(program, np.arange(source.world_size))
+    if manifest.get("nodes") != nodes or manifest.get("world_size") != source.world_size:
         findings.error("manifest", "the manifest tells of another program")
     if manifest.get("stagewright") != __version__ or "run" not in manifest:
         report.skipped.append("making the program again: of another version, or without its run")
@@ -68,7 +68,7 @@ def _check(source: Bundle, program: Program, report: Report, findings: Findings)
 
 
 def difference(one: Program, two: Program, *, but: str = "") -> str:
-    """Where two programs differ, in words; empty if they do not, or in one column only."""
+    """The first difference between programs, in words; column `but` is not compared."""
     for name in ("mesh", "communicators", "peers"):
         if getattr(one, name) != getattr(two, name):
             return name
@@ -88,7 +88,7 @@ def difference(one: Program, two: Program, *, but: str = "") -> str:
 
 
 def _same(one: object, two: object) -> bool:
-    """Whether two fields are equal."""
+    """True if two fields are equal."""
     if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
         return np.array_equal(one, two)  # pyright: ignore
     return one == two

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DiffSide:
-    """One of the two things compared, all its ranks together."""
+    """One of the two sides, with all of its ranks."""
 
     path: str
     ranks: int
@@ -77,7 +77,7 @@ class Pairs(NamedTuple):
 
 @dataclass(slots=True)
 class Difference:
-    """How two sides differ; empty if they do not."""
+    """Differences between two sides; empty if there is none."""
 
     one: DiffSide
     two: DiffSide
@@ -89,11 +89,11 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether there is no difference."""
+        """True if there is no difference."""
         return not (self.numbers or self.totals or self.notes)
 
     def to_json(self) -> dict[str, Any]:
-        """One object with everything; pairs are of the first and the second side."""
+        """The difference as one JSON object; pairs are of the first and the second side."""
         return {
             "same": self.same,
             "a": self.one.path,
@@ -172,7 +172,7 @@ def _side(path: Path) -> DiffSide:
 
 
 def _bundle(path: Path) -> DiffSide:
-    """One side from a bundle: one rank of each class is expanded, the rest is multiplied."""
+    """The side of a bundle: a rank of each class is expanded and counted for all of its ranks."""
     program = Bundle(path).program()
     with traces(path, [int(of.ranks[0]) for of in program.classes]) as files:
         sizes = group_sizes(files[0])

@@ -35,8 +35,9 @@ def group_sizes(path: Path, comm_group: Path | str | None = None) -> dict[int, i
     try:
         open_regular(found).close()
     except OSError as error:
-        told = "wanted a file of groups"
-        raise UserError(f"{found}: cannot be read: {error.strerror}; {told}") from None
+        raise UserError(
+            f"{found}: cannot be read: {error.strerror}; wanted a file of groups"
+        ) from None
     groups = read_groups(found, 1 << 31, Findings())
     return {group: len(ranks) for group, ranks in groups.items()}
 
@@ -89,8 +90,8 @@ def print_profile(found: Profile, console: Console) -> None:
     }
     print_table(Table("", columns, dict.fromkeys([*columns][3:], "count")), console)
     types = ", ".join(f"{count:,} {name}" for name, count in found.path_types.items())
-    told = f"{found.depth:,} nodes ({types})" if found.depth else "none: dependencies in a circle"
-    console.print(f"critical path: {told}")
+    path = f"{found.depth:,} nodes ({types})" if found.depth else "none: dependencies in a circle"
+    console.print(f"critical path: {path}")
 
 
 def print_nodes(found: Iterator[dict[str, Any]], console: Console) -> None:

@@ -69,7 +69,7 @@ def check_program(program: Program) -> dict[str, object]:
 
 
 def _rank_by_rank(world: World) -> bool:
-    """Run a small world with each rank as a part of its own."""
+    """Run a small world rank by rank."""
     if sum(len(p.ranks) * len(p.exchange.events.row) for p in world.parts) > SMALL:
         return False
     single = world.rank_by_rank()
@@ -121,8 +121,8 @@ def _check_columns(of: RankClass) -> None:
 
 def _fault(of: RankClass, text: str, rows: Int) -> None:
     if len(rows):
-        told = label(of.tasks, int(rows[0]))
-        raise Unsound(f"pipeline rank {of.pipeline_rank}: {told}: {text} ({len(rows)} such)")
+        task = label(of.tasks, int(rows[0]))
+        raise Unsound(f"pipeline rank {of.pipeline_rank}: {task}: {text} ({len(rows)} such)")
 
 
 def _part(program: Program, of: RankClass) -> WorldPart:
@@ -160,8 +160,8 @@ def _check_ids(program: Program) -> None:
     if len(program.communicators) < 2:
         return
     ids = np.stack([program.group_of(slot) for slot in range(len(program.communicators))])
-    alike = np.sort(np.where(ids > 0, ids % 500, -1 - np.arange(len(ids))[:, None]), axis=0)
-    if (alike[1:] == alike[:-1]).any():
+    residues = np.sort(np.where(ids > 0, ids % 500, -1 - np.arange(len(ids))[:, None]), axis=0)
+    if (residues[1:] == residues[:-1]).any():
         raise Unsound("two groups of a rank have the same id modulo 500")
 
 

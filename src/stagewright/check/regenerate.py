@@ -57,7 +57,7 @@ def difference(program: Program, classes: Sequence[TraceClass]) -> str:
 
 
 def _provenance(path: Path) -> dict[str, str | int]:
-    """What a trace says of where it comes from; the last word is the writer's own."""
+    """The origin in a trace's metadata, without the entry that the writer adds itself."""
     reader = TraceReader(path)
     reader.close()
     found = {name: value for name, (_, value) in values(reader.metadata).items()}
@@ -66,7 +66,7 @@ def _provenance(path: Path) -> dict[str, str | int]:
 
 
 def _wrong_partner(program: Program, traces: TraceClass) -> int | None:
-    """A rank whose partners differ from the program's, in a class whose first rank is right."""
+    """A rank with other partners than in the program; the first rank of the class is right."""
     if traces.first.exchange is None:
         return None
     rank = traces.ranks[0]

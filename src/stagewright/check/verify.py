@@ -1,9 +1,9 @@
 """Checks a directory of Chakra traces, whoever wrote them: each file, and all ranks together.
 
-Files are read once, in blocks, by several processes. In `check.files`, `rules` has what is checked
-of one file, `templates` keeps thousands of ranks of one program cheap, and `world` and `matching`
-check all ranks together. Where a manifest of ours lies beside the traces, the checksums must hold,
-too, and the files must be what this version makes of the manifest's run.
+Files are read once, by several processes. In `check.files`, `rules` has the rules of one file,
+`templates` keeps thousands of ranks of one program cheap, and `world` and `matching` check all
+ranks together. With a manifest of Stagewright's beside the traces, checksums must match, and the
+files must be what this version makes of the manifest's run.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ NAME = re.compile(r"(?P<prefix>.+)\.(?P<rank>0|[1-9][0-9]{0,8})\.et")
 
 
 class TraceFiles(NamedTuple):
-    """What lies in a directory."""
+    """The traces of a directory, and its manifest."""
 
     folder: Path
     traces: dict[int, Path]  # by rank, ascending
@@ -121,8 +121,10 @@ def find(path: Path) -> TraceFiles:
         try:
             open_regular(path).close()
         except OSError as error:
-            told = "wanted a directory of traces, a trace or a bundle"
-            raise UserError(f"{path}: cannot be read: {error.strerror}; {told}") from None
+            raise UserError(
+                f"{path}: cannot be read: {error.strerror}; wanted a directory of traces, a trace "
+                "or a bundle"
+            ) from None
     found: dict[str, dict[int, Path]] = {}
     try:
         for entry in folder.iterdir():
@@ -156,10 +158,10 @@ def read(files: TraceFiles, workers: int | None, *, digests: bool) -> list[Trace
     by_size = sorted(files.traces, key=lambda rank: (-sizes[rank], rank))
     tasks: list[ReadTask] = []
     for size, ranks in groupby(by_size, key=sizes.__getitem__):
-        alike = list(ranks)
+        equal_size = list(ranks)
         step = max(1, min(256, TASK_BYTES // max(1, size)))
-        for at in range(0, len(alike), step):
-            some = tuple((rank, files.traces[rank]) for rank in alike[at : at + step])
+        for at in range(0, len(equal_size), step):
+            some = tuple((rank, files.traces[rank]) for rank in equal_size[at : at + step])
             tasks.append(ReadTask(some, digests))
     processes = min(workers or cores(), len(tasks))
     found: list[TraceClass] = []
@@ -236,13 +238,13 @@ def _check_manifest(
         wanted = cast("dict[str, Any]", entry).get("sha256") if isinstance(entry, dict) else None
         if name in digests and digests[name] != wanted:
             wrong.append(name)
-    _tell(findings, "checksum", wrong, "is not as it was written: its checksum differs")
+    _report_files(findings, "checksum", wrong, "is not as it was written: its checksum differs")
     # Users may change the configuration files that a simulator reads.
     known = digests.keys() | {path.name for path in files.folder.iterdir() if path.suffix != ".et"}
     known |= {path.name for path in files.traces.values()}
-    _tell(findings, "missing-file", [n for n in entries if n not in known], "is missing")
+    _report_files(findings, "missing-file", [n for n in entries if n not in known], "is missing")
     extra = [path.name for path in files.traces.values() if path.name not in entries]
-    _tell(findings, "extra-file", extra, f"is not of this run: {MANIFEST} does not list it")
+    _report_files(findings, "extra-file", extra, f"is not of this run: {MANIFEST} does not list it")
     report.checks.append("checksums")
     if not wrong and digests.keys() >= {path.name for path in files.traces.values()}:
         _check_made(files, classes, findings, report)
@@ -256,7 +258,7 @@ def _digests(path: Path) -> dict[str, str]:
         return {}
 
 
-def _tell(findings: Findings, code: str, names: Sequence[str], text: str) -> None:
+def _report_files(findings: Findings, code: str, names: Sequence[str], text: str) -> None:
     if names:
         shown = names[0] if len(names[0]) < 100 else names[0][:97] + "..."
         findings.error(code, f"{shown!a} {text}", len(names))
@@ -338,7 +340,7 @@ def parts_of(classes: Sequence[TraceClass]) -> list[WorldPart]:
 
 
 def _names_groups(part: WorldPart) -> bool:
-    """Whether a trace has collectives on a group smaller than all ranks."""
+    """True if a trace has collectives on a group smaller than all ranks."""
     return bool((part.partner[:, part.exchange.slot_kind == TaskKind.COLLECTIVE] != ALL).any())
 
 
@@ -375,7 +377,7 @@ def _groups(
 
 
 def _check_order(world: World) -> None:
-    """Whether dependencies put the communication of each rank in order."""
+    """Report ranks in which dependencies leave the order of communication open."""
     unordered = [part for part in world.parts if part.exchange.breaks.pairs]
     if not unordered:
         return

@@ -31,7 +31,7 @@ def _check_file(
 
 
 def forced() -> bool:
-    """Whether the command that runs may replace what stands where it writes."""
+    """True if the command may replace existing outputs."""
     return bool(click.get_current_context().meta.get(_FORCED))
 
 

@@ -25,7 +25,7 @@ RANGE = 256_000_000  # bytes that a task on a cluster writes, at most
 
 
 class Template(Protocol):
-    """What the files of several ranks have in common."""
+    """The bytes that the files of several ranks share."""
 
     @property
     def memory(self) -> int:
@@ -38,7 +38,7 @@ class Template(Protocol):
 
 
 class Batch(Protocol):
-    """Ranks whose files share a template."""
+    """Ranks with files that share a template."""
 
     @property
     def ranks(self) -> Int:
@@ -71,7 +71,7 @@ FORMATS = {name: Format(of.FILE, of.plan) for name, of in planning_modules().ite
 
 
 class Share(NamedTuple):
-    """Some ranks of a batch, for one thread to write."""
+    """Ranks of a batch that one thread writes."""
 
     template: Template
     ranks: Int

@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
     events: Events
     slot_kind: NDArray[np.uint8]  # TaskKind
     partner: Int  # by slot: id of a group (0: all ranks), or a rank
-    loose: frozenset[int]  # slots of groups whose collectives can come in another order
+    loose: frozenset[int]  # slots of groups on which collectives can come in another order
     breaks: Breaks
 
 

@@ -1,4 +1,4 @@
-"""Findings of a check, in words: errors and warnings; findings of one kind become one."""
+"""Findings of a check: errors and warnings in words, merged by kind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Findings:
 
     @property
     def errors(self) -> bool:
-        """Whether any is an error."""
+        """True if any is an error."""
         return any(found.level == "error" for found in self)
 
     def error(self, code: str, message: str, nodes: int = 1) -> None:
@@ -47,7 +47,7 @@ class Findings:
         self.add(Finding("warning", code, message, self.rank, nodes))
 
     def add(self, found: Finding) -> None:
-        """Add a finding; of one kind the first is kept and the others are counted."""
+        """Add a finding; the first of a kind stays, the others are counted."""
         known = self._kinds.get(found.code)
         if known is not None:
             nodes, ranks = known.nodes + found.nodes, known.ranks + found.ranks

@@ -48,7 +48,7 @@ class Running:
         return None if nth is None else self.first_event + nth
 
     def end(self, row: int) -> list[int]:
-        """Complete a row; returns the rows whose last dependency this was."""
+        """Complete a row; returns the rows that it was the last dependency of."""
         self.done[row] = 1
         ready: list[int] = []
         for child in self.children[self.first[row] : self.first[row + 1]]:
@@ -116,7 +116,7 @@ class _DependencyRun:
         return self.why()
 
     def issue(self, event: int) -> None:
-        """Issue a communication, all of whose dependencies are complete."""
+        """Issue a communication; all of its dependencies are complete."""
         self.issued.add(event)
         meeting = int(self.match.barrier[event])
         kind = int(self.world.kind[event])
@@ -149,7 +149,7 @@ class _DependencyRun:
     # ---- why ------------------------------------------------------------------------------------
 
     def why(self) -> str | None:
-        """Who waits for whom, from one incomplete event until the cycle closes."""
+        """Explain who waits for whom, from one incomplete event until the cycle closes."""
         stuck = self.issued - self.ended
         if not stuck:
             return None
@@ -171,11 +171,11 @@ class _DependencyRun:
         return "; ".join([*circle, f"and so on in a circle of {len(circle)}"])
 
     def rank(self, event: int) -> int:
-        """A rank whose event it is."""
+        """The first rank of the event's part."""
         return int(self.world.parts[self.world.part(event)].ranks[0])
 
     def waits(self, rank: int, event: int) -> tuple[str, int, int | None]:
-        """What an issued event waits for: the sentence, the rank, and that rank's event if any."""
+        """The sentence on an issued event, the rank it waits for, and that rank's event if any."""
         world = self.world
         slot = int(world.slot[event])
         partner, label = world.partner(rank, slot), world.label(event)

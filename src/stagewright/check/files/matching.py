@@ -39,7 +39,7 @@ class _Members:
         return self.rank[mine], self.slot[mine]
 
     def differ(self, values: Int) -> Int:
-        """Indices of the groups whose members have different values."""
+        """Indices of the groups in which members have different values."""
         if not len(values):
             return np.zeros(0, np.int64)
         least, most = (f.reduceat(values, self.begin) for f in (np.minimum, np.maximum))
@@ -66,7 +66,7 @@ def _check_groups(world: World) -> tuple[Int, Int]:
                 "which of them meet is left to timing",
             )
         else:
-            _tell_difference(world, group, rank, slot, exact[slot])
+            _report_difference(world, group, rank, slot, exact[slot])
     return _barriers(world, members, loose)
 
 
@@ -76,10 +76,10 @@ def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -
     known = np.array(sorted(g for g in members.used.tolist() if g in groups), np.int64)
 
     def first(nth: int) -> str:
-        return f"{world.what(int(world.of_slot[int(slot[nth])][0]))} is on group {group[nth]}"
+        return f"{world.describe(int(world.of_slot[int(slot[nth])][0]))} is on group {group[nth]}"
 
     there = np.isin(group, known)
-    world.tell(
+    world.report(
         "no-group",
         np.flatnonzero(~there),
         lambda nth: f"rank {rank[nth]}: {first(nth)}, which the file of groups does not have",
@@ -89,13 +89,13 @@ def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -
     lists = [groups[g] for g in known.tolist()]
     place = np.repeat(np.arange(len(known)), [len(some) for some in lists])
     listed = np.unique(place * world.size + np.concatenate(lists))
-    world.tell(
+    world.report(
         "one-member",
         known[np.bincount(listed // world.size, minlength=len(known)) < 2],
         lambda one: f"group {one} has one member, at which a collective on it hangs",
     )
     using = np.searchsorted(known, group) * world.size + rank
-    world.tell(
+    world.report(
         "not-member",
         np.flatnonzero(there & ~np.isin(using, listed)),
         lambda nth: f"rank {rank[nth]}: {first(nth)}, which does not have this rank",
@@ -107,15 +107,15 @@ def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -
         ranks, slots = members.of(one)
         return (
             f"group {one}: rank {key % world.size} is a member but issues nothing on it, while "
-            f"rank {ranks[0]} waits in {world.what(int(world.of_slot[int(slots[0])][0]))}"
+            f"rank {ranks[0]} waits in {world.describe(int(world.of_slot[int(slots[0])][0]))}"
         )
 
-    world.tell("idle-member", idle[world.part_of[idle % world.size] >= 0], who_waits)
+    world.report("idle-member", idle[world.part_of[idle % world.size] >= 0], who_waits)
 
 
 def _sequences(world: World) -> tuple[Int, Int, Bool]:
     """Three columns by slot: a number for its sequence of collectives, a number for the same in any
-    order, and whether dependencies leave the order open (loose)."""
+    order, and the mask of slots whose order dependencies leave open (loose)."""
     exact, anyhow = np.zeros(len(world.of_slot), np.int64), np.zeros(len(world.of_slot), np.int64)
     known: dict[bytes, int] = {}
     for nth, events in enumerate(world.of_slot):
@@ -130,7 +130,8 @@ def _sequences(world: World) -> tuple[Int, Int, Bool]:
     return exact, anyhow, loose
 
 
-def _tell_difference(world: World, group: int, rank: Int, slot: Int, sequence: Int) -> None:
+def _report_difference(world: World, group: int, rank: Int, slot: Int, sequence: Int) -> None:
+    """Report the first collective in which a member differs from most members."""
     usual = np.bincount(sequence).argmax()
     who = [int(np.flatnonzero(mine)[0]) for mine in (sequence == usual, sequence != usual)]
     one, two = (world.of_slot[int(slot[nth])] for nth in who)
@@ -139,7 +140,7 @@ def _tell_difference(world: World, group: int, rank: Int, slot: Int, sequence: I
     unlike = np.flatnonzero(np.any([c[one[:both]] != c[two[:both]] for c in columns], axis=0))
     at = int(unlike[0]) if len(unlike) else both
     texts = [
-        f"{world.what(int(events[at]))} on rank {rank[nth]}"
+        f"{world.describe(int(events[at]))} on rank {rank[nth]}"
         if at < len(events)
         else f"missing on rank {rank[nth]}, which issues only {len(events)}"
         for nth, events in zip(who, (one, two), strict=True)
@@ -191,8 +192,8 @@ def _check_messages(world: World) -> tuple[Int, Int]:
     (sent, send_slot), (received, recv_slot) = (
         _ends(world, k) for k in (TaskKind.SEND, TaskKind.RECV)
     )
-    _tell_lonely(world, sent, send_slot, received, TaskKind.SEND)
-    _tell_lonely(world, received, recv_slot, sent, TaskKind.RECV)
+    _report_unanswered(world, sent, send_slot, received, TaskKind.SEND)
+    _report_unanswered(world, received, recv_slot, sent, TaskKind.RECV)
     both = np.intersect1d(sent, received)
     faces = np.stack(
         [send_slot[np.searchsorted(sent, both)], recv_slot[np.searchsorted(received, both)]]
@@ -206,11 +207,11 @@ def _ends(world: World, kind: TaskKind) -> tuple[Int, Int]:
     rank, partner, slot = world.pairs(kind)
 
     def text(nth: int) -> str:
-        what = world.what(int(world.of_slot[int(slot[nth])][0]))
+        what = world.describe(int(world.of_slot[int(slot[nth])][0]))
         return f"rank {rank[nth]}: {what}: there is no rank {partner[nth]}, of {world.size} ranks"
 
     inside = partner < world.size
-    world.tell("no-rank", np.flatnonzero(~inside), text)
+    world.report("no-rank", np.flatnonzero(~inside), text)
     inside[inside] = world.part_of[partner[inside]] >= 0
     rank, partner, slot = rank[inside], partner[inside], slot[inside]
     ends = (rank, partner) if kind is TaskKind.SEND else (partner, rank)
@@ -219,18 +220,19 @@ def _ends(world: World, kind: TaskKind) -> tuple[Int, Int]:
     return key[order], slot[order]
 
 
-def _tell_lonely(world: World, keys: Int, slot: Int, others: Int, kind: TaskKind) -> None:
+def _report_unanswered(world: World, keys: Int, slot: Int, others: Int, kind: TaskKind) -> None:
+    """Report pairs of ranks that only send, or only receive; `keys`, `others` as in `_ends`."""
     sends = kind is TaskKind.SEND
 
     def text(nth: int) -> str:
         source, target = divmod(int(keys[nth]), world.size)
         rank, other = (source, target) if sends else (target, source)
-        what = world.what(int(world.of_slot[int(slot[nth])][0]))
+        what = world.describe(int(world.of_slot[int(slot[nth])][0]))
         back = "receives nothing from it" if sends else "sends it nothing"
         return f"rank {rank}: {what} {'to' if sends else 'from'} rank {other}, which {back}"
 
-    lonely = np.flatnonzero(~np.isin(keys, others))
-    world.tell("lost-send" if sends else "no-send", lonely, text)
+    unanswered = np.flatnonzero(~np.isin(keys, others))
+    world.report("lost-send" if sends else "no-send", unanswered, text)
 
 
 def _check_channels(world: World, channels: Int, example: Int) -> tuple[Int, Int]:
@@ -243,7 +245,7 @@ def _check_channels(world: World, channels: Int, example: Int) -> tuple[Int, Int
         if not np.array_equal(sent[1:, sent[0] == nth], received[1:, received[0] == nth]):
             source, target = divmod(int(example[nth]), world.size)
             sends, recvs = world.of_slot[int(slots[0])], world.of_slot[int(slots[1])]
-            _tell_unmatched(world, source, target, sends, recvs)
+            _report_unmatched(world, source, target, sends, recvs)
     waiting: dict[tuple[int, ...], list[int]] = {}
     for event, key in zip(recv.tolist()[::-1], received.T.tolist()[::-1], strict=True):
         waiting.setdefault(tuple(key), []).append(event)
@@ -266,7 +268,9 @@ def _table(world: World, slots: Int) -> tuple[Int, Int]:
     return events, np.stack([nth[order], world.tag[events], world.bytes[events]])
 
 
-def _tell_unmatched(world: World, source: int, target: int, sends: Int, recvs: Int) -> None:
+def _report_unmatched(world: World, source: int, target: int, sends: Int, recvs: Int) -> None:
+    """Report sends and receives between two ranks that differ in tag or size."""
+
     def keys(events: Int) -> list[tuple[int, int]]:
         return list(zip(world.tag[events].tolist(), world.bytes[events].tolist(), strict=True))
 
@@ -274,13 +278,15 @@ def _tell_unmatched(world: World, source: int, target: int, sends: Int, recvs: I
     lost, missing = sent - received, received - sent
     idle = [int(e) for e, key in zip(sends, keys(sends), strict=True) if lost[key]]
     if not missing:
-        text = f"rank {source}: {world.what(idle[0])} to rank {target}, which receives no such one"
+        text = (
+            f"rank {source}: {world.describe(idle[0])} to rank {target}, which receives no such one"
+        )
         world.findings.error("lost-send", text, lost.total())
         return
     event = next(int(e) for e, key in zip(recvs, keys(recvs), strict=True) if missing[key])
-    text = f"rank {target}: {world.what(event)} from rank {source}, which sends no such message"
+    text = f"rank {target}: {world.describe(event)} from rank {source}, which sends no such message"
     near = [e for e in idle if world.tag[e] == world.tag[event]]
     near += [e for e in idle if world.bytes[e] == world.bytes[event]]
     if near:
-        text += f", but a {world.what(near[0])}"
+        text += f", but a {world.describe(near[0])}"
     world.findings.error("no-send", text, missing.total())

@@ -59,7 +59,7 @@ class Profile:
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def to_json(self) -> dict[str, Any]:
-        """One object with everything."""
+        """The profile as one JSON object."""
         return {
             "file": self.path,
             "bytes": self.bytes,

@@ -70,8 +70,8 @@ def check_trace(path: Path, rank: int | None = None) -> Checked:
     return Checked(path, rank, check.size, check.count, findings, *(found or (None, None)))
 
 
-class _Kept(NamedTuple):
-    """Columns of all nodes; dependencies are a count per node, and the ids behind each other."""
+class _Nodes(NamedTuple):
+    """Columns of all nodes; dependencies are a count per node, and all needed ids in a row."""
 
     id: Words
     type: NDArray[np.int16]
@@ -82,8 +82,8 @@ class _Kept(NamedTuple):
     data: Words
 
 
-class _Moves(NamedTuple):
-    """Columns of collectives, sends and receives; -2 where an attribute is missing."""
+class _Communication(NamedTuple):
+    """Columns of collectives, sends and receives; places are -2 where an attribute is missing."""
 
     row: Int
     kind: Int
@@ -99,6 +99,8 @@ class _Moves(NamedTuple):
 
 @dataclass(slots=True)
 class _Check:
+    """The check of one file: its findings, and the columns of the blocks read so far."""
+
     path: Path
     rank: int | None
     size: int = 0
@@ -106,8 +108,8 @@ class _Check:
     timed: bool = False
     comparable: bool = True
     findings: Findings = field(init=False)
-    kept: list[_Kept] = field(default_factory=list[_Kept])
-    moves: list[_Moves] = field(default_factory=list[_Moves])
+    nodes: list[_Nodes] = field(default_factory=list[_Nodes])  # of each block
+    communication: list[_Communication] = field(default_factory=list[_Communication])
 
     def __post_init__(self) -> None:
         self.findings = Findings(self.rank)
@@ -148,10 +150,10 @@ class _Check:
         self.timed |= bool(rows.duration.any())
         check_kernels(rows)
         self.comparable &= bool(good.all())
-        self.moves.append(_moves(block, rows, group, self.count))
+        self.communication.append(_communication(block, rows, group, self.count))
         ctrl, data = block.ctrl, block.data
-        self.kept.append(
-            _Kept(
+        self.nodes.append(
+            _Nodes(
                 block.id,
                 np.clip(rows.type, -1, 100).astype(np.int16),
                 rows.cpu,
@@ -180,61 +182,61 @@ class _Check:
         if not self.count:
             self.findings.error("no-nodes", "there are no nodes, at which ASTRA-sim aborts")
             return None
-        kept = _Kept(*map(np.concatenate, zip(*self.kept, strict=True)))
-        self.kept.clear()
-        graph = self._graph(kept)
+        nodes = _Nodes(*map(np.concatenate, zip(*self.nodes, strict=True)))
+        self.nodes.clear()
+        graph = self._graph(nodes)
         if graph is None:
             return None
-        order = graph.order(kept.id)
+        order = graph.order(nodes.id)
         if len(order) < self.count:
-            self._tell_circle(graph.cycle(order), kept)
+            self._report_cycle(graph.cycle(order), nodes)
             return None
         if not self.comparable:
             return None
-        moves = _Moves(*map(np.concatenate, zip(*self.moves, strict=True)))
-        turns = np.isin(kept.type, (COLL, SEND, LOAD, STORE)) & ~kept.cpu
-        kind, partner, slot = slots(moves.kind, moves.partner)
-        events = Events(*moves[:5], slot)
+        columns = _Communication(*map(np.concatenate, zip(*self.communication, strict=True)))
+        turns = np.isin(nodes.type, (COLL, SEND, LOAD, STORE)) & ~nodes.cpu
+        kind, partner, slot = slots(columns.kind, columns.partner)
+        events = Events(*columns[:5], slot)
         events, loose, breaks = arranged(graph, order, events, np.flatnonzero(turns))
         exchange = Exchange(events, kind.astype(np.uint8), partner, loose, breaks)
-        return exchange, _spots(moves, slot)
+        return exchange, _spots(columns, slot)
 
-    def _graph(self, kept: _Kept) -> DependencyGraph | None:
-        ids = np.sort(kept.id)
+    def _graph(self, nodes: _Nodes) -> DependencyGraph | None:
+        ids = np.sort(nodes.id)
         twice = np.flatnonzero(ids[1:] == ids[:-1])
         if len(twice):
             text = f"two nodes have id {ids[twice[0]]}"
             self.findings.error("duplicate-id", text, len(twice))
             return None
         rows = np.arange(self.count)
-        child = np.concatenate([np.repeat(rows, n) for n in (kept.ctrl_count, kept.data_count)])
-        needs = np.concatenate([kept.ctrl, kept.data])
-        graph, exists = graph_of_ids(kept.id, child, needs)
+        child = np.concatenate([np.repeat(rows, n) for n in (nodes.ctrl_count, nodes.data_count)])
+        needs = np.concatenate([nodes.ctrl, nodes.data])
+        graph, exists = graph_of_ids(nodes.id, child, needs)
         if not exists.all():
             first = int(np.flatnonzero(~exists)[0])
-            name = "ctrl_deps" if first < len(kept.ctrl) else "data_deps"
-            text = f"node {kept.id[child[first]]} needs node {needs[first]} ({name})"
+            name = "ctrl_deps" if first < len(nodes.ctrl) else "data_deps"
+            text = f"node {nodes.id[child[first]]} needs node {needs[first]} ({name})"
             text += ", which does not exist"
             self.findings.error("dangling", text, int((~exists).sum()))
         return graph
 
-    def _tell_circle(self, circle: list[int], kept: _Kept) -> None:
+    def _report_cycle(self, circle: list[int], nodes: _Nodes) -> None:
         some = circle if len(circle) <= 9 else circle[:8]
-        words = [f"node {kept.id[row]}" for row in some]
+        words = [f"node {nodes.id[row]}" for row in some]
         if len(circle) > len(some):
             words.append(f"{len(circle) - len(some)} more")
-        shown = " needs ".join([*words, f"node {kept.id[circle[0]]}"])
-        child = np.repeat(np.arange(self.count), kept.data_count)
+        shown = " needs ".join([*words, f"node {nodes.id[circle[0]]}"])
+        child = np.repeat(np.arange(self.count), nodes.data_count)
         both = set(zip(circle, [*circle[1:], circle[0]], strict=True))
         inside = np.isin(child, circle)
-        data = set(zip(child[inside].tolist(), kept.data[inside].tolist(), strict=True))
-        by_data = all((one, int(kept.id[two])) in data for one, two in both)
+        data = set(zip(child[inside].tolist(), nodes.data[inside].tolist(), strict=True))
+        by_data = all((one, int(nodes.id[two])) in data for one, two in both)
         why = "" if by_data else "; not by data_deps alone, all that MLCommons' feeder knows"
         self.findings.error("cycle", f"dependencies in a circle, which never runs: {shown}{why}")
 
 
 def _groups(rows: NodeRows, texts: list[str]) -> tuple[Int, Bool]:
-    """The group of each node, 0 for all ranks, and whether its name is one."""
+    """The group of each node, 0 for all ranks, and the mask of nodes without a wrong name."""
     name = rows.columns["pg_name"]
     named = rows.communicates & (rows.type == COLL) & (name.kind == STRING)
     group, good = np.zeros(len(rows.type), np.int64), np.ones(len(rows.type), bool)
@@ -249,8 +251,8 @@ def _groups(rows: NodeRows, texts: list[str]) -> tuple[Int, Bool]:
     return group, good
 
 
-def _moves(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _Moves:
-    """Columns of the nodes that communicate; `before` is the number of nodes in earlier blocks."""
+def _communication(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _Communication:
+    """Columns of the nodes that communicate; `before`: number of nodes in earlier blocks."""
     which = np.flatnonzero(rows.communicates)
     type_ = rows.type[which]
     is_send, is_coll = type_ == SEND, type_ == COLL
@@ -261,7 +263,7 @@ def _moves(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _Moves:
     kind = np.zeros(len(which), np.int64)
     for node_type, event_kind in COMM.items():
         kind[type_ == node_type] = event_kind
-    return _Moves(
+    return _Communication(
         which + before,
         kind,
         np.where(is_coll, value("comm_type"), -1),
@@ -273,7 +275,7 @@ def _moves(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _Moves:
 
 
 def _places(block: NodeBlock, which: Int) -> Int:
-    """Four columns of `_Moves`: where the values of the partner and of the own rank are."""
+    """Four columns of `_Communication`: places of the partner's and the own rank's value."""
     columns = np.full((4, len(which)), -2)
     names = {SEND: ("comm_dst", "comm_src"), RECV: ("comm_src", "comm_dst"), COLL: ("pg_name",)}
     for index, row in enumerate(which.tolist()):
@@ -284,13 +286,13 @@ def _places(block: NodeBlock, which: Int) -> Int:
     return columns
 
 
-def _spots(moves: _Moves, slot: Int) -> Spots | None:
-    """The bytes that name partners and the rank itself; None if they are not known."""
-    if (moves.at == -1).any() or (moves.own_at == -1).any():
+def _spots(columns: _Communication, slot: Int) -> Spots | None:
+    """Bytes of the file that name partners and the rank itself; None if unknown."""
+    if (columns.at == -1).any() or (columns.own_at == -1).any():
         return None
-    given, own = moves.at != -2, moves.own_at != -2
+    given, own = columns.at != -2, columns.own_at != -2
     return Spots(
-        np.concatenate([moves.at[given], moves.own_at[own]]),
-        np.concatenate([moves.end[given], moves.own_end[own]]),
+        np.concatenate([columns.at[given], columns.own_at[own]]),
+        np.concatenate([columns.end[given], columns.own_end[own]]),
         np.concatenate([slot[given], np.full(int(own.sum()), -1)]),
     )

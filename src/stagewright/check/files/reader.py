@@ -63,7 +63,7 @@ class Damaged(UserError):
 
 @dataclass(slots=True)
 class AttributeColumn:
-    """One attribute of every node of a block; zeros where a node lacks it.
+    """An attribute of every node of a block; zeros where a node lacks it.
 
     Of one that comes twice in a node the last counts, as in MLCommons' feeder (et_feeder_node.cpp).
     """
@@ -89,7 +89,7 @@ class NodeBlock:
     """Consecutive nodes of a file, by column."""
 
     nodes: list[et_def.NodeMessage]
-    messages: list[tuple[int, bytes]]  # the byte of the file behind each message, and the message
+    messages: list[tuple[int, bytes]]  # each with its end in the file
     id: Words
     type: Int
     duration: Words  # microseconds
@@ -107,7 +107,7 @@ class NodeBlock:
         return np.concatenate(child), np.concatenate([self.ctrl.values, self.data.values])
 
     def value_places(self, row: int) -> dict[str, tuple[int, int]]:
-        """First byte, and byte behind, of varints and strings in a node's attributes, by name.
+        """Begin and end in the file of varints and strings in a node's attributes, by name.
 
         Empty where a message is not what the official runtime would write: that one puts attributes
         last in a node, and values last in an attribute.
@@ -174,7 +174,7 @@ class TraceReader:
             raise self._damaged(begin, f"no valid GlobalMetadata: {error}") from None
 
     def _chunks(self) -> Iterator[list[tuple[int, bytes]]]:
-        """Messages of nodes, each with the byte behind it; after those before damage, `Damaged`."""
+        """Messages of nodes, each with its end in the file; `Damaged` follows those before it."""
         damage = None
         more = True
         while more:
@@ -199,7 +199,7 @@ class TraceReader:
             raise damage
 
     def _message(self) -> bytes | None:
-        """The next message of the file, which is behind its length; None at the end of the file."""
+        """The next message, which follows its length; None at the end of the file."""
         begin = self._place
         length = shift = 0
         while True:

@@ -74,11 +74,11 @@ def label(node: Any) -> str:
 
 @dataclass(slots=True)
 class NodeRows:
-    """Some nodes with their attributes, and `report`, to say what is wrong with some of them."""
+    """Nodes with their attributes; `report` takes level, code, mask of nodes and text."""
 
     type: Int
     duration: Words
-    first: Bool  # needs no other node
+    first: Bool  # without dependencies
     columns: Mapping[str, AttributeColumn]
     report: Callable[[Level, str, Bool, str], None]
     cpu: Bool = field(init=False)
@@ -90,7 +90,7 @@ class NodeRows:
         self.communicates = self.is_a(*COMM) & ~self.cpu
 
     def is_a(self, *types: int) -> Bool:
-        """Which are of these types."""
+        """Mask of the nodes of these types."""
         return np.isin(self.type, types)
 
     def value(self, name: str) -> Int:
@@ -177,7 +177,7 @@ def kind_name(kind: int) -> str:
 
 
 def check_exchanges(of: NodeRows, rank: int | None) -> Bool:
-    """Collectives, sends and receives are valid; returns which can be matched with other ranks."""
+    """Collectives, sends and receives are valid; returns the mask of nodes that are."""
     good = np.ones(len(of.type), bool)
     for name, types in NEEDED.items():
         good &= ~(of.communicates & of.is_a(*types) & ~INTEGER[of.columns[name].kind])

@@ -57,11 +57,11 @@ class WorldPart:
 
 
 class Match(NamedTuple):
-    """Which events match; events are numbered through all parts."""
+    """Events that meet; events are numbered through all parts."""
 
     send: Int  # sends and their receives, pairwise
     recv: Int
-    barrier: Int  # per event: collectives of one number match; -1: of its own part only
+    barrier: Int  # per event: collectives of one number match; -1: within its part
     arrivals: Int  # events that must arrive at each such barrier
 
 
@@ -104,7 +104,7 @@ class World:
             self.row_of[part.ranks] = np.arange(len(part.ranks))
 
     def rank_by_rank(self) -> World:
-        """The same world with each rank a part of its own, and no findings."""
+        """The same world with a part per rank, and no findings."""
         parts = [
             WorldPart(part.ranks[[nth]], part.exchange, part.partner[[nth]], part.source)
             for part in self.parts
@@ -114,11 +114,11 @@ class World:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank has a trace."""
+        """True if every rank has a trace."""
         return bool((self.part_of >= 0).all())
 
     def part(self, event: int) -> int:
-        """The part whose event it is."""
+        """The part of an event."""
         return int(np.searchsorted(self.first, event, "right")) - 1
 
     def row(self, event: int) -> int:
@@ -155,13 +155,13 @@ class World:
             return CommType(int(self.op[event])).name.lower()
         return "send" if self.kind[event] == TaskKind.SEND else "recv"
 
-    def what(self, event: int) -> str:
+    def describe(self, event: int) -> str:
         """An event in words, without its partner."""
         tag = f"tag {self.tag[event]}, " if self.kind[event] != TaskKind.COLLECTIVE else ""
         return f"{self.word(event)} of {self.bytes[event]} bytes ({tag}{self.label(event)})"
 
-    def tell(self, code: str, which: Int, text: Callable[[int], str]) -> None:
-        """Note errors of one kind, the first of them in words."""
+    def report(self, code: str, which: Int, text: Callable[[int], str]) -> None:
+        """Report errors of one kind: the first in words, and their number."""
         if len(which):
             self.findings.error(code, text(int(which[0])), len(which))
 
@@ -175,9 +175,9 @@ def _all(pieces: Sequence[Int]) -> Int:
 
 
 def _one_slot_per_partner(part: WorldPart) -> Iterator[WorldPart]:
-    """The same ranks as parts with one slot per partner.
+    """Split a part so that each has one slot per partner.
 
-    A rank that has one partner on two slots becomes a part of its own, with merged slots.
+    A rank that has one partner on two slots becomes a separate part, with merged slots.
     """
     old = part.exchange
     kind = old.slot_kind.astype(np.int64)
@@ -199,9 +199,9 @@ def _one_slot_per_partner(part: WorldPart) -> Iterator[WorldPart]:
 
 
 def runs_in_order(world: World, match: Match) -> bool:
-    """Whether all parts complete when each runs its events one after the other."""
+    """True if all parts complete when each runs its events one after the other."""
     part = np.searchsorted(world.first, np.arange(len(world.slot)), "right") - 1
-    # A message that a part sends itself and then receives blocks nobody.
+    # A message that a part sends itself and then receives blocks no rank.
     across = (part[match.send] != part[match.recv]) | (match.send > match.recv)
     send, recv = match.send[across], match.recv[across]
     by_recv = np.argsort(recv, kind="stable")

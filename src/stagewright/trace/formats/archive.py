@@ -1,5 +1,7 @@
-"""The file of a bundle, as it is read: what an archive promises is believed in proportion to its
-size, so that a small file cannot ask for all the memory and time of a machine.
+"""The archive of a bundle, as it is read.
+
+Sizes in an archive are believed in proportion to its own, so that a small file cannot ask for all
+the memory and time of a machine.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ FREE = 1 << 18  # bytes of contents.json, and numbers in a column, of even the s
 
 
 class Damage(Exception):
-    """What is wrong with an archive."""
+    """An archive that is not as it was written."""
 
 
 def is_bundle(path: Path | str) -> bool:
-    """Whether a file is a bundle, going by its first bytes."""
+    """True if a file begins as a bundle does."""
     try:
         with open_regular(path) as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -52,7 +54,7 @@ def is_bundle(path: Path | str) -> bool:
 
 
 class SealedArchive:
-    """An archive whose checksum is right, held in memory."""
+    """An archive with a right checksum, in memory."""
 
     def __init__(self, path: Path) -> None:
         """Read a file; `Damage` where it is not whole, UserError where it is no archive."""
@@ -113,8 +115,8 @@ _UNREADABLE = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, KeyError, ValueError, EOFError, struct.error,
     RuntimeError, OSError, OverflowError,
 )  # fmt: skip
-"""What Python's reader of archives raises for archives that are damaged, encrypted or of a kind
-that it does not know."""
+"""Exceptions of Python's reader of archives for those that are damaged, encrypted or of an unknown
+kind."""
 
 
 def _sealed(path: Path) -> bytes:

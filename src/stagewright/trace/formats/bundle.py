@@ -179,7 +179,7 @@ def _parts(of: RankClass) -> tuple[tuple[str, Tasks], tuple[str, Values]]:
 
 
 def _columns(of: Tasks | Values) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The columns that are there; not the tables."""
+    """Columns that are not None; not the tables."""
     for field in fields(of):
         column = getattr(of, field.name)
         if isinstance(column, np.ndarray):
@@ -202,7 +202,7 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
 
 
 def _stored(of: RankClass) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The columns of a class as they are stored: what grows by rank or row, as its steps."""
+    """Columns of a class as they are stored: those that grow by rank or row, as differences."""
     yield "ranks", np.diff(of.ranks, prepend=0)
     for name, column in _columns(of.tasks):
         if name in COUNTS:
@@ -221,7 +221,7 @@ def _owners(pointer: Int) -> Int:
 
 
 def _small(column: NDArray[Any]) -> NDArray[Any]:
-    """The same numbers in the narrowest type that holds them."""
+    """A column in the narrowest type that holds its numbers."""
     if not len(column):
         return column.astype(np.uint8)
     least, most = int(column.min()), int(column.max())
@@ -233,7 +233,7 @@ def _small(column: NDArray[Any]) -> NDArray[Any]:
 
 
 class Bundle:
-    """A bundle that is read: its manifest at once, the columns of rank classes when asked for.
+    """A bundle: its manifest is read at once, columns of rank classes when they are asked for.
 
     >>> import stagewright as sw, tempfile
     >>> compiled = sw.compile(sw.Run(model="gpt2", pp=2, layers=2, seq_length=8))
@@ -256,7 +256,7 @@ class Bundle:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What `manifest.json` has beside per-rank files, without the list of files."""
+        """The manifest, as in `manifest.json` beside files of ranks, without the list of files."""
         return dict(self.contents.manifest)
 
     @property
@@ -280,7 +280,7 @@ class Bundle:
 
     @property
     def users(self) -> list[Users]:
-        """The ranks of each class, and what they communicate on."""
+        """The ranks of each class, and the communicators that they use."""
         found = zip(self.ranks, self.contents.classes, strict=True)
         return [Users(ranks, of.communicators) for ranks, of in found]
 
@@ -430,7 +430,7 @@ class Bundle:
         return {name: self._column(nth, f"{part}/{name}", of.length(part, name)) for name in types}
 
     def _typed(self, nth: int, part: str, columns: Columns) -> Columns:
-        """The same columns in their types."""
+        """Columns in the types that `contents.json` names."""
         found: Columns = {}
         for name, dtype in getattr(self.contents.columns, part).items():
             found[name] = columns[name].astype(dtype)
@@ -439,7 +439,7 @@ class Bundle:
         return found
 
     def _check(self, nth: int, name: str, column: NDArray[Any], least: int, end: int) -> None:
-        """Numbers that point at something do; the rest is `program_check`'s."""
+        """Raise where an index is out of range; other rules are `check_program`'s."""
         if ((column < least) | (column >= end)).any():
             raise self._damaged(f"class {nth}: {name} out of range")
 

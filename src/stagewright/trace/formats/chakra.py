@@ -9,7 +9,7 @@ one type per attribute and takes any other for 0, and it knows data_deps only. S
 - data_deps are all dependencies, ctrl_deps those that the schedule demands (`Tasks.order`).
 
 Ranks of one class share all bytes but the names of their groups and the ranks of their partners.
-Those that also write these equally wide form a `Batch`: it is encoded once, as a `Template`, into
+Ranks that also write these equally wide form a `Batch`. It is encoded once, as a `Template`, into
 which each rank patches its own values.
 """
 
@@ -39,7 +39,7 @@ from stagewright.trace.formats.et_def import VALUES, CommType, NodeType
 from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, ByteTable, MessageRows, Pieces
 
 FILE = "workload.{rank}.et"
-"""What a rank's file is called."""
+"""Name of a rank's file."""
 
 VERSION = "1.0.0"  # of the schema; its messages are those of 0.0.4
 BLOCK = 8192  # rows encoded at a time, so that their arrays stay in the cache
@@ -175,7 +175,7 @@ class PartnerCodes:
         return ranks if code == self.own else self._program.peer_of(code - self.own - 1, ranks)
 
     def by_width(self, codes: Sequence[int], ranks: Int) -> Iterator[tuple[list[int], Int]]:
-        """Ranks whose values have equal widths: the bytes of each code's value, and the ranks."""
+        """Ranks with values of equal widths: the bytes of each code's value, and the ranks."""
         kind = np.zeros(len(ranks), np.int64)
         for code in codes:
             values = self.values(code, ranks)
@@ -244,7 +244,7 @@ class ChakraTemplate:
 
 
 class Mark(NamedTuple):
-    """Where some rows of a block hold the value of a code."""
+    """Places at which rows of a block have the value of a code."""
 
     at: Int  # from the start of the row
     rows: Int
@@ -385,7 +385,7 @@ def _longest(texts: tuple[str, ...]) -> int:
 
 
 class ClassColumns:
-    """What the rows of a class look up: encoded ids, and fields that follow from names."""
+    """Tables that the rows of a class index: encoded ids, and fields that follow from names."""
 
     def __init__(self, tasks: Tasks) -> None:
         """Encode the ids and every combination of names that occurs."""

@@ -18,10 +18,10 @@ from stagewright.program.columns import Program
 from stagewright.trace.formats import json as readable
 
 FILE = "rank.{rank}.dot"
-"""What a rank's file is called."""
+"""Name of a rank's file."""
 
 MOST = 3000
-"""Nodes that a drawing may have: Graphviz takes minutes beyond, and nobody can read it."""
+"""Largest number of nodes in a drawing: Graphviz takes minutes for more."""
 
 _LOOKS = {
     "compute": 'shape=box, fillcolor="#dbe9f6"',
@@ -60,7 +60,7 @@ class Drawing:
         return self._batch.memory
 
     def template(self) -> Drawing:
-        """What makes the files of these ranks."""
+        """The template from which these ranks' files are written: the batch itself."""
         return self
 
     @contextmanager
@@ -85,7 +85,7 @@ def text(rank: int, nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _action(n: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Backward and what is computed again for it are one action."""
+    """Phase and microbatch of the cluster of a node; recomputation belongs to backward."""
     phase = "backward" if n["phase"] == "recompute" else n["phase"]
     return phase, n.get("microbatch")
 

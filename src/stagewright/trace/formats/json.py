@@ -1,10 +1,9 @@
 """The program of a rank as JSON for people: `rank.<rank>.json`, a list of nodes, one a line.
 
-Ids count from 1, as in the Chakra trace of the same rank. What a node has no use for is left out:
-`layer` outside the layers, `microbatch` of what happens once per step. `bytes` are what a compute
-node reads and writes in device memory, and what the others communicate (`Tasks.comm_bytes`);
-`local_bytes` is there where a rank's own part of that differs. The ranks of a group are in
-comm_group.json.
+Ids count from 1, as in the Chakra trace of the same rank. Nodes outside the layers have no `layer`,
+and nodes that run once per step no `microbatch`. `bytes` of a compute node are its reads and writes
+of device memory; of other nodes, the communicated bytes (`Tasks.comm_bytes`), with `local_bytes`
+where the rank's own part of these differs. The ranks of a group are in comm_group.json.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from stagewright.program.columns import (
 )
 
 FILE = "rank.{rank}.json"
-"""What a rank's file is called."""
+"""Name of a rank's file."""
 
 
 def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[JsonBatch]:
@@ -53,7 +52,7 @@ class JsonBatch:
         return 400 * len(self._tasks)
 
     def template(self) -> JsonBatch:
-        """What makes the files of these ranks."""
+        """The template from which these ranks' files are written: the batch itself."""
         return self
 
     @contextmanager
@@ -68,7 +67,7 @@ class JsonBatch:
 
 
 def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, object]]:
-    """The nodes of a rank, whose class has these tasks."""
+    """The nodes of a rank; `tasks` are those of its class."""
     one = np.array([rank], np.int64)
     groups = [int(program.group_of(slot, one)[0]) for slot in range(len(program.communicators))]
     peers = [int(program.peer_of(slot, one)[0]) for slot in range(len(program.peers))]

@@ -49,7 +49,7 @@ _SPREAD = tuple(
 
 
 def varint(value: int) -> bytes:
-    """One canonical varint; a negative number takes ten bytes, as in int32 and int64 fields."""
+    """A canonical varint; a negative number takes ten bytes, as in int32 and int64 fields."""
     value &= 0xFFFFFFFFFFFFFFFF
     out = bytearray()
     while value > 0x7F:
@@ -59,7 +59,7 @@ def varint(value: int) -> bytes:
 
 
 def key(number: int, wire_type: int) -> bytes:
-    """What precedes the value of field `number`."""
+    """The key before the value of field `number`."""
     return varint(number << 3 | wire_type)
 
 
@@ -77,12 +77,12 @@ class Varints:
     lengths: Int
 
     def __getitem__(self, index: slice | Int) -> Varints:
-        """Some of them."""
+        """The varints in a slice, or at indices."""
         high = None if self.high is None else self.high[index]
         return Varints(self.low[index], high, self.lengths[index])
 
     def keyed(self, key: bytes) -> Varints:
-        """The same numbers with a one-byte key before each; none may be longer than 7 bytes."""
+        """The varints with a one-byte key before each; none may be longer than 7 bytes."""
         assert len(key) == 1
         assert self.high is None
         assert int(self.lengths.max(initial=0)) < 8
