@@ -317,7 +317,7 @@ def slow(task):
 def alive():
     return [pid for pid in os.listdir(pids) if os.path.exists(f"/proc/{pid}")]
 
-real, module.check_files, module.FEW_BYTES, module.TASK_BYTES = module.check_files, slow, 0, 1
+real, module.check_files, module.FEW_BYTES, module.TASK_FILES = module.check_files, slow, 0, 1
 for how in ("kill", "reader", "interrupt"):
     child = forked(lambda: module.verify(out, workers=2))
     while len(alive()) < 2:

@@ -9,6 +9,7 @@ files must be what this version makes of the manifest's run.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import groupby
+from itertools import chain, groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -53,7 +54,9 @@ from stagewright.version import __version__
 MOST_EXPLAINED = 20_000_000  # nodes of the dependency run that looks for a deadlock
 MOST_MISSING = 1 << 22  # ranks that may lack a file in a directory checked as a whole
 FEW_BYTES = 16_000_000  # bytes up to which no further processes are started
-TASK_BYTES = 64_000_000  # bytes that a process reads per task
+TASK_FILES = (
+    64  # files of a task at least: to read the first node by node takes as long as to compare these
+)
 
 UNMET = ("collectives-differ", "idle-member", "not-member", "no-group", "no-send")
 
@@ -156,21 +159,20 @@ def read(files: TraceFiles, workers: int | None, *, digests: bool) -> list[Trace
     """Read and check every file."""
     sizes = {rank: _size(path) for rank, path in files.traces.items()}
     by_size = sorted(files.traces, key=lambda rank: (-sizes[rank], rank))
+    processes = workers or cores()
+    if sum(sizes.values()) < FEW_BYTES or not _may_fork():
+        processes = 1
     tasks: list[ReadTask] = []
-    for size, ranks in groupby(by_size, key=sizes.__getitem__):
+    for _, ranks in groupby(by_size, key=sizes.__getitem__):
         equal_size = list(ranks)
-        step = max(1, min(256, TASK_BYTES // max(1, size)))
+        step = max(TASK_FILES, math.ceil(len(equal_size) / processes))
         for at in range(0, len(equal_size), step):
             some = tuple((rank, files.traces[rank]) for rank in equal_size[at : at + step])
             tasks.append(ReadTask(some, digests))
-    processes = min(workers or cores(), len(tasks))
-    found: list[TraceClass] = []
-    if processes < 2 or sum(sizes.values()) < FEW_BYTES or not _may_fork():
-        for task in tasks:
-            found += check_files(task)
-    else:
-        found = _in_processes(tasks, processes)
-    return sorted(merge_classes(found), key=lambda traces: min(traces.ranks))
+    processes = min(processes, len(tasks))
+    results = _in_processes(tasks, processes) if processes > 1 else map(check_files, tasks)
+    classes = merge_classes(list(chain.from_iterable(results)))
+    return sorted(classes, key=lambda traces: min(traces.ranks))
 
 
 def _size(path: Path) -> int:
@@ -186,8 +188,8 @@ def _may_fork() -> bool:
     return sys.platform == "linux" and threading.active_count() == 1
 
 
-def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[TraceClass]:
-    found: list[TraceClass] = []
+def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[list[TraceClass]]:
+    """`check_files` of all tasks, in processes."""
     with warnings.catch_warnings():
         # Python counts the idle threads of numpy's BLAS.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -195,15 +197,13 @@ def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[TraceClass]
             processes, get_context("fork"), initializer=_begin, initargs=(os.getpid(),)
         )
         try:
-            for classes in pool.map(check_files, tasks):
-                found += classes
+            return list(pool.map(check_files, tasks))
         except BrokenProcessPool:
             raise UserError(
                 "a process that read traces was killed; if memory is short, use one worker"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
-    return found
 
 
 def _begin(parent: int) -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
-from stagewright.trace.formats import planning_modules
+from stagewright.trace.formats import chakra, dot, json
 from stagewright.trace.manifest import WrittenFile
 from stagewright.trace.staging import write_file
 
@@ -61,13 +61,18 @@ class Batch(Protocol):
 
 
 class Format(NamedTuple):
-    """A way to write a rank: to add one, write a module with a `plan` in `trace.formats`."""
+    """A way to write a rank, of a module in `trace.formats`."""
 
     file: str  # name of a rank's file, with `{rank}` in it
     plan: Callable[[Program, Int, Mapping[str, str | int]], Sequence[Batch]]
 
 
-FORMATS = {name: Format(of.FILE, of.plan) for name, of in planning_modules().items()}
+FORMATS = {
+    "chakra": Format(chakra.FILE, chakra.plan),
+    "dot": Format(dot.FILE, dot.plan),
+    "json": Format(json.FILE, json.plan),
+}
+"""Formats of files of ranks by name, the default first."""
 
 
 class Share(NamedTuple):

@@ -114,7 +114,7 @@ def test_some_ranks_of_a_run(tmp_path: Path):
 
 def test_many_ranks_and_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("stagewright.check.verify.FEW_BYTES", 0)
-    monkeypatch.setattr("stagewright.check.verify.TASK_BYTES", 500_000)
+    monkeypatch.setattr("stagewright.check.verify.TASK_FILES", 1)
     folder = generated(tmp_path / "out", tp=4, dp=32, pp=2)
     report = verify(folder, workers=2)
     assert report.ok

@@ -28,8 +28,7 @@ from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.wire import Bytes, Words
 
-MOST_BYTES = 1 << 28  # of a file that is held in memory to compare others with it
-MOST_CLASSES = 8  # of the files that one call compares
+MOST_BYTES = 1 << 28  # of the files that a process holds in memory to compare others with them
 
 
 @dataclass(slots=True)
@@ -62,6 +61,7 @@ def check_files(task: ReadTask) -> list[TraceClass]:
     """Check files of one size."""
     classes: list[tuple[TraceClass, _TraceTemplate | None]] = []
     compare = len(task.files) > 1
+    room = MOST_BYTES  # for further templates
     for rank, path in task.files:
         data = _bytes(path) if compare or task.digests else None
         digest = _digest(path, data) if task.digests and data is not None else {}
@@ -78,8 +78,9 @@ def check_files(task: ReadTask) -> list[TraceClass]:
             if task.digests and data is None and first.exchange is not None:
                 digest = _digest(path, data)  # of a sound file: a damaged one may have terabytes
             stamp = None
-            if data is not None and len(classes) < MOST_CLASSES:
+            if data is not None and len(data) <= room:
                 stamp = _TraceTemplate.of(first, data)
+                room -= len(data) if stamp is not None else 0
             partner = [first.exchange.partner] if first.exchange else []
             shape = stamp.shape() if stamp else b""
             classes.append((TraceClass(first, shape, [rank], partner, first.size, digest), stamp))
