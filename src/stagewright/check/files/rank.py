@@ -70,7 +70,7 @@ def check_trace(path: Path, rank: int | None = None) -> Checked:
     return Checked(path, rank, check.size, check.count, findings, *(found or (None, None)))
 
 
-class _Nodes(NamedTuple):
+class _NodeColumns(NamedTuple):
     """Columns of all nodes; dependencies are a count per node, and all needed ids in a row."""
 
     id: Words
@@ -82,7 +82,7 @@ class _Nodes(NamedTuple):
     data: Words
 
 
-class _Communication(NamedTuple):
+class _EventColumns(NamedTuple):
     """Columns of collectives, sends and receives; places are -2 where an attribute is missing."""
 
     row: Int
@@ -108,8 +108,8 @@ class _Check:
     timed: bool = False
     comparable: bool = True
     findings: Findings = field(init=False)
-    nodes: list[_Nodes] = field(default_factory=list[_Nodes])  # of each block
-    communication: list[_Communication] = field(default_factory=list[_Communication])
+    nodes: list[_NodeColumns] = field(default_factory=list[_NodeColumns])  # of each block
+    events: list[_EventColumns] = field(default_factory=list[_EventColumns])
 
     def __post_init__(self) -> None:
         self.findings = Findings(self.rank)
@@ -150,10 +150,10 @@ class _Check:
         self.timed |= bool(rows.duration.any())
         check_kernels(rows)
         self.comparable &= bool(good.all())
-        self.communication.append(_communication(block, rows, group, self.count))
+        self.events.append(_event_columns(block, rows, group, self.count))
         ctrl, data = block.ctrl, block.data
         self.nodes.append(
-            _Nodes(
+            _NodeColumns(
                 block.id,
                 np.clip(rows.type, -1, 100).astype(np.int16),
                 rows.cpu,
@@ -182,7 +182,7 @@ class _Check:
         if not self.count:
             self.findings.error("no-nodes", "there are no nodes, at which ASTRA-sim aborts")
             return None
-        nodes = _Nodes(*map(np.concatenate, zip(*self.nodes, strict=True)))
+        nodes = _NodeColumns(*map(np.concatenate, zip(*self.nodes, strict=True)))
         self.nodes.clear()
         graph = self._graph(nodes)
         if graph is None:
@@ -193,7 +193,7 @@ class _Check:
             return None
         if not self.comparable:
             return None
-        columns = _Communication(*map(np.concatenate, zip(*self.communication, strict=True)))
+        columns = _EventColumns(*map(np.concatenate, zip(*self.events, strict=True)))
         turns = np.isin(nodes.type, (COLL, SEND, LOAD, STORE)) & ~nodes.cpu
         kind, partner, slot = slots(columns.kind, columns.partner)
         events = Events(*columns[:5], slot)
@@ -201,7 +201,7 @@ class _Check:
         exchange = Exchange(events, kind.astype(np.uint8), partner, loose, breaks)
         return exchange, _spots(columns, slot)
 
-    def _graph(self, nodes: _Nodes) -> DependencyGraph | None:
+    def _graph(self, nodes: _NodeColumns) -> DependencyGraph | None:
         ids = np.sort(nodes.id)
         twice = np.flatnonzero(ids[1:] == ids[:-1])
         if len(twice):
@@ -220,7 +220,7 @@ class _Check:
             self.findings.error("dangling", text, int((~exists).sum()))
         return graph
 
-    def _report_cycle(self, circle: list[int], nodes: _Nodes) -> None:
+    def _report_cycle(self, circle: list[int], nodes: _NodeColumns) -> None:
         some = circle if len(circle) <= 9 else circle[:8]
         words = [f"node {nodes.id[row]}" for row in some]
         if len(circle) > len(some):
@@ -251,7 +251,7 @@ def _groups(rows: NodeRows, texts: list[str]) -> tuple[Int, Bool]:
     return group, good
 
 
-def _communication(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _Communication:
+def _event_columns(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _EventColumns:
     """Columns of the nodes that communicate; `before`: number of nodes in earlier blocks."""
     which = np.flatnonzero(rows.communicates)
     type_ = rows.type[which]
@@ -263,7 +263,7 @@ def _communication(block: NodeBlock, rows: NodeRows, group: Int, before: int) ->
     kind = np.zeros(len(which), np.int64)
     for node_type, event_kind in COMM.items():
         kind[type_ == node_type] = event_kind
-    return _Communication(
+    return _EventColumns(
         which + before,
         kind,
         np.where(is_coll, value("comm_type"), -1),
@@ -275,7 +275,7 @@ def _communication(block: NodeBlock, rows: NodeRows, group: Int, before: int) ->
 
 
 def _places(block: NodeBlock, which: Int) -> Int:
-    """Four columns of `_Communication`: places of the partner's and the own rank's value."""
+    """Four columns of `_EventColumns`: places of the partner's and the own rank's value."""
     columns = np.full((4, len(which)), -2)
     names = {SEND: ("comm_dst", "comm_src"), RECV: ("comm_src", "comm_dst"), COLL: ("pg_name",)}
     for index, row in enumerate(which.tolist()):
@@ -286,7 +286,7 @@ def _places(block: NodeBlock, which: Int) -> Int:
     return columns
 
 
-def _spots(columns: _Communication, slot: Int) -> Spots | None:
+def _spots(columns: _EventColumns, slot: Int) -> Spots | None:
     """Bytes of the file that name partners and the rank itself; None if unknown."""
     if (columns.at == -1).any() or (columns.own_at == -1).any():
         return None
