@@ -43,7 +43,9 @@ def check_bundle(path: Path | str) -> Report:
 def _check(source: Bundle, program: Program, report: Report, findings: Findings) -> None:
     report.ranks = report.world_size = source.world_size
     report.kinds = len(program.classes)
-    report.nodes = sum(len(of.tasks) * len(of.ranks) for of in program.classes)
+    report.nodes = sum(
+        len(rank_class.tasks) * len(rank_class.ranks) for rank_class in program.classes
+    )
     try:
         report.checks += [str(what) for what in check_program(program)["passed"]]  # pyright: ignore
     except (Unsound, UserError) as error:
@@ -56,14 +58,14 @@ def _check(source: Bundle, program: Program, report: Report, findings: Findings)
     if manifest.get("stagewright") != __version__ or "run" not in manifest:
         report.skipped.append("making the program again: of another version, or without its run")
         return
-    made = program_of(source.path, sum(len(of.tasks) for of in program.classes))
-    if isinstance(made, str):
-        report.skipped.append(f"making the program again: {made}")
+    remade = program_of(source.path, sum(len(rank_class.tasks) for rank_class in program.classes))
+    if isinstance(remade, str):
+        report.skipped.append(f"making the program again: {remade}")
         return
     # The file of measured durations may be gone.
-    other = difference(program, made, but="duration")
-    if other:
-        findings.warn("not-as-made", f"{other} is not what this version makes of the run")
+    differing = difference(program, remade, but="duration")
+    if differing:
+        findings.warn("not-as-made", f"{differing} is not what this version makes of the run")
     report.checks.append("made again from the manifest's run")
 
 

@@ -128,31 +128,31 @@ def find(path: Path) -> TraceFiles:
                 f"{path}: cannot be read: {error.strerror}; wanted a directory of traces, a trace "
                 "or a bundle"
             ) from None
-    found: dict[str, dict[int, Path]] = {}
+    by_prefix: dict[str, dict[int, Path]] = {}
     try:
         for entry in folder.iterdir():
             match = NAME.fullmatch(entry.name)
             if match and wanted in (None, match["prefix"]):
-                found.setdefault(match["prefix"], {})[int(match["rank"])] = entry
+                by_prefix.setdefault(match["prefix"], {})[int(match["rank"])] = entry
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    if not found:
+    if not by_prefix:
         raise UserError(f"{path}: holds no traces, that is files such as workload.0.et")
-    if len(found) > 1:
-        some = ", ".join(str(folder / prefix) for prefix in sorted(found)[:4])
-        raise UserError(f"{path}: holds traces of several runs; name one of {some}")
-    (traces,) = found.values()
+    if len(by_prefix) > 1:
+        prefixes = ", ".join(str(folder / prefix) for prefix in sorted(by_prefix)[:4])
+        raise UserError(f"{path}: holds traces of several runs; name one of {prefixes}")
+    (traces,) = by_prefix.values()
     manifest = folder / MANIFEST
-    ours: Any = None
+    content: Any = None
     damage = ""
     if manifest.is_file():
         try:
-            ours = read_json(manifest, len(traces))
+            content = read_json(manifest, len(traces))
         except UserError as error:
             damage = str(error)
-    known = isinstance(ours, dict) and "stagewright" in ours
-    found_manifest = cast("dict[str, Any]", ours) if known else {}
-    return TraceFiles(folder, dict(sorted(traces.items())), found_manifest, damage)
+    is_ours = isinstance(content, dict) and "stagewright" in content
+    listed = cast("dict[str, Any]", content) if is_ours else {}
+    return TraceFiles(folder, dict(sorted(traces.items())), listed, damage)
 
 
 def read(files: TraceFiles, workers: int | None, *, digests: bool) -> list[TraceClass]:
@@ -293,14 +293,20 @@ def _check_together(
     report: Report,
 ) -> None:
     size = max(files.traces) + 1
-    said = files.manifest.get("world_size")
-    partial = isinstance(said, int) and size <= said <= 1 << 24 and said > len(files.traces)
+    world_size = files.manifest.get("world_size")
+    partial = (
+        isinstance(world_size, int)
+        and size <= world_size <= 1 << 24
+        and world_size > len(files.traces)
+    )
     if partial:
-        size = cast("int", said)
+        size = cast("int", world_size)
     report.world_size = size
     missing = 0 if partial else size - len(files.traces)
     if missing:
-        first = next(nth for nth, rank in enumerate((*files.traces, -1)) if nth != rank)
+        first = next(
+            expected for expected, rank in enumerate((*files.traces, -1)) if expected != rank
+        )
         text = f"rank {first} has no file, but rank {size - 1} has"
         findings.error("missing-rank", text, missing)
     if missing > MOST_MISSING:
@@ -348,9 +354,9 @@ def _check_run(world: World, match: Match, files: int, report: Report) -> None:
     """Check that all ranks run to their end; report a deadlock otherwise."""
     findings = world.findings
     if not world.whole:
-        there = int((world.part_of >= 0).sum())
-        why = "could be read whole" if there < files else "are here"
-        report.skipped.append(f"the run: only {there} of {world.size} ranks {why}")
+        present = int((world.part_of >= 0).sum())
+        why = "could be read whole" if present < files else "are here"
+        report.skipped.append(f"the run: only {present} of {world.size} ranks {why}")
         return
     report.checks.append("run")
     if runs_in_order(world, match) and not any(code in findings for code in UNMET):
@@ -372,8 +378,8 @@ def _groups(
         if not path.exists():
             raise UserError(f"{path}: no such file")
         return read_groups(path, size, findings)
-    found = default_groups(next(iter(files.traces.values())))
-    return None if found is None else read_groups(found, size, findings)
+    default = default_groups(next(iter(files.traces.values())))
+    return None if default is None else read_groups(default, size, findings)
 
 
 def _check_order(world: World) -> None:

@@ -42,11 +42,11 @@ def counts(program: Program, ranks: Int) -> list[dict[str, object]]:
     """For each rank class the tasks of a rank by kind, and how many of its ranks are written."""
     return [
         {
-            "pipeline_rank": of.pipeline_rank,
-            "files": len(intersect(of.ranks, ranks)),
-            **{kind.name.lower(): int((of.tasks.kind == kind).sum()) for kind in TaskKind},
+            "pipeline_rank": rank_class.pipeline_rank,
+            "files": len(intersect(rank_class.ranks, ranks)),
+            **{kind.name.lower(): int((rank_class.tasks.kind == kind).sum()) for kind in TaskKind},
         }
-        for of in program.classes
+        for rank_class in program.classes
     ]
 
 

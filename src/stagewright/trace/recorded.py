@@ -55,13 +55,13 @@ def manifest(
 
 def _given(**sections: ClusterSection | Execution | None) -> dict[str, dict[str, Any]]:
     """The settings of the machine and of the execution that are not their default, by section."""
-    found: dict[str, dict[str, Any]] = {}
-    for of in EXPERIMENT.values():
-        section = sections.get(of.section)
-        value = of.default if section is None else getattr(section, of.name)
-        if value != of.default and of.name != "nodes":
-            found.setdefault(of.section, {})[of.name] = _plain(value)
-    return found
+    sections_given: dict[str, dict[str, Any]] = {}
+    for setting in EXPERIMENT.values():
+        section = sections.get(setting.section)
+        value = setting.default if section is None else getattr(section, setting.name)
+        if value != setting.default and setting.name != "nodes":
+            sections_given.setdefault(setting.section, {})[setting.name] = _plain(value)
+    return sections_given
 
 
 def _plain(value: Any) -> Any:
@@ -96,8 +96,8 @@ def least_bytes(path: str | Path) -> int:
     `stagewright.time.astra_sim.with_least_bytes` made them so.
     """
     entry: Any = _settings(path).get("astra_sim")
-    found: object = entry.get("least_bytes") if isinstance(entry, dict) else 0  # pyright: ignore
-    return found if isinstance(found, int) and 0 < found < 1 << 40 else 0
+    least: object = entry.get("least_bytes") if isinstance(entry, dict) else 0  # pyright: ignore
+    return least if isinstance(least, int) and 0 < least < 1 << 40 else 0
 
 
 def _settings(path: str | Path) -> dict[str, Any]:

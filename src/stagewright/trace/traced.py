@@ -47,7 +47,7 @@ def read_traced(source: Bundle) -> TracedBundle | None:
     entry: object = source.manifest.get(ENTRY)
     if not isinstance(entry, dict):
         return None
-    known = cast("dict[str, Any]", entry)
-    numbers: Sequence[object] = (known.get("rank"), known.get("parameters"))
+    origin = cast("dict[str, Any]", entry)
+    numbers: Sequence[object] = (origin.get("rank"), origin.get("parameters"))
     rank, parameters = (n if isinstance(n, int) else 0 for n in numbers)
-    return TracedBundle(str(known.get("name")), rank, parameters, source.program())
+    return TracedBundle(str(origin.get("name")), rank, parameters, source.program())

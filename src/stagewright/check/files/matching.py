@@ -35,8 +35,8 @@ class _Members:
 
     def of(self, group: int) -> tuple[Int, Int]:
         """Ranks that use a group, and their slots."""
-        mine = slice(*np.searchsorted(self.group, [group, group + 1]).tolist())
-        return self.rank[mine], self.slot[mine]
+        rows = slice(*np.searchsorted(self.group, [group, group + 1]).tolist())
+        return self.rank[rows], self.slot[rows]
 
     def differ(self, values: Int) -> Int:
         """Indices of the groups in which members have different values."""
@@ -55,11 +55,11 @@ def _check_groups(world: World) -> tuple[Int, Int]:
         groups = dict(world.groups)
     groups[ALL] = np.arange(world.size)
     _check_members(world, groups, members)
-    exact, anyhow, loose = _sequences(world)
+    exact, unordered, loose = _sequences(world)
     for nth in members.differ(exact[members.slot]).tolist():
         group = int(members.used[nth])
         rank, slot = members.of(group)
-        if loose[slot].any() and len(np.unique(anyhow[slot])) == 1:
+        if loose[slot].any() and len(np.unique(unordered[slot])) == 1:
             world.findings.warn(
                 "loose-group",
                 f"group {group}: nothing orders its collectives on rank {rank[loose[slot]][0]}: "
@@ -78,10 +78,10 @@ def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -
     def first(nth: int) -> str:
         return f"{world.describe(int(world.of_slot[int(slot[nth])][0]))} is on group {group[nth]}"
 
-    there = np.isin(group, known)
+    exists = np.isin(group, known)
     world.report(
         "no-group",
-        np.flatnonzero(~there),
+        np.flatnonzero(~exists),
         lambda nth: f"rank {rank[nth]}: {first(nth)}, which the file of groups does not have",
     )
     if not len(known):
@@ -97,10 +97,10 @@ def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -
     using = np.searchsorted(known, group) * world.size + rank
     world.report(
         "not-member",
-        np.flatnonzero(there & ~np.isin(using, listed)),
+        np.flatnonzero(exists & ~np.isin(using, listed)),
         lambda nth: f"rank {rank[nth]}: {first(nth)}, which does not have this rank",
     )
-    idle: Int = np.setdiff1d(listed, using[there])
+    idle: Int = np.setdiff1d(listed, using[exists])
 
     def who_waits(key: int) -> str:
         one = int(known[key // world.size])
@@ -116,34 +116,38 @@ def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -
 def _sequences(world: World) -> tuple[Int, Int, Bool]:
     """Three columns by slot: a number for its sequence of collectives, a number for the same in any
     order, and the mask of slots whose order dependencies leave open (loose)."""
-    exact, anyhow = np.zeros(len(world.of_slot), np.int64), np.zeros(len(world.of_slot), np.int64)
-    known: dict[bytes, int] = {}
-    for nth, events in enumerate(world.of_slot):
+    exact, unordered = np.zeros((2, len(world.of_slot)), np.int64)
+    numbers: dict[bytes, int] = {}
+    for slot_number, events in enumerate(world.of_slot):
         if len(events) and world.kind[events[0]] == TaskKind.COLLECTIVE:
             rows = np.stack([world.op[events], world.bytes[events]])
-            exact[nth] = known.setdefault(rows.tobytes(), len(known))
+            exact[slot_number] = numbers.setdefault(rows.tobytes(), len(numbers))
             rows = rows[:, np.lexsort(rows)]
-            anyhow[nth] = known.setdefault(rows.tobytes(), len(known))
+            unordered[slot_number] = numbers.setdefault(rows.tobytes(), len(numbers))
     loose = np.zeros(len(world.of_slot), bool)
     for part, first in zip(world.parts, world.first_slot[:-1].tolist(), strict=True):
         loose[[first + slot for slot in part.exchange.loose]] = True
-    return exact, anyhow, loose
+    return exact, unordered, loose
 
 
 def _report_difference(world: World, group: int, rank: Int, slot: Int, sequence: Int) -> None:
     """Report the first collective in which a member differs from most members."""
-    usual = np.bincount(sequence).argmax()
-    who = [int(np.flatnonzero(mine)[0]) for mine in (sequence == usual, sequence != usual)]
-    one, two = (world.of_slot[int(slot[nth])] for nth in who)
-    both = min(len(one), len(two))
+    most_common = np.bincount(sequence).argmax()
+    examples = [
+        int(np.flatnonzero(mask)[0]) for mask in (sequence == most_common, sequence != most_common)
+    ]
+    one, two = (world.of_slot[int(slot[nth])] for nth in examples)
+    common_length = min(len(one), len(two))
     columns = (world.op, world.bytes)
-    unlike = np.flatnonzero(np.any([c[one[:both]] != c[two[:both]] for c in columns], axis=0))
-    at = int(unlike[0]) if len(unlike) else both
+    differing = np.flatnonzero(
+        np.any([c[one[:common_length]] != c[two[:common_length]] for c in columns], axis=0)
+    )
+    at = int(differing[0]) if len(differing) else common_length
     texts = [
         f"{world.describe(int(events[at]))} on rank {rank[nth]}"
         if at < len(events)
         else f"missing on rank {rank[nth]}, which issues only {len(events)}"
-        for nth, events in zip(who, (one, two), strict=True)
+        for nth, events in zip(examples, (one, two), strict=True)
     ]
     text = f"group {group}: its collective {at + 1} is {texts[0]}, but {texts[1]}"
     world.findings.error("collectives-differ", text)
@@ -254,8 +258,8 @@ def _check_channels(world: World, channels: Int, example: Int) -> tuple[Int, Int
         for event, key in zip(send.tolist(), sent.T.tolist(), strict=True)
         if waiting.get(tuple(key))
     ]
-    found = np.array(pairs, np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1]
+    matched = np.array(pairs, np.int64).reshape(-1, 2)
+    return matched[:, 0], matched[:, 1]
 
 
 def _table(world: World, slots: Int) -> tuple[Int, Int]:
@@ -276,17 +280,16 @@ def _report_unmatched(world: World, source: int, target: int, sends: Int, recvs:
 
     sent, received = Counter(keys(sends)), Counter(keys(recvs))
     lost, missing = sent - received, received - sent
-    idle = [int(e) for e, key in zip(sends, keys(sends), strict=True) if lost[key]]
+    unmatched = [int(e) for e, key in zip(sends, keys(sends), strict=True) if lost[key]]
     if not missing:
-        text = (
-            f"rank {source}: {world.describe(idle[0])} to rank {target}, which receives no such one"
-        )
+        first = world.describe(unmatched[0])
+        text = f"rank {source}: {first} to rank {target}, which receives no such one"
         world.findings.error("lost-send", text, lost.total())
         return
     event = next(int(e) for e, key in zip(recvs, keys(recvs), strict=True) if missing[key])
     text = f"rank {target}: {world.describe(event)} from rank {source}, which sends no such message"
-    near = [e for e in idle if world.tag[e] == world.tag[event]]
-    near += [e for e in idle if world.bytes[e] == world.bytes[event]]
-    if near:
-        text += f", but a {world.describe(near[0])}"
+    similar = [e for e in unmatched if world.tag[e] == world.tag[event]]
+    similar += [e for e in unmatched if world.bytes[e] == world.bytes[event]]
+    if similar:
+        text += f", but a {world.describe(similar[0])}"
     world.findings.error("no-send", text, missing.total())

@@ -77,8 +77,8 @@ class Profile:
 def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
     """Read a trace and add it up; `group_sizes` by id, 0: all ranks. Raises `Damaged`."""
     reader = TraceReader(path)
-    found = Profile(str(path), reader.size)
-    found.metadata = {
+    result = Profile(str(path), reader.size)
+    result.metadata = {
         "version": reader.metadata.version,
         **{name: plain(value) for name, (_, value) in et_def.values(reader.metadata).items()},
     }
@@ -86,18 +86,18 @@ def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
     edges: list[tuple[Int, Words]] = []
     for block in reader:
         for key, totals in _totals(block, reader.texts, group_sizes):
-            found.totals[key] = found.totals.get(key, Totals()).plus(totals)
+            result.totals[key] = result.totals.get(key, Totals()).plus(totals)
         columns.append((block.id, block.type, block.duration, *_numbers(block)))
         child, needed = block.dependencies()
-        edges.append((child + found.nodes, needed))
-        found.nodes += len(block)
-        found.data_deps += len(block.data.values)
-        found.ctrl_deps += len(block.ctrl.values)
-    if found.nodes:
-        whole = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        edges.append((child + result.nodes, needed))
+        result.nodes += len(block)
+        result.data_deps += len(block.data.values)
+        result.ctrl_deps += len(block.ctrl.values)
+    if result.nodes:
+        all_columns = [np.concatenate(column) for column in zip(*columns, strict=True)]
         child, needed = (np.concatenate(column) for column in zip(*edges, strict=True))
-        _add_graph(found, whole, child, needed)
-    return found
+        _add_graph(result, all_columns, child, needed)
+    return result
 
 
 def plain(value: Any) -> Any:
@@ -159,7 +159,7 @@ def _numbers(block: NodeBlock) -> list[Int]:
     return [block.attributes[name].value for name in NUMBERS]
 
 
-def _add_graph(found: Profile, columns: Sequence[Any], child: Int, needed: Words) -> None:
+def _add_graph(result: Profile, columns: Sequence[Any], child: Int, needed: Words) -> None:
     """The longest path and the structure, whatever the order of the nodes in the file."""
     ids, types = columns[0], columns[1]
     by_id = np.argsort(ids, kind="stable")
@@ -169,21 +169,21 @@ def _add_graph(found: Profile, columns: Sequence[Any], child: Int, needed: Words
     shape = hashlib.sha256(np.unique(np.stack([graph.child, graph.parent]), axis=1).tobytes())
     for column in columns[1:]:
         shape.update(column[by_id].tobytes())
-    found.structure = shape.hexdigest()
+    result.structure = shape.hexdigest()
     order = graph.order(ids[by_id])
     if len(order) < len(ids):
         return
     path = graph.longest(order)
-    found.depth = len(path)
+    result.depth = len(path)
     known = np.clip(types[by_id][path], 0, len(TYPES) - 1)
     counts = np.bincount(known, minlength=len(TYPES)).tolist()
-    found.path_types = {name: count for name, count in zip(TYPES, counts, strict=True) if count}
+    result.path_types = {name: count for name, count in zip(TYPES, counts, strict=True) if count}
 
 
 def summed(profiles: Iterable[tuple[Profile, int]]) -> dict[Key, Totals]:
     """The sum of the totals of several traces, each with a multiplicity."""
     totals: dict[Key, Totals] = {}
-    for one, times in profiles:
-        for key, some in one.totals.items():
-            totals[key] = totals.get(key, Totals()).plus(some, times)
+    for rank_profile, times in profiles:
+        for key, added in rank_profile.totals.items():
+            totals[key] = totals.get(key, Totals()).plus(added, times)
     return totals

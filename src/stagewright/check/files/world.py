@@ -137,10 +137,10 @@ class World:
         partners: list[Int] = []
         slots: list[Int] = []
         for nth, part in enumerate(self.parts):
-            mine = np.flatnonzero(part.exchange.slot_kind == kind)
-            ranks.append(np.repeat(part.ranks, len(mine)))
-            partners.append(part.partner[:, mine].ravel())
-            slots.append(np.tile(mine + self.first_slot[nth], len(part.ranks)))
+            columns = np.flatnonzero(part.exchange.slot_kind == kind)
+            ranks.append(np.repeat(part.ranks, len(columns)))
+            partners.append(part.partner[:, columns].ravel())
+            slots.append(np.tile(columns + self.first_slot[nth], len(part.ranks)))
         return _all(ranks), _all(partners), _all(slots)
 
     # ---- in words -------------------------------------------------------------------------------

@@ -76,9 +76,9 @@ class SealedArchive:
         if text.count(b",") + text.count(b"[") + text.count(b"{") > MOST_VALUES:
             raise Damage(f"{CONTENTS} holds more than {MOST_VALUES} values")
         try:
-            found = json.loads(text)
-            refuse_half_characters(text, found)
-            return found
+            contents = json.loads(text)
+            refuse_half_characters(text, contents)
+            return contents
         except (ValueError, RecursionError) as error:
             raise Damage(f"{CONTENTS}: {error}") from None
 
@@ -98,13 +98,13 @@ class SealedArchive:
             raise Damage(f"{member}: {len(data) - at} bytes for {length} numbers of {dtype}")
         return np.frombuffer(data, dtype, offset=at)
 
-    def _member(self, name: str, most: int) -> bytes:
+    def _member(self, name: str, limit: int) -> bytes:
         try:
             info = self._archive.getinfo(name)
             if info.compress_type not in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
                 raise Damage(f"{name} is not compressed with DEFLATE")
-            if info.file_size > most:
-                raise Damage(f"{name} would have {info.file_size} bytes, wanted at most {most}")
+            if info.file_size > limit:
+                raise Damage(f"{name} would have {info.file_size} bytes, wanted at most {limit}")
             data = self._archive.read(info)  # no more than it promises
         except _UNREADABLE as error:
             raise Damage(f"{name}: {error}") from None

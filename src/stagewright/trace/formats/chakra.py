@@ -65,15 +65,17 @@ def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> l
     """
     partners = PartnerCodes(program)
     batches: list[ChakraBatch] = []
-    for of in program.classes:
-        mine = intersect(of.ranks, ranks)
-        if not len(mine):
+    for rank_class in program.classes:
+        class_ranks = intersect(rank_class.ranks, ranks)
+        if not len(class_ranks):
             continue
-        codes = partners.used(of.tasks)
-        header = metadata({**provenance, "pipeline_rank": of.pipeline_rank})
-        for widths, some in partners.by_width(codes, mine):
+        codes = partners.used(rank_class.tasks)
+        header = metadata({**provenance, "pipeline_rank": rank_class.pipeline_rank})
+        for widths, batch_ranks in partners.by_width(codes, class_ranks):
             batches.append(
-                ChakraBatch(of, some, partners, dict(zip(codes, widths, strict=True)), header)
+                ChakraBatch(
+                    rank_class, batch_ranks, partners, dict(zip(codes, widths, strict=True)), header
+                )
             )
     return batches
 
@@ -165,8 +167,8 @@ class PartnerCodes:
         slots = tasks.slot.astype(np.int64)
         groups = np.unique(slots[tasks.kind == TaskKind.COLLECTIVE])
         peers = np.unique(slots[(tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)])
-        own = [self.own] if len(peers) else []
-        return [*groups.tolist(), *own, *(self.own + 1 + peers).tolist()]
+        own_code = [self.own] if len(peers) else []
+        return [*groups.tolist(), *own_code, *(self.own + 1 + peers).tolist()]
 
     def values(self, code: int, ranks: Int) -> Int:
         """The value of a code for each of some ranks."""
@@ -176,16 +178,16 @@ class PartnerCodes:
 
     def by_width(self, codes: Sequence[int], ranks: Int) -> Iterator[tuple[list[int], Int]]:
         """Ranks with values of equal widths: the bytes of each code's value, and the ranks."""
-        kind = np.zeros(len(ranks), np.int64)
+        group = np.zeros(len(ranks), np.int64)
         for code in codes:
             values = self.values(code, ranks)
             # No value takes more than 19 digits; kinds are counted anew to stay small numbers.
-            kind = np.unique(kind * 20 + self._widths(code, values), return_inverse=True)[1]
-        order = np.argsort(kind, kind="stable")
-        for some in np.split(order, np.flatnonzero(np.diff(kind[order])) + 1):
-            one = ranks[some[:1]]
-            widths = [int(self._widths(code, self.values(code, one))[0]) for code in codes]
-            yield widths, ranks[some]
+            group = np.unique(group * 20 + self._widths(code, values), return_inverse=True)[1]
+        order = np.argsort(group, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+            first_rank = ranks[rows[:1]]
+            widths = [int(self._widths(code, self.values(code, first_rank))[0]) for code in codes]
+            yield widths, ranks[rows]
 
     def _widths(self, code: int, values: Int) -> Int:
         """Bytes that values take in a file, as digits or as varints."""
@@ -234,10 +236,10 @@ class ChakraTemplate:
             # A copy taken while another rank patches the source serves as well: every place that
             # differs is patched again.
             buffer = self._source.copy()
-        nth = self._ranks.searchsorted(rank)
+        row = self._ranks.searchsorted(rank)
         try:
             for at, which, values in self._patches:
-                wire.scatter(buffer, at, values[nth].take(which))
+                wire.scatter(buffer, at, values[row].take(which))
             yield buffer.data
         finally:
             self._idle.append(buffer)
@@ -256,7 +258,7 @@ class ChakraBatch:
 
     def __init__(
         self,
-        of: RankClass,
+        rank_class: RankClass,
         ranks: Int,
         partners: PartnerCodes,
         widths: dict[int, int],
@@ -264,7 +266,7 @@ class ChakraBatch:
     ) -> None:
         """`widths`: bytes of the value of each code in use, ascending codes."""
         self.ranks = ranks
-        self._tasks = of.tasks
+        self._tasks = rank_class.tasks
         self._partners = partners
         self._codes = np.array(list(widths), np.int64)  # ascending
         self._widths = np.array(list(widths.values()), np.int64)
@@ -304,12 +306,12 @@ class ChakraBatch:
     def _patches(self, at: Int, which: Int) -> list[Patch]:
         patches: list[Patch] = []
         for width in np.unique(self._widths).tolist():
-            equal = np.flatnonzero(self._widths == width)
-            some = np.flatnonzero(np.isin(which, equal))
-            codes = self._codes[equal].tolist()
+            of_width = np.flatnonzero(self._widths == width)
+            rows = np.flatnonzero(np.isin(which, of_width))
+            codes = self._codes[of_width].tolist()
             values = [self._partners.payloads(code, self.ranks, width) for code in codes]
-            column = np.searchsorted(equal, which[some])
-            patches.append(Patch(at[some], column, np.stack(values, axis=1)))
+            column = np.searchsorted(of_width, which[rows])
+            patches.append(Patch(at[rows], column, np.stack(values, axis=1)))
         return patches
 
     def _blocks(self) -> Iterator[tuple[MessageRows, list[Mark]]]:
@@ -323,8 +325,8 @@ class ChakraBatch:
         rows.put(columns.ids[span].keyed(wire.key(1, VARINT)))
         rows.choose(columns.head, columns.head_of[span])
         order = _keys(tasks.order_ptr, tasks.order, span)
-        every = _keys(tasks.data_ptr, tasks.data, span, order)
-        for number, keys in ((4, order), (5, every)):
+        data = _keys(tasks.data_ptr, tasks.data, span, order)
+        for number, keys in ((4, order), (5, data)):
             owner, needed = keys >> 32, keys & 0xFFFFFFFF
             rows.packed(wire.key(number, LENGTH), owner, columns.ids[needed])
         if tasks.duration is not None:

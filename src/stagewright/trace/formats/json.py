@@ -31,8 +31,12 @@ FILE = "rank.{rank}.json"
 
 def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[JsonBatch]:
     """The batches that write the files of `ranks`, ascending; only the manifest has provenance."""
-    found = [(of, intersect(of.ranks, ranks)) for of in program.classes]
-    return [JsonBatch(program, of, mine) for of, mine in found if len(mine)]
+    by_class = [(rank_class, intersect(rank_class.ranks, ranks)) for rank_class in program.classes]
+    return [
+        JsonBatch(program, rank_class, class_ranks)
+        for rank_class, class_ranks in by_class
+        if len(class_ranks)
+    ]
 
 
 class JsonBatch:
@@ -40,11 +44,11 @@ class JsonBatch:
 
     at_most = size = None  # bytes of a file: not known before it is made
 
-    def __init__(self, program: Program, of: RankClass, ranks: Int) -> None:
+    def __init__(self, program: Program, rank_class: RankClass, ranks: Int) -> None:
         """`ranks` of a class of the program."""
         self.ranks = ranks
         self._program = program
-        self._tasks = of.tasks
+        self._tasks = rank_class.tasks
 
     @property
     def memory(self) -> int:
@@ -68,9 +72,11 @@ class JsonBatch:
 
 def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, object]]:
     """The nodes of a rank; `tasks` are those of its class."""
-    one = np.array([rank], np.int64)
-    groups = [int(program.group_of(slot, one)[0]) for slot in range(len(program.communicators))]
-    peers = [int(program.peer_of(slot, one)[0]) for slot in range(len(program.peers))]
+    rank_array = np.array([rank], np.int64)
+    groups = [
+        int(program.group_of(slot, rank_array)[0]) for slot in range(len(program.communicators))
+    ]
+    peers = [int(program.peer_of(slot, rank_array)[0]) for slot in range(len(program.peers))]
     for row, kind in enumerate(map(TaskKind, tasks.kind.tolist())):
         node: dict[str, object] = {
             "id": row + 1,
