@@ -35,7 +35,7 @@ def check_bundle(path: Path | str) -> Report:
     else:
         report.checks += ["checksum", "columns"]
         _check(source, program, report, findings)
-    report.findings = sorted(findings, key=lambda found: found.level != "error")
+    report.findings = sorted(findings, key=lambda finding: finding.level != "error")
     report.seconds = round(time.perf_counter() - began, 3)
     return report
 

@@ -42,8 +42,8 @@ class _Members:
         """Indices of the groups in which members have different values."""
         if not len(values):
             return np.zeros(0, np.int64)
-        least, most = (f.reduceat(values, self.begin) for f in (np.minimum, np.maximum))
-        return np.flatnonzero(least != most)
+        lowest, highest = (f.reduceat(values, self.begin) for f in (np.minimum, np.maximum))
+        return np.flatnonzero(lowest != highest)
 
 
 def _check_groups(world: World) -> tuple[Int, Int]:
@@ -73,41 +73,43 @@ def _check_groups(world: World) -> tuple[Int, Int]:
 def _check_members(world: World, groups: Mapping[int, Int], members: _Members) -> None:
     """Check that every group in use exists, has the rank, and is used by all its members."""
     rank, group, slot = members.rank, members.group, members.slot
-    known = np.array(sorted(g for g in members.used.tolist() if g in groups), np.int64)
+    known_groups = np.array(sorted(g for g in members.used.tolist() if g in groups), np.int64)
 
-    def first(nth: int) -> str:
-        return f"{world.describe(int(world.of_slot[int(slot[nth])][0]))} is on group {group[nth]}"
+    def first(index: int) -> str:
+        return (
+            f"{world.describe(int(world.of_slot[int(slot[index])][0]))} is on group {group[index]}"
+        )
 
-    exists = np.isin(group, known)
+    exists = np.isin(group, known_groups)
     world.report(
         "no-group",
         np.flatnonzero(~exists),
-        lambda nth: f"rank {rank[nth]}: {first(nth)}, which the file of groups does not have",
+        lambda index: f"rank {rank[index]}: {first(index)}, which the file of groups does not have",
     )
-    if not len(known):
+    if not len(known_groups):
         return
-    lists = [groups[g] for g in known.tolist()]
-    place = np.repeat(np.arange(len(known)), [len(some) for some in lists])
+    lists = [groups[g] for g in known_groups.tolist()]
+    place = np.repeat(np.arange(len(known_groups)), [len(member_ranks) for member_ranks in lists])
     listed = np.unique(place * world.size + np.concatenate(lists))
     world.report(
         "one-member",
-        known[np.bincount(listed // world.size, minlength=len(known)) < 2],
-        lambda one: f"group {one} has one member, at which a collective on it hangs",
+        known_groups[np.bincount(listed // world.size, minlength=len(known_groups)) < 2],
+        lambda group_id: f"group {group_id} has one member, at which a collective on it hangs",
     )
-    using = np.searchsorted(known, group) * world.size + rank
+    using = np.searchsorted(known_groups, group) * world.size + rank
     world.report(
         "not-member",
         np.flatnonzero(exists & ~np.isin(using, listed)),
-        lambda nth: f"rank {rank[nth]}: {first(nth)}, which does not have this rank",
+        lambda index: f"rank {rank[index]}: {first(index)}, which does not have this rank",
     )
     idle: Int = np.setdiff1d(listed, using[exists])
 
     def who_waits(key: int) -> str:
-        one = int(known[key // world.size])
-        ranks, slots = members.of(one)
+        group_id = int(known_groups[key // world.size])
+        ranks, slots = members.of(group_id)
         return (
-            f"group {one}: rank {key % world.size} is a member but issues nothing on it, while "
-            f"rank {ranks[0]} waits in {world.describe(int(world.of_slot[int(slots[0])][0]))}"
+            f"group {group_id}: rank {key % world.size} is a member but issues nothing on it, "
+            f"while rank {ranks[0]} waits in {world.describe(int(world.of_slot[int(slots[0])][0]))}"
         )
 
     world.report("idle-member", idle[world.part_of[idle % world.size] >= 0], who_waits)
@@ -136,7 +138,7 @@ def _report_difference(world: World, group: int, rank: Int, slot: Int, sequence:
     examples = [
         int(np.flatnonzero(mask)[0]) for mask in (sequence == most_common, sequence != most_common)
     ]
-    one, two = (world.of_slot[int(slot[nth])] for nth in examples)
+    one, two = (world.of_slot[int(slot[index])] for index in examples)
     common_length = min(len(one), len(two))
     columns = (world.op, world.bytes)
     differing = np.flatnonzero(
@@ -144,10 +146,10 @@ def _report_difference(world: World, group: int, rank: Int, slot: Int, sequence:
     )
     at = int(differing[0]) if len(differing) else common_length
     texts = [
-        f"{world.describe(int(events[at]))} on rank {rank[nth]}"
+        f"{world.describe(int(events[at]))} on rank {rank[index]}"
         if at < len(events)
-        else f"missing on rank {rank[nth]}, which issues only {len(events)}"
-        for nth, events in zip(examples, (one, two), strict=True)
+        else f"missing on rank {rank[index]}, which issues only {len(events)}"
+        for index, events in zip(examples, (one, two), strict=True)
     ]
     text = f"group {group}: its collective {at + 1} is {texts[0]}, but {texts[1]}"
     world.findings.error("collectives-differ", text)
@@ -182,10 +184,10 @@ def _barriers(world: World, members: _Members, loose: Bool) -> tuple[Int, Int]:
     return barrier, np.array(arrivals, np.int64)
 
 
-def _root(root: list[int], nth: int) -> int:
-    while root[nth] != nth:
-        root[nth] = nth = root[root[nth]]
-    return nth
+def _root(root: list[int], slot: int) -> int:
+    while root[slot] != slot:
+        root[slot] = slot = root[root[slot]]
+    return slot
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -210,9 +212,11 @@ def _ends(world: World, kind: TaskKind) -> tuple[Int, Int]:
     """Pairs of source and target as one ascending number each, and the slot of the present rank."""
     rank, partner, slot = world.pairs(kind)
 
-    def text(nth: int) -> str:
-        what = world.describe(int(world.of_slot[int(slot[nth])][0]))
-        return f"rank {rank[nth]}: {what}: there is no rank {partner[nth]}, of {world.size} ranks"
+    def text(index: int) -> str:
+        what = world.describe(int(world.of_slot[int(slot[index])][0]))
+        return (
+            f"rank {rank[index]}: {what}: there is no rank {partner[index]}, of {world.size} ranks"
+        )
 
     inside = partner < world.size
     world.report("no-rank", np.flatnonzero(~inside), text)
@@ -228,10 +232,10 @@ def _report_unanswered(world: World, keys: Int, slot: Int, others: Int, kind: Ta
     """Report pairs of ranks that only send, or only receive; `keys`, `others` as in `_ends`."""
     sends = kind is TaskKind.SEND
 
-    def text(nth: int) -> str:
-        source, target = divmod(int(keys[nth]), world.size)
+    def text(index: int) -> str:
+        source, target = divmod(int(keys[index]), world.size)
         rank, other = (source, target) if sends else (target, source)
-        what = world.describe(int(world.of_slot[int(slot[nth])][0]))
+        what = world.describe(int(world.of_slot[int(slot[index])][0]))
         back = "receives nothing from it" if sends else "sends it nothing"
         return f"rank {rank}: {what} {'to' if sends else 'from'} rank {other}, which {back}"
 
@@ -245,9 +249,9 @@ def _check_channels(world: World, channels: Int, example: Int) -> tuple[Int, Int
     recv, received = _table(world, channels[1])
     if np.array_equal(sent, received):
         return send, recv
-    for nth, slots in enumerate(channels.T.tolist()):
-        if not np.array_equal(sent[1:, sent[0] == nth], received[1:, received[0] == nth]):
-            source, target = divmod(int(example[nth]), world.size)
+    for channel, slots in enumerate(channels.T.tolist()):
+        if not np.array_equal(sent[1:, sent[0] == channel], received[1:, received[0] == channel]):
+            source, target = divmod(int(example[channel]), world.size)
             sends, recvs = world.of_slot[int(slots[0])], world.of_slot[int(slots[1])]
             _report_unmatched(world, source, target, sends, recvs)
     waiting: dict[tuple[int, ...], list[int]] = {}
@@ -266,10 +270,10 @@ def _table(world: World, slots: Int) -> tuple[Int, Int]:
     """The events of some slots, and their (nth slot, tag, size) as rows; ascending by these."""
     lists = [world.of_slot[int(slot)] for slot in slots]
     events = np.concatenate((np.zeros(0, np.int64), *lists))
-    nth = np.repeat(np.arange(len(lists)), [len(some) for some in lists])
-    order = np.lexsort((events, world.bytes[events], world.tag[events], nth))
+    channel = np.repeat(np.arange(len(lists)), [len(slot_events) for slot_events in lists])
+    order = np.lexsort((events, world.bytes[events], world.tag[events], channel))
     events = events[order]
-    return events, np.stack([nth[order], world.tag[events], world.bytes[events]])
+    return events, np.stack([channel[order], world.tag[events], world.bytes[events]])
 
 
 def _report_unmatched(world: World, source: int, target: int, sends: Int, recvs: Int) -> None:

@@ -111,11 +111,11 @@ def _totals(
     columns = block.attributes
 
     def text(*names: str) -> Int:
-        found = np.full(len(block), -1)
+        values = np.full(len(block), -1)
         for name in names:
             column = columns[name]
-            found = np.where((found < 0) & (column.kind == STRING), column.value, found)
-        return found
+            values = np.where((values < 0) & (column.kind == STRING), column.value, values)
+        return values
 
     collective = block.type == COLL
     op = np.where(collective, columns["comm_type"].value, text("op", "op_type"))
@@ -129,12 +129,12 @@ def _totals(
     flops = np.where(block.type == COMP, columns["num_ops"].value, 0)
     counts = np.diff(np.append(begin, len(rows)))
     sums = zip(counts.tolist(), _sums(flops[rows], begin), _sums(size[rows], begin), strict=True)
-    for nth, totals in zip(rows[begin].tolist(), sums, strict=True):
-        type_, phase, op_, name = (int(key) for key in keys[:, nth])
-        known = TYPES[type_] if 0 <= type_ < len(TYPES) else f"type {type_}"
+    for row, totals in zip(rows[begin].tolist(), sums, strict=True):
+        type_, phase, op_, name = (int(key) for key in keys[:, row])
+        type_name = TYPES[type_] if 0 <= type_ < len(TYPES) else f"type {type_}"
         word = str(texts[phase]) if phase >= 0 else ""
         ranks = group_sizes.get(group_id(str(texts[name]) if name >= 0 else "") or 0, 0)
-        key = Key(known, word, _op(type_, op_, texts), ranks if type_ == COLL else 0)
+        key = Key(type_name, word, _op(type_, op_, texts), ranks if type_ == COLL else 0)
         yield key, Totals(*totals)
 
 
@@ -175,8 +175,8 @@ def _add_graph(result: Profile, columns: Sequence[Any], child: Int, needed: Word
         return
     path = graph.longest(order)
     result.depth = len(path)
-    known = np.clip(types[by_id][path], 0, len(TYPES) - 1)
-    counts = np.bincount(known, minlength=len(TYPES)).tolist()
+    path_types = np.clip(types[by_id][path], 0, len(TYPES) - 1)
+    counts = np.bincount(path_types, minlength=len(TYPES)).tolist()
     result.path_types = {name: count for name, count in zip(TYPES, counts, strict=True) if count}
 
 

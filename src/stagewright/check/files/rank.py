@@ -53,7 +53,7 @@ class Checked:
 def check_trace(path: Path, rank: int | None = None) -> Checked:
     """Read and check the file of a rank; without `rank`, rules about the own rank are skipped."""
     check = _Check(path, rank)
-    found: tuple[Exchange, Spots | None] | None = None
+    structure: tuple[Exchange, Spots | None] | None = None
     try:
         reader = TraceReader(path)
         check.size = reader.size
@@ -63,11 +63,11 @@ def check_trace(path: Path, rank: int | None = None) -> Checked:
             if check.count > MOST_NODES:
                 raise Damaged(f"{path}: more than {MOST_NODES} nodes")
         check.durations()
-        found = check.structure()
+        structure = check.structure()
     except Damaged as error:
         check.findings.error("damaged", str(error))
     findings = tuple(check.findings)
-    return Checked(path, rank, check.size, check.count, findings, *(found or (None, None)))
+    return Checked(path, rank, check.size, check.count, findings, *(structure or (None, None)))
 
 
 class _NodeColumns(NamedTuple):
@@ -125,12 +125,12 @@ class _Check:
     def block(self, block: NodeBlock, texts: list[str]) -> None:
         """Check the attributes of a block of nodes, and keep the columns for `structure`."""
 
-        def report(level: Level, code: str, which: Bool, text: str) -> None:
-            some = np.flatnonzero(which)
-            if len(some):
+        def report(level: Level, code: str, mask: Bool, text: str) -> None:
+            rows_found = np.flatnonzero(mask)
+            if len(rows_found):
                 if code not in self.findings:  # else only the number counts
-                    text = f"{label(block.nodes[int(some[0])])}: {text}"
-                self.findings.add(Finding(level, code, text, self.rank, len(some)))
+                    text = f"{label(block.nodes[int(rows_found[0])])}: {text}"
+                self.findings.add(Finding(level, code, text, self.rank, len(rows_found)))
 
         rows = NodeRows(
             block.type,
@@ -221,10 +221,10 @@ class _Check:
         return graph
 
     def _report_cycle(self, circle: list[int], nodes: _NodeColumns) -> None:
-        some = circle if len(circle) <= 9 else circle[:8]
-        words = [f"node {nodes.id[row]}" for row in some]
-        if len(circle) > len(some):
-            words.append(f"{len(circle) - len(some)} more")
+        listed = circle if len(circle) <= 9 else circle[:8]
+        words = [f"node {nodes.id[row]}" for row in listed]
+        if len(circle) > len(listed):
+            words.append(f"{len(circle) - len(listed)} more")
         shown = " needs ".join([*words, f"node {nodes.id[circle[0]]}"])
         child = np.repeat(np.arange(self.count), nodes.data_count)
         both = set(zip(circle, [*circle[1:], circle[0]], strict=True))
@@ -240,49 +240,49 @@ def _groups(rows: NodeRows, texts: list[str]) -> tuple[Int, Bool]:
     name = rows.columns["pg_name"]
     named = rows.communicates & (rows.type == COLL) & (name.kind == STRING)
     group, good = np.zeros(len(rows.type), np.int64), np.ones(len(rows.type), bool)
-    for place in np.unique(name.value[named]).tolist():
-        text = texts[int(place)]
-        mine, number = named & (name.value == place), group_id(text)
-        group[mine] = number or 0
+    for index in np.unique(name.value[named]).tolist():
+        text = texts[int(index)]
+        has_name, number = named & (name.value == index), group_id(text)
+        group[has_name] = number or 0
         if number is None:
-            good &= ~mine
+            good &= ~has_name
             text = f"pg_name is {text[:40]!a}, wanted a positive number"
-            rows.report("error", "group-name", mine, text)
+            rows.report("error", "group-name", has_name, text)
     return group, good
 
 
 def _event_columns(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _EventColumns:
     """Columns of the nodes that communicate; `before`: number of nodes in earlier blocks."""
-    which = np.flatnonzero(rows.communicates)
-    type_ = rows.type[which]
+    selected = np.flatnonzero(rows.communicates)
+    type_ = rows.type[selected]
     is_send, is_coll = type_ == SEND, type_ == COLL
 
     def value(name: str) -> Int:
-        return rows.value(name)[which]
+        return rows.value(name)[selected]
 
-    kind = np.zeros(len(which), np.int64)
+    kind = np.zeros(len(selected), np.int64)
     for node_type, event_kind in COMM.items():
         kind[type_ == node_type] = event_kind
     return _EventColumns(
-        which + before,
+        selected + before,
         kind,
         np.where(is_coll, value("comm_type"), -1),
         value("comm_size"),
         np.where(is_coll, -1, value("comm_tag")),
-        np.where(is_coll, group[which], np.where(is_send, value("comm_dst"), value("comm_src"))),
-        *_places(block, which),
+        np.where(is_coll, group[selected], np.where(is_send, value("comm_dst"), value("comm_src"))),
+        *_places(block, selected),
     )
 
 
-def _places(block: NodeBlock, which: Int) -> Int:
+def _places(block: NodeBlock, selected: Int) -> Int:
     """Four columns of `_EventColumns`: places of the partner's and the own rank's value."""
-    columns = np.full((4, len(which)), -2)
+    columns = np.full((4, len(selected)), -2)
     names = {SEND: ("comm_dst", "comm_src"), RECV: ("comm_src", "comm_dst"), COLL: ("pg_name",)}
-    for index, row in enumerate(which.tolist()):
+    for index, row in enumerate(selected.tolist()):
         places = block.value_places(row)
-        for nth, name in enumerate(names[NodeType(int(block.type[row]))]):
+        for end_id, name in enumerate(names[NodeType(int(block.type[row]))]):
             if block.attributes[name].present[row]:
-                columns[2 * nth : 2 * nth + 2, index] = places.get(name, (-1, -1))
+                columns[2 * end_id : 2 * end_id + 2, index] = places.get(name, (-1, -1))
     return columns
 
 
@@ -290,9 +290,9 @@ def _spots(columns: _EventColumns, slot: Int) -> Spots | None:
     """Bytes of the file that name partners and the rank itself; None if unknown."""
     if (columns.at == -1).any() or (columns.own_at == -1).any():
         return None
-    given, own = columns.at != -2, columns.own_at != -2
+    has_partner, has_own = columns.at != -2, columns.own_at != -2
     return Spots(
-        np.concatenate([columns.at[given], columns.own_at[own]]),
-        np.concatenate([columns.end[given], columns.own_end[own]]),
-        np.concatenate([slot[given], np.full(int(own.sum()), -1)]),
+        np.concatenate([columns.at[has_partner], columns.own_at[has_own]]),
+        np.concatenate([columns.end[has_partner], columns.own_end[has_own]]),
+        np.concatenate([slot[has_partner], np.full(int(has_own.sum()), -1)]),
     )

@@ -193,11 +193,11 @@ def check_exchanges(rows: NodeRows, rank: int | None) -> Bool:
     size, tag, op = rows.value("comm_size"), rows.value("comm_tag"), rows.value("comm_type")
     sound = rows.communicates & good
     collective, message = sound & rows.is_a(COLL), sound & ~rows.is_a(COLL)
-    known = (op >= 0) & (op < len(CommType))
+    is_known = (op >= 0) & (op < len(CommType))
     gathers, empty = collective & (op == CommType.ALL_GATHER), size == 0
     waits = "ASTRA-sim only waits for duration_micros, and for nobody"
     rules: tuple[tuple[Level, str, Bool, str], ...] = (
-        ("error", "comm-type", collective & ~known, "no comm_type of Chakra's"),
+        ("error", "comm-type", collective & ~is_known, "no comm_type of Chakra's"),
         ("error", "comm-size", sound & (size < 0), "a negative comm_size"),
         ("error", "comm-size", empty & (message | gathers), "comm_size 0: nothing to send"),
         ("error", "comm-size", sound & (size == LARGEST), "a comm_size of 2^63 or more"),

@@ -130,12 +130,12 @@ class _TraceTemplate:
             return None
         places: list[tuple[int, Int]] = []
         for slot in np.unique(spots.slot).tolist():
-            mine = spots.slot == slot
-            widths = spots.end[mine] - spots.at[mine]
+            of_slot = spots.slot == slot
+            widths = spots.end[of_slot] - spots.at[of_slot]
             width = int(widths[0])
             if not 0 < width <= 20 or (widths != width).any():
                 return None
-            places.append((slot, spots.at[mine][:, None] + np.arange(width)))
+            places.append((slot, spots.at[of_slot][:, None] + np.arange(width)))
         return _TraceTemplate(checked, data, places)
 
     def shape(self) -> bytes:
@@ -152,13 +152,13 @@ class _TraceTemplate:
             return None
         partner = self.partner.copy()
         for slot, place in self.places:
-            found = data[place]
-            if (found != found[0]).any():
+            copies = data[place]
+            if (copies != copies[0]).any():
                 return None
             if slot >= 0 and self.kind[slot] == TaskKind.COLLECTIVE:
-                value = group_id(bytes(found[0]).decode("latin-1"))
+                value = group_id(bytes(copies[0]).decode("latin-1"))
             else:
-                value = _number(bytes(found[0]))
+                value = _number(bytes(copies[0]))
             if value is None or (slot < 0 and value != rank):
                 return None
             if slot >= 0:
@@ -172,25 +172,25 @@ def _number(data: bytes) -> int | None:
     """A varint of exactly these bytes, of at most 31 bits."""
     if data[-1] > 127 or any(byte < 128 for byte in data[:-1]):
         return None
-    value = sum((byte & 127) << 7 * nth for nth, byte in enumerate(data))
+    value = sum((byte & 127) << 7 * index for index, byte in enumerate(data))
     return value if value < 2**31 else None
 
 
 def merge_classes(classes: list[TraceClass]) -> list[TraceClass]:
     """Merge classes of one shape, which several calls have read."""
-    known: dict[tuple[bytes, bytes], TraceClass] = {}
-    found: list[TraceClass] = []
+    by_shape: dict[tuple[bytes, bytes], TraceClass] = {}
+    merged: list[TraceClass] = []
     for traces in classes:
         slots = traces.first.exchange.slot_kind.tobytes() if traces.first.exchange else b""
-        same = known.setdefault((traces.shape, slots), traces) if traces.shape else traces
+        same = by_shape.setdefault((traces.shape, slots), traces) if traces.shape else traces
         if same is traces:
-            found.append(traces)
+            merged.append(traces)
             continue
         same.ranks += traces.ranks
         same.partner += traces.partner
         same.sizes += traces.sizes
         same.digests |= traces.digests
-    return found
+    return merged
 
 
 @dataclass(slots=True)

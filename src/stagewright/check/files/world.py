@@ -88,19 +88,24 @@ class World:
     def __post_init__(self) -> None:
         self.parts = [single for part in self.parts for single in _one_slot_per_partner(part)]
         events = [part.exchange.events for part in self.parts]
-        self.first = _starts([len(some.row) for some in events])
+        self.first = _starts([len(part_events.row) for part_events in events])
         self.first_slot = _starts([len(part.exchange.slot_kind) for part in self.parts])
-        self.kind = _all([some.kind.astype(np.int64) for some in events])
-        self.op = _all([some.op for some in events])
-        self.bytes = _all([some.size for some in events])
-        self.tag = _all([some.tag for some in events])
-        self.slot = _all([some.slot + self.first_slot[nth] for nth, some in enumerate(events)])
+        self.kind = _all([part_events.kind.astype(np.int64) for part_events in events])
+        self.op = _all([part_events.op for part_events in events])
+        self.bytes = _all([part_events.size for part_events in events])
+        self.tag = _all([part_events.tag for part_events in events])
+        self.slot = _all(
+            [
+                part_events.slot + self.first_slot[part_id]
+                for part_id, part_events in enumerate(events)
+            ]
+        )
         by_slot = np.argsort(self.slot, kind="stable")
         ends = np.cumsum(np.bincount(self.slot, minlength=int(self.first_slot[-1])))
         self.of_slot = list(np.split(by_slot, ends))[:-1]
         self.part_of, self.row_of = np.full(self.size, -1), np.full(self.size, -1)
-        for nth, part in enumerate(self.parts):
-            self.part_of[part.ranks] = nth
+        for part_id, part in enumerate(self.parts):
+            self.part_of[part.ranks] = part_id
             self.row_of[part.ranks] = np.arange(len(part.ranks))
 
     def rank_by_rank(self) -> World:
@@ -136,11 +141,11 @@ class World:
         ranks: list[Int] = []
         partners: list[Int] = []
         slots: list[Int] = []
-        for nth, part in enumerate(self.parts):
+        for part_id, part in enumerate(self.parts):
             columns = np.flatnonzero(part.exchange.slot_kind == kind)
             ranks.append(np.repeat(part.ranks, len(columns)))
             partners.append(part.partner[:, columns].ravel())
-            slots.append(np.tile(columns + self.first_slot[nth], len(part.ranks)))
+            slots.append(np.tile(columns + self.first_slot[part_id], len(part.ranks)))
         return _all(ranks), _all(partners), _all(slots)
 
     # ---- in words -------------------------------------------------------------------------------
@@ -160,10 +165,10 @@ class World:
         tag = f"tag {self.tag[event]}, " if self.kind[event] != TaskKind.COLLECTIVE else ""
         return f"{self.word(event)} of {self.bytes[event]} bytes ({tag}{self.label(event)})"
 
-    def report(self, code: str, which: Int, text: Callable[[int], str]) -> None:
+    def report(self, code: str, cases: Int, text: Callable[[int], str]) -> None:
         """Report errors of one kind: the first in words, and their number."""
-        if len(which):
-            self.findings.error(code, text(int(which[0])), len(which))
+        if len(cases):
+            self.findings.error(code, text(int(cases[0])), len(cases))
 
 
 def _starts(counts: Sequence[int]) -> Int:
@@ -189,13 +194,13 @@ def _one_slot_per_partner(part: WorldPart) -> Iterator[WorldPart]:
         return
     if not doubled.all():
         yield WorldPart(part.ranks[~doubled], old, part.partner[~doubled], part.source)
-    for nth in np.flatnonzero(doubled).tolist():
-        _, slot, which = np.unique(whom[nth], return_index=True, return_inverse=True)
-        several = np.flatnonzero(np.bincount(which) > 1).tolist() if old.breaks.pairs else []
-        loose = frozenset({*(int(which[s]) for s in old.loose), *several})
-        events = Events(*old.events[:5], which[old.events.slot])
-        new = Exchange(events, old.slot_kind[slot], part.partner[nth, slot], loose, old.breaks)
-        yield WorldPart(part.ranks[[nth]], new, new.partner[None, :], part.source)
+    for row in np.flatnonzero(doubled).tolist():
+        _, slot, merged = np.unique(whom[row], return_index=True, return_inverse=True)
+        several = np.flatnonzero(np.bincount(merged) > 1).tolist() if old.breaks.pairs else []
+        loose = frozenset({*(int(merged[s]) for s in old.loose), *several})
+        events = Events(*old.events[:5], merged[old.events.slot])
+        new = Exchange(events, old.slot_kind[slot], part.partner[row, slot], loose, old.breaks)
+        yield WorldPart(part.ranks[[row]], new, new.partner[None, :], part.source)
 
 
 def runs_in_order(world: World, match: Match) -> bool:
@@ -207,11 +212,11 @@ def runs_in_order(world: World, match: Match) -> bool:
     by_recv = np.argsort(recv, kind="stable")
     waiting, begin = np.unique(recv[by_recv], return_index=True)
     pieces = list(np.split(send[by_recv], begin))[1:]
-    needs = {int(e): list(map(int, some)) for e, some in zip(waiting, pieces, strict=True)}
+    needs = {int(e): list(map(int, sends)) for e, sends in zip(waiting, pieces, strict=True)}
     stops = np.unique(np.concatenate((np.flatnonzero(match.barrier >= 0), waiting, send)))
     todo = np.split(stops, np.searchsorted(stops, world.first[1:]))[:-1]
     return _run(
-        [list(map(int, some[::-1])) for some in todo],
+        [list(map(int, events[::-1])) for events in todo],
         needs,
         match.barrier.tolist(),
         match.arrivals.tolist(),
