@@ -9,8 +9,10 @@ where the rank's own part of these differs. The ranks of a group are in comm_gro
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -19,7 +21,6 @@ from stagewright.program.columns import (
     COLLECTIVES,
     PHASES,
     Program,
-    RankClass,
     TaskKind,
     Tasks,
     intersect,
@@ -29,45 +30,51 @@ FILE = "rank.{rank}.json"
 """Name of a rank's file."""
 
 
-def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[JsonBatch]:
+def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[TextBatch]:
     """The batches that write the files of `ranks`, ascending; only the manifest has provenance."""
-    by_class = [(rank_class, intersect(rank_class.ranks, ranks)) for rank_class in program.classes]
+
+    def text(tasks: Tasks, rank: int) -> str:
+        lines = [json.dumps(node) for node in nodes(program, tasks, rank)]
+        return "[\n" + ",\n".join(lines) + "\n]\n"
+
+    return text_batches(program, ranks, text)
+
+
+def text_batches(
+    program: Program, ranks: Int, text: Callable[[Tasks, int], str]
+) -> list[TextBatch]:
+    """A batch for each class of some ranks; `text` makes a file of the class's tasks and a rank."""
+    by_class = [(of.tasks, intersect(of.ranks, ranks)) for of in program.classes]
     return [
-        JsonBatch(program, rank_class, class_ranks)
-        for rank_class, class_ranks in by_class
+        TextBatch(class_ranks, 400 * len(tasks), partial(text, tasks))
+        for tasks, class_ranks in by_class
         if len(class_ranks)
     ]
 
 
-class JsonBatch:
-    """Ranks of one class. It is its own template: this format is for few ranks and has no haste."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TextBatch:
+    """Ranks whose files are made one by one, as text: formats for few ranks that have no haste.
 
-    at_most = size = None  # bytes of a file: not known before it is made
+    The batch is its own template.
+    """
 
-    def __init__(self, program: Program, rank_class: RankClass, ranks: Int) -> None:
-        """`ranks` of a class of the program."""
-        self.ranks = ranks
-        self._program = program
-        self._tasks = rank_class.tasks
+    ranks: Int
+    memory: int
+    """Bytes that making a file takes, some hundreds a node."""
+    text: Callable[[int], str]
+    """The file of a rank."""
+    at_most: None = None  # bytes of a file: not known before it is made
+    size: None = None
 
-    @property
-    def memory(self) -> int:
-        """Bytes that making a file takes, some hundreds a node."""
-        return 400 * len(self._tasks)
-
-    def template(self) -> JsonBatch:
-        """The template from which these ranks' files are written: the batch itself."""
+    def template(self) -> TextBatch:
+        """The batch."""
         return self
 
     @contextmanager
     def stamped(self, rank: int) -> Generator[memoryview]:
         """The file of one rank."""
-        lines = [json.dumps(node) for node in self.nodes_of(rank)]
-        yield memoryview(("[\n" + ",\n".join(lines) + "\n]\n").encode())
-
-    def nodes_of(self, rank: int) -> Iterator[dict[str, object]]:
-        """The nodes of one rank."""
-        return nodes(self._program, self._tasks, rank)
+        yield memoryview(self.text(rank).encode())
 
 
 def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, object]]:
