@@ -9,7 +9,6 @@ files must be what this version makes of the manifest's run.
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 import signal
@@ -34,6 +33,7 @@ from stagewright.check.files.groups import check_ids, default_groups, read_group
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import ALL, check_world
 from stagewright.check.files.templates import (
+    MOST_COMPARED,
     ReadTask,
     TraceClass,
     TraceSource,
@@ -163,12 +163,13 @@ def read(files: TraceFiles, workers: int | None, *, digests: bool) -> list[Trace
     if sum(sizes.values()) < FEW_BYTES or not _may_fork():
         processes = 1
     tasks: list[ReadTask] = []
-    for _, ranks in groupby(by_size, key=sizes.__getitem__):
+    for size, ranks in groupby(by_size, key=sizes.__getitem__):
         equal_size = list(ranks)
-        step = max(TASK_FILES, math.ceil(len(equal_size) / processes))
-        for at in range(0, len(equal_size), step):
-            some = tuple((rank, files.traces[rank]) for rank in equal_size[at : at + step])
-            tasks.append(ReadTask(some, digests))
+        fewest = TASK_FILES if size <= MOST_COMPARED else 1
+        parts = max(1, min(processes, len(equal_size) // fewest))
+        for part in np.array_split(equal_size, parts):
+            paths = tuple((rank, files.traces[rank]) for rank in part.tolist())
+            tasks.append(ReadTask(paths, digests))
     processes = min(processes, len(tasks))
     results = _in_processes(tasks, processes) if processes > 1 else map(check_files, tasks)
     classes = merge_classes(list(chain.from_iterable(results)))

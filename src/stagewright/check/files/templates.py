@@ -28,7 +28,8 @@ from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
 from stagewright.trace.formats.wire import Bytes, Words
 
-MOST_BYTES = 1 << 28  # of the files that a process holds in memory to compare others with them
+MOST_COMPARED = 1 << 28
+"""Most bytes of the files that a process holds in memory to compare others with them."""
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ def check_files(task: ReadTask) -> list[TraceClass]:
     """Check files of one size."""
     classes: list[tuple[TraceClass, _TraceTemplate | None]] = []
     compare = len(task.files) > 1
-    room = MOST_BYTES  # for further templates
+    room = MOST_COMPARED  # for further templates
     for rank, path in task.files:
         data = _bytes(path) if compare or task.digests else None
         digest = _digest(path, data) if task.digests and data is not None else {}
@@ -92,7 +93,7 @@ def _bytes(path: Path) -> Bytes | None:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            return None if size > MOST_BYTES else np.frombuffer(file.read(size), np.uint8)
+            return None if size > MOST_COMPARED else np.frombuffer(file.read(size), np.uint8)
     except OSError:
         return None
 
