@@ -161,11 +161,11 @@ class _RandomRun:
         group, before = self.meeting_of[event]
         here = self.here[group, before]
         on = f"group {group}" if group else "all ranks"
-        text = f"rank {rank} begins {world.what(event)} on {on}"
+        text = f"rank {rank} begins {world.describe(event)} on {on}"
         for other in here:
             if not self.alike(event, other):
                 there = self.rank(world.part(other))
-                return f"{text}, but rank {there} there begins {world.what(other)}", None
+                return f"{text}, but rank {there} there begins {world.describe(other)}", None
         ranks, groups, _ = world.pairs(TaskKind.COLLECTIVE)
         came = {world.part(e) for e in here}
         members = (int(world.part_of[rank]) for rank in ranks[groups == group].tolist())
@@ -180,4 +180,6 @@ class _RandomRun:
         if late is None:
             return f"rank {rank} has nothing left to do", None
         source = world.partner(rank, int(world.slot[late]))
-        return f"rank {rank} waits in {world.what(late)} from {source}", int(world.part_of[source])
+        return f"rank {rank} waits in {world.describe(late)} from {source}", int(
+            world.part_of[source]
+        )

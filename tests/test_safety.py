@@ -46,14 +46,14 @@ NO_METHODS = {
 }  # fmt: skip
 # The only modules that write, rename or remove files.
 WRITERS = {
-    *("trace/write.py", "trace/storage.py", "trace/staging.py", "files.py", "views/perfetto.py"),
+    *("trace/staging.py", "files.py", "views/perfetto.py"),
     "evidence/doctor.py",
 }
 # What opens a file, which `files.open_regular` does for all others: pipes and devices never end.
 OPENS = {"open", "read_text", "read_bytes"}
 OPENERS = {
     "files.py",
-    *("trace/storage.py", "trace/staging.py", "views/perfetto.py"),  # to write, or to lock
+    *("trace/staging.py", "views/perfetto.py"),  # to write, or to lock
     *("time/hardware.py", "views/pages/templates.py", "model/presets.py", "model/hf/keys.py"),
     *("evidence/kernels.py", "evidence/reproduce.py", "evidence/memory.py"),
     *("evidence/measurements.py", "evidence/sources.py"),

@@ -111,7 +111,7 @@ def test_a_cache_of_windows_only_is_on_its_way():
 
 
 @pytest.mark.parametrize("part", ["layer", "chunk"])
-def test_parts_of_caches_leave_while_prompts_are_computed(part):
+def test_parts_of_caches_leave_while_prompts_are_computed(part, tmp_path):
     done = sw.serve(
         "llama3.1-8b", "h100-sxm", layers=2, tp=2, rate=20, isl=5000, osl=2, num_requests=2,
         prefill_instances=1, instances=1, max_num_batched_tokens=2048, kv_transfer=part,
@@ -137,6 +137,10 @@ def test_parts_of_caches_leave_while_prompts_are_computed(part):
                 tasks.layer[n] == 1
             )
     assert sw.simulate(step, "h100-sxm").seconds > 0
+    sw.generate(step, str(tmp_path / "step"))
+    assert {found.code for found in verify(tmp_path / "step").findings} <= {"order-left-to-timing"}
+    with pytest.raises(UserError, match="is a manifest without a run"):
+        sw.load_run(tmp_path / "step" / "manifest.json")
 
 
 @pytest.mark.parametrize(("model", "layers"), [("gemma3-27b", 6), ("mistral-7b-v0.1", 2)])

@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine: the bytes of the local engine, though a node is lost."""
+"""A real Ray cluster on this machine: the bytes that threads write, though a node is lost."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from extras import needed
+from stagewright.cli.main import main
 from stagewright.errors import UserError
+from stagewright.executors import ray_cluster
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program
 from stagewright.run.settings import Run
 from stagewright.trace import templates
+from stagewright.trace.formats.bundle import Bundle
+from stagewright.trace.unbundle import expand
 from stagewright.trace.write import write
 
 ray = needed("ray", "ray")
@@ -32,14 +35,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def program() -> Program:
-    return compile(Run(**RUN, tp=2, dp=8, pp=4, global_batch_size=64)).program
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    path = tmp_path_factory.mktemp("bundle") / "a.bundle"
+    program = compile(Run(**RUN, tp=2, dp=8, pp=4, global_batch_size=64)).program
+    write(program, path, format="bundle", manifest={})
+    return Bundle(path)
 
 
 @pytest.fixture(scope="module")
-def whole(program: Program, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def whole(bundle: Bundle, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("whole") / "out"
-    write(program, out, manifest={})
+    expand(bundle, out)
     return contents(out)
 
 
@@ -57,18 +63,17 @@ def cluster() -> Iterator[Any]:
     made.shutdown()
 
 
-def test_the_bytes_of_the_local_engine(
-    cluster: Any, program: Program, whole: dict[str, bytes], tmp_path: Path
+def test_the_bytes_of_threads(
+    cluster: Any, bundle: Bundle, whole: dict[str, bytes], tmp_path: Path
 ):
     seen: list[tuple[int, ...]] = []
-    write(
-        program,
-        tmp_path / "out",
-        manifest={},
-        engine="ray",
-        address=cluster.address,
-        progress=lambda *told: seen.append(told),
-    )
+    with ray_cluster(cluster.address) as machines:
+        expand(
+            bundle,
+            tmp_path / "out",
+            cluster=machines,
+            progress=lambda *told: seen.append(told),
+        )
     assert contents(tmp_path / "out") == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert len(seen) > 4
@@ -76,59 +81,59 @@ def test_the_bytes_of_the_local_engine(
     assert not ray.is_initialized()
 
 
-def test_shares_straight_to_a_store(
-    cluster: Any, program: Program, whole: dict[str, bytes], tmp_path: Path
-):
-    needed("fsspec", "remote")
-    for nth in (1, 2):
-        write(
-            program,
-            f"local://{tmp_path}/out",
-            manifest={},
-            engine="ray",
-            address=cluster.address,
-            shard=(nth, 2),
-        )
-    assert contents(tmp_path / "out") == whole
-
-
-def test_errors_of_other_machines(cluster: Any, program: Program, tmp_path: Path):
-    (tmp_path / "file").write_text("in the way")
-    needed("fsspec", "remote")
-    with pytest.raises(UserError, match=r"cannot be written: "):
-        write(
-            program,
-            f"local://{tmp_path}/file/out",
-            manifest={},
-            engine="ray",
-            address=cluster.address,
-        )
-
-
-def test_what_cannot_be_done(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_range_of_ranks(cluster: Any, bundle: Bundle, whole: dict[str, bytes], tmp_path: Path):
     out = tmp_path / "out"
-    with pytest.raises(UserError, match="did you mean 'ray'"):
-        write(program, out, manifest={}, engine="rai")
-    with pytest.raises(UserError, match="add --engine ray"):
-        write(program, out, manifest={}, address="auto")
-    with pytest.raises(UserError, match="written at once"):
-        write(program, out, manifest={}, format="bundle", engine="ray")
-    with pytest.raises(UserError, match=r"address 127.0.0.1:1: no Ray cluster answers"):
-        write(program, out, manifest={}, engine="ray", address="127.0.0.1:1")
+    line = ["expand", str(bundle.path), "-o", str(out), "--ranks", "3-9", "--engine", "ray"]
+    with pytest.raises(SystemExit) as end:
+        main([*line, "--address", cluster.address])
+    assert end.value.code == 0
+    found = contents(out)
+    assert len(found) == 7 + 2
+    assert all(whole[name] == data for name, data in found.items() if name != "manifest.json")
+
+
+def test_errors_of_other_machines(
+    cluster: Any, bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A machine that does not see the directory says so, and nothing is left."""
+    monkeypatch.setattr(
+        "stagewright.trace.write.RangeWriter",
+        lambda program, folder, *more: templates.RangeWriter(program, folder / "no", *more),
+    )
+    with (
+        ray_cluster(cluster.address) as machines,
+        pytest.raises(UserError, match=r"cannot be written: .* name a directory that all share"),
+    ):
+        expand(bundle, tmp_path / "out", cluster=machines)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_done(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    def refused(*options: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(["expand", str(bundle.path), "-o", str(tmp_path / "out"), *options])
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    assert "ray" in refused("--engine", "rai")
+    assert "add --engine ray" in refused("--address", "auto")
+    address = ("--engine", "ray", "--address", "127.0.0.1:1")
+    assert "address 127.0.0.1:1: no Ray cluster answers" in refused(*address)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(UserError, match=r"install stagewright\[ray\]"):
-        write(program, out, manifest={}, engine="ray")
+    assert "install stagewright[ray]" in refused("--engine", "ray")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_machine_is_killed_half_way(
     cluster: Any,
-    program: Program,
+    bundle: Bundle,
     whole: dict[str, bytes],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(templates, "SHARE", 1)  # a rank a task
+    monkeypatch.setattr(templates, "RANGE", 1)  # a rank a task
     doomed = sorted(cluster.worker_nodes, key=lambda node: node.unique_id)[0]
     killed: list[int] = []
 
@@ -137,9 +142,8 @@ def test_a_machine_is_killed_half_way(
             killed.append(done)
             cluster.remove_node(doomed, allow_graceful=False)
 
-    write(
-        program, tmp_path / "out", manifest={}, engine="ray", address=cluster.address, progress=kill
-    )
+    with ray_cluster(cluster.address) as machines:
+        expand(bundle, tmp_path / "out", cluster=machines, progress=kill)
     assert killed
     assert killed[0] < WORLD
     assert contents(tmp_path / "out") == whole

@@ -27,11 +27,12 @@ def generate(
 ) -> dict[str, Any]:
     """Write the trace of every rank into a directory; returns what its manifest.json holds.
 
-    Options are `ranks` (default: all) and those of `stagewright.trace.write.How`. `durations` is a
-    CSV of measured kernels (`stagewright.time.measured`). `astra_sim` is the hardware on which
-    ASTRA-sim shall run the traces: its configuration and a script are written beside them. The
-    manifest has all that repeats the run, and what was checked of the program before it was
-    written. Raises `UserError` if `out` exists or cannot be written; nothing is left then.
+    Options are `ranks` (default: all) and those of `stagewright.trace.write.WriteOptions`.
+    `durations` is a CSV of measured kernels (`stagewright.time.measured`). `astra_sim` is the
+    hardware on which ASTRA-sim shall run the traces: its configuration and a script are written
+    beside them. The manifest has all that repeats the run, and what was checked of the program
+    before it was written. Raises `UserError` if `out` exists or cannot be written; nothing is left
+    then.
 
     >>> import stagewright as sw, tempfile
     >>> compiled = sw.compile("gpt2", layers=2, seq_length=8, tp=2)

@@ -35,7 +35,7 @@ def check_bundle(path: Path | str) -> Report:
     else:
         report.checks += ["checksum", "columns"]
         _check(source, program, report, findings)
-    report.findings = sorted(findings, key=lambda found: found.level != "error")
+    report.findings = sorted(findings, key=lambda finding: finding.level != "error")
     report.seconds = round(time.perf_counter() - began, 3)
     return report
 
@@ -43,32 +43,34 @@ def check_bundle(path: Path | str) -> Report:
 def _check(source: Bundle, program: Program, report: Report, findings: Findings) -> None:
     report.ranks = report.world_size = source.world_size
     report.kinds = len(program.classes)
-    report.nodes = sum(len(of.tasks) * len(of.ranks) for of in program.classes)
+    report.nodes = sum(
+        len(rank_class.tasks) * len(rank_class.ranks) for rank_class in program.classes
+    )
     try:
         report.checks += [str(what) for what in check_program(program)["passed"]]  # pyright: ignore
     except (Unsound, UserError) as error:
         findings.error("unsound", str(error))
         return
     manifest = source.manifest
-    told = counts(program, np.arange(source.world_size))
-    if manifest.get("nodes") != told or manifest.get("world_size") != source.world_size:
+    nodes = counts(program, np.arange(source.world_size))
+    if manifest.get("nodes") != nodes or manifest.get("world_size") != source.world_size:
         findings.error("manifest", "the manifest tells of another program")
     if manifest.get("stagewright") != __version__ or "run" not in manifest:
         report.skipped.append("making the program again: of another version, or without its run")
         return
-    made = program_of(source.path, sum(len(of.tasks) for of in program.classes))
-    if isinstance(made, str):
-        report.skipped.append(f"making the program again: {made}")
+    remade = program_of(source.path, sum(len(rank_class.tasks) for rank_class in program.classes))
+    if isinstance(remade, str):
+        report.skipped.append(f"making the program again: {remade}")
         return
     # The file of measured durations may be gone.
-    other = difference(program, made, but="duration")
-    if other:
-        findings.warn("not-as-made", f"{other} is not what this version makes of the run")
+    differing = difference(program, remade, but="duration")
+    if differing:
+        findings.warn("not-as-made", f"{differing} is not what this version makes of the run")
     report.checks.append("made again from the manifest's run")
 
 
 def difference(one: Program, two: Program, *, but: str = "") -> str:
-    """Where two programs differ, in words; empty if they do not, or in one column only."""
+    """The first difference between programs, in words; column `but` is not compared."""
     for name in ("mesh", "communicators", "peers"):
         if getattr(one, name) != getattr(two, name):
             return name
@@ -88,7 +90,7 @@ def difference(one: Program, two: Program, *, but: str = "") -> str:
 
 
 def _same(one: object, two: object) -> bool:
-    """Whether two fields are equal."""
+    """True if two fields are equal."""
     if isinstance(one, np.ndarray) and isinstance(two, np.ndarray):
         return np.array_equal(one, two)  # pyright: ignore
     return one == two

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class DiffSide:
-    """One of the two things compared, all its ranks together."""
+    """One of the two sides, with all of its ranks."""
 
     path: str
     ranks: int
@@ -66,18 +66,18 @@ class Pairs(NamedTuple):
         return Pairs(who, times)
 
     def beyond(self, other: Pairs) -> list[tuple[int, int]]:
-        """The first pair with more messages than in `other`, in words; empty if there is none."""
+        """The first pair of ranks with more messages than in `other`; empty if there is none."""
         at = np.searchsorted(other.who, self.who)
         at = np.minimum(at, max(0, len(other.who) - 1))
-        there = np.zeros(len(self.who), np.int64)
+        other_times = np.zeros(len(self.who), np.int64)
         if len(other.who):
-            there = np.where(other.who[at] == self.who, other.times[at], 0)
-        return [(int(k >> 32), int(k & 0xFFFFFFFF)) for k in self.who[self.times > there][:1]]
+            other_times = np.where(other.who[at] == self.who, other.times[at], 0)
+        return [(int(k >> 32), int(k & 0xFFFFFFFF)) for k in self.who[self.times > other_times][:1]]
 
 
 @dataclass(slots=True)
 class Difference:
-    """How two sides differ; empty if they do not."""
+    """Differences between two sides; empty if there is none."""
 
     one: DiffSide
     two: DiffSide
@@ -89,11 +89,11 @@ class Difference:
 
     @property
     def same(self) -> bool:
-        """Whether there is no difference."""
+        """True if there is no difference."""
         return not (self.numbers or self.totals or self.notes)
 
     def to_json(self) -> dict[str, Any]:
-        """One object with everything; pairs are of the first and the second side."""
+        """The difference as one JSON object; pairs are of the first and the second side."""
         return {
             "same": self.same,
             "a": self.one.path,
@@ -110,53 +110,57 @@ class Difference:
 def diff(one: Path | str, two: Path | str) -> Difference:
     """Compare two traces or directories. Raises UserError where one cannot be read."""
     a, b = _side(Path(one)), _side(Path(two))
-    found = Difference(a, b)
+    difference = Difference(a, b)
     for name in a.numbers:
         if a.numbers[name] != b.numbers[name]:
-            found.numbers[name] = a.numbers[name], b.numbers[name]
+            difference.numbers[name] = a.numbers[name], b.numbers[name]
     for key in a.totals.keys() | b.totals.keys():
         pair = a.totals.get(key, Totals()), b.totals.get(key, Totals())
         if pair[0] != pair[1]:
-            found.totals[key] = pair
+            difference.totals[key] = pair
     for here, there, name in ((a, b, "A"), (b, a, "B")):
         only = here.groups.keys() - there.groups.keys()
         if only:
-            found.notes.append(f"{len(only)} groups are only in {name}, such as {_some(only)}")
-    other = [key for key in a.groups if b.groups.get(key, a.groups[key]) != a.groups[key]]
-    if other:
-        (count, size), (then, more) = a.groups[min(other)], b.groups[min(other)]
-        found.notes.append(
-            f"{len(other)} groups carry other collectives, such as {_some(other)}: {count:,} of "
-            f"{size:,} bytes -> {then:,} of {more:,} bytes"
+            difference.notes.append(f"{len(only)} groups are only in {name}, such as {_some(only)}")
+    changed_groups = [key for key in a.groups if b.groups.get(key, a.groups[key]) != a.groups[key]]
+    if changed_groups:
+        first = min(changed_groups)
+        (count_a, size_a), (count_b, size_b) = a.groups[first], b.groups[first]
+        difference.notes.append(
+            f"{len(changed_groups)} groups carry other collectives, such as "
+            f"{_some(changed_groups)}: {count_a:,} of {size_a:,} bytes -> {count_b:,} of "
+            f"{size_b:,} bytes"
         )
-    more, less = a.pairs.beyond(b.pairs), b.pairs.beyond(a.pairs)
-    if more or less:
-        found.notes.append(
-            f"messages differ in who sends to whom: A has {_some(more)} that B has not, B has "
-            f"{_some(less)} that A has not"
+    only_a, only_b = a.pairs.beyond(b.pairs), b.pairs.beyond(a.pairs)
+    if only_a or only_b:
+        difference.notes.append(
+            f"messages differ in who sends to whom: A has {_some(only_a)} that B has not, B has "
+            f"{_some(only_b)} that A has not"
         )
     changed = _changed(a, b)
     if len(changed):
-        found.notes.append(
+        difference.notes.append(
             f"{len(changed)} of {a.ranks} ranks have other nodes or dependencies, the first of "
             f"them rank {changed[0]}"
         )
-    return found
+    return difference
 
 
 def _changed(a: DiffSide, b: DiffSide) -> Int:
     """The ranks, ascending, that are on both sides and differ in structure."""
-    known: dict[str, int] = {}
+    structures: dict[str, int] = {}
     sides: list[tuple[Int, Int]] = []
     for side in (a, b):
-        ranks = np.concatenate([some for some, _ in side.structure])
-        codes = [known.setdefault(which, len(known)) for _, which in side.structure]
-        code = np.repeat(codes, [len(some) for some, _ in side.structure])
+        ranks = np.concatenate([class_ranks for class_ranks, _ in side.structure])
+        codes = [
+            structures.setdefault(structure, len(structures)) for _, structure in side.structure
+        ]
+        code = np.repeat(codes, [len(class_ranks) for class_ranks, _ in side.structure])
         order = np.argsort(ranks)
         sides.append((ranks[order], code[order]))
-    (ranks, one), (others, two) = sides
-    both, here, there = np.intersect1d(ranks, others, assume_unique=True, return_indices=True)
-    return both[one[here] != two[there]]
+    (ranks_a, codes_a), (ranks_b, codes_b) = sides
+    both, here, there = np.intersect1d(ranks_a, ranks_b, assume_unique=True, return_indices=True)
+    return both[codes_a[here] != codes_b[there]]
 
 
 def _some(keys: Collection[tuple[int, ...]]) -> str:
@@ -172,36 +176,41 @@ def _side(path: Path) -> DiffSide:
 
 
 def _bundle(path: Path) -> DiffSide:
-    """One side from a bundle: one rank of each class is expanded, the rest is multiplied."""
+    """The side of a bundle: a rank of each class is expanded and counted for all of its ranks."""
     program = Bundle(path).program()
-    with traces(path, [int(of.ranks[0]) for of in program.classes]) as files:
+    with traces(path, [int(rank_class.ranks[0]) for rank_class in program.classes]) as files:
         sizes = group_sizes(files[0])
         profiles = [
-            (profile(file, sizes), len(of.ranks))
-            for file, of in zip(files, program.classes, strict=True)
+            (profile(file, sizes), len(rank_class.ranks))
+            for file, rank_class in zip(files, program.classes, strict=True)
         ]
-    used: dict[int, tuple[int, int]] = {}
+    groups_used: dict[int, tuple[int, int]] = {}
     pairs: list[tuple[Int, Int, int]] = []
-    for of in program.classes:
-        tasks = of.tasks
+    for rank_class in program.classes:
+        tasks = rank_class.tasks
         for slot in range(len(program.communicators)):
-            mine = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
-            if mine.any():
-                what = int(mine.sum()), exact_sum(tasks.comm_bytes[mine])
-                used |= dict.fromkeys(np.unique(program.group_of(slot, of.ranks)).tolist(), what)
+            selected = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.slot == slot)
+            if selected.any():
+                traffic = int(selected.sum()), exact_sum(tasks.comm_bytes[selected])
+                groups_used |= dict.fromkeys(
+                    np.unique(program.group_of(slot, rank_class.ranks)).tolist(), traffic
+                )
         for slot in range(len(program.peers)):
             count = int(((tasks.kind == TaskKind.SEND) & (tasks.slot == slot)).sum())
             if count:
-                pairs.append((of.ranks, program.peer_of(slot, of.ranks), count))
+                pairs.append((rank_class.ranks, program.peer_of(slot, rank_class.ranks), count))
     groups = program.groups()
     return DiffSide(
         str(path),
         program.mesh.world_size,
         _numbers(profiles),
         summed(profiles),
-        {tuple(groups[group]): what for group, what in used.items()},
+        {tuple(groups[group]): traffic for group, traffic in groups_used.items()},
         Pairs.of(pairs),
-        [(of.ranks, one.structure) for of, (one, _) in zip(program.classes, profiles, strict=True)],
+        [
+            (rank_class.ranks, class_profile.structure)
+            for rank_class, (class_profile, _) in zip(program.classes, profiles, strict=True)
+        ],
     )
 
 
@@ -256,17 +265,17 @@ def _groups(
     if path.is_file() or file is None:
         return {}
     groups = read_groups(file, 1 << 31, Findings())
-    used: dict[int, tuple[int, int]] = {}
+    groups_used: dict[int, tuple[int, int]] = {}
     for trace_class in classes:
         if trace_class.first.exchange is None:
             continue
         events, kind = trace_class.first.exchange.events, trace_class.first.exchange.slot_kind
         partner = np.stack(trace_class.partner)
         for slot in np.flatnonzero(kind == TaskKind.COLLECTIVE).tolist():
-            mine = events.slot == slot
-            what = int(mine.sum()), int(events.size[mine].sum())
-            used |= dict.fromkeys(np.unique(partner[:, slot]).tolist(), what)
-    return {tuple(groups[g].tolist()): what for g, what in used.items() if g in groups}
+            selected = events.slot == slot
+            traffic = int(selected.sum()), int(events.size[selected].sum())
+            groups_used |= dict.fromkeys(np.unique(partner[:, slot]).tolist(), traffic)
+    return {tuple(groups[g].tolist()): t for g, t in groups_used.items() if g in groups}
 
 
 def _pairs(classes: list[TraceClass]) -> Pairs:
@@ -282,21 +291,21 @@ def _pairs(classes: list[TraceClass]) -> Pairs:
     return Pairs.of(pieces)
 
 
-def print_difference(found: Difference, console: Console) -> None:
+def print_difference(difference: Difference, console: Console) -> None:
     """A difference as tables."""
     from rich.text import Text
 
-    console.print(Text(f"A {printable(found.one.path)}\nB {printable(found.two.path)}"))
-    if found.same:
+    console.print(Text(f"A {printable(difference.one.path)}\nB {printable(difference.two.path)}"))
+    if difference.same:
         console.print("the same content")
         return
-    for name, (one, two) in found.numbers.items():
+    for name, (one, two) in difference.numbers.items():
         console.print(f"{name}: {one:,} -> {two:,} ({two - one:+,})")
-    for note in found.notes:
+    for note in difference.notes:
         console.print(Text(printable(note)))
-    if not found.totals:
+    if not difference.totals:
         return
-    keys = sorted(found.totals)
+    keys = sorted(difference.totals)
     columns: dict[str, list[Any]] = {
         "type": [key.type for key in keys],
         "phase": [readable(key.phase) for key in keys],
@@ -305,5 +314,5 @@ def print_difference(found: Difference, console: Console) -> None:
     }
     for nth, title in enumerate(("nodes", "FLOPs", "bytes")):
         for side, name in enumerate("AB"):
-            columns[f"{title} {name}"] = [found.totals[key][side][nth] or None for key in keys]
+            columns[f"{title} {name}"] = [difference.totals[key][side][nth] or None for key in keys]
     print_table(Table("", columns, dict.fromkeys([*columns][3:], "count")), console)

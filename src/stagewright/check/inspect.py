@@ -29,27 +29,28 @@ def inspect(path: Path | str, comm_group: Path | str | None = None) -> Profile:
 
 def group_sizes(path: Path, comm_group: Path | str | None = None) -> dict[int, int]:
     """Ranks of each group in the file that goes with a trace."""
-    found = Path(comm_group) if comm_group is not None else default_groups(path)
-    if found is None:
+    file = Path(comm_group) if comm_group is not None else default_groups(path)
+    if file is None:
         return {}
     try:
-        open_regular(found).close()
+        open_regular(file).close()
     except OSError as error:
-        told = "wanted a file of groups"
-        raise UserError(f"{found}: cannot be read: {error.strerror}; {told}") from None
-    groups = read_groups(found, 1 << 31, Findings())
+        raise UserError(
+            f"{file}: cannot be read: {error.strerror}; wanted a file of groups"
+        ) from None
+    groups = read_groups(file, 1 << 31, Findings())
     return {group: len(ranks) for group, ranks in groups.items()}
 
 
 def nodes(path: Path | str, first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
     """Nodes number `first` to `last` (from 0, both included) in the order of the file."""
-    every = TraceReader(Path(path), ()).nodes()
-    for node in islice(every, first, None if last is None else last + 1):
-        type_ = TYPES[node.type] if 0 <= node.type < len(TYPES) else f"type {node.type}"
+    all_nodes = TraceReader(Path(path)).nodes()
+    for node in islice(all_nodes, first, None if last is None else last + 1):
+        type_name = TYPES[node.type] if 0 <= node.type < len(TYPES) else f"type {node.type}"
         entry: dict[str, Any] = {
             "id": node.id,
             "name": node.name,
-            "type": type_,
+            "type": type_name,
             "data_deps": list(node.data_deps),
             "ctrl_deps": list(node.ctrl_deps),
         }
@@ -66,18 +67,18 @@ def _value(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else plain(value)  # pyright: ignore
 
 
-def print_profile(found: Profile, console: Console) -> None:
+def print_profile(result: Profile, console: Console) -> None:
     """A profile as tables."""
     from rich.text import Text
 
     counts = (
-        f": {found.nodes:,} nodes, {found.data_deps:,} data and {found.ctrl_deps:,} ctrl "
-        f"dependencies, {found.bytes:,} bytes"
+        f": {result.nodes:,} nodes, {result.data_deps:,} data and {result.ctrl_deps:,} ctrl "
+        f"dependencies, {result.bytes:,} bytes"
     )
-    console.print(Text.assemble((printable(found.path), "bold"), counts))
-    words = (f"{name}={readable(value)}" for name, value in found.metadata.items() if value)
+    console.print(Text.assemble((printable(result.path), "bold"), counts))
+    words = (f"{name}={readable(value)}" for name, value in result.metadata.items() if value)
     console.print(Text("metadata: " + (", ".join(words) or "none")))
-    rows = [(key, *found.totals[key]) for key in sorted(found.totals)]
+    rows = [(key, *result.totals[key]) for key in sorted(result.totals)]
     columns = {
         "type": [key.type for key, *_ in rows],
         "phase": [readable(key.phase) for key, *_ in rows],
@@ -88,16 +89,16 @@ def print_profile(found: Profile, console: Console) -> None:
         "bytes": [size or None for _, _, _, size in rows],
     }
     print_table(Table("", columns, dict.fromkeys([*columns][3:], "count")), console)
-    types = ", ".join(f"{count:,} {name}" for name, count in found.path_types.items())
-    told = f"{found.depth:,} nodes ({types})" if found.depth else "none: dependencies in a circle"
-    console.print(f"critical path: {told}")
+    types = ", ".join(f"{count:,} {name}" for name, count in result.path_types.items())
+    path = f"{result.depth:,} nodes ({types})" if result.depth else "none: dependencies in a circle"
+    console.print(f"critical path: {path}")
 
 
-def print_nodes(found: Iterator[dict[str, Any]], console: Console) -> None:
+def print_nodes(nodes: Iterator[dict[str, Any]], console: Console) -> None:
     """Nodes as a table."""
 
     rows: list[tuple[str, ...]] = []
-    for node in found:
+    for node in nodes:
         attributes = {name: one["value"] for name, one in node["attributes"].items()}
         if "duration_micros" in node:
             attributes["duration_micros"] = node["duration_micros"]

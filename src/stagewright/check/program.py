@@ -41,18 +41,18 @@ def check_program(program: Program) -> dict[str, object]:
 
     Raises UserError where the schedule can never end, and `Unsound` where anything else is wrong.
     """
-    ranks = np.concatenate([of.ranks for of in program.classes])
+    ranks = np.concatenate([rank_class.ranks for rank_class in program.classes])
     size = program.mesh.world_size
     inside = ((ranks >= 0) & (ranks < size)).all()
     if not inside or (np.bincount(ranks, minlength=size) != 1).any():
         raise Unsound("the classes do not hold every rank once")
-    for of in program.classes:
-        _check_columns(of)
+    for rank_class in program.classes:
+        _check_columns(rank_class)
     large = size > LARGE
     if large:
         program = fold(program)
     groups = {group: np.array(members) for group, members in program.groups().items()}
-    parts = [_part(program, of) for of in program.classes]
+    parts = [_part(program, rank_class) for rank_class in program.classes]
     findings = Findings()
     world = World(parts, program.mesh.world_size, groups, findings)
     match = check_world(world)
@@ -69,7 +69,7 @@ def check_program(program: Program) -> dict[str, object]:
 
 
 def _rank_by_rank(world: World) -> bool:
-    """Run a small world with each rank as a part of its own."""
+    """Run a small world rank by rank."""
     if sum(len(p.ranks) * len(p.exchange.events.row) for p in world.parts) > SMALL:
         return False
     single = world.rank_by_rank()
@@ -92,9 +92,9 @@ def _raise(findings: Findings) -> None:
         raise Unsound(f"{found.message} ({found.nodes} of {found.code})")
 
 
-def _check_columns(of: RankClass) -> None:
+def _check_columns(rank_class: RankClass) -> None:
     """Dependencies point to earlier rows, numbers are in range."""
-    tasks = of.tasks
+    tasks = rank_class.tasks
     compute, collective = tasks.kind == TaskKind.COMPUTE, tasks.kind == TaskKind.COLLECTIVE
     message = (tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)
     rules = {
@@ -107,7 +107,7 @@ def _check_columns(of: RankClass) -> None:
         "no partner": (collective | message) & (tasks.slot < 0),
     }
     for text, wrong in rules.items():
-        _fault(of, text, np.flatnonzero(wrong))
+        _fault(rank_class, text, np.flatnonzero(wrong))
     for ptr, needed in ((tasks.data_ptr, tasks.data), (tasks.order_ptr, tasks.order)):
         counts = np.diff(ptr)
         if len(ptr) != len(tasks) + 1 or ptr[0] or ptr[-1] != len(needed) or (counts < 0).any():
@@ -116,35 +116,38 @@ def _check_columns(of: RankClass) -> None:
         if len(rows):
             late = np.maximum.reduceat(needed, ptr[rows]) >= rows
             early = np.minimum.reduceat(needed, ptr[rows]) < 0
-            _fault(of, "needs a row that is not before it", rows[late | early])
+            _fault(rank_class, "needs a row that is not before it", rows[late | early])
 
 
-def _fault(of: RankClass, text: str, rows: Int) -> None:
+def _fault(rank_class: RankClass, text: str, rows: Int) -> None:
     if len(rows):
-        told = label(of.tasks, int(rows[0]))
-        raise Unsound(f"pipeline rank {of.pipeline_rank}: {told}: {text} ({len(rows)} such)")
+        task = label(rank_class.tasks, int(rows[0]))
+        raise Unsound(
+            f"pipeline rank {rank_class.pipeline_rank}: {task}: {text} ({len(rows)} such)"
+        )
 
 
-def _part(program: Program, of: RankClass) -> WorldPart:
+def _part(program: Program, rank_class: RankClass) -> WorldPart:
     """A rank class as a part of the world."""
-    tasks = of.tasks
+    tasks = rank_class.tasks
     rows = np.flatnonzero(np.isin(tasks.kind, (TaskKind.COLLECTIVE, TaskKind.SEND, TaskKind.RECV)))
     kind = tasks.kind[rows].astype(np.int64)
     planned, slot = np.unique(kind << 32 | tasks.slot[rows], return_inverse=True)
     slot_kind = planned >> 32
-    partner = np.zeros((len(of.ranks), len(planned)), np.int64)
-    for nth, (which, at) in enumerate(zip(slot_kind, (planned & 0xFFFF).tolist(), strict=True)):
-        partners = program.group_of if which == TaskKind.COLLECTIVE else program.peer_of
-        partner[:, nth] = partners(at, of.ranks)
+    partner = np.zeros((len(rank_class.ranks), len(planned)), np.int64)
+    planned_slots = (planned & 0xFFFF).tolist()
+    for column, (kind_of_slot, at) in enumerate(zip(slot_kind, planned_slots, strict=True)):
+        partners = program.group_of if kind_of_slot == TaskKind.COLLECTIVE else program.peer_of
+        partner[:, column] = partners(at, rank_class.ranks)
     # Slots with the same partners, such as both directions of a ring of two, are merged.
-    whole = np.concatenate([slot_kind[None, :], partner])
-    _, same, which = np.unique(whole, axis=1, return_index=True, return_inverse=True)
-    slot_kind, partner = slot_kind[same], partner[:, same]
+    columns = np.concatenate([slot_kind[None, :], partner])
+    _, first, merged = np.unique(columns, axis=1, return_index=True, return_inverse=True)
+    slot_kind, partner = slot_kind[first], partner[:, first]
     collective = kind == TaskKind.COLLECTIVE
     number = np.array([COMM_TYPES[name] for name in COLLECTIVES])
     op = np.where(collective, number[tasks.collective[rows]], -1)
     tag = np.where(collective, -1, tasks.tag[rows].astype(np.int64))
-    events = Events(rows, kind, op, tasks.comm_bytes[rows], tag, which.ravel()[slot])
+    events = Events(rows, kind, op, tasks.comm_bytes[rows], tag, merged.ravel()[slot])
     needed = tasks.data.astype(np.int64), tasks.order.astype(np.int64)
     graph = graph_of_lists((tasks.data_ptr, tasks.order_ptr), needed)
     # Ordered rows are linked directly; to search all dependencies would cost a second.
@@ -152,7 +155,7 @@ def _part(program: Program, of: RankClass) -> WorldPart:
         graph, np.arange(graph.count), events, rows[kind != TaskKind.RECV], exact=False
     )
     exchange = Exchange(events, slot_kind.astype(np.uint8), partner[0], loose, breaks)
-    return WorldPart(of.ranks, exchange, partner, TaskSource(tasks, graph))
+    return WorldPart(rank_class.ranks, exchange, partner, TaskSource(tasks, graph))
 
 
 def _check_ids(program: Program) -> None:
@@ -160,8 +163,8 @@ def _check_ids(program: Program) -> None:
     if len(program.communicators) < 2:
         return
     ids = np.stack([program.group_of(slot) for slot in range(len(program.communicators))])
-    alike = np.sort(np.where(ids > 0, ids % 500, -1 - np.arange(len(ids))[:, None]), axis=0)
-    if (alike[1:] == alike[:-1]).any():
+    residues = np.sort(np.where(ids > 0, ids % 500, -1 - np.arange(len(ids))[:, None]), axis=0)
+    if (residues[1:] == residues[:-1]).any():
         raise Unsound("two groups of a rank have the same id modulo 500")
 
 

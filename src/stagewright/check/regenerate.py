@@ -50,32 +50,32 @@ def difference(program: Program, classes: Sequence[TraceClass]) -> str:
             same = file.read() == encode(program, rank, _provenance(path))
         if not same:
             return f"{path.name} is not what this version makes of the manifest's run"
-        wrong = _wrong_partner(program, traces)
-        if wrong is not None:
-            return f"rank {wrong} has other partners than the manifest's run gives it"
+        other = _wrong_partner(program, traces)
+        if other is not None:
+            return f"rank {other} has other partners than the manifest's run gives it"
     return ""
 
 
 def _provenance(path: Path) -> dict[str, str | int]:
-    """What a trace says of where it comes from; the last word is the writer's own."""
-    reader = TraceReader(path, ())
+    """The origin in a trace's metadata, without the entry that the writer adds itself."""
+    reader = TraceReader(path)
     reader.close()
-    found = {name: value for name, (_, value) in values(reader.metadata).items()}
-    found.pop("pipeline_rank", None)
-    return found
+    entries = {name: value for name, (_, value) in values(reader.metadata).items()}
+    entries.pop("pipeline_rank", None)
+    return entries
 
 
 def _wrong_partner(program: Program, traces: TraceClass) -> int | None:
-    """A rank whose partners differ from the program's, in a class whose first rank is right."""
+    """A rank with other partners than in the program; the first rank of the class is right."""
     if traces.first.exchange is None:
         return None
     rank = traces.ranks[0]
     ranks = np.array(traces.ranks)
-    (of,) = (of for of in program.classes if rank in of.ranks)
-    if not np.isin(ranks, of.ranks).all():
-        return int(ranks[~np.isin(ranks, of.ranks)][0])
+    (rank_class,) = (rank_class for rank_class in program.classes if rank in rank_class.ranks)
+    if not np.isin(ranks, rank_class.ranks).all():
+        return int(ranks[~np.isin(ranks, rank_class.ranks)][0])
     events, partner = traces.first.exchange.events, np.stack(traces.partner)
-    pairs = np.stack([events.slot, of.tasks.slot[events.row].astype(np.int64)], axis=1)
+    pairs = np.stack([events.slot, rank_class.tasks.slot[events.row].astype(np.int64)], axis=1)
     for slot, planned in np.unique(pairs, axis=0).tolist():
         collective = traces.first.exchange.slot_kind[slot] == TaskKind.COLLECTIVE
         wanted = (program.group_of if collective else program.peer_of)(planned, ranks)

@@ -1,4 +1,4 @@
-"""The report of a check: what traces or a bundle hold, and what is wrong with them."""
+"""The report of a check: size of traces or a bundle, and findings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Report:
     directory: str
     ranks: int = 0  # files
     world_size: int = 0
-    kinds: int = 0  # trace classes: ranks whose files differ in partners only
+    kinds: int = 0  # trace classes: ranks with files that differ in partners only
     nodes: int = 0
     bytes: int = 0
     seconds: float = 0.0
@@ -33,7 +33,7 @@ class Report:
         return not self.of("error")
 
     def to_json(self) -> dict[str, Any]:
-        """One object with everything."""
+        """The report as one JSON object."""
         names = ("directory", "ranks", "world_size", "kinds", "nodes", "bytes", "seconds")
         return {
             "ok": self.ok,

@@ -1,9 +1,9 @@
 """Checks a directory of Chakra traces, whoever wrote them: each file, and all ranks together.
 
-Files are read once, in blocks, by several processes. In `check.files`, `rules` has what is checked
-of one file, `templates` keeps thousands of ranks of one program cheap, and `world` and `matching`
-check all ranks together. Where a manifest of ours lies beside the traces, the checksums must hold,
-too, and the files must be what this version makes of the manifest's run.
+Files are read once, by several processes. In `check.files`, `rules` has the rules of one file,
+`templates` keeps thousands of ranks of one program cheap, and `world` and `matching` check all
+ranks together. With a manifest of Stagewright's beside the traces, checksums must match, and the
+files must be what this version makes of the manifest's run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import groupby
+from itertools import chain, groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -33,6 +33,7 @@ from stagewright.check.files.groups import check_ids, default_groups, read_group
 from stagewright.check.files.hang import explain
 from stagewright.check.files.matching import ALL, check_world
 from stagewright.check.files.templates import (
+    MOST_COMPARED,
     ReadTask,
     TraceClass,
     TraceSource,
@@ -53,7 +54,9 @@ from stagewright.version import __version__
 MOST_EXPLAINED = 20_000_000  # nodes of the dependency run that looks for a deadlock
 MOST_MISSING = 1 << 22  # ranks that may lack a file in a directory checked as a whole
 FEW_BYTES = 16_000_000  # bytes up to which no further processes are started
-TASK_BYTES = 64_000_000  # bytes that a process reads per task
+TASK_FILES = (
+    64  # files of a task at least: to read the first node by node takes as long as to compare these
+)
 
 UNMET = ("collectives-differ", "idle-member", "not-member", "no-group", "no-send")
 
@@ -61,7 +64,7 @@ NAME = re.compile(r"(?P<prefix>.+)\.(?P<rank>0|[1-9][0-9]{0,8})\.et")
 
 
 class TraceFiles(NamedTuple):
-    """What lies in a directory."""
+    """The traces of a directory, and its manifest."""
 
     folder: Path
     traces: dict[int, Path]  # by rank, ascending
@@ -121,54 +124,56 @@ def find(path: Path) -> TraceFiles:
         try:
             open_regular(path).close()
         except OSError as error:
-            told = "wanted a directory of traces, a trace or a bundle"
-            raise UserError(f"{path}: cannot be read: {error.strerror}; {told}") from None
-    found: dict[str, dict[int, Path]] = {}
+            raise UserError(
+                f"{path}: cannot be read: {error.strerror}; wanted a directory of traces, a trace "
+                "or a bundle"
+            ) from None
+    by_prefix: dict[str, dict[int, Path]] = {}
     try:
         for entry in folder.iterdir():
             match = NAME.fullmatch(entry.name)
             if match and wanted in (None, match["prefix"]):
-                found.setdefault(match["prefix"], {})[int(match["rank"])] = entry
+                by_prefix.setdefault(match["prefix"], {})[int(match["rank"])] = entry
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    if not found:
+    if not by_prefix:
         raise UserError(f"{path}: holds no traces, that is files such as workload.0.et")
-    if len(found) > 1:
-        some = ", ".join(str(folder / prefix) for prefix in sorted(found)[:4])
-        raise UserError(f"{path}: holds traces of several runs; name one of {some}")
-    (traces,) = found.values()
+    if len(by_prefix) > 1:
+        prefixes = ", ".join(str(folder / prefix) for prefix in sorted(by_prefix)[:4])
+        raise UserError(f"{path}: holds traces of several runs; name one of {prefixes}")
+    (traces,) = by_prefix.values()
     manifest = folder / MANIFEST
-    ours: Any = None
+    content: Any = None
     damage = ""
     if manifest.is_file():
         try:
-            ours = read_json(manifest, len(traces))
+            content = read_json(manifest, len(traces))
         except UserError as error:
             damage = str(error)
-    known = isinstance(ours, dict) and "stagewright" in ours
-    found_manifest = cast("dict[str, Any]", ours) if known else {}
-    return TraceFiles(folder, dict(sorted(traces.items())), found_manifest, damage)
+    is_ours = isinstance(content, dict) and "stagewright" in content
+    listed = cast("dict[str, Any]", content) if is_ours else {}
+    return TraceFiles(folder, dict(sorted(traces.items())), listed, damage)
 
 
 def read(files: TraceFiles, workers: int | None, *, digests: bool) -> list[TraceClass]:
     """Read and check every file."""
     sizes = {rank: _size(path) for rank, path in files.traces.items()}
     by_size = sorted(files.traces, key=lambda rank: (-sizes[rank], rank))
+    processes = workers or cores()
+    if sum(sizes.values()) < FEW_BYTES or not _may_fork():
+        processes = 1
     tasks: list[ReadTask] = []
     for size, ranks in groupby(by_size, key=sizes.__getitem__):
-        alike = list(ranks)
-        step = max(1, min(256, TASK_BYTES // max(1, size)))
-        for at in range(0, len(alike), step):
-            some = tuple((rank, files.traces[rank]) for rank in alike[at : at + step])
-            tasks.append(ReadTask(some, digests))
-    processes = min(workers or cores(), len(tasks))
-    found: list[TraceClass] = []
-    if processes < 2 or sum(sizes.values()) < FEW_BYTES or not _may_fork():
-        for task in tasks:
-            found += check_files(task)
-    else:
-        found = _in_processes(tasks, processes)
-    return sorted(merge_classes(found), key=lambda traces: min(traces.ranks))
+        equal_size = list(ranks)
+        fewest = TASK_FILES if size <= MOST_COMPARED else 1
+        parts = max(1, min(processes, len(equal_size) // fewest))
+        for part in np.array_split(equal_size, parts):
+            paths = tuple((rank, files.traces[rank]) for rank in part.tolist())
+            tasks.append(ReadTask(paths, digests))
+    processes = min(processes, len(tasks))
+    results = _in_processes(tasks, processes) if processes > 1 else map(check_files, tasks)
+    classes = merge_classes(list(chain.from_iterable(results)))
+    return sorted(classes, key=lambda traces: min(traces.ranks))
 
 
 def _size(path: Path) -> int:
@@ -184,8 +189,8 @@ def _may_fork() -> bool:
     return sys.platform == "linux" and threading.active_count() == 1
 
 
-def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[TraceClass]:
-    found: list[TraceClass] = []
+def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[list[TraceClass]]:
+    """`check_files` of all tasks, in processes."""
     with warnings.catch_warnings():
         # Python counts the idle threads of numpy's BLAS.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -193,15 +198,13 @@ def _in_processes(tasks: Sequence[ReadTask], processes: int) -> list[TraceClass]
             processes, get_context("fork"), initializer=_begin, initargs=(os.getpid(),)
         )
         try:
-            for classes in pool.map(check_files, tasks):
-                found += classes
+            return list(pool.map(check_files, tasks))
         except BrokenProcessPool:
             raise UserError(
                 "a process that read traces was killed; if memory is short, use one worker"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
-    return found
 
 
 def _begin(parent: int) -> None:
@@ -236,13 +239,13 @@ def _check_manifest(
         wanted = cast("dict[str, Any]", entry).get("sha256") if isinstance(entry, dict) else None
         if name in digests and digests[name] != wanted:
             wrong.append(name)
-    _tell(findings, "checksum", wrong, "is not as it was written: its checksum differs")
+    _report_files(findings, "checksum", wrong, "is not as it was written: its checksum differs")
     # Users may change the configuration files that a simulator reads.
     known = digests.keys() | {path.name for path in files.folder.iterdir() if path.suffix != ".et"}
     known |= {path.name for path in files.traces.values()}
-    _tell(findings, "missing-file", [n for n in entries if n not in known], "is missing")
+    _report_files(findings, "missing-file", [n for n in entries if n not in known], "is missing")
     extra = [path.name for path in files.traces.values() if path.name not in entries]
-    _tell(findings, "extra-file", extra, f"is not of this run: {MANIFEST} does not list it")
+    _report_files(findings, "extra-file", extra, f"is not of this run: {MANIFEST} does not list it")
     report.checks.append("checksums")
     if not wrong and digests.keys() >= {path.name for path in files.traces.values()}:
         _check_made(files, classes, findings, report)
@@ -256,7 +259,7 @@ def _digests(path: Path) -> dict[str, str]:
         return {}
 
 
-def _tell(findings: Findings, code: str, names: Sequence[str], text: str) -> None:
+def _report_files(findings: Findings, code: str, names: Sequence[str], text: str) -> None:
     if names:
         shown = names[0] if len(names[0]) < 100 else names[0][:97] + "..."
         findings.error(code, f"{shown!a} {text}", len(names))
@@ -291,14 +294,20 @@ def _check_together(
     report: Report,
 ) -> None:
     size = max(files.traces) + 1
-    said = files.manifest.get("world_size")
-    partial = isinstance(said, int) and size <= said <= 1 << 24 and said > len(files.traces)
+    world_size = files.manifest.get("world_size")
+    partial = (
+        isinstance(world_size, int)
+        and size <= world_size <= 1 << 24
+        and world_size > len(files.traces)
+    )
     if partial:
-        size = cast("int", said)
+        size = cast("int", world_size)
     report.world_size = size
     missing = 0 if partial else size - len(files.traces)
     if missing:
-        first = next(nth for nth, rank in enumerate((*files.traces, -1)) if nth != rank)
+        first = next(
+            expected for expected, rank in enumerate((*files.traces, -1)) if expected != rank
+        )
         text = f"rank {first} has no file, but rank {size - 1} has"
         findings.error("missing-rank", text, missing)
     if missing > MOST_MISSING:
@@ -338,7 +347,7 @@ def parts_of(classes: Sequence[TraceClass]) -> list[WorldPart]:
 
 
 def _names_groups(part: WorldPart) -> bool:
-    """Whether a trace has collectives on a group smaller than all ranks."""
+    """True if a trace has collectives on a group smaller than all ranks."""
     return bool((part.partner[:, part.exchange.slot_kind == TaskKind.COLLECTIVE] != ALL).any())
 
 
@@ -346,9 +355,9 @@ def _check_run(world: World, match: Match, files: int, report: Report) -> None:
     """Check that all ranks run to their end; report a deadlock otherwise."""
     findings = world.findings
     if not world.whole:
-        there = int((world.part_of >= 0).sum())
-        why = "could be read whole" if there < files else "are here"
-        report.skipped.append(f"the run: only {there} of {world.size} ranks {why}")
+        present = int((world.part_of >= 0).sum())
+        why = "could be read whole" if present < files else "are here"
+        report.skipped.append(f"the run: only {present} of {world.size} ranks {why}")
         return
     report.checks.append("run")
     if runs_in_order(world, match) and not any(code in findings for code in UNMET):
@@ -370,12 +379,12 @@ def _groups(
         if not path.exists():
             raise UserError(f"{path}: no such file")
         return read_groups(path, size, findings)
-    found = default_groups(next(iter(files.traces.values())))
-    return None if found is None else read_groups(found, size, findings)
+    default = default_groups(next(iter(files.traces.values())))
+    return None if default is None else read_groups(default, size, findings)
 
 
 def _check_order(world: World) -> None:
-    """Whether dependencies put the communication of each rank in order."""
+    """Report ranks in which dependencies leave the order of communication open."""
     unordered = [part for part in world.parts if part.exchange.breaks.pairs]
     if not unordered:
         return

@@ -16,19 +16,19 @@ class ProgressBar:
     """A line on stderr; without a terminal, nothing."""
 
     def __init__(self, progress: Progress | None = None, what: str = "ranks") -> None:
-        """`what` is counted."""
+        """`what`: the items that are counted."""
         self._progress, self._what = progress, what
         self._first = 0
         """Number done when the clock of the rate started."""
         self._task = None if progress is None else progress.add_task("", total=None, rate="")
 
     def say(self, text: str) -> None:
-        """Name what goes on, without a measure of it."""
+        """Name the current work, which has no measure."""
         if self._progress is not None and self._task is not None:
             self._progress.reset(self._task, total=None, description=text, rate="")
 
     def __call__(self, done: int, total: int, size: int = 0, more: str = "") -> None:
-        """So many are done of so many, and so many bytes; `more` stands behind."""
+        """Update the bar: items done, in all, and bytes; append `more`."""
         if self._progress is None or self._task is None:
             return
         task = self._progress.tasks[0]
@@ -41,9 +41,9 @@ class ProgressBar:
 
 
 def _rate(done: int, total: int, size: int, seconds: float, what: str, first: int = 0) -> str:
-    """How far and how fast; without bytes where there are none.
+    """Progress and rate in words; without bytes where there are none.
 
-    `first` were done before the seconds began; until others are, there is no rate.
+    `first` items were done before the clock started; until others are, there is no rate.
 
     >>> _rate(50, 200, 3_000_000, 2.0, "ranks")
     '50 of 200 ranks, 25/s, 3 MB, 1.5 MB/s'
@@ -76,7 +76,7 @@ def shown(what: str = "ranks") -> Generator[ProgressBar]:
 
 
 def _left() -> type:
-    """A column with the time left, or the time that has passed if nobody knows what is left."""
+    """A column with the time left, or with the time that has passed if that is unknown."""
     from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
     class Left(TimeRemainingColumn):
@@ -89,21 +89,14 @@ def _left() -> type:
 
 
 def describe_written(written: Mapping[str, Any], out: str, seconds: float) -> str:
-    """What has been written, in one line."""
+    """One line on the traces that were written."""
     from stagewright.numbers import quantity
     from stagewright.program.columns import TaskKind
 
     counts = written["nodes"]  # of each class of ranks
     nodes = sum(row["files"] * row[kind.name.lower()] for row in counts for kind in TaskKind)
     ranks = sum(row["files"] for row in counts)
-    size = quantity(written["files"].size, "B")
-    left = written.get("missing")
-    if left:
-        mine = len(written["files"])
-        return (
-            f"{out}: {mine} ranks of this share are written, {size}, {seconds:.1f} s; {left} ranks "
-            "of other shares are missing, and the last of these ends it"
-        )
+    size = quantity(sum(file["bytes"] for file in written["files"].values()), "B")
     return (
         f"{out}: {ranks} of {written['world_size']} ranks, {nodes} nodes, {size}, {seconds:.1f} s"
     )

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-from stagewright.cli.help import Word
-from stagewright.errors import UserError
-
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-def _shard(
-    context: click.Context, parameter: click.Parameter, text: str | None
-) -> tuple[int, int] | None:
-    """`3/8` as two numbers."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text.strip())
-    if match is None:
-        raise UserError(f"--shard: got {text!r}, wanted a share such as 3/8")
-    return int(match[1]), int(match[2])
 
 
 _FORCED = "stagewright.force"
@@ -47,7 +31,7 @@ def _check_file(
 
 
 def forced() -> bool:
-    """Whether the command that runs may replace what stands where it writes."""
+    """True if the command may replace existing outputs."""
     return bool(click.get_current_context().meta.get(_FORCED))
 
 
@@ -81,34 +65,8 @@ OPTIONS = (
         metavar="N",
         help="Threads that write traces. [one per core]",
     ),
-    click.option(
-        "--resume", is_flag=True, help="Continue the output of a stopped run; keep it if stopped."
-    ),
-    click.option(
-        "--shard",
-        metavar="I/N",
-        callback=_shard,
-        help="Write share I of N only, as in a job array; the last share completes the output.",
-    ),
-    click.option(
-        "--engine",
-        type=Word(("local", "ray")),
-        default="local",
-        help="Writers: threads of this process, or a Ray cluster. [local]",
-    ),
-    click.option(
-        "--address", metavar="ADDRESS", help="Address of the Ray cluster: host:port, or auto."
-    ),
 )
-"""Fields of `write.How`, but for progress."""
-
-HOW = ("force", "workers", "resume", "shard", "engine", "address")
-
-
-def check_lasting(out: str) -> None:
-    """Refuse a store that ends with this process."""
-    if out.startswith("memory:"):
-        raise UserError(f"{out}: is gone when this command ends; name a directory, or a store")
+"""Fields of `write.WriteOptions`, but for progress."""
 
 
 def writing(command: _Command) -> _Command:

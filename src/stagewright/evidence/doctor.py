@@ -22,8 +22,7 @@ from stagewright.trace.write import write
 from stagewright.version import __version__
 
 USES = {
-    "ray": "generate --engine ray: write with the machines of a cluster",
-    "remote": "generate -o s3://..., gs://...: write to object stores",
+    "ray": "search --engine ray, expand --engine ray: the machines of a cluster",
     "torch": "tests/conformance/record*.py: record what programs of PyTorch do",
     "browser": "tests of pages in a Chromium that is installed",
     "docs": "the pages of docs/, by Sphinx",
@@ -140,7 +139,8 @@ def measure(directory: Path) -> Speed:
         written = write(program, f"{folder}/traces", manifest={})
         seconds = time.perf_counter() - compiled
         nodes = sum(len(of.tasks) * len(of.ranks) for of in program.classes)
-        free, size = shutil.disk_usage(directory).free, written["files"].size
+        free = shutil.disk_usage(directory).free
+        size = sum(file["bytes"] for file in written["files"].values())
         return Speed(str(directory), free, compiled - began, nodes / seconds, size / seconds)
 
 

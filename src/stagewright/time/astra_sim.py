@@ -26,7 +26,7 @@ import numpy as np
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.printable import printable
-from stagewright.program.columns import Program, RankClass, TaskKind
+from stagewright.program.columns import COLLECTIVES, Program, RankClass, TaskKind
 from stagewright.run.settings import Run
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine, MessageSize, Tier
@@ -253,13 +253,24 @@ def _notes(program: Program) -> list[str]:
     """Warnings about the communication of a program in ASTRA-sim."""
     large = 0
     count = 0
+    broadcasts = 0  # of a rank that has most of them
     for rank_class in program.classes:
-        sizes = rank_class.tasks.comm_bytes[rank_class.tasks.kind == TaskKind.COLLECTIVE]
+        tasks = rank_class.tasks
+        collective = tasks.kind == TaskKind.COLLECTIVE
+        sizes = tasks.comm_bytes[collective]
         large = max(large, int(sizes.max(initial=0)))
         count += int((sizes > MAX_RENDEZVOUS_BYTES).sum())
-    if not count:
-        return []
-    return [
-        f"ASTRA-sim's --rendezvous-protocol counts bytes in 32 bits and stops in {count} "
-        f"collectives of up to {large:,} bytes; its default, eager sends, runs these traces"
-    ]
+        is_broadcast = tasks.collective[collective] == COLLECTIVES.index("broadcast")
+        broadcasts = max(broadcasts, int(is_broadcast.sum()))
+    notes: list[str] = []
+    if broadcasts:
+        notes.append(
+            f"ASTRA-sim does not simulate broadcasts: up to {broadcasts} of a rank take no time "
+            "there and wait for no other rank"
+        )
+    if count:
+        notes.append(
+            f"ASTRA-sim's --rendezvous-protocol counts bytes in 32 bits and stops in {count} "
+            f"collectives of up to {large:,} bytes; its default, eager sends, runs these traces"
+        )
+    return notes

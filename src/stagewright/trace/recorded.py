@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model import json as model_json
 from stagewright.model.config import ModelConfig
@@ -25,22 +26,21 @@ def manifest(
     cluster: ClusterSection | None = None,
     execution: Execution | None = None,
 ) -> dict[str, Any]:
-    """What is written beside the traces: everything that the result depends on, to repeat the run.
+    """The manifest of traces: everything that the result depends on, to repeat the run.
 
     `stagewright generate --config manifest.json` does so, and `simulate --config manifest.json` on
     the machine and with the execution that were given. Nodes are not among these: dp fills them.
-    No run makes the joined steps of two instances (`beside` of `lower/inference/disaggregated.py`):
-    of these there is only the run of the second one, under the name `decode_run`.
+    Joined steps of two serving instances follow from no single run; theirs names the decode run.
     """
     run, ranks = compiled.run, compiled.program.mesh.world_size
-    repeats = run.prefill is not None or run.world_size == ranks
-    schedule = compiled.run.schedule or ""
+    joined = run.prefill is None and run.world_size != ranks
+    schedule = run.schedule or ""
     loads = {"expert_load": compiled.load.lines} if compiled.load else {}
     modules = compiled.model.modules
     return {
         "stagewright": __version__,
         # A file may change or vanish; a schedule by name follows from the run.
-        "run" if repeats else "decode_run": run.model_dump(mode="json") | loads,
+        "decode_run" if joined else "run": run.model_dump(mode="json") | loads,
         **_given(cluster=cluster, execution=execution),
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
         "model": model_json.to_json(compiled.model),
@@ -56,13 +56,13 @@ def manifest(
 
 def _given(**sections: ClusterSection | Execution | None) -> dict[str, dict[str, Any]]:
     """The settings of the machine and of the execution that are not their default, by section."""
-    found: dict[str, dict[str, Any]] = {}
-    for of in EXPERIMENT.values():
-        section = sections.get(of.section)
-        value = of.default if section is None else getattr(section, of.name)
-        if value != of.default and of.name != "nodes":
-            found.setdefault(of.section, {})[of.name] = _plain(value)
-    return found
+    sections_given: dict[str, dict[str, Any]] = {}
+    for setting in EXPERIMENT.values():
+        section = sections.get(setting.section)
+        value = setting.default if section is None else getattr(section, setting.name)
+        if value != setting.default and setting.name != "nodes":
+            sections_given.setdefault(setting.section, {})[setting.name] = _plain(value)
+    return sections_given
 
 
 def _plain(value: Any) -> Any:
@@ -81,6 +81,8 @@ def load_experiment(
     a UserError that names the setting, and the file if it came from there.
     """
     values = {} if path is None else _settings(path)
+    if "stagewright" in values and not files.is_manifest(values):
+        raise UserError(f"{path}: is a manifest without a run; wanted one with a run")
     return Experiment.of(values, overrides, path, gpus_per_node=gpus_per_node)
 
 
@@ -95,8 +97,8 @@ def least_bytes(path: str | Path) -> int:
     `stagewright.time.astra_sim.with_least_bytes` made them so.
     """
     entry: Any = _settings(path).get("astra_sim")
-    found: object = entry.get("least_bytes") if isinstance(entry, dict) else 0  # pyright: ignore
-    return found if isinstance(found, int) and 0 < found < 1 << 40 else 0
+    least: object = entry.get("least_bytes") if isinstance(entry, dict) else 0  # pyright: ignore
+    return least if isinstance(least, int) and 0 < least < 1 << 40 else 0
 
 
 def _settings(path: str | Path) -> dict[str, Any]:

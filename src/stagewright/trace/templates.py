@@ -9,23 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from os import path
+from pathlib import Path
 from platform import node
 from typing import NamedTuple, Protocol
 
 from stagewright.arrays import Int
 from stagewright.program.columns import Program
-from stagewright.trace.formats import planning_modules
-from stagewright.trace.manifest import WrittenRanks
-from stagewright.trace.storage import LocalFolder, Storage, WrittenFile, storage_at
+from stagewright.trace.formats import chakra, dot, json
+from stagewright.trace.manifest import WrittenFile
+from stagewright.trace.staging import write_file
 
 TASK = 16_000_000  # bytes that a thread writes before it takes the next share
 MEMORY = 256_000_000  # bytes of templates, with the threads' copies of them
-SHARE = 256_000_000  # bytes that a task on a cluster writes, at most
+RANGE = 256_000_000  # bytes that a task on a cluster writes, at most
 
 
 class Template(Protocol):
-    """What the files of several ranks have in common."""
+    """The bytes that the files of several ranks share."""
 
     @property
     def memory(self) -> int:
@@ -38,7 +38,7 @@ class Template(Protocol):
 
 
 class Batch(Protocol):
-    """Ranks whose files share a template."""
+    """Ranks with files that share a template."""
 
     @property
     def ranks(self) -> Int:
@@ -61,17 +61,22 @@ class Batch(Protocol):
 
 
 class Format(NamedTuple):
-    """A way to write a rank: to add one, write a module with a `plan` in `trace.formats`."""
+    """A way to write a rank, of a module in `trace.formats`."""
 
     file: str  # name of a rank's file, with `{rank}` in it
     plan: Callable[[Program, Int, Mapping[str, str | int]], Sequence[Batch]]
 
 
-FORMATS = {name: Format(of.FILE, of.plan) for name, of in planning_modules().items()}
+FORMATS = {
+    "chakra": Format(chakra.FILE, chakra.plan),
+    "dot": Format(dot.FILE, dot.plan),
+    "json": Format(json.FILE, json.plan),
+}
+"""Formats of files of ranks by name, the default first."""
 
 
 class Share(NamedTuple):
-    """Some ranks of a batch, for one thread to write."""
+    """Ranks of a batch that one thread writes."""
 
     template: Template
     ranks: Int
@@ -91,46 +96,54 @@ def most_at_once(share: Share) -> int:
     return max(2, MEMORY // max(1, share.template.memory))
 
 
-def write_share(storage: Storage, file: str, share: Share) -> WrittenRanks:
-    """Write the files of a share, one after the other."""
-    written: dict[int, WrittenFile] = {}
-    for rank in share.ranks.tolist():
-        with share.template.stamped(rank) as data:
-            written[rank] = storage.write(file.format(rank=rank), [data])
-    return WrittenRanks.of(written)
+@dataclass(frozen=True, slots=True)
+class ShareWriter:
+    """Writes the files of a share, one after the other."""
+
+    folder: Path
+    file: str  # as `Format.file`
+    shared: bool = False  # as in `write_file`
+
+    def __call__(self, share: Share) -> dict[int, WrittenFile]:
+        """The files by rank."""
+        written: dict[int, WrittenFile] = {}
+        for rank in share.ranks.tolist():
+            with share.template.stamped(rank) as data:
+                name = self.file.format(rank=rank)
+                written[rank] = write_file(self.folder, name, [data], shared=self.shared)
+        return written
 
 
-@dataclass(frozen=True)
-class RemoteWriter:
-    """Writes the files of ranks on another machine, straight to storage that all machines share.
+@dataclass(frozen=True, slots=True)
+class RangeWriter:
+    """Writes the files of a range of ranks on another machine, in a directory that all share.
 
     It encodes the templates anew: a program is smaller than they are.
     """
 
     program: Program
-    address: str  # of the storage
+    folder: Path
     format: str
     provenance: Mapping[str, str | int]
 
-    def __call__(self, ranks: Int) -> WrittenRanks:
-        """Write the files of some ranks."""
-        storage = storage_at(self.address)
-        if isinstance(storage, LocalFolder) and not path.isdir(self.address):
-            raise OSError(f"{node()} has no {self.address}: name a directory that all share")
-        form = FORMATS[self.format]
-        batches = form.plan(self.program, ranks, self.provenance)
-        return WrittenRanks.merge(
-            write_share(storage, form.file, Share(batch.template(), batch.ranks))
-            for batch in batches
-        )
+    def __call__(self, ranks: Int) -> dict[int, WrittenFile]:
+        """The files by rank."""
+        if not self.folder.is_dir():
+            raise OSError(f"{node()} has no {self.folder}: name a directory that all share")
+        format = FORMATS[self.format]
+        writer = ShareWriter(self.folder, format.file, shared=True)
+        written: dict[int, WrittenFile] = {}
+        for batch in format.plan(self.program, ranks, self.provenance):
+            written |= writer(Share(batch.template(), batch.ranks))
+        return written
 
 
-def remote_shares(batches: Sequence[Batch], cores: int) -> Iterator[Int]:
-    """The ranks of each task on a cluster: at most `SHARE` bytes, and several tasks per core."""
+def ranges(batches: Sequence[Batch], cores: int) -> Iterator[Int]:
+    """The ranks of each task on a cluster: at most `RANGE` bytes, and several tasks per core."""
     sizes = [batch.at_most or 1_000_000 for batch in batches]
     total = sum(size * len(batch.ranks) for size, batch in zip(sizes, batches, strict=True))
-    share = min(SHARE, total // (4 * max(1, cores)))
+    limit = min(RANGE, total // (4 * max(1, cores)))
     for size, batch in zip(sizes, batches, strict=True):
-        step = max(1, share // size)
+        step = max(1, limit // size)
         for at in range(0, len(batch.ranks), step):
             yield batch.ranks[at : at + step]

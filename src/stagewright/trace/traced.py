@@ -1,4 +1,4 @@
-"""Bundles of programs that graphs of PyTorch were made into: written, and what they say of it."""
+"""Bundles of programs from recorded PyTorch graphs: write them, and read their origin."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.write import BUNDLE, write
 
 ENTRY = "traced"
-"""The manifest's key with what is known besides the program."""
+"""The manifest's key for the origin of the program."""
 
 
 class TracedBundle(NamedTuple):
-    """A program of a bundle, and what was recorded of its origin."""
+    """A program of a bundle, and its origin."""
 
     name: str
     rank: int
-    """The rank whose graph was recorded; all others are taken to run the same."""
+    """The rank that was recorded; all others are taken to run the same graph."""
     parameters: int
     """Values in the parameters of this rank."""
     program: Program
@@ -47,7 +47,7 @@ def read_traced(source: Bundle) -> TracedBundle | None:
     entry: object = source.manifest.get(ENTRY)
     if not isinstance(entry, dict):
         return None
-    known = cast("dict[str, Any]", entry)
-    numbers: Sequence[object] = (known.get("rank"), known.get("parameters"))
+    origin = cast("dict[str, Any]", entry)
+    numbers: Sequence[object] = (origin.get("rank"), origin.get("parameters"))
     rank, parameters = (n if isinstance(n, int) else 0 for n in numbers)
-    return TracedBundle(str(known.get("name")), rank, parameters, source.program())
+    return TracedBundle(str(origin.get("name")), rank, parameters, source.program())

@@ -9,11 +9,12 @@ from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 from stagewright.errors import UserError, did_you_mean
+from stagewright.executors import RayCluster
 from stagewright.program.columns import intersect
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.manifest import head_of
 from stagewright.trace.templates import FORMATS
-from stagewright.trace.write import How, chosen_ranks, write_ranks
+from stagewright.trace.write import WriteOptions, chosen_ranks, write_ranks
 
 
 def expand(
@@ -22,22 +23,26 @@ def expand(
     *,
     format: str = "chakra",
     ranks: Sequence[int] | None = None,
-    **how: Unpack[How],
+    cluster: RayCluster | None = None,
+    **options: Unpack[WriteOptions],
 ) -> dict[str, Any]:
-    """Write `ranks` of a bundle as `write` does those of its program; returns the manifest."""
+    """Write `ranks` of a bundle as `write` does those of its program; returns the manifest.
+
+    With a `cluster`, its machines write into `out`, which all of them share.
+    """
     if format not in FORMATS:
         hint = did_you_mean(format, FORMATS)
         raise UserError(f"format {format!r}: choose of {', '.join(FORMATS)}{hint}")
-    wanted = chosen_ranks(source.world_size, ranks)
-    given = source.manifest
+    chosen = chosen_ranks(source.world_size, ranks)
+    manifest = source.manifest
     nodes = [
-        {**of, "files": len(intersect(mine, wanted))}
-        for of, mine in zip(given.pop("nodes"), source.ranks, strict=True)
+        {**entry, "files": len(intersect(class_ranks, chosen))}
+        for entry, class_ranks in zip(manifest.pop("nodes"), source.ranks, strict=True)
     ]
-    del given["format"]
-    head = head_of(given, source.world_size, format, nodes)
-    program = source.program(wanted)
-    return write_ranks(program, out, wanted, head, users=source.users, **how)
+    del manifest["format"]
+    head = head_of(manifest, source.world_size, format, nodes)
+    program = source.program(chosen)
+    return write_ranks(program, out, chosen, head, users=source.users, cluster=cluster, **options)
 
 
 @contextmanager

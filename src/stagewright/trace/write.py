@@ -1,71 +1,56 @@
 """Writes a program to a directory: a file per rank, the communicator groups, and a manifest.
 
 The directory either holds everything or does not exist, whatever stops the run (`staging`). The
-same program gives the same bytes, however many workers, processes or machines write it: each writes
-a share of the ranks (`templates`), and the one that finds no rank missing adds the other files.
+same program gives the same bytes, whatever the number of workers.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
-import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
 from stagewright.arrays import Int
-from stagewright.errors import Stopped, UserError, did_you_mean
-from stagewright.executors import Threads, ray_cluster
+from stagewright.errors import UserError, did_you_mean
+from stagewright.executors import RayCluster, Threads
 from stagewright.files import check_parent, exists_already
-from stagewright.program.columns import Program, intersect
+from stagewright.program.columns import Program
 from stagewright.program.communicators import Users
 from stagewright.trace.formats import bundle, chakra
 from stagewright.trace.formats.archive import is_bundle
 from stagewright.trace.manifest import (
     GROUPS,
     MANIFEST,
-    FileList,
-    WrittenRanks,
+    WrittenFile,
     counts,
+    entries,
     head_of,
-    identity,
     text,
 )
-from stagewright.trace.staging import (
-    Output,
-    Staging,
-    leftovers,
-    manifest_in,
-    new_sibling,
-    staged,
-)
-from stagewright.trace.storage import LocalFolder, Storage, WrittenFile, storage_at
+from stagewright.trace.staging import leftovers, staged, write_file
 from stagewright.trace.templates import (
     FORMATS,
     Batch,
-    RemoteWriter,
+    RangeWriter,
+    ShareWriter,
     most_at_once,
-    remote_shares,
+    ranges,
     shares,
-    write_share,
 )
 
-ENGINES = ("local", "ray")
 BUNDLE = "bundle"  # all ranks in one file; see `formats.bundle`
 
 Progress = Callable[[int, int, int], None]  # ranks written, of how many, bytes
 
 
-class How(TypedDict, total=False):
-    """How ranks are written; no option changes a byte of the files."""
+class WriteOptions(TypedDict, total=False):
+    """Options of writing; none changes a byte of the files."""
 
     force: bool
     """Replace an output that an earlier call wrote."""
@@ -73,17 +58,6 @@ class How(TypedDict, total=False):
     """Threads that write; by default one per core."""
     progress: Progress | None
     """Called, by the calling thread, with ranks written so far and in all, and bytes so far."""
-    resume: bool
-    """Go on with the files that a stopped run of the same output has written; keep the files if
-    this run is stopped."""
-    shard: tuple[int, int] | None
-    """Write share i of n only. Shares may be written at the same time; the one that finds no rank
-    missing completes the output. Share 0 is share n."""
-    engine: str
-    """`local`: threads of this process; `ray`: a Ray cluster, each machine of which writes to the
-    output itself."""
-    address: str | None
-    """Of the Ray cluster: `host:port`, `ray://host:port` or `auto`."""
 
 
 def write(
@@ -94,53 +68,68 @@ def write(
     ranks: Sequence[int] | None = None,
     manifest: Mapping[str, object],
     beside: Mapping[str, bytes] | None = None,
-    **how: Unpack[How],
+    **options: Unpack[WriteOptions],
 ) -> dict[str, Any]:
     """Write `ranks` (default: all) of a program to `out`; returns the manifest.
 
-    `out` is a directory, or a URL that fsspec knows. `beside` are other files of the output, by
-    name. The result of a share that is not the last lists the files of the share, and says how
-    many ranks are `missing`.
+    `out` becomes a directory, or one file with `format="bundle"`. `beside` are other files of the
+    directory, by name.
     """
-    known = (*FORMATS, BUNDLE)
-    if format not in known:
-        hint = did_you_mean(format, known)
-        raise UserError(f"format {format!r}: choose of {', '.join(known)}{hint}")
+    formats = (*FORMATS, BUNDLE)
+    if format not in formats:
+        hint = did_you_mean(format, formats)
+        raise UserError(f"format {format!r}: choose of {', '.join(formats)}{hint}")
     if format == BUNDLE and ranks is not None:
         raise UserError("a bundle holds every rank: name none, and expand those that you want")
-    wanted = chosen_ranks(program.mesh.world_size, ranks)
-    head = head_of(manifest, program.mesh.world_size, format, counts(program, wanted))
+    chosen = chosen_ranks(program.mesh.world_size, ranks)
+    head = head_of(manifest, program.mesh.world_size, format, counts(program, chosen))
     if format == BUNDLE:
-        if how.get("resume") or how.get("shard") or how.get("engine", "local") != "local":
-            raise UserError("a bundle is written at once: drop --resume, --shard and --engine")
-        file = _write_bundle(program, Path(os.path.realpath(out)), head, how.get("force", False))
-        return {**head, "files": FileList("{rank}", WrittenRanks.of({}), [file])}
-    return write_ranks(program, out, wanted, head, beside=beside, **how)
+        file = _write_bundle(program, _absolute(out), head, options.get("force", False))
+        return {**head, "files": entries([file])}
+    return write_ranks(program, out, chosen, head, beside=beside, **options)
 
 
 def write_ranks(
     program: Program,
     out: Path | str,
-    wanted: Int,
+    ranks: Int,
     head: Mapping[str, Any],
     *,
     users: Sequence[Users] | None = None,
     beside: Mapping[str, bytes] | None = None,
-    **how: Unpack[How],
+    cluster: RayCluster | None = None,
+    **options: Unpack[WriteOptions],
 ) -> dict[str, Any]:
     """Write the files of some ranks, the groups, and the manifest, which begins as `head`.
 
-    `users` as in `Program.group_chunks`, `beside` as in `write`.
+    `users` as in `Program.group_chunks`, `beside` as in `write`. With a `cluster`, its machines
+    write into `out`, which all of them share.
     """
-    engine, address = how.get("engine", "local"), how.get("address")
-    if engine not in ENGINES:
-        hint = did_you_mean(engine, ENGINES)
-        raise UserError(f"engine {engine!r}: choose of {', '.join(ENGINES)}{hint}")
-    if address is not None and engine != "ray":
-        raise UserError(f"address {address}: is of a Ray cluster; add --engine ray")
-    writing = _Writing(program, _absolute(out), wanted, head, how, users, beside or {})
-    with _user_errors(writing):
-        return writing.write_with_others() if writing.shared else writing.write()
+    path = _absolute(out)
+    format = FORMATS[head["format"]]
+    provenance = _provenance(program, head)
+    written = _WrittenRanks(len(ranks), options.get("progress"))
+    batches: Sequence[Batch] = ()
+    try:
+        with staged(path, options.get("force", False)) as folder:
+            batches = format.plan(program, ranks, provenance)
+            if sum(len(batch.ranks) for batch in batches) != len(ranks):
+                raise ValueError("the classes of the program do not hold every rank once")
+            _check_space(path, batches)
+            if cluster is None:
+                threads = Threads(options.get("workers"), most_at_once)
+                threads.run(ShareWriter(folder, format.file), shares(batches), written.add)
+            else:
+                writer = RangeWriter(program, folder, head["format"], provenance)
+                cluster.run(writer, ranges(batches, cluster.workers), written.add)
+                _check_there(folder, written.files.values())
+            files = [written.files[rank] for rank in sorted(written.files)]
+            files.append(write_file(folder, GROUPS, chakra.comm_group(program, users)))
+            files += [write_file(folder, name, [data]) for name, data in (beside or {}).items()]
+            write_file(folder, MANIFEST, text(head, files))
+    except OSError as error:
+        raise _refused(path, error, batches) from error
+    return {**head, "files": entries(files)}
 
 
 def chosen_ranks(world: int, ranks: Sequence[int] | None) -> Int:
@@ -155,266 +144,43 @@ def chosen_ranks(world: int, ranks: Sequence[int] | None) -> Int:
     return np.unique(np.array(ranks, np.int64))
 
 
-def _absolute(out: Path | str) -> str:
-    """An absolute path, or a URL."""
+def _absolute(out: Path | str) -> Path:
+    """The path of an output, with links followed."""
     address = str(out).removeprefix("file://")
+    if "://" in address:
+        raise UserError(f"{address}: is a URL; wanted a path in a file system")
     try:
-        return address if "://" in address else os.path.realpath(address)
+        return Path(os.path.realpath(address))
     except ValueError as error:  # a name that no file can have
         raise UserError(f"{address!a}: cannot be written: {error}") from None
 
 
-def _share_of(program: Program, ranks: Int, shard: tuple[int, int] | None) -> Int:
-    """The ranks of a share, ascending: as few classes as possible, for templates to be few."""
-    if shard is None:
-        return ranks
-    nth, count = shard
-    if not 0 <= nth <= count or count < 1:
-        raise UserError(
-            f"shard {nth}/{count}: wanted 1/{max(1, count)} to {max(1, count)}/{max(1, count)}"
-        )
-    by_class = np.concatenate([intersect(of.ranks, ranks) for of in program.classes])
-    return np.sort(np.array_split(by_class, count)[(nth - 1) % count])
-
-
-# ---- writing -------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
-class _Writing:
-    """An output that this process writes, by itself or together with others."""
+class _WrittenRanks:
+    """Files of ranks that are written, each reported to `progress`."""
 
-    program: Program
-    address: str  # of the output
-    wanted: Int  # ranks of the output
-    head: Mapping[str, Any]
-    how: How
-    users: Sequence[Users] | None
-    beside: Mapping[str, bytes]
+    total: int
+    progress: Progress | None
+    files: dict[int, WrittenFile] = field(default_factory=dict[int, WrittenFile])
+    size: int = 0  # bytes of all files
 
-    ranks: Int = field(init=False)  # that this process writes
-    shared: bool = field(init=False)  # others may write, or have written, the same output
-    batches: Sequence[Batch] = ()
-
-    def __post_init__(self) -> None:
-        shard = self.how.get("shard")
-        self.shared = self.how.get("resume", False) or shard is not None
-        self.ranks = _share_of(self.program, self.wanted, shard)
-
-    @property
-    def file(self) -> str:
-        """The name of a rank's file, with `{rank}` in it."""
-        return FORMATS[self.head["format"]].file
-
-    def write_with_others(self) -> dict[str, Any]:
-        """As `write`, though others may write the same output at the same time.
-
-        One of them may complete the output at any moment, which takes away the directory that this
-        process writes in: whatever failed for that reason, nothing is left to do.
-        """
-        for tries in itertools.count(1):
-            if (complete := self.complete_output()) is not None:
-                return self.mended(complete)
-            try:
-                return self.write()
-            except (OSError, UserError) as error:
-                if (complete := self.complete_output()) is not None:
-                    return complete
-                # Incomplete outputs are cleared away before the new one appears: try again.
-                if not isinstance(error, FileNotFoundError) or tries == 3:
-                    raise
-        raise AssertionError
-
-    def complete_output(self) -> dict[str, Any] | None:
-        """The manifest of the same output, if it is there and complete."""
-        if "://" not in self.address and not Path(self.address).is_dir():
-            return None
-        found = manifest_in(storage_at(self.address))
-        if found is None:
-            return None
-        files = found.pop("files", None)
-        if found != json.loads(json.dumps(self.head)) or not isinstance(files, dict):
-            return None
-        try:
-            listed = FileList.read(self.file, files)  # pyright: ignore
-        except ValueError:  # a damaged list is of no output
-            return None
-        same = np.array_equal(listed.ranks, self.wanted)
-        return {**self.head, "files": listed} if same else None
-
-    def mended(self, complete: dict[str, Any]) -> dict[str, Any]:
-        """A complete output, with files that are missing or damaged written again, in its place."""
-        storage = storage_at(self.address)
-        listed: FileList = complete["files"]
-        progress = _Progress(self.how.get("progress"), len(self.wanted))
-        intact = self._intact(storage, listed.written, progress)
-        todo = np.setdiff1d(self.wanted, intact.ranks, assume_unique=True)
-        if len(todo):
-            written: list[WrittenRanks] = []
-
-            def done(more: WrittenRanks) -> None:
-                written.append(more)
-                progress(more)
-
-            self._write_to(storage, todo, done)
-            noted, made = listed.written.among(todo), WrittenRanks.merge(written)
-            if not all(map(np.array_equal, noted, made)):
-                raise UserError(
-                    f"{self.address}: the files that its {MANIFEST} lists are not those of this "
-                    "run; --force replaces all"
-                )
-        there = storage.sizes()
-        for name, pieces in self._more_files().items():
-            wanted = listed.get(name)
-            kept = name in there and (name in self.beside or wanted is None)
-            if not kept and _digest(storage, name) != (wanted or {}).get("sha256"):
-                storage.write(name, pieces)
-        return complete
-
-    def write(self) -> dict[str, Any]:
-        """Write the ranks that are missing; complete the output if no other rank is missing."""
-        name = identity(self.head, self.wanted)
-        output = Output(name, self.how.get("force", False), self.shared)
-        with staged(self.address, output) as staging:
-            if self.shared and (complete := self.complete_output()) is not None:
-                return complete
-            written = self._write_ranks(staging)
-            if self.shared:
-                staging.journal.flush()
-                written = staging.journal.read()
-                missing = len(np.setdiff1d(self.wanted, written.ranks, assume_unique=True))
-                if missing and (complete := self.complete_output()) is not None:
-                    return complete
-                if missing:
-                    mine = FileList(self.file, written.among(self.ranks))
-                    return {**self.head, "files": mine, "missing": missing}
-                _check_there(staging.storage, self.file, written.among(self.wanted))
-            return self._complete(staging, FileList(self.file, written.among(self.wanted)))
-
-    def _write_ranks(self, staging: Staging) -> WrittenRanks:
-        """Write the files of this process's ranks that are not there yet; returns all of them."""
-        progress = _Progress(self.how.get("progress"), len(self.ranks))
-        written = [self._kept(staging, progress)] if self.shared else []
-        todo = self.ranks
-        if self.shared:
-            todo = np.setdiff1d(self.ranks, written[0].ranks, assume_unique=True)
-
-        def done(more: WrittenRanks) -> None:
-            staging.journal.note(more)
-            written.append(more)
-            progress(more)
-
-        self._write_to(staging.storage, todo, done)
-        return WrittenRanks.merge(written)
-
-    def _write_to(self, storage: Storage, todo: Int, done: Callable[[WrittenRanks], None]) -> None:
-        """Write the files of some ranks."""
-        provenance = _provenance(self.program, self.head)
-        self.batches = FORMATS[self.head["format"]].plan(self.program, todo, provenance)
-        if sum(len(batch.ranks) for batch in self.batches) != len(todo):
-            raise ValueError("the classes of the program do not hold every rank once")
-        if isinstance(storage, LocalFolder):
-            _check_space(Path(self.address), self.batches)
-        self._run(storage, provenance, done)
-
-    def _run(
-        self,
-        storage: Storage,
-        provenance: Mapping[str, str | int],
-        done: Callable[[WrittenRanks], None],
-    ) -> None:
-        """Write the files of all batches, by threads or by a cluster."""
-        if self.how.get("engine", "local") == "local":
-            threads = Threads(self.how.get("workers"), most_at_once)
-            threads.run(partial(write_share, storage, self.file), shares(self.batches), done)
-            return
-        remote: list[WrittenRanks] = []
-
-        def note(more: WrittenRanks) -> None:
-            remote.append(more)
-            done(more)
-
-        writer = RemoteWriter(self.program, storage.address, self.head["format"], provenance)
-        with ray_cluster(self.how.get("address")) as cluster:
-            cluster.run(writer, remote_shares(self.batches, cluster.workers), note)
-        _check_there(storage, self.file, WrittenRanks.merge(remote))
-
-    def _kept(self, staging: Staging, progress: Callable[[WrittenRanks], None]) -> WrittenRanks:
-        """Files of ranks that are there already, with the bytes and the checksum noted for them."""
-        return self._intact(staging.storage, staging.journal.read().among(self.ranks), progress)
-
-    def _intact(
-        self, storage: Storage, noted: WrittenRanks, progress: Callable[[WrittenRanks], None]
-    ) -> WrittenRanks:
-        """Of the files that are noted, those whose size and checksum are still the same."""
-        names = [self.file.format(rank=rank) for rank in noted.ranks.tolist()]
-        sizes = storage.sizes()
-        intact = np.zeros(len(names), bool)
-
-        def check(nth: int) -> int | None:
-            if sizes.get(names[nth]) != noted.sizes[nth]:
-                return None
-            digest = _digest(storage, names[nth])
-            return nth if digest == noted.digests[nth].tobytes().hex() else None
-
-        def done(nth: int | None) -> None:
-            if nth is not None:
-                intact[nth] = True
-                progress(noted.at(np.array([nth])))
-
-        Threads(self.how.get("workers")).run(check, range(len(names)), done)
-        return noted.at(intact)
-
-    def _complete(self, staging: Staging, files: FileList) -> dict[str, Any]:
-        """Write the files that are of no rank, and publish the output."""
-        for name, pieces in self._more_files().items():
-            files = files.and_also(staging.storage.write(name, pieces))
-        staging.storage.write(MANIFEST, text(self.head, files))
-        staging.publish({*files, MANIFEST})
-        return {**self.head, "files": files}
-
-    def _more_files(self) -> dict[str, Iterable[bytes]]:
-        """The files that are of no rank, beside the manifest."""
-        more: dict[str, Iterable[bytes]] = {GROUPS: chakra.comm_group(self.program, self.users)}
-        return more | {name: [data] for name, data in self.beside.items()}
+    def add(self, files: Mapping[int, WrittenFile]) -> None:
+        """Add files by rank."""
+        self.files.update(files)
+        self.size += sum(file.size for file in files.values())
+        if self.progress is not None:
+            # A callback that raises, as Ctrl-C does, is not called again while threads end.
+            progress, self.progress = self.progress, None
+            progress(len(self.files), self.total, self.size)
+            self.progress = progress
 
 
-def _digest(storage: Storage, name: str) -> str | None:
-    """The SHA-256 of a file; None where there is no file that can be read."""
-    try:
-        return storage.digest(name)
-    except OSError:
-        return None
-
-
-class _Progress:
-    """Adds up the ranks and bytes that are written, and reports them."""
-
-    def __init__(self, report: Progress | None, total: int) -> None:
-        self._report, self._total = report, total
-        self._ranks = self._size = 0
-
-    def __call__(self, more: WrittenRanks) -> None:
-        self._ranks += len(more.ranks)
-        self._size += int(more.sizes.sum())
-        if self._report is not None:
-            # A report that raises, as Ctrl-C does, is not called again while the run winds up.
-            report, self._report = self._report, None
-            report(self._ranks, self._total, self._size)
-            self._report = report
-
-
-def _check_there(storage: Storage, file: str, written: WrittenRanks) -> None:
-    """Raise a UserError where files that other processes have noted are not there."""
-    sizes = storage.sizes()
-    names = [file.format(rank=rank) for rank in written.ranks.tolist()]
-    found = np.array([sizes.get(name, -1) for name in names])
-    wrong = np.flatnonzero(found != written.sizes).tolist()
-    if wrong:
-        raise UserError(
-            f"{storage.address}: {names[wrong[0]]} is not what was written ({len(wrong)} such); "
-            "run with --resume to write it again"
-        )
+def _check_there(folder: Path, files: Iterable[WrittenFile]) -> None:
+    """Raise an OSError where a file that another machine has written cannot be seen here."""
+    for file in files:
+        path = folder / file.name
+        if not path.is_file() or path.stat().st_size != file.size:
+            raise OSError(f"{file.name} is not what another machine wrote; name a shared directory")
 
 
 def _provenance(program: Program, head: Mapping[str, Any]) -> dict[str, str | int]:
@@ -438,42 +204,21 @@ def _write_bundle(
         if not is_bundle(path):
             raise UserError(f"{path}: is no bundle, so it may be yours; remove it yourself")
     try:
-        folder = new_sibling(path, f"partial-{os.getpid()}")
-        try:
-            file = LocalFolder(folder).write(path.name, [bundle.encode(program, head)])
-            (folder / path.name).replace(path)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        return write_file(path.parent, path.name, [bundle.encode(program, head)], shared=True)
     except OSError as error:
-        raise _refused(str(path), error, ()) from error
-    return file
+        raise _refused(path, error, ()) from error
 
 
 # ---- errors --------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _user_errors(writing: _Writing) -> Generator[None]:
-    """Turn errors of the system into a UserError, and say what a stopped run leaves."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if not writing.shared:
-            raise
-        raise Stopped(
-            "stopped; what is written stays, and the same command goes on with it"
-        ) from None
-    except OSError as error:
-        raise _refused(writing.address, error, writing.batches) from error
-
-
-def _refused(address: str, error: OSError, batches: Sequence[Batch]) -> UserError:
-    """What the system refused to do, in words."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT) and "://" not in address:
-        return UserError(_no_room(Path(address), batches))
+def _refused(path: Path, error: OSError, batches: Sequence[Batch]) -> UserError:
+    """The UserError for what the system refused to do."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return UserError(_disk_full(path, batches))
     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):  # another run was quicker
-        return exists_already(address)
-    return UserError(f"{address}: cannot be written: {error.strerror or error}")
+        return exists_already(path)
+    return UserError(f"{path}: cannot be written: {error.strerror or error}")
 
 
 def _check_space(path: Path, batches: Sequence[Batch]) -> None:
@@ -483,7 +228,7 @@ def _check_space(path: Path, batches: Sequence[Batch]) -> None:
     if _total(batches, lambda batch: batch.at_most) <= free:
         return
     if _total(batches, lambda batch: batch.size) > free:
-        raise UserError(_no_room(path, batches))
+        raise UserError(_disk_full(path, batches))
 
 
 def _total(batches: Sequence[Batch], size: Callable[[Batch], int | None]) -> int:
@@ -491,10 +236,11 @@ def _total(batches: Sequence[Batch], size: Callable[[Batch], int | None]) -> int
     return sum((size(batch) or 0) * len(batch.ranks) for batch in batches)
 
 
-def _no_room(path: Path, batches: Sequence[Batch]) -> str:
+def _disk_full(path: Path, batches: Sequence[Batch]) -> str:
+    """The message for a disk that is too small, with leftovers that may be removed."""
     needed = _total(batches, lambda batch: batch.size)
     free = shutil.disk_usage(path.parent).free
-    what = f"needs {needed:,} bytes, " if needed else ""
-    stale = [str(found) for found in leftovers(path)]
+    needs = f"needs {needed:,} bytes, " if needed else ""
+    stale = [str(folder) for folder in leftovers(path)]
     hint = f"; of runs that were stopped, remove {', '.join(stale)}" if stale else ""
-    return f"{path}: disk full: {what}{free:,} are free in {path.parent}{hint}"
+    return f"{path}: disk full: {needs}{free:,} are free in {path.parent}{hint}"

@@ -243,6 +243,12 @@ def test_collectives_that_rendezvous_cannot_count_are_told() -> None:
     assert "2,147,483,648 bytes" in note
 
 
+def test_broadcasts_are_told() -> None:
+    compiled = sw.compile("llama3-8b", layers=4, seq_length=8, pp=2, schedule="vocab-1")
+    (note,) = adapted(compiled.program, "h100-sxm").entry["notes"]
+    assert "does not simulate broadcasts: up to 4 of a rank" in note
+
+
 def test_a_crash_is_no_rank_that_did_not_finish(tmp_path: Path) -> None:
     """The congestion-aware backend ends so on some networks, and loses lines by chance."""
     sw.generate(sw.compile(sw.Run(**SMALL, tp=2, dp=2)), f"{tmp_path}/out", astra_sim="h100-sxm")

@@ -370,7 +370,7 @@ def test_readable_nodes(tmp_path: Path):
 
 
 def everything(path: Path) -> list[et_def.NodeMessage]:
-    return list(TraceReader(path, ()).nodes())
+    return list(TraceReader(path).nodes())
 
 
 def error_or_nodes(path: Path) -> str | int:

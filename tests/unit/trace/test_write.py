@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -20,13 +21,13 @@ import pytest
 
 import stagewright
 from stagewright.algebra.layout import Mesh
-from stagewright.cli.main import main
 from stagewright.errors import UserError
 from stagewright.executors import ray_cluster
 from stagewright.program.columns import PHASES, Program, RankClass, RankWork, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
+from stagewright.trace import templates
 from stagewright.trace.formats import chakra
-from stagewright.trace.storage import LocalFolder
+from stagewright.trace.staging import write_file
 from stagewright.trace.write import write
 
 WORLD = 12
@@ -246,14 +247,12 @@ def test_no_room_known_before(program: Program, tmp_path: Path, monkeypatch: pyt
 def test_failing_disk(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
 ):
-    written = LocalFolder.write
-
-    def failing(self: LocalFolder, name: str, pieces: Any):
+    def failing(folder: Path, name: str, *arguments: Any, **options: Any):
         if name == "workload.7.et":
             raise OSError(code, os.strerror(code))
-        return written(self, name, pieces)
+        return write_file(folder, name, *arguments, **options)
 
-    monkeypatch.setattr(LocalFolder, "write", failing)
+    monkeypatch.setattr(templates, "write_file", failing)
     with refused(message):
         write(program, tmp_path / "out", manifest={})
     assert not list(tmp_path.iterdir())
@@ -316,15 +315,18 @@ def test_old_directory_returns_if_the_new_one_cannot_take_its_place(
 
 
 def test_force_clears_what_killed_runs_have_left(program: Program, tmp_path: Path):
-    """Not what `--resume` may go on with, nor what somebody else has named so."""
+    """Not what another run is writing in, nor what somebody else has named so."""
     out = tmp_path / "out"
     write(program, out, manifest={})
-    gone = (".out.partial-0123456789ab-17", ".out.partial-0123456789ab-17-1")
-    kept = (".out.partial-0123456789ab", ".out.partial-mine", ".other.partial-0123456789ab-17")
+    gone = (".out.partial-17", ".out.partial-17-1")
+    kept = (".out.partial-18", ".out.partial-mine", ".other.partial-17")
     for name in (*gone, *kept):
         (tmp_path / name).mkdir()
         (tmp_path / name / "workload.0.et").touch()
+    live = os.open(tmp_path / ".out.partial-18", os.O_RDONLY)
+    fcntl.flock(live, fcntl.LOCK_EX)
     write(program, out, manifest={}, force=True)
+    os.close(live)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted((*kept, "out"))
 
 
@@ -342,9 +344,42 @@ def test_ray_that_cannot_start(monkeypatch: pytest.MonkeyPatch):
         pass
 
 
-def test_a_store_that_ends_with_the_command(capsys: pytest.CaptureFixture[str]):
-    for words in (["generate", "gpt2"], ["expand", "some.bundle"]):
-        with pytest.raises(SystemExit) as end:
-            main([*words, "-o", "memory://x/out"])
-        assert end.value.code == 2
-        assert "memory://x/out: is gone when this command ends" in capsys.readouterr().err
+def test_urls(program: Program, tmp_path: Path):
+    """A URL of this machine is a path; no other URL is an output."""
+    write(program, f"file://{tmp_path}/out", manifest={})
+    assert len(contents(tmp_path / "out")) == WORLD + 2
+    for url in ("s3://bucket/run", "memory://x"):
+        for format in ("chakra", "bundle"):
+            with refused(f"{url}: is a URL; wanted a path in a file system"):
+                write(program, url, manifest={}, format=format)
+
+
+def test_a_file_of_several_pieces(tmp_path: Path):
+    for shared in (False, True):
+        written = write_file(tmp_path, "a", [b"in", memoryview(b" pieces"), b""], shared=shared)
+        assert (tmp_path / "a").read_bytes() == b"in pieces"
+        assert written == ("a", 9, hashlib.sha256(b"in pieces").hexdigest())
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_shared_file_that_fails_is_not_replaced(tmp_path: Path):
+    write_file(tmp_path, "old", [b"old"])
+
+    def pieces():
+        yield b"new"
+        raise OSError(errno.EIO, "gone wrong")
+
+    with pytest.raises(OSError, match="gone wrong"):
+        write_file(tmp_path, "old", pieces(), shared=True)
+    assert (tmp_path / "old").read_bytes() == b"old"
+    with pytest.raises(OSError, match="gone wrong"):
+        write_file(tmp_path, "new", pieces())
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_manifest_of_a_terabyte_is_not_read(program: Program, tmp_path: Path):
+    out = tmp_path / "out"
+    write(program, out, manifest={})
+    os.truncate(out / "manifest.json", 1 << 40)
+    with refused("may be yours"):
+        write(program, out, manifest={}, force=True)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int
+from stagewright.arrays import Bool, Int
+from stagewright.trace.formats.wire import Words
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,15 +49,15 @@ class DependencyGraph:
         first, needs = _grouped(place[self.parent], place[self.child], self.count)
         missing = np.bincount(place[self.child], minlength=self.count).tolist()
         ready = [row for row in range(self.count) if not missing[row]]  # ascending: a heap
-        found: list[int] = []
+        ordered: list[int] = []
         while ready:
             row = heapq.heappop(ready)
-            found.append(row)
+            ordered.append(row)
             for child in needs[first[row] : first[row + 1]]:
                 missing[child] -= 1
                 if not missing[child]:
                     heapq.heappush(ready, child)
-        return rows[np.array(found, np.int64)]
+        return rows[np.array(ordered, np.int64)]
 
     def cycle(self, order: Int) -> list[int]:
         """Rows of a cycle, each needing the next; `order` is what `order` returns."""
@@ -83,20 +84,20 @@ class DependencyGraph:
         """Places in `rows` (ascending by `order`) of rows that do not need the row before."""
         if not len(self.unlinked(rows)):
             return np.zeros(0, np.int64)
-        own = np.full(self.count, -1)
-        own[rows] = np.arange(len(rows))
+        position = np.full(self.count, -1)
+        position[rows] = np.arange(len(rows))
         # The last of `rows` that a row needs, itself or through others.
         first, needs = self.parents()
         latest = [-1] * self.count
-        places, found = own.tolist(), list[int]()
+        positions, unordered = position.tolist(), list[int]()
         for row in order.tolist():
             last = max((latest[p] for p in needs[first[row] : first[row + 1]]), default=-1)
-            if places[row] >= 0:
-                if last != places[row] - 1:
-                    found.append(places[row])
-                last = places[row]
+            if positions[row] >= 0:
+                if last != positions[row] - 1:
+                    unordered.append(positions[row])
+                last = positions[row]
             latest[row] = last
-        return np.array(found, np.int64)
+        return np.array(unordered, np.int64)
 
     def late(self, order: Int, rows: Int) -> Int:
         """A sort key per row: its place in `order`; for `rows` just before who needs them."""
@@ -122,6 +123,17 @@ class DependencyGraph:
             path.append(row)
             row = via[row]
         return np.array(path[::-1], np.int64)
+
+
+def graph_of_ids(ids: Words, child: Int, needed: Words) -> tuple[DependencyGraph, Bool]:
+    """The graph in which row `child[i]` needs the row of id `needed[i]`; ids are unique.
+
+    Also the mask of the pairs whose id exists; others are left out of the graph.
+    """
+    by_id = np.argsort(ids, kind="stable")
+    place = np.minimum(np.searchsorted(ids[by_id], needed), len(ids) - 1)
+    exists = ids[by_id[place]] == needed
+    return DependencyGraph(len(ids), child[exists], by_id[place[exists]]), exists
 
 
 def graph_of_lists(ptr: Sequence[Int], values: Sequence[Int]) -> DependencyGraph:

@@ -22,9 +22,9 @@ class Events(NamedTuple):
     tag: Int  # SEND, RECV; else -1
     slot: Int  # with whom: equal for events of one kind with one partner
 
-    def at(self, which: Int) -> Events:
+    def at(self, rows: Int) -> Events:
         """The events in some rows."""
-        return Events(*(column[which] for column in self))
+        return Events(*(column[rows] for column in self))
 
 
 class Exchange(NamedTuple):
@@ -33,7 +33,7 @@ class Exchange(NamedTuple):
     events: Events
     slot_kind: NDArray[np.uint8]  # TaskKind
     partner: Int  # by slot: id of a group (0: all ranks), or a rank
-    loose: frozenset[int]  # slots of groups whose collectives can come in another order
+    loose: frozenset[int]  # slots of groups on which collectives can come in another order
     breaks: Breaks
 
 
@@ -55,12 +55,12 @@ class Spots(NamedTuple):
 
 def slots(kind: Int, partner: Int) -> tuple[Int, Int, Int]:
     """Kind and partner of each slot, in order of first events; and the slot of each event."""
-    pairs, first, which = np.unique(
+    pairs, first, inverse = np.unique(
         np.stack([kind, partner]), axis=1, return_index=True, return_inverse=True
     )
     order = np.argsort(first)
     pairs = pairs[:, order]
-    return pairs[0], pairs[1], np.argsort(order)[which.ravel()]
+    return pairs[0], pairs[1], np.argsort(order)[inverse.ravel()]
 
 
 def arranged(

@@ -1,4 +1,4 @@
-"""Findings of a check, in words: errors and warnings; findings of one kind become one."""
+"""Findings of a check: errors and warnings in words, merged by kind."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Findings:
 
     @property
     def errors(self) -> bool:
-        """Whether any is an error."""
-        return any(found.level == "error" for found in self)
+        """True if any is an error."""
+        return any(finding.level == "error" for finding in self)
 
     def error(self, code: str, message: str, nodes: int = 1) -> None:
         """Add an error: no reader can run the trace."""
@@ -46,19 +46,19 @@ class Findings:
         """Add a warning: some reader cannot run the trace, or runs it otherwise."""
         self.add(Finding("warning", code, message, self.rank, nodes))
 
-    def add(self, found: Finding) -> None:
-        """Add a finding; of one kind the first is kept and the others are counted."""
-        known = self._kinds.get(found.code)
-        if known is not None:
-            nodes, ranks = known.nodes + found.nodes, known.ranks + found.ranks
-            found = known._replace(nodes=nodes, ranks=ranks)
-        self._kinds[found.code] = found
+    def add(self, finding: Finding) -> None:
+        """Add a finding; the first of a kind stays, the others are counted."""
+        earlier = self._kinds.get(finding.code)
+        if earlier is not None:
+            nodes, ranks = earlier.nodes + finding.nodes, earlier.ranks + finding.ranks
+            finding = earlier._replace(nodes=nodes, ranks=ranks)
+        self._kinds[finding.code] = finding
 
     def take(self, code: str) -> Finding | None:
         """Remove and return the finding of a kind, if there is one."""
         return self._kinds.pop(code, None)
 
-    def update(self, more: Iterable[Finding]) -> None:
+    def update(self, findings: Iterable[Finding]) -> None:
         """Add several findings."""
-        for found in more:
-            self.add(found)
+        for finding in findings:
+            self.add(finding)

@@ -25,8 +25,8 @@ MOST_RANKS = 1 << 18  # for which that is granted
 
 def read_json(path: Path, ranks: int) -> Any:
     """A JSON file for `ranks` ranks; UserError if it is no JSON, or far too large for them."""
-    most = MOST_JSON + JSON_PER_RANK * min(ranks, MOST_RANKS)
-    return from_json(read_bytes(path, f"JSON about {ranks} ranks", most), path.name)
+    limit = MOST_JSON + JSON_PER_RANK * min(ranks, MOST_RANKS)
+    return from_json(read_bytes(path, f"JSON about {ranks} ranks", limit), path.name)
 
 
 def default_groups(trace: Path) -> Path | None:
@@ -41,15 +41,15 @@ def read_groups(path: Path, size: int, findings: Findings) -> dict[int, Int]:
     """The groups in a file; an entry that is no group is reported and left out."""
     groups: dict[int, Int] = {}
     try:
-        found = read_json(path, size)
+        content = read_json(path, size)
     except UserError as error:
         findings.error("group-file", str(error))
         return groups
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         text = f'{path.name}: wanted {{"1": [0, 1], ...}}, ids and their ranks'
         findings.error("group-file", text)
         return groups
-    for name, members in cast("dict[str, Any]", found).items():
+    for name, members in cast("dict[str, Any]", content).items():
         number, ranks = group_id(name), _ranks(members)
         text = f"{path.name}: group {name[:40]!a}"
         if not number:
@@ -96,8 +96,8 @@ def check_ids(world: World, groups: Mapping[int, Int]) -> None:
 
 
 def _confused(ids: Sequence[int], groups: Mapping[int, Int]) -> Iterator[tuple[int, int]]:
-    for _, some in groupby(sorted(ids, key=lambda i: i % 500), key=lambda i: i % 500):
-        same_id = list(some)
+    for _, members_of_id in groupby(sorted(ids, key=lambda i: i % 500), key=lambda i: i % 500):
+        same_id = list(members_of_id)
         if len(same_id) < 2:
             continue
         member = np.concatenate([groups[i] for i in same_id])
@@ -106,8 +106,8 @@ def _confused(ids: Sequence[int], groups: Mapping[int, Int]) -> Iterator[tuple[i
         shared = np.isin(member, ranks[count > 1])
         pairs: dict[tuple[int, int], int] = {}
         for rank in np.unique(member[shared]).tolist():
-            mine = sorted(group[shared & (member == rank)].tolist())
-            for nth, one in enumerate(mine):
-                for two in mine[nth + 1 :]:
+            of_rank = sorted(group[shared & (member == rank)].tolist())
+            for nth, one in enumerate(of_rank):
+                for two in of_rank[nth + 1 :]:
                     pairs[one, two] = pairs.get((one, two), 0) + 1
         yield from (pair for pair, count in pairs.items() if count > 1)

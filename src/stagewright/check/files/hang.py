@@ -44,11 +44,11 @@ class Running:
 
     def event_of(self, row: int) -> int | None:
         """The number of the row's event; None where the row is no communication."""
-        nth = self.events.get(row)
-        return None if nth is None else self.first_event + nth
+        index = self.events.get(row)
+        return None if index is None else self.first_event + index
 
     def end(self, row: int) -> list[int]:
-        """Complete a row; returns the rows whose last dependency this was."""
+        """Complete a row; returns the rows that it was the last dependency of."""
         self.done[row] = 1
         ready: list[int] = []
         for child in self.children[self.first[row] : self.first[row + 1]]:
@@ -64,21 +64,21 @@ class Running:
 
 def running(world: World) -> list[Running]:
     """All parts before their first row."""
-    known: dict[tuple[int, int], Running] = {}
-    found: list[Running] = []
+    initial: dict[tuple[int, int], Running] = {}
+    states: list[Running] = []
     for part, first_event in zip(world.parts, world.first[:-1].tolist(), strict=True):
         key = id(part.source), id(part.exchange)
-        if key not in known:
+        if key not in initial:
             nodes = part.source.nodes()
             graph = nodes.graph
             missing = np.bincount(graph.child, minlength=graph.count).tolist()
             rows = part.exchange.events.row.tolist()
-            events = {row: nth for nth, row in enumerate(rows)}
-            known[key] = Running(nodes, *graph.children(), events, 0, missing, bytearray())
-        fresh = known[key]
+            events = {row: index for index, row in enumerate(rows)}
+            initial[key] = Running(nodes, *graph.children(), events, 0, missing, bytearray())
+        fresh = initial[key]
         done, missing = bytearray(fresh.nodes.graph.count), list(fresh.missing)
-        found.append(replace(fresh, first_event=first_event, missing=missing, done=done))
-    return found
+        states.append(replace(fresh, first_event=first_event, missing=missing, done=done))
+    return states
 
 
 @dataclass(slots=True, eq=False)
@@ -104,19 +104,19 @@ class _DependencyRun:
 
     def go(self) -> str | None:
         """Run all ready rows; returns the explanation of a deadlock, or None."""
-        for nth, part in enumerate(self.parts):
-            self.ready += [(nth, row) for row in part.roots()]
+        for part_id, part in enumerate(self.parts):
+            self.ready += [(part_id, row) for row in part.roots()]
         while self.ready:
-            nth, row = self.ready.pop()
-            event = self.parts[nth].event_of(row)
+            part_id, row = self.ready.pop()
+            event = self.parts[part_id].event_of(row)
             if event is not None:
                 self.issue(event)
             else:
-                self.ready += [(nth, child) for child in self.parts[nth].end(row)]
+                self.ready += [(part_id, child) for child in self.parts[part_id].end(row)]
         return self.why()
 
     def issue(self, event: int) -> None:
-        """Issue a communication, all of whose dependencies are complete."""
+        """Issue a communication; all of its dependencies are complete."""
         self.issued.add(event)
         meeting = int(self.match.barrier[event])
         kind = int(self.world.kind[event])
@@ -142,14 +142,14 @@ class _DependencyRun:
     def end(self, event: int) -> None:
         """Complete an event and queue the rows that it releases."""
         self.ended.add(event)
-        nth = self.world.part(event)
-        ready = self.parts[nth].end(self.world.row(event))
-        self.ready += [(nth, child) for child in ready]
+        part_id = self.world.part(event)
+        ready = self.parts[part_id].end(self.world.row(event))
+        self.ready += [(part_id, child) for child in ready]
 
     # ---- why ------------------------------------------------------------------------------------
 
     def why(self) -> str | None:
-        """Who waits for whom, from one incomplete event until the cycle closes."""
+        """Explain who waits for whom, from one incomplete event until the cycle closes."""
         stuck = self.issued - self.ended
         if not stuck:
             return None
@@ -171,24 +171,26 @@ class _DependencyRun:
         return "; ".join([*circle, f"and so on in a circle of {len(circle)}"])
 
     def rank(self, event: int) -> int:
-        """A rank whose event it is."""
+        """The first rank of the event's part."""
         return int(self.world.parts[self.world.part(event)].ranks[0])
 
     def waits(self, rank: int, event: int) -> tuple[str, int, int | None]:
-        """What an issued event waits for: the sentence, the rank, and that rank's event if any."""
+        """The sentence on an issued event, the rank it waits for, and that rank's event if any."""
         world = self.world
         slot = int(world.slot[event])
         partner, label = world.partner(rank, slot), world.label(event)
         if world.kind[event] == TaskKind.RECV:
             text = f"rank {rank} waits in recv from {partner} (tag {world.tag[event]}, {label})"
-            there = int(world.part_of[partner]) if partner < world.size else -1
-            sends = [send for send in self.needs.get(event, ()) if world.part(send) == there]
+            part_id = int(world.part_of[partner]) if partner < world.size else -1
+            sends = [send for send in self.needs.get(event, ()) if world.part(send) == part_id]
             if not sends:
                 return f"{text}, which rank {partner} never sends", partner, None
             return text, partner, sends[0]
-        nth = int(np.flatnonzero(world.of_slot[slot] == event)[0]) + 1
+        number = int(np.flatnonzero(world.of_slot[slot] == event)[0]) + 1
         group = f"group {partner}" if partner else "all ranks"
-        text = f"rank {rank} waits in {world.word(event)} on {group} (number {nth} there, {label})"
+        text = (
+            f"rank {rank} waits in {world.word(event)} on {group} (number {number} there, {label})"
+        )
         other, wanted = self.absent(partner, event)
         if wanted is None:
             return f"{text} for rank {other}, which never issues it", other, None
@@ -200,9 +202,9 @@ class _DependencyRun:
         ranks, groups, slots = world.pairs(TaskKind.COLLECTIVE)
         for member, slot in zip(ranks[groups == group], slots[groups == group], strict=True):
             events = world.of_slot[int(slot)]
-            mine = [int(e) for e in events if self.match.barrier[e] == meeting]
-            if not mine or mine[0] not in self.issued:
-                return int(member), mine[0] if mine else None
+            matching = [int(e) for e in events if self.match.barrier[e] == meeting]
+            if not matching or matching[0] not in self.issued:
+                return int(member), matching[0] if matching else None
         # All members of this rank's group are here; other ranks of its part wait for others.
         late = [e for e in np.flatnonzero(self.match.barrier == meeting) if e not in self.issued]
         members = set(world.groups.get(group, []) if world.groups else []) - set(ranks.tolist())
@@ -220,6 +222,6 @@ class _DependencyRun:
             if not late:
                 return None
             row = max(late)
-            found = part.event_of(row)
-            if found in self.issued:
-                return found
+            event_of_row = part.event_of(row)
+            if event_of_row in self.issued:
+                return event_of_row

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.check.files.columns import STRING
-from stagewright.check.files.dependency_graph import DependencyGraph
-from stagewright.check.files.reader import NodeBlock, TraceReader
-from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, dense, group_id
+from stagewright.check.files.dependency_graph import graph_of_ids
+from stagewright.check.files.reader import STRING, NodeBlock, TraceReader
+from stagewright.check.files.rules import COLL, COMP, LOAD, STORE, group_id
 from stagewright.trace.formats import et_def
 from stagewright.trace.formats.et_def import CommType
+from stagewright.trace.formats.wire import Words
 
 TYPES = tuple(name.removesuffix("_NODE").lower() for name in et_def.NodeType.__members__)
 NUMBERS = ("num_ops", "tensor_size", "comm_type", "comm_size")
@@ -60,7 +59,7 @@ class Profile:
     metadata: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def to_json(self) -> dict[str, Any]:
-        """One object with everything."""
+        """The profile as one JSON object."""
         return {
             "file": self.path,
             "bytes": self.bytes,
@@ -78,28 +77,27 @@ class Profile:
 def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
     """Read a trace and add it up; `group_sizes` by id, 0: all ranks. Raises `Damaged`."""
     reader = TraceReader(path)
-    found = Profile(str(path), reader.size)
-    found.metadata = {
+    result = Profile(str(path), reader.size)
+    result.metadata = {
         "version": reader.metadata.version,
         **{name: plain(value) for name, (_, value) in et_def.values(reader.metadata).items()},
     }
     columns: list[tuple[Any, ...]] = []
-    edges: list[tuple[Int, NDArray[np.uint64]]] = []
+    edges: list[tuple[Int, Words]] = []
     for block in reader:
-        for key, totals in _totals(block, reader.parser.texts, group_sizes):
-            found.totals[key] = found.totals.get(key, Totals()).plus(totals)
+        for key, totals in _totals(block, reader.texts, group_sizes):
+            result.totals[key] = result.totals.get(key, Totals()).plus(totals)
         columns.append((block.id, block.type, block.duration, *_numbers(block)))
-        for some in (block.data, block.ctrl):
-            child = np.repeat(np.arange(len(block)), np.diff(some.ptr)) + found.nodes
-            edges.append((child, some.values))
-        found.nodes += len(block)
-        found.data_deps += len(block.data.values)
-        found.ctrl_deps += len(block.ctrl.values)
-    if found.nodes:
-        whole = [np.concatenate(column) for column in zip(*columns, strict=True)]
-        child, needs = (np.concatenate(column) for column in zip(*edges, strict=True))
-        _add_graph(found, whole, child, needs)
-    return found
+        child, needed = block.dependencies()
+        edges.append((child + result.nodes, needed))
+        result.nodes += len(block)
+        result.data_deps += len(block.data.values)
+        result.ctrl_deps += len(block.ctrl.values)
+    if result.nodes:
+        all_columns = [np.concatenate(column) for column in zip(*columns, strict=True)]
+        child, needed = (np.concatenate(column) for column in zip(*edges, strict=True))
+        _add_graph(result, all_columns, child, needed)
+    return result
 
 
 def plain(value: Any) -> Any:
@@ -110,14 +108,14 @@ def plain(value: Any) -> Any:
 def _totals(
     block: NodeBlock, texts: Sequence[str], group_sizes: Mapping[int, int]
 ) -> Iterable[tuple[Key, Totals]]:
-    columns = {name: dense(column, len(block)) for name, column in block.attributes.items()}
+    columns = block.attributes
 
     def text(*names: str) -> Int:
-        found = np.full(len(block), -1)
+        values = np.full(len(block), -1)
         for name in names:
             column = columns[name]
-            found = np.where((found < 0) & (column.kind == STRING), column.value, found)
-        return found
+            values = np.where((values < 0) & (column.kind == STRING), column.value, values)
+        return values
 
     collective = block.type == COLL
     op = np.where(collective, columns["comm_type"].value, text("op", "op_type"))
@@ -131,12 +129,12 @@ def _totals(
     flops = np.where(block.type == COMP, columns["num_ops"].value, 0)
     counts = np.diff(np.append(begin, len(rows)))
     sums = zip(counts.tolist(), _sums(flops[rows], begin), _sums(size[rows], begin), strict=True)
-    for nth, totals in zip(rows[begin].tolist(), sums, strict=True):
-        type_, phase, op_, name = (int(key) for key in keys[:, nth])
-        known = TYPES[type_] if 0 <= type_ < len(TYPES) else f"type {type_}"
+    for row, totals in zip(rows[begin].tolist(), sums, strict=True):
+        type_, phase, op_, name = (int(key) for key in keys[:, row])
+        type_name = TYPES[type_] if 0 <= type_ < len(TYPES) else f"type {type_}"
         word = str(texts[phase]) if phase >= 0 else ""
         ranks = group_sizes.get(group_id(str(texts[name]) if name >= 0 else "") or 0, 0)
-        key = Key(known, word, _op(type_, op_, texts), ranks if type_ == COLL else 0)
+        key = Key(type_name, word, _op(type_, op_, texts), ranks if type_ == COLL else 0)
         yield key, Totals(*totals)
 
 
@@ -158,38 +156,34 @@ def _sums(values: Int, begin: Int) -> list[int]:
 
 def _numbers(block: NodeBlock) -> list[Int]:
     """The numbers that define the work of the nodes; partners and names are left out."""
-    return [dense(block.attributes[name], len(block)).value for name in NUMBERS]
+    return [block.attributes[name].value for name in NUMBERS]
 
 
-def _add_graph(
-    found: Profile, columns: Sequence[Any], child: Int, needs: NDArray[np.uint64]
-) -> None:
+def _add_graph(result: Profile, columns: Sequence[Any], child: Int, needed: Words) -> None:
     """The longest path and the structure, whatever the order of the nodes in the file."""
     ids, types = columns[0], columns[1]
     by_id = np.argsort(ids, kind="stable")
-    rank = np.empty(len(ids), np.int64)
-    rank[by_id] = np.arange(len(ids))
-    place = np.minimum(np.searchsorted(ids[by_id], needs), len(ids) - 1)
-    there = ids[by_id][place] == needs
-    graph = DependencyGraph(len(ids), rank[child[there]], place[there])
+    place = np.empty(len(ids), np.int64)
+    place[by_id] = np.arange(len(ids))
+    graph, _ = graph_of_ids(ids[by_id], place[child], needed)
     shape = hashlib.sha256(np.unique(np.stack([graph.child, graph.parent]), axis=1).tobytes())
     for column in columns[1:]:
         shape.update(column[by_id].tobytes())
-    found.structure = shape.hexdigest()
+    result.structure = shape.hexdigest()
     order = graph.order(ids[by_id])
     if len(order) < len(ids):
         return
     path = graph.longest(order)
-    found.depth = len(path)
-    known = np.clip(types[by_id][path], 0, len(TYPES) - 1)
-    counts = np.bincount(known, minlength=len(TYPES)).tolist()
-    found.path_types = {name: count for name, count in zip(TYPES, counts, strict=True) if count}
+    result.depth = len(path)
+    path_types = np.clip(types[by_id][path], 0, len(TYPES) - 1)
+    counts = np.bincount(path_types, minlength=len(TYPES)).tolist()
+    result.path_types = {name: count for name, count in zip(TYPES, counts, strict=True) if count}
 
 
 def summed(profiles: Iterable[tuple[Profile, int]]) -> dict[Key, Totals]:
     """The sum of the totals of several traces, each with a multiplicity."""
     totals: dict[Key, Totals] = {}
-    for one, times in profiles:
-        for key, some in one.totals.items():
-            totals[key] = totals.get(key, Totals()).plus(some, times)
+    for rank_profile, times in profiles:
+        for key, added in rank_profile.totals.items():
+            totals[key] = totals.get(key, Totals()).plus(added, times)
     return totals

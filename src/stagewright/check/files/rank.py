@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.columns import STRING, Words
-from stagewright.check.files.dependency_graph import DependencyGraph
+from stagewright.check.files.dependency_graph import DependencyGraph, graph_of_ids
 from stagewright.check.files.exchange import Events, Exchange, Spots, arranged, slots
 from stagewright.check.files.findings import Finding, Findings, Level
-from stagewright.check.files.reader import Damaged, NodeBlock, TraceReader
+from stagewright.check.files.reader import STRING, Damaged, NodeBlock, TraceReader
 from stagewright.check.files.rules import (
-    ATTRIBUTES,
     COLL,
     COMM,
     LOAD,
@@ -30,13 +28,12 @@ from stagewright.check.files.rules import (
     check_kernels,
     check_repeated,
     check_types,
-    dense,
     group_id,
     label,
 )
-from stagewright.trace.formats.et_def import MetadataMessage
+from stagewright.trace.formats.et_def import MetadataMessage, NodeType
+from stagewright.trace.formats.wire import Words
 
-COLUMNS = (*ATTRIBUTES, "involved_dim")
 MOST_NODES = 1 << 26  # of one file, at some 100 bytes of memory each
 
 
@@ -56,25 +53,25 @@ class Checked:
 def check_trace(path: Path, rank: int | None = None) -> Checked:
     """Read and check the file of a rank; without `rank`, rules about the own rank are skipped."""
     check = _Check(path, rank)
-    found: tuple[Exchange, Spots | None] | None = None
+    structure: tuple[Exchange, Spots | None] | None = None
     try:
         reader = TraceReader(path)
         check.size = reader.size
         check.metadata(reader.metadata)
         for block in reader:
-            check.block(block, reader.parser.texts)
+            check.block(block, reader.texts)
             if check.count > MOST_NODES:
                 raise Damaged(f"{path}: more than {MOST_NODES} nodes")
         check.durations()
-        found = check.structure()
+        structure = check.structure()
     except Damaged as error:
         check.findings.error("damaged", str(error))
     findings = tuple(check.findings)
-    return Checked(path, rank, check.size, check.count, findings, *(found or (None, None)))
+    return Checked(path, rank, check.size, check.count, findings, *(structure or (None, None)))
 
 
-class _Kept(NamedTuple):
-    """Columns of all nodes; dependencies are a count per node, and the ids behind each other."""
+class _NodeColumns(NamedTuple):
+    """Columns of all nodes; dependencies are a count per node, and all needed ids in a row."""
 
     id: Words
     type: NDArray[np.int16]
@@ -85,8 +82,8 @@ class _Kept(NamedTuple):
     data: Words
 
 
-class _Moves(NamedTuple):
-    """Columns of collectives, sends and receives; -2 where an attribute is missing."""
+class _EventColumns(NamedTuple):
+    """Columns of collectives, sends and receives; places are -2 where an attribute is missing."""
 
     row: Int
     kind: Int
@@ -94,14 +91,16 @@ class _Moves(NamedTuple):
     size: Int
     tag: Int
     partner: Int
-    at: Int  # of the partner's value in the file; -1: unknown
+    at: Int  # byte of the file where the partner's value begins; -1: unknown
     end: Int
-    own_at: Int
+    own_at: Int  # likewise of the rank itself
     own_end: Int
 
 
 @dataclass(slots=True)
 class _Check:
+    """The check of one file: its findings, and the columns of the blocks read so far."""
+
     path: Path
     rank: int | None
     size: int = 0
@@ -109,8 +108,8 @@ class _Check:
     timed: bool = False
     comparable: bool = True
     findings: Findings = field(init=False)
-    kept: list[_Kept] = field(default_factory=list[_Kept])
-    moves: list[_Moves] = field(default_factory=list[_Moves])
+    nodes: list[_NodeColumns] = field(default_factory=list[_NodeColumns])  # of each block
+    events: list[_EventColumns] = field(default_factory=list[_EventColumns])
 
     def __post_init__(self) -> None:
         self.findings = Findings(self.rank)
@@ -126,23 +125,23 @@ class _Check:
     def block(self, block: NodeBlock, texts: list[str]) -> None:
         """Check the attributes of a block of nodes, and keep the columns for `structure`."""
 
-        def report(level: Level, code: str, which: Bool, text: str) -> None:
-            some = np.flatnonzero(which)
-            if len(some):
+        def report(level: Level, code: str, mask: Bool, text: str) -> None:
+            rows_found = np.flatnonzero(mask)
+            if len(rows_found):
                 if code not in self.findings:  # else only the number counts
-                    text = f"{label(block.node(int(some[0])))}: {text}"
-                self.findings.add(Finding(level, code, text, self.rank, len(some)))
+                    text = f"{label(block.nodes[int(rows_found[0])])}: {text}"
+                self.findings.add(Finding(level, code, text, self.rank, len(rows_found)))
 
         rows = NodeRows(
             block.type,
             block.duration,
             (np.diff(block.ctrl.ptr) == 0) & (np.diff(block.data.ptr) == 0),
-            {name: dense(block.attributes[name], len(block)) for name in COLUMNS},
+            block.attributes,
             report,
         )
         check_types(rows)
         for name, column in block.attributes.items():
-            if len(column.again):
+            if column.again.any():
                 check_repeated(rows, name, column)
         check_attributes(rows)
         group, named = _groups(rows, texts)
@@ -151,10 +150,10 @@ class _Check:
         self.timed |= bool(rows.duration.any())
         check_kernels(rows)
         self.comparable &= bool(good.all())
-        self.moves.append(_moves(rows, group, self.count))
+        self.events.append(_event_columns(block, rows, group, self.count))
         ctrl, data = block.ctrl, block.data
-        self.kept.append(
-            _Kept(
+        self.nodes.append(
+            _NodeColumns(
                 block.id,
                 np.clip(rows.type, -1, 100).astype(np.int16),
                 rows.cpu,
@@ -183,119 +182,117 @@ class _Check:
         if not self.count:
             self.findings.error("no-nodes", "there are no nodes, at which ASTRA-sim aborts")
             return None
-        kept = _Kept(*map(np.concatenate, zip(*self.kept, strict=True)))
-        self.kept.clear()
-        graph = self._graph(kept)
+        nodes = _NodeColumns(*map(np.concatenate, zip(*self.nodes, strict=True)))
+        self.nodes.clear()
+        graph = self._graph(nodes)
         if graph is None:
             return None
-        order = graph.order(kept.id)
+        order = graph.order(nodes.id)
         if len(order) < self.count:
-            self._tell_circle(graph.cycle(order), kept)
+            self._report_cycle(graph.cycle(order), nodes)
             return None
         if not self.comparable:
             return None
-        moves = _Moves(*map(np.concatenate, zip(*self.moves, strict=True)))
-        turns = np.isin(kept.type, (COLL, SEND, LOAD, STORE)) & ~kept.cpu
-        kind, partner, slot = slots(moves.kind, moves.partner)
-        events = Events(*moves[:5], slot)
+        columns = _EventColumns(*map(np.concatenate, zip(*self.events, strict=True)))
+        turns = np.isin(nodes.type, (COLL, SEND, LOAD, STORE)) & ~nodes.cpu
+        kind, partner, slot = slots(columns.kind, columns.partner)
+        events = Events(*columns[:5], slot)
         events, loose, breaks = arranged(graph, order, events, np.flatnonzero(turns))
         exchange = Exchange(events, kind.astype(np.uint8), partner, loose, breaks)
-        return exchange, _spots(moves, slot)
+        return exchange, _spots(columns, slot)
 
-    def _graph(self, kept: _Kept) -> DependencyGraph | None:
-        by_id = np.argsort(kept.id, kind="stable")
-        known = kept.id[by_id]
-        twice = np.flatnonzero(known[1:] == known[:-1])
+    def _graph(self, nodes: _NodeColumns) -> DependencyGraph | None:
+        ids = np.sort(nodes.id)
+        twice = np.flatnonzero(ids[1:] == ids[:-1])
         if len(twice):
-            text = f"two nodes have id {known[twice[0]]}"
+            text = f"two nodes have id {ids[twice[0]]}"
             self.findings.error("duplicate-id", text, len(twice))
             return None
         rows = np.arange(self.count)
-        child = np.concatenate([np.repeat(rows, n) for n in (kept.ctrl_count, kept.data_count)])
-        needs = np.concatenate([kept.ctrl, kept.data])
-        place = np.minimum(np.searchsorted(known, needs), self.count - 1)
-        there = known[place] == needs
-        if not there.all():
-            first = int(np.flatnonzero(~there)[0])
-            name = "ctrl_deps" if first < len(kept.ctrl) else "data_deps"
-            text = f"node {kept.id[child[first]]} needs node {needs[first]} ({name})"
+        child = np.concatenate([np.repeat(rows, n) for n in (nodes.ctrl_count, nodes.data_count)])
+        needs = np.concatenate([nodes.ctrl, nodes.data])
+        graph, exists = graph_of_ids(nodes.id, child, needs)
+        if not exists.all():
+            first = int(np.flatnonzero(~exists)[0])
+            name = "ctrl_deps" if first < len(nodes.ctrl) else "data_deps"
+            text = f"node {nodes.id[child[first]]} needs node {needs[first]} ({name})"
             text += ", which does not exist"
-            self.findings.error("dangling", text, int((~there).sum()))
-        return DependencyGraph(self.count, child[there], by_id[place[there]])
+            self.findings.error("dangling", text, int((~exists).sum()))
+        return graph
 
-    def _tell_circle(self, circle: list[int], kept: _Kept) -> None:
-        some = circle if len(circle) <= 9 else circle[:8]
-        words = [f"node {kept.id[row]}" for row in some]
-        if len(circle) > len(some):
-            words.append(f"{len(circle) - len(some)} more")
-        shown = " needs ".join([*words, f"node {kept.id[circle[0]]}"])
-        child = np.repeat(np.arange(self.count), kept.data_count)
+    def _report_cycle(self, circle: list[int], nodes: _NodeColumns) -> None:
+        listed = circle if len(circle) <= 9 else circle[:8]
+        words = [f"node {nodes.id[row]}" for row in listed]
+        if len(circle) > len(listed):
+            words.append(f"{len(circle) - len(listed)} more")
+        shown = " needs ".join([*words, f"node {nodes.id[circle[0]]}"])
+        child = np.repeat(np.arange(self.count), nodes.data_count)
         both = set(zip(circle, [*circle[1:], circle[0]], strict=True))
         inside = np.isin(child, circle)
-        data = set(zip(child[inside].tolist(), kept.data[inside].tolist(), strict=True))
-        by_data = all((one, int(kept.id[two])) in data for one, two in both)
+        data = set(zip(child[inside].tolist(), nodes.data[inside].tolist(), strict=True))
+        by_data = all((one, int(nodes.id[two])) in data for one, two in both)
         why = "" if by_data else "; not by data_deps alone, all that MLCommons' feeder knows"
         self.findings.error("cycle", f"dependencies in a circle, which never runs: {shown}{why}")
 
 
 def _groups(rows: NodeRows, texts: list[str]) -> tuple[Int, Bool]:
-    """The group of each node, 0 for all ranks, and whether its name is one."""
+    """The group of each node, 0 for all ranks, and the mask of nodes without a wrong name."""
     name = rows.columns["pg_name"]
     named = rows.communicates & (rows.type == COLL) & (name.kind == STRING)
     group, good = np.zeros(len(rows.type), np.int64), np.ones(len(rows.type), bool)
-    for place in np.unique(name.value[named]).tolist():
-        text = texts[int(place)]
-        mine, number = named & (name.value == place), group_id(text)
-        group[mine] = number or 0
+    for index in np.unique(name.value[named]).tolist():
+        text = texts[int(index)]
+        has_name, number = named & (name.value == index), group_id(text)
+        group[has_name] = number or 0
         if number is None:
-            good &= ~mine
+            good &= ~has_name
             text = f"pg_name is {text[:40]!a}, wanted a positive number"
-            rows.report("error", "group-name", mine, text)
+            rows.report("error", "group-name", has_name, text)
     return group, good
 
 
-def _moves(rows: NodeRows, group: Int, before: int) -> _Moves:
-    """Columns of the nodes that communicate; `before` is the number of nodes in earlier blocks."""
-    which = np.flatnonzero(rows.communicates)
-    type_ = rows.type[which]
-    is_send, is_recv, is_coll = (type_ == t for t in (SEND, RECV, COLL))
+def _event_columns(block: NodeBlock, rows: NodeRows, group: Int, before: int) -> _EventColumns:
+    """Columns of the nodes that communicate; `before`: number of nodes in earlier blocks."""
+    selected = np.flatnonzero(rows.communicates)
+    type_ = rows.type[selected]
+    is_send, is_coll = type_ == SEND, type_ == COLL
 
     def value(name: str) -> Int:
-        return rows.value(name)[which]
+        return rows.value(name)[selected]
 
-    def place(part: str, send: str, recv: str, coll: str | None) -> Int:
-        found = np.full(len(which), -2)
-        for mine, name in ((is_send, send), (is_recv, recv), (is_coll, coll)):
-            if name is not None:
-                column = rows.columns[name]
-                mine = mine & column.present[which]
-                found[mine] = getattr(column, part)[which][mine]
-        return found
-
-    kind = np.zeros(len(which), np.int64)
+    kind = np.zeros(len(selected), np.int64)
     for node_type, event_kind in COMM.items():
         kind[type_ == node_type] = event_kind
-    return _Moves(
-        which + before,
+    return _EventColumns(
+        selected + before,
         kind,
         np.where(is_coll, value("comm_type"), -1),
         value("comm_size"),
         np.where(is_coll, -1, value("comm_tag")),
-        np.where(is_coll, group[which], np.where(is_send, value("comm_dst"), value("comm_src"))),
-        place("at", "comm_dst", "comm_src", "pg_name"),
-        place("end", "comm_dst", "comm_src", "pg_name"),
-        place("at", "comm_src", "comm_dst", None),
-        place("end", "comm_src", "comm_dst", None),
+        np.where(is_coll, group[selected], np.where(is_send, value("comm_dst"), value("comm_src"))),
+        *_places(block, selected),
     )
 
 
-def _spots(moves: _Moves, slot: Int) -> Spots | None:
-    """The bytes that name partners and the rank itself; None if they are not known."""
-    if (moves.at == -1).any() or (moves.own_at == -1).any():
+def _places(block: NodeBlock, selected: Int) -> Int:
+    """Four columns of `_EventColumns`: places of the partner's and the own rank's value."""
+    columns = np.full((4, len(selected)), -2)
+    names = {SEND: ("comm_dst", "comm_src"), RECV: ("comm_src", "comm_dst"), COLL: ("pg_name",)}
+    for index, row in enumerate(selected.tolist()):
+        places = block.value_places(row)
+        for end_id, name in enumerate(names[NodeType(int(block.type[row]))]):
+            if block.attributes[name].present[row]:
+                columns[2 * end_id : 2 * end_id + 2, index] = places.get(name, (-1, -1))
+    return columns
+
+
+def _spots(columns: _EventColumns, slot: Int) -> Spots | None:
+    """Bytes of the file that name partners and the rank itself; None if unknown."""
+    if (columns.at == -1).any() or (columns.own_at == -1).any():
         return None
-    given, own = moves.at != -2, moves.own_at != -2
+    has_partner, has_own = columns.at != -2, columns.own_at != -2
     return Spots(
-        np.concatenate([moves.at[given], moves.own_at[own]]),
-        np.concatenate([moves.end[given], moves.own_end[own]]),
-        np.concatenate([slot[given], np.full(int(own.sum()), -1)]),
+        np.concatenate([columns.at[has_partner], columns.own_at[has_own]]),
+        np.concatenate([columns.end[has_partner], columns.own_end[has_own]]),
+        np.concatenate([slot[has_partner], np.full(int(has_own.sum()), -1)]),
     )

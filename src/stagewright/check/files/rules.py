@@ -7,21 +7,20 @@ warning is what some reader, mostly ASTRA-sim, cannot run or runs otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.columns import BOOL, LARGEST, STRING, Words
 from stagewright.check.files.findings import Level
-from stagewright.check.files.reader import AttributeColumn
+from stagewright.check.files.reader import BOOL, LARGEST, STRING, AttributeColumn
 from stagewright.program.columns import TaskKind
 from stagewright.time.astra_sim import BYTES_PER_NS, FLOPS_PER_NS
 from stagewright.trace.formats import et_def
 from stagewright.trace.formats.et_def import CommType, NodeType
+from stagewright.trace.formats.wire import Words
 
 MOST_TAG = 500_000_000  # ASTRA-sim takes tags modulo this
 
@@ -74,36 +73,13 @@ def label(node: Any) -> str:
 
 
 @dataclass(slots=True)
-class Dense:
-    """An attribute of every node of a block; 0 where it is missing."""
-
-    present: Bool
-    kind: NDArray[np.uint8]
-    value: Int
-    at: Int  # -1 where it is missing
-    end: Int
-
-
-def dense(column: AttributeColumn, count: int) -> Dense:
-    """A column with a row for each of `count` nodes."""
-    at, end = np.full(count, -1), np.full(count, -1)
-    found = Dense(
-        np.zeros(count, bool), np.zeros(count, np.uint8), np.zeros(count, np.int64), at, end
-    )
-    found.present[column.row] = True
-    for name in ("kind", "value", "at", "end"):
-        getattr(found, name)[column.row] = getattr(column, name)
-    return found
-
-
-@dataclass(slots=True)
 class NodeRows:
-    """Some nodes with their attributes, and `report`, to say what is wrong with some of them."""
+    """Nodes with their attributes; `report` takes level, code, mask of nodes and text."""
 
     type: Int
     duration: Words
-    first: Bool  # needs no other node
-    columns: dict[str, Dense]
+    first: Bool  # without dependencies
+    columns: Mapping[str, AttributeColumn]
     report: Callable[[Level, str, Bool, str], None]
     cpu: Bool = field(init=False)
     communicates: Bool = field(init=False)
@@ -114,7 +90,7 @@ class NodeRows:
         self.communicates = self.is_a(*COMM) & ~self.cpu
 
     def is_a(self, *types: int) -> Bool:
-        """Which are of these types."""
+        """Mask of the nodes of these types."""
         return np.isin(self.type, types)
 
     def value(self, name: str) -> Int:
@@ -122,75 +98,81 @@ class NodeRows:
         return self.columns[name].value
 
 
-def check_types(of: NodeRows) -> None:
+def check_types(rows: NodeRows) -> None:
     """Types of nodes that readers can run."""
-    unknown, invalid = (of.type < 0) | (of.type > COLL), of.type == INVALID
-    lost = "ASTRA-sim then loses the statistics of the rank"
-    comm, unsaid = of.is_a(*COMM), ~of.columns["is_cpu_op"].present
+    unknown, invalid = (rows.type < 0) | (rows.type > COLL), rows.type == INVALID
+    loses_statistics = "ASTRA-sim then loses the statistics of the rank"
+    comm, no_is_cpu_op = rows.is_a(*COMM), ~rows.columns["is_cpu_op"].present
     rules: tuple[tuple[Level, str, Bool, str], ...] = (
         ("error", "node-type", unknown, "a type that Chakra does not have"),
         ("error", "invalid-node", invalid, "type INVALID_NODE, or no type at all"),
         (
             "warning",
             "metadata-node",
-            of.type == METADATA,
+            rows.type == METADATA,
             "a METADATA_NODE, at which ASTRA-sim aborts",
         ),
-        ("warning", "memory-node", of.is_a(LOAD, STORE), f"a memory node: {lost}"),
-        ("warning", "cpu-node", of.cpu & ~comm & ~unknown & ~invalid, f"a CPU node: {lost}"),
+        ("warning", "memory-node", rows.is_a(LOAD, STORE), f"a memory node: {loses_statistics}"),
+        (
+            "warning",
+            "cpu-node",
+            rows.cpu & ~comm & ~unknown & ~invalid,
+            f"a CPU node: {loses_statistics}",
+        ),
         (
             "warning",
             "cpu-comm",
-            of.cpu & comm,
+            rows.cpu & comm,
             "a communication on the CPU, at which ASTRA-sim hangs",
         ),
         (
             "warning",
             "no-is-cpu-op",
-            unsaid & ~unknown & ~invalid,
+            no_is_cpu_op & ~unknown & ~invalid,
             "no is_cpu_op: ASTRA-sim before November 2024 takes it for a CPU node",
         ),
     )
     for rule in rules:
-        of.report(*rule)
+        rows.report(*rule)
 
 
-def check_repeated(of: NodeRows, name: str, column: AttributeColumn) -> None:
+def check_repeated(rows: NodeRows, name: str, column: AttributeColumn) -> None:
     """An attribute comes once in a node: of two, readers take one or the other."""
-    twice, differs = np.zeros((2, len(of.type)), bool)
-    twice[column.again] = differs[column.differing] = True
+    equal = column.again & ~column.differing
     text = f"{name} comes twice, of which MLCommons' feeder takes the last and others the first"
-    of.report("error", "duplicate-attribute", differs, f"{text}: they differ")
-    of.report("warning", "repeated-attribute", twice & ~differs, f"{text}: they are equal")
+    rows.report("error", "duplicate-attribute", column.differing, f"{text}: they differ")
+    rows.report("warning", "repeated-attribute", equal, f"{text}: they are equal")
 
 
-def check_attributes(of: NodeRows) -> None:
+def check_attributes(rows: NodeRows) -> None:
     """Required attributes are present and have types that readers accept."""
     for name, (portable, types) in ATTRIBUTES.items():
-        column = of.columns[name]
-        read = column.present & of.is_a(*types) & (~of.cpu | (name == "is_cpu_op"))
+        column = rows.columns[name]
+        read = column.present & rows.is_a(*types) & (~rows.cpu | (name == "is_cpu_op"))
         read &= column.kind != et_def.VALUES[portable]
         right = column.kind == STRING if portable == "string" else INTEGER[column.kind]
         for kind in np.unique(column.kind[read]).tolist():
-            mine = read & (column.kind == kind)
+            mask = read & (column.kind == kind)
             text = f"{name} is {kind_name(kind)}, wanted {portable}_val"
-            of.report("error", f"type-of-{name}", mine & ~right, f"{text}: no feeder reads it")
+            rows.report("error", f"type-of-{name}", mask & ~right, f"{text}: no feeder reads it")
             text += ": MLCommons' feeder takes it for 0"
-            of.report("warning", f"unportable-{name}", mine & right, text)
+            rows.report("warning", f"unportable-{name}", mask & right, text)
     for name, types in NEEDED.items():
-        missing = of.is_a(*types) & ~of.cpu & ~of.columns[name].present
-        of.report("error", f"no-{name}", missing, f"has no {name}")
+        missing = rows.is_a(*types) & ~rows.cpu & ~rows.columns[name].present
+        rows.report("error", f"no-{name}", missing, f"has no {name}")
 
 
-def check_dims(of: NodeRows, group: Int) -> None:
+def check_dims(rows: NodeRows, group: Int) -> None:
     """A collective on all ranks names network dimensions (`involved_dim`) that can be."""
-    dims = of.columns["involved_dim"]
-    given = of.communicates & of.is_a(COLL) & dims.present
+    dims = rows.columns["involved_dim"]
+    has_dims = rows.communicates & rows.is_a(COLL) & dims.present
     listed = dims.kind == BOOL + 1
     text = "involved_dim is no bool_list, at which ASTRA-sim exits"
-    of.report("warning", "type-of-involved_dim", given & ~listed, text)
-    none = given & listed & (dims.value == 0) & (group == 0)
-    of.report("warning", "no-dims", none, "involved_dim is all false: in ASTRA-sim it never ends")
+    rows.report("warning", "type-of-involved_dim", has_dims & ~listed, text)
+    all_false = has_dims & listed & (dims.value == 0) & (group == 0)
+    rows.report(
+        "warning", "no-dims", all_false, "involved_dim is all false: in ASTRA-sim it never ends"
+    )
 
 
 def kind_name(kind: int) -> str:
@@ -201,26 +183,26 @@ def kind_name(kind: int) -> str:
     return f"{names[kind - 1]}_list" if kind - 1 in names else "without a value"
 
 
-def check_exchanges(of: NodeRows, rank: int | None) -> Bool:
-    """Collectives, sends and receives are valid; returns which can be matched with other ranks."""
-    good = np.ones(len(of.type), bool)
+def check_exchanges(rows: NodeRows, rank: int | None) -> Bool:
+    """Collectives, sends and receives are valid; returns the mask of nodes that are."""
+    good = np.ones(len(rows.type), bool)
     for name, types in NEEDED.items():
-        good &= ~(of.communicates & of.is_a(*types) & ~INTEGER[of.columns[name].kind])
-    group = of.columns["pg_name"]
-    good &= ~(of.communicates & group.present & (group.kind != STRING))
-    size, tag, op = of.value("comm_size"), of.value("comm_tag"), of.value("comm_type")
-    sound = of.communicates & good
-    collective, message = sound & of.is_a(COLL), sound & ~of.is_a(COLL)
-    known = (op >= 0) & (op < len(CommType))
-    gathers, none = collective & (op == CommType.ALL_GATHER), size == 0
+        good &= ~(rows.communicates & rows.is_a(*types) & ~INTEGER[rows.columns[name].kind])
+    group = rows.columns["pg_name"]
+    good &= ~(rows.communicates & group.present & (group.kind != STRING))
+    size, tag, op = rows.value("comm_size"), rows.value("comm_tag"), rows.value("comm_type")
+    sound = rows.communicates & good
+    collective, message = sound & rows.is_a(COLL), sound & ~rows.is_a(COLL)
+    is_known = (op >= 0) & (op < len(CommType))
+    gathers, empty = collective & (op == CommType.ALL_GATHER), size == 0
     waits = "ASTRA-sim only waits for duration_micros, and for nobody"
     rules: tuple[tuple[Level, str, Bool, str], ...] = (
-        ("error", "comm-type", collective & ~known, "no comm_type of Chakra's"),
+        ("error", "comm-type", collective & ~is_known, "no comm_type of Chakra's"),
         ("error", "comm-size", sound & (size < 0), "a negative comm_size"),
-        ("error", "comm-size", none & (message | gathers), "comm_size 0: nothing to send"),
+        ("error", "comm-size", empty & (message | gathers), "comm_size 0: nothing to send"),
         ("error", "comm-size", sound & (size == LARGEST), "a comm_size of 2^63 or more"),
         ("error", "comm-tag", message & (tag < 0), "a negative comm_tag"),
-        ("warning", "zero-size", collective & ~gathers & none, "a collective of 0 bytes"),
+        ("warning", "zero-size", collective & ~gathers & empty, "a collective of 0 bytes"),
         (
             "warning",
             "large-tag",
@@ -229,45 +211,47 @@ def check_exchanges(of: NodeRows, rank: int | None) -> Bool:
         ),
         ("warning", "broadcast", collective & (op == CommType.BROADCAST), f"a broadcast: {waits}"),
     )
-    for level, code, which, text in rules:
-        of.report(level, code, which, text)
+    for level, code, mask, text in rules:
+        rows.report(level, code, mask, text)
         if level == "error":
-            good &= ~which
+            good &= ~mask
     hangs = collective & good & (op != CommType.BROADCAST) & ~np.isin(op, SIMULATED)
     for kind in np.unique(op[hangs]).tolist():
         text = f"a collective of type {CommType(kind).name}, at which ASTRA-sim hangs"
-        of.report("warning", "unsupported-collective", hangs & (op == kind), text)
-    return good & _check_ends(of, message, rank)
+        rows.report("warning", "unsupported-collective", hangs & (op == kind), text)
+    return good & _check_ends(rows, message, rank)
 
 
-def _check_ends(of: NodeRows, message: Bool, rank: int | None) -> Bool:
-    good = np.ones(len(of.type), bool)
+def _check_ends(rows: NodeRows, message: Bool, rank: int | None) -> Bool:
+    good = np.ones(len(rows.type), bool)
     for type_, own, other in ((SEND, "comm_src", "comm_dst"), (RECV, "comm_dst", "comm_src")):
-        mine = message & of.is_a(type_)
-        wrong = mine & (of.value(other) < 0)
-        of.report("error", "peer", wrong, f"a negative {other}")
-        good &= ~wrong
+        mask = message & rows.is_a(type_)
+        negative = mask & (rows.value(other) < 0)
+        rows.report("error", "peer", negative, f"a negative {other}")
+        good &= ~negative
         if rank is None:
             continue
-        itself = mine & (of.value(other) == rank)
-        of.report("error", "own-peer", itself, f"{other} is the rank itself")
-        strange = mine & of.columns[own].present & (of.value(own) != rank)
-        of.report("error", "not-own", strange, f"{own} is not the rank, {rank}, whose file this is")
-        good &= ~itself & ~strange
+        itself = mask & (rows.value(other) == rank)
+        rows.report("error", "own-peer", itself, f"{other} is the rank itself")
+        foreign = mask & rows.columns[own].present & (rows.value(own) != rank)
+        rows.report(
+            "error", "not-own", foreign, f"{own} is not the rank, {rank}, whose file this is"
+        )
+        good &= ~itself & ~foreign
     return good
 
 
-def check_kernels(of: NodeRows) -> None:
+def check_kernels(rows: NodeRows) -> None:
     """Kernels have work or a duration, from which readers can derive a time."""
-    kernel = of.is_a(COMP) & ~of.cpu
-    bare = kernel & ~(of.columns["num_ops"].present & of.columns["tensor_size"].present)
-    of.report("warning", "only-duration", bare, "num_ops or tensor_size is missing")
+    kernel = rows.is_a(COMP) & ~rows.cpu
+    bare = kernel & ~(rows.columns["num_ops"].present & rows.columns["tensor_size"].present)
+    rows.report("warning", "only-duration", bare, "num_ops or tensor_size is missing")
     for name, why in (("num_ops", "never ends"), ("tensor_size", "stalls what waits for it")):
-        zero = kernel & ~bare & INTEGER[of.columns[name].kind] & (of.value(name) < 1)
-        of.report("error", f"zero-{name}", zero, f"{name} below 1: in ASTRA-sim it {why}")
-    short = (of.value("num_ops") < FLOPS_PER_NS) & (of.value("tensor_size") < BYTES_PER_NS)
+        zero = kernel & ~bare & INTEGER[rows.columns[name].kind] & (rows.value(name) < 1)
+        rows.report("error", f"zero-{name}", zero, f"{name} below 1: in ASTRA-sim it {why}")
+    short = (rows.value("num_ops") < FLOPS_PER_NS) & (rows.value("tensor_size") < BYTES_PER_NS)
     text = "a first kernel of less than 1 ns on a fast device, at which ASTRA-sim aborts"
-    of.report("warning", "short-first", kernel & ~bare & of.first & short, text)
+    rows.report("warning", "short-first", kernel & ~bare & rows.first & short, text)
 
 
 def group_id(name: str) -> int | None:

@@ -11,25 +11,25 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Int
-from stagewright.check.files.dependency_graph import DependencyGraph
+from stagewright.check.files.dependency_graph import graph_of_ids
 from stagewright.check.files.findings import Finding
 from stagewright.check.files.rank import Checked, check_trace
-from stagewright.check.files.reader import Damaged, NodeBlock, TraceReader
+from stagewright.check.files.reader import Damaged, TraceReader
 from stagewright.check.files.rules import LOAD, STORE, group_id, label
 from stagewright.check.files.world import Nodes
 from stagewright.files import open_regular
 from stagewright.program.columns import TaskKind
-from stagewright.trace.formats.wire import Bytes
+from stagewright.trace.formats.wire import Bytes, Words
 
-MOST_BYTES = 1 << 28  # of a file that is held in memory to compare others with it
-MOST_CLASSES = 8  # of the files that one call compares
+MOST_COMPARED = 1 << 28
+"""Most bytes of the files that a process holds in memory to compare others with them."""
 
 
 @dataclass(slots=True)
@@ -62,6 +62,7 @@ def check_files(task: ReadTask) -> list[TraceClass]:
     """Check files of one size."""
     classes: list[tuple[TraceClass, _TraceTemplate | None]] = []
     compare = len(task.files) > 1
+    room = MOST_COMPARED  # for further templates
     for rank, path in task.files:
         data = _bytes(path) if compare or task.digests else None
         digest = _digest(path, data) if task.digests and data is not None else {}
@@ -78,8 +79,9 @@ def check_files(task: ReadTask) -> list[TraceClass]:
             if task.digests and data is None and first.exchange is not None:
                 digest = _digest(path, data)  # of a sound file: a damaged one may have terabytes
             stamp = None
-            if data is not None and len(classes) < MOST_CLASSES:
+            if data is not None and len(data) <= room:
                 stamp = _TraceTemplate.of(first, data)
+                room -= len(data) if stamp is not None else 0
             partner = [first.exchange.partner] if first.exchange else []
             shape = stamp.shape() if stamp else b""
             classes.append((TraceClass(first, shape, [rank], partner, first.size, digest), stamp))
@@ -91,7 +93,7 @@ def _bytes(path: Path) -> Bytes | None:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            return None if size > MOST_BYTES else np.frombuffer(file.read(size), np.uint8)
+            return None if size > MOST_COMPARED else np.frombuffer(file.read(size), np.uint8)
     except OSError:
         return None
 
@@ -129,12 +131,12 @@ class _TraceTemplate:
             return None
         places: list[tuple[int, Int]] = []
         for slot in np.unique(spots.slot).tolist():
-            mine = spots.slot == slot
-            widths = spots.end[mine] - spots.at[mine]
+            of_slot = spots.slot == slot
+            widths = spots.end[of_slot] - spots.at[of_slot]
             width = int(widths[0])
             if not 0 < width <= 20 or (widths != width).any():
                 return None
-            places.append((slot, spots.at[mine][:, None] + np.arange(width)))
+            places.append((slot, spots.at[of_slot][:, None] + np.arange(width)))
         return _TraceTemplate(checked, data, places)
 
     def shape(self) -> bytes:
@@ -151,13 +153,13 @@ class _TraceTemplate:
             return None
         partner = self.partner.copy()
         for slot, place in self.places:
-            found = data[place]
-            if (found != found[0]).any():
+            copies = data[place]
+            if (copies != copies[0]).any():
                 return None
             if slot >= 0 and self.kind[slot] == TaskKind.COLLECTIVE:
-                value = group_id(bytes(found[0]).decode("latin-1"))
+                value = group_id(bytes(copies[0]).decode("latin-1"))
             else:
-                value = _number(bytes(found[0]))
+                value = _number(bytes(copies[0]))
             if value is None or (slot < 0 and value != rank):
                 return None
             if slot >= 0:
@@ -171,25 +173,25 @@ def _number(data: bytes) -> int | None:
     """A varint of exactly these bytes, of at most 31 bits."""
     if data[-1] > 127 or any(byte < 128 for byte in data[:-1]):
         return None
-    value = sum((byte & 127) << 7 * nth for nth, byte in enumerate(data))
+    value = sum((byte & 127) << 7 * index for index, byte in enumerate(data))
     return value if value < 2**31 else None
 
 
 def merge_classes(classes: list[TraceClass]) -> list[TraceClass]:
     """Merge classes of one shape, which several calls have read."""
-    known: dict[tuple[bytes, bytes], TraceClass] = {}
-    found: list[TraceClass] = []
+    by_shape: dict[tuple[bytes, bytes], TraceClass] = {}
+    merged: list[TraceClass] = []
     for traces in classes:
         slots = traces.first.exchange.slot_kind.tobytes() if traces.first.exchange else b""
-        same = known.setdefault((traces.shape, slots), traces) if traces.shape else traces
+        same = by_shape.setdefault((traces.shape, slots), traces) if traces.shape else traces
         if same is traces:
-            found.append(traces)
+            merged.append(traces)
             continue
         same.ranks += traces.ranks
         same.partner += traces.partner
         same.sizes += traces.sizes
         same.digests |= traces.digests
-    return found
+    return merged
 
 
 @dataclass(slots=True)
@@ -207,12 +209,10 @@ class TraceSource:
         return self._labels[row]
 
     def _label(self, row: int) -> str:
-        before = 0
-        for block in TraceReader(self.path, ()):
-            if row < before + len(block):
-                return label(block.node(row - before))
-            before += len(block)
-        raise Damaged(f"{self.path}: changed while it was read")
+        node = next(islice(TraceReader(self.path).nodes(), row, None), None)
+        if node is None:
+            raise Damaged(f"{self.path}: changed while it was read")
+        return label(node)
 
     def nodes(self) -> Nodes:
         """All nodes and their dependencies."""
@@ -221,29 +221,15 @@ class TraceSource:
         return self._nodes
 
     def _read(self) -> Nodes:
-        blocks = list(map(_bare, TraceReader(self.path, ("is_cpu_op",))))
-        ids, types, cpu, child, needs = (np.concatenate(c) for c in zip(*blocks, strict=True))
-        counts = np.array([len(block[0]) for block in blocks])
-        shift = np.repeat(np.cumsum(counts) - counts, [len(block[3]) for block in blocks])
-        by_id = np.argsort(ids, kind="stable")
-        at = np.minimum(np.searchsorted(ids[by_id], needs), len(ids) - 1)
-        there = ids[by_id][at] == needs
-        place = np.empty(len(ids), np.int64)
-        place[by_id] = np.arange(len(ids))
-        memory = ((types == LOAD) | (types == STORE)) & ~cpu
-        return Nodes(
-            DependencyGraph(len(ids), (child + shift)[there], by_id[at[there]]), place, memory
-        )
-
-
-def _bare(
-    block: NodeBlock,
-) -> tuple[NDArray[np.uint64], Int, Bool, Int, NDArray[np.uint64]]:
-    rows = np.arange(len(block))
-    child = np.concatenate(
-        [np.repeat(rows, np.diff(some.ptr)) for some in (block.ctrl, block.data)]
-    )
-    cpu = np.zeros(len(block), bool)
-    column = block.attributes["is_cpu_op"]
-    cpu[column.row] = column.value != 0
-    return block.id, block.type, cpu, child, np.concatenate([block.ctrl.values, block.data.values])
+        columns: list[tuple[Words, Bool, Int, Words]] = []
+        count = 0
+        for block in TraceReader(self.path):
+            on_cpu = block.attributes["is_cpu_op"].value != 0
+            memory = ((block.type == LOAD) | (block.type == STORE)) & ~on_cpu
+            child, needed = block.dependencies()
+            columns.append((block.id, memory, child + count, needed))
+            count += len(block)
+        ids, memory, child, needed = (np.concatenate(c) for c in zip(*columns, strict=True))
+        place = np.empty(count, np.int64)
+        place[np.argsort(ids, kind="stable")] = np.arange(count)
+        return Nodes(graph_of_ids(ids, child, needed)[0], place, memory)

@@ -57,11 +57,11 @@ class WorldPart:
 
 
 class Match(NamedTuple):
-    """Which events match; events are numbered through all parts."""
+    """Events that meet; events are numbered through all parts."""
 
     send: Int  # sends and their receives, pairwise
     recv: Int
-    barrier: Int  # per event: collectives of one number match; -1: of its own part only
+    barrier: Int  # per event: collectives of one number match; -1: within its part
     arrivals: Int  # events that must arrive at each such barrier
 
 
@@ -88,23 +88,28 @@ class World:
     def __post_init__(self) -> None:
         self.parts = [single for part in self.parts for single in _one_slot_per_partner(part)]
         events = [part.exchange.events for part in self.parts]
-        self.first = _starts([len(some.row) for some in events])
+        self.first = _starts([len(part_events.row) for part_events in events])
         self.first_slot = _starts([len(part.exchange.slot_kind) for part in self.parts])
-        self.kind = _all([some.kind.astype(np.int64) for some in events])
-        self.op = _all([some.op for some in events])
-        self.bytes = _all([some.size for some in events])
-        self.tag = _all([some.tag for some in events])
-        self.slot = _all([some.slot + self.first_slot[nth] for nth, some in enumerate(events)])
+        self.kind = _all([part_events.kind.astype(np.int64) for part_events in events])
+        self.op = _all([part_events.op for part_events in events])
+        self.bytes = _all([part_events.size for part_events in events])
+        self.tag = _all([part_events.tag for part_events in events])
+        self.slot = _all(
+            [
+                part_events.slot + self.first_slot[part_id]
+                for part_id, part_events in enumerate(events)
+            ]
+        )
         by_slot = np.argsort(self.slot, kind="stable")
         ends = np.cumsum(np.bincount(self.slot, minlength=int(self.first_slot[-1])))
         self.of_slot = list(np.split(by_slot, ends))[:-1]
         self.part_of, self.row_of = np.full(self.size, -1), np.full(self.size, -1)
-        for nth, part in enumerate(self.parts):
-            self.part_of[part.ranks] = nth
+        for part_id, part in enumerate(self.parts):
+            self.part_of[part.ranks] = part_id
             self.row_of[part.ranks] = np.arange(len(part.ranks))
 
     def rank_by_rank(self) -> World:
-        """The same world with each rank a part of its own, and no findings."""
+        """The same world with a part per rank, and no findings."""
         parts = [
             WorldPart(part.ranks[[nth]], part.exchange, part.partner[[nth]], part.source)
             for part in self.parts
@@ -114,11 +119,11 @@ class World:
 
     @property
     def whole(self) -> bool:
-        """Whether every rank has a trace."""
+        """True if every rank has a trace."""
         return bool((self.part_of >= 0).all())
 
     def part(self, event: int) -> int:
-        """The part whose event it is."""
+        """The part of an event."""
         return int(np.searchsorted(self.first, event, "right")) - 1
 
     def row(self, event: int) -> int:
@@ -136,11 +141,11 @@ class World:
         ranks: list[Int] = []
         partners: list[Int] = []
         slots: list[Int] = []
-        for nth, part in enumerate(self.parts):
-            mine = np.flatnonzero(part.exchange.slot_kind == kind)
-            ranks.append(np.repeat(part.ranks, len(mine)))
-            partners.append(part.partner[:, mine].ravel())
-            slots.append(np.tile(mine + self.first_slot[nth], len(part.ranks)))
+        for part_id, part in enumerate(self.parts):
+            columns = np.flatnonzero(part.exchange.slot_kind == kind)
+            ranks.append(np.repeat(part.ranks, len(columns)))
+            partners.append(part.partner[:, columns].ravel())
+            slots.append(np.tile(columns + self.first_slot[part_id], len(part.ranks)))
         return _all(ranks), _all(partners), _all(slots)
 
     # ---- in words -------------------------------------------------------------------------------
@@ -155,15 +160,15 @@ class World:
             return CommType(int(self.op[event])).name.lower()
         return "send" if self.kind[event] == TaskKind.SEND else "recv"
 
-    def what(self, event: int) -> str:
+    def describe(self, event: int) -> str:
         """An event in words, without its partner."""
         tag = f"tag {self.tag[event]}, " if self.kind[event] != TaskKind.COLLECTIVE else ""
         return f"{self.word(event)} of {self.bytes[event]} bytes ({tag}{self.label(event)})"
 
-    def tell(self, code: str, which: Int, text: Callable[[int], str]) -> None:
-        """Note errors of one kind, the first of them in words."""
-        if len(which):
-            self.findings.error(code, text(int(which[0])), len(which))
+    def report(self, code: str, cases: Int, text: Callable[[int], str]) -> None:
+        """Report errors of one kind: the first in words, and their number."""
+        if len(cases):
+            self.findings.error(code, text(int(cases[0])), len(cases))
 
 
 def _starts(counts: Sequence[int]) -> Int:
@@ -175,9 +180,9 @@ def _all(pieces: Sequence[Int]) -> Int:
 
 
 def _one_slot_per_partner(part: WorldPart) -> Iterator[WorldPart]:
-    """The same ranks as parts with one slot per partner.
+    """Split a part so that each has one slot per partner.
 
-    A rank that has one partner on two slots becomes a part of its own, with merged slots.
+    A rank that has one partner on two slots becomes a separate part, with merged slots.
     """
     old = part.exchange
     kind = old.slot_kind.astype(np.int64)
@@ -189,29 +194,29 @@ def _one_slot_per_partner(part: WorldPart) -> Iterator[WorldPart]:
         return
     if not doubled.all():
         yield WorldPart(part.ranks[~doubled], old, part.partner[~doubled], part.source)
-    for nth in np.flatnonzero(doubled).tolist():
-        _, slot, which = np.unique(whom[nth], return_index=True, return_inverse=True)
-        several = np.flatnonzero(np.bincount(which) > 1).tolist() if old.breaks.pairs else []
-        loose = frozenset({*(int(which[s]) for s in old.loose), *several})
-        events = Events(*old.events[:5], which[old.events.slot])
-        new = Exchange(events, old.slot_kind[slot], part.partner[nth, slot], loose, old.breaks)
-        yield WorldPart(part.ranks[[nth]], new, new.partner[None, :], part.source)
+    for row in np.flatnonzero(doubled).tolist():
+        _, slot, merged = np.unique(whom[row], return_index=True, return_inverse=True)
+        several = np.flatnonzero(np.bincount(merged) > 1).tolist() if old.breaks.pairs else []
+        loose = frozenset({*(int(merged[s]) for s in old.loose), *several})
+        events = Events(*old.events[:5], merged[old.events.slot])
+        new = Exchange(events, old.slot_kind[slot], part.partner[row, slot], loose, old.breaks)
+        yield WorldPart(part.ranks[[row]], new, new.partner[None, :], part.source)
 
 
 def runs_in_order(world: World, match: Match) -> bool:
-    """Whether all parts complete when each runs its events one after the other."""
+    """True if all parts complete when each runs its events one after the other."""
     part = np.searchsorted(world.first, np.arange(len(world.slot)), "right") - 1
-    # A message that a part sends itself and then receives blocks nobody.
+    # A message that a part sends itself and then receives blocks no rank.
     across = (part[match.send] != part[match.recv]) | (match.send > match.recv)
     send, recv = match.send[across], match.recv[across]
     by_recv = np.argsort(recv, kind="stable")
     waiting, begin = np.unique(recv[by_recv], return_index=True)
     pieces = list(np.split(send[by_recv], begin))[1:]
-    needs = {int(e): list(map(int, some)) for e, some in zip(waiting, pieces, strict=True)}
+    needs = {int(e): list(map(int, sends)) for e, sends in zip(waiting, pieces, strict=True)}
     stops = np.unique(np.concatenate((np.flatnonzero(match.barrier >= 0), waiting, send)))
     todo = np.split(stops, np.searchsorted(stops, world.first[1:]))[:-1]
     return _run(
-        [list(map(int, some[::-1])) for some in todo],
+        [list(map(int, events[::-1])) for events in todo],
         needs,
         match.barrier.tolist(),
         match.arrivals.tolist(),

@@ -12,7 +12,7 @@ from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
 from stagewright.cli.options import experiment_options
 from stagewright.cli.progress import describe_written, shown
-from stagewright.cli.writing import HOW, check_lasting, writing
+from stagewright.cli.writing import writing
 from stagewright.errors import UserError
 
 
@@ -38,6 +38,8 @@ def generate(
     format_: str,
     astra_sim: bool,
     ranks: str | None,
+    force: bool,
+    workers: int | None,
     **settings: Any,
 ) -> None:
     """Write the trace of every rank.
@@ -46,8 +48,6 @@ def generate(
     of the hub that is in its local cache.
     """
     started = time.perf_counter()
-    how = {name: settings.pop(name) for name in HOW}
-    check_lasting(out)
     experiment = shared.load_experiment(model, config, settings)
     run, cluster = experiment.run, experiment.cluster
     chosen = None if ranks is None else shared.parse_ranks(ranks, run.world_size)
@@ -67,7 +67,8 @@ def generate(
             execution=experiment.execution,
             ranks=chosen,
             progress=bar,
-            **how,
+            force=force,
+            workers=workers,
         )
     shared.say(describe_written(written, out, time.perf_counter() - started))
     shared.show_notes(written.get("astra_sim", {}).get("notes", ()))

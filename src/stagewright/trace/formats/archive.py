@@ -1,5 +1,7 @@
-"""The file of a bundle, as it is read: what an archive promises is believed in proportion to its
-size, so that a small file cannot ask for all the memory and time of a machine.
+"""The archive of a bundle, as it is read.
+
+Sizes in an archive are believed in proportion to its own, so that a small file cannot ask for all
+the memory and time of a machine.
 """
 
 from __future__ import annotations
@@ -39,11 +41,11 @@ FREE = 1 << 18  # bytes of contents.json, and numbers in a column, of even the s
 
 
 class Damage(Exception):
-    """What is wrong with an archive."""
+    """An archive that is not as it was written."""
 
 
 def is_bundle(path: Path | str) -> bool:
-    """Whether a file is a bundle, going by its first bytes."""
+    """True if a file begins as a bundle does."""
     try:
         with open_regular(path) as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -52,7 +54,7 @@ def is_bundle(path: Path | str) -> bool:
 
 
 class SealedArchive:
-    """An archive whose checksum is right, held in memory."""
+    """An archive with a right checksum, in memory."""
 
     def __init__(self, path: Path) -> None:
         """Read a file; `Damage` where it is not whole, UserError where it is no archive."""
@@ -74,9 +76,9 @@ class SealedArchive:
         if text.count(b",") + text.count(b"[") + text.count(b"{") > MOST_VALUES:
             raise Damage(f"{CONTENTS} holds more than {MOST_VALUES} values")
         try:
-            found = json.loads(text)
-            refuse_half_characters(text, found)
-            return found
+            contents = json.loads(text)
+            refuse_half_characters(text, contents)
+            return contents
         except (ValueError, RecursionError) as error:
             raise Damage(f"{CONTENTS}: {error}") from None
 
@@ -96,13 +98,13 @@ class SealedArchive:
             raise Damage(f"{member}: {len(data) - at} bytes for {length} numbers of {dtype}")
         return np.frombuffer(data, dtype, offset=at)
 
-    def _member(self, name: str, most: int) -> bytes:
+    def _member(self, name: str, limit: int) -> bytes:
         try:
             info = self._archive.getinfo(name)
             if info.compress_type not in (zipfile.ZIP_DEFLATED, zipfile.ZIP_STORED):
                 raise Damage(f"{name} is not compressed with DEFLATE")
-            if info.file_size > most:
-                raise Damage(f"{name} would have {info.file_size} bytes, wanted at most {most}")
+            if info.file_size > limit:
+                raise Damage(f"{name} would have {info.file_size} bytes, wanted at most {limit}")
             data = self._archive.read(info)  # no more than it promises
         except _UNREADABLE as error:
             raise Damage(f"{name}: {error}") from None
@@ -113,8 +115,8 @@ _UNREADABLE = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, KeyError, ValueError, EOFError, struct.error,
     RuntimeError, OSError, OverflowError,
 )  # fmt: skip
-"""What Python's reader of archives raises for archives that are damaged, encrypted or of a kind
-that it does not know."""
+"""Exceptions of Python's reader of archives for those that are damaged, encrypted or of an unknown
+kind."""
 
 
 def _sealed(path: Path) -> bytes:

@@ -128,45 +128,45 @@ def encode(program: Program, manifest: Mapping[str, object]) -> bytes:
     tables: dict[NameTables, int] = {}
     classes = [
         {
-            "pipeline_rank": of.pipeline_rank,
-            "ranks": len(of.ranks),
-            "communicators": of.users.communicators,
-            "tasks": len(of.tasks),
-            "data": len(of.tasks.data),
-            "order": len(of.tasks.order),
-            "values": len(of.values.name),
-            "instances": len(of.values.value),
-            "tables": tables.setdefault(_tables(of), len(tables)),
-            "memory": dict(of.memory),
+            "pipeline_rank": rank_class.pipeline_rank,
+            "ranks": len(rank_class.ranks),
+            "communicators": rank_class.users.communicators,
+            "tasks": len(rank_class.tasks),
+            "data": len(rank_class.tasks.data),
+            "order": len(rank_class.tasks.order),
+            "values": len(rank_class.values.name),
+            "instances": len(rank_class.values.value),
+            "tables": tables.setdefault(_tables(rank_class), len(tables)),
+            "memory": dict(rank_class.memory),
         }
-        for of in program.classes
+        for rank_class in program.classes
     ]
     contents = {
         "format": FORMAT,
         "version": VERSION,
         "mesh": asdict(program.mesh),
-        "communicators": [who._asdict() for who in program.communicators],
+        "communicators": [communicator._asdict() for communicator in program.communicators],
         "peers": [peer._asdict() for peer in program.peers],
         "columns": {
-            part: {name: str(column.dtype) for name, column in _columns(of)}
-            for part, of in _parts(program.classes[0])
+            part: {name: str(column.dtype) for name, column in _columns(rank_class)}
+            for part, rank_class in _parts(program.classes[0])
         },
         "classes": classes,
         "manifest": manifest,
         "tables": [
-            {**some._asdict(), "shapes": [shape.fields() for shape in some.shapes]}
-            for some in tables
+            {**table._asdict(), "shapes": [shape.fields() for shape in table.shapes]}
+            for table in tables
         ],
     }
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive:
         archive.comment = SEAL + b"0" * DIGEST
         _add(archive, CONTENTS, (json.dumps(contents, indent=1) + "\n").encode())
-        for nth, of in enumerate(program.classes):
-            for name, column in _stored(of):
+        for number, rank_class in enumerate(program.classes):
+            for name, column in _stored(rank_class):
                 npy = io.BytesIO()
                 np.lib.format.write_array(npy, _small(column), allow_pickle=False)
-                _add(archive, f"class{nth}/{name}.npy", npy.getvalue())
+                _add(archive, f"class{number}/{name}.npy", npy.getvalue())
     whole = out.getbuffer()[:-DIGEST]
     digest = hashlib.sha256(whole).hexdigest().encode()
     out.getbuffer()[-DIGEST:] = digest
@@ -174,21 +174,21 @@ def encode(program: Program, manifest: Mapping[str, object]) -> bytes:
     return out.getvalue()
 
 
-def _parts(of: RankClass) -> tuple[tuple[str, Tasks], tuple[str, Values]]:
-    return ("tasks", of.tasks), ("values", of.values)
+def _parts(rank_class: RankClass) -> tuple[tuple[str, Tasks], tuple[str, Values]]:
+    return ("tasks", rank_class.tasks), ("values", rank_class.values)
 
 
-def _columns(of: Tasks | Values) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The columns that are there; not the tables."""
-    for field in fields(of):
-        column = getattr(of, field.name)
+def _columns(table: Tasks | Values) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Columns that are not None; not the tables."""
+    for field in fields(table):
+        column = getattr(table, field.name)
         if isinstance(column, np.ndarray):
             yield field.name, column  # pyright: ignore
 
 
-def _tables(of: RankClass) -> NameTables:
-    tasks = of.tasks
-    return NameTables(tasks.names, tasks.ops, tasks.dtypes, tasks.shapes, of.values.names)
+def _tables(rank_class: RankClass) -> NameTables:
+    tasks = rank_class.tasks
+    return NameTables(tasks.names, tasks.ops, tasks.dtypes, tasks.shapes, rank_class.values.names)
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
@@ -201,16 +201,16 @@ def _add(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
     archive.writestr(info, data)
 
 
-def _stored(of: RankClass) -> Iterator[tuple[str, NDArray[Any]]]:
-    """The columns of a class as they are stored: what grows by rank or row, as its steps."""
-    yield "ranks", np.diff(of.ranks, prepend=0)
-    for name, column in _columns(of.tasks):
+def _stored(rank_class: RankClass) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Columns of a class as they are stored: those that grow by rank or row, as differences."""
+    yield "ranks", np.diff(rank_class.ranks, prepend=0)
+    for name, column in _columns(rank_class.tasks):
         if name in COUNTS:
             column = np.diff(column)
         elif name in COUNTS.values():
-            column = _owners(getattr(of.tasks, f"{name}_ptr")) - column
+            column = _owners(getattr(rank_class.tasks, f"{name}_ptr")) - column
         yield f"tasks/{name}", column
-    for name, column in _columns(of.values):
+    for name, column in _columns(rank_class.values):
         steps = np.diff(column.astype(np.int64), prepend=0) if name in STEPS else column
         yield f"values/{name}", steps
 
@@ -221,7 +221,7 @@ def _owners(pointer: Int) -> Int:
 
 
 def _small(column: NDArray[Any]) -> NDArray[Any]:
-    """The same numbers in the narrowest type that holds them."""
+    """A column in the narrowest type that holds its numbers."""
     if not len(column):
         return column.astype(np.uint8)
     least, most = int(column.min()), int(column.max())
@@ -233,7 +233,7 @@ def _small(column: NDArray[Any]) -> NDArray[Any]:
 
 
 class Bundle:
-    """A bundle that is read: its manifest at once, the columns of rank classes when asked for.
+    """A bundle: its manifest is read at once, columns of rank classes when they are asked for.
 
     >>> import stagewright as sw, tempfile
     >>> compiled = sw.compile(sw.Run(model="gpt2", pp=2, layers=2, seq_length=8))
@@ -248,15 +248,15 @@ class Bundle:
         self.path = Path(path)
         try:
             self._archive = SealedArchive(self.path)
-            found = self._archive.contents()
+            contents = self._archive.contents()
         except Damage as damage:
             raise self._damaged(str(damage)) from None
         self.size = self._archive.size
-        self.contents = self._contents(found)
+        self.contents = self._contents(contents)
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What `manifest.json` has beside per-rank files, without the list of files."""
+        """The manifest, as in `manifest.json` beside files of ranks, without the list of files."""
         return dict(self.contents.manifest)
 
     @property
@@ -267,34 +267,36 @@ class Bundle:
     @cached_property
     def ranks(self) -> list[Int]:
         """The ranks of each class."""
-        found: list[Int] = []
-        for nth, of in enumerate(self.contents.classes):
-            ranks = np.cumsum(self._column(nth, "ranks", of.ranks), dtype=np.int64)
+        by_class: list[Int] = []
+        for class_id, entry in enumerate(self.contents.classes):
+            ranks = np.cumsum(self._column(class_id, "ranks", entry.ranks), dtype=np.int64)
             if (np.diff(ranks) < 1).any() or (ranks < 0).any() or (ranks >= self.world_size).any():
-                raise self._damaged(f"class {nth} has no ascending ranks of the world")
-            found.append(ranks)
-        every = np.concatenate((*found, np.zeros(0, np.int64)))
-        if (np.bincount(every, minlength=self.world_size) != 1).any():
+                raise self._damaged(f"class {class_id} has no ascending ranks of the world")
+            by_class.append(ranks)
+        all_ranks = np.concatenate((*by_class, np.zeros(0, np.int64)))
+        if (np.bincount(all_ranks, minlength=self.world_size) != 1).any():
             raise self._damaged("the classes do not hold every rank once")
-        return found
+        return by_class
 
     @property
     def users(self) -> list[Users]:
-        """The ranks of each class, and what they communicate on."""
-        found = zip(self.ranks, self.contents.classes, strict=True)
-        return [Users(ranks, of.communicators) for ranks, of in found]
+        """The ranks of each class, and the communicators that they use."""
+        classes = zip(self.ranks, self.contents.classes, strict=True)
+        return [Users(ranks, entry.communicators) for ranks, entry in classes]
 
     def program(self, ranks: Sequence[int] | Int | None = None) -> Program:
         """The program; with the classes of some ranks only, if these are given."""
-        wanted = None if ranks is None else np.unique(np.asarray(ranks, np.int64))
+        selected = None if ranks is None else np.unique(np.asarray(ranks, np.int64))
         classes: list[RankClass] = []
-        for nth, (of, mine) in enumerate(zip(self.contents.classes, self.ranks, strict=True)):
-            if wanted is None or len(intersect(mine, wanted)):
-                tasks, values = self._tasks(nth), self._values(nth)
-                memory = dict(of.memory)
+        for class_id, (entry, class_ranks) in enumerate(
+            zip(self.contents.classes, self.ranks, strict=True)
+        ):
+            if selected is None or len(intersect(class_ranks, selected)):
+                tasks, values = self._tasks(class_id), self._values(class_id)
+                memory = dict(entry.memory)
                 allowance = memory.pop("allowance", 0)
                 work = RankWork.from_tables(tasks, memory, values)
-                classes.append(RankClass(mine, of.pipeline_rank, work, allowance))
+                classes.append(RankClass(class_ranks, entry.pipeline_rank, work, allowance))
         contents = self.contents
         return Program(contents.mesh, tuple(classes), contents.communicators, contents.peers)
 
@@ -307,8 +309,8 @@ class Bundle:
         program = self.program([rank])
         return readable.nodes(program, program.classes[0].tasks, rank)
 
-    def _contents(self, found: object) -> Contents:
-        entries = cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    def _contents(self, value: object) -> Contents:
+        entries = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
         if entries.get("format") != FORMAT:
             raise self._damaged(f"{CONTENTS} does not call itself a {FORMAT}")
         if entries.get("version") != VERSION:
@@ -323,9 +325,9 @@ class Bundle:
             where = ".".join(map(str, first["loc"]))
             raise self._damaged(f"{CONTENTS}: {where}: {first['msg']}") from None
         for kind, types in ((Tasks, contents.columns.tasks), (Values, contents.columns.values)):
-            known = [f for f in fields(kind) if f.name not in NameTables._fields[:4]]
-            needed = {f.name for f in known if f.default is MISSING}
-            wrong = set(types) - {f.name for f in known} | needed - set(types)
+            fields_of_kind = [f for f in fields(kind) if f.name not in NameTables._fields[:4]]
+            needed = {f.name for f in fields_of_kind if f.default is MISSING}
+            wrong = set(types) - {f.name for f in fields_of_kind} | needed - set(types)
             if wrong:
                 names = ", ".join(sorted(wrong))
                 raise UserError(
@@ -341,7 +343,7 @@ class Bundle:
         counted = isinstance(nodes, list) and len(cast("list[object]", nodes)) == len(
             contents.classes
         )
-        if not counted or not all(isinstance(of, dict) for of in cast("list[object]", nodes)):
+        if not counted or not all(isinstance(count, dict) for count in cast("list[object]", nodes)):
             raise self._damaged("the manifest does not count the nodes of each class")
         self._check_lengths(contents)
         self._check_partners(contents)
@@ -349,12 +351,12 @@ class Bundle:
 
     def _check_lengths(self, contents: Contents) -> None:
         """No more numbers than a bundle of this size can hold, before any column is read."""
-        most = self._archive.most_numbers
+        limit = self._archive.most_numbers
         for name in ("tasks", "data", "order", "values", "instances"):
-            count = sum(getattr(of, name) for of in contents.classes)
-            if count > most:
-                raise self._damaged(f"{count} {name}, of which a bundle of its size has {most}")
-        ranks = sum(of.ranks for of in contents.classes)
+            count = sum(getattr(entry, name) for entry in contents.classes)
+            if count > limit:
+                raise self._damaged(f"{count} {name}, of which a bundle of its size has {limit}")
+        ranks = sum(entry.ranks for entry in contents.classes)
         if ranks != contents.mesh.world_size:
             raise self._damaged(f"{ranks} ranks in classes, {contents.mesh.world_size} in the mesh")
 
@@ -371,39 +373,42 @@ class Bundle:
         for axis, _ in contents.peers:
             if axis not in mesh.names:
                 raise self._damaged(f"a peer along {axis}, which is no axis of the mesh")
-        for nth, of in enumerate(contents.classes):
-            if of.tables >= len(contents.tables):
-                raise self._damaged(f"class {nth} has no tables")
-            if any(slot >= len(contents.communicators) for slot in of.communicators):
-                raise self._damaged(f"class {nth} uses a communicator that is not there")
+        for class_id, entry in enumerate(contents.classes):
+            if entry.tables >= len(contents.tables):
+                raise self._damaged(f"class {class_id} has no tables")
+            if any(slot >= len(contents.communicators) for slot in entry.communicators):
+                raise self._damaged(f"class {class_id} uses a communicator that is not there")
 
-    def _tasks(self, nth: int) -> Tasks:
-        of, columns = self.contents.classes[nth], self._read(nth, "tasks")
+    def _tasks(self, class_id: int) -> Tasks:
+        entry, columns = self.contents.classes[class_id], self._read(class_id, "tasks")
         for pointer, needed in COUNTS.items():
             ends = np.cumsum(columns[pointer], dtype=np.int64)
-            if (columns[pointer] < 0).any() or (ends[-1] if len(ends) else 0) != of.length(
+            if (columns[pointer] < 0).any() or (ends[-1] if len(ends) else 0) != entry.length(
                 "tasks", needed
             ):
-                raise self._damaged(f"class {nth}: {pointer} does not count {needed}")
+                raise self._damaged(f"class {class_id}: {pointer} does not count {needed}")
             columns[pointer] = np.concatenate((np.zeros(1, np.int64), ends))
             columns[needed] = _owners(columns[pointer]) - columns[needed]
-        columns, tables = self._typed(nth, "tasks", columns), self.contents.tables[of.tables]
+        columns = self._typed(class_id, "tasks", columns)
+        tables = self.contents.tables[entry.tables]
         kind, slot = columns["kind"], columns["slot"]
         peers, rows = len(self.contents.peers), len(kind)
-        self._check(nth, "kind", kind, 0, len(TaskKind))
-        self._check(nth, "phase", columns["phase"], 0, len(PHASES))
-        self._check(nth, "collective", columns["collective"], -1, len(COLLECTIVES))
-        self._check(nth, "name", columns["name"], 0, len(tables.names))
-        self._check(nth, "op", columns["op"], 0, len(tables.ops))
-        self._check(nth, "dtype", columns["dtype"], 0, len(tables.dtypes))
-        self._check(nth, "shape", columns["shape"], -1, len(tables.shapes))
-        self._check(nth, "data", columns["data"], 0, rows)
-        self._check(nth, "order", columns["order"], 0, rows)
+        self._check(class_id, "kind", kind, 0, len(TaskKind))
+        self._check(class_id, "phase", columns["phase"], 0, len(PHASES))
+        self._check(class_id, "collective", columns["collective"], -1, len(COLLECTIVES))
+        self._check(class_id, "name", columns["name"], 0, len(tables.names))
+        self._check(class_id, "op", columns["op"], 0, len(tables.ops))
+        self._check(class_id, "dtype", columns["dtype"], 0, len(tables.dtypes))
+        self._check(class_id, "shape", columns["shape"], -1, len(tables.shapes))
+        self._check(class_id, "data", columns["data"], 0, rows)
+        self._check(class_id, "order", columns["order"], 0, rows)
         messages = (kind == TaskKind.SEND) | (kind == TaskKind.RECV)
-        self._check(nth, "slot of a message", slot[messages], 0, peers)
+        self._check(class_id, "slot of a message", slot[messages], 0, peers)
         used = np.unique(slot[kind == TaskKind.COLLECTIVE]).tolist()
-        if used != [*of.communicators]:
-            raise self._damaged(f"class {nth} uses communicators {used}, not {of.communicators}")
+        if used != [*entry.communicators]:
+            raise self._damaged(
+                f"class {class_id} uses communicators {used}, not {entry.communicators}"
+            )
         return Tasks(
             **columns,
             names=tables.names,
@@ -412,40 +417,44 @@ class Bundle:
             shapes=tables.shapes,
         )
 
-    def _values(self, nth: int) -> Values:
-        of, columns = self.contents.classes[nth], self._read(nth, "values")
+    def _values(self, class_id: int) -> Values:
+        entry, columns = self.contents.classes[class_id], self._read(class_id, "values")
         for name in STEPS:
             columns[name] = np.cumsum(columns[name], dtype=np.int64)
-        columns, names = self._typed(nth, "values", columns), self.contents.tables[of.tables].values
-        self._check(nth, "name of a value", columns["name"], 0, len(names))
-        self._check(nth, "category", columns["category"], 0, len(CATEGORIES))
-        self._check(nth, "value", columns["value"], 0, of.values)
-        self._check(nth, "first", columns["first"], -1, of.tasks + 1)
-        self._check(nth, "last", columns["last"], -1, of.tasks + 1)
+        columns = self._typed(class_id, "values", columns)
+        names = self.contents.tables[entry.tables].values
+        self._check(class_id, "name of a value", columns["name"], 0, len(names))
+        self._check(class_id, "category", columns["category"], 0, len(CATEGORIES))
+        self._check(class_id, "value", columns["value"], 0, entry.values)
+        self._check(class_id, "first", columns["first"], -1, entry.tasks + 1)
+        self._check(class_id, "last", columns["last"], -1, entry.tasks + 1)
         return Values(**columns, names=names)
 
-    def _read(self, nth: int, part: str) -> Columns:
+    def _read(self, class_id: int, part: str) -> Columns:
         """Columns of a class as they are stored."""
-        of, types = self.contents.classes[nth], getattr(self.contents.columns, part)
-        return {name: self._column(nth, f"{part}/{name}", of.length(part, name)) for name in types}
+        entry, types = self.contents.classes[class_id], getattr(self.contents.columns, part)
+        return {
+            name: self._column(class_id, f"{part}/{name}", entry.length(part, name))
+            for name in types
+        }
 
-    def _typed(self, nth: int, part: str, columns: Columns) -> Columns:
-        """The same columns in their types."""
-        found: Columns = {}
+    def _typed(self, class_id: int, part: str, columns: Columns) -> Columns:
+        """Columns in the types that `contents.json` names."""
+        typed: Columns = {}
         for name, dtype in getattr(self.contents.columns, part).items():
-            found[name] = columns[name].astype(dtype)
-            if (found[name] != columns[name]).any():
-                raise self._damaged(f"class {nth}: {part}/{name} holds more than {dtype}")
-        return found
+            typed[name] = columns[name].astype(dtype)
+            if (typed[name] != columns[name]).any():
+                raise self._damaged(f"class {class_id}: {part}/{name} holds more than {dtype}")
+        return typed
 
-    def _check(self, nth: int, name: str, column: NDArray[Any], least: int, end: int) -> None:
-        """Numbers that point at something do; the rest is `program_check`'s."""
-        if ((column < least) | (column >= end)).any():
-            raise self._damaged(f"class {nth}: {name} out of range")
+    def _check(self, class_id: int, name: str, column: NDArray[Any], begin: int, end: int) -> None:
+        """Raise where an index is out of range; other rules are `check_program`'s."""
+        if ((column < begin) | (column >= end)).any():
+            raise self._damaged(f"class {class_id}: {name} out of range")
 
-    def _column(self, nth: int, name: str, length: int) -> NDArray[Any]:
+    def _column(self, class_id: int, name: str, length: int) -> NDArray[Any]:
         try:
-            return self._archive.column(f"class{nth}/{name}.npy", length)
+            return self._archive.column(f"class{class_id}/{name}.npy", length)
         except Damage as damage:
             raise self._damaged(str(damage)) from None
 

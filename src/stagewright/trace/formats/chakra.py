@@ -9,7 +9,7 @@ one type per attribute and takes any other for 0, and it knows data_deps only. S
 - data_deps are all dependencies, ctrl_deps those that the schedule demands (`Tasks.order`).
 
 Ranks of one class share all bytes but the names of their groups and the ranks of their partners.
-Those that also write these equally wide form a `Batch`: it is encoded once, as a `Template`, into
+Ranks that also write these equally wide form a `Batch`. It is encoded once, as a `Template`, into
 which each rank patches its own values.
 """
 
@@ -37,10 +37,9 @@ from stagewright.program.communicators import Users
 from stagewright.trace.formats import wire
 from stagewright.trace.formats.et_def import VALUES, CommType, NodeType
 from stagewright.trace.formats.wire import LENGTH, VARINT, Bytes, ByteTable, MessageRows, Pieces
-from stagewright.trace.storage import aligned
 
 FILE = "workload.{rank}.et"
-"""What a rank's file is called."""
+"""Name of a rank's file."""
 
 VERSION = "1.0.0"  # of the schema; its messages are those of 0.0.4
 BLOCK = 8192  # rows encoded at a time, so that their arrays stay in the cache
@@ -66,15 +65,17 @@ def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> l
     """
     partners = PartnerCodes(program)
     batches: list[ChakraBatch] = []
-    for of in program.classes:
-        mine = intersect(of.ranks, ranks)
-        if not len(mine):
+    for rank_class in program.classes:
+        class_ranks = intersect(rank_class.ranks, ranks)
+        if not len(class_ranks):
             continue
-        codes = partners.used(of.tasks)
-        header = metadata({**provenance, "pipeline_rank": of.pipeline_rank})
-        for widths, some in partners.by_width(codes, mine):
+        codes = partners.used(rank_class.tasks)
+        header = metadata({**provenance, "pipeline_rank": rank_class.pipeline_rank})
+        for widths, batch_ranks in partners.by_width(codes, class_ranks):
             batches.append(
-                ChakraBatch(of, some, partners, dict(zip(codes, widths, strict=True)), header)
+                ChakraBatch(
+                    rank_class, batch_ranks, partners, dict(zip(codes, widths, strict=True)), header
+                )
             )
     return batches
 
@@ -166,8 +167,8 @@ class PartnerCodes:
         slots = tasks.slot.astype(np.int64)
         groups = np.unique(slots[tasks.kind == TaskKind.COLLECTIVE])
         peers = np.unique(slots[(tasks.kind == TaskKind.SEND) | (tasks.kind == TaskKind.RECV)])
-        own = [self.own] if len(peers) else []
-        return [*groups.tolist(), *own, *(self.own + 1 + peers).tolist()]
+        own_code = [self.own] if len(peers) else []
+        return [*groups.tolist(), *own_code, *(self.own + 1 + peers).tolist()]
 
     def values(self, code: int, ranks: Int) -> Int:
         """The value of a code for each of some ranks."""
@@ -176,17 +177,17 @@ class PartnerCodes:
         return ranks if code == self.own else self._program.peer_of(code - self.own - 1, ranks)
 
     def by_width(self, codes: Sequence[int], ranks: Int) -> Iterator[tuple[list[int], Int]]:
-        """Ranks whose values have equal widths: the bytes of each code's value, and the ranks."""
-        kind = np.zeros(len(ranks), np.int64)
+        """Ranks with values of equal widths: the bytes of each code's value, and the ranks."""
+        group = np.zeros(len(ranks), np.int64)
         for code in codes:
             values = self.values(code, ranks)
             # No value takes more than 19 digits; kinds are counted anew to stay small numbers.
-            kind = np.unique(kind * 20 + self._widths(code, values), return_inverse=True)[1]
-        order = np.argsort(kind, kind="stable")
-        for some in np.split(order, np.flatnonzero(np.diff(kind[order])) + 1):
-            one = ranks[some[:1]]
-            widths = [int(self._widths(code, self.values(code, one))[0]) for code in codes]
-            yield widths, ranks[some]
+            group = np.unique(group * 20 + self._widths(code, values), return_inverse=True)[1]
+        order = np.argsort(group, kind="stable")
+        for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
+            first_rank = ranks[rows[:1]]
+            widths = [int(self._widths(code, self.values(code, first_rank))[0]) for code in codes]
+            yield widths, ranks[rows]
 
     def _widths(self, code: int, values: Int) -> Int:
         """Bytes that values take in a file, as digits or as varints."""
@@ -234,19 +235,18 @@ class ChakraTemplate:
         except IndexError:
             # A copy taken while another rank patches the source serves as well: every place that
             # differs is patched again.
-            buffer = aligned(self.memory)
-            buffer[:] = self._source
-        nth = self._ranks.searchsorted(rank)
+            buffer = self._source.copy()
+        row = self._ranks.searchsorted(rank)
         try:
             for at, which, values in self._patches:
-                wire.scatter(buffer, at, values[nth].take(which))
+                wire.scatter(buffer, at, values[row].take(which))
             yield buffer.data
         finally:
             self._idle.append(buffer)
 
 
 class Mark(NamedTuple):
-    """Where some rows of a block hold the value of a code."""
+    """Places at which rows of a block have the value of a code."""
 
     at: Int  # from the start of the row
     rows: Int
@@ -258,7 +258,7 @@ class ChakraBatch:
 
     def __init__(
         self,
-        of: RankClass,
+        rank_class: RankClass,
         ranks: Int,
         partners: PartnerCodes,
         widths: dict[int, int],
@@ -266,7 +266,7 @@ class ChakraBatch:
     ) -> None:
         """`widths`: bytes of the value of each code in use, ascending codes."""
         self.ranks = ranks
-        self._tasks = of.tasks
+        self._tasks = rank_class.tasks
         self._partners = partners
         self._codes = np.array(list(widths), np.int64)  # ascending
         self._widths = np.array(list(widths.values()), np.int64)
@@ -289,7 +289,7 @@ class ChakraBatch:
     def template(self) -> ChakraTemplate:
         """Encode what the ranks share; their own values are left zero."""
         # Pages that stay untouched are free; to ask for `size` first would be half the work again.
-        data = aligned(self.at_most)
+        data = np.empty(self.at_most, np.uint8)
         data[: len(self._header)] = np.frombuffer(self._header, np.uint8)
         done = len(self._header)
         at: list[Int] = []
@@ -306,12 +306,12 @@ class ChakraBatch:
     def _patches(self, at: Int, which: Int) -> list[Patch]:
         patches: list[Patch] = []
         for width in np.unique(self._widths).tolist():
-            equal = np.flatnonzero(self._widths == width)
-            some = np.flatnonzero(np.isin(which, equal))
-            codes = self._codes[equal].tolist()
+            of_width = np.flatnonzero(self._widths == width)
+            rows = np.flatnonzero(np.isin(which, of_width))
+            codes = self._codes[of_width].tolist()
             values = [self._partners.payloads(code, self.ranks, width) for code in codes]
-            column = np.searchsorted(equal, which[some])
-            patches.append(Patch(at[some], column, np.stack(values, axis=1)))
+            column = np.searchsorted(of_width, which[rows])
+            patches.append(Patch(at[rows], column, np.stack(values, axis=1)))
         return patches
 
     def _blocks(self) -> Iterator[tuple[MessageRows, list[Mark]]]:
@@ -325,8 +325,8 @@ class ChakraBatch:
         rows.put(columns.ids[span].keyed(wire.key(1, VARINT)))
         rows.choose(columns.head, columns.head_of[span])
         order = _keys(tasks.order_ptr, tasks.order, span)
-        every = _keys(tasks.data_ptr, tasks.data, span, order)
-        for number, keys in ((4, order), (5, every)):
+        data = _keys(tasks.data_ptr, tasks.data, span, order)
+        for number, keys in ((4, order), (5, data)):
             owner, needed = keys >> 32, keys & 0xFFFFFFFF
             rows.packed(wire.key(number, LENGTH), owner, columns.ids[needed])
         if tasks.duration is not None:
@@ -387,7 +387,7 @@ def _longest(texts: tuple[str, ...]) -> int:
 
 
 class ClassColumns:
-    """What the rows of a class look up: encoded ids, and fields that follow from names."""
+    """Tables that the rows of a class index: encoded ids, and fields that follow from names."""
 
     def __init__(self, tasks: Tasks) -> None:
         """Encode the ids and every combination of names that occurs."""

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.program.columns import Program
-from stagewright.trace.formats import json as readable
+from stagewright.trace.formats.json import TextBatch, nodes, text_batches
 
 FILE = "rank.{rank}.dot"
-"""What a rank's file is called."""
+"""Name of a rank's file."""
 
 MOST = 3000
-"""Nodes that a drawing may have: Graphviz takes minutes beyond, and nobody can read it."""
+"""Largest number of nodes in a drawing: Graphviz takes minutes for more."""
 
 _LOOKS = {
     "compute": 'shape=box, fillcolor="#dbe9f6"',
@@ -33,7 +32,7 @@ _LOOKS = {
 }
 
 
-def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[Drawing]:
+def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[TextBatch]:
     """The batches that write the drawings of `ranks`; a rank with too many nodes is a UserError."""
     most = max(len(of.tasks) for of in program.classes)
     if most > MOST:
@@ -41,43 +40,20 @@ def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> l
             f"a rank has {most} nodes, a dot drawing at most {MOST}: use fewer layers (--layers 2) "
             "and microbatches (--global-batch-size), or --format json"
         )
-    return [Drawing(batch) for batch in readable.plan(program, ranks, provenance)]
+    return text_batches(
+        program, ranks, lambda tasks, rank: text(rank, list(nodes(program, tasks, rank)))
+    )
 
 
-class Drawing:
-    """Ranks of one class, drawn from what the JSON format says of their nodes."""
-
-    at_most = size = None  # bytes of a file: not known before it is made
-
-    def __init__(self, batch: readable.JsonBatch) -> None:
-        """Draw the ranks of `batch`."""
-        self.ranks = batch.ranks
-        self._batch = batch
-
-    @property
-    def memory(self) -> int:
-        """Bytes that making a drawing takes."""
-        return self._batch.memory
-
-    def template(self) -> Drawing:
-        """What makes the files of these ranks."""
-        return self
-
-    @contextmanager
-    def stamped(self, rank: int) -> Generator[memoryview]:
-        """The file of one rank."""
-        yield memoryview(text(rank, list(self._batch.nodes_of(rank))).encode())
-
-
-def text(rank: int, nodes: Sequence[Mapping[str, Any]]) -> str:
+def text(rank: int, drawn: Sequence[Mapping[str, Any]]) -> str:
     """A drawing of the nodes of a rank, in the dot language."""
     lines = [f'digraph "rank {rank}" {{', "  rankdir=LR; node [style=filled, fontname=Helvetica];"]
-    for i, ((phase, microbatch), group) in enumerate(itertools.groupby(nodes, _action)):
+    for i, ((phase, microbatch), group) in enumerate(itertools.groupby(drawn, _action)):
         title = phase if microbatch is None else f"{phase}, microbatch {microbatch}"
         lines.append(f'  subgraph cluster_{i} {{ label="{title}"; color=gray;')
         lines += [f"    {n['id']} [label={_label(n)}, {_LOOKS[n['kind']]}];" for n in group]
         lines.append("  }")
-    for n in nodes:
+    for n in drawn:
         lines += [f"  {d} -> {n['id']};" for d in n["deps"]]
         data = set(n["deps"])
         lines += [f"  {d} -> {n['id']} [style=dashed];" for d in n["order"] if d not in data]
@@ -85,7 +61,7 @@ def text(rank: int, nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _action(n: Mapping[str, Any]) -> tuple[str, int | None]:
-    """Backward and what is computed again for it are one action."""
+    """Phase and microbatch of the cluster of a node; recomputation belongs to backward."""
     phase = "backward" if n["phase"] == "recompute" else n["phase"]
     return phase, n.get("microbatch")
 

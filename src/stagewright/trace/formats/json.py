@@ -1,17 +1,18 @@
 """The program of a rank as JSON for people: `rank.<rank>.json`, a list of nodes, one a line.
 
-Ids count from 1, as in the Chakra trace of the same rank. What a node has no use for is left out:
-`layer` outside the layers, `microbatch` of what happens once per step. `bytes` are what a compute
-node reads and writes in device memory, and what the others communicate (`Tasks.comm_bytes`);
-`local_bytes` is there where a rank's own part of that differs. The ranks of a group are in
-comm_group.json.
+Ids count from 1, as in the Chakra trace of the same rank. Nodes outside the layers have no `layer`,
+and nodes that run once per step no `microbatch`. `bytes` of a compute node are its reads and writes
+of device memory; of other nodes, the communicated bytes (`Tasks.comm_bytes`), with `local_bytes`
+where the rank's own part of these differs. The ranks of a group are in comm_group.json.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -20,58 +21,69 @@ from stagewright.program.columns import (
     COLLECTIVES,
     PHASES,
     Program,
-    RankClass,
     TaskKind,
     Tasks,
     intersect,
 )
 
 FILE = "rank.{rank}.json"
-"""What a rank's file is called."""
+"""Name of a rank's file."""
 
 
-def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[JsonBatch]:
+def plan(program: Program, ranks: Int, provenance: Mapping[str, str | int]) -> list[TextBatch]:
     """The batches that write the files of `ranks`, ascending; only the manifest has provenance."""
-    found = [(of, intersect(of.ranks, ranks)) for of in program.classes]
-    return [JsonBatch(program, of, mine) for of, mine in found if len(mine)]
+
+    def text(tasks: Tasks, rank: int) -> str:
+        lines = [json.dumps(node) for node in nodes(program, tasks, rank)]
+        return "[\n" + ",\n".join(lines) + "\n]\n"
+
+    return text_batches(program, ranks, text)
 
 
-class JsonBatch:
-    """Ranks of one class. It is its own template: this format is for few ranks and has no haste."""
+def text_batches(
+    program: Program, ranks: Int, text: Callable[[Tasks, int], str]
+) -> list[TextBatch]:
+    """A batch for each class of some ranks; `text` makes a file of the class's tasks and a rank."""
+    by_class = [(of.tasks, intersect(of.ranks, ranks)) for of in program.classes]
+    return [
+        TextBatch(class_ranks, 400 * len(tasks), partial(text, tasks))
+        for tasks, class_ranks in by_class
+        if len(class_ranks)
+    ]
 
-    at_most = size = None  # bytes of a file: not known before it is made
 
-    def __init__(self, program: Program, of: RankClass, ranks: Int) -> None:
-        """`ranks` of a class of the program."""
-        self.ranks = ranks
-        self._program = program
-        self._tasks = of.tasks
+@dataclass(frozen=True, slots=True, eq=False)
+class TextBatch:
+    """Ranks whose files are made one by one, as text: formats for few ranks that have no haste.
 
-    @property
-    def memory(self) -> int:
-        """Bytes that making a file takes, some hundreds a node."""
-        return 400 * len(self._tasks)
+    The batch is its own template.
+    """
 
-    def template(self) -> JsonBatch:
-        """What makes the files of these ranks."""
+    ranks: Int
+    memory: int
+    """Bytes that making a file takes, some hundreds a node."""
+    text: Callable[[int], str]
+    """The file of a rank."""
+    at_most: None = None  # bytes of a file: not known before it is made
+    size: None = None
+
+    def template(self) -> TextBatch:
+        """The batch."""
         return self
 
     @contextmanager
     def stamped(self, rank: int) -> Generator[memoryview]:
         """The file of one rank."""
-        lines = [json.dumps(node) for node in self.nodes_of(rank)]
-        yield memoryview(("[\n" + ",\n".join(lines) + "\n]\n").encode())
-
-    def nodes_of(self, rank: int) -> Iterator[dict[str, object]]:
-        """The nodes of one rank."""
-        return nodes(self._program, self._tasks, rank)
+        yield memoryview(self.text(rank).encode())
 
 
 def nodes(program: Program, tasks: Tasks, rank: int) -> Iterator[dict[str, object]]:
-    """The nodes of a rank, whose class has these tasks."""
-    one = np.array([rank], np.int64)
-    groups = [int(program.group_of(slot, one)[0]) for slot in range(len(program.communicators))]
-    peers = [int(program.peer_of(slot, one)[0]) for slot in range(len(program.peers))]
+    """The nodes of a rank; `tasks` are those of its class."""
+    rank_array = np.array([rank], np.int64)
+    groups = [
+        int(program.group_of(slot, rank_array)[0]) for slot in range(len(program.communicators))
+    ]
+    peers = [int(program.peer_of(slot, rank_array)[0]) for slot in range(len(program.peers))]
     for row, kind in enumerate(map(TaskKind, tasks.kind.tolist())):
         node: dict[str, object] = {
             "id": row + 1,

@@ -35,8 +35,8 @@ SPILL = 15  # most bytes that a step writes past the end of its piece
 VARINT, LENGTH = 0, 2  # wire types
 
 _STEP = SPILL + 1
-CONTINUE = np.uint64(0x8080808080808080)  # the bit of each byte that says "more follows"
-SEVEN = np.uint64(0x7F7F7F7F7F7F7F7F)
+_CONTINUE = np.uint64(0x8080808080808080)  # the bit of each byte that says "more follows"
+_SEVEN = np.uint64(0x7F7F7F7F7F7F7F7F)
 # Each step moves up the upper half of every 56-, 28- and 14-bit field: in the end 7 bits a byte.
 _SPREAD = tuple(
     (np.uint64(low), np.uint64(high), np.uint64(shift))
@@ -49,7 +49,7 @@ _SPREAD = tuple(
 
 
 def varint(value: int) -> bytes:
-    """One canonical varint; a negative number takes ten bytes, as in int32 and int64 fields."""
+    """A canonical varint; a negative number takes ten bytes, as in int32 and int64 fields."""
     value &= 0xFFFFFFFFFFFFFFFF
     out = bytearray()
     while value > 0x7F:
@@ -59,7 +59,7 @@ def varint(value: int) -> bytes:
 
 
 def key(number: int, wire_type: int) -> bytes:
-    """What precedes the value of field `number`."""
+    """The key before the value of field `number`."""
     return varint(number << 3 | wire_type)
 
 
@@ -77,12 +77,12 @@ class Varints:
     lengths: Int
 
     def __getitem__(self, index: slice | Int) -> Varints:
-        """Some of them."""
+        """The varints in a slice, or at indices."""
         high = None if self.high is None else self.high[index]
         return Varints(self.low[index], high, self.lengths[index])
 
     def keyed(self, key: bytes) -> Varints:
-        """The same numbers with a one-byte key before each; none may be longer than 7 bytes."""
+        """The varints with a one-byte key before each; none may be longer than 7 bytes."""
         assert len(key) == 1
         assert self.high is None
         assert int(self.lengths.max(initial=0)) < 8
@@ -105,11 +105,11 @@ def varints(values: Int) -> Varints:
     above = low >> np.uint64(8)
     for shift in (8, 16, 32):
         above |= above >> np.uint64(shift)
-    more = (above + SEVEN) & CONTINUE
+    more = (above + _SEVEN) & _CONTINUE
     rest = bits >> np.uint64(56)
     if not rest.any():
         return Varints(low | more, None, _count(more) + 1)
-    more[rest != 0] = CONTINUE
+    more[rest != 0] = _CONTINUE
     ten = rest >> np.uint64(7)
     high = rest & np.uint64(0x7F) | ten << np.uint64(7) | ten << np.uint64(8)
     return Varints(low | more, high, _count(more) + 1 + ten.astype(np.int64))
