@@ -245,7 +245,7 @@ def test_collectives_that_rendezvous_cannot_count_are_told() -> None:
 
 def test_broadcasts_are_told() -> None:
     compiled = sw.compile("llama3-8b", layers=4, seq_length=8, pp=2, schedule="vocab-1")
-    (note,) = adapted(compiled.program, "h100-sxm").entry["notes"]
+    (note,) = adapted(compiled.program, "h100-sxm")[1]["notes"]
     assert "does not simulate broadcasts: up to 4 of a rank" in note
 
 
