@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+import stage_paper as paper
 from stagewright.evidence import kernels as validate_kernels
-from stagewright.evidence import reproduce
 from stagewright.evidence.predictions import Prediction, grouped
 from stagewright.evidence.sources import sources
 from stagewright.lower.parameters import parameters
@@ -82,8 +82,8 @@ EXACT = ("0", "0", "0")
 
 def stage_paper() -> Part:
     """Tables VII, V and I of STAGE's paper."""
-    cases = list(reproduce.stage_paper())
-    page = reproduce.markdown(cases).split("\n")[1:]
+    cases = list(paper.stage_paper())
+    page = paper.markdown(cases).split("\n")[1:]
     lines = [line.replace("## ", "### ", 1) if line.startswith("## ") else line for line in page]
     glance: list[tuple[str, ...]] = []
     for name, what in (("VII", "volumes"), ("V", "peak memory"), ("I", "operations")):

@@ -21,7 +21,6 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import numpy as np
-from step_times import place
 
 from stagewright.evidence import validate
 from stagewright.evidence.measurements import Measurement, measurements
@@ -30,6 +29,7 @@ from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.simulate import launches
+from step_times import place
 
 # ---- collectives of 1 GiB ------------------------------------------------------------------------
 

@@ -25,8 +25,8 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from fit_kernels import held_out
 
+from fit_kernels import held_out
 from stagewright.errors import UserError
 from stagewright.evidence import closed_loops, inference
 from stagewright.evidence.inference import HOST_MS, SCHEDULERS, ServedRow

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from stagewright.evidence import regret
+import regret
 from stagewright.evidence.groups import Traits, traits
 from stagewright.evidence.measurements import Measurement, measurements, not_compared
 from stagewright.evidence.predictions import GROUPS, Prediction, errors_by_group

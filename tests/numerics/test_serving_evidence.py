@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.evidence import closed_loops, replayed
+import replayed
+from stagewright.evidence import closed_loops
 from stagewright.evidence.serving import QUANTITIES, predictions, servers
 from stagewright.serving.workloads.synthetic import LoadStage
 

@@ -87,9 +87,7 @@ QUANTITIES = {
 PEERS = (
     "Other simulators on runs of the same kind (inference-sim/sim-to-real-accuracy-validation@"
     "dcec3fd4, different subsets): mean error end to end BLIS 23.2%, AIConfigurator 0.9 17.2%, "
-    "LLM-Optimizer 42.2%, LLMServingSim 2.0 38.4%; to the first token 23.6%, 808%, 709%, 1,629%. "
-    "LLMServingSim on its own logs, with kernels profiled on the same cards: first tokens p50 "
-    "+0.8% and p99 +0.3% on the RTX 4090, -8.6% and -2.0% on the RTX PRO 6000."
+    "LLM-Optimizer 42.2%, LLMServingSim 2.0 38.4%; to the first token 23.6%, 808%, 709%, 1,629%."
 )
 
 

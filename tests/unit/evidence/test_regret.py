@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from stagewright.cli.main import commands
-from stagewright.errors import UserError
+import regret
 from stagewright.evidence import measurements as published
-from stagewright.evidence import regret
 from stagewright.evidence.groups import held_out, traits
 from stagewright.evidence.measurements import Measurement
 from stagewright.evidence.predictions import LOW, SWEEP, Prediction
@@ -112,18 +106,3 @@ def test_totals_by_source() -> None:
     assert regret.summary(regret.regrets(pairs)[:2]).mean == pytest.approx(0.25)
     assert "50.0%" in str(regret.totals(regret.regrets(pairs)))
     assert "2 x 4096" in str(regret.listed(regret.regrets(pairs)))
-
-
-@pytest.mark.numerics
-def test_regret_of_ones_own_rows(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    line = "mine,{tp},h100-sxm,step_s,{tp},,llama3-8b,1,{tp},{dp},1,8,512"
-    lines = [line.format(tp=tp, dp=8 // tp) for tp in (1, 2, 4)]
-    path.write_text("\n".join([HEADER, *lines]))
-    result = CliRunner().invoke(commands, ["validate", "--rows", str(path), "--regret", "--json"])
-    (found,) = json.loads(result.output)["jobs"]
-    assert (found["layouts"], found["best"]) == (3, "1")
-    path.write_text("\n".join([HEADER, *lines[:2]]))
-    result = CliRunner().invoke(commands, ["validate", "--rows", str(path), "--regret"])
-    assert isinstance(result.exception, UserError)
-    assert "in 3 layouts or more" in str(result.exception)

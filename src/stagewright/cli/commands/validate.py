@@ -31,18 +31,7 @@ if TYPE_CHECKING:
     default=1,
     help="Only every Nth row of steps, spread over all sources. [1: all rows]",
 )
-@click.option(
-    "--regret",
-    "instead",
-    flag_value="regret",
-    help="What picking a layout by prediction costs where several were measured.",
-)
-@click.option(
-    "--serving",
-    "instead",
-    flag_value="serving",
-    help="Servers under load, served request by request.",
-)
+@click.option("--serving", is_flag=True, help="Servers under load, served request by request.")
 @click.option("--jobs", metavar="N", type=click.IntRange(1), help="Processes. [one per core]")
 @JSON
 def validate(
@@ -50,7 +39,7 @@ def validate(
     rows: str | None,
     listed: bool,
     every: int,
-    instead: str | None,
+    serving: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -58,10 +47,6 @@ def validate(
 
     The thousands of rows are listed only where --source or --list asks for them. All rows take
     some minutes. Errors in tables of groups are those of the time of a step: + is predicted slow.
-
-    With --regret: jobs (one model, batch and number of GPUs) that were measured in three or more
-    layouts. In each the layout with the shortest predicted step is picked; its regret is its
-    measured step / the shortest measured step - 1. --every N takes every Nth job.
 
     With --serving: times to the first token, per token and to the last that clients measured, and
     tokens per second, beside those of the same load served request by request.
@@ -71,13 +56,10 @@ def validate(
     from stagewright.evidence.predictions import Prediction
     from stagewright.executors import cores
 
-    if instead == "serving":
+    if serving:
         _serving(source, every=every, as_json=as_json)
         return
     own = None if rows is None else measurements.load(rows)
-    if instead == "regret":
-        _regret(own, source, every=every, jobs=jobs or cores(), listed=listed, as_json=as_json)
-        return
     kernels = list(validate_kernels.validate(source)) if own is None else []
     carried = measurements.measurements(source) if own is None else own
     chosen = measurements.select(carried, source)[::every]
@@ -109,7 +91,7 @@ def validate(
 
 def _serving(source: str | None, *, every: int, as_json: bool) -> None:
     """Prints servers under load beside what their clients measured."""
-    from stagewright.evidence import closed_loops, replayed, serving
+    from stagewright.evidence import closed_loops, serving
     from stagewright.evidence.measurements import NotCompared
     from stagewright.evidence.predictions import totals
     from stagewright.texttable import print_table
@@ -117,15 +99,13 @@ def _serving(source: str | None, *, every: int, as_json: bool) -> None:
     with _progress() as progress:
         outcomes: list[Prediction | NotCompared] = [
             *serving.validate(source, every=every, progress=progress),
-            *replayed.validate(source, every=every, progress=progress),
             *closed_loops.validate(source, every=every, progress=progress),
         ]
     found = [o for o in outcomes if not isinstance(o, NotCompared)]
     refused = [o for o in outcomes if isinstance(o, NotCompared)]
     if not outcomes:
         loops = closed_loops.sources(closed_loops.closed_loops())
-        others = (*serving.servers(), *replayed.replayed_servers())
-        known = dict.fromkeys([*(server.source for server in others), *loops])
+        known = dict.fromkeys([*(server.source for server in serving.servers()), *loops])
         raise UserError(f"no servers of source {source!r}; known: {'; '.join(known)}")
     if as_json:
         shared.print_json(_as_json(found, refused))
@@ -135,47 +115,6 @@ def _serving(source: str | None, *, every: int, as_json: bool) -> None:
     each = [o._replace(source=f"{o.source}, {o.quantity}") for o in found]
     print_table(totals(sorted(each, key=lambda o: o.source)), shared.console())
     shared.console().print(serving.PEERS)
-
-
-def _regret(
-    own: Sequence[Measurement] | None,
-    source: str | None,
-    *,
-    every: int,
-    jobs: int,
-    listed: bool,
-    as_json: bool,
-) -> None:
-    """Prints what picking a layout by prediction costs."""
-    from stagewright.evidence import measurements, regret, validate
-    from stagewright.evidence.predictions import Prediction
-    from stagewright.texttable import print_table
-
-    carried = measurements.measurements(source) if own is None else own
-    found = measurements.select(carried, source)
-    if not found:
-        raise _unknown(source, own)
-    chosen = regret.rows_of_jobs(found, every=every)
-    if not chosen:
-        raise UserError(
-            f"--regret: of {len(found)} rows none are of one model, batch, precision and number of "
-            f"GPUs in {regret.FEWEST} layouts or more; add layouts, or leave --regret out"
-        )
-    with _progress() as progress:
-        outcomes = list(validate.compare(chosen, progress=progress, jobs=jobs))
-    pairs = [(m, o) for m, o in zip(chosen, outcomes, strict=True) if isinstance(o, Prediction)]
-    every_job, held_out = regret.regrets(pairs), regret.regrets(pairs, only_held_out=True)
-    if as_json:
-        both = {"jobs": every_job, "held_out_layouts": held_out}
-        shared.print_json({key: [r._asdict() for r in jobs] for key, jobs in both.items()})
-        return
-    out = shared.console()
-    if listed or source is not None or own is not None:
-        print_table(regret.listed(every_job), out)
-    print_table(regret.totals(every_job), out)
-    if held_out:
-        out.print("Choices among layouts alone to which no constant may be fitted:")
-        print_table(regret.totals(held_out).only(*regret.OF_ALL), out)
 
 
 def _unknown(source: str | None, own: Iterable[Measurement] | None) -> UserError:
@@ -298,7 +237,6 @@ ENTRY = Entry(
         "stagewright validate --source bloomberg",
         "stagewright validate --source nccl-tests",
         "stagewright validate --source korthikanti --json",
-        "stagewright validate --source simumax --regret",
         "stagewright validate --serving --every 100",
     ),
 )
