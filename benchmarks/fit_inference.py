@@ -27,16 +27,15 @@ import pyarrow.parquet as parquet
 from fit_kernels import Constants, Rows, block, column, fit, held_out, sample, told
 from stagewright.evidence.kernels import ITEM, ExpertMLP, experts_seconds
 from stagewright.time.collectives import direct_all_reduce
-from stagewright.time.hardware import Hardware, resolve
-from stagewright.time.inference_fits import (
+from stagewright.time.hardware import (
     CachedAttentionFit,
     DirectAllReduce,
+    Hardware,
     InferenceFit,
     InferenceGemmFit,
+    resolve,
 )
-from stagewright.time.network import for_inference
 from stagewright.time.roofline import (
-    CachedAttentionWork,
     cached_attention_seconds,
     gemm_seconds,
     memory_seconds,
@@ -96,7 +95,8 @@ def even(rows: Rows, size: str, most: int) -> Rows:
 def with_inference(on: Hardware, **changes: Any) -> Hardware:
     """The hardware with other constants of inference, as steps of inference see it."""
     of = on.inference or InferenceFit(cached_attention=START_ATTENTION)
-    return for_inference(on.model_copy(update={"inference": of.model_copy(update=changes)}))
+    changed = on.model_copy(update={"inference": of.model_copy(update=changes)})
+    return changed.for_inference()
 
 
 START_ATTENTION = CachedAttentionFit(launch_us=10, tile_us=1, memory_fraction=0.9, sharpness=2)
@@ -210,9 +210,9 @@ def attention_predicted(on: Hardware, constants: Constants, some: Rows) -> np.nd
     keys = column(some, "isl") + column(some, "step")
     width = np.array([1.0 if r["kv_cache_dtype"] == "fp8" else 2.0 for r in some])
     moved = b * keys * kv * 2 * d * width + 2 * b * h * 2 * d
-    work = CachedAttentionWork(b * h, h / kv, b * h * keys, b * keys * kv, 4 * d, moved)
+    work = (b * h, h / kv, b * h * keys, b * keys * kv, 4 * d, moved)
     changed = with_inference(on, cached_attention=CachedAttentionFit(**constants))
-    return cached_attention_seconds(work, dtype="bf16", on=changed)
+    return cached_attention_seconds(*work, dtype="bf16", on=changed)
 
 
 def attention(checkout: Path, on: Hardware, system: str) -> None:

@@ -24,11 +24,9 @@ from scipy.optimize import minimize
 
 from stagewright.evidence.kernels import ExpertMLP, experts_seconds
 from stagewright.time.collectives import collective_seconds
-from stagewright.time.constants import ExpertFit, GemmFit
-from stagewright.time.hardware import Hardware, resolve
+from stagewright.time.hardware import ExpertFit, GemmFit, Hardware, resolve
 from stagewright.time.network import Machine, Placement
 from stagewright.time.roofline import (
-    AttentionTiles,
     attention_seconds,
     gemm_seconds,
     memory_seconds,
@@ -172,9 +170,9 @@ def _attention(table: Rows, hardware: Hardware, dtype: str) -> dict[str, float]:
         tiles = np.ceil(q / 128) * b * h
         changed = hardware.attention.model_copy(update={**constants, "fp8": None})
         points = b * h * q * q / 2 + tiles * 128**2 / 2
-        work = AttentionTiles(tiles, q, points, 4 * d, 2 * size * b * q * (h + kv) * d)
+        work = (tiles, q, points, 4 * d, 2 * size * b * q * (h + kv) * d)
         fitted = hardware.model_copy(update={"attention": changed})
-        return attention_seconds(work, dtype=dtype, on=fitted)
+        return attention_seconds(*work, dtype=dtype, on=fitted)
 
     keep = sample([r for r in rows if not held_out(*(r[n] for n in names))], 3000)
     start = hardware.attention.model_dump(exclude={"bwd_ratio", "fp8"})

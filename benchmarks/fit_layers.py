@@ -23,11 +23,15 @@ import numpy as np
 
 from fit_kernels import block, column, fit, held_out, sample, told
 from stagewright.evidence.kernels import ExpertMLP, experts_seconds
-from stagewright.time.constants import ExpertFit
-from stagewright.time.hardware import Hardware, resolve
-from stagewright.time.inference_fits import CachedAttentionFit, InferenceFit, MixedAttentionFit
+from stagewright.time.hardware import (
+    CachedAttentionFit,
+    ExpertFit,
+    Hardware,
+    InferenceFit,
+    MixedAttentionFit,
+    resolve,
+)
 from stagewright.time.roofline import (
-    CachedAttentionWork,
     DecodingBesidePrompts,
     cached_attention_seconds,
     gemm_seconds,
@@ -255,8 +259,8 @@ def _seconds(
     some = np.maximum(new, 1)
     moved = 2 * (keys * kv * 2 * d + some * h * 2 * d)
     pairs, keys = np.maximum(pairs, 1), np.maximum(keys, 1)
-    work = CachedAttentionWork(some * h, h / kv, pairs * h, keys * kv, 4 * d, moved)
-    return cached_attention_seconds(work, dtype="bf16", on=on)
+    work = (some * h, h / kv, pairs * h, keys * kv, 4 * d, moved)
+    return cached_attention_seconds(*work, dtype="bf16", on=on)
 
 
 def streams(checkout: Path, on: Hardware, card: str) -> None:

@@ -1,4 +1,4 @@
-"""Fit the parts of the power that kernels draw (`time/expense/power.py`); print held-out errors
+"""Fit the parts of the power that kernels draw (`time/power.py`); print held-out errors
 
     python benchmarks/fit_power.py CHECKOUT
 
@@ -21,8 +21,8 @@ import pyarrow.parquet as parquet
 from scipy.optimize import minimize
 
 from fit_kernels import held_out, sample
-from stagewright.time.expense.power import GROUPED_ROWS, ROWS
 from stagewright.time.hardware import resolve
+from stagewright.time.power import GROUPED_ROWS, ROWS
 
 TABLES = (
     ("h200", "h200_sxm", "vllm/0.22.0"),

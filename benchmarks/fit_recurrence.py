@@ -14,7 +14,7 @@ import numpy as np
 
 import stagewright as sw
 from stagewright.model.catalog import resolve as resolve_model
-from stagewright.time.cost import task_seconds
+from stagewright.time.durations import task_seconds
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.simulate.step import simulate

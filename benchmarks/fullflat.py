@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import stagewright as sw
-from stagewright.time.expense.ownership import HOURS_PER_YEAR
-from stagewright.time.expense.ownership import load as load_costs
 from stagewright.time.hardware import Hardware, resolve
+from stagewright.time.ownership import HOURS_PER_YEAR
+from stagewright.time.ownership import load as load_costs
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "fullflat.md"

@@ -1,4 +1,4 @@
-"""Types of the numpy arrays that programs, timings and traces are made of."""
+"""Types of the numpy arrays that programs, timings and traces consist of, and what numpy lacks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from numpy.typing import NDArray
 Int = NDArray[np.int64]
 """Rows, ranks, sizes in bytes."""
 Bool = NDArray[np.bool_]
-"""Which rows or ranks are meant."""
+"""Masks of rows or ranks."""
 Float = NDArray[np.float64]
 """Seconds, shares."""
 
-_Whole = TypeVar("_Whole", bound=np.integer[Any])
-
-_ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Odd, so that to multiply by it loses nothing: 2**64 over the golden ratio, as Fibonacci hashing
-takes it (Knuth, The Art of Computer Programming, volume 3, section 6.4)."""
+_Integer = TypeVar("_Integer", bound=np.integer[Any])
 
 _KEYS_OF_A_ROW = 16
 """Combinations of values, for each row, that are looked up in a table rather than sorted."""
@@ -36,43 +32,44 @@ def exact_sum(column: Int) -> int:
     return (int((column >> 31).sum()) << 31) + int((column & low).sum())
 
 
-def compressed_pairs(tokens: Any, each: int, top: int = 0) -> Any:
-    """Pairs of a query among the first `tokens`, a number or an array of numbers, and a compressed
-    key, where `each` positions have one: a query sees those behind whose positions it is.
+def compressed_pairs(tokens: Any, ratio: int, top: int = 0) -> Any:
+    """Pairs of a query and a compressed key; `ratio` positions share a compressed key.
 
-    With `top`, a query sees so many at most.
+    `tokens`: number of queries, an integer or an array of integers. A query sees the compressed
+    keys of complete groups of positions up to its own; with `top`, at most that many.
 
     >>> compressed_pairs(9, 4), compressed_pairs(9, 4, 1), compressed_pairs(12, 4)
     (8, 6, 15)
     """
-    first = np.minimum(tokens, each * (top + 1) - 1) if top else tokens
-    keys = first // each
-    pairs = each * (keys * (keys - 1) // 2) + keys * (first - each * keys + 1)
-    pairs = pairs + (tokens - first) * top
+    rising = np.minimum(tokens, ratio * (top + 1) - 1) if top else tokens
+    keys = rising // ratio
+    pairs = ratio * (keys * (keys - 1) // 2) + keys * (rising - ratio * keys + 1)
+    pairs = pairs + (tokens - rising) * top
     return int(pairs) if isinstance(tokens, int) else pairs
 
 
 def is_any(column: NDArray[np.integer[Any]], values: Sequence[int]) -> Bool:
-    """As `numpy.isin`, for a few values: one comparison each, and nothing is sorted.
+    """Like `numpy.isin`, for a few values: one comparison each, and nothing is sorted.
 
     >>> is_any(np.array([3, 1, 2]), [1, 3]).tolist()
     [True, True, False]
     """
-    found = np.zeros(len(column), dtype=bool)
+    mask = np.zeros(len(column), dtype=bool)
     for value in values:
-        found |= column == value
-    return found
+        mask |= column == value
+    return mask
 
 
 def latest(times: Sequence[Float]) -> Float:
-    """The latest of some moments, of which there is one: seconds of any shape."""
+    """Latest of one or more times: seconds of any shape."""
     return reduce(np.maximum, times)
 
 
-def sorted_values(column: NDArray[_Whole]) -> NDArray[_Whole]:
-    """The values of a column of integers, in order.
+def sorted_values(column: NDArray[_Integer]) -> NDArray[_Integer]:
+    """Distinct values of a column of integers, in order.
 
-    As `numpy.unique`, in a third to a tenth of the time: numpy 2.3 and later hash before they sort.
+    Like `numpy.unique`, in a third to a tenth of the time: numpy 2.3 and later hash before they
+    sort.
 
     >>> sorted_values(np.array([5, 2, 5])).tolist()
     [2, 5]
@@ -84,7 +81,7 @@ def sorted_values(column: NDArray[_Whole]) -> NDArray[_Whole]:
 
 
 def distinct_values(column: NDArray[np.integer[Any]]) -> list[int]:
-    """The values of a column of integers, in order, as Python numbers.
+    """Distinct values of a column of integers, in order, as Python numbers.
 
     >>> distinct_values(np.array([5, 2, 5]))
     [2, 5]
@@ -93,59 +90,43 @@ def distinct_values(column: NDArray[np.integer[Any]]) -> list[int]:
 
 
 def distinct_rows(columns: Sequence[NDArray[Any]]) -> tuple[Int, Int]:
-    """Of columns side by side, the first of each set of equal rows, and each row's set.
+    """First of each set of equal rows of columns side by side, and each row's set.
 
-    Sets are numbered in any order. A row is known by one number that mixes its values, which costs
-    far less than to sort whole rows; should two that differ have one number, rows are sorted.
-    Columns are of integers, truth values or floats; 0.0 and -0.0 differ.
+    Columns are of integers, truth values or floats.
 
-    >>> first, of = distinct_rows([np.array([3, 1, 3]), np.array([0.5, 2.0, 0.5])])
-    >>> sorted(first.tolist()), bool(of[0] == of[2] != of[1])
+    >>> first, number = distinct_rows([np.array([3, 1, 3]), np.array([0.5, 2.0, 0.5])])
+    >>> sorted(first.tolist()), bool(number[0] == number[2] != number[1])
     ([0, 1], True)
     """
-    bits = [
-        c.astype(np.float64).view(np.int64) if c.dtype.kind == "f" else c.astype(np.int64)
-        for c in columns
-    ]
-    mixed = np.zeros(len(bits[0]), dtype=np.uint64)
-    for column in bits:
-        mixed = (mixed ^ column.view(np.uint64)) * _ODD
-        mixed ^= mixed >> np.uint64(29)
-    values = sorted_values(mixed)
-    of = np.searchsorted(values, mixed)
-    first = np.empty(len(values), dtype=np.int64)
-    first[of[::-1]] = np.arange(len(mixed))[::-1]
-    if all(np.array_equal(column[first][of], column) for column in bits):
-        return first, of
-    _, first, of = np.unique(np.stack(bits), axis=1, return_index=True, return_inverse=True)
-    return first, of.ravel()
+    codes = [np.unique(column, return_inverse=True)[1] for column in columns]
+    return distinct_numbers(codes, len(codes[0]))
 
 
 def distinct_numbers(columns: Sequence[NDArray[Any]], count: int) -> tuple[Int, Int]:
-    """As `distinct_rows`, of `count` rows of whole numbers from 0 on, or of truth values.
+    """Like `distinct_rows`, for `count` rows of integers from 0 on, or of truth values.
 
-    Sets are numbered in the order of their rows, of which the first columns count most.
+    Sets are numbered in the order of their rows, compared column by column.
 
-    >>> first, of = distinct_numbers([np.array([3, 1, 3]), np.array([True, True, False])], 3)
-    >>> first.tolist(), of.tolist()
+    >>> first, number = distinct_numbers([np.array([3, 1, 3]), np.array([True, True, False])], 3)
+    >>> first.tolist(), number.tolist()
     ([1, 2, 0], [2, 0, 1])
     """
-    keys, most = np.zeros(count, dtype=np.int64), 1
+    keys, limit = np.zeros(count, dtype=np.int64), 1
     for column in columns:
-        values = int(column.max(initial=0)) + 1
-        if values == 1:
+        size = int(column.max(initial=0)) + 1
+        if size == 1:
             continue
-        if most * values >= 1 << 62:  # more tuples than rows: number those that occur
+        if limit * size >= 1 << 62:  # more tuples than rows: number those that occur
             keys = np.unique(keys, return_inverse=True)[1].astype(np.int64)
-            most = int(keys.max(initial=0)) + 1
-        keys = keys * values + column
-        most *= values
-    if most > _KEYS_OF_A_ROW * count:
-        _, first, of = np.unique(keys, return_index=True, return_inverse=True)
-        return first.astype(np.int64), of.astype(np.int64)
-    first = np.full(most, -1, dtype=np.int64)
+            limit = int(keys.max(initial=0)) + 1
+        keys = keys * size + column
+        limit *= size
+    if limit > _KEYS_OF_A_ROW * count:
+        _, first, number = np.unique(keys, return_index=True, return_inverse=True)
+        return first.astype(np.int64), number.astype(np.int64)
+    first = np.full(limit, -1, dtype=np.int64)
     first[keys[::-1]] = np.arange(count - 1, -1, -1)
     present = np.flatnonzero(first >= 0)
-    number = np.zeros(most, dtype=np.int64)
+    number = np.zeros(limit, dtype=np.int64)
     number[present] = np.arange(len(present))
     return first[present], number[keys]

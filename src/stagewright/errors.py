@@ -1,4 +1,4 @@
-"""Errors for users: one line that says what is wrong and where, what was wanted, what to do."""
+"""Errors for users: one line with what is wrong and where, what was wanted, what to do."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class UserError(Exception):
 def shorten(message: str) -> str:
     """A message in which words too long to be read are cut."""
 
-    def shown(match: re.Match[str]) -> str:
+    def cut(match: re.Match[str]) -> str:
         word = match[0].rstrip(_ENDINGS) or match[0]
         return f"{word[:60]}... ({len(word):,} characters){match[0][len(word) :]}"
 
-    return _LONG_WORD.sub(shown, message)
+    return _LONG_WORD.sub(cut, message)
 
 
 class Stopped(KeyboardInterrupt):
-    """The user pressed Ctrl-C; the message says what was written and how to go on."""
+    """Ctrl-C of the user; the message says what was written and how to continue."""
 
 
 def did_you_mean(got: str, known: Iterable[str]) -> str:
@@ -52,10 +52,10 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     longer = [name for name in names if len(got) > 2 and name.startswith(got)]
     first = _first_word(got)
     # A name with digits in its first word is a product or a model: the rest of it is a variant.
-    kin = [name for name in names if _first_word(name) == first and re.search(r"\d", first)]
+    variants = [name for name in names if _first_word(name) == first and re.search(r"\d", first)]
     close = (
         sorted(longer, key=len)
-        or difflib.get_close_matches(got, kin, n=1, cutoff=0.5)
+        or difflib.get_close_matches(got, variants, n=1, cutoff=0.5)
         or difflib.get_close_matches(got, names, n=1)
     )
     return f"; did you mean {close[0]!r}?" if close else ""
@@ -66,7 +66,7 @@ def _first_word(name: str) -> str:
 
 
 def hint_of_thousands(got: str) -> str:
-    """A hint for a whole number that is written with a `k`, or an empty string.
+    """A hint for an integer that is written with a `k`, or an empty string.
 
     >>> hint_of_thousands("8k")
     '; write 8192 or 8000, since k may be either'
@@ -77,14 +77,14 @@ def hint_of_thousands(got: str) -> str:
     return f"; write {count * 1024} or {count * 1000}, since k may be either"
 
 
-def divisors(n: int, most: int = 12) -> str:
+def divisors(n: int, limit: int = 12) -> str:
     """The divisors of `n` in words, for errors about degrees: `1, 2, 4 or 8`.
 
     >>> divisors(8)
     '1, 2, 4 or 8'
     """
     small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
-    return either(sorted({*small, *(n // d for d in small)})[:most])
+    return either(sorted({*small, *(n // d for d in small)})[:limit])
 
 
 def either(choices: Iterable[object]) -> str:

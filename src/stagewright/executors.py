@@ -1,7 +1,7 @@
 """Executors run many independent jobs: on the cores of this machine, or on a Ray cluster.
 
-An executor has one method, `run`. Threads suit work that leaves Python's lock free, such as
-hashing, compressing and writing; a cluster suits jobs and results that are small beside the work.
+An executor has one method, `run`. Threads suit work that releases Python's lock, such as hashing,
+compressing and writing; a cluster suits jobs and results that are small compared to the work.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from typing import Any, Protocol, TypeVar
 
 from stagewright.errors import UserError
 
-TRIES = 5  # of a job whose machine was lost
-AHEAD = 7  # jobs that wait for a thread, beside those that run
+TRIES = 5
+"""Attempts to run a job whose machine was lost."""
+AHEAD = 7
+"""Jobs that wait for a thread, in addition to those that run."""
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -46,10 +48,10 @@ class Executor(Protocol):
         jobs: Iterable[Job],
         done: Callable[[Result], None],
     ) -> None:
-        """Call `function` with every job, in any order.
+        """Call `function` with every job, in any order, and `done` with every result.
 
-        `jobs` are taken one by one as they are needed. `done` hears every result in the calling
-        thread. The first exception, of a job, of `jobs` or of `done`, stops the run and is raised.
+        `jobs` are taken one by one as they are needed; `done` is called in the calling thread. The
+        first exception, of a job, of `jobs` or of `done`, stops the run and is raised.
         """
         ...
 
@@ -57,20 +59,6 @@ class Executor(Protocol):
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class InTurn:
-    """One job after the other, in this process."""
-
-    def run(
-        self,
-        function: Callable[[Job], Result],
-        jobs: Iterable[Job],
-        done: Callable[[Result], None],
-    ) -> None:
-        """As `Executor.run`; results are heard in the order of the jobs."""
-        for job in jobs:
-            done(function(job))
 
 
 class Threads:
@@ -81,8 +69,7 @@ class Threads:
     ) -> None:
         """`workers`: threads, by default one per core.
 
-        `most_at_once` says how many jobs such as one may be under way or waiting at once, which
-        bounds their memory.
+        `most_at_once`: limit of running and waiting jobs, given the next one; bounds their memory.
         """
         self._workers = workers or cores()
         self._most_at_once = most_at_once
@@ -93,11 +80,11 @@ class Threads:
         jobs: Iterable[Job],
         done: Callable[[Result], None],
     ) -> None:
-        """As `Executor.run`; `done` also hears of jobs that were under way when the run stopped."""
+        """Like `Executor.run`; `done` is also called for jobs that ran when the run stopped."""
         busy: set[Future[Result]] = set()
 
-        def collect(most: int) -> None:
-            while len(busy) > most:
+        def collect(remaining: int) -> None:
+            while len(busy) > remaining:
                 for future in wait(busy, return_when=FIRST_COMPLETED).done:
                     busy.remove(future)
                     done(future.result())
@@ -105,10 +92,10 @@ class Threads:
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="stagewright")
         try:
             for job in jobs:
-                most = self._workers + AHEAD
+                limit = self._workers + AHEAD
                 if self._most_at_once is not None:
-                    most = min(most, self._most_at_once(job))
-                collect(max(0, most - 1))
+                    limit = min(limit, self._most_at_once(job))
+                collect(max(0, limit - 1))
                 busy.add(pool.submit(function, job))
             collect(0)
         finally:
@@ -119,19 +106,18 @@ class Threads:
 
 
 class Processes:
-    """Processes of this machine, for jobs that compute in Python, as far as these are worth it.
+    """Processes of this machine, for jobs that compute in Python.
 
-    A process takes about one CPU-second to start and to import what jobs need. So the first job
-    runs in this process; by the time that jobs have taken here, as many processes are started for
-    the rest as get `worth` CPU-seconds of work each. Until that are two, jobs run here. Where there
-    are as many long jobs as workers, all of them end one job's time later than side by side.
+    A process takes about one CPU-second to start and to import what jobs need. So jobs run in this
+    process, until the remaining ones are expected to take `worth` CPU-seconds in each of two or
+    more processes. With as many long jobs as workers, the run ends one job's time later.
     """
 
     WORTH = 2.0
     """CPU-seconds of work of a process: twice as many as it takes to start."""
 
     def __init__(self, workers: int, worth: float = WORTH) -> None:
-        """`workers`: the most processes; they are started anew."""
+        """`workers`: limit of processes, which each run starts; 1: jobs run in this process."""
         self._workers, self._worth = workers, worth
 
     def run(
@@ -140,19 +126,19 @@ class Processes:
         jobs: Iterable[Job],
         done: Callable[[Result], None],
     ) -> None:
-        """As `Executor.run`; function, jobs and results are pickled."""
+        """Like `Executor.run`; function, jobs and results are pickled."""
         waiting = deque(jobs)
-        begin, here = time.process_time(), 0
+        begin, num_done = time.process_time(), 0
         while waiting:
             count = min(self._workers, len(waiting))
             if self._worth > 0:
-                left = (time.process_time() - begin) / max(here, 1) * len(waiting)
-                count = min(count, int(left / self._worth))
+                remaining = (time.process_time() - begin) / max(num_done, 1) * len(waiting)
+                count = min(count, int(remaining / self._worth))
             if count > 1:
                 _spread(count, function, waiting, done)
                 return
             done(function(waiting.popleft()))
-            here += 1
+            num_done += 1
 
 
 def _spread(
@@ -161,7 +147,7 @@ def _spread(
     jobs: Iterable[Job],
     done: Callable[[Result], None],
 ) -> None:
-    """Run jobs in `count` processes; on return all of them have ended and are joined."""
+    """Run jobs in `count` processes, which have ended and are joined on return."""
     context = multiprocessing.get_context("spawn")
     others = {*multiprocessing.active_children()}
     with ProcessPoolExecutor(count, mp_context=context, initializer=_follow_parent) as pool:
@@ -171,15 +157,14 @@ def _spread(
                 done(future.result())
         except BaseException:
             for process in {*multiprocessing.active_children()} - others:
-                process.terminate()  # a job that is under way would delay the exception
-            # The pool's thread reaps the processes, and `with` waits for that thread. A
-            # `shutdown(wait=False)` here would let go of it: reaped meanwhile, a process has no
-            # exit code for whoever asks next.
+                process.terminate()  # a running job would delay the exception
+            # The pool's thread reaps the processes, and `with` waits for that thread. After
+            # `shutdown(wait=False)` a process could be reaped without an exit code.
             raise
 
 
 def _follow_parent() -> None:
-    """End with the process that started this one, which alone handles Ctrl-C."""
+    """End this process with the one that started it, which alone handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None, "this process was started by a pool"
@@ -187,7 +172,7 @@ def _follow_parent() -> None:
 
     def follow() -> None:
         multiprocessing.connection.wait([sentinel])
-        os._exit(1)  # a job that is under way has nobody to tell its result
+        os._exit(1)  # no process would receive the result of a running job
 
     threading.Thread(target=follow, daemon=True).start()
 
@@ -210,7 +195,7 @@ class RayCluster:
         jobs: Iterable[Job],
         done: Callable[[Result], None],
     ) -> None:
-        """As `Executor.run`; function, jobs and results are pickled, the function once."""
+        """Like `Executor.run`; function, jobs and results are pickled, the function once."""
         ray = self._ray
         task = ray.remote(num_cpus=1, max_retries=TRIES)(_call)
         shared = ray.put(function)
@@ -237,10 +222,10 @@ class RayCluster:
 
 @contextmanager
 def ray_cluster(address: str | None = None) -> Generator[RayCluster]:
-    """A connection to a Ray cluster; UserError where there is no Ray, or none answers.
+    """Connect to a Ray cluster; UserError if there is no Ray, or none answers.
 
-    `address`: `host:port`, `ray://host:port` or `auto`; None: as the environment says, or a new
-    cluster on this machine. A connection that the caller has already made is used and kept.
+    `address`: `host:port`, `ray://host:port` or `auto`; None: that of the environment, or a new
+    cluster on this machine. An existing connection of the caller is used and kept.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -268,12 +253,12 @@ def _connect(ray: Any, address: str | None) -> None:
     except (OSError, OverflowError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
         lines = str(error).strip().splitlines()
         reason = lines[0] if lines else type(error).__name__
-        told = f"address {address}: no Ray cluster answers" if address else "Ray does not start"
-        raise UserError(f"{told}: {reason}") from None
+        failure = f"address {address}: no Ray cluster answers" if address else "Ray does not start"
+        raise UserError(f"{failure}: {reason}") from None
 
 
 def _call(function: Callable[[Job], Result], job: Job) -> Result:
-    """A job, on a machine of the cluster."""
+    """Run a job on a machine of the cluster."""
     return function(job)
 
 

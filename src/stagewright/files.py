@@ -1,5 +1,4 @@
-"""Reads files from untrusted sources: run files, models, schedules, hardware. Writes single files
-atomically.
+"""Reads files from untrusted sources, such as run files and models; writes files atomically.
 
 Reading any file takes little time and memory: only regular files are opened (`open_regular`), sizes
 are limited, a key may not come twice, and YAML's aliases, nine levels of which make a billion
@@ -13,6 +12,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -25,33 +25,36 @@ from stagewright.errors import UserError
 from stagewright.printable import escaped_controls
 
 MOST_BYTES = 1 << 18
-"""Size limit of YAML files, of which Python's reader takes some 0.2 MB a second."""
+"""Size limit of YAML files: Python's reader takes some 0.2 MB a second."""
 MOST_HEAD = 1 << 20
 """Size limit of a manifest without its list of files."""
 
 
-def read_bytes(path: Path | str, wanted: str, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a file; `wanted` says what the file should be: `a run file in YAML`."""
-    content = _begin(path, wanted, most + 1)
-    if len(content) > most:
-        raise UserError(f"{path}: over {most} bytes; wanted {wanted}")
+def read_bytes(path: Path | str, wanted: str, limit: int = MOST_BYTES) -> bytes:
+    """The bytes of a file of at most `limit` bytes.
+
+    `wanted` describes the file for errors: `a run file in YAML`.
+    """
+    content = _head(path, wanted, limit + 1)
+    if len(content) > limit:
+        raise UserError(f"{path}: over {limit} bytes; wanted {wanted}")
     return content
 
 
 def open_regular(path: Path | str) -> BufferedReader:
-    """A regular file, opened to read its bytes.
+    """Open a regular file to read its bytes.
 
-    OSError for anything else, whose `strerror` says what: a named pipe keeps its reader waiting,
-    and a device may never end.
+    Raises OSError for anything else, with the kind of file as its `strerror`: a named pipe keeps
+    its reader waiting, and a device may never end.
     """
     return _open(path, pipes=False)
 
 
 def _open(path: Path | str, *, pipes: bool) -> BufferedReader:
-    """A regular file; if `pipes`, also one that the shell has opened, as in `--config <(...)`."""
+    """Open a regular file; if `pipes`, also a pipe of the shell, as in `--config <(...)`."""
     pipes = pipes and os.path.dirname(path) in _DESCRIPTORS
     _refuse_irregular(os.stat(path).st_mode, path, pipes)
-    # What lies at the path may have changed since: opening a pipe must not wait for a writer.
+    # The path may have changed since: opening a pipe must not wait for a writer.
     file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     try:
         _refuse_irregular(os.fstat(file).st_mode, path, pipes)
@@ -81,7 +84,7 @@ def _refuse_irregular(mode: int, path: Path | str, pipes: bool) -> None:
     raise OSError(code, words, str(path))
 
 
-def _begin(path: Path | str, wanted: str, size: int) -> bytes:
+def _head(path: Path | str, wanted: str, size: int) -> bytes:
     """The first bytes of a file."""
     try:
         with _open(path, pipes=True) as stream:
@@ -93,22 +96,22 @@ def _begin(path: Path | str, wanted: str, size: int) -> bytes:
         raise UserError(f"{str(path)!a}: cannot be read: {error}; wanted {wanted}") from None
 
 
-def read_text(path: Path | str, wanted: str, most: int = MOST_BYTES) -> str:
-    """The text of a file in UTF-8 of at most `most` bytes; `wanted` as in `read_bytes`."""
+def read_text(path: Path | str, wanted: str, limit: int = MOST_BYTES) -> str:
+    """The text of a file in UTF-8; arguments as of `read_bytes`."""
     try:
-        return read_bytes(path, wanted, most).decode("utf-8-sig")
+        return read_bytes(path, wanted, limit).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not text in UTF-8; wanted {wanted}") from None
 
 
 def from_json(text: str | bytes, where: object) -> Any:
-    """A JSON value; `where` is the file, for errors. Objects have strings as keys, each once.
+    """Parse JSON whose objects have each key once; `where` is the file, for errors.
 
     >>> from_json('{"tp": 8}', "run.json")
     {'tp': 8}
     """
     try:
-        value = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_number)
         refuse_half_characters(text, value)
         return value
     except RecursionError:
@@ -118,8 +121,8 @@ def from_json(text: str | bytes, where: object) -> Any:
 
 
 def manifest_head(path: Path | str, wanted: str) -> Any:
-    """A JSON file; of a manifest with a long list of files, the part before that list."""
-    content = _begin(path, wanted, MOST_HEAD + 1)
+    """Read a JSON file; of a manifest with a long list of files, the part before that list."""
+    content = _head(path, wanted, MOST_HEAD + 1)
     if len(content) > MOST_HEAD:
         head, cut, _ = content.partition(b',\n  "files": {\n')
         if not cut:
@@ -136,24 +139,23 @@ def refuse_half_characters(text: str | bytes, value: Any) -> None:
     escape = b"\\" if isinstance(text, bytes) else "\\"
     if escape not in text:  # pyright: ignore[reportOperatorIssue]
         return
-    rest: list[Any] = [value]
-    while rest:
-        found = rest.pop()
-        if isinstance(found, str):
-            if not found.isprintable() and any("\ud800" <= c <= "\udfff" for c in found):
-                raise ValueError(f"{found[:40]!a} has half of a character; write all of it")
-        elif isinstance(found, dict):
-            rest += (part for pair in cast("dict[Any, Any]", found).items() for part in pair)
-        elif isinstance(found, list | tuple | set):
-            rest += cast("list[Any]", found)
+    stack: list[Any] = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            if not item.isprintable() and any("\ud800" <= c <= "\udfff" for c in item):
+                raise ValueError(f"{item[:40]!a} has half of a character; write all of it")
+        elif isinstance(item, dict):
+            stack += (part for pair in cast("dict[Any, Any]", item).items() for part in pair)
+        elif isinstance(item, list | tuple | set):
+            stack += cast("list[Any]", item)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"{twice[:40]!a} comes twice; keep one")
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name[:40]!a} comes twice; keep one")
     return value
 
 
@@ -162,9 +164,9 @@ def _no_number(text: str) -> NoReturn:
 
 
 def from_yaml(text: str, where: object) -> Any:
-    """A YAML value, of plain types; `where` is the file, for errors.
+    """Parse YAML of plain types; `where` is the file, for errors.
 
-    What looks like a time is text: YAML 1.1 reads `1:8` as 68, where people mean 1 to 8.
+    Numbers with colons are text: YAML 1.1 reads `1:8` as 68, where people mean 1 to 8.
 
     >>> from_yaml("tp: 8", "run.yaml"), from_yaml("tp: 1:8", "run.yaml")
     ({'tp': 8}, {'tp': '1:8'})
@@ -184,31 +186,28 @@ def from_yaml(text: str, where: object) -> Any:
 
 
 def own_yaml(text: str) -> Any:
-    """The value of a YAML text of the package's own data.
-
-    Such a text can be trusted, and so read by the fast loader: in a sixth of the time.
-    """
+    """Parse YAML of the package's data, which can be trusted: in a sixth of the time."""
     return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """How plain words are read: as YAML 1.1 has it, but that no number has a colon."""
+    """Patterns of plain words by tag: those of YAML 1.1, without numbers that have a colon."""
     numbers = {"tag:yaml.org,2002:int", "tag:yaml.org,2002:float"}
 
-    def read_as(tag: str, pattern: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
+    def without_colon(tag: str, pattern: re.Pattern[str]) -> tuple[str, re.Pattern[str]]:
         if tag not in numbers:
             return tag, pattern
         return tag, re.compile(f"(?![^:]*:){pattern.pattern}", pattern.flags)
 
     known: Any = yaml.SafeLoader.yaml_implicit_resolvers
-    return {first: [read_as(*each) for each in every] for first, every in known.items()}
+    return {
+        first: [without_colon(*resolver) for resolver in resolvers]
+        for first, resolvers in known.items()
+    }
 
 
 class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the process
-    """A SafeLoader that refuses aliases, and repeated keys, of which YAML would keep the last.
-
-    It knows no numbers to the base 60.
-    """
+    """SafeLoader that refuses aliases and repeated keys, and knows no numbers to the base 60."""
 
     yaml_implicit_resolvers = _resolvers()
 
@@ -225,16 +224,16 @@ class _Loader(yaml.SafeLoader):  # not CSafeLoader: deep nesting ends the proces
         value: dict[Any, Any] = super().construct_mapping(node, deep)
         if len(value) < len(node.value):
             names: list[object] = [key.value for key, _ in node.value]
-            nth = next((n for n, name in enumerate(names) if name in names[:n]), 0)
+            index = next((n for n, name in enumerate(names) if name in names[:n]), 0)
             raise yaml.constructor.ConstructorError(
-                problem=f"{names[nth]} comes twice; keep one",
-                problem_mark=node.value[nth][0].start_mark,
+                problem=f"{names[index]} comes twice; keep one",
+                problem_mark=node.value[index][0].start_mark,
             )
         return value
 
 
 def check_parent(path: Path) -> None:
-    """Raise a UserError where nothing can be written beside `path`."""
+    """Raise a UserError if the directory of `path` takes no new files."""
     if not path.parent.is_dir():
         raise UserError(f"{path}: directory {path.parent} does not exist; create it first")
     if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -242,12 +241,12 @@ def check_parent(path: Path) -> None:
 
 
 def exists_already(path: object) -> UserError:
-    """What is said of an output that would replace another."""
+    """Error of an output that would replace another."""
     return UserError(f"{path}: exists already; choose another name, or --force to replace it")
 
 
 def check_output_file(path: Path | str, *, force: bool) -> None:
-    """Raise a UserError where a file cannot be written, or would replace one without `force`."""
+    """Raise a UserError if a file cannot be written, or would replace one without `force`."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -262,24 +261,24 @@ def check_output_file(path: Path | str, *, force: bool) -> None:
 
 
 def check_can_be_written(path: Path | str) -> None:
-    """Raise a UserError where the directory takes no file of this name: tried, and removed again.
+    """Raise a UserError if the directory takes no file of this name, by creating one.
 
-    Permissions do not say that for `/proc`, for a disk that is read-only, or for a long name.
+    Permissions do not tell for `/proc`, for a read-only disk, or for a long name.
     """
     path = Path(path)
     if path.exists() and not path.is_file():  # a pipe or a terminal
         return
-    beside = _beside(path)
+    temporary = _temporary(path)
     try:
-        beside.touch()
+        temporary.touch()
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
 
 
-def _beside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     """The temporary file that becomes `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 
@@ -288,23 +287,23 @@ def _beside(path: Path) -> Path:
 def atomic(path: Path | str) -> Generator[Path]:
     """A temporary file to write to, renamed to `path` on success and removed on failure."""
     path = Path(path)
-    beside = _beside(path)
+    temporary = _temporary(path)
     try:
-        if path.exists() and not path.is_file():  # a pipe or a terminal; writing to a folder fails
+        if path.exists() and not path.is_file():  # a pipe, a terminal, or a folder, which fails
             yield path
         else:
-            yield beside
-            beside.replace(path)
+            yield temporary
+            temporary.replace(path)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             check_parent(path)
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
         with suppress(OSError):
-            beside.unlink()
+            temporary.unlink()
 
 
 def write_text(path: Path | str, text: str) -> None:
     """Write a text file atomically, without control characters but tabs and the ends of lines."""
-    with atomic(path) as place:
-        place.write_text(escaped_controls(text), encoding="utf-8")
+    with atomic(path) as temporary:
+        temporary.write_text(escaped_controls(text), encoding="utf-8")

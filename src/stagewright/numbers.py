@@ -8,7 +8,7 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E", "Z")
 
 
 def quantity(number: int, unit: str, digits: int = 3) -> str:
-    """A quantity with a decimal prefix, in three or four digits, or in so many.
+    """A quantity with a decimal prefix, in `digits` significant digits.
 
     >>> quantity(141_107_412_992, "B"), quantity(999, "B"), quantity(0, "FLOP")
     ('141 GB', '999 B', '0')
@@ -22,7 +22,7 @@ def quantity(number: int, unit: str, digits: int = 3) -> str:
 
 
 def side_by_side(first: int, second: int, unit: str) -> tuple[str, str]:
-    """Two quantities in as many digits as it takes to tell them apart.
+    """Two quantities in enough digits to be distinct.
 
     >>> side_by_side(80_012_000_000, 80_000_000_000, "B"), side_by_side(5000, 5000, "B")
     (('80.01 GB', '80 GB'), ('5 kB', '5 kB'))
@@ -50,7 +50,7 @@ def count(number: int) -> str:
 
 
 def parameters(number: int) -> str:
-    """A number of parameters as models are named: in three digits, with K, M, B or T.
+    """A number of parameters in three digits with K, M, B or T, as in the names of models.
 
     >>> parameters(70_553_706_496), parameters(124_439_808), parameters(999)
     ('70.6B', '124M', '999')
@@ -63,16 +63,16 @@ def parameters(number: int) -> str:
     return f"{value:.3g}{unit}" if unit else f"{number}"
 
 
-def spans(ranks: Sequence[int], most: int = 4) -> str:
-    """Ascending ranks as ranges, of which at most `most` are written.
+def spans(ranks: Sequence[int], limit: int = 4) -> str:
+    """Ascending ranks as ranges, at most `limit` of them.
 
-    >>> spans([0, 1, 2, 3, 8, 9, 12]), spans(list(range(0, 100, 2)), most=2)
+    >>> spans([0, 1, 2, 3, 8, 9, 12]), spans(list(range(0, 100, 2)), limit=2)
     ('0-3, 8-9, 12', '0, 2, ...')
     """
     edges = [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] + 1]
     words: list[str] = []
     for first, last in zip([0, *edges], [*edges, len(ranks)], strict=True):
-        if len(words) == most:
+        if len(words) == limit:
             words.append("...")
             break
         low, high = ranks[first], ranks[last - 1]
@@ -102,7 +102,7 @@ def plural(number: int, singular: str, many: str) -> str:
 
 
 def many(number: int, singular: str, several: str) -> str:
-    """As `plural`, with commas between thousands.
+    """Like `plural`, with commas between thousands.
 
     >>> many(1, "candidate", "candidates"), many(2048, "candidate", "candidates")
     ('1 candidate', '2,048 candidates')

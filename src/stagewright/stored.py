@@ -1,4 +1,4 @@
-"""How a matrix lies in memory where it is held in few bits."""
+"""Storage of a matrix in few bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VALUES = ("fp8", "int8", "fp6", "fp4", "int4", "int3", "int2")
 
 
 class Stored(NamedTuple):
-    """How a matrix lies in memory where it is served: its values, and the scales of groups of them.
+    """Storage of a matrix: the data type of its values, and the scales of groups of them.
 
     `Stored("fp4", 8, 1, 16)` is NVFP4: 16 values of a row share a scale of 8 bits.
     """
@@ -29,5 +29,5 @@ class Stored(NamedTuple):
 
 
 Storage = tuple[tuple[str, Stored | None], ...]
-"""How matrices are stored, by name, or by the scope whose other matrices are stored so; None: as
-they are computed with."""
+"""Storage of matrices by name, or by scope for its other matrices; None: in the data type of the
+computation."""

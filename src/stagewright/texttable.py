@@ -14,8 +14,7 @@ import html
 import importlib
 import io
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,50 +28,26 @@ SHOWN = 30
 """Rows shown in a notebook."""
 GAP = 2
 """Blanks between columns of a terminal."""
-FOLDED = 28
-"""Text is not folded to fewer columns than this."""
-
+MIN_TEXT = 28
+"""Columns of text below which text is not folded."""
 
 STYLE = (
     "<style>table.stagewright :is(td,th){text-align:left;padding:.15em .8em .15em 0}"
     "table.stagewright .n{text-align:right}table.stagewright caption{text-align:left}</style>"
 )
-"""Style of tables in a notebook, which has none of its own for them."""
+"""Style of tables in a notebook."""
 
 
-def _share(value: float) -> str:
-    return f"{value:.1%}"
-
-
-def _whole_share(value: float) -> str:
-    return f"{value:.0%}"
-
-
-def _error(value: float) -> str:
-    return f"{value:+.1%}"
-
-
-def _exact(value: float) -> str:
-    return f"{value:.10g}"
-
-
-def _figure(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.1f}"
-
-
-def _count(value: float) -> str:
-    return f"{value:,}"
-
-
-_FORMATS: dict[str, Callable[[float], str]] = {
-    **{"s": duration, "share": _share, "whole share": _whole_share},
-    **{"error": _error, "figure": _figure, "exact": _exact, "count": _count},
-    "rate": _rate,
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    "s": duration,
     "parameters": lambda value: parameters(int(value)),
+    "share": "{:.1%}".format,
+    "whole share": "{:.0%}".format,
+    "error": "{:+.1%}".format,
+    "figure": "{:.4g}".format,
+    "exact": "{:.10g}".format,
+    "count": "{:,}".format,
+    "rate": "{:,.1f}".format,
 }
 
 
@@ -104,7 +79,7 @@ class Table:
         return replace(self, columns={name: self.columns[name] for name in names})
 
     def is_number(self, column: str) -> bool:
-        """Whether a column holds numbers, which are aligned right."""
+        """Return True for a column of numbers, which are aligned right."""
         return column in self.units
 
     def cells(self, column: str) -> list[str]:
@@ -118,39 +93,41 @@ class Table:
         if self.grouped:
             cells = by_column[self.grouped]
             by_column[self.grouped] = [
-                cell if nth == 0 or cells[nth - 1] != cell else "" for nth, cell in enumerate(cells)
+                "" if above == cell else cell
+                for above, cell in zip([None, *cells], cells, strict=False)
             ]
         return list(zip(*by_column.values(), strict=True))
 
     def ends(self) -> list[bool]:
-        """For each row, whether a group ends with it."""
+        """Return True for each row with which a group ends."""
         if not self.grouped:
             return [False] * len(self)
         values = self.columns[self.grouped]
-        return [nth + 1 == len(values) or values[nth + 1] != v for nth, v in enumerate(values)]
+        changes = [value != after for value, after in itertools.pairwise(values)]
+        return [*changes, True] if len(values) else []
 
     def __str__(self) -> str:
         return self._text(self.text_rows())
 
     def __repr__(self) -> str:
-        left = len(self) - SHOWN
-        return self._text(self.text_rows()[:SHOWN]) + (f"\n{left:,} more rows" if left > 0 else "")
+        hidden = len(self) - SHOWN
+        text = self._text(self.text_rows()[:SHOWN])
+        return text + (f"\n{hidden:,} more rows" if hidden > 0 else "")
 
     def _text(self, cells: Sequence[tuple[str, ...]]) -> str:
         rows = [tuple(self.columns), *cells]
-        wide = [max(len(row[nth]) for row in rows) for nth in range(len(self.columns))]
-        right = [self.is_number(name) for name in self.columns]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligns = [str.rjust if self.is_number(name) else str.ljust for name in self.columns]
         lines = [
             "  ".join(
-                cell.rjust(w) if r else cell.ljust(w)
-                for cell, w, r in zip(row, wide, right, strict=True)
-            ).rstrip()
+                align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)
+            )
             for row in rows
         ]
-        return "\n".join([self.title, *lines])
+        return "\n".join([self.title, *map(str.rstrip, lines)])
 
     def blocks(self, width: int) -> list[Table]:
-        """The table in pieces of at most so many columns of text, each with the leading labels.
+        """Split into tables of at most `width` columns of text, each with the leading labels.
 
         A number is never cut; text that does not fit is for the caller to fold.
 
@@ -161,31 +138,32 @@ class Table:
         >>> [list(block.columns) for block in table.blocks(9)]
         [['#', 'sent'], ['#', 'got']]
         """
-        wide = {name: self._width(name) + GAP for name in self.columns}
-        if sum(wide.values()) - GAP <= width:
+        widths = {name: self._width(name) + GAP for name in self.columns}
+        if sum(widths.values()) - GAP <= width:
             return [self]
         names = list(self.columns)
         labels = list(itertools.takewhile(self._is_label, names))
-        while len(labels) > 1 and sum(wide[name] for name in labels) > 2 * width // 3:
+        while len(labels) > 1 and sum(widths[name] for name in labels) > 2 * width // 3:
             labels.pop()
-        room = width + GAP - sum(wide[name] for name in labels)
-        others = names[len(labels) :]
-        pieces = _pieces(others, wide, room)
-        while len(fewer := _pieces(others, wide, room - 1)) == len(pieces) and room > 1:
-            pieces, room = fewer, room - 1  # as wide as each other
-        first, *more = [self.only(*labels, *piece) for piece in pieces]
-        return [first, *(replace(each, title="") for each in more)]
+        room = width + GAP - sum(widths[name] for name in labels)
+        others = {name: widths[name] for name in names[len(labels) :]}
+        pieces = _pieces(others, room)
+        # Make the pieces equally wide.
+        while len(narrower := _pieces(others, room - 1)) == len(pieces) and room > 1:
+            pieces, room = narrower, room - 1
+        first, *following = [self.only(*labels, *piece) for piece in pieces]
+        return [first, *(replace(table, title="") for table in following)]
 
     def _is_label(self, name: str) -> bool:
         return name == "#" or not self.is_number(name)
 
     def _width(self, name: str) -> int:
-        """Columns of text that a column needs; of text, that it is not folded below."""
+        """Columns of text that a column needs at least: text may be folded."""
         widest = max(map(len, (name, *self.cells(name))))
-        return widest if self.is_number(name) else max(len(name), min(widest, FOLDED))
+        return widest if self.is_number(name) else max(len(name), min(widest, MIN_TEXT))
 
-    def html(self, most: int | None = None) -> str:
-        """The table as HTML; after `most` rows, a line says how many are left out."""
+    def html(self, limit: int | None = None) -> str:
+        """The table as HTML; after `limit` rows, a line says how many are left out."""
         marks = [' class="n"' if self.is_number(name) else "" for name in self.columns]
         head = "".join(
             f'<th scope="col"{mark}>{html.escape(name)}</th>'
@@ -197,11 +175,11 @@ class Table:
                 f"<td{mark}>{html.escape(cell)}</td>" for cell, mark in zip(row, marks, strict=True)
             )
             + "</tr>"
-            for row in self.text_rows()[:most]
+            for row in self.text_rows()[:limit]
         )
-        if most is not None and len(self) > most:
-            left = f"{len(self) - most:,} more rows; to_pandas() and to_polars() have them all"
-            body += f'<tr><td colspan="{len(self.columns)}">{left}</td></tr>'
+        if limit is not None and len(self) > limit:
+            note = f"{len(self) - limit:,} more rows; to_pandas() and to_polars() have them all"
+            body += f'<tr><td colspan="{len(self.columns)}">{note}</td></tr>'
         return (
             f'<table class="stagewright"><caption>{html.escape(self.title)}</caption>'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -220,22 +198,28 @@ class Table:
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame of the unformatted values; needs the extra `pandas`."""
-        with _extra("pandas"):
-            library = importlib.import_module("pandas")
-        return library.DataFrame({k: list(v) for k, v in self.columns.items()})
+        return self._data_frame("pandas")
 
     def to_polars(self) -> Any:
         """A polars.DataFrame of the unformatted values; needs the extra `polars`."""
-        with _extra("polars"):
-            library = importlib.import_module("polars")
-        return library.DataFrame({k: list(v) for k, v in self.columns.items()})
+        return self._data_frame("polars")
+
+    def _data_frame(self, library: str) -> Any:
+        try:
+            module = importlib.import_module(library)
+        except ImportError:
+            raise UserError(
+                f"this needs {library}, which is not installed; "
+                f"pip install 'stagewright[{library}]'"
+            ) from None
+        return module.DataFrame({name: list(values) for name, values in self.columns.items()})
 
 
-def _pieces(names: Sequence[str], wide: Mapping[str, int], room: int) -> list[list[str]]:
-    """Names in order, in pieces that are no wider than the room if no name is."""
+def _pieces(widths: Mapping[str, int], room: int) -> list[list[str]]:
+    """Split names in order into pieces that are no wider than the room if no name is."""
     pieces: list[list[str]] = [[]]
-    for name in names:
-        if pieces[-1] and sum(wide[each] for each in [*pieces[-1], name]) > room:
+    for name, width in widths.items():
+        if pieces[-1] and sum(widths[other] for other in pieces[-1]) + width > room:
             pieces.append([])
         pieces[-1].append(name)
     return pieces
@@ -270,14 +254,3 @@ def _cell(value: Any, unit: str) -> str:
     if unit in _FORMATS:
         return _FORMATS[unit](value)
     return quantity(value, unit) if unit else str(value)
-
-
-@contextmanager
-def _extra(name: str) -> Generator[None]:
-    """Turn a failed import of an extra into a UserError that says how to install the extra."""
-    try:
-        yield
-    except ImportError:
-        raise UserError(
-            f"this needs {name}, which is not installed; pip install 'stagewright[{name}]'"
-        ) from None

@@ -28,7 +28,7 @@ from stagewright.run import lengths
 from stagewright.run.lengths import Cache, Group
 from stagewright.run.requests import groups
 from stagewright.run.settings import Run
-from stagewright.time.cost import kernel_seconds
+from stagewright.time.durations import kernel_seconds
 from stagewright.time.hardware import resolve
 from stagewright.views.summary import summary
 

@@ -31,7 +31,7 @@ from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
-from stagewright.time.cost import kernel_seconds
+from stagewright.time.durations import kernel_seconds
 from stagewright.time.hardware import resolve as hardware
 
 SP: dict[str, Any] = {"sequence_parallel": True}

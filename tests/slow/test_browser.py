@@ -16,7 +16,7 @@ import pytest
 import stagewright as sw
 from extras import needed
 from stagewright.numbers import quantity
-from stagewright.time import traffic
+from stagewright.program import traffic
 
 playwright = needed("playwright.sync_api", "browser")
 CHROMIUM = next(

@@ -8,7 +8,7 @@ from stagewright.check.program import check_program
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.time.astra_sim import adapted, beside
+from stagewright.time.astra_sim import adapted, configuration_files
 from stagewright.time.measured import load, measured
 from stagewright.trace.recorded import manifest
 from stagewright.trace.write import write
@@ -42,9 +42,9 @@ def generate(
     program = compiled.program
     record = {**manifest(compiled, cluster, execution), "checks": check_program(program)}
     if durations is not None:
-        program, matched = measured(program, load(durations))
-        record["durations"] = {"file": durations, **matched.entry()}
+        program, coverage = measured(program, load(durations))
+        record["durations"] = {"file": durations, **coverage.entry()}
     if astra_sim is not None:
-        options["beside"] = beside(compiled.run, astra_sim)
+        options["beside"] = configuration_files(compiled.run, astra_sim)
         program, record["astra_sim"] = adapted(program, astra_sim)
     return write(program, out, format=format, manifest=record, **options)

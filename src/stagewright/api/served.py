@@ -37,9 +37,9 @@ from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.asked import workload_of
 from stagewright.serving.workloads.logs import read_log
 from stagewright.texttable import Table
-from stagewright.time.expense.ownership import load as load_costs
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.ownership import load as load_costs
 from stagewright.views import serving as tables
 from stagewright.views.pages.serving import serving_page
 from stagewright.views.serving_perfetto import write_serving

@@ -17,11 +17,11 @@ from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.other_names import setting_of, translate
 from stagewright.texttable import Table
-from stagewright.time.expense.ownership import costs_of
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
-from stagewright.time.measured import Counts, load, with_collectives
+from stagewright.time.measured import Coverage, load, measured
 from stagewright.time.network import Machine
+from stagewright.time.ownership import costs_of
 from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
@@ -89,10 +89,11 @@ def simulate(
         compiled = with_views(compile_run(run, device_memory=of.memory))
     if cluster.nodes is not None:
         filled(compiled.run, cluster.nodes, of.gpus_per_node)
-    counts: Counts | None = None
+    coverage: Coverage | None = None
     if cluster.durations is not None:
-        program, counts = with_collectives(compiled.program, load(cluster.durations))
-        if not counts.measured_kernels + counts.measured_collectives:
+        table = load(cluster.durations)
+        program, coverage = measured(compiled.program, table, with_collectives=True)
+        if not coverage.measured_kernels + coverage.measured_collectives:
             raise UserError(
                 f"{cluster.durations}: no row has the kernel, shape and dtype of a task of this "
                 "run; `stagewright show --kernels` prints the rows to fill in"
@@ -108,7 +109,7 @@ def simulate(
         )
     step = simulate_step(compiled, machine, how, cluster.stragglers, progress)
     asked = None if cluster.hardware is None else cluster
-    return Simulation(step.compiled, step.machine, step.line, asked, counts)
+    return Simulation(step.compiled, step.machine, step.line, asked, coverage)
 
 
 def _sections(

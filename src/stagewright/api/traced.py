@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stagewright.program.columns import Program
-from stagewright.time.cost import task_seconds
+from stagewright.time.durations import task_seconds
 from stagewright.time.network import Machine
 from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.timeline import timeline

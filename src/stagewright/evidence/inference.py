@@ -40,9 +40,9 @@ from stagewright.program.fit import held_at_peak
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.host import HOSTS, HostTimes
-from stagewright.time.expense.power import idle_watts
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
+from stagewright.time.power import idle_watts
 from stagewright.time.simulate.step import simulate
 
 QUANTITIES = {

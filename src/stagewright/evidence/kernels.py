@@ -14,20 +14,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Float
 from stagewright.errors import UserError
 from stagewright.evidence.predictions import Prediction
 from stagewright.time.collectives import collective_seconds, direct_all_reduce
-from stagewright.time.cost import Kernels, attention_shape_seconds
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import (
-    Array,
-    CachedAttentionWork,
+    Kernels,
     cached_attention_seconds,
     copies_seconds,
     gemm_seconds,
     memory_seconds,
     routing_seconds,
+    training_attention_seconds,
 )
 
 ITEM = {"bf16": 2, "fp8": 1, "fp4": 0.5625}
@@ -99,7 +99,7 @@ def _attention(size: dict[str, int], dtype: str, on: Hardware) -> float:
     extents = {name: np.array([float(extent)]) for name, extent in shape.items()}
     flops, traffic = _arrays(2 * b * h * q * k * d, 4 * b * (q * h + k * kv) * d)
     kernels = Kernels(extents, flops, traffic, dtype, np.array([False]))
-    return float(attention_shape_seconds(kernels, on, backward=False)[0])
+    return float(training_attention_seconds(kernels, on, backward=False)[0])
 
 
 def _cached_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
@@ -107,10 +107,10 @@ def _cached_attention(size: dict[str, int], cache: str, on: Hardware) -> float:
     # Latents are keys and values at once.
     stored = d if kv == 1 and v < d else d + v
     moved = b * k * kv * stored * ITEM[cache] + ITEM["bf16"] * b * h * (d + v)
-    work = CachedAttentionWork(*_arrays(b * h, h / kv, b * h * k, b * k * kv, 2 * (d + v), moved))
+    work = _arrays(b * h, h / kv, b * h * k, b * k * kv, 2 * (d + v), moved)
     # Only attention to latents computes in fp8; other queries are bf16, as these rows' are.
     dtype = cache if stored == d else "bf16"
-    return float(cached_attention_seconds(work, dtype=dtype, on=on)[0])
+    return float(cached_attention_seconds(*work, dtype=dtype, on=on)[0])
 
 
 def _engine_all_reduce(size: dict[str, int], on: Hardware) -> float:
@@ -128,16 +128,16 @@ def _experts(size: dict[str, int], dtype: str, on: Hardware) -> float:
 class ExpertMLP(NamedTuple):
     """An MLP of evenly loaded experts over etp x ep ranks, all of which have all tokens."""
 
-    tokens: Array
-    hidden_size: Array
-    ffn_hidden_size: Array
-    top_k: Array
-    experts: Array
-    etp: Array
-    ep: Array
+    tokens: Float
+    hidden_size: Float
+    ffn_hidden_size: Float
+    top_k: Float
+    experts: Float
+    etp: Float
+    ep: Float
 
 
-def experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Array:
+def experts_seconds(mlp: ExpertMLP, *, dtype: str, on: Hardware) -> Float:
     """Seconds of the experts' MLP on one rank.
 
     Tokens are sorted by expert and copied; gate and up are one product; then come the activation,

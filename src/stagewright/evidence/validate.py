@@ -112,7 +112,9 @@ def machine_of(m: Measurement) -> Machine:
     if m.network_gb_s is not None:
         network = hardware.scale_out.model_copy(update={"bandwidth_gb_s": m.network_gb_s})
         hardware = hardware.model_copy(update={"scale_out": network})
-    return Machine.of(hardware, gpus=m.run.world_size, attention_kernel=m.attention_kernel or None)
+    if m.attention_kernel:
+        hardware = hardware.with_attention(m.attention_kernel)
+    return Machine.of(hardware, gpus=m.run.world_size)
 
 
 def in_quantity(m: Measurement, seconds: float) -> float:

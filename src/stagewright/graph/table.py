@@ -67,7 +67,7 @@ SIZE = (Size, int)
 
 
 class Timing(Enum):
-    """Which model of `time.roofline` and `time.cost` says how long a kernel takes."""
+    """Model of `time.roofline` that gives the duration of a kernel."""
 
     MEMORY = "memory"
     """Its bytes at the memory's rate, or its operations off the tensor cores."""

@@ -31,15 +31,15 @@ class Fit(NamedTuple):
     device_memory: int
     """Bytes that a rank may use."""
     fullest: Held
-    over: int
+    num_exceeding: int
     """Number of rank classes that exceed the device."""
-    kinds: int
+    num_classes: int
     """Number of rank classes."""
 
     @property
     def fits(self) -> bool:
         """True if every rank fits."""
-        return not self.over
+        return not self.num_exceeding
 
     @property
     def peak(self) -> int:
@@ -62,8 +62,9 @@ class Fit(NamedTuple):
 def fit_of(held: Iterable[Held], device_memory: int) -> Fit:
     """Compare the peak of each rank class with the memory of a device."""
     peaks = list(held)
-    over = sum(peak.size > device_memory for peak in peaks)
-    return Fit(device_memory, max(peaks, key=lambda peak: peak.size), over, len(peaks))
+    num_exceeding = sum(peak.size > device_memory for peak in peaks)
+    fullest = max(peaks, key=lambda peak: peak.size)
+    return Fit(device_memory, fullest, num_exceeding, len(peaks))
 
 
 def held_at_peak(rank_class: RankClass) -> Held:

@@ -10,15 +10,18 @@ gemm batch=1 m=2048 n=16384 k=4096
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
+
+import numpy as np
 
 from stagewright.algebra.index import parse
 from stagewright.algebra.size import Size, size
+from stagewright.arrays import Bool
 from stagewright.graph.cost import extents, flops, indices
 from stagewright.graph.node import Node
 from stagewright.graph.table import OPS, Timing, heads
-from stagewright.program.columns import Shape
+from stagewright.program.columns import Shape, TaskKind, Tasks
 
 GEMM = "gemm"
 """Kernel name of all products of two operands."""
@@ -27,6 +30,17 @@ GEMM = "gemm"
 def ops_of(joined: str) -> tuple[str, ...]:
     """Ops that a kernel fuses, from its name in columns: joined by `+`."""
     return tuple(joined.split("+"))
+
+
+def shape_mask(tasks: Tasks, predicate: Callable[[Shape], bool]) -> Bool:
+    """Mask of tasks whose shape fulfils a condition; without a shape none does."""
+    return np.array([*map(predicate, tasks.shapes), False], dtype=bool)[tasks.shape]
+
+
+def op_mask(tasks: Tasks, predicate: Callable[[Set[str]], bool]) -> Bool:
+    """Mask of kernels whose fused ops fulfil a condition."""
+    matches = [predicate(frozenset(ops_of(name))) for name in tasks.ops]
+    return np.array([*matches, False], dtype=bool)[tasks.op] & (tasks.kind == TaskKind.COMPUTE)
 
 
 def shape_of(cluster: Sequence[Node], extent: Callable[[Size, tuple[str, ...]], Any]) -> Shape:

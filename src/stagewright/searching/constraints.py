@@ -25,7 +25,7 @@ from stagewright.run.settings import Run
 from stagewright.run.training_rules import AXES_ONCE
 from stagewright.schedule.schedules import check_name
 from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
-from stagewright.time.experts.dispatch import Routed
+from stagewright.time.dispatch import Routed
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 

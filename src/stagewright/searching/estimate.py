@@ -48,8 +48,8 @@ from stagewright.searching.pipelines import (
 from stagewright.searching.simulated import simulate_all
 from stagewright.searching.tiny_step import GROUPS, USES
 from stagewright.time.collectives import collective_seconds, message_seconds
-from stagewright.time.expense.power import RUNNING_FRACTION, watts_per_gpu
 from stagewright.time.network import Machine, Placement, placements, tier_of
+from stagewright.time.power import RUNNING_FRACTION, watts_per_gpu
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.utilization import sequence_flops
 

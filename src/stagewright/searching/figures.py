@@ -24,7 +24,7 @@ import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.searching.candidates import Candidates
-from stagewright.time.expense.ownership import costs_of
+from stagewright.time.ownership import costs_of
 
 _BY_NAME = ("memory", "exposed")
 """Fields with one column per category or axis."""

@@ -17,8 +17,7 @@ from pydantic import ValidationError
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.searching.lists import values_of
-from stagewright.time.constants import wanted_of
-from stagewright.time.hardware import Hardware
+from stagewright.time.hardware import Hardware, wanted_of
 
 MOST_SYSTEMS = 100_000
 """Limit of combinations of specs."""

@@ -34,8 +34,8 @@ from stagewright.searching.defaults import (
 from stagewright.searching.lists import is_listed, values_of
 from stagewright.searching.machines import MOST_SYSTEMS, Fleet, Specs, path_of, varied
 from stagewright.searching.space import Space, check_searched
-from stagewright.time.expense.ownership import costs_of
 from stagewright.time.hardware import Hardware, resolve
+from stagewright.time.ownership import costs_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from stagewright.arrays import Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
-from stagewright.executors import Executor, InTurn
+from stagewright.executors import Executor, Processes
 from stagewright.lower.compile import compile
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.figures import Figures
@@ -71,7 +71,7 @@ def simulate_all(
 
     stopped = False
     try:
-        (executor or InTurn()).run(_simulate_job, map(job, range(len(candidates))), collect)
+        (executor or Processes(1)).run(_simulate_job, map(job, range(len(candidates))), collect)
     except KeyboardInterrupt:
         stopped = True
     indices = sorted(results)

@@ -21,7 +21,7 @@ from stagewright.program.columns import (
     PHASES,
     TaskKind,
 )
-from stagewright.time.expense.power import kernel_energies
+from stagewright.time.power import kernel_energies
 from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, table_rows

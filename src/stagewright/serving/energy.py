@@ -1,7 +1,7 @@
 """Energy of a serving run: what its steps draw, and what GPUs draw that wait.
 
 Steps of decode of a few sizes, and one of a prompt, are compiled and simulated, which says what a
-GPU draws meanwhile (`time.expense.power`). Steps of other sizes draw what lies between. The
+GPU draws meanwhile (`time.power`). Steps of other sizes draw what lies between. The
 seconds of steps are those that the engines noted; what a step with prompts takes longer than its
 decode alone is taken to draw what prompts do.
 """
@@ -22,7 +22,7 @@ from stagewright.serving.deployment import InstanceGroup, ServedRun
 from stagewright.serving.engine import Engine
 from stagewright.serving.instance import Instance
 from stagewright.serving.steps.step_times import batch_run
-from stagewright.time.expense.power import idle_watts
+from stagewright.time.power import idle_watts
 from stagewright.time.simulate.step import simulate
 
 BATCHES = 4

@@ -1,7 +1,7 @@
 """Transfer of a request's KV cache from its prefill instance to its decode instance.
 
 Decode ranks read from the prefill ranks that hold the keys and values of their layers and heads
-(`lower.inference.disaggregated`): every pair of ranks has bytes of its own, and all go at once.
+(`lower.disaggregated`): every pair of ranks has bytes of its own, and all go at once.
 """
 
 from __future__ import annotations

@@ -12,34 +12,27 @@ True
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import reduce
-from typing import NamedTuple, TypeAlias, overload
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from stagewright.arrays import Float
-from stagewright.time.inference_fits import DirectAllReduce
+from stagewright.time.hardware import DirectAllReduce
 from stagewright.time.network import Machine, MessageSize, Placement, Tier
 from stagewright.time.torus import Ring, rings
 
-Amount: TypeAlias = "float | Float"
-"""Bytes or seconds of one collective, or of many at one placement: an array."""
+Amount = TypeVar("Amount", float, Float)
+"""Bytes or seconds of one collective, or an array of many at one placement."""
 
 
-@overload
-def collective_seconds(
-    op: str, local_bytes: float, group: Placement, machine: Machine
-) -> float: ...
-@overload
-def collective_seconds(
-    op: str, local_bytes: Float, group: Placement, machine: Machine
-) -> Float: ...
 def collective_seconds(op: str, local_bytes: Amount, group: Placement, machine: Machine) -> Amount:
     """Seconds of a collective by the fastest algorithm; `local_bytes` as `Tasks.comm_bytes`."""
     options = seconds_by_algorithm(op, local_bytes, group, machine)
     if not options:
         return local_bytes * 0.0
-    return reduce(_smaller, options.values()) * (local_bytes != 0)
+    return _minimum(options.values()) * (local_bytes != 0)  # pyright: ignore[reportReturnType]
 
 
 def seconds_by_algorithm(
@@ -51,82 +44,78 @@ def seconds_by_algorithm(
     """
     if group.ranks < 2:
         return {}
-    whole = local_bytes * group.ranks if op == "all_gather" else local_bytes
+    total = local_bytes * (group.ranks if op == "all_gather" else 1.0)
     uses = tiers_used(group, machine)
-    unsupported = {*_unknown_to(machine)} - {machine.algorithm}
+    # NCCL's algorithms are ring, tree, CollNet, NVLS and PAT (src/include/nccl_tuner.h), and RCCL
+    # has fewer: none goes tier after tier.
+    vendor_lacks = "hierarchical" if machine.hardware.vendor in ("NVIDIA", "AMD") else ""
     options: dict[str, Amount] = {}
     for name, model in _ALGORITHMS.items():
-        if name in unsupported:
+        if name == vendor_lacks and name != machine.algorithm:
             continue
-        candidates = [s for size in MessageSize if (s := model(op, whole, uses, size)) is not None]
-        if candidates:
-            options[name] = reduce(_smaller, candidates)
+        times = [s for size in MessageSize if (s := model(op, total, uses, size)) is not None]
+        if times:
+            options[name] = _minimum(times)
     if machine.algorithm in options:
         return {machine.algorithm: options[machine.algorithm]}
-    direct = machine.direct_all_reduce
-    if op == "all_reduce" and direct and len(uses) == 1 and group.counts[0] == group.ranks:
+    fit = machine.direct_all_reduce
+    if op == "all_reduce" and fit and len(uses) == 1 and group.counts[0] == group.ranks:
         link = machine.hardware.scale_up.bandwidth_gb_s * uses[0].share
-        options["direct"] = direct_all_reduce(whole, group.ranks, link, direct)
+        options["direct"] = direct_all_reduce(total, group.ranks, link, fit)
     return options
 
 
-def _unknown_to(machine: Machine) -> tuple[str, ...]:
-    """Algorithms that the collective library of the vendor does not have.
-
-    NCCL's are ring, tree, CollNet, NVLS and PAT (src/include/nccl_tuner.h), and RCCL has fewer:
-    none goes tier after tier.
-    """
-    return ("hierarchical",) if machine.hardware.vendor in ("NVIDIA", "AMD") else ()
+def _minimum(times: Iterable[Amount]) -> Amount:
+    smallest: Any = reduce(np.minimum, times)
+    return smallest if isinstance(smallest, np.ndarray) else float(smallest)  # pyright: ignore
 
 
-def _smaller(a: Amount, b: Amount) -> Amount:
-    return np.minimum(a, b) if isinstance(b, np.ndarray) else min(a, b)
+def _maximum(a: Amount, b: Amount) -> Amount:
+    return np.maximum(a, b)  # pyright: ignore[reportReturnType]
 
 
-def _larger(a: Amount, b: Amount) -> Amount:
-    return np.maximum(a, b) if isinstance(b, np.ndarray) else max(a, b)
-
-
-def direct_all_reduce(whole: Amount, ranks: int, link_gb_s: float, fit: DirectAllReduce) -> Amount:
-    """Seconds of an all-reduce of `whole` bytes by one kernel within a node.
+def direct_all_reduce(total: Amount, ranks: int, link_gb_s: float, fit: DirectAllReduce) -> Amount:
+    """Seconds of an all-reduce of `total` bytes by one kernel within a node.
 
     Every GPU reads the vectors of all others and adds them up; or each adds up one part, and then
     all read the parts (vLLM's csrc/custom_all_reduce.cuh, TensorRT-LLM's one-shot and two-shot).
     """
     rate = link_gb_s * 1e9 * fit.bandwidth_fraction
-    at_once = (ranks - 1) * whole / rate
-    in_parts = fit.second_us * 1e-6 + 2 * (ranks - 1) / ranks * whole / rate
-    return (fit.latency_us + fit.gpu_us * ranks) * 1e-6 + _smaller(at_once, in_parts)
+    one_shot = (ranks - 1) * total / rate
+    two_shot = fit.second_us * 1e-6 + 2 * (ranks - 1) / ranks * total / rate
+    return (fit.latency_us + fit.gpu_us * ranks) * 1e-6 + _minimum((one_shot, two_shot))
 
 
-@overload
-def message_seconds(bytes_: float, nth_tier: int, machine: Machine) -> float: ...
-@overload
-def message_seconds(bytes_: Float, nth_tier: int, machine: Machine) -> Float: ...
-def message_seconds(bytes_: Amount, nth_tier: int, machine: Machine) -> Amount:
-    """Seconds of a message between GPUs that meet in tier `nth_tier` of the machine."""
-    tier = machine.tiers[nth_tier]
-    # A message to one peer uses the one link to that peer.
-    share = 1 / max(1, tier.size - 1) if tier.topology == "fully_connected" else 1.0
-    if tier.topology in ("ring", "torus"):
+def message_seconds(bytes_: Amount, tier_index: int, machine: Machine) -> Amount:
+    """Seconds of a message between GPUs that meet in tier `tier_index` of the machine."""
+    tier = machine.tiers[tier_index]
+    share = 1.0
+    if tier.topology == "fully_connected":  # the one link to the peer
+        share = 1 / max(1, tier.size - 1)
+    elif tier.topology in ("ring", "torus"):
         share = 1 / (2 * max(1, len(tier.shape)))
-    found = [tier.start(size) + bytes_ / (tier.rate(size) * share) for size in MessageSize]
-    return reduce(_smaller, found)
+    return _minimum(tier.start(size) + bytes_ / (tier.rate(size) * share) for size in MessageSize)
 
 
-# ---- algorithms: seconds for `whole` bytes; None where they cannot do the collective -------------
+# ---- algorithms: seconds for `total` bytes; None where they do not apply -------------------------
 
 
 class TierUse(NamedTuple):
     """Use of a tier by one group."""
 
     tier: Tier
-    positions: int  # of the tier, over which the group spreads
-    below: int  # ranks of the group below one position
-    ranks: int  # of the whole group
-    share: float  # of the bandwidth that the group can use
-    level: int = 0  # of the tier, from the GPU outwards
-    rings: tuple[Ring, ...] = ()  # torus: how the group lies in it
+    positions: int
+    """Positions of the tier over which the group spreads."""
+    below: int
+    """Ranks of the group below one position."""
+    ranks: int
+    """Ranks of the group."""
+    share: float
+    """Share of the tier's bandwidth that the group can use."""
+    level: int = 0
+    """Index of the tier, from the GPU outwards."""
+    rings: tuple[Ring, ...] = ()
+    """Torus: rings of the group."""
 
     @property
     def around(self) -> int:
@@ -176,7 +165,7 @@ def _share(tier: Tier, count: int, group_rings: tuple[Ring, ...]) -> float:
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "broadcast": 1}
 
 
-def _ring(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
+def _ring(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """A ring through all ranks: one per member of a node, each with its NIC."""
     if op not in PASSES:
         return None
@@ -191,11 +180,11 @@ def _ring(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amo
         # they also pass the link that closes the ring, from the last node to the first.
         hops += outer.tier.hop_us - uses[0].tier.hop_us
     start = max(use.tier.start(size) for use in uses)
-    moved = whole * (ranks - 1) / ranks
+    moved = total * (ranks - 1) / ranks
     return start + PASSES[op] * (hops * 1e-6 + moved / rate)
 
 
-def _tree(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
+def _tree(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """Two binary trees over nodes, chains within nodes (NCCL): an all_reduce of few steps."""
     if op != "all_reduce" or not uses[-1].level:
         return None
@@ -205,15 +194,15 @@ def _tree(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amo
         for use in uses
     )
     start = max(use.tier.start(size) for use in uses)
-    return start + 2 * (hops * 1e-6 + whole / rate)
+    return start + 2 * (hops * 1e-6 + total / rate)
 
 
-def _hierarchical(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
+def _hierarchical(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """Tier after tier: the parts scattered within a node are what nodes exchange."""
     if op not in PASSES or op == "broadcast" or len(uses) < 2:
         return None
-    seconds: Amount = 0.0
-    part = 1.0 * whole
+    seconds = 0.0 * total
+    part = 1.0 * total
     for use in uses:
         moved = part * (use.positions - 1) / use.positions
         transfer = use.tier.hop_us * 1e-6 * use.around
@@ -224,16 +213,16 @@ def _hierarchical(op: str, whole: Amount, uses: list[TierUse], size: MessageSize
     return seconds
 
 
-def _direct(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
+def _direct(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """All-to-all: every rank sends to every other at once; the slowest tier decides."""
     if op != "all_to_all":
         return None
-    slowest: Amount = 0.0
+    slowest = 0.0 * total
     for use in uses:
         # All bytes that leave a block of this tier pass it, whichever tier they meet in.
-        leaving = whole * (use.ranks - use.below) / use.ranks
+        leaving = total * (use.ranks - use.below) / use.ranks
         seconds = leaving * detour(use) / (use.tier.rate(size) * use.share)
-        slowest = _larger(slowest, seconds)
+        slowest = _maximum(slowest, seconds)
     last = max(uses, key=lambda use: use.tier.start(size)).tier
     return last.start(size) + last.hop_us * 1e-6 + slowest
 
@@ -250,7 +239,7 @@ def detour(use: TierUse) -> float:
     return max(1.0, longest / 4 * sum(ring.share for ring in use.rings))
 
 
-def _in_network(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
+def _in_network(op: str, total: Amount, uses: list[TierUse], size: MessageSize) -> Amount | None:
     """Switches reduce and multicast: every byte goes up once and comes down once.
 
     Where only the switches within nodes reduce, a ring of nodes exchanges the partial results.
@@ -263,10 +252,10 @@ def _in_network(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) 
     if any(use.tier.all_reduce_senders and use.positions > 2 for use in uses[1:]):
         return None  # measured over two racks, and not over twenty
     # Each GPU also sends its own part: n + 1 of n parts (NCCL's NVLS).
-    moved = whole * (inner.positions + 1) / inner.positions
+    moved = total * (inner.positions + 1) / inner.positions
     begin = (inner.tier.latency_us + inner.tier.in_network_us * inner.positions) * 1e-6
     seconds = begin + moved / (inner.tier.in_network_gb_s * 1e9)
-    part = whole / inner.positions
+    part = total / inner.positions
     for use in uses[1:]:
         tier = use.tier
         if tier.in_network_gb_s:
@@ -276,7 +265,7 @@ def _in_network(op: str, whole: Amount, uses: list[TierUse], size: MessageSize) 
             outside = 2 * few * part * (use.positions - 1) / use.positions / tier.rate(size)
             outside = outside + 2e-6 * tier.hop_us * (use.positions - 1)
         # Nodes forward one part while they reduce the next: the slower of the two decides.
-        seconds = _larger(seconds, tier.start(size) + outside)
+        seconds = _maximum(seconds, tier.start(size) + outside)
         part = part / use.positions
     return seconds
 

@@ -5,28 +5,285 @@
 (989.4, 8)
 
 A file may build upon another (`base: h100-sxm`) and name only what differs. A number is written
-`[value, source]`, where the source is a key of the file's `sources`; a plain number has none.
+`[value, source]`, where the source is a key of the file's `sources`; a plain number has none. The
+constants of kernels were fitted to measured kernels by `benchmarks/fit_kernels.py` and
+`benchmarks/fit_inference.py`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from reprlib import repr as shown  # short whatever the value
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from stagewright.errors import UserError, did_you_mean, either
 from stagewright.files import from_yaml, own_yaml, read_text
-from stagewright.time.constants import AttentionFit, ExpertFit, FigureBlock, GemmFit, wanted_of
-from stagewright.time.inference_fits import InferenceFit
 
 Topology = Literal["switch", "fully_connected", "ring", "torus"]
 Fabric = Literal["rail_optimized", "fat_tree", "dragonfly"]
+
+MAX_FIGURE = 1e12
+"""Limit of a figure of a device, whatever its unit: products of larger ones are infinite."""
+
+_NUMBERS: tuple[Any, ...] = (float, int, float | None, int | None)
+"""Types of fields that are numbers."""
+
+
+class FigureBlock(BaseModel):
+    """Block of figures in a file: finite numbers and known keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False
+    )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Reject texts and booleans in place of numbers, which pydantic would convert.
+
+        YAML 1.1 reads 1e3 as text.
+        """
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+[eE][-+]?[0-9]+", value):
+            return value
+        if isinstance(value, str | bool) and annotation in _NUMBERS:
+            raise PydanticCustomError("float_type", "wanted a number")
+        return value
+
+    @field_validator("*")
+    @classmethod
+    def _is_plausible(cls, value: Any) -> Any:
+        if isinstance(value, int | float) and abs(value) > MAX_FIGURE:
+            text = f"wanted at most {MAX_FIGURE:g}; check the unit"
+            raise PydanticCustomError("implausible", "{text}", {"text": text})
+        return value
+
+
+def wanted_of(message: str) -> str:
+    """Message of pydantic on a figure, in the terms of our errors.
+
+    >>> wanted_of("Input should be greater than 0"), wanted_of("Input should be a finite number")
+    ('wanted a number greater than 0', 'wanted a finite number')
+    """
+    text = message.removeprefix("Value error, ")
+    return text.replace("Input should be a ", "wanted a ").replace(
+        "Input should be", "wanted a number"
+    )
+
+
+def figure_error(error: ValidationError, fields: Iterable[str], missing: str = "") -> str:
+    """First error of a block whose keys are `fields`; `missing` ends the error of a lacking key."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    name = ".".join(path)
+    match first["type"]:
+        case "extra_forbidden":
+            return f"unknown key {name!r}{did_you_mean(path[-1], fields)}"
+        case "missing":
+            return f"{name} is missing{missing if len(path) == 1 else ''}"
+        case "literal_error":
+            choices = Topology if path[-1] == "topology" else Fabric
+            return f"{name} is {shown(first['input'])}, wanted {either(get_args(choices))}"
+        case "float_parsing" | "float_type":
+            return f"{name} is {shown(first['input'])}, wanted a number"
+        case _:
+            return f"{name} is {shown(first['input'])}: {wanted_of(first['msg'])}"
+
+
+# ---- constants of kernels ------------------------------------------------------------------------
+
+
+class GemmFit(FigureBlock):
+    """Constants of matrix products in one precision; see `roofline.gemm_seconds`."""
+
+    fraction: float = Field(gt=0, le=1.2)
+    """Share of the peak that tiles of 128 x 256 reach, apart from all other terms."""
+    tile_factor: float = Field(ge=0)
+    """Slowdown of smaller tiles, which read more bytes per multiply-add."""
+    tile_us: float = Field(ge=0)
+    """Time to start and end a tile."""
+    quantization: float = Field(ge=0, le=1)
+    """1: the last wave of tiles counts in full; 0: by the share of it that is filled."""
+    split_us: float = Field(ge=0)
+    """Time that a product takes longer if its sum is split over several units (split-K)."""
+    launch_us: float = Field(ge=0)
+    memory_fraction: float = Field(gt=0, le=1.2)
+    sharpness: float = Field(ge=1)
+    """Exponent of the overlap of computing and reading: infinite if the longer one decides."""
+
+    def slowed(self, clock: float) -> GemmFit:
+        """Constants at a share `clock` of the clock of compute units.
+
+        >>> tiles = GemmFit(fraction=0.8, tile_factor=0, tile_us=0.6, quantization=0, split_us=0,
+        ...     launch_us=2, memory_fraction=0.8, sharpness=3)
+        >>> tiles.slowed(0.5).fraction
+        0.4
+        """
+        tile = {"tile_us": self.tile_us / clock, "fraction": self.fraction * clock}
+        return self.model_copy(update=tile)
+
+
+class AttentionFit(FigureBlock):
+    """Constants of fused attention; see `roofline.attention_seconds`."""
+
+    fraction: float = Field(gt=0, le=3)
+    """Share of the peak that products reach, apart from the exponential."""
+    softmax_ps: float = Field(ge=0)
+    """Time of one exponential on one compute unit."""
+    tile_us: float = Field(ge=0)
+    launch_us: float = Field(ge=0)
+    traffic_factor: float = Field(ge=0)
+    """Exposed traffic of device memory, over the bytes of operands and results."""
+    bwd_ratio: float = Field(gt=0, le=1.5)
+    """FLOP/s of backward over those of forward."""
+    fp8: AttentionFit | None = None
+    """Constants for operands in fp8; None: these, with the peak of fp8."""
+
+    def slowed(self, clock: float) -> AttentionFit:
+        """Constants at a share `clock` of the clock of compute units."""
+        tile = {"tile_us": self.tile_us / clock, "softmax_ps": self.softmax_ps / clock}
+        fp8 = self.fp8 and self.fp8.slowed(clock)
+        return self.model_copy(update={**tile, "fraction": self.fraction * clock, "fp8": fp8})
+
+
+class ExpertFit(FigureBlock):
+    """Constants of the kernels around the products of experts; see `roofline.copies_seconds`."""
+
+    routing_us: float = Field(ge=0)
+    """Time of the small kernels that choose experts and sort tokens by expert."""
+    routing_ns: float = Field(ge=0)
+    """Time that these kernels take per choice of an expert by a token."""
+    copy_fraction: float = Field(gt=0, le=1)
+    """Share of the bandwidth that kernels reach which copy rows by index."""
+    gemm: Mapping[str, GemmFit] = Field(default_factory=dict)
+    """Grouped products, by precision; a precision without constants takes those of products."""
+
+
+# ---- constants of kernels of inference -----------------------------------------------------------
+
+BLOCKS = "fp8_block"
+"""Key of products in fp8 whose weights are scaled by blocks of rows and columns.
+
+Their constants include the kernel that finds the scales of the inputs."""
+
+
+class InferenceGemmFit(FigureBlock):
+    """Constants of products of few rows, which replace those of `GemmFit`.
+
+    Training's rows in fp8 are of products with the kernels that find scales and quantize; engines
+    quantize within the kernel before, or by one kernel that is timed by itself.
+    """
+
+    tile_us: float = Field(ge=0)
+    launch_us: float = Field(ge=0)
+    memory_fraction: float = Field(gt=0, le=1.2)
+    sharpness: float = Field(ge=1)
+    fraction: float | None = Field(gt=0, le=1.2, default=None)
+    """Share of the peak; None: that of `GemmFit`."""
+
+
+class CachedAttentionFit(FigureBlock):
+    """Constants of attention over a cache; see `roofline.cached_attention_seconds`."""
+
+    launch_us: float = Field(ge=0)
+    """Time of the shortest call: writing keys and values, attention, and joining of its parts."""
+    tile_us: float = Field(ge=0)
+    """Time that a tile of queries of one key-value head takes on one compute unit, beyond reading
+    and computing."""
+    memory_fraction: float = Field(gt=0, le=1)
+    """Share of the bandwidth at which keys and values are read."""
+    sharpness: float = Field(ge=1)
+
+
+class MixedAttentionFit(FigureBlock):
+    """Constants of FlashAttention 2 for batches of prompts and decoding requests.
+
+    See `roofline.DecodingBesidePrompts`.
+    """
+
+    fraction: float = Field(gt=0, le=3)
+    """Speed of tiles, over that of attention over a cache."""
+    tile_us: float = Field(ge=0)
+    """Time of a request's tile of one head, beyond its keys."""
+    empty_us: float = Field(ge=0)
+    """Time of a tile without queries, of which requests have as many as the longest prompt."""
+    cache_mb: float = Field(gt=0)
+    """Keys and values of one head of all requests that the second-level cache holds."""
+
+
+class DirectAllReduce(FigureBlock):
+    """Constants of an all-reduce by one kernel that reads its peers' memory.
+
+    Engines run it in decode; see `collectives.direct_all_reduce`.
+    """
+
+    latency_us: float = Field(ge=0)
+    gpu_us: float = Field(ge=0)
+    """Time per GPU of the group."""
+    bandwidth_fraction: float = Field(gt=0, le=1)
+    """Share of the links' bandwidth."""
+    second_us: float = Field(ge=0)
+    """Time to start the second of two passes: each GPU adds up a part, then all read the parts."""
+
+
+class EngineFit(FigureBlock):
+    """Constants of one engine's own kernels, in place of those that stand for all engines."""
+
+    gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
+    """By precision, or `BLOCKS`."""
+    cached_attention: Mapping[str, CachedAttentionFit] = Field(default_factory=dict)
+    """By the precision of the cache."""
+    mixed_attention: MixedAttentionFit | None = None
+    """None: prompts and decoding requests have separate kernels of attention."""
+
+
+class InferenceFit(FigureBlock):
+    """Constants of kernels that only inference runs, or runs otherwise than training."""
+
+    gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
+    """By precision, or `BLOCKS`; a precision without constants has training's."""
+    experts_gemm: Mapping[str, InferenceGemmFit] = Field(default_factory=dict)
+    """Of grouped products, with the rest of the constants of single ones."""
+    cached_attention: CachedAttentionFit
+    all_reduce: DirectAllReduce | None = None
+    routing_us: float | None = Field(ge=0, default=None)
+    """Time of the kernels that sort tokens by expert; None: training's (`ExpertFit`)."""
+    engines: Mapping[str, EngineFit] = Field(default_factory=dict)
+    """By engine, in the words of `Execution.serving_engine`."""
+    mixed_attention: MixedAttentionFit | None = None
+    """That of the selected engine (`EngineFit`)."""
+
+    def of_engine(self, engine: str | None, cache: str) -> InferenceFit:
+        """Constants of an engine with a cache in the precision `cache`."""
+        fit = self.engines.get(engine or "")
+        if fit is None:
+            return self
+        update = {
+            "cached_attention": fit.cached_attention.get(cache, self.cached_attention),
+            "gemm": {**self.gemm, **fit.gemm},
+            # FlashAttention 2 reads no cache in fp8: engines have another kernel then.
+            "mixed_attention": fit.mixed_attention if cache == "bf16" else None,
+        }
+        return self.model_copy(update=update)
+
+
+# ---- links and devices ---------------------------------------------------------------------------
 
 
 def _one_line(text: str) -> str:
@@ -40,8 +297,11 @@ Line = Annotated[str, AfterValidator(_one_line)]
 
 
 class _Link(FigureBlock):
-    """Figures per GPU. A message starts within `latency_us` and passes slowly, or, where that takes
-    longer, somewhat later and faster: as NCCL's protocols LL, LL128 and Simple do."""
+    """Figures of a link, per GPU.
+
+    A message starts within `latency_us` and passes slowly, or, where that takes longer, somewhat
+    later and faster: as NCCL's protocols LL, LL128 and Simple do.
+    """
 
     bandwidth_gb_s: float = Field(gt=0)
     """One direction, all links of a GPU together."""
@@ -59,7 +319,7 @@ class _Link(FigureBlock):
     bulk_us: float = Field(ge=0)
     """Time to start a large message, beyond `latency_us`."""
     in_network_reduction: bool = False
-    """Whether switches reduce (NVLink SHARP, SHARP)."""
+    """True if switches reduce (NVLink SHARP, SHARP)."""
     in_network_fraction: float = Field(gt=0, le=1, default=1)
     """Share of the bandwidth that all_reduce reaches where switches reduce."""
     in_network_us: float = Field(ge=0, default=0)
@@ -112,7 +372,7 @@ class Hardware(FigureBlock):
     host_bandwidth_gb_s: float = Field(gt=0)
     """Bandwidth to the memory of the host, one direction."""
     host_factor: float = Field(gt=0, default=1.0)
-    """How many times as long the host takes to launch a kernel as one with an x86 CPU."""
+    """Time of the host to launch a kernel, over that of an x86 CPU."""
 
     gemm: Mapping[Line, GemmFit]
     """By precision; a precision without constants takes those of bf16."""
@@ -167,7 +427,7 @@ class Hardware(FigureBlock):
 
     def rate_of(self, dtype: str) -> float | None:
         """Dense peak of matrix products in TFLOP/s; vector units for fp32; None: unsupported."""
-        return PRODUCTS[dtype](self) if dtype in PRODUCTS else None
+        return getattr(self, PEAKS[dtype]) if dtype in PEAKS else None
 
     def clock_of(self, dtype: str) -> float:
         """Clock of compute units in a step, over that of a benchmark."""
@@ -181,19 +441,19 @@ class Hardware(FigureBlock):
         The constants of kernels are those of a benchmark (`benchmarks/fit_kernels.py`).
         """
         products, grouped = (
-            {d: self.products(d, grouped=g).slowed(self.clock_of(d)) for d in PRODUCTS}
+            {d: self.products(d, grouped=g).slowed(self.clock_of(d)) for d in PEAKS}
             for g in (False, True)
         )
-        experts = self.experts and self.experts.model_copy(update={"gemm": grouped})
         attention = self.attention
         if attention.fraction > FULL_POWER:
             attention = attention.slowed(self.clock_of("bf16"))
-        return self.model_copy(
-            update={
-                **{"gemm": products, "experts": experts, "attention": attention},
-                "sustained_fraction": {"bf16": 1.0},
-            }
-        )
+        update = {
+            "gemm": products,
+            "experts": self.experts and self.experts.model_copy(update={"gemm": grouped}),
+            "attention": attention,
+            "sustained_fraction": {"bf16": 1.0},
+        }
+        return self.model_copy(update=update)
 
     def products(self, dtype: str, *, grouped: bool = False) -> GemmFit:
         """Constants of matrix products in one precision; `grouped`: several in one kernel."""
@@ -207,8 +467,8 @@ class Hardware(FigureBlock):
         Such kernels read weights in few bits and multiply in bf16, as vLLM's Marlin kernels do
         where a GPU lacks fp8 or fp4.
         """
-        rate = self.peak_bf16_tflops
-        rates = {f"peak_{dtype}_tflops": self.rate_of(dtype) or rate for dtype in dtypes}
+        known = [dtype for dtype in dtypes if dtype in PEAKS]
+        rates = {PEAKS[dtype]: self.rate_of(dtype) or self.peak_bf16_tflops for dtype in known}
         return self.model_copy(update=rates)
 
     def with_attention(self, kernel: str) -> Hardware:
@@ -221,23 +481,55 @@ class Hardware(FigureBlock):
             )
         return self.model_copy(update={"attention": self.attention_kernels[kernel]})
 
+    def for_inference(
+        self, *, blocks: bool = False, engine: str | None = None, cache: str = "bf16"
+    ) -> Hardware:
+        """This hardware with the constants of inference, if it has any.
+
+        `blocks`: products in fp8 are of weights that are scaled by blocks. `engine`: with the
+        constants of this engine's kernels. `cache`: precision of the engine's cache.
+        """
+        if self.inference is None:
+            return self
+        fit = self.inference.of_engine(engine, cache)
+
+        def updated(fits: Mapping[str, InferenceGemmFit]) -> dict[str, GemmFit]:
+            selected = {dtype: fit for dtype, fit in fits.items() if dtype != BLOCKS}
+            if blocks and BLOCKS in fits:
+                selected["fp8"] = fits[BLOCKS]
+            return {
+                dtype: self.products(dtype).model_copy(update=fit.model_dump(exclude_none=True))
+                for dtype, fit in selected.items()
+            }
+
+        experts = self.experts
+        if experts is not None:
+            routing = experts.routing_us if fit.routing_us is None else fit.routing_us
+            grouped = {**experts.gemm, **updated(fit.experts_gemm)}
+            experts = experts.model_copy(update={"routing_us": routing, "gemm": grouped})
+        products = {**self.gemm, **updated(fit.gemm)}
+        return self.model_copy(update={"gemm": products, "experts": experts, "inference": fit})
+
 
 FULL_POWER = 0.28
 """Share of the peak of products at which a GPU draws all of its TDP: (1 - 0.498) / 1.792, of
 `benchmarks/fit_power.py`. Attention that never reaches it leaves the clock as it is."""
 
-PRODUCTS: Mapping[str, Callable[[Hardware], float | None]] = {
-    "bf16": lambda of: of.peak_bf16_tflops,
-    "fp8": lambda of: of.peak_fp8_tflops,
-    "mxfp8": lambda of: of.peak_fp8_tflops,
-    "int8": lambda of: of.peak_int8_tflops,
-    "fp4": lambda of: of.peak_fp4_tflops,
-    "fp32": lambda of: of.peak_fp32_tflops,
+PEAKS: Mapping[str, str] = {
+    "bf16": "peak_bf16_tflops",
+    "fp8": "peak_fp8_tflops",
+    "mxfp8": "peak_fp8_tflops",
+    "int8": "peak_int8_tflops",
+    "fp4": "peak_fp4_tflops",
+    "fp32": "peak_fp32_tflops",
 }
-"""Data types of matrix products, and the peak of each on some hardware."""
+"""Data types of matrix products, and the field of `Hardware` with the peak of each."""
 
 _LIKE = {"mxfp8": "fp8"}
-"""Data types that take the constants of others where they have none of their own."""
+"""Data types that take the constants of others by default."""
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def names() -> list[str]:
@@ -250,25 +542,34 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
 
     Raises UserError.
     """
-    if "\n" in (name := str(name_or_path)):
+    name = str(name_or_path)
+    if "\n" in name:
         return _load(from_yaml(name, "hardware"), "hardware")
-    if name.endswith((".yaml", ".yml")) or os.sep in name:
+    if _is_path(name):
         return _load(from_yaml(read_text(name, "hardware in YAML"), name), name)
     if name not in names():
         raise UserError(
             f"unknown hardware {name!r}{did_you_mean(name.lower(), names())}; "
             f"known: {', '.join(names())}; or the path of a .yaml file"
         )
-    return _known(name)
+    return _packaged(name)
 
 
 @cache
-def _known(name: str) -> Hardware:
-    return _load(own_yaml((_folder() / f"{name}.yaml").read_text("utf-8")), name)
+def _packaged(name: str) -> Hardware:
+    return _load(_packaged_yaml(name), name)
+
+
+def _packaged_yaml(name: str) -> Any:
+    return own_yaml((_folder() / f"{name}.yaml").read_text("utf-8"))
 
 
 def _folder() -> Any:
     return files("stagewright") / "data" / "hardware"
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or os.sep in name
 
 
 def _load(raw: Any, where: str) -> Hardware:
@@ -276,15 +577,19 @@ def _load(raw: Any, where: str) -> Hardware:
     try:
         hardware = Hardware(**values, sources=sources)
     except ValidationError as error:
-        raise UserError(f"{where}: {_describe_error(error)}") from None
+        path = error.errors()[0]["loc"]
+        link = {"scale_up": ScaleUp, "scale_out": ScaleOut}.get(str(path[0]))
+        fields = (link if link and len(path) > 1 else Hardware).model_fields
+        missing = "; give it, or a base to start from: base: h100-sxm"
+        raise UserError(f"{where}: {figure_error(error, fields, missing)}") from None
     by_precision = {"gemm": hardware.gemm, "sustained_fraction": hardware.sustained_fraction}
     if hardware.experts:
         by_precision["experts.gemm"] = hardware.experts.gemm
     for key, constants in by_precision.items():
-        for name in sorted(constants.keys() - PRODUCTS.keys()):
-            known = either(PRODUCTS)
+        for name in sorted(constants.keys() - PEAKS.keys()):
             raise UserError(
-                f"{where}: unknown key '{key}.{name}'{did_you_mean(name, PRODUCTS)}; wanted {known}"
+                f"{where}: unknown key '{key}.{name}'{did_you_mean(name, PEAKS)}; wanted "
+                f"{either(PEAKS)}"
             )
     if "bf16" not in hardware.gemm:
         raise UserError(
@@ -294,44 +599,38 @@ def _load(raw: Any, where: str) -> Hardware:
 
 
 def _with_base(
-    raw: Any, where: str, seen: tuple[str, ...] = ()
+    raw: Any, where: str, files_read: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Values of a file and their sources, merged with those of its base."""
     if not isinstance(raw, dict):
         raise UserError(f"{where}: got {shown(raw)}, wanted keys such as peak_bf16_tflops: 989.4")
-    own_values = {str(key): value for key, value in cast("dict[object, Any]", raw).items()}
-    base = own_values.pop("base", None)
-    texts: Any = own_values.pop("sources", {})
+    block = {str(key): value for key, value in cast("dict[object, Any]", raw).items()}
+    base = block.pop("base", None)
+    texts: Any = block.pop("sources", {})
     if not isinstance(texts, dict):
         raise UserError(f"{where}: sources is {shown(texts)}, wanted names and where they lead")
     texts = {str(name): text for name, text in cast("dict[object, Any]", texts).items()}
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    _split_sources(own_values, texts, where, "", values, sources)
+    values, sources = _split_sources(block, texts, where)
     if base is None:
         return values, sources
-    path = _file_of_base(base, where)
-    if (path is None and base not in names()) or (path or base) in seen:
+    is_file = isinstance(base, str) and _is_path(base)
+    name = os.path.normpath(Path(where).parent / base) if is_file else str(base)
+    if name in files_read or not (is_file or name in names()):
         raise UserError(
             f"{where}: base is {base!r}{did_you_mean(str(base), names())}; wanted "
-            f"{either(n for n in names() if n not in seen)}, or the path of another .yaml file"
+            f"{either(n for n in names() if n not in files_read)}, or the path of another .yaml "
+            "file"
         )
-    if path is None:
-        base_raw, name = own_yaml((_folder() / f"{base}.yaml").read_text("utf-8")), str(base)
+    if is_file:
+        text = read_text(name, f"hardware in YAML, the base of {where}")
+        base_raw = from_yaml(text, name)
     else:
-        text = read_text(path, f"hardware in YAML, the base of {where}")
-        base_raw, name = from_yaml(text, path), path
-    base_values, base_sources = _with_base(base_raw, name, (*seen, name))
-    for key in [k for k in base_sources if k.split(".")[0] in values and "." not in k]:
+        base_raw = _packaged_yaml(name)
+    base_values, base_sources = _with_base(base_raw, name, (*files_read, name))
+    # A number that replaces that of the base has no source of the base.
+    for key in [k for k in base_sources if k in values]:
         del base_sources[key]
     return _overlay(base_values, values), base_sources | sources
-
-
-def _file_of_base(base: object, where: str) -> str | None:
-    """Path of a base that is a file, relative to the file `where`; None for a name."""
-    if not (isinstance(base, str) and (base.endswith((".yaml", ".yml")) or os.sep in base)):
-        return None
-    return os.path.normpath(Path(where).parent / base)
 
 
 def _overlay(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,59 +642,29 @@ def _overlay(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, An
 
 
 def _split_sources(
-    given: Mapping[str, Any],
-    texts: Mapping[str, str],
-    where: str,
-    prefix: str,
-    values: dict[str, Any],
-    sources: dict[str, str],
-) -> None:
-    """Split `[value, source]` at every depth; `source: x` holds for its block."""
-    common = given.get("source") if prefix else None
-    for key, value in given.items():
-        path = f"{prefix}{key}"
+    block: Mapping[str, Any], texts: Mapping[str, str], where: str, prefix: str = ""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values of a block, and the source of each path; `source: x` holds for its block."""
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    common = block.get("source") if prefix else None
+    for key, value in block.items():
+        path, source = f"{prefix}{key}", common
         if prefix and key == "source":
             continue
         if isinstance(value, dict):
-            values[key] = {}
-            _split_sources(
-                cast("dict[str, Any]", value), texts, where, f"{path}.", values[key], sources
-            )
-        elif isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):  # pyright: ignore
-            number, source = cast("list[Any]", value)
-            values[key], sources[path] = number, _source(str(source), path, texts, where)
-        else:
-            values[key] = value
-            if common is not None:
-                sources[path] = _source(str(common), path, texts, where)
-
-
-def _source(key: str, path: str, texts: Mapping[str, str], where: str) -> str:
-    if key not in texts:
-        raise UserError(
-            f"{where}: the source {key!r} of {path} is not under sources{did_you_mean(key, texts)}"
-        )
-    return texts[key]
-
-
-def _describe_error(error: ValidationError) -> str:
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    known: Iterable[str] = {
-        "scale_up": ScaleUp.model_fields,
-        "scale_out": ScaleOut.model_fields,
-    }.get(path[0] if len(path) > 1 else "", Hardware.model_fields)
-    name = ".".join(path)
-    match first["type"]:
-        case "extra_forbidden":
-            return f"unknown key {name!r}{did_you_mean(path[-1], known)}"
-        case "missing":
-            hint = "" if len(path) > 1 else "; give it, or a base to start from: base: h100-sxm"
-            return f"{name} is missing{hint}"
-        case "literal_error":
-            choices = Topology if path[-1] == "topology" else Fabric
-            return f"{name} is {shown(first['input'])}, wanted {either(get_args(choices))}"
-        case "float_parsing" | "float_type":
-            return f"{name} is {shown(first['input'])}, wanted a number"
-        case _:
-            return f"{name} is {shown(first['input'])}: {wanted_of(first['msg'])}"
+            nested = cast("dict[str, Any]", value)
+            values[key], nested_sources = _split_sources(nested, texts, where, f"{path}.")
+            sources |= nested_sources
+            continue
+        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], str):  # pyright: ignore
+            value, source = cast("list[Any]", value)
+        values[key] = value
+        if source is not None:
+            if str(source) not in texts:
+                raise UserError(
+                    f"{where}: the source {str(source)!r} of {path} is not under sources"
+                    f"{did_you_mean(str(source), texts)}"
+                )
+            sources[path] = texts[str(source)]
+    return values, sources

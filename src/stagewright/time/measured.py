@@ -3,7 +3,7 @@
 `stagewright show MODEL ... --kernels > kernels.csv` lists the kernels and the collectives of a run;
 measure some, fill in their `duration_us`, and give the file to `simulate`, `report` or `generate`
 with `--durations`. The shape of a collective is its bytes (`Tasks.comm_bytes`), its ranks, and
-their span: how many ranks lie from the first to the last, which says how far apart they are. Rows
+their span: the number of ranks from the first to the last, which is larger across nodes. Rows
 without a duration are skipped, a row without a `dtype` holds for all data types, and extents may be
 in any order.
 
@@ -19,14 +19,17 @@ import csv
 import dataclasses
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, distinct_numbers
 from stagewright.errors import UserError, did_you_mean
 from stagewright.files import read_text
 from stagewright.graph.node import BYTES
@@ -36,7 +39,6 @@ from stagewright.program.columns import (
     RankClass,
     Shape,
     TaskKind,
-    Tasks,
     groups_of_ranks,
 )
 
@@ -44,8 +46,8 @@ COLUMNS = ("kernel", "shape", "dtype", "duration_us")
 UNREAD = ("count", "flops", "bytes")
 """Columns that the list of kernels has for people; reading ignores them."""
 
-MOST_BYTES = 100_000_000
-MOST_SECONDS = 86_400
+MAX_BYTES = 100_000_000
+MAX_SECONDS = 86_400
 
 Key = tuple[str, frozenset[tuple[str, int]], str]
 
@@ -63,16 +65,32 @@ class Durations:
         return exact or self.rows.get((shape.kernel, extents, ""), 0)
 
 
-class Matched(NamedTuple):
-    """Number of kernels with a measured duration, counting one rank of each class."""
+class Coverage(NamedTuple):
+    """Numbers of kernels and collectives, and of those with a measured duration.
+
+    Rows of one rank of each class count.
+    """
 
     kernels: int
-    measured: int
-    missing: tuple[tuple[str, int], ...]  # "gemm batch=1 ... bf16", count; most frequent first
+    measured_kernels: int
+    missing: Mapping[str, int]
+    """Kernels without a duration by name, shape and data type, most frequent first."""
+    collectives: int
+    measured_collectives: int
 
     def entry(self) -> dict[str, Any]:
-        """The entry of a manifest; `missing` counts kernels by name, shape and data type."""
-        return {**self._asdict(), "missing": dict(self.missing)}
+        """Entry of a manifest."""
+        return {
+            "kernels": self.kernels,
+            "measured": self.measured_kernels,
+            "missing": dict(self.missing),
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"durations of {self.measured_kernels} of {self.kernels} kernels and of "
+            f"{self.measured_collectives} of {self.collectives} collectives"
+        )
 
 
 def describe(entry: Mapping[str, Any]) -> str:
@@ -91,24 +109,32 @@ def describe(entry: Mapping[str, Any]) -> str:
 
 def load(path: str | Path) -> Durations:
     """Read a file; every error is a UserError that names the line."""
-    text = read_text(path, "a list of kernels as CSV", MOST_BYTES)
-    return parse(text, str(path))
+    return parse(read_text(path, "a list of kernels as CSV", MAX_BYTES), str(path))
 
 
 def parse(text: str, path: str) -> Durations:
     """Read the text of a file."""
     lines = csv.reader(text.splitlines(), strict=True)
-    rows: dict[Key, int] = {}
+    durations: dict[Key, int] = {}
     try:
         header = [name.strip() for name in next(lines, list[str]())]
         _check_header(header, path)
         for cells in lines:
-            if any(cell.strip() for cell in cells):
-                where = f"{path}, line {lines.line_num}"
-                _row(dict(zip(header, cells, strict=False)), len(cells), header, where, rows)
+            where = f"{path}, line {lines.line_num}"
+            if not any(cell.strip() for cell in cells):
+                continue
+            if len(cells) != len(header):
+                raise UserError(f"{where}: {len(cells)} cells, wanted {len(header)}")
+            row = dict(zip(header, cells, strict=True))
+            if not row["duration_us"].strip():
+                continue
+            key, nanoseconds = _parse_row(row, where)
+            if key in durations:
+                raise UserError(f"{where}: this kernel comes twice; keep one row")
+            durations[key] = nanoseconds
     except csv.Error as error:
         raise UserError(f"{path}, line {lines.line_num}: {error}; wanted CSV") from None
-    return Durations(rows)
+    return Durations(durations)
 
 
 def _check_header(header: list[str], path: str) -> None:
@@ -124,19 +150,14 @@ def _check_header(header: list[str], path: str) -> None:
             raise UserError(f"{path}, line 1: column {name!r} comes twice")
 
 
-def _row(
-    row: dict[str, str], cells: int, header: list[str], where: str, rows: dict[Key, int]
-) -> None:
-    if cells != len(header):
-        raise UserError(f"{where}: {cells} cells, wanted {len(header)}")
+def _parse_row(row: Mapping[str, str], where: str) -> tuple[Key, int]:
+    """Key and nanoseconds of a row with a duration."""
     text = row["duration_us"].strip()
-    if not text:
-        return
     try:
         seconds = float(text) / 1e6
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= MOST_SECONDS:
+    if not 0 < seconds <= MAX_SECONDS:
         raise UserError(f"{where}: duration_us is {text[:40]!r}, wanted microseconds above 0")
     extents: dict[str, int] = {}
     for word in row["shape"].split():
@@ -150,69 +171,81 @@ def _row(
         hint = did_you_mean(dtype, BYTES) or f"; use one of {', '.join(BYTES)}"
         raise UserError(f"{where}: dtype is {dtype[:40]!r}{hint}")
     key = row["kernel"].strip(), frozenset(extents.items()), dtype
-    if key in rows:
-        raise UserError(f"{where}: this kernel comes twice; keep one row")
-    rows[key] = max(1, round(seconds * 1e9))
+    return key, max(1, round(seconds * 1e9))
+
+
+def kernel_rows(rank_class: RankClass) -> Iterator[tuple[Shape, str, Int]]:
+    """Distinct kernels of a rank: shape, data type, rows."""
+    tasks = rank_class.tasks
+    rows = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tasks.shape >= 0))
+    for equal in _equal_rows(rows, tasks.shape, tasks.dtype):
+        first = equal[0]
+        yield tasks.shapes[int(tasks.shape[first])], tasks.dtypes[int(tasks.dtype[first])], equal
+
+
+def collective_rows(program: Program, rank_class: RankClass) -> Iterator[tuple[Shape, str, Int]]:
+    """Distinct collectives of a rank: shape, no data type, rows.
+
+    Of the groups that a class is in, the one with the widest span counts: it is the slowest.
+    """
+    tasks = rank_class.tasks
+    extents: dict[int, tuple[int, int]] = {}
+    rows = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
+    for equal in _equal_rows(rows, tasks.collective, tasks.slot, tasks.comm_bytes):
+        first, slot = equal[0], int(tasks.slot[equal[0]])
+        if slot not in extents:
+            groups = groups_of_ranks(program.group_of(slot), rank_class.ranks)
+            span = int((groups[:, -1] - groups[:, 0]).max()) + 1
+            extents[slot] = groups.shape[1], span
+        ranks, span = extents[slot]
+        size = int(tasks.comm_bytes[first])
+        shape = (("bytes", size), ("ranks", ranks), ("span", span))
+        yield Shape(COLLECTIVES[int(tasks.collective[first])], shape), "", equal
+
+
+def _equal_rows(rows: Int, *columns: NDArray[np.integer]) -> Iterator[Int]:
+    """Sets of rows with equal values in all columns."""
+    if not len(rows):
+        return
+    _, index = distinct_numbers([column[rows] for column in columns], len(rows))
+    order = np.argsort(index, kind="stable")
+    yield from np.split(rows[order], np.cumsum(np.bincount(index))[:-1])
 
 
 def kernels(program: Program) -> list[dict[str, Any]]:
     """The distinct kernels of a program, largest total FLOPs first: CSV rows without a duration."""
+    return _listed(program, kernel_rows, "flops")
+
+
+def collectives(program: Program) -> list[dict[str, Any]]:
+    """The distinct collectives of a program, largest total bytes first: rows without a duration."""
+    return _listed(program, partial(collective_rows, program), "bytes")
+
+
+def _listed(
+    program: Program,
+    rows_of: Callable[[RankClass], Iterator[tuple[Shape, str, Int]]],
+    largest: str,
+) -> list[dict[str, Any]]:
+    """CSV rows of the distinct tasks of all classes, by count times the column `largest`."""
     by_key: dict[Key, dict[str, Any]] = {}
     for rank_class in program.classes:
         tasks = rank_class.tasks
-        for key, rows, counts in _distinct(tasks):
-            shape, dtype = tasks.shapes[key[0]], tasks.dtypes[key[1]]
-            row = by_key.setdefault(
+        for shape, dtype, rows in rows_of(rank_class):
+            entry = by_key.setdefault(
                 (shape.kernel, frozenset(shape.extents), dtype),
                 {
                     "kernel": shape.kernel,
                     "shape": describe_extents(shape),
                     "dtype": dtype,
                     "count": 0,
-                }
-                | {"flops": int(tasks.flops[rows]), "bytes": int(tasks.traffic[rows])},
+                    "flops": int(tasks.flops[rows[0]]),
+                    "bytes": int(tasks.traffic[rows[0]] or tasks.comm_bytes[rows[0]]),
+                    "duration_us": "",
+                },
             )
-            row["count"] += counts * len(rank_class.ranks)
-    order = sorted(by_key.values(), key=lambda row: -row["count"] * row["flops"])
-    return [{**row, "duration_us": ""} for row in order]
-
-
-def collectives(program: Program) -> list[dict[str, Any]]:
-    """The distinct collectives of a program, largest total bytes first: rows without a duration."""
-    by_key: dict[Key, dict[str, Any]] = {}
-    for rank_class in program.classes:
-        for shape, rows in collective_rows(program, rank_class):
-            row = by_key.setdefault(
-                (shape.kernel, frozenset(shape.extents), ""),
-                {"kernel": shape.kernel, "shape": describe_extents(shape), "dtype": "", "count": 0}
-                | {"flops": 0, "bytes": dict(shape.extents)["bytes"]},
-            )
-            row["count"] += len(rows) * len(rank_class.ranks)
-    order = sorted(by_key.values(), key=lambda row: -row["count"] * row["bytes"])
-    return [{**row, "duration_us": ""} for row in order]
-
-
-def collective_rows(program: Program, rank_class: RankClass) -> Iterator[tuple[Shape, Int]]:
-    """The distinct collectives of a rank class, and the rows of each."""
-    tasks = rank_class.tasks
-    collective = np.flatnonzero(tasks.kind == TaskKind.COLLECTIVE)
-    columns = (tasks.collective, tasks.slot, tasks.comm_bytes)
-    keys = np.stack([column[collective].astype(np.int64) for column in columns], axis=1)
-    distinct, inverse = np.unique(keys, axis=0, return_inverse=True)
-    sizes = {slot: _extent(program, rank_class, slot) for slot in {*distinct[:, 1].tolist()}}
-    for i, (op, slot, size) in enumerate(distinct.tolist()):
-        ranks, span = sizes[slot]
-        extents = (("bytes", size), ("ranks", ranks), ("span", span))
-        yield Shape(COLLECTIVES[int(op)], extents), collective[inverse.reshape(-1) == i]
-
-
-def _extent(program: Program, rank_class: RankClass, slot: int) -> tuple[int, int]:
-    """Ranks of the group of a communicator, and the span from first to last.
-
-    Of the groups that a class is in, the one with the widest span: it is the slowest.
-    """
-    groups = groups_of_ranks(program.group_of(slot), rank_class.ranks)
-    return groups.shape[1], int((groups[:, -1] - groups[:, 0]).max()) + 1
+            entry["count"] += len(rows) * len(rank_class.ranks)
+    return sorted(by_key.values(), key=lambda entry: -entry["count"] * entry[largest])
 
 
 def describe_extents(shape: Shape) -> str:
@@ -230,71 +263,33 @@ def to_csv(program: Program) -> str:
     return text.getvalue()
 
 
-def _distinct(tasks: Tasks) -> list[tuple[tuple[int, int], int, int]]:
-    """Shape and data type, first row and number of rows of each distinct kernel."""
-    kernel = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tasks.shape >= 0))
-    keys = tasks.shape[kernel].astype(np.int64) * len(tasks.dtypes) + tasks.dtype[kernel]
-    unique, first, counts = np.unique(keys, return_index=True, return_counts=True)
-    return [
-        (divmod(int(key), len(tasks.dtypes)), int(kernel[index]), int(count))
-        for key, index, count in zip(unique, first, counts, strict=True)
-    ]
+def measured(
+    program: Program, table: Durations, *, with_collectives: bool = False
+) -> tuple[Program, Coverage]:
+    """Program with the durations of kernels in the table, and their coverage.
 
-
-def with_collectives(program: Program, table: Durations) -> tuple[Program, Counts]:
-    """The program with the durations of kernels and collectives, for a simulation.
-
-    Traces hold those of kernels alone: what reads traces times collectives itself.
+    Traces hold the durations of kernels only, since simulators that read traces time collectives
+    themselves; simulations of this package also take collectives.
     """
-    program, matched = measured(program, table)
-    classes = list(program.classes)
-    num_measured = total = 0
-    for i, rank_class in enumerate(classes):
-        assert rank_class.tasks.duration is not None
-        duration = rank_class.tasks.duration.copy()
-        for shape, rows in collective_rows(program, rank_class):
-            duration[rows] = table.of(shape, "")
-            total += len(rows)
-            num_measured += len(rows) if table.of(shape, "") else 0
+    missing: Counter[str] = Counter()
+    total, covered = Counter[bool](), Counter[bool]()  # of kernels, of collectives
+    classes: list[RankClass] = []
+    for rank_class in program.classes:
+        duration = np.zeros(len(rank_class.tasks), np.int64)
+        distinct = list(kernel_rows(rank_class))
+        num_kernels = len(distinct)
+        if with_collectives:
+            distinct += collective_rows(program, rank_class)
+        for index, (shape, dtype, rows) in enumerate(distinct):
+            is_collective = index >= num_kernels
+            duration[rows] = nanoseconds = table.of(shape, dtype)
+            total[is_collective] += len(rows)
+            if nanoseconds:
+                covered[is_collective] += len(rows)
+            elif not is_collective:
+                missing[f"{shape} {dtype}"] += len(rows)
         tasks = dataclasses.replace(rank_class.tasks, duration=duration)
-        classes[i] = dataclasses.replace(rank_class, work=rank_class.work.with_tasks(tasks))
-    counts = Counts(matched.kernels, matched.measured, total, num_measured)
-    return dataclasses.replace(program, classes=tuple(classes)), counts
-
-
-class Counts(NamedTuple):
-    """Numbers of kernels and collectives, and of those with a duration."""
-
-    kernels: int
-    measured_kernels: int
-    collectives: int
-    measured_collectives: int
-
-    def __str__(self) -> str:
-        return (
-            f"durations of {self.measured_kernels} of {self.kernels} kernels and of "
-            f"{self.measured_collectives} of {self.collectives} collectives"
-        )
-
-
-def measured(program: Program, table: Durations) -> tuple[Program, Matched]:
-    """Program with the durations of kernels in the table, and kernels without one."""
-    missing: dict[str, int] = {}
-    total = num_measured = 0
-    classes = list(program.classes)
-    for i, rank_class in enumerate(classes):
-        tasks = rank_class.tasks
-        nanoseconds = np.zeros((len(tasks.shapes) + 1, len(tasks.dtypes)), np.int64)  # last: none
-        for (shape, dtype), _, count in _distinct(tasks):
-            measured_ns = table.of(tasks.shapes[shape], tasks.dtypes[dtype])
-            nanoseconds[shape, dtype] = measured_ns
-            total += count
-            num_measured += count if measured_ns else 0
-            if not measured_ns:
-                name = f"{tasks.shapes[shape]} {tasks.dtypes[dtype]}"
-                missing[name] = missing.get(name, 0) + count
-        duration: Int = nanoseconds[tasks.shape, tasks.dtype] * (tasks.kind == TaskKind.COMPUTE)
-        timed = dataclasses.replace(tasks, duration=duration)
-        classes[i] = dataclasses.replace(rank_class, work=rank_class.work.with_tasks(timed))
-    order = tuple(sorted(missing.items(), key=lambda x: (-x[1], x[0])))
-    return dataclasses.replace(program, classes=tuple(classes)), Matched(total, num_measured, order)
+        classes.append(dataclasses.replace(rank_class, work=rank_class.work.with_tasks(tasks)))
+    by_count = dict(sorted(missing.items(), key=lambda item: (-item[1], item[0])))
+    coverage = Coverage(total[False], covered[False], by_count, total[True], covered[True])
+    return dataclasses.replace(program, classes=tuple(classes)), coverage

@@ -1,11 +1,16 @@
 """Time of a kernel from its shape: a roofline with corrections.
 
-Matrix products run as tiles over the compute units of a GPU: the last wave of tiles is rarely
-full, a small tile reuses less of what it reads, and every tile starts and ends. Attention runs as
-tiles of 128 queries, each of which passes through all keys that its mask leaves. All other kernels
-move bytes; rows that are copied by index, tokens to experts and back, move more slowly than
-streams. Every kernel takes at least its launch. The constants belong to the hardware and were
-fitted to measured kernels (`benchmarks/fit_kernels.py`).
+- Matrix products (`gemm_seconds`) run as tiles over the compute units of a GPU: the last wave of
+  tiles is rarely full, a small tile reuses less of what it reads, and every tile starts and ends.
+- Fused attention (`attention_seconds`) runs as tiles of 128 queries, each of which passes through
+  all keys that its mask leaves.
+- Attention over a cache (`cached_attention_seconds`) does the same while it reads keys and values.
+- Rows that are copied by index (`copies_seconds`), to experts and back, move their bytes more
+  slowly than streams.
+- All other kernels (`memory_seconds`) move their bytes at the speed of streams.
+
+Every kernel takes at least its launch. `kernels_seconds` selects the model by the name of a kernel.
+The constants are those of the hardware (`hardware`).
 
 >>> from stagewright.time.hardware import resolve
 >>> h100 = resolve("h100-sxm")
@@ -17,16 +22,68 @@ True
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float
+from stagewright.arrays import Bool, Float
 from stagewright.errors import UserError
-from stagewright.time.constants import GemmFit
-from stagewright.time.hardware import PRODUCTS, Hardware
+from stagewright.graph.node import BYTES
+from stagewright.graph.table import OPS, Timing, served_heads
+from stagewright.program.shapes import GEMM
+from stagewright.time.hardware import PEAKS, GemmFit, Hardware
 
-Array = Float
+
+class Kernels(NamedTuple):
+    """Kernels of one name and data type: an array element per kernel."""
+
+    extents: Mapping[str, Float]
+    """By name, such as `q` or `heads`; 0 where a kernel lacks the extent."""
+    flops: Float
+    traffic: Float
+    """Bytes."""
+    dtype: str
+    backward: Bool
+
+
+def timing_of(kernel: str) -> Timing:
+    """Model of a kernel, by its name: `gemm`, or the name of an op."""
+    if kernel == GEMM:
+        return Timing.PRODUCT
+    return OPS[kernel].timing if kernel in OPS else Timing.MEMORY
+
+
+def kernels_seconds(kernel: str, kernels: Kernels, on: Hardware) -> Float:
+    """Seconds of kernels of one name, by the model of this name.
+
+    `on`: the hardware at the clocks that kernels run at; of a step, `Hardware.sustained`.
+    """
+    size, timing = kernels.extents, timing_of(kernel)
+    match timing:
+        case Timing.PRODUCT:
+            seconds = gemm_seconds(
+                size["batch"], size["m"], size["n"], size["k"],
+                traffic=kernels.traffic, dtype=kernels.dtype, on=on,
+            )  # fmt: skip
+            return np.maximum(seconds, _unaligned_seconds(kernels, on))
+        case Timing.TO_EXPERTS | Timing.FROM_EXPERTS:
+            return _expert_copies(kernels, timing, on)
+        case Timing.CACHED_ATTENTION if on.inference is not None:
+            return _cached_attention(kernels, on)
+        case Timing.SERVED_ATTENTION | Timing.CACHED_ATTENTION:
+            return _served_attention(kernels, on)
+        case Timing.ATTENTION | Timing.ATTENTION_BACKWARD:
+            backward = timing is Timing.ATTENTION_BACKWARD
+            return training_attention_seconds(kernels, on, backward=backward)
+        case Timing.CHUNKED:
+            return _chunked(kernels, on)
+        case Timing.MEMORY:
+            return memory_seconds(kernels.traffic, kernels.flops, on)
+
+
+# ---- matrix products -----------------------------------------------------------------------------
 
 # Rows and columns of the tiles that libraries choose from, and into how many parts they may split
 # the sum (cuBLAS and CUTLASS kernels; the fastest is taken, as their heuristics try to).
@@ -34,6 +91,14 @@ TILES = ((64, 64), (64, 128), (128, 64), (128, 128), (128, 256), (256, 128), (64
          (32, 64), (64, 32))  # fmt: skip
 SPLITS = (1, 2, 4, 8, 16)
 DEPTH = 64  # elements of the sum that a tile takes at a time
+
+ALIGNED_BYTES = 16
+"""Alignment of the rows of operands that tensor cores use most efficiently.
+
+Source: cuBLAS's manual, "Tensor Core Usage": pointers and leading dimensions of 16 bytes."""
+
+_CHUNK = 1024
+"""Products that are timed at once, with all tiles and splits: as many as a cache holds."""
 
 
 def peak_flops(hardware: Hardware, dtype: str) -> float:
@@ -43,7 +108,7 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
     """
     peak = hardware.rate_of(dtype)
     if peak is None:
-        supported = [name for name in PRODUCTS if hardware.rate_of(name)]
+        supported = [name for name in PEAKS if hardware.rate_of(name)]
         raise UserError(
             f"{hardware.name} has no matrix products in {dtype}; use one of {', '.join(supported)}"
         )
@@ -51,8 +116,8 @@ def peak_flops(hardware: Hardware, dtype: str) -> float:
 
 
 def gemm_seconds(
-    batch: Array, m: Array, n: Array, k: Array, *, traffic: Array, dtype: str, on: Hardware
-) -> Array:
+    batch: Float, m: Float, n: Float, k: Float, *, traffic: Float, dtype: str, on: Hardware
+) -> Float:
     """Seconds of matrix products that move `traffic` bytes.
 
     Each product has `batch` results of m x n, whose elements are sums over k. Several results are
@@ -65,36 +130,33 @@ def gemm_seconds(
         if not len(selected):
             continue
         fit = on.products(dtype, grouped=grouped)
-        for chunk in np.split(selected, range(_AT_ONCE, len(selected), _AT_ONCE)):
-            seconds[chunk] = _fastest(sizes[:, chunk], fit, peak_flops(on, dtype), on)
+        for chunk in np.split(selected, range(_CHUNK, len(selected), _CHUNK)):
+            seconds[chunk] = _fastest_tile(sizes[:, chunk], fit, peak_flops(on, dtype), on)
     return seconds
 
 
-_AT_ONCE = 1024
-"""Products that are timed at once, with all tiles and splits: as many as a cache holds."""
-
-
-def _fastest(sizes: Array, fit: GemmFit, peak: float, on: Hardware) -> Array:
+def _fastest_tile(sizes: Float, fit: GemmFit, peak: float, on: Hardware) -> Float:
     """Seconds of products, each with its fastest tile and split of the sum.
 
     `sizes` has the shape [5, products]: batch, m, n, k and traffic.
     """
     batch, m, n, k, traffic = sizes
-    moves = on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction
-    unit = peak / on.compute_units
+    bandwidth = on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction
+    unit_peak = peak / on.compute_units
     # [tiles, 1, 1] and [splits, 1], beside [products].
     rows, columns = (np.array(side)[:, None, None] for side in zip(*TILES, strict=True))
     reuse = np.array([_reuse(fit, *tile) for tile in TILES])[:, None, None]
-    parts = np.array(SPLITS)[:, None]
+    splits = np.array(SPLITS)[:, None]
     tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
-    rate = unit * fit.fraction * reuse
-    waves = _waves(tiles * parts / on.compute_units, fit.quantization)
-    depth = np.ceil(k / parts / DEPTH) * DEPTH
+    rate = unit_peak * fit.fraction * reuse
+    waves = _waves(tiles * splits / on.compute_units, fit.quantization)
+    depth = np.ceil(k / splits / DEPTH) * DEPTH
     compute = waves * (2 * rows * columns * depth / rate + fit.tile_us * 1e-6)
     # Where the sum is split: partial sums in fp32, written and read.
-    compute = compute + np.where(parts > 1, fit.split_us * 1e-6, 0.0)
-    moved = traffic / moves + np.where(parts > 1, 8 * parts * batch * m * n / moves, 0.0)
-    best = _overlapped(compute, moved, fit.sharpness).min(axis=(0, 1))
+    compute = compute + np.where(splits > 1, fit.split_us * 1e-6, 0.0)
+    partial_sums = np.where(splits > 1, 8 * splits * batch * m * n / bandwidth, 0.0)
+    memory = traffic / bandwidth + partial_sums
+    best = _overlapped(compute, memory, fit.sharpness).min(axis=(0, 1))
     return fit.launch_us * 1e-6 + best
 
 
@@ -103,32 +165,58 @@ def _reuse(fit: GemmFit, rows: int, columns: int) -> float:
     return (1 + fit.tile_factor * 0.75) / (1 + fit.tile_factor * (64 / rows + 64 / columns))
 
 
-def _waves(ratio: Array, quantization: float) -> Array:
+def _waves(ratio: Float, quantization: float) -> Float:
     """Waves of tiles: the last one counts in full, or by its share if tiles overlap."""
     return np.where(ratio <= 1, 1.0, quantization * np.ceil(ratio) + (1 - quantization) * ratio)
 
 
-def _overlapped(compute: Array, memory: Array, sharpness: float) -> Array:
+def _overlapped(compute: Float, memory: Float, sharpness: float) -> Float:
     """Seconds of two overlapping parts: the longer one, plus a term if both are similar."""
     longer, shorter = np.maximum(compute, memory), np.minimum(compute, memory)
     return longer * (1 + (shorter / longer) ** sharpness) ** (1 / sharpness)
 
 
-QUERIES = 128  # queries per tile of attention
+def _unaligned_seconds(kernels: Kernels, on: Hardware) -> Float:
+    """Lower bound of products of heads whose rows are not aligned; 0 for others.
+
+    A head is a row of each operand of an attention that no kernel fuses: of 108 or 150 values in
+    bf16, it does not begin at a multiple of `ALIGNED_BYTES`.
+    """
+    width = kernels.extents.get("head")
+    if width is None or on.unaligned_heads_tflops is None:
+        return np.zeros_like(kernels.flops)
+    unaligned = (width * float(BYTES[kernels.dtype])) % ALIGNED_BYTES > 0
+    return np.where(unaligned, kernels.flops / (on.unaligned_heads_tflops * 1e12), 0.0)
 
 
-class AttentionTiles(NamedTuple):
-    """The work of fused attention kernels, an array element per kernel."""
+# ---- attention -----------------------------------------------------------------------------------
 
-    tiles: Array
-    """Blocks of `QUERIES` queries."""
-    longest: Array
-    """Keys that the longest of the tiles passes through."""
-    points: Array
-    """Pairs of a query and a key in all tiles, each with an exponential."""
-    flops_per_point: Array
-    traffic: Array
-    """Bytes of operands and results."""
+QUERIES = 128
+"""Queries of a tile of attention."""
+ROWS = 64
+"""Rows of a tile of queries that share a key: the least that tensor cores multiply."""
+
+
+def attention_seconds(
+    tiles: Float, longest: Float, points: Float, flops_per_point: Float, traffic: Float,
+    *, dtype: str, on: Hardware, backward: bool = False,
+) -> Float:  # fmt: skip
+    """Seconds of fused attention kernels: an array element per kernel.
+
+    `tiles`: blocks of `QUERIES` queries; `longest`: keys that the longest of them passes through;
+    `points`: pairs of a query and a key in all tiles, each with an exponential; `traffic`: bytes of
+    operands and results.
+    """
+    fit = (on.attention.fp8 if dtype == "fp8" else None) or on.attention
+    rate = _attention_peak(on, dtype) * fit.fraction / on.compute_units
+    if backward:
+        rate *= fit.bwd_ratio
+    point = flops_per_point / rate + fit.softmax_ps * 1e-12
+    even = points * point / on.compute_units
+    waves = np.ceil(tiles / on.compute_units)
+    computed = np.maximum(even, QUERIES * longest * point) + waves * fit.tile_us * 1e-6
+    moved = fit.traffic_factor * traffic / (on.memory_bandwidth_gb_s * 1e9)
+    return fit.launch_us * 1e-6 + computed + moved
 
 
 def _attention_peak(on: Hardware, dtype: str) -> float:
@@ -141,43 +229,53 @@ def _attention_peak(on: Hardware, dtype: str) -> float:
     return peak_flops(on, dtype if supported else "bf16")
 
 
-def attention_seconds(
-    work: AttentionTiles, *, dtype: str, on: Hardware, backward: bool = False
-) -> Array:
-    """Seconds of fused attention kernels."""
-    fit = (on.attention.fp8 if dtype == "fp8" else None) or on.attention
-    rate = _attention_peak(on, dtype) * fit.fraction / on.compute_units
-    if backward:
-        rate *= fit.bwd_ratio
-    point = work.flops_per_point / rate + fit.softmax_ps * 1e-12
-    even = work.points * point / on.compute_units
-    rounds = np.ceil(work.tiles / on.compute_units)
-    computed = np.maximum(even, QUERIES * work.longest * point) + rounds * fit.tile_us * 1e-6
-    moved = fit.traffic_factor * work.traffic / (on.memory_bandwidth_gb_s * 1e9)
-    return fit.launch_us * 1e-6 + computed + moved
+def training_attention_seconds(kernels: Kernels, on: Hardware, *, backward: bool) -> Float:
+    """Seconds of fused attention of sequences of one length.
+
+    Forward computes two products per pair of query and key, backward five.
+    """
+    size = kernels.extents
+    d, v = size["d"], size["v"]
+    # Backward goes through the keys in tiles, each of which meets all queries.
+    rows, columns = (size["k"], size["q"]) if backward else (size["q"], size["k"])
+    span = np.maximum(size["window"], size.get("chunk", 0))
+    visible = np.where(span > 0, np.minimum(span, columns), columns)
+    tiles = np.ceil(rows / QUERIES) * (size["batch"] * size["heads"])
+    flops_per_point = 2 * (3 * d + 2 * v) if backward else 2 * (d + v)
+    # Masks act on whole tiles: those on the diagonal are computed in full.
+    points = kernels.flops / flops_per_point + size["causal"] * tiles * QUERIES**2 / 2
+    return attention_seconds(
+        tiles, visible, points, flops_per_point, kernels.traffic,
+        dtype=kernels.dtype, on=on, backward=backward,
+    )  # fmt: skip
 
 
-ROWS = 64  # of a tile of queries that share a key, the least that tensor cores multiply
+def _served_attention(kernels: Kernels, on: Hardware) -> Float:
+    """Attention over requests of different lengths, in tiles of queries as in training.
+
+    Several units share the keys of one tile (flash decoding), so that the load is even. Reading the
+    keys may take longer than computing: a single token has few queries for each key read.
+    """
+    size = kernels.extents
+    flops_per_point = 2 * (size["d"] + size.get("v", size["d"]))
+    tiles = np.ceil(size["q"] / QUERIES) * math.prod(served_heads(size))
+    zero = np.zeros_like(kernels.flops)
+    points = kernels.flops / flops_per_point
+    computed = attention_seconds(
+        tiles, zero, points, flops_per_point, zero, dtype=kernels.dtype, on=on
+    )
+    return np.maximum(computed, memory_seconds(kernels.traffic, zero, on))
 
 
-class CachedAttentionWork(NamedTuple):
-    """The work of attention over a cache, an array element per kernel."""
-
-    queries: Array
-    """Queries of all heads: a token has one for each head."""
-    sharing: Array
-    """Heads that share the keys of one key-value head."""
-    points: Array
-    """Pairs of a query and a key."""
-    keys: Array
-    """Keys of all key-value heads that are read."""
-    flops_per_point: Array
-    traffic: Array
-    """Bytes of keys, values, queries and results."""
-
-
-def cached_attention_seconds(work: CachedAttentionWork, *, dtype: str, on: Hardware) -> Array:
+def cached_attention_seconds(
+    queries: Float, sharing: Float, points: Float, keys: Float, flops_per_point: Float,
+    traffic: Float, *, dtype: str, on: Hardware,
+) -> Float:  # fmt: skip
     """Seconds of attention over a cache, in decode, prefill or both at once.
+
+    `queries`: of all heads, one for each head of a token; `sharing`: heads that share the keys of
+    one key-value head; `points`: pairs of a query and a key; `keys`: keys of all key-value heads
+    that are read; `traffic`: bytes of keys, values, queries and results. An array element each.
 
     Several units share the keys of one request (flash decoding), so that all are busy. A tile has
     at least `ROWS` rows, however few queries meet a key: a decode step computes for rows that it
@@ -186,16 +284,31 @@ def cached_attention_seconds(work: CachedAttentionWork, *, dtype: str, on: Hardw
     assert on.inference is not None
     fit = on.inference.cached_attention
     rate = _attention_peak(on, dtype) * on.attention.fraction / on.compute_units
-    point = work.flops_per_point / rate + on.attention.softmax_ps * 1e-12
-    queries_per_key = np.maximum(
-        work.points / np.maximum(work.keys, 1), 1e-9
-    )  # queries that a key meets
-    computed = work.points * np.maximum(1.0, ROWS / queries_per_key) * point / on.compute_units
-    moved = work.traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
-    rows = np.clip(queries_per_key, np.minimum(work.sharing, QUERIES), QUERIES)
-    tiles = work.queries / rows / on.compute_units
+    point = flops_per_point / rate + on.attention.softmax_ps * 1e-12
+    queries_per_key = np.maximum(points / np.maximum(keys, 1), 1e-9)
+    computed = points * np.maximum(1.0, ROWS / queries_per_key) * point / on.compute_units
+    moved = traffic / (on.memory_bandwidth_gb_s * 1e9 * fit.memory_fraction)
+    rows = np.clip(queries_per_key, np.minimum(sharing, QUERIES), QUERIES)
+    tiles = queries / rows / on.compute_units
     both = _overlapped(computed, moved, fit.sharpness)
     return (fit.launch_us + tiles * fit.tile_us) * 1e-6 + both
+
+
+def _cached_attention(kernels: Kernels, on: Hardware) -> Float:
+    """Attention over a cache, by constants that were fitted to decode kernels."""
+    size = kernels.extents
+    flops_per_point = 2 * (size["d"] + size.get("v", size["d"]))
+    heads = math.prod(served_heads(size))
+    # Latents are read once for all heads, keys and values once for the heads of a group.
+    sharing = size.get("r", size.get("a", np.ones_like(size["d"])))
+    # No more are read than there are pairs: an indexer chooses some of a cache's keys.
+    points = kernels.flops / flops_per_point
+    slots = size["k"] + size.get("j", np.zeros_like(size["d"]))
+    keys = np.minimum(slots * heads, points) / sharing
+    return cached_attention_seconds(
+        size["q"] * heads, sharing, points, keys, flops_per_point, kernels.traffic,
+        dtype=kernels.dtype, on=on,
+    )  # fmt: skip
 
 
 class DecodingBesidePrompts(NamedTuple):
@@ -205,24 +318,24 @@ class DecodingBesidePrompts(NamedTuple):
     capability 8 and 12). Heads share the tile of a key-value head, and units the keys of a request,
     only where all requests have one query (`seqlenq_ngroups_swapped` of
     csrc/flash_attn/flash_api.cpp in github.com/vllm-project/flash-attention, where `max_seqlen_q`
-    is 1). Beside a prompt, and where requests have drafts, each head has tiles of `ROWS` rows of
+    is 1). In a mixed batch, and where requests have drafts, each head has tiles of `ROWS` rows of
     its own, which pass through all keys of their request; heads that share keys read them again
     where the second-level cache no longer has them; and each request has as many tiles as the
     longest prompt, of which all but one are empty.
     """
 
-    per_key: float
-    """Seconds of a head's tile for each key."""
-    per_tile: float
-    per_empty_tile: float
+    key_seconds: float
+    """Of a head's tile for each key."""
+    tile_seconds: float
+    empty_tile_seconds: float
     tiles: float
-    """Of one request, over the compute units: one for each head."""
-    moved: float
-    """Seconds of reading a key and a value of all key-value heads."""
-    again: float
-    """Readings of a key in all but the first, where the cache has none of them."""
-    held: float
-    """Keys that the cache holds."""
+    """Tiles of one request, over the compute units: one for each head."""
+    read_seconds: float
+    """Of reading a key and a value of all key-value heads."""
+    rereads: float
+    """Further readings of a key that the cache does not hold: one for each further head."""
+    cached_keys: float
+    """Keys that the second-level cache holds."""
 
     @classmethod
     def of(cls, on: Hardware, heads: float, sharing: float, width: float) -> Self | None:
@@ -244,12 +357,15 @@ class DecodingBesidePrompts(NamedTuple):
     def __call__(self, requests: float, keys: float, queries: float) -> float:
         """Seconds of `requests` with `keys` in total; the longest prompt has `queries`."""
         tiles = self.tiles * requests
-        even = tiles * self.per_tile + self.tiles * keys * self.per_key
-        computed = max(even, self.per_tile + keys / requests * self.per_key)
-        read = keys * self.moved * (1 + self.again * max(0.0, 1 - self.held / keys))
-        empty = tiles * max(-(-queries // ROWS) - 1, 0) * self.per_empty_tile
+        even = tiles * self.tile_seconds + self.tiles * keys * self.key_seconds
+        computed = max(even, self.tile_seconds + keys / requests * self.key_seconds)
+        read = keys * self.read_seconds * (1 + self.rereads * max(0.0, 1 - self.cached_keys / keys))
+        empty = tiles * max(-(-queries // ROWS) - 1, 0) * self.empty_tile_seconds
         shorter, longer = sorted((computed, read))
         return longer * (1 + (shorter / longer) ** 6) ** (1 / 6) + empty
+
+
+# ---- kernels that move bytes ---------------------------------------------------------------------
 
 
 def bytes_per_second(on: Hardware) -> float:
@@ -257,13 +373,13 @@ def bytes_per_second(on: Hardware) -> float:
     return on.memory_bandwidth_gb_s * 1e9 * on.memory_bandwidth_fraction
 
 
-def memory_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
+def memory_seconds(traffic: Float, flops: Float, on: Hardware) -> Float:
     """Seconds of kernels that move `traffic` bytes and compute little."""
     moved = traffic / bytes_per_second(on)
     return on.kernel_launch_us * 1e-6 + np.maximum(moved, flops / (on.peak_fp32_tflops * 1e12))
 
 
-def copies_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
+def copies_seconds(traffic: Float, flops: Float, on: Hardware) -> Float:
     """Seconds of kernels that copy rows by index, to experts and back.
 
     `traffic` in bytes counts the row that is read for each copy that is written.
@@ -274,8 +390,44 @@ def copies_seconds(traffic: Array, flops: Array, on: Hardware) -> Array:
     return on.kernel_launch_us * 1e-6 + moved
 
 
-def routing_seconds(choices: Array, on: Hardware) -> Array:
+def routing_seconds(choices: Float, on: Hardware) -> Float:
     """Seconds of kernels that sort tokens by expert; `choices`: tokens times top-k."""
     if on.experts is None:
         return np.zeros_like(choices)
     return on.experts.routing_us * 1e-6 + on.experts.routing_ns * 1e-9 * choices
+
+
+def _expert_copies(kernels: Kernels, timing: Timing, on: Hardware) -> Float:
+    """Copies of tokens to experts and back; forward copies include the sorting by expert."""
+    size = kernels.extents
+    copies = size["e"] * size["r"]
+    if timing is Timing.FROM_EXPERTS:
+        return copies_seconds(kernels.traffic, copies, on)
+    moved = np.maximum(kernels.traffic, 2 * copies * size["m"] * float(BYTES[kernels.dtype]))
+    sorting = np.where(kernels.backward, 0, routing_seconds(copies, on))
+    return copies_seconds(moved, copies, on) + sorting
+
+
+def _chunked(kernels: Kernels, on: Hardware) -> Float:
+    """A chunked recurrence at the speed that the hardware reaches in such kernels.
+
+    Where none has been measured: as one product of equal FLOPs per chunk and head. A step of decode
+    has no chunks: it moves states.
+    """
+    size, flops, traffic = kernels.extents, kernels.flops, kernels.traffic
+    states = memory_seconds(traffic, flops, on)
+    chunk = size.get("chunk")
+    if chunk is None or not chunk.any():
+        return states
+    if on.recurrence_tflops is not None:
+        moved = memory_seconds(traffic, np.zeros_like(flops), on)
+        seconds = np.maximum(moved, flops / (on.recurrence_tflops * 1e12))
+    else:
+        rows = np.maximum(chunk, 1)
+        batch = np.ceil(size["s"] / rows) * size["b"] * size["g"] * size["h"]
+        k = flops / (2 * rows * size["p"] * batch)
+        on = on.model_copy(update={"experts": None})  # these are not grouped products
+        seconds = gemm_seconds(
+            batch, rows, size["p"], k, traffic=traffic, dtype=kernels.dtype, on=on
+        )
+    return np.where(chunk > 0, seconds, states)

@@ -1,7 +1,7 @@
 """A slice of a torus: its shape, and the rings of a group of ranks.
 
 Chips of a TPU are joined to their neighbours along two or three dimensions. A job gets a slice of a
-pod; an axis of the mesh lies along dimensions of its own, so that all its groups have whole rings
+pod; an axis of the mesh lies along separate dimensions, so that all its groups have whole rings
 (JAX's create_device_mesh in mesh_utils, which takes as many dimensions as fit).
 
 >>> pod = Pod((16, 20, 28), cube=4)
@@ -28,7 +28,7 @@ class Ring(NamedTuple):
     size: int
     """Members of the group along the dimension."""
     closed: bool
-    """Whether the way back is there; else the members lie on a line."""
+    """True if the ends are joined; else the members lie on a line."""
     groups: int
     """Groups that share the links, one between the other."""
 
@@ -59,7 +59,7 @@ class Pod(NamedTuple):
         return min(cubes or shapes, key=lambda s: (s[-1], -s[0]), default=(chips,))
 
     def closed(self, shape: Shape) -> tuple[bool, ...]:
-        """For each dimension of a slice, whether its ends are joined."""
+        """Return True for each dimension of a slice whose ends are joined."""
         if self.cube and all(side % self.cube == 0 for side in shape):
             return (True,) * len(shape)
         whole = math.prod(shape) == math.prod(self.shape)
@@ -83,8 +83,8 @@ def _shapes(chips: int, limits: Shape) -> Iterator[Shape]:
 def rings(shape: Shape, closed: tuple[bool, ...], count: int, stride: int) -> tuple[Ring, ...]:
     """The rings of a group of `count` ranks, `stride` apart, in a slice.
 
-    The ranks between two members are those of inner axes of the mesh, which have dimensions of
-    their own where sizes allow that. Otherwise the group shares dimensions with them.
+    The ranks between two members belong to inner axes of the mesh, which have separate dimensions
+    where sizes allow that. Otherwise the group shares dimensions with them.
     """
     separate = [
         tuple(Ring(shape[i], closed[i], 1) for i, part in enumerate(parts) if part == _GROUP)

@@ -146,7 +146,7 @@ def _not_ours(path: Path) -> str | None:
     return None if yours is None else f"holds {yours}, which Stagewright did not write"
 
 
-_RUNNER = "astra-sim.sh"  # of the files that `stagewright.time.astra_sim.beside` makes
+_RUNNER = "astra-sim.sh"  # of the files that `stagewright.time.astra_sim.configuration_files` makes
 
 
 def _left_by_runs(path: Path) -> list[str]:

@@ -130,7 +130,9 @@ def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
             advice = _how_to_reduce(largest, compiled.run)
         most = compiled.capacity
         holds = f" {room} hold {most.requests:,} such requests." if most else ""
-        others = f" ({fit.over} of {fit.kinds} groups of ranks are over)" if fit.kinds > 1 else ""
+        others = ""
+        if fit.num_classes > 1:
+            others = f" ({fit.num_exceeding} of {fit.num_classes} groups of ranks are over)"
         yield Remark(
             "problem",
             "Memory",

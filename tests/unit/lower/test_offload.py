@@ -19,7 +19,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.program import memory
 from stagewright.program.columns import CATEGORIES, TaskKind, Tasks
 from stagewright.run.settings import Run
-from stagewright.time.cost import task_seconds
+from stagewright.time.durations import task_seconds
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from stagewright.time.cost import kernel_seconds
+from stagewright.time.durations import kernel_seconds
 from stagewright.time.hardware import resolve
-from stagewright.time.roofline import QUERIES, AttentionTiles, attention_seconds
+from stagewright.time.roofline import QUERIES, attention_seconds
 
 HEADS, WIDTH, TOKENS = 16, 128, 16_384
 
@@ -21,11 +21,10 @@ def tflops(length: int, dtype: str, *, backward: bool = False) -> float:
     heads = np.array([TOKENS / length * HEADS])
     points, per_point = heads * length**2, (10 if backward else 4) * WIDTH
     traffic = (1 if dtype == "fp8" else 2) * 4 * TOKENS * HEADS * WIDTH * np.ones(1)
-    tiles = AttentionTiles(
-        heads * length / QUERIES, np.array([length]), points, np.array([per_point]), traffic
-    )
-    on = resolve("h100-sxm")
-    seconds = attention_seconds(tiles, dtype=dtype, on=on, backward=backward)
+    seconds = attention_seconds(
+        heads * length / QUERIES, np.array([length]), points, np.array([per_point]), traffic,
+        dtype=dtype, on=resolve("h100-sxm"), backward=backward,
+    )  # fmt: skip
     return float((points * per_point / seconds)[0]) / 1e12
 
 

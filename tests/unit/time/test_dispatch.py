@@ -14,15 +14,15 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time import hardware
 from stagewright.time.collectives import collective_seconds
-from stagewright.time.cost import task_seconds
-from stagewright.time.experts.dispatch import (
+from stagewright.time.dispatch import (
     MULTIPROCESSORS,
     Routed,
     destinations,
     dispatch_seconds,
+    exchanges_tokens,
     slowdown_beside,
 )
-from stagewright.time.experts.kernels import exchanges_tokens
+from stagewright.time.durations import task_seconds
 from stagewright.time.network import Machine, Placement, placements
 from stagewright.time.simulate.step import simulate
 

@@ -18,7 +18,7 @@ from stagewright.cli.main import commands
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
 from stagewright.run.settings import Run
-from stagewright.time.cost import task_seconds
+from stagewright.time.durations import task_seconds
 from stagewright.time.measured import (
     collective_rows,
     collectives,
@@ -51,7 +51,7 @@ def test_all_kernels_get_theirs(tmp_path: Path) -> None:
     order = {
         (r["kernel"], frozenset(r["shape"].split()), r["dtype"]): n + 1 for n, r in enumerate(rows)
     }
-    program, matched = measured(compiled.program, load(path))
+    program, coverage = measured(compiled.program, load(path))
     scalar = 0
     for c in program.classes:
         t = c.tasks
@@ -64,9 +64,9 @@ def test_all_kernels_get_theirs(tmp_path: Path) -> None:
             extents = frozenset(f"{name}={n}" for name, n in shape.extents)
             assert t.duration[i] == order[shape.kernel, extents, t.dtypes[t.dtype[i]]] * 1000
         assert not t.duration[t.kind != TaskKind.COMPUTE].any()
-    assert matched.kernels == matched.measured > 0
-    assert matched.missing == ()
-    assert sum(r["count"] for r in rows) == 2 * (matched.kernels)  # two ranks a class
+    assert coverage.kernels == coverage.measured_kernels > 0
+    assert not coverage.missing
+    assert sum(r["count"] for r in rows) == 2 * coverage.kernels  # two ranks a class
 
 
 def test_the_trace_has_microseconds_where_a_row_matches(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_simulation_takes_measured_kernels_and_collectives(
     seconds = dict(zip(map(id, program.classes), task_seconds(program, found.machine), strict=True))
     known: dict[Any, float] = {}
     for of in program.classes:
-        for shape, rows in collective_rows(program, of):
+        for shape, _, rows in collective_rows(program, of):
             known[shape.kernel, describe_extents(shape)] = seconds[id(of)][rows[0]]
         for i in np.flatnonzero((of.tasks.kind == TaskKind.COMPUTE) & (of.tasks.shape >= 0)):
             shape = of.tasks.shapes[of.tasks.shape[i]]

@@ -13,7 +13,7 @@ from stagewright.evidence import validate
 from stagewright.evidence.measurements import measurements
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
-from stagewright.time.experts.kernels import exchanges_tokens
+from stagewright.time.dispatch import exchanges_tokens
 from stagewright.time.simulate import ep_overlap as combined
 from stagewright.time.simulate.timeline import timeline
 from timed import by_row, one_unit

@@ -11,9 +11,9 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import COLLECTIVES, PHASES, Tasks
 from stagewright.run.settings import Run
 from stagewright.time import hardware
-from stagewright.time.cost import task_seconds
-from stagewright.time.experts.dispatch import Routed
-from stagewright.time.experts.kernels import bias_seconds, copying_seconds, weighed_within
+from stagewright.time.dispatch import Routed
+from stagewright.time.durations import task_seconds
+from stagewright.time.expert_kernels import bias_seconds, copying_seconds, weighed_within
 from stagewright.time.network import Machine
 
 H100 = hardware.resolve("h100-sxm")

@@ -10,17 +10,15 @@ from stagewright.lower.weight_storage import in_blocks
 from stagewright.model.presets import PRESETS
 from stagewright.run.settings import Run
 from stagewright.time.collectives import collective_seconds
-from stagewright.time.cost import task_seconds
-from stagewright.time.hardware import resolve
-from stagewright.time.inference_fits import BLOCKS, InferenceGemmFit
-from stagewright.time.network import Machine, for_inference, placements
+from stagewright.time.durations import task_seconds
+from stagewright.time.engines import without_fused_launches
+from stagewright.time.hardware import BLOCKS, InferenceGemmFit, resolve
+from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import (
-    CachedAttentionWork,
     DecodingBesidePrompts,
     bytes_per_second,
     cached_attention_seconds,
 )
-from stagewright.time.served import without_joined_launches
 from timed import algorithm_of
 
 H100 = resolve("h100-sxm")
@@ -30,8 +28,8 @@ def decode_seconds(requests: int, context: int) -> float:
     """Seconds of decode attention, 32 heads of 128 with 8 key-value heads, in bf16."""
     keys = float(requests * 8 * context)
     sizes = (requests * 32.0, 4.0, keys * 4, keys, 4 * 128.0, keys * 4 * 128)
-    work = CachedAttentionWork(*(np.array([x]) for x in sizes))
-    return float(cached_attention_seconds(work, dtype="bf16", on=H100)[0])
+    work = [np.array([x]) for x in sizes]
+    return float(cached_attention_seconds(*work, dtype="bf16", on=H100)[0])
 
 
 def test_a_long_context_takes_the_time_of_its_bytes() -> None:
@@ -77,8 +75,8 @@ def test_a_chunk_takes_as_long_as_flash_attention() -> None:
     are those of H100; context_attention_perf)."""
     q, h, kv, d = 8192.0, 32, 8, 128
     sizes = (q * h, h / kv, q * q / 2 * h, q * kv, 4.0 * d, 4 * q * kv * d)
-    work = CachedAttentionWork(*(np.array([x]) for x in sizes))
-    found = float(cached_attention_seconds(work, dtype="bf16", on=H100)[0])
+    work = [np.array([x]) for x in sizes]
+    found = float(cached_attention_seconds(*work, dtype="bf16", on=H100)[0])
     assert found == pytest.approx(986e-6, rel=0.1)
 
 
@@ -113,7 +111,7 @@ def test_training_and_unmeasured_hardware_keep_their_constants() -> None:
     assert Machine.of(H100, gpus=8).direct_all_reduce is None
     tpu = Machine.of(resolve("tpu-v5p"), gpus=8)
     assert tpu.for_inference() is tpu
-    served = for_inference(H100)
+    served = H100.for_inference()
     assert served.gemm["bf16"] == H100.gemm["bf16"]
     assert served.gemm["fp8"].fraction == H100.gemm["fp8"].fraction
     assert served.gemm["fp8"].launch_us < H100.gemm["fp8"].launch_us
@@ -131,8 +129,8 @@ def test_products_in_fp8_with_scales_of_blocks_have_constants_of_their_own() -> 
     assert of is not None
     fits = of.model_copy(update={"gemm": {**of.gemm, BLOCKS: slow}})
     on = H100.model_copy(update={"inference": fits})
-    assert for_inference(on).gemm == for_inference(H100).gemm
-    served = for_inference(on, blocks=True).gemm["fp8"]
+    assert on.for_inference().gemm == H100.for_inference().gemm
+    served = on.for_inference(blocks=True).gemm["fp8"]
     assert (served.launch_us, served.fraction) == (20, 0.3)
 
 
@@ -147,14 +145,14 @@ def test_an_engine_has_constants_of_its_own() -> None:
     """TensorRT-LLM's attention over an fp8 cache: 64 requests of 8,192 tokens, 32 heads of 128 with
     8 key-value heads on H200; and its products in fp8, whose operands the kernel before casts."""
     h200 = resolve("h200")
-    own = for_inference(h200, engine="trtllm", cache="fp8")
+    own = h200.for_inference(engine="trtllm", cache="fp8")
     assert own.inference is not None
     assert h200.inference is not None
     fits = h200.inference.engines["trtllm"]
     assert own.inference.cached_attention == fits.cached_attention["fp8"]
-    assert own.gemm["fp8"].launch_us < for_inference(h200).gemm["fp8"].launch_us
-    assert for_inference(h200, engine="sglang") == for_inference(h200)
-    assert for_inference(h200, engine="trtllm").gemm["bf16"] == h200.gemm["bf16"]
+    assert own.gemm["fp8"].launch_us < h200.for_inference().gemm["fp8"].launch_us
+    assert h200.for_inference(engine="sglang") == h200.for_inference()
+    assert h200.for_inference(engine="trtllm").gemm["bf16"] == h200.gemm["bf16"]
 
 
 def launches(engine: str | None, model: str = "llama3.1-8b") -> tuple[float, float]:
@@ -165,7 +163,7 @@ def launches(engine: str | None, model: str = "llama3.1-8b") -> tuple[float, flo
         program, machine = compile(run).program, Machine.of(H100, gpus=2).for_inference()
         tasks = program.classes[0].tasks
         alone = task_seconds(program, machine)[0]
-        joined = without_joined_launches(tasks, alone, engine, machine.hardware)
+        joined = without_fused_launches(tasks, alone, engine, machine.hardware)
         found.append(float((alone - joined).sum()) / (H100.kernel_launch_us * 1e-6))
     return found[1] - found[0], 3 * found[0] - 2 * found[1]
 
@@ -185,12 +183,12 @@ def test_unmeasured_hardware_launches_every_kernel() -> None:
     program = compile(Run(model="llama3-8b", layers=1, mode="decode")).program
     seconds = np.ones(len(program.classes[0].tasks))
     on = resolve("mi300x")
-    assert without_joined_launches(program.classes[0].tasks, seconds, None, on) is seconds
+    assert without_fused_launches(program.classes[0].tasks, seconds, None, on) is seconds
 
 
 def beside_prompts(heads: int, sharing: int) -> DecodingBesidePrompts | None:
     """How vLLM's kernel on an RTX PRO 6000 has requests of 128 values beside prompts."""
-    on = for_inference(resolve("rtx-pro-6000"), engine="vllm")
+    on = resolve("rtx-pro-6000").for_inference(engine="vllm")
     return DecodingBesidePrompts.of(on, heads, sharing, 256)
 
 
@@ -211,5 +209,5 @@ def test_requests_beside_prompts_take_tiles_of_prompts(
 def test_only_an_engine_with_one_kernel_takes_tiles_of_prompts() -> None:
     """FlashAttention 2 reads no cache in fp8, and SGLang has a kernel for each kind of request."""
     card = resolve("rtx-pro-6000")
-    for on in (for_inference(card, engine="vllm", cache="fp8"), for_inference(card), H100):
+    for on in (card.for_inference(engine="vllm", cache="fp8"), card.for_inference(), H100):
         assert DecodingBesidePrompts.of(on, 32, 4, 256) is None

@@ -8,7 +8,7 @@ import pytest
 
 import stagewright as sw
 from stagewright.errors import UserError
-from stagewright.time.expense.ownership import Ownership, load
+from stagewright.time.ownership import Ownership, load
 
 
 def test_each_part_of_the_costs() -> None:
@@ -26,7 +26,7 @@ def test_each_part_of_the_costs() -> None:
     ("text", "said"),
     [
         ("gpu_usd: 3\nyears: 4", "usd_per_kwh is missing"),
-        ("gpu_usd: 3\nyears: 0\nusd_per_kwh: 0.1", "years is 0: Input should be greater than 0"),
+        ("gpu_usd: 3\nyears: 0\nusd_per_kwh: 0.1", "years is 0: wanted a number greater than 0"),
         ("gpu_us: 3\nyears: 1\nusd_per_kwh: 1\ngpu_usd: 3", "unknown key 'gpu_us'; did you mean"),
         ("gpu_usd: .nan\nyears: 1\nusd_per_kwh: 1", "gpu_usd is nan"),
         ("- 3", "wanted keys such as gpu_usd: 30000"),

@@ -8,8 +8,8 @@ import pytest
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
 from stagewright.time import hardware
-from stagewright.time.expense.power import IDLE_FRACTION, expense, kernel_energy, kernel_shares
 from stagewright.time.network import Machine
+from stagewright.time.power import IDLE_FRACTION, expense, kernel_energies, kernel_shares
 from stagewright.time.simulate.step import simulate
 
 H100 = hardware.resolve("h100-sxm")
@@ -66,4 +66,4 @@ def test_tiles_of_experts_draw_more_than_their_rows() -> None:
     row = np.flatnonzero(np.isin(tasks.shape, grouped))[:1]
     h200 = hardware.resolve("h200")
     seconds = tasks.traffic[row] / (0.8 * h200.memory_bandwidth_gb_s * 1e9)
-    assert kernel_energy(tasks, row, seconds, h200) / seconds[0] > 0.9
+    assert kernel_energies(tasks, row, seconds, h200)[0] / seconds[0] > 0.9

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import stagewright as sw
-from stagewright.time.cost import task_seconds
+from stagewright.time.durations import task_seconds
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 

@@ -13,8 +13,8 @@ import stagewright as sw
 from stagewright.cli.main import main
 from stagewright.program.columns import Program, TaskKind
 from stagewright.time.collectives import message_seconds
-from stagewright.time.cost import task_seconds
-from stagewright.time.served import InEngine
+from stagewright.time.durations import task_seconds
+from stagewright.time.engines import engine_seconds
 from stagewright.time.simulate.steady import TOKEN, repeated, steady_step
 from stagewright.time.simulate.timeline import Timeline, timeline
 from stagewright.views.perfetto import write
@@ -81,9 +81,8 @@ def test_a_step_takes_the_busiest_stage_or_the_way_round(
     sent = 0.0
     for of, alone in zip(program.classes, task_seconds(program, machine), strict=True):
         tasks = of.tasks
-        compiled = found.compiled
-        in_engine = InEngine(compiled.run, compiled.model, None, machine.hardware)
-        seconds = in_engine.seconds(tasks, alone)
+        compiled, on = found.compiled, machine.hardware
+        seconds = engine_seconds(tasks, alone, compiled.run, compiled.model, None, on)
         kernels = tasks.kind == TaskKind.COMPUTE
         each = [kernels & (tasks.microbatch == m) for m in range(batches)]
         stages.append([float(seconds[mine].sum()) for mine in each])

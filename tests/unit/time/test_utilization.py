@@ -11,7 +11,7 @@ import stagewright as sw
 from effort import pairs
 from stagewright.arrays import exact_sum
 from stagewright.program.columns import TaskKind
-from stagewright.time.cost import task_seconds
+from stagewright.time.durations import task_seconds
 from stagewright.time.hardware import names, resolve
 from stagewright.time.network import Machine
 from stagewright.time.roofline import peak_flops

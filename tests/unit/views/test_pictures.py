@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import stagewright as sw
+from stagewright.program import traffic
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind
 from stagewright.schedule.actions import flat
 from stagewright.schedule.schedules import make
-from stagewright.time import traffic
 from stagewright.views.pages.memory import over_time
 from stagewright.views.pictures import bars, chart, layer, matrix, memory, schedule, svg, timeline
 

@@ -33,7 +33,7 @@ class ClusterSection:
         unset="rented at --price",
         metavar="FILE",
     )
-    """Gives the price of a GPU-hour: `time.expense.ownership.Ownership` has the keys."""
+    """Gives the price of a GPU-hour: `time.ownership.Ownership` has the keys."""
     stragglers: Mapping[int, float] | None = setting(
         None,
         "Kernels of a rank take F times as long; may be repeated.",

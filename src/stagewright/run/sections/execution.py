@@ -59,7 +59,7 @@ class Execution:
         idle=({"tp": 1}, {"sequence_parallel": False}),
         names=("parallelism.enable_async_tensor_parallel",),
     )
-    """Megatron-LM's name; PyTorch's async TP. Durations follow it: those of `cost.task_seconds`."""
+    """Megatron-LM's name; PyTorch's async TP. Durations follow it (`durations.task_seconds`)."""
     overlap_moe_expert_parallel_comm: Switch = setting(
         False,
         "Compute one microbatch while tokens of another are exchanged between experts.",
@@ -79,7 +79,7 @@ class Execution:
         modes=INFERENCE,
     )
     """Constants of an engine's own kernels, where the hardware has any, and what it does within one
-    kernel; see `time.served`."""
+    kernel; see `time.engines`."""
     launch_mode: Literal["eager", "blocking", "compile", "cuda_graph", "ahead"] | None = setting(
         None,
         "How the host launches kernels: one by one; blocking until each ends; compiled; as CUDA "

@@ -3,7 +3,7 @@
 A batch enters a step by a few sums over its requests (`run.lengths`). What a kernel needs is linear
 in these, and for experts a smooth function of the number of tokens. So the exact lowering is asked
 for a few batches; between them FLOPs, bytes and extents of each row are interpolated, and
-`time.cost` times all batches as the microbatches of one program.
+`time.durations` times all batches as the microbatches of one program.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import forward_only
-from stagewright.time.cost import Kernels, kernels_seconds, task_seconds, timing_of
-from stagewright.time.experts.dispatch import Routed
-from stagewright.time.mixed_steps import beside_prompts, takes_prompts_tiles
+from stagewright.time.dispatch import Routed
+from stagewright.time.durations import task_seconds
+from stagewright.time.engines import (
+    decoding_beside_prompts,
+    engine_seconds,
+    has_mixed_attention,
+    served_machine,
+)
 from stagewright.time.network import Machine
-from stagewright.time.roofline import DecodingBesidePrompts
-from stagewright.time.served import InEngine, served_machine
+from stagewright.time.roofline import DecodingBesidePrompts, Kernels, kernels_seconds, timing_of
 from stagewright.time.simulate.launches import host_work
 from stagewright.time.simulate.timeline import table_rows
 from stagewright.time.simulate.utilization import missing_rates
@@ -331,9 +335,11 @@ class StepRows:
 
     def _in_engine(self, program: Program, alone: Sequence[Float]) -> list[Float]:
         step, on = self.step, self.machine.hardware
-        engine = InEngine(step.run, step.model, self.how.serving_engine, on)
+        engine = self.how.serving_engine
         return [
-            engine.seconds(of.tasks, seconds.T.ravel()).reshape(-1, len(seconds)).T
+            engine_seconds(of.tasks, seconds.T.ravel(), step.run, step.model, engine, on)
+            .reshape(-1, len(seconds))
+            .T
             for of, seconds in zip(program.classes, alone, strict=True)
         ]
 
@@ -378,9 +384,9 @@ class StepRows:
     def beside_prompts(self, rank: int, row: int) -> DecodingBesidePrompts | None:
         """Computation of decoding requests by an attention kernel that has prompts, too."""
         tasks, on = self.timed.ranks[rank].tasks, self.machine.hardware
-        if not takes_prompts_tiles(self.step.model, on):
+        if not has_mixed_attention(self.step.model, on):
             return None
-        return beside_prompts(tasks.shapes[int(tasks.shape[row])].sizes(), on)
+        return decoding_beside_prompts(tasks.shapes[int(tasks.shape[row])].sizes(), on)
 
 
 def unfilled(reach: Reach, block: int) -> float:

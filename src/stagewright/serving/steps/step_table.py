@@ -1,7 +1,7 @@
 """Table of a serving step: plain numbers whose sum is the duration of any batch.
 
 A step of inference is a chain: a kernel starts when the one before it has ended and the host has
-launched it (`lower.inference`, `time.simulate`). So it takes as long as the longest of some paths:
+launched it (`lower.serving_step`, `time.simulate`). So it takes as long as the longest of some paths:
 the launches up to some kernel, then all kernels from that one on. Kernels that depend on the number
 of new tokens only are summed for each number; the output layer is a function of the number of
 logits; the rest are terms (`steps.terms`), each with the number of times that it runs.

@@ -4,7 +4,7 @@ A framework calls an operator for each kernel, in Python or from its autograd en
 call depends on `Execution.launch_mode` and on the CPU (`Hardware.host_factor`). The number of
 kernels of a task follows from the task:
 
-- a bias that the product before it adds has none (`time.fused_products`);
+- a bias that the product before it adds has none (`time.fused_gemms`);
 - the parts of a joint product (query, key and value) are one kernel;
 - Megatron-LM loops over the experts of a rank: a product or a quantization of a grouped linear
   layer is a kernel per expert (`GroupedLinear` of Transformer Engine);
@@ -47,9 +47,9 @@ from stagewright.program.shapes import GEMM, ops_of
 from stagewright.run.requests import groups
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.time.cost import timing_of
-from stagewright.time.fused_products import joint_rows, within_products
+from stagewright.time.fused_gemms import joint_rows, within_products
 from stagewright.time.hardware import Hardware
+from stagewright.time.roofline import timing_of
 from stagewright.time.simulate.host import HostWork
 
 

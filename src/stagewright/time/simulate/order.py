@@ -52,7 +52,7 @@ from stagewright.program.columns import (
 )
 from stagewright.program.rank_work import Actions
 from stagewright.run.sections.execution import Execution
-from stagewright.time.experts.kernels import exchanges_tokens
+from stagewright.time.dispatch import exchanges_tokens
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.units import CarriedDeps, Units, UnitSequence, units_of
 

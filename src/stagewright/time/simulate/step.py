@@ -36,14 +36,14 @@ from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
-from stagewright.time.cost import task_seconds
-from stagewright.time.expense.ownership import load as load_costs
-from stagewright.time.expense.power import Expense, expense
-from stagewright.time.experts.dispatch import Routed
-from stagewright.time.measured import Counts
+from stagewright.time.dispatch import Routed
+from stagewright.time.durations import task_seconds
+from stagewright.time.engines import engine_seconds, served_machine
+from stagewright.time.measured import Coverage
 from stagewright.time.network import Machine
+from stagewright.time.ownership import load as load_costs
+from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
-from stagewright.time.served import InEngine, served_machine
 from stagewright.time.simulate import ep_overlap
 from stagewright.time.simulate.breakdown import Breakdown, StepTimeline
 from stagewright.time.simulate.execute import Progress
@@ -73,7 +73,7 @@ class SimulatedStep(StepTimeline):
     line: Timeline
     cluster: ClusterSection | None = None
     """Settings of the machine, if it was chosen by name."""
-    durations: Counts | None = None
+    durations: Coverage | None = None
     """Coverage of the step by a file of measured durations."""
 
     def __repr__(self) -> str:
@@ -351,7 +351,6 @@ def execute_step(
     missing = without_rates(compiled, machine.hardware)
     if missing:
         machine = replace(machine, hardware=machine.hardware.with_rates_of_bf16(missing))
-    in_engine = InEngine(run, model, engine, machine.hardware)
     if execution.moe_flex_dispatcher:
         routed = Routed.of(run, model, hidden=hidden)
     else:
@@ -360,8 +359,10 @@ def execute_step(
     def simulate_program(program: Program) -> Timeline:
         overlap = execution.tp_comm_overlap
         isolated = task_seconds(program, machine, tp_comm_overlap=overlap, routed=routed)
-        pairs = zip(program.classes, isolated, strict=True)
-        seconds = [in_engine.seconds(c.work.actions.tasks, of_class) for c, of_class in pairs]
+        seconds = [
+            engine_seconds(c.work.actions.tasks, of_class, run, model, engine, machine.hardware)
+            for c, of_class in zip(program.classes, isolated, strict=True)
+        ]
         hosts = host_work(program, run, execution, machine.hardware)
         return timeline(program, seconds, execution, factors, progress, hosts)
 

@@ -23,10 +23,10 @@ from stagewright.model.config import ModelConfig
 from stagewright.program.columns import BACKWARD_PHASE, FORWARD_PHASE, Program, TaskKind, Tasks
 from stagewright.program.shapes import GEMM
 from stagewright.run.settings import Run
-from stagewright.time.cost import timing_of
-from stagewright.time.expense.power import RUNNING_FRACTION, kernel_energy
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
+from stagewright.time.power import RUNNING_FRACTION, kernel_energies
+from stagewright.time.roofline import timing_of
 from stagewright.time.simulate.breakdown import Breakdown
 from stagewright.time.simulate.timeline import TICK, Timeline
 
@@ -144,7 +144,7 @@ def running_and_power(line: Timeline, mean: Breakdown, machine: Machine) -> tupl
         kernels = (lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin)
         seconds = (lane.end - lane.begin)[kernels].astype(np.float64) * TICK
         tasks = lane.rank_class.work.actions.tasks
-        energy = kernel_energy(tasks, lane.row[kernels], seconds, machine.hardware)
+        energy = float(kernel_energies(tasks, lane.row[kernels], seconds, machine.hardware).sum())
         power += energy * len(lane.ranks) / machine.gpus / line.seconds
     exposed = sum(mean.exposed.values()) / line.seconds
     running = sum(mean.kernels.values()) / line.seconds + exposed

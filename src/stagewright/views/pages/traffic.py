@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import quantity
-from stagewright.time import traffic
+from stagewright.program import traffic
 from stagewright.views.pages.charts import Chart, chart
 from stagewright.views.pictures import matrix
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.numbers import quantity
-from stagewright.time.traffic import Matrix
+from stagewright.program.traffic import Matrix
 from stagewright.views.pictures import svg
 
 MOST_SIDE, CELL, TOP, LINE = 420, 34, 44, 22

@@ -4,10 +4,10 @@ A GPU that waits draws its idle power. While a kernel runs, it draws a part of i
 the share of the memory's bandwidth that the kernel uses, and more for the share of the peak of
 products, up to the TDP. Tensor cores multiply whole tiles: products of few rows count as products
 of 16, and grouped ones as of 64 rows each, so that experts of few tokens draw what their tiles do.
-The three parts were fitted to the power that NVIDIA's aiconfigurator measured beside the time of
+The three parts were fitted to the power that NVIDIA's aiconfigurator measured with the time of
 kernels longer than 200 us on H200, B200 and GB200 (products, experts, decode and prefill attention
 of vLLM 0.22 and TensorRT-LLM 1.3; github.com/ai-dynamo/aiconfigurator@095f58a5): 70% of the rows,
-where kinds of kernels that use memory and others weigh alike (`benchmarks/fit_power.py`). On the
+where kernels that use memory and others have equal weight (`benchmarks/fit_power.py`). On the
 other 30% the median error is 10%, of experts that read memory 7% (33% before tiles counted).
 
 >>> from stagewright.time.hardware import resolve
@@ -68,16 +68,11 @@ def kernel_shares(bandwidth: Float, compute: Float) -> Float:
     return np.minimum(RUNNING_FRACTION + used, 1)
 
 
-def kernel_energy(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> float:
-    """Energy of kernels of a table, in seconds at TDP.
+def kernel_energies(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> Float:
+    """Energy of each kernel, in seconds at TDP.
 
     Kernel n is row `rows[n]` of `tasks`, and takes `seconds[n]`, above 0.
     """
-    return float(kernel_energies(tasks, rows, seconds, hardware).sum())
-
-
-def kernel_energies(tasks: Tasks, rows: Int, seconds: Float, hardware: Hardware) -> Float:
-    """Energy of each kernel, in seconds at TDP; arguments of `kernel_energy`."""
     # Products run at bf16's peak where hardware lacks their precision.
     peaks = [hardware.rate_of(dtype) or hardware.peak_bf16_tflops for dtype in tasks.dtypes]
     rates = np.array([peak * 1e12 for peak in peaks])[tasks.dtype[rows]]

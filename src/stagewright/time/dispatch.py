@@ -22,16 +22,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Float, Int
+from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
+from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.run.settings import Run
 from stagewright.time.collectives import TierUse, collective_seconds, detour, tiers_used
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine, MessageSize, Placement
 
-# Shares of the bandwidth that other large messages reach. Sources: the tables of DeepEP's README,
-# versions 1 and 2, and of UCCL-EP (github.com/deepseek-ai/DeepEP; github.com/aws-samples/
+# Shares of the bandwidth that large messages of collectives reach. Sources: the tables of DeepEP's
+# README, versions 1 and 2, and of UCCL-EP (github.com/deepseek-ai/DeepEP; github.com/aws-samples/
 # awsome-distributed-training), and of HybridEP (NVIDIA's blog on hybrid expert parallelism).
 LINKS = 0.94
 """Within a node, counting what stays on a rank: 0.71 to 0.88 of the links on H800, H200, B200 and
@@ -41,11 +42,12 @@ NETWORK = 0.95
 LOW_LATENCY_LINKS = 0.98
 LOW_LATENCY_NETWORK = 0.91
 """Of low-latency kernels, whose rows grow by a byte per 42 GB/s between nodes."""
-MULTIPROCESSORS = 16
-"""That a dispatch keeps from kernels beside it: Megatron-LM's moe_hybridep_num_sms; DeepEP takes 20
-there (moe_deepep_num_sms)."""
 LOW_LATENCY_START_US = 30.0
 """Time of a low-latency kernel beyond that of its bytes: 24 to 36 us."""
+MULTIPROCESSORS = 16
+"""Multiprocessors that a dispatch takes from kernels that run at the same time.
+
+Megatron-LM's moe_hybridep_num_sms; DeepEP takes 20 there (moe_deepep_num_sms)."""
 
 
 class Routed(NamedTuple):
@@ -60,7 +62,7 @@ class Routed(NamedTuple):
     low_latency: bool = False
     """Ranks that decode send by low-latency kernels."""
     hidden: bool = False
-    """Kernels of another microbatch run beside a dispatch, and share multiprocessors with it."""
+    """Dispatches overlap with kernels of another microbatch, and take multiprocessors from them."""
     gathered: bool = False
     """Every rank gathers the tokens of all, and results are summed and scattered."""
 
@@ -97,6 +99,35 @@ class Routed(NamedTuple):
         if run.mode == "train" or engine is None or run.dp == 1 or run.ep == 1:
             return None
         return cls(model.num_experts, model.top_k, gathered=True)
+
+
+def is_expert_communicator(program: Program, slot: int) -> bool:
+    """True if a communicator belongs to expert parallelism."""
+    degree_of = program.mesh.degree_of
+    return any("ep" in map(degree_of, names) for names in program.degrees_of(slot))
+
+
+def exchanges_tokens(program: Program, tasks: Tasks) -> Bool:
+    """Mask of all-to-alls among experts; those of attention along cp are none."""
+    all_to_all = (tasks.kind == TaskKind.COLLECTIVE) & (
+        tasks.collective == COLLECTIVES.index("all_to_all")
+    )
+    slots = np.unique(tasks.slot[all_to_all]).tolist()
+    return all_to_all & np.isin(
+        tasks.slot, [s for s in slots if is_expert_communicator(program, s)]
+    )
+
+
+def sent_with_tokens(tasks: Tasks, exchanges: Bool, *, by_batch: bool) -> Bool:
+    """Mask of exchanges of gates, one number per row, which dispatchers send with the tokens.
+
+    `exchanges`: mask of all-to-alls among experts. `by_batch`: batches of a served step differ in
+    size, as microbatches of training do not.
+    """
+    batch = np.where(tasks.microbatch < 0, -1, tasks.microbatch if by_batch else 0)
+    largest = np.zeros(int(batch.max(initial=-1)) + 2, dtype=np.int64)  # the last: once per step
+    np.maximum.at(largest, batch[exchanges], tasks.comm_bytes[exchanges])
+    return exchanges & (16 * tasks.comm_bytes <= largest[batch])
 
 
 def destinations(routed: Routed, parts: int) -> float:
@@ -143,15 +174,33 @@ def dispatch_seconds(local_bytes: int, group: Placement, machine: Machine, route
     if routed.gathered:
         return collective_seconds("all_gather", size / routed.top_k, group, machine)
     uses = tiers_used(group, machine)
-    links = machine.tiers[0]
     if routed.low_latency:
-        sent = [_straight(size, use, inside=use.tier is links) for use in uses]
         start = LOW_LATENCY_START_US
     else:
         # Such kernels send by themselves, without NCCL's protocols.
         start = max(use.tier.latency_us + use.tier.hop_us for use in uses)
-        sent = [_once(size, use, routed, inside=use.tier is links) for use in uses]
-    return start * 1e-6 + max(sent)
+    links = machine.tiers[0]
+    times = (_tier_seconds(size, use, routed, inside=use.tier is links) for use in uses)
+    return start * 1e-6 + max(times)
+
+
+def _tier_seconds(local_bytes: float, use: TierUse, routed: Routed, *, inside: bool) -> float:
+    """Seconds of a dispatch in one tier; `inside`: the links within a node.
+
+    A copy of each token goes to each block with experts for it, or, by low-latency kernels, to each
+    of its experts.
+    """
+    if routed.low_latency:
+        sent = local_bytes * (use.ranks - use.below) / use.ranks
+        share = LOW_LATENCY_LINKS if inside else LOW_LATENCY_NETWORK
+    else:
+        copies = destinations(routed, use.ranks // use.below)
+        if not inside:
+            copies *= 1 - 1 / use.positions  # what stays in a block does not travel
+        sent = local_bytes / routed.top_k * copies
+        share = LINKS if inside else NETWORK
+    rate = use.tier.rate(MessageSize.LARGE) * use.share * share
+    return sent * detour(use) / rate
 
 
 def slowdown_beside(
@@ -162,11 +211,11 @@ def slowdown_beside(
     kernel_copies: Int | None = None,
     dispatch_copies: Int | None = None,
 ) -> float:
-    """Factor by which kernels of a step slow down, since dispatches run beside them.
+    """Factor by which kernels of a step slow down, since dispatches run at the same time.
 
-    Dispatches keep multiprocessors for themselves, and all of them run beside kernels. Seconds are
-    by row; `copies` are how often each row runs in the step, None: once. The factor is that of the
-    step as a whole, and equal to the bit whether rows are repeated or counted.
+    Dispatches take multiprocessors, and all of them overlap with kernels. Seconds are by row;
+    `copies` are how often each row runs in the step, None: once. The factor is that of the step as
+    a whole, and equal to the bit whether rows are repeated or counted.
     """
     busy = _total(kernels, kernel_copies)
     if busy == 0:
@@ -179,23 +228,3 @@ def _total(seconds: Float, copies: Int | None) -> float:
     """Sum of the seconds of all copies, added up by distinct duration."""
     distinct, inverse = np.unique(seconds, return_inverse=True)
     return float((distinct * np.bincount(inverse, copies, len(distinct))).sum())
-
-
-def _once(local_bytes: float, use: TierUse, routed: Routed, *, inside: bool) -> float:
-    """Seconds to send one copy of each token to each block with experts for it."""
-    copies = destinations(routed, use.ranks // use.below)
-    if not inside:
-        copies *= 1 - 1 / use.positions  # what stays in a block does not travel
-    rate = _rate(use) * (LINKS if inside else NETWORK)
-    return local_bytes / routed.top_k * copies * detour(use) / rate
-
-
-def _straight(local_bytes: float, use: TierUse, *, inside: bool) -> float:
-    """Seconds to send every copy straight to its expert."""
-    remote = local_bytes * (use.ranks - use.below) / use.ranks
-    rate = _rate(use) * (LOW_LATENCY_LINKS if inside else LOW_LATENCY_NETWORK)
-    return remote * detour(use) / rate
-
-
-def _rate(use: TierUse) -> float:
-    return use.tier.rate(MessageSize.LARGE) * use.share

@@ -11,8 +11,8 @@ import pytest
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, Tasks
 from stagewright.run.settings import Run
-from stagewright.time.cost import task_seconds
-from stagewright.time.fused_products import within_products
+from stagewright.time.durations import task_seconds
+from stagewright.time.fused_gemms import within_products
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.roofline import gemm_seconds

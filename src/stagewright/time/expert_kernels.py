@@ -13,54 +13,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.graph.node import BYTES, LOW
-from stagewright.graph.table import OPS, Timing
-from stagewright.program.columns import (
-    BACKWARD_PHASE,
-    COLLECTIVES,
-    FORWARD_PHASE,
-    Program,
-    TaskKind,
-    Tasks,
-)
-from stagewright.program.shapes import GEMM, ops_of
+from stagewright.graph.table import Timing
+from stagewright.program.columns import BACKWARD_PHASE, FORWARD_PHASE, Shape, Tasks
+from stagewright.program.shapes import GEMM, op_mask, shape_mask
 from stagewright.time.hardware import Hardware
-from stagewright.time.roofline import bytes_per_second, copies_seconds, memory_seconds
+from stagewright.time.roofline import (
+    bytes_per_second,
+    copies_seconds,
+    memory_seconds,
+    timing_of,
+)
 
-_BIAS = 20.0
+_BIAS_FORWARD = 20.0
 """Bytes per value: product written in 4, sum of 2 and 4 in 4, copied from 4 to 4, rounded from 4 to
 2, less the 8 that the graph counts."""
-_BIAS_BACK = 32.0
+_BIAS_BACKWARD = 32.0
 """Bytes per value: gradient from 2 to 4, of the results from 4 to 2; for bias and gates a product
 written in 4 and added up, each; less the 4 that the graph counts."""
 _ACTIVATIONS = {"glu", "glu_bwd", "act", "act_bwd"}
 _WEIGHS = {"weigh", "weigh_bwd"}
 _COPIES = (Timing.TO_EXPERTS, Timing.FROM_EXPERTS)
-
-
-def among_experts(program: Program, slot: int) -> bool:
-    """True if a communicator belongs to expert parallelism."""
-    degree_of = program.mesh.degree_of
-    return any("ep" in map(degree_of, names) for names in program.degrees_of(slot))
-
-
-def slots_of_tokens(program: Program, tasks: Tasks) -> list[int]:
-    """Communicators over which tasks exchange experts' tokens."""
-    exchanges = np.unique(tasks.slot[tasks.collective == COLLECTIVES.index("all_to_all")])
-    return [int(slot) for slot in exchanges if among_experts(program, int(slot))]
-
-
-def exchanges_tokens(program: Program, tasks: Tasks) -> Bool:
-    """Mask of all-to-alls among experts; those of attention along cp are none."""
-    result = (tasks.kind == TaskKind.COLLECTIVE) & np.isin(
-        tasks.slot, slots_of_tokens(program, tasks)
-    )
-    return result & (tasks.collective == COLLECTIVES.index("all_to_all"))
 
 
 def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float:
@@ -70,8 +46,8 @@ def copying_seconds(tasks: Tasks, ranks: int, width: int, on: Hardware) -> Float
     added to that of the copies of tokens to experts and back, 0 elsewhere.
     """
     seconds = np.zeros(len(tasks))
-    copies = [OPS[s.kernel].timing in _COPIES if s.kernel in OPS else False for s in tasks.shapes]
-    rows_copied = np.flatnonzero(np.array([*copies, False])[tasks.shape])
+    copies = shape_mask(tasks, lambda shape: timing_of(shape.kernel) in _COPIES)
+    rows_copied = np.flatnonzero(copies)
     if not len(rows_copied):
         return seconds
     experts, rows, values = _extents(tasks, rows_copied, "e", "r", "m")
@@ -94,46 +70,46 @@ def _extents(tasks: Tasks, rows: Int, *names: str) -> list[Float]:
 def _quantized(tasks: Tasks) -> bool:
     """True if products of experts are in few bits."""
     is_low = np.array([dtype in LOW for dtype in tasks.dtypes])[tasks.dtype]
-    return bool((is_low & _products(tasks, lambda extents: extents["batch"] > 1)).any())
+    return bool((is_low & _grouped_products(tasks)).any())
 
 
 def bias_seconds(tasks: Tasks, on: Hardware) -> Float:
     """Seconds of each task for biases of experts, beyond those of its bytes."""
     seconds = np.zeros(len(tasks))
     forward = tasks.phase == FORWARD_PHASE
-    outer = forward & _products(tasks, lambda extents: extents["k"] == 1)
-    sums = ~forward & _products(tasks, lambda extents: extents["n"] == 1)
+    outer = forward & _grouped_products(tasks, k=1)
+    sums = ~forward & _grouped_products(tasks, n=1)
     products = np.flatnonzero(outer | sums)
     if not len(products):
         return seconds
     batch, m, n, k = _extents(tasks, products, "batch", "m", "n", "k")
     values = batch * m * np.where(k == 1, n, k)
     # Backward has two products, whose other values are those of the rows.
-    seconds[products] = np.where(k == 1, _BIAS, _BIAS_BACK / 2) * values / bytes_per_second(on)
+    seconds[products] = (
+        np.where(k == 1, _BIAS_FORWARD, _BIAS_BACKWARD / 2) * values / bytes_per_second(on)
+    )
     return seconds
 
 
-def _products(tasks: Tasks, predicate: Callable[[Mapping[str, int]], bool]) -> Bool:
-    """Mask of products of a group with such extents."""
-    shapes = [dict(shape.extents) if shape.kernel == GEMM else {} for shape in tasks.shapes]
-    matches = [bool(extents) and extents["batch"] > 1 and predicate(extents) for extents in shapes]
-    return np.array([*matches, False])[tasks.shape]
+def _grouped_products(tasks: Tasks, **extents: int) -> Bool:
+    """Mask of products of a group with these extents."""
+
+    def matches(shape: Shape) -> bool:
+        sizes = dict(shape.extents)
+        return shape.kernel == GEMM and sizes["batch"] > 1 and sizes.items() >= extents.items()
+
+    return shape_mask(tasks, matches)
 
 
 def weighed_within(tasks: Tasks) -> Bool:
     """Mask of tasks that multiply an activation of experts, or its gradient, by gates."""
-    names = [frozenset(ops_of(name)) for name in tasks.ops]
     # Where experts have biases, the gradients of their gates are added here.
-    op_weighs = [bool(ops & _WEIGHS) and ops <= {*_WEIGHS, "add"} for ops in names]
-    if not any(op_weighs):
-        return np.zeros(len(tasks), dtype=bool)
-    weighs = np.array(op_weighs)[tasks.op]
-    of_rows = [{"e", "r"} <= dict(shape.extents).keys() for shape in tasks.shapes]
-    weighs &= np.array([*of_rows, False])[tasks.shape] & (tasks.kind == TaskKind.COMPUTE)
+    weighs = op_mask(tasks, lambda ops: bool(ops & _WEIGHS) and ops <= {*_WEIGHS, "add"})
+    weighs &= shape_mask(tasks, lambda shape: {"e", "r"} <= dict(shape.extents).keys())
     fused = np.zeros(len(tasks), dtype=bool)
     if not weighs.any():
         return fused
-    gated = np.array([bool(ops & _ACTIVATIONS) for ops in names])[tasks.op]
+    gated = op_mask(tasks, lambda ops: bool(ops & _ACTIVATIONS))
     waiter, dep = tasks.reads
     fused[waiter[weighs[waiter] & gated[dep]]] = True  # forward: reads the activation
     fused[dep[weighs[dep] & gated[waiter]]] = True  # backward: the activation's reads it

@@ -6,8 +6,8 @@ import numpy as np
 
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
-from stagewright.time.cost import task_seconds
-from stagewright.time.experts.beside import beside_routed
+from stagewright.time.durations import task_seconds
+from stagewright.time.engines import with_shared_expert_stream
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine
 from stagewright.time.roofline import bytes_per_second
@@ -23,7 +23,7 @@ def step(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     alone = task_seconds(program, Machine.of(B200, gpus=8).for_inference())[0]
     tasks = program.classes[0].tasks
     layer = tasks.layer == 3
-    beside = beside_routed(tasks, alone, B200)
+    beside = with_shared_expert_stream(tasks, alone, B200)
     assert np.array_equal(alone[~layer], beside[~layer])  # the first three layers have no experts
     return alone[layer], beside[layer], tasks.traffic[layer]
 

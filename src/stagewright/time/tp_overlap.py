@@ -1,7 +1,7 @@
 """Tensor-parallel collectives split into chunks and overlapped with the adjacent products.
 
 Transformer Engine's user buffers (Megatron-LM's `--tp-comm-overlap`) and PyTorch's async TP cut a
-product so that one piece of it is sent while the next is computed, as Wang et al., "Overlap
+product so that one chunk of it is sent while the next is computed, as Wang et al., "Overlap
 Communication with Dependent Computation via Decomposition", ASPLOS 2023 (doi
 10.1145/3567955.3567959).
 """
@@ -15,13 +15,12 @@ import numpy as np
 from stagewright.arrays import Float, Int
 from stagewright.graph.node import BYTES
 from stagewright.program.columns import BACKWARD_PHASE, COLLECTIVES, Program, TaskKind, Tasks
-from stagewright.time.fused_products import Gemms, gemms_of, gemms_seconds
+from stagewright.program.shapes import GEMM, op_mask, shape_mask
+from stagewright.time.fused_gemms import Gemms, gemms_of, gemms_seconds
 from stagewright.time.hardware import Hardware
 
-Seconds = Float
 
-
-def with_tp_overlap(program: Program, tasks: Tasks, seconds: Seconds, on: Hardware) -> Seconds:
+def with_tp_overlap(program: Program, tasks: Tasks, seconds: Float, on: Hardware) -> Float:
     """Durations with TP collectives split and overlapped with adjacent GEMMs.
 
     A product split into tp chunks takes g, longer than the whole product. Of the product and a
@@ -78,9 +77,8 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
     over_group &= ranks > 1
     gathers = over_group & (tasks.collective == COLLECTIVES.index("all_gather"))
     scatters = over_group & (tasks.collective == COLLECTIVES.index("reduce_scatter"))
-    gemm = np.array([shape.kernel == "gemm" for shape in tasks.shapes] or [False])
-    product = gemm[tasks.shape] & (tasks.shape >= 0)
-    converts = np.array([op == "cast" for op in tasks.ops] or [False])[tasks.op]
+    product = shape_mask(tasks, lambda shape: shape.kernel == GEMM)
+    converts = op_mask(tasks, lambda ops: ops == {"cast"})
 
     waiter, dep = tasks.reads
     reads_backward = np.zeros(len(tasks), bool)
@@ -103,8 +101,8 @@ def overlap_pairs(program: Program, tasks: Tasks) -> OverlapPairs:
     return OverlapPairs(collective, products, ranks[collective])
 
 
-def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, on: Hardware) -> Seconds:
-    """Durations of products split by rows into `chunks`; each piece reads all of the weights."""
+def split_seconds(gemms: Gemms, dtypes: tuple[str, ...], chunks: Int, on: Hardware) -> Float:
+    """Durations of products split by rows into `chunks`; each chunk reads all of the weights."""
     weights = gemms.batch * gemms.n * gemms.k
     weights *= np.array([float(BYTES.get(d, 0)) for d in dtypes])[gemms.dtype]
     traffic = np.maximum(gemms.traffic - weights, 0) / chunks + weights

@@ -13,9 +13,9 @@ from typing import TypeVar
 from pydantic import Field, ValidationError
 
 from stagewright.arrays import Float
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import UserError
 from stagewright.files import from_yaml, read_text
-from stagewright.time.constants import FigureBlock
+from stagewright.time.hardware import FigureBlock, figure_error
 
 HOURS_PER_YEAR = 8766.0
 
@@ -66,15 +66,4 @@ def load(path: str | Path) -> Ownership:
     try:
         return Ownership.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        if first["type"] == "extra_forbidden":
-            known = Ownership.model_fields
-            hint = did_you_mean(name, known)
-            raise UserError(
-                f"{path}: unknown key {name!r}{hint}; known: {', '.join(known)}"
-            ) from None
-        if first["type"] == "missing":
-            raise UserError(f"{path}: {name} is missing") from None
-        got = repr(first["input"])[:40]
-        raise UserError(f"{path}: {name} is {got}: {first['msg']}") from None
+        raise UserError(f"{path}: {figure_error(error, Ownership.model_fields)}") from None

@@ -8,8 +8,8 @@ sends as much in all, but between other pairs.
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
 >>> run = Run(model="llama3-8b", pp=2, layers=2, seq_length=8, global_batch_size=1)
->>> found = matrix(compile(run).program, "pp")
->>> found.bytes.astype(int).tolist()  # 8 x 4096 in bf16 and back, 4 bytes of a norm each way
+>>> traffic = matrix(compile(run).program, "pp")
+>>> traffic.bytes.astype(int).tolist()  # 8 x 4096 in bf16 and back, 4 bytes of a norm each way
 [[0, 65540], [65540, 0]]
 """
 

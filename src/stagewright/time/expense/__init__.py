@@ -1,1 +1,0 @@
-"""Cost of a step: power of kernels, and cost of ownership per GPU-hour."""

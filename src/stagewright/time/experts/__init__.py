@@ -1,1 +1,0 @@
-"""Experts: how tokens get to them and back, and the kernels beside their products."""
