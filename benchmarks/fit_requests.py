@@ -13,7 +13,7 @@ and 30% are held out, by a hash. The sum of the logarithms of the errors is leas
 single runs that are far off do not count.
 
 `queue`: what hosts take until a request is in the queue, of requests that are served one by one
-(`serving.host`), fitted to the times to first tokens of closed loops (`evidence.closed_loops`).
+(`serving.host`), fitted to the times to first tokens of closed loops (`evidence.servers`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 from fit_kernels import held_out
 from stagewright.errors import UserError
-from stagewright.evidence import closed_loops, inference
+from stagewright.evidence import inference, servers
 from stagewright.evidence.inference import HOST_MS, SCHEDULERS, ServedRow
 from stagewright.model.catalog import resolve
 from stagewright.serving import deployment
@@ -117,14 +117,13 @@ def steps() -> None:
 
 def queue() -> None:
     """The host of a request until the queue, by engine; of vLLM see `serving.host`."""
-    loops = [of for of in closed_loops.closed_loops() if not of.row.reason]
+    rows = [of for of in servers.closed_loops() if "ttft" in of.quantity and not of.reason]
+    loops = {of.experiment: of for of in reversed(rows)}.values()
     carried = dict(hosts.HOSTS)
     for engine in ("trtllm", "sglang"):
         name = SCHEDULERS[engine]
-        mine = [of for of in loops if of.row.engine == engine]
-        mine = [of for of in mine if any("ttft" in row.quantity for row in of.measured)]
-        mine = [of for of in mine if _fits(of)]
-        test = np.array([held_out(*key(of.row)) for of in mine])
+        mine = [of for of in loops if of.served.engine == engine and _fits(of)]
+        test = np.array([held_out(*key(of.served)) for of in mine])
         every: dict[tuple[int, ...], np.ndarray] = {}
         for constants in itertools.product(*QUEUE_GRID):
             own = {"per_request": constants[0] / 1e3, "per_prompt_token": constants[1] / 1.024e6}
@@ -136,17 +135,16 @@ def queue() -> None:
         told("first tokens", every.__getitem__, test, best)
 
 
-def _fits(of: closed_loops.ClosedLoop) -> bool:
+def _fits(of: servers.ClosedLoopRow) -> bool:
     try:
-        closed_loops.predictions(of)
+        of.simulate()
     except UserError:
         return False
     return True
 
 
-def _first_token(of: closed_loops.ClosedLoop) -> float:
-    rows = zip(closed_loops.predictions(of), of.measured, strict=True)
-    return next(found.error for found, row in rows if "ttft" in row.quantity)
+def _first_token(of: servers.ClosedLoopRow) -> float:
+    return of.predict(of.simulate()) / of.measured - 1
 
 
 if __name__ == "__main__":

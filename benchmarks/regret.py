@@ -19,10 +19,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.evidence.groups import held_back, held_out
-from stagewright.evidence.measurements import Measurement, load, measurements, select
-from stagewright.evidence.predictions import LOW, RATES, SWEEP, Prediction
-from stagewright.evidence.validate import compare
+from stagewright.evidence import training
+from stagewright.evidence.rows import RATES, Prediction, compare, within
+from stagewright.evidence.statistics import LOW, SWEEP
+from stagewright.evidence.training import Measurement, held_back, held_out
 from stagewright.executors import cores
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
@@ -268,13 +268,14 @@ def listed(jobs: Sequence[Regret]) -> Table:
 
 def main() -> None:
     """Print the regret of each job that was asked for, and totals by source."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--source", help="only measurements of this source")
     parser.add_argument("--rows", help="measurements of your own (CSV), and no others")
     parser.add_argument("--every", type=int, default=1, help="only every Nth job")
     parser.add_argument("--jobs", type=int, default=cores(), help="processes")
     asked = parser.parse_args()
-    rows = select(measurements() if asked.rows is None else load(asked.rows), asked.source)
+    rows = training.rows() if asked.rows is None else training.load(asked.rows)
+    rows = [row for row in rows if within(row.source, asked.source)]
     chosen = rows_of_jobs(rows, every=asked.every)
     if not chosen:
         parser.error(

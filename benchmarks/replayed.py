@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagewright.evidence.predictions import Prediction
+from stagewright.evidence.rows import Prediction
 from stagewright.files import own_yaml
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.execution import Execution
@@ -73,11 +73,8 @@ def predictions(of: ReplayedServer) -> list[Prediction]:
     for quantity, measured in of.measured.items():
         name, figure, _ = quantity.split("_")
         predicted = figure_of(getattr(times, name), figure) * 1e3
-        error = predicted / measured - 1
         row = f"{of.hardware} {of.settings['model']}"
-        found.append(
-            Prediction(of.source, row, quantity, measured, predicted, error, "", of.reason)
-        )
+        found.append(Prediction(of.source, row, quantity, measured, predicted, "", of.reason))
     return found
 
 

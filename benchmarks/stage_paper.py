@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import yaml
 
-from stagewright.evidence.measurements import run_of_values
+from stagewright.evidence.training import run_of_values
 from stagewright.graph.node import BYTES
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
-from stagewright.run.settings import Run
 
 FIGURES = Path(__file__).parent / "data" / "stage-paper.yaml"
 PAGE = Path(__file__).parent.parent / "docs" / "stage-paper.md"
@@ -93,7 +92,7 @@ def stage_paper() -> Iterator[tuple[Case, list[Row]]]:
 
 
 def _case(case: Mapping[str, Any]) -> tuple[Case, list[Row]]:
-    run, model = run_of_values({**case["run"], **case.get("model", {})}, set(Run.model_fields))
+    run, model = run_of_values({**case["run"], **case.get("model", {})})
     compiled = compile(run, model)
     program = compiled.program
     why = case.get("why", {})

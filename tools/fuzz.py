@@ -424,7 +424,7 @@ def _requests(path: Path) -> object:
 
 
 def _measurements(path: Path) -> object:
-    from stagewright.evidence.measurements import load
+    from stagewright.evidence.training import load
 
     return load(path)
 

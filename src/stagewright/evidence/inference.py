@@ -20,17 +20,14 @@ fitted (`serving.host.HOSTS`), and what hosts take until the first token (`HOST_
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any, Literal, NamedTuple, cast
 
-from stagewright.evidence.measurements import run_of_values
-from stagewright.evidence.predictions import Prediction
-from stagewright.executors import Processes
+from stagewright.evidence.rows import Row, carried_cells, carried_text
+from stagewright.evidence.training import run_of_values
 from stagewright.files import own_yaml
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
@@ -78,16 +75,10 @@ ROUNDS = 3
 """Times that the number of requests that get tokens is computed from the time they take."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedRow:
+@dataclass(frozen=True, kw_only=True)
+class ServedRow(Row):
     """One published figure of a server, and its load."""
 
-    source: str
-    row: str
-    url: str
-    hardware: str
-    quantity: str
-    measured: float
     engine: Literal["vllm", "sglang", "trtllm"]
     concurrency: float | None
     request_rate: float | None
@@ -105,10 +96,30 @@ class ServedRow:
     checkpoint: str
     """Of `checkpoints.yaml`: how the weights are stored, where not as the preset's; or empty."""
     settings: Mapping[str, Any]
-    reason: str
     busy: float = 1.0
     """Share of the time of a power measurement in which the GPU ran kernels, as its driver says:
     measurements begin before a run and end after it."""
+
+    @property
+    def experiment(self) -> str:
+        """The server and its load."""
+        server = (self.hardware, self.engine, self.checkpoint, sorted(self.settings.items()))
+        load = (self.concurrency, self.request_rate, self.isl, self.cached, self.osl, self.shortest)
+        return repr((server, self.chunk, load))
+
+    def simulate(self) -> Loaded:
+        """The steady state."""
+        return loaded(self)
+
+    def predict(self, outcome: Loaded) -> float:
+        """The figure that was measured."""
+        idle = idle_watts(resolve(self.hardware))
+        values = {
+            "tpot_ms": outcome.tpot * 1e3,
+            "ttft_ms": outcome.ttft * 1e3,
+            "watts": self.busy * outcome.watts + (1 - self.busy) * idle,
+        }
+        return values[self.quantity]
 
 
 class Loaded(NamedTuple):
@@ -122,22 +133,20 @@ class Loaded(NamedTuple):
     watts: float
 
 
-def rows() -> list[ServedRow]:
-    """The rows that the package carries."""
-    return rows_of("inference.csv")
-
-
-def rows_of(name: str) -> list[ServedRow]:
-    """The rows of a file of `data/measured`."""
-    text = (files("stagewright") / "data" / "measured" / name).read_text("utf-8")
-    return [_row(cells) for cells in csv.DictReader(text.splitlines())]
+def rows(source: str | None = None, name: str = "inference.csv") -> list[ServedRow]:
+    """The rows of a file of `data/measured`, of sources whose name contains `source`."""
+    return [_row(cells) for cells in carried_cells(name, source)]
 
 
 def _row(cells: Mapping[str, str]) -> ServedRow:
     own = set(ServedRow.__dataclass_fields__) - {"settings"} | {"max_num_batched_tokens"}
     settings = {k: int(v) if v.isdecimal() else v for k, v in cells.items() if k not in own and v}
     return ServedRow(
-        *(cells[name] for name in ("source", "row", "url", "hardware", "quantity")),
+        source=cells["source"],
+        row=cells["row"],
+        url=cells["url"],
+        hardware=cells["hardware"],
+        quantity=cells["quantity"],
         measured=float(cells["measured"]),
         engine=cast('Literal["vllm", "sglang", "trtllm"]', cells["engine"]),
         concurrency=float(cells["concurrency"]) if cells["concurrency"] else None,
@@ -152,53 +161,6 @@ def _row(cells: Mapping[str, str]) -> ServedRow:
         reason=cells["reason"],
         busy=float(cells["busy"] or 1),
     )
-
-
-def validate(
-    source: str | None = None,
-    *,
-    every: int = 1,
-    jobs: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Prediction]:
-    """Predictions of all rows, or of the rows whose source contains the text `source`."""
-    chosen = [r for r in rows() if source is None or source.lower() in r.source.lower()][::every]
-    yield from predictions(chosen, jobs=jobs, progress=progress)
-
-
-def predictions(
-    chosen: Iterable[ServedRow],
-    *,
-    jobs: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Prediction]:
-    """Predictions of these rows, in order."""
-    tasks = [*enumerate(chosen)]
-    found: dict[int, float] = {}
-
-    def done(one: tuple[int, float]) -> None:
-        found[one[0]] = one[1]
-        if progress is not None:
-            progress(len(found), len(tasks))
-
-    Processes(jobs).run(_predicted, tasks, done)
-    for nth, row in tasks:
-        value = found[nth]
-        error = value / row.measured - 1
-        yield Prediction(
-            row.source, row.row, row.quantity, row.measured, value, error, "", row.reason
-        )
-
-
-def _predicted(task: tuple[int, ServedRow]) -> tuple[int, float]:
-    nth, row = task
-    server = loaded(row)
-    values = {
-        "tpot_ms": server.tpot * 1e3,
-        "ttft_ms": server.ttft * 1e3,
-        "watts": row.busy * server.watts + (1 - row.busy) * idle_watts(resolve(row.hardware)),
-    }
-    return nth, values[row.quantity]
 
 
 # ---- a server in its steady state ----------------------------------------------------------------
@@ -356,7 +318,7 @@ def _compiled(key: frozenset[tuple[str, Any]]) -> CompiledRun:
 
 def model_of_row(values: Mapping[str, Any], checkpoint: str) -> tuple[Run, ModelConfig]:
     """The run of a row's settings, and its model with weights as the checkpoint stores them."""
-    run, model = run_of_values(values, set(Run.model_fields))
+    run, model = run_of_values(values)
     if checkpoint:
         stored, _ = read_quantization(checkpoint, _checkpoints()[checkpoint], model)
         model = replace(model, quantization=stored)
@@ -365,5 +327,4 @@ def model_of_row(values: Mapping[str, Any], checkpoint: str) -> tuple[Run, Model
 
 @cache
 def _checkpoints() -> dict[str, Any]:
-    text = (files("stagewright") / "data" / "measured" / "checkpoints.yaml").read_text("utf-8")
-    return own_yaml(text)
+    return own_yaml(carried_text("checkpoints.yaml"))

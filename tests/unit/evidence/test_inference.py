@@ -9,6 +9,7 @@ import pytest
 
 from stagewright.evidence import inference
 from stagewright.evidence.inference import ServedRow
+from stagewright.evidence.rows import Prediction, compare
 from stagewright.lower.compile import compile
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
@@ -141,14 +142,15 @@ def test_rows_that_the_package_carries_can_be_read() -> None:
 def test_power_of_a_run_is_that_of_its_busy_and_its_idle_time() -> None:
     """An idle H100 draws a fifth of its TDP."""
     row = dataclasses.replace(ROW, quantity="watts")
-    busy = inference._predicted((0, row))[1]
-    half = inference._predicted((0, dataclasses.replace(row, busy=0.5)))[1]
+    found = row.simulate()
+    busy, half = row.predict(found), dataclasses.replace(row, busy=0.5).predict(found)
     assert half == pytest.approx((busy + 140) / 2)
 
 
 @pytest.mark.slow
 def test_servers_under_load_are_near() -> None:
     """vLLM under a constant rate: 9 of 10 stages within 6%, the median within 4%."""
-    errors = sorted(abs(o.error) for o in inference.validate("vLLM under load"))
+    outcomes = compare(inference.rows("vLLM under load"))
+    errors = sorted(abs(o.error) for o in outcomes if isinstance(o, Prediction))
     assert errors[len(errors) // 2] < 0.04
     assert errors[-2] < 0.08

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 import regret
-from stagewright.evidence import measurements as published
-from stagewright.evidence.groups import held_out, traits
-from stagewright.evidence.measurements import Measurement
-from stagewright.evidence.predictions import LOW, SWEEP, Prediction
+from stagewright.evidence.rows import Prediction, prediction
+from stagewright.evidence.statistics import LOW, SWEEP
+from stagewright.evidence.training import Measurement, held_out, read
 
 HEADER = (
     "source,row,hardware,quantity,measured,low_utilization,model,layers,tp,dp,pp,"
@@ -28,7 +27,7 @@ def rows(
         f"{low},llama3-8b,2,{tp},{dp},{pp},{batch},1024"
         for n, ((tp, dp, pp), seconds) in enumerate(zip(LAYOUTS, MEASURED, strict=True))
     ]
-    return published.read("\n".join([HEADER, *lines]), "rows.csv")
+    return read("\n".join([HEADER, *lines]), "rows.csv")
 
 
 def predicted(
@@ -38,9 +37,7 @@ def predicted(
 
 
 def _prediction(m: Measurement, seconds: float) -> Prediction:
-    value = seconds if m.quantity == "step_s" else 1 / seconds
-    error = value / m.measured - 1
-    return Prediction(m.source, m.row, m.quantity, m.measured, value, error, "", "", traits(m))
+    return prediction(m, seconds if m.quantity == "step_s" else 1 / seconds)
 
 
 @pytest.mark.parametrize("quantity", ["step_s", "tokens_s_gpu"])
@@ -73,9 +70,7 @@ def test_what_is_new_to_the_package_changes_no_job() -> None:
 
 
 def test_repeated_measurements_of_a_layout_count_once() -> None:
-    again = published.read(
-        f"{HEADER}\nmine,again,h100-sxm,step_s,4,,llama3-8b,2,2,4,1,16,1024", "rows.csv"
-    )
+    again = read(f"{HEADER}\nmine,again,h100-sxm,step_s,4,,llama3-8b,2,2,4,1,16,1024", "rows.csv")
     (found,) = regret.regrets(predicted([*rows(), *again], (5, 3, 2, 8, 6, 3)))
     assert found.layouts == 5
     assert found.rank == 1  # the second layout took 2 and 4 seconds: 3 on average, like the third
