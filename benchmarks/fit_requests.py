@@ -87,7 +87,7 @@ def first_tokens() -> None:
         mine = [row for row in rows if row.engine == engine]
         prompt = np.array([row.isl * (1 + row.shortest) / 2 / 1024 for row in mine])
         carried = HOST_MS[engine][0] + HOST_MS[engine][1] * prompt
-        steps = np.array([inference.loaded(row).ttft * 1e3 for row in mine]) - carried
+        steps = np.array([inference.steady_state(row).ttft * 1e3 for row in mine]) - carried
         table = np.array([steps, prompt, [row.measured for row in mine]])
         test = np.array([held_out(*key(row)) for row in mine])
         best = fit(table[:, ~test], GRID)
@@ -107,7 +107,9 @@ def steps() -> None:
             step, request = (x / 1e6 for x in constants)
             host = hosts.HostTimes(per_step=step, per_request_step=request, beside=True)
             inference.HOSTS = {SCHEDULERS[mine[0].engine]: host}
-            return np.array([inference.loaded(row).tpot * 1e3 / row.measured - 1 for row in mine])
+            return np.array(
+                [inference.steady_state(row).tpot * 1e3 / row.measured - 1 for row in mine]
+            )
 
         every = {c: found(c) for c in itertools.product(*STEP_GRID)}
         best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))

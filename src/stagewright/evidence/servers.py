@@ -14,11 +14,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.evidence.inference import SCHEDULERS, ServedRow, model_of_row
+from stagewright.evidence.inference import SCHEDULERS, Engine, ServedRow, model_of_row
 from stagewright.evidence.inference import rows as inference_rows
 from stagewright.evidence.rows import Row, carried_text, within
 from stagewright.files import own_yaml
@@ -37,8 +37,6 @@ from stagewright.serving.workloads.synthetic import (
 )
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
-
-_Engine = Literal["vllm", "sglang", "trtllm"]
 
 PEERS = (
     "Other simulators on runs of the same kind (inference-sim/sim-to-real-accuracy-validation@"
@@ -60,7 +58,7 @@ FITTED = "the host"
 STAGE_QUANTITIES = {
     "ttft_ms": "mean milliseconds to the first token",
     "ttft_p99_ms": "99th percentile of these",
-    "tpot_ms": "mean milliseconds per token behind the first",
+    "tpot_ms": "mean milliseconds per token after the first",
     "e2e_ms": "mean milliseconds to the last token",
 }
 
@@ -71,7 +69,7 @@ class LoadedServer:
 
     name: str
     hardware: str
-    engine: _Engine
+    engine: Engine
     settings: Mapping[str, Any]
     options: Mapping[str, Any]
     prompts: SharedPrefix
@@ -125,7 +123,7 @@ def stages(source: str | None = None) -> list[StageRow]:
     entry: Any = own_yaml(carried_text("serving.yaml"))
     if not within(entry["source"], source):
         return []
-    found: list[StageRow] = []
+    result: list[StageRow] = []
     for run in entry["runs"]:
         server = LoadedServer(
             run["row"], entry["hardware"], entry["engine"], run["settings"], entry["options"],
@@ -134,7 +132,7 @@ def stages(source: str | None = None) -> list[StageRow]:
         )  # fmt: skip
         for number, stage in enumerate(run["stages"]):
             overloaded = bool(stage["failed"])
-            found += [
+            result += [
                 StageRow(
                     source=f"{entry['source']}, overloaded" if overloaded else entry["source"],
                     row=f"{server.name} {server.stages[number].rate:g}/s",
@@ -150,13 +148,13 @@ def stages(source: str | None = None) -> list[StageRow]:
                 for quantity, measured in stage.items()
                 if quantity.endswith("_ms")
             ]
-    return found
+    return result
 
 
 # ---- closed loops of users -----------------------------------------------------------------------
 
 LOOP_QUANTITIES = {
-    "tpot_ms": "mean milliseconds per token behind the first",
+    "tpot_ms": "mean milliseconds per token after the first",
     "ttft_ms": "mean milliseconds to the first token",
     "ttft_p50_ms": "median of these",
     "output_tokens_s_gpu": "output tokens per second and GPU",
@@ -216,14 +214,14 @@ class ClosedLoopRow(Row):
 
 def closed_loops(source: str | None = None) -> list[ClosedLoopRow]:
     """The rows of closed loops, those of one server in succession."""
-    found: list[ClosedLoopRow] = []
+    result: list[ClosedLoopRow] = []
     for row in (*inference_rows(source), *inference_rows(source, "serving.csv")):
         known = row.quantity in LOOP_QUANTITIES and row.concurrency is not None
         if not known or row.cached:
             continue
         if "InferenceX" not in row.source and row.hardware not in HARDWARE:
             continue
-        found.append(
+        result.append(
             ClosedLoopRow(
                 source=row.source,
                 row=row.row if row.hardware in row.row else f"{row.hardware} {row.row}",
@@ -235,7 +233,7 @@ def closed_loops(source: str | None = None) -> list[ClosedLoopRow]:
                 served=row,
             )
         )
-    return sorted(found, key=_server)
+    return sorted(result, key=_server)
 
 
 def _server(loop: ClosedLoopRow) -> str:
@@ -248,7 +246,7 @@ def _server(loop: ClosedLoopRow) -> str:
 
 def _group(
     hardware: str,
-    engine: _Engine,
+    engine: Engine,
     settings: Mapping[str, Any],
     engines: EngineSection,
     checkpoint: str = "",
@@ -259,18 +257,20 @@ def _group(
     Step times are computed for at least `least_tokens` tokens.
     """
     limits = batch_limits(engines, hardware_of(hardware))
-    made = _instance(
+    engine_instance = _instance(
         hardware, engine, tuple(sorted(settings.items())), checkpoint,
         max(limits.tokens, least_tokens), limits.requests, engines.gpu_memory_utilization,
     )  # fmt: skip
-    ahead = replace(engines, async_scheduling=engines.async_scheduling and made.run.pp == 1)
-    return InstanceGroup(made, engines, limits, scheduler_of(ahead, limits))
+    ahead = replace(
+        engines, async_scheduling=engines.async_scheduling and engine_instance.run.pp == 1
+    )
+    return InstanceGroup(engine_instance, engines, limits, scheduler_of(ahead, limits))
 
 
 @cache
 def _instance(
     hardware: str,
-    engine: _Engine,
+    engine: Engine,
     settings: tuple[tuple[str, Any], ...],
     checkpoint: str,
     tokens: int,
@@ -295,7 +295,7 @@ REQUESTS_PER_USER = 10
 
 
 class Client(NamedTuple):
-    """How a row was measured."""
+    """Requests of a client, and how its server was started."""
 
     requests_per_user: int
     settings: Mapping[str, Any]
@@ -349,21 +349,20 @@ class MeasuredServer:
     requests_per_user: int = REQUESTS_PER_USER
     max_tokens: int | None = None
     """`max_num_batched_tokens` beyond a prompt and the users' tokens."""
-    least: int = 0
-    """Its least value."""
+    min_tokens: int = 0
+    """Its lower limit."""
     prefill_tokens: int | None = None
     """`max_prefill_tokens` beyond a prompt."""
     first_step: float = 0.0
-    """As of `Client`."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def client(self, row: ServedRow) -> Client:
-        """How a row of this entry was measured."""
+        """Client of a row of this entry."""
         options = dict(self.options)
         if self.max_tokens is not None:
             tokens = row.isl + round(row.concurrency or 0) + self.max_tokens
-            options["max_num_batched_tokens"] = max(self.least, tokens)
+            options["max_num_batched_tokens"] = max(self.min_tokens, tokens)
         if self.prefill_tokens is not None:
             options["max_prefill_tokens"] = row.isl + self.prefill_tokens
         return Client(self.requests_per_user, self.settings, options, self.first_step)
@@ -385,7 +384,7 @@ def _entry(values: Mapping[str, Any]) -> MeasuredServer:
 
 
 def client_of(row: ServedRow) -> Client:
-    """How a row was measured, as far as a source says."""
+    """Client of a row, as far as a source says; else InferenceX's requests per user."""
     entry = next((entry for entry in entries() if entry.fits(row)), None)
     if entry is None:
         return Client(REQUESTS_PER_USER, {}, {"max_num_batched_tokens": row.chunk})

@@ -95,7 +95,7 @@ class GroupErrors(NamedTuple):
 def grouped(predictions: Iterable[Prediction], by: str) -> list[GroupErrors]:
     """The errors of time of training rows by one of `GROUPS`.
 
-    Rows of low utilization stand by themselves, behind the others.
+    Rows of low utilization are groups of their own, after the others.
     """
     groups: dict[tuple[bool, str], list[Prediction]] = {}
     for o in predictions:

@@ -5,9 +5,9 @@ as fields of `ModelConfig` where the model is a variant of a preset, as settings
 `hardware`), the quantity that was measured, its source, and the constant of Stagewright that was
 fitted to it, if any. A new line adds a row.
 
-`data/measured/sources.yaml` has an entry for each source: where its rows stand, the settings that
-all its rows take unless a row says otherwise, each with the reason, and notes. So an assumption is
-written once, and no row and no source has a constant of its own.
+`data/measured/sources.yaml` has an entry for each source: the address of its rows, the settings
+that all its rows take unless a row says otherwise, each with the reason, and notes. So an
+assumption is written once, and no row and no source has a constant of its own.
 
 >>> nanotron = sources()["nanotron"]
 >>> nanotron.assumed["attention_kernel"].value
