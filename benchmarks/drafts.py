@@ -22,7 +22,7 @@ from stagewright.evidence.inference import model_of_row
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup
-from stagewright.serving.instance import Instance, instance, with_drafter
+from stagewright.serving.instance import Instance, instance
 from stagewright.serving.metrics import ServingSummary, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.speculative import drafter_of
@@ -117,9 +117,10 @@ def server(
     run, model = model_of_row(settings, "deepseek-r1-nvfp4-v2" if precision == "fp4" else "")
     run, how = run.model_copy(update={"mode": "decode"}), Execution(serving_engine=engine)
     machine = Machine.of(resolve(hardware), gpus=run.world_size)
-    made = instance(run, model, machine, how, most_tokens=16384, most_requests=256)
     drafter = drafter_of(EngineSection(speculative_method="mtp"), run, model)
-    return made, with_drafter(made, drafter, how)
+    limits = {"most_tokens": 16384, "most_requests": 256}
+    without = instance(run, model, machine, how, **limits)
+    return without, instance(run, model, machine, how, **limits, drafter=drafter)
 
 
 def served(row: Measured, made: Instance) -> ServingSummary:
@@ -146,7 +147,7 @@ def served(row: Measured, made: Instance) -> ServingSummary:
         10 * row.users, row.users, Lengths(isl=row.isl, osl=row.osl, range_ratio=0.8)
     )
     group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
-    return group.serve(work, Slo()).summary
+    return group.serve(work, Slo(), whole_run=True).summary
 
 
 def main() -> None:

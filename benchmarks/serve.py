@@ -91,7 +91,7 @@ def searched() -> None:
         print(
             f"{model} at {rate:g}/s: {found.describe()}; {of.candidates:,} candidates of "
             f"{len(of.rows)} layouts in {seconds:.2f} CPU-s, {of.candidates / seconds:,.0f} per "
-            f"CPU-second; {len(of.choices)} of them played ({stopped} not to the end), "
+            f"CPU-second; {len(of.choices)} of them simulated ({stopped} not to the end), "
             f"{len(of.choices) / seconds:.1f} per CPU-second"
         )
 

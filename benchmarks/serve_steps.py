@@ -20,6 +20,7 @@ from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as model_of
 from stagewright.model.config import ModelConfig
 from stagewright.run.lengths import Group
+from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
 from stagewright.time.hardware import resolve
@@ -36,8 +37,11 @@ CASES = {
     "deepseek-dp": ("h200", {"model": "deepseek-v3", "dp": 16, "ep": 16}),
     "states": ("h200", {"model": "qwen3-next-80b-a3b", "tp": 2}),
     "pipeline": ("h200", {"model": "llama3.1-70b", "tp": 2, "pp": 2}),
+    "one-kernel": ("rtx-pro-6000", {"model": "llama3.1-8b", "serving_engine": "vllm"}),
+    "eager": ("h200", {"model": "qwen3-30b-a3b", "serving_engine": "sglang"}),
+    "fp8": ("b200", {"model": "qwen3-32b", "tp": 4, "weight_precision": "fp8"}),
 }
-"""Hardware and settings by name."""
+"""Hardware and settings by name; `serving_engine` is of the execution."""
 KINDS = ("decode", "both", "prompts")
 CALLS = 100_000
 
@@ -77,12 +81,14 @@ def sums(groups: Sequence[Group]) -> tuple[int, int, int, int]:
     )
 
 
-def simulated(run: Run, model: ModelConfig, machine: Machine, batch: Drawn) -> float:
+def simulated(
+    run: Run, model: ModelConfig, machine: Machine, execution: Execution, batch: Drawn
+) -> float:
     """Seconds of a step by `simulate`; every replica has the same batch."""
 
     def alone(groups: Sequence[Group]) -> float:
         every = [Group(g.count * run.dp, g.context_length, g.new_tokens) for g in groups]
-        return simulate(compile(batch_run(run, every), model), machine).seconds
+        return simulate(compile(batch_run(run, every), model), machine, execution).seconds
 
     both = alone([*batch.decoding, *batch.prompts])
     if batch.decoding and batch.prompts and model.kv_lora_rank:
@@ -114,8 +120,7 @@ def speed(times: StepTimes, new: int) -> str:
         "decode": lambda n: decode(64, 64_000 + n),
         "step": lambda n: times.step(tokens, 600_000 + n, 70_000, 65, 64, 64_000),
         "prompts": lambda n: times.step(512, 200_000 + n, 2_048, 1),
-        "run of 200": lambda n: times.decode_run(64, 64_000 + n, 200),
-        "within 1 s": lambda n: times.steps_within(64, 64_000 + n, 1.0, 10_000),
+        "run": lambda n: times.linear_run(64, 64_000 + n),
     }
     return ", ".join(f"{name} {micros(call):.2f}" for name, call in calls.items())
 
@@ -123,11 +128,13 @@ def speed(times: StepTimes, new: int) -> str:
 def case(name: str, batches: int, seed: int, *, gaps: bool) -> None:
     """Print the figures of a case."""
     hardware, settings = CASES[name]
+    settings = dict(settings)
+    execution = Execution(serving_engine=settings.pop("serving_engine", None))
     run = Run.model_validate({"mode": "decode", **settings})
     model = model_of(str(run.model))
     machine = Machine.of(resolve(hardware), gpus=run.tp * run.dp * run.pp)
     began = time.process_time()
-    times = step_times(run, model, machine)
+    times = step_times(run, model, machine, execution)
     took = time.process_time() - began
     print(f"{name}: {run.describe()} on {hardware}: table {took:.2f} CPU-s")
     print(f"  us a call: {speed(times, 1 + run.num_speculative_tokens)}")
@@ -140,7 +147,7 @@ def case(name: str, batches: int, seed: int, *, gaps: bool) -> None:
             batch = draw(kind, drawn, run)
             every = [*batch.decoding, *batch.prompts]
             mine = times.step(*sums(every), len(batch.decoding), sums(batch.decoding)[2])
-            found.append(mine / simulated(run, model, machine, batch) - 1)
+            found.append(mine / simulated(run, model, machine, execution, batch) - 1)
         sizes = sorted(map(abs, found))
         print(
             f"  {kind}: gap to simulate of {batches} random batches: median "

@@ -176,6 +176,7 @@ ELSEWHERE = {
     *("--bless", "--strict", "--help", "--version"),
     *("--peer", "--seconds", "--most", "--follow-tags", "--search"),  # of scripts
     *("--check", "--only"),  # of tools/record.py
+    *("--save-detailed", "--output-details"),  # of clients of vLLM and SGLang
 }
 
 

@@ -44,7 +44,7 @@ import recorded_runs as runs
 import recorded_serving
 import stagewright as sw
 from stagewright.errors import UserError
-from stagewright.program.fit import held_at_peak
+from stagewright.program.fit import peak_in_issue_order
 from stagewright.time.simulate.timeline import TICK
 from stagewright.trace.formats.bundle import Bundle
 from stagewright.trace.unbundle import expand
@@ -81,8 +81,10 @@ def step_record(step: runs.Step) -> dict[str, Any]:
     parts = ("kernels", "exposed", "bubble", "communication", "launches")
     return step._asdict() | {
         "run": compiled.run.describe(),
-        "ticks": simulated.line.ticks,
-        "issue_order": [dict(held_at_peak(of).by_category) for of in compiled.program.classes],
+        "ticks": simulated.timeline.ticks,
+        "issue_order": [
+            dict(peak_in_issue_order(of).by_category) for of in compiled.program.classes
+        ],
         "lanes": [
             {
                 "ranks": _ranges(lane["ranks"]),
@@ -90,7 +92,7 @@ def step_record(step: runs.Step) -> dict[str, Any]:
                 "peak": lane["memory"]["at_peak"],
                 **{name: lane[name] for name in parts},
             }
-            for lane, timed in zip(printed["lanes"], simulated.line.lanes, strict=True)
+            for lane, timed in zip(printed["lanes"], simulated.timeline.lanes, strict=True)
         ],
         **{name: printed[name] for name in names if name in printed},
     }

@@ -156,7 +156,7 @@ def runs() -> Iterator[tuple[str, Settings]]:
 
 def serving_record(name: str, settings: Settings) -> dict[str, Any]:
     """One line of `serving.jsonl`: sums over requests, and the summary."""
-    asked = dict(settings)
+    asked = {**settings, "whole_run": True}  # sums over all requests, whatever is measured
     try:
         served = sw.serve(asked.pop("model"), asked.pop("hardware"), **asked)
     except UserError as error:
@@ -187,9 +187,9 @@ def search_record(name: str, settings: Settings) -> dict[str, Any]:
         "best": [ranking.describe(n + 1) for n in range(len(of.best))],
         "candidates": of.candidates,
         "choices": [
-            [each.layout, each.prompts, *(
+            [each.layout, each.prompts, *(g.engines.instances for g in each.deployment.groups), *(
                 getattr(each.simulated, column) for column in
-                ("instances", "prefill_instances", "gpus", "good", "meets", "stopped", "user_rate")
+                ("gpus", "good", "meets", "stopped", "user_rate")
             )] for each in of.choices
         ],
     }  # fmt: skip

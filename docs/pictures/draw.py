@@ -37,7 +37,7 @@ def step() -> str:
     levels = memory.over_seconds(found.memory[0], found.seconds, POINTS)
     scale = memory.Scale(capacity=round(found.machine.hardware.memory_gb * 1e9))
     drawn = [
-        ("Kernels and communication of a GPU of each stage", timeline.picture(found.line)),
+        ("Kernels and communication of a GPU of each stage", timeline.picture(found.timeline)),
         ("Memory of a GPU of the first", memory.legend([levels], "keys")),
         ("", memory.picture(levels, "held", "Memory over the step", scale)),
     ]

@@ -60,6 +60,29 @@ def is_any(column: NDArray[np.integer[Any]], values: Sequence[int]) -> Bool:
     return mask
 
 
+def offsets(counts: Sequence[int] | NDArray[np.integer[Any]]) -> Int:
+    """CSR pointer of runs of items: where each run begins, and where the last one ends.
+
+    >>> offsets([2, 0, 3]).tolist()
+    [0, 2, 2, 5]
+    """
+    pointer = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=pointer[1:])
+    return pointer
+
+
+def entries_of(pointer: Int, rows: Int) -> tuple[Int, Int]:
+    """Entries of some rows of a CSR table: of each, the index into `rows`, and the entry.
+
+    >>> owner, entry = entries_of(np.array([0, 2, 2, 5]), np.array([2, 0]))
+    >>> owner.tolist(), entry.tolist()
+    ([0, 0, 0, 1, 1], [2, 3, 4, 0, 1])
+    """
+    counts = np.diff(pointer)[rows]
+    owner = np.repeat(np.arange(len(rows)), counts)
+    return owner, np.arange(len(owner)) + (pointer[rows] - offsets(counts)[:-1])[owner]
+
+
 def latest(times: Sequence[Float]) -> Float:
     """Latest of one or more times: seconds of any shape."""
     return reduce(np.maximum, times)

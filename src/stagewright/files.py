@@ -104,14 +104,17 @@ def read_text(path: Path | str, wanted: str, limit: int = MOST_BYTES) -> str:
         raise UserError(f"{path}: is not text in UTF-8; wanted {wanted}") from None
 
 
-def from_json(text: str | bytes, where: object) -> Any:
+def from_json(text: str | bytes, where: object, *, constants: bool = False) -> Any:
     """Parse JSON whose objects have each key once; `where` is the file, for errors.
+
+    With `constants`, NaN and Infinity are numbers, as Python's json writes them.
 
     >>> from_json('{"tp": 8}', "run.json")
     {'tp': 8}
     """
     try:
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_number)
+        parse_constant = float if constants else _no_number
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=parse_constant)
         refuse_half_characters(text, value)
         return value
     except RecursionError:

@@ -20,7 +20,7 @@ from stagewright.check.program import check_program
 from stagewright.check.verify import verify
 from stagewright.errors import UserError
 from stagewright.lower.assembly.assemble import assemble
-from stagewright.lower.assembly.lowered_block import Placed
+from stagewright.lower.assembly.lowered_block import StageBlock
 from stagewright.lower.assembly.optimizer_step import ClipNorm
 from stagewright.lower.blocks import lower_block
 from stagewright.lower.compile import compile
@@ -174,7 +174,7 @@ def test_work_and_memory_grow_with_rows(settings: dict[str, Any], fuse: bool) ->
     def make(rows: ExpertRows) -> Program:
         extent = extent_of(sizes, mesh, {ROWS: rows})
         blocks = {kind: lower_block(graph, asked, extent, kind) for kind, graph in graphs.items()}
-        placed = [[Placed(blocks[kind], i, "") for kind, i in stage] for stage in stages]
+        placed = [[StageBlock(blocks[kind], i, "") for kind, i in stage] for stage in stages]
         return assemble(placed, order, mesh, clip=ClipNorm())
 
     got = np.array([[24, 8, 40, 0][: routing.positions]] * 2) * routing.held

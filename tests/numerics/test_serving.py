@@ -149,7 +149,7 @@ def observed_alike(ran: Engine, oracle: Stepping, requests: list[Request]):
     own = [step[1] - step[0] for step in oracle.steps if step[3]]  # not those waited along with
     assert steps.sum() == len(own)
     assert ((first + last) / 2 * steps).sum() == pytest.approx(sum(own), rel=1e-9)
-    for at, waiting, running, blocks in zip(*ran.samples, strict=True):
+    for at, waiting, running, blocks in zip(*ran.samples[:4], strict=True):
         found = [step for step in oracle.steps if step[0] < at <= step[1]]
         if found:
             late = sum(found[0][5] < r.arrival <= at for r in requests)
@@ -172,7 +172,7 @@ def test_engines_that_run_ahead_of_others_do_what_they_do_in_one_order(seed: int
         )
         columns = [[*getattr(done.records, each.name)] for each in fields(done.records)]
         for engine in done.engines:
-            columns += map(list, engine.samples)
+            columns += map(list, engine.samples[:4])
             columns.append(engine.step_log.gaps().ravel().tolist())
         found.append(columns)
     for ahead, in_order in zip(*found, strict=True):

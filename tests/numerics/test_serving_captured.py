@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 import stagewright as sw
+from stagewright.check.verify import verify
 from stagewright.cli.main import main
 from stagewright.errors import UserError
 from stagewright.program.columns import TaskKind
@@ -27,6 +28,28 @@ def test_steps_of_a_run_are_runs(tmp_path):
     assert written
     with pytest.raises(UserError, match="runs no step"):
         done.step(-1.0)
+
+
+def test_an_idle_engine_has_the_step_that_it_ran_last():
+    done = sw.serve("llama3.1-8b", "h100-sxm", layers=2, rate=5, isl=300, osl=60, num_requests=1)
+    for at in (done.outcome.records.finish[0] - 1e-6, 1e3):
+        (group,) = done.step(at).run.requests
+        assert (group.context_length, group.new_tokens) == (300 + 58, 1)
+
+
+def test_a_moment_without_requests_has_the_step_before_it():
+    """Not one of a decode that goes on without end."""
+    done = sw.serve(
+        "llama3-8b", "h100-sxm", layers=2, rate=1, isl=100, osl=4, num_requests=3,
+        arrival="constant",
+    )  # fmt: skip
+    for at in (0.5, 10):
+        (group,) = done.step(at).run.requests
+        assert (group.context_length, group.new_tokens) == (102, 1)
+    first, second = done.outcome.records.first[1], done.outcome.records.finish[1]
+    for share, tokens in ((0.1, 100), (0.5, 101), (0.9, 102)):
+        (group,) = done.step(first + share * (second - first)).run.requests
+        assert group.context_length == tokens
 
 
 LOAD = {"layers": 2, "isl": 1500, "osl": 30, "num_requests": 60}
@@ -169,3 +192,85 @@ def test_the_command_writes_a_step(capfd, tmp_path):
     said = capfd.readouterr()
     assert not said.out  # before anything is served
     assert "instance 7: wanted one of 0 to 0" in said.err
+
+
+def test_joined_steps_of_two_instances_are_verified_without_a_run_that_makes_them(tmp_path):
+    for part in ("prompt", "layer"):
+        done = sw.serve(
+            "llama3.1-8b", "h100-sxm", layers=2, tp=2, rate=20, isl=5000, osl=2, num_requests=2,
+            prefill_instances=1, instances=1, max_num_batched_tokens=2048, kv_transfer=part,
+        )  # fmt: skip
+        way = done.outcome.handover
+        moments = [(push.begins + push.step_end) / 2 for push in way.pushes if push.request == 1]
+        moments = moments or [(way.begins[1] + way.arrives[1]) / 2]
+        manifest = sw.generate(done.step(moments[0]), str(tmp_path / part))
+        assert "run" not in manifest
+        assert manifest["decode_run"]["mode"] == "decode"
+        report = verify(str(tmp_path / part))
+        assert "not-as-made" not in {finding.code for finding in report.findings}
+        assert any("without its run" in skipped for skipped in report.skipped)
+
+
+SERVED = [
+    "serve",
+    "llama3-8b",
+    "--layers",
+    "2",
+    "--rate",
+    "20",
+    "--isl",
+    "4000",
+    "--osl",
+    "20",
+    "--num-requests",
+    "20",
+]
+
+
+def test_a_captured_step_with_what_astra_sim_needs(tmp_path, capsys):
+    out = tmp_path / "step"
+    main_ends(
+        [
+            *SERVED,
+            "--hardware",
+            "h100-sxm",
+            "--tp",
+            "2",
+            "--astra-sim",
+            "--step-trace",
+            "0.3",
+            str(out),
+        ]
+    )
+    assert {"astra-sim.sh", "system.json", "network.yml", "workload.1.et"} <= {
+        path.name for path in out.iterdir()
+    }
+    for words, says in (
+        (["--astra-sim"], "add --step-trace S DIR"),
+        (
+            [
+                "--prefill-instances",
+                "1",
+                "--astra-sim",
+                "--step-trace",
+                "0.1141",
+                str(tmp_path / "b"),
+            ],
+            "choose another moment",
+        ),
+    ):
+        capsys.readouterr()
+        main_ends([*SERVED, "--hardware", "h100-sxm", *words], 2)
+        assert says in capsys.readouterr().err
+
+
+def test_estimated_constants_of_hardware_are_noted(capsys):
+    for hardware, noted in (("mi300x", True), ("h100-sxm", False)):
+        main_ends([*SERVED, "--hardware", hardware])
+        assert ("are estimates but for the peaks" in capsys.readouterr().err) == noted
+
+
+def main_ends(words: list[str], code: int = 0) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert (end.value.code or 0) == code

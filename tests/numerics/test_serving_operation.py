@@ -220,7 +220,7 @@ def test_energy_is_the_integral_of_power_over_the_time_that_engines_are_up(monke
         "max_instances": 3, "min_instances": 1, "start_up_time": 0.1, "adjustment_interval": 0.1,
         "kv_scale_up_threshold": 0.02, "kv_scale_down_threshold": 0.015, "num_gpu_blocks": 4000,
     }  # fmt: skip
-    found = sw.serve("llama3.1-8b", "h100-sxm", **load, **scaled, fail_at="0.3:0")
+    found = sw.serve("llama3.1-8b", "h100-sxm", **load, **scaled, fail_at="0.3:0", whole_run=True)
     up = found.outcome.up
     first = min(found.outcome.records.arrival)
     last = first + found.summary.seconds
@@ -229,8 +229,9 @@ def test_energy_is_the_integral_of_power_over_the_time_that_engines_are_up(monke
     assert sum(seconds) < 3 * found.summary.seconds
     assert all(one.begins <= one.ends for one in up)
     for busy, idle in ((300.0, 300.0), (500.0, 0.0), (0.0, 70.0)):
-        draws = energy._Draws(np.array([1.0, 64.0]), np.array([busy, busy]), busy, idle)
-        monkeypatch.setattr(energy, "_draws", lambda *_, draws=draws: draws)
+        sizes, in_steps = np.array([1.0, 64.0]), np.array([busy, busy])
+        power = energy._Power(found.group.instance, 430, sizes, in_steps, busy, idle)
+        monkeypatch.setattr(energy._Power, "of", lambda *_, power=power: power)
         spent = energy.serving_expense(found, [found.groups[0]], price=3600.0)
         rows = [engine.step_log.steps() for engine in found.outcome.engines]
         worked = sum(float(((r[:, 0] + r[:, 1]) / 2 * r[:, 2]).sum()) for r in rows)

@@ -38,6 +38,20 @@ def drawn(draw: random.Random, most: int = 60) -> Workload:
     )
 
 
+@dataclass
+class Cost:
+    """Of a transfer between any two engines, by its seconds alone."""
+
+    alone: object
+    layers: int | None
+
+    def seconds(self, tokens, last=True, *, parts=1):
+        return self.alone(tokens, last) / parts
+
+    def bytes(self, tokens, last=True):
+        return tokens
+
+
 def apart(work, made, host, transfer, prefills, operation=None, layers=None):
     """Prompts on the first engines, decode on the others; `made` makes an engine of either kind."""
     records, handover = Records.of(len(work)), Handover.of(len(work))
@@ -48,13 +62,9 @@ def apart(work, made, host, transfer, prefills, operation=None, layers=None):
         Pool("prefill", front, RoundRobin(), dict.fromkeys(front, host)),
         Pool("decode", back, RoundRobin(), dict.fromkeys(back, host)),
     ]
-    transfers = KvTransfers(
-        handover,
-        len(engines),
-        transfer,
-        lambda *sent: (layers, transfer(*sent)[0] / layers),
-        "prompt" if layers is None else "layer" if layers else "chunk",
-    )
+    how = "prompt" if layers is None else "layer" if layers else "chunk"
+    cost = Cost(transfer, layers)
+    transfers = KvTransfers(handover, len(engines), lambda source, target: cost, how)
     return ServingSimulation(
         work, records, engines, pools, transfers=transfers, operation=operation
     ).run()
@@ -121,7 +131,7 @@ def equal_to_stepping(seed: int) -> None:
     oracle = Apart(rows, *pools, alone, host.per_request, layers).run()
     caches = [PagedKvCache(n, 1000, caching=False) for n in places]
     made = Made(rules, caches, seconds, prefills, pushes=layers is not None)
-    of = apart(work, made, host, lambda s, t, n, last: (alone(n, last), n), prefills, layers=layers)
+    of = apart(work, made, host, alone, prefills, layers=layers)
     assert [*of.handover.tokens] == [*work.prompt]
     near = lambda column: pytest.approx(list(column), rel=1e-9)  # noqa: E731
     assert oracle.prefilled == near(of.handover.prefilled)
@@ -166,7 +176,7 @@ def fails_in_pools(seed: int) -> tuple[int, int]:
         [kinds] * many, caches, seconds, prefills, isinstance(kinds(), SGLang | TensorRtLlm)
     )
     slow = draw.choice((1e-5, 1e-3))
-    done = apart(work, made, HostTimes(), lambda s, t, n, last: (1e-3 + slow * n, n), prefills, of)
+    done = apart(work, made, HostTimes(), lambda n, last: 1e-3 + slow * n, prefills, of)
     ended = [k for k, at in enumerate(done.records.finish) if at == at]
     assert len(ended) + sum(done.refused.values()) == len(work), "requests end once"
     assert all(engine.blocks.free == engine.blocks.size for engine in done.engines)
@@ -230,7 +240,7 @@ def test_engines_of_pools_that_share_experts_step_together():
                 LockstepGroup(decode)
             return one
 
-        done = apart(work, Counted(engine, 4), HostTimes(), lambda s, t, n, last: (1e-3, n), 2)
+        done = apart(work, Counted(engine, 4), HostTimes(), lambda n, last: 1e-3, 2)
         assert all(math.isfinite(at) for at in done.records.finish)
         assert all(cache.free == cache.size for cache in caches)
         assert all(mine == others for mine, others in notes)
@@ -272,7 +282,7 @@ def test_every_request_ends_once_and_gives_back_its_blocks(name):
             caches = [PagedKvCache(30, 16) for _ in range(4)]
             seconds = [LinearTimes(0.01, 1e-4, 1e-3, 1e-5)] * 4
             made = Made([SCHEDULERS[name]] * 4, caches, seconds, 2, name != "vllm")
-            of = apart(work, made, HostTimes(), lambda s, t, n, last: (1e-3 + 1e-5 * n, n), 2)
+            of = apart(work, made, HostTimes(), lambda n, last: 1e-3 + 1e-5 * n, 2)
             assert all(cache.free == cache.size for cache in caches)
             assert all(at == at for at in of.records.finish)
             tokens = sum(n * k for e in of.engines for _, _, n, k in e.step_log.gaps())
@@ -294,7 +304,7 @@ def test_two_transfers_share_a_link():
     work = Workload("two", array("d", (0, 0)), array("i", (100, 100)), array("i", (3, 3)))
     caches = [PagedKvCache(100, 16) for _ in range(3)]
     made = Made([SCHEDULERS["sglang"]] * 3, caches, [LinearTimes(0.01)] * 3, 2, first_token=True)
-    of = apart(work, made, HostTimes(), lambda s, t, n, last: (0.5, n), 2)
+    of = apart(work, made, HostTimes(), lambda n, last: 0.5, 2)
     assert [*of.handover.prefilled] == pytest.approx([0.03, 0.03])  # chunks of 48
     assert [*of.handover.arrives] == pytest.approx([0.53, 1.03])
     assert [*of.records.first] == pytest.approx([0.53, 1.03])
@@ -320,6 +330,6 @@ def test_prompts_that_are_done_are_not_remembered_by_who_sends_them():
     work = drawn(random.Random(3))
     caches = [PagedKvCache(100, 16) for _ in range(2)]
     made = Made([SCHEDULERS["vllm"]] * 2, caches, [LinearTimes(0.01)] * 2, 1, pushes=True)
-    of = apart(work, made, HostTimes(), lambda s, t, n, last: (1e-3, n), 1, layers=0)
+    of = apart(work, made, HostTimes(), lambda n, last: 1e-3, 1, layers=0)
     assert len({push.request for push in of.handover.pushes}) == len(work)
     assert not of.engines[0].sent_tokens

@@ -10,6 +10,7 @@ import pytest
 
 from linear_times import LinearTimes
 from one_pool import serve
+from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
 from stagewright.serving.engine import Engine
@@ -19,7 +20,6 @@ from stagewright.serving.routers import RoundRobin
 from stagewright.serving.schedulers.priority import VllmByPriority
 from stagewright.serving.schedulers.vllm import Vllm
 from stagewright.serving.workload import RequestClass, Workload, in_classes
-from stagewright.serving.workloads.asked import workload_of
 from stepping import Request, Stepping
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +21,8 @@ from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
 from stagewright.serving.search import answer
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout, layout_bounds
-from stagewright.serving.search.pairs import CountTry, LayoutPair, simulate_pair
-from stagewright.serving.search.simulated import simulate_load
+from stagewright.serving.search.pairs import LayoutPair, pair_deployment
+from stagewright.serving.search.simulated import ServingLoad, simulate_load
 from stagewright.serving.workload import RequestClass, Workload, in_classes
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
@@ -68,14 +69,14 @@ def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
         for count in (1, 2, 5):
             several = replace(group, engines=replace(group.engines, instances=count))
             whole = several.serve(work, slo).summary
-            meets = whole.good >= share - 1e-12
-            found = simulate_load(Deployment((several,)), work, load, slo, count).load
+            keeps = whole.good >= share - 1e-9
+            meets = keeps and not whole.steadiness.overloaded
+            found = simulate_load(Deployment((several,)), ServingLoad(work, load), slo)
             assert found.meets == meets
+            assert not found.stopped or not keeps
+            assert found.good >= whole.good - 1e-9
             if not found.stopped:
-                assert found.good == pytest.approx(whole.good)
-                assert found.output_rate == pytest.approx(whole.output_rate)
-                assert found.ttft.p99 == pytest.approx(whole.ttft.p99)
-                assert found.user_rate == pytest.approx(whole.user_rate, nan_ok=True)
+                assert found.summary == whole
             assert not meets or not bounds.why
             assert not meets or count >= bounds.least
             stopped += found.stopped
@@ -133,33 +134,107 @@ def test_limits_of_classes_hold_in_place_of_those_of_all(tmp_path):
     path = tmp_path / "classes.yaml"
     path.write_text("- {name: chat, ttft: 300}\n")
     found = sw.search_serving(
-        "llama3.1-8b", "h100-sxm", classes=str(path), ttft=1e-6, tpot=20, rate=20, isl=512,
+        "llama3.1-8b", "h100-sxm", classes=str(path), ttft="0.001us", tpot=20, rate=20, isl=512,
         osl=8, num_requests=10, layers=1, tp=1, pp=1, gpus=2, pairs=1,
     )  # fmt: skip
-    assert {found.ranking.choices[nth].prompts for nth in found.ranking.best} == {None, 0}
+    assert {found.ranking.choices[index].prompts for index in found.ranking.best} == {None, 0}
 
 
-def test_the_answer_is_that_of_playing_everything(group: InstanceGroup):
-    load = {"rate": 700, "isl": 700, "osl": 30, "num_requests": 90, "layers": 2}
+def test_the_answer_is_that_of_simulating_everything(group: InstanceGroup):
+    asked = {"rate": 700, "isl": 700, "osl": 30, "num_requests": 400, "layers": 2}
     question = asked_serving(
-        {"model": "llama3.1-8b", "ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 5, **load},
+        {"model": "llama3.1-8b", "ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 5, **asked},
         hardware=["h100-sxm"],
     )
-    (work,), slo = question.workloads, question.target.slo
+    work, slo = question.loads[0].workload, question.target.slo
     found = searched_serving(question).ranking
     alone = replace(group, engines=EngineSection())
     several = [replace(alone, engines=EngineSection(instances=count)) for count in range(1, 6)]
     served = [each.serve(work, slo).summary.good >= 0.9 for each in several]
-    best = [found.choices[nth] for nth in found.best]
-    assert [of.simulated.gpus for of in best if of.prompts is None] == [served.index(True) + 1]
-    pairs = [of.simulated for of in found.choices if of.prompts is not None]
+    (cheapest,) = found.aggregated
+    assert found.choices[cheapest].simulated.gpus == served.index(True) + 1
+    pairs = [each for each in found.choices if each.prompts is not None]
     assert len(pairs) > 1
-    for of in pairs:
-        counts = (of.prefill_instances, "prefill"), (of.instances, "decode")
-        groups = (replace(several[count - 1], role=role) for count, role in counts)
-        whole = Deployment(tuple(groups)).serve(work, slo).summary
-        assert (whole.good >= 0.9) == of.meets
-        assert of.stopped or whole.ttft == of.ttft
+    for each in pairs:
+        if each.simulated.summary.requests > len(work):
+            continue  # a winner that was dropped
+        whole = each.deployment.serve(work, slo).summary
+        assert (whole.good >= 0.9) == each.simulated.meets
+        assert each.simulated.stopped or whole.ttft == each.simulated.summary.ttft
+
+
+LONG = {"hardware": ["h200"], "rate": 10, "isl": 4096, "osl": 512, "ttft": 2000, "tpot": 50}
+
+
+def test_a_fleet_is_the_same_however_many_requests_are_asked_for():
+    """Requests take 20 s: 300 of them come in 30 s, and four instances kept the limits of these."""
+    layout = {"tp": 8, "dp": 1, "ep": 8, "etp": 1, "pairs": 0}
+    answers = set[str]()
+    for count in (300, 1000, 3000):
+        found = sw.search_serving("deepseek-v3", num_requests=count, **LONG, **layout)
+        answers.add(found.describe().partition(";")[0])
+        winner = found.ranking.best[0]
+        assert found.ranking.choices[winner].simulated.too_short <= 1
+        assert found.ranking.confirmed[winner].meets
+        assert found.ranking.confirmed[winner].summary.requests >= 5 * 2000
+        smaller = found.ranking.smaller[winner].simulated
+        assert smaller.good < 0.9
+        assert smaller.binding == "TPOT"
+        assert "keep" in found.describe().partition(";")[2]
+    assert len(answers) == 1
+    four = sw.serve(
+        "deepseek-v3", "h200", **{k: v for k, v in LONG.items() if k != "hardware"},
+        num_requests=300, instances=4, tp=8, ep=8, etp=1,
+    )  # fmt: skip
+    assert not four.summary.steadiness.steady
+
+
+def test_a_winner_that_fails_when_more_come_is_dropped(monkeypatch):
+    asked = {"rate": 700, "isl": 700, "osl": 30, "num_requests": 400, "layers": 2}
+    asked |= {"ttft": 25, "tpot": 1.2, "tp": 1, "pp": 1, "gpus": 9, "pairs": 0}
+    first = sw.search_serving("llama3.1-8b", "h100-sxm", **asked).ranking
+    count = first.choices[first.best[0]].deployment.groups[0].engines.instances
+    real, much = answer.simulate_load, first.confirmed[first.best[0]].summary.requests
+
+    def failing(deployment, load, slo):
+        found = real(deployment, load, slo)
+        few = deployment.groups[0].engines.instances == count
+        return replace(found, meets=False) if few and len(load.workload) >= much else found
+
+    monkeypatch.setattr(answer, "simulate_load", failing)
+    found = sw.search_serving("llama3.1-8b", "h100-sxm", **asked)
+    of = found.ranking
+    (dropped,) = of.dropped
+    assert dropped.deployment.groups[0].engines.instances == count
+    assert of.choices[of.best[0]].deployment.groups[0].engines.instances == count + 1
+    assert any(remark.startswith("dropped: ") for remark in found.remarks())
+
+
+def test_settings_of_engines_may_be_lists():
+    found = sw.search_serving(
+        "llama3.1-8b", "h100-sxm", layers=4, rate=150, isl=900, osl=40, num_requests=150, ttft=60,
+        tpot=3, tp=1, pp=1, pairs=0, max_num_batched_tokens="512,4096", kv_cache_dtype="bf16,fp8",
+        scheduler=["vllm", "sglang"],
+    )  # fmt: skip
+    kinds = {each.kind for each in found.ranking.choices}
+    tokens = {engines.max_num_batched_tokens for _, _, engines in kinds}
+    assert tokens == {512, 4096}
+    assert {engines.scheduler for _, _, engines in kinds} == {"vllm", "sglang"}
+    assert len(kinds) == 8
+    for engine in ("vllm", "sglang"):
+        rows = [
+            row for row, index in enumerate(found.ranking.best, 1)
+            if found.ranking.choices[index].deployment.groups[0].engines.scheduler == engine
+        ]  # fmt: skip
+        if rows:
+            (count, line) = found.commands(engine, rows[0])
+            assert count.startswith("# ")
+            assert "meta-llama" in line
+        else:
+            with pytest.raises(sw.UserError, match="was timed with scheduler"):
+                found.commands(engine)
+    with pytest.raises(sw.UserError, match="wanted vllm, sglang or trtllm"):
+        found.commands("megatron")
 
 
 COMMON = ("--serve", "--hardware", "h100-sxm", "--layers", "4", "--isl", "900", "--osl", "40")
@@ -178,20 +253,38 @@ def test_the_command(capfd, tmp_path):
         "--rate", "150", "--tp", "1,2", *limits, "--json", *(f"-o{path}" for path in out)
     )
     found = json.loads(capfd.readouterr().out)
-    best, gpus = found["best"][0], [each["GPUs"] for each in found["best"]]
-    assert gpus == sorted(gpus)
-    assert best["keep limits"] >= 0.9
-    assert len(out[0].read_text().splitlines()) == found["played"] + 1
-    assert "tokens/s per user" in out[1].read_text()
-    assert not code("--concurrency", "1,8", "--tp", "1", *limits, "--json")
-    front = json.loads(capfd.readouterr().out)["front"]
-    assert [each["tokens/s per user"] for each in front] == sorted(
-        each["tokens/s per user"] for each in front
-    )
+    for table in (found["aggregated"], found["disaggregated"]):
+        gpus, rates = ([row[name] for row in table] for name in ("GPUs", "tokens/s per user"))
+        assert gpus == sorted(gpus)
+        assert rates == sorted(rates)
+        assert all(row["keep limits"] >= 0.9 for row in table)
+    assert sorted(row["#"] for row in (*found["aggregated"], *found["disaggregated"])) == [
+        *range(1, 1 + len(found["aggregated"]) + len(found["disaggregated"]))
+    ]
+    assert len(out[0].read_text().splitlines()) == found["simulated"] + 1
+    assert found["answer"] in out[1].read_text()
+    for words in (("--concurrency", "1,8", "--tp", "1", *limits), ("--concurrency", "1,8")):
+        assert not code(*words, "--tp", "1", "--pp", "1", "--json", "--top", "1", "--as", "vllm")
+        found = json.loads(capfd.readouterr().out)
+        rates = [row["tokens/s per user"] for row in found["aggregated"]]
+        assert rates == sorted(rates)
+        assert "vllm serve" in found["flags"][1]
+
+
+def test_the_answer_is_a_sentence_with_what_an_instance_less_would_keep(capfd):
+    words = ("--rate", "1500", "--tp", "1", "--pp", "1", "--ttft", "60", "--tpot", "3")
+    assert not code(*words, "--pairs", "0", "--as", "vllm")
+    out = capfd.readouterr().out
+    line = next(line for line in out.splitlines() if line.startswith("best: "))
+    assert re.fullmatch(
+        r"best: [0-9]+ instances of tp=1, [0-9]+ GPUs, [0-9.]+ USD/h; [0-9]+ keeps? [0-9.]+%"
+        r"(, overloaded)?, (TTFT|TPOT) binds", line
+    )  # fmt: skip
+    assert "vllm serve meta-llama/Llama-3.1-8B --tensor-parallel-size 1 " in out
 
 
 def test_limits_that_nothing_keeps(capfd, tmp_path):
-    never = ("--rate", "50", "--ttft", "1", "--tpot", "3", "--num-requests", "20", "--tp", "1")
+    never = ("--rate", "50", "--ttft", "1ms", "--tpot", "3", "--num-requests", "20", "--tp", "1")
     assert code(*never, "--pp", "1", f"-o{tmp_path / 'page.html'}") == 3
     assert "nothing with up to 256 GPUs keeps the limits" in capfd.readouterr().out
     assert "a prompt alone takes longer" in (tmp_path / "page.html").read_text()
@@ -199,24 +292,24 @@ def test_limits_that_nothing_keeps(capfd, tmp_path):
     assert json.loads(capfd.readouterr().out)["removed"]
 
 
-def test_what_was_played_until_somebody_stops_it(capfd, tmp_path, monkeypatch):
-    plays, real = [], answer.simulate_load
+def test_what_was_simulated_until_somebody_stops_it(capfd, tmp_path, monkeypatch):
+    runs, real = [], answer.simulate_long_enough
 
     def stopping(*of):
-        if plays:
+        if runs:
             raise KeyboardInterrupt
-        plays.append(real(*of))
-        return plays[-1]
+        runs.append(real(*of))
+        return runs[-1]
 
-    monkeypatch.setattr(answer, "simulate_load", stopping)
+    monkeypatch.setattr(answer, "simulate_long_enough", stopping)
     page = tmp_path / "page.html"
     words = ("--rate", "150", "--tp", "1,2", "--pp", "1", "--ttft", "60", "--tpot", "3")
     assert code(*words, "--num-requests", "50", f"-o{page}") == 130
     out, err = capfd.readouterr()
-    assert "stopped: the best of what was played until then" in out
-    assert "1 were played" in out
+    assert "stopped: the best of what was simulated until then" in out
+    assert "1 were simulated" in out
     assert "page.html, as far as the search had come" in err
-    assert "stopped: the best of what was played until then" in page.read_text()
+    assert "stopped: the best of what was simulated until then" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -226,7 +319,8 @@ def test_what_was_played_until_somebody_stops_it(capfd, tmp_path, monkeypatch):
         (("--rate", "1", "--ttft", "9", "--tpot", "9", "--attainment", "2"), "--attainment"),
         (("--rate", "1", "--ttft", "9", "--tpot", "9", "--objective", "mfu"), "gpus or cost"),
         (("--rate", "1", "--ttft", "9", "--tpot", "9", "--batch-size", "3"), "of one step"),
-        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--top", "3"), "--top"),
+        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--most", "3"), "--most"),
+        (("--rate", "1", "--ttft", "9", "--tpot", "9", "--as", "trtllm"), "--scheduler tensorrt"),
     ],
 )
 def test_bad_options_are_one_line(capfd, words, says):
@@ -245,13 +339,11 @@ def test_pairs_of_layouts_are_what_pools_do():
     choices = [each for each in found.ranking.choices if each.prompts is not None]
     assert choices
     for each in choices[:2]:
-        counts = {
-            "instances": each.simulated.instances,
-            "prefill_instances": each.simulated.prefill_instances,
-        }
-        whole = sw.serve("llama3.1-8b", "h100-sxm", ttft=60, tpot=3, **counts, **load)
-        assert whole.summary.good == pytest.approx(each.simulated.good)
-        assert whole.summary.gpus == each.simulated.gpus
+        prefill, decode = (group.engines.instances for group in each.deployment.groups)
+        more = {"prefill_instances": prefill, "instances": decode}
+        load["num_requests"] = each.simulated.summary.requests
+        whole = sw.serve("llama3.1-8b", "h100-sxm", ttft=60, tpot=3, **more, **load)
+        assert whole.summary == each.simulated.summary
 
 
 @pytest.mark.parametrize("blocks", [600, 15])
@@ -268,10 +360,10 @@ def test_pairs_do_not_count_tokens_of_requests_that_wait(group: InstanceGroup, b
         ReadyLayout(row, each, layout_bounds(each, load, slo))
         for row, each in enumerate((group, last))
     ]
-    found = simulate_pair(LayoutPair(*ready, (1, 1)), CountTry(1, 1), work, load, slo)
-    deployment = Deployment((replace(group, role="prefill"), replace(last, role="decode")))
+    deployment = pair_deployment(LayoutPair(*ready, (1, 1)), 1, 1)
+    found = simulate_load(deployment, ServingLoad(work, load), slo)
     assert found.meets
-    assert deployment.serve(work, slo).summary.good == found.good == 1
+    assert found.good == 1
 
 
 def test_requests_that_never_fit_are_counted(capfd, tmp_path):
@@ -300,7 +392,7 @@ def test_requests_that_never_fit_are_counted(capfd, tmp_path):
             (why,) = found["removed"]
             assert "an instance can never serve 1 request" in str(why)
         else:
-            assert found["best"][0]["keep limits"] == 0.6
+            assert found["aggregated"][0]["keep limits"] == 0.6
 
 
 def test_classes_of_requests_are_a_list_of_rows_or_a_file(tmp_path: Path):
@@ -308,8 +400,8 @@ def test_classes_of_requests_are_a_list_of_rows_or_a_file(tmp_path: Path):
     (path := tmp_path / "classes.yaml").write_text(json.dumps(rows))
     asked = {"model": "llama3.1-8b", "ttft": 25, "tpot": 1.2, "rate": 9, "isl": 8, "osl": 8}
     of_list, of_file = (
-        asked_serving({**asked, "classes": classes}, hardware=["h100-sxm"]).workloads
+        asked_serving({**asked, "classes": classes}, hardware=["h100-sxm"]).loads
         for classes in (rows, str(path))
     )
-    assert [of.name for of in of_list[0].classes] == ["chat", "batch"]
-    assert of_list[0].classes == of_file[0].classes
+    assert [of.name for of in of_list[0].workload.classes] == ["chat", "batch"]
+    assert of_list[0].workload.classes == of_file[0].workload.classes

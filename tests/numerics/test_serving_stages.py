@@ -45,8 +45,7 @@ def test_a_station_is_a_queue_with_deterministic_service(servers):
     )
     for request, at in enumerate(work.arrival):
         events.add(at, ARRIVAL, request, passage.enter)
-    while events:
-        events.process_next()
+    events.run()
     assert sorted(done) == [*range(len(work))]
     wait = sum(passage.seconds["embed"]) / len(work) - 1
     closed_form = {1: 0.7 / (2 * 0.3), 2: 0.49 / (1 - 0.49) / 2 * 1.023}
@@ -62,8 +61,7 @@ def test_batches_wait_for_a_server_and_take_who_is_there():
     )
     for request, at in enumerate(work.arrival):
         events.add(at, ARRIVAL, request, passage.enter)
-    while events:
-        events.process_next()
+    events.run()
     assert done == [(1.5, 0), (3.5, 1), (3.5, 2), (5.0, 3)]
 
 

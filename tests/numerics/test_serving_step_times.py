@@ -13,7 +13,7 @@ from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.settings import Run
-from stagewright.serving.batch import BatchPlan, DecodeRun
+from stagewright.serving.batch import BatchPlan, DecodeRun, series_sum, steps_to_reach
 from stagewright.serving.host import HostTimes
 from stagewright.serving.instance import drafted_times, kv_capacity
 from stagewright.serving.speculative import drafter_of
@@ -148,7 +148,7 @@ def test_passes_that_draft_take_as_long_as_simulated(method, tmp_path):
         wanted += 2 * simulated(later, ends, drafter.own)
         keys = sum(g.count * (g.context_length + g.new_tokens) for g in groups[: 1 + decoding // 2])
         whole = sums(groups)
-        found = times.drafts(*whole, decoding, keys)
+        found = times.drafting.step(*whole, decoding, keys)
         assert found == pytest.approx(wanted, rel=0.01), groups
         assert times.step(*whole, decoding, keys) == found + alone.step(*whole, decoding, keys)
         if decoding == whole[3]:
@@ -194,11 +194,19 @@ def test_runs_of_decode_steps_are_sums_of_steps():
     times = step_times(run, model, machine, most_tokens=64, most_requests=64)
     for requests, keys, steps in [(1, 2, 5000), (7, 900, 700), (64, 64000, 333)]:
         each = [times.decode(requests, keys + requests * n) for n in range(steps)]
-        assert times.decode_run(requests, keys, steps) == pytest.approx(sum(each), rel=1e-12)
-        for seconds in (each[0] / 2, sum(each) / 3, sum(each) * 2):
-            found = times.steps_within(requests, keys, seconds, steps)
-            enough = [n for n in range(1, steps + 1) if sum(each[:n]) >= seconds * (1 + 1e-12)]
-            assert found == (enough[0] if enough else steps)
+        total, done = 0.0, 0
+        while done < steps:
+            seconds, growth, linear = times.linear_run(requests, keys + requests * done)
+            count = min(linear, steps - done)
+            total += series_sum(seconds, growth, count)
+            run = each[done : done + count]
+            for share in (0.5, 1 / 3, 2):
+                wanted = share * sum(run)
+                found = steps_to_reach(seconds, growth, wanted, count)
+                enough = [n for n in range(1, count + 1) if sum(run[:n]) >= wanted * (1 + 1e-12)]
+                assert found == (enough[0] if enough else count)
+            done += count
+        assert total == pytest.approx(sum(each), rel=1e-12)
 
 
 def test_an_engines_host_runs_behind_a_step_or_beside_it():

@@ -11,6 +11,8 @@ import stagewright as sw
 from stagewright.api import served
 from stagewright.api.served import Serving
 from stagewright.cli import main as cli
+from stagewright.numbers import duration
+from stagewright.views.pictures.curves import _FILLS, INKS
 
 pytestmark = pytest.mark.numerics
 
@@ -32,6 +34,32 @@ def test_the_page_has_every_chart(found: Serving):
     assert page == found.page()  # same bytes
     assert "USD" in page
     assert " J" in page
+
+
+def test_the_page_says_overload_in_red_and_limits_in_numbers():
+    load = {"layers": 4, "isl": 2000, "osl": 60, "num_requests": 300, "ttft": 50, "tpot": 9}
+    calm, busy = (sw.serve("llama3.1-8b", "h100-sxm", **load, rate=rate) for rate in (20, 5000))
+    for of in (calm, busy):
+        page, summary = of.page(), of.summary
+        alarm = f'<p class="verdict"><b>{summary.verdict}</b></p>'
+        assert (alarm in page) == summary.steadiness.overloaded
+        assert summary.verdict in page
+        assert summary.measured_span in page
+        assert "limit 50.00 ms" in page
+        assert f"{summary.good:.1%} of requests keep the limits" in page
+        assert f"TTFT p90: {duration(summary.ttft.p90)}" in page
+        assert f"TPOT p99: {duration(summary.tpot.p99)}" in page
+        assert 'class="problem"' in page if of is busy else 'class="problem"' not in page
+    assert busy.summary.steadiness.overloaded
+    assert f"{busy.summary.binding} binds" in busy.page()
+    assert "Shaded: before and after the measured window" in calm.page()
+
+
+def test_a_colour_means_one_thing():
+    colours = [ink.colour for name, ink in INKS.items() if name != "fullest cache"]
+    assert len(colours) == len({*colours})
+    for part, name in (("queue", "queue"), ("prompt", "TTFT"), ("decode", "TPOT")):
+        assert _FILLS[part].colour == INKS[name].colour
 
 
 def test_perfetto_has_the_requests_and_the_state_of_engines(found: Serving, tmp_path):
@@ -60,13 +88,24 @@ def test_gpus_draw_no_more_than_they_can(found: Serving):
 
 
 def test_the_expense_adds_up(found: Serving):
-    spent = found.expense()
-    tokens = sum(found.outcome.workload.output)
+    spent, seconds = found.expense(), found.summary.window.seconds
+    tokens = found.summary.output_rate * seconds
     assert spent.joules == pytest.approx(spent.joules_per_token * tokens)
-    assert spent.joules == pytest.approx(spent.watts_per_gpu * 2 * found.summary.seconds)
-    usd = 2.0 * 2 * found.summary.seconds / 3600 / tokens * 1e6
+    assert spent.joules == pytest.approx(spent.watts_per_gpu * 2 * seconds)
+    usd = 2.0 * 2 * seconds / 3600 / tokens * 1e6
     assert spent.usd_per_million_tokens == pytest.approx(usd)
     assert json.dumps(found.values())
+
+
+def test_joules_and_dollars_are_those_of_a_longer_run():
+    """Ramp and drain, in which GPUs are paid that do little, are no part of them."""
+    load = {"layers": 2, "rate": 100, "isl": 500, "osl": 300, "price": 2.0}
+    short, long = (
+        sw.serve("llama3.1-8b", "h100-sxm", **load, num_requests=count).expense()
+        for count in (400, 4000)
+    )
+    assert short.joules_per_token == pytest.approx(long.joules_per_token, rel=0.05)
+    assert short.usd_per_million_tokens == pytest.approx(long.usd_per_million_tokens, rel=0.05)
 
 
 FEW = {"rate": 5.0, "isl": 64, "osl": 8, "num_requests": 20, "layers": 2}
@@ -89,13 +128,13 @@ def test_what_is_stopped_is_not_written_as_if_whole(monkeypatch, capsys, tmp_pat
 
 
 def test_classes_have_a_table_and_requests_their_limits():
-    rows = [{"name": "chat", "share": 3, "ttft": 1e-3}, {"name": "batch"}]
+    rows = [{"name": "chat", "share": 3, "ttft": "1us"}, {"name": "batch"}]
     of = sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=rows)
     table = of.classes()
     assert [row["class"] for row in table.rows] == ["chat", "batch"]
     assert [row["keep limits"] for row in table.rows] == [0, 1]
-    good = sum(row["good"] for row in of.requests().rows)
-    assert good == table.rows[1]["requests"] == of.summary.good * 20
+    measured = [row["good"] for row in of.requests().rows if row["measured"]]
+    assert sum(measured) == table.rows[1]["requests"] == of.summary.good * len(measured)
     with pytest.raises(sw.UserError, match=r"classes: class 'a': 'tttf' is unknown"):
         sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=[{"name": "a", "tttf": 3}])
     with pytest.raises(sw.UserError, match="did you mean 'num_requests'"):

@@ -13,12 +13,11 @@ from effort import pairs, some
 from stagewright.arrays import Bool, Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program, TaskKind, Tasks
-from stagewright.program.rank_work import RankWork
+from stagewright.program.columns import Program, RankWork, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.time.simulate.breakdown import breakdown, critical_path, path_parts
-from stagewright.time.simulate.host import HostWork
+from stagewright.time.simulate.launches import HostWork
 from stagewright.time.simulate.timeline import TICK, Timeline, table_rows, timeline
 from timed import RUNS, SHOWN, WAYS, durations, row_by_row
 

@@ -50,21 +50,21 @@ def operation_of(
     )
 
 
-def operated(fleet: Deployment, asked: OperationSection) -> Deployment:
-    """A fleet to which that happens; as many instances as may serve at a time."""
-    counts = [group.engines.instances for group in fleet.groups]
-    prompts = [group.role == "prefill" for group in fleet.groups]
+def operated(deployment: Deployment, asked: OperationSection) -> Deployment:
+    """Deployment with these events; as many instances as may serve at a time."""
+    counts = [group.engines.instances for group in deployment.groups]
+    prompts = [group.role == "prefill" for group in deployment.groups]
     first = sum(many for many, only in zip(counts, prompts, strict=True) if only)
     operation = operation_of(asked, sum(counts) - first, first)
-    fleet = replace(fleet, operation=operation)
+    deployment = replace(deployment, operation=operation)
     if operation is None or operation.scaling is None:
-        return fleet
+        return deployment
     groups: list[InstanceGroup] = []
-    for group, only in zip(fleet.groups, prompts, strict=True):
+    for group, only in zip(deployment.groups, prompts, strict=True):
         most = group.engines.instances if only else operation.scaling.most
         engines = replace(group.engines, instances=most)
         groups.append(replace(group, engines=engines))
-    return replace(fleet, groups=tuple(groups))
+    return replace(deployment, groups=tuple(groups))
 
 
 def _refuse_idle(asked: OperationSection) -> None:

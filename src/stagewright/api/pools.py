@@ -1,4 +1,4 @@
-"""Settings of several groups of instances become services, each with its layout and machine."""
+"""Groups of instances from settings, each with its layout and machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stagewright.run.settings import Run
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.disaggregation import Role
 from stagewright.serving.engine import Scheduler
-from stagewright.serving.instance import instance, with_drafter
+from stagewright.serving.instance import instance
 from stagewright.serving.routers import router_of
 from stagewright.serving.schedulers.named import batch_limits, refuse_others, scheduler_of
 from stagewright.serving.speculative import drafter_of
@@ -168,9 +168,8 @@ class Planned:
             most_tokens=limits.tokens,
             most_requests=limits.requests,
             gpu_memory_utilization=share,
+            drafter=drafter_of(engines, run, model),
         )
-        drafter, how = drafter_of(engines, run, model), self.experiment.execution
-        made = with_drafter(made, drafter, how, gpu_memory_utilization=share)
         return InstanceGroup(made, engines, limits, scheduler, self.serves)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
@@ -14,15 +14,15 @@ from stagewright.executors import Executor
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 from stagewright.searching import flags as written
-from stagewright.searching.enumeration import Enumeration
 from stagewright.searching.estimate import estimate
 from stagewright.searching.objectives import check_objectives
-from stagewright.searching.ranking import MOST, TOP, Ranking, SearchOptions
+from stagewright.searching.ranking import Ranking, SearchOptions
 from stagewright.searching.request import SearchRequest, search_request
 from stagewright.searching.run_file import printed_run_file, write_run_file
 from stagewright.searching.search import Estimate
 from stagewright.searching.search import search as search_candidates
 from stagewright.searching.simulated import Progress
+from stagewright.searching.space import Enumeration
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as tables
@@ -104,42 +104,27 @@ class Search:
 
     def summary(self) -> dict[str, Any]:
         """Result as one object for JSON: seconds, bytes, USD and J of a step."""
+        ranking, best = self.ranking, every(self.ranking, self.ranking.listed)
+        choices = self.choices() if ranking.best.size else None
         return {
             "combinations": self.enumeration.combinations,
-            "candidates": len(self.ranking),
+            "candidates": len(ranking),
             "removed": [
                 {"wanted": r.requirement, "count": r.count, "example": r.example}
                 for r in self.enumeration.removed
             ],
-            "simulated": self.ranking.simulated,
-            "objectives": list(self.ranking.options.objectives),
-            "proven": self.ranking.proven,
-            "could_still_win": len(self.ranking.open),
+            "simulated": ranking.simulated,
+            "objectives": list(ranking.options.objectives),
+            "proven": ranking.proven,
+            "could_still_win": len(ranking.open),
             "certainty": self.certainty,
-            "stopped": self.ranking.stopped,
-            "best": [_filled(row) for row in self._best_rows()],
-            "choices": [_filled(row) for row in self.choices().rows]
-            if self.ranking.best.size
-            else [],
+            "stopped": ranking.stopped,
+            "best": [
+                {"run": ranking.candidates.describe(index), **_filled(row)}
+                for index, row in zip(ranking.listed.tolist(), best.rows, strict=True)
+            ],
+            "choices": [_filled(row) for row in choices.rows] if choices else [],
         }
-
-    def _best_rows(self) -> list[dict[str, Any]]:
-        ranking, indices = self.ranking, self.ranking.listed
-        listed = replace(
-            ranking,
-            candidates=ranking.candidates.take(indices),
-            estimates=ranking.estimates.take(indices),
-            figures=ranking.figures.take(indices),
-            launches={n: ranking.launches[index] for n, index in enumerate(indices.tolist())},
-            refused={},
-            bounds=None if ranking.bounds is None else ranking.bounds[indices],
-            options=replace(ranking.options, all_variants=True),
-        )
-        runs = [ranking.candidates.describe(index) for index in indices.tolist()]
-        table = every(listed).rows
-        for n, row in enumerate(table):
-            row["best"] = n + 1
-        return [{"run": run, **row} for run, row in zip(runs, table, strict=True)]
 
     def write(self, path: str | os.PathLike[str], listed_row: int = 1) -> list[str]:
         """Write the result in the format of the file ending; returns the files' names.
@@ -196,13 +181,10 @@ def search(
     >>> result.run().tp, result.run().micro_batch_size, len(result.ranking.candidates)
     (1, 8, 4)
     """
-    single = isinstance(hardware, str | Hardware)
-    systems = ([hardware] if hardware else []) if single else [*hardware]
-    space = settings.pop("space", None)
-    options = pop_search_options(settings)
+    space, options = settings.pop("space", None), pop_search_options(settings)
     request = search_request(
         {"model": os.fspath(model), **settings},
-        hardware=systems,
+        hardware=[hardware] if isinstance(hardware, str | Hardware) and hardware else hardware,
         gpus=gpus,
         vary=vary,
         model=config,
@@ -223,9 +205,7 @@ def _families(space: object) -> str | None:
 
 def check_count(option: str, count: object) -> None:
     """Raise a UserError for an invalid number of candidates."""
-    if count is None:
-        return
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+    if count is not None and (type(count) is not int or count < 1):
         raise UserError(f"--{option}: got {count!r}, wanted a whole number, 1 or more")
 
 
@@ -233,18 +213,14 @@ def pop_search_options(settings: dict[str, Any]) -> SearchOptions:
     """Pop the options of a search from settings."""
     objective: str | Sequence[str] = settings.pop("objective", "time")
     names = [objective] if isinstance(objective, str) else [*objective]
-    counts: dict[str, int | None] = {name: settings.pop(name, None) for name in ("top", "most")}
-    for name, count in counts.items():
-        check_count(name, count)
-    top, most = counts["top"], counts["most"]
-    return SearchOptions(
-        check_objectives(names),
-        TOP if top is None else top,
-        MOST if most is None else most,
-        exact=settings.pop("exact", False),
-        allow_oom=settings.pop("allow_oom", False),
-        all_variants=settings.pop("all_variants", False),
-    )
+    options: dict[str, Any] = {}
+    for name in ("top", "most", "exact", "allow_oom", "all_variants"):
+        value = settings.pop(name, None)
+        if name in ("top", "most"):
+            check_count(name, value)
+        if value is not None:
+            options[name] = value
+    return SearchOptions(check_objectives(names), **options)
 
 
 def run_search(

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
+from stagewright.api.workloads import REQUESTS, workload_of
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.numbers import plural
@@ -19,12 +24,14 @@ from stagewright.run.sections.serving import (
     OperationSection,
     PoolSection,
     WorkloadSection,
+    by_own_names,
 )
 from stagewright.run.settings import Run
-from stagewright.searching.enumeration import DIVIDES, DP_ALLOWED, Enumeration, Removed
 from stagewright.searching.lists import values_of
 from stagewright.searching.request import SearchRequest
 from stagewright.searching.run_file import printed_run_file, write_run_file
+from stagewright.searching.space import DIVIDES, DP_ALLOWED, Enumeration, Removed
+from stagewright.serving.command_lines import command_lines
 from stagewright.serving.deployment import slo_of
 from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (
@@ -35,17 +42,19 @@ from stagewright.serving.search.answer import (
 from stagewright.serving.search.answer import (
     search_serving as ranked,
 )
+from stagewright.serving.search.bounds import LoadTotals
 from stagewright.serving.search.layouts import MOST_GPUS, layouts
+from stagewright.serving.search.simulated import ServingLoad
 from stagewright.serving.workload import Workload
-from stagewright.serving.workloads.asked import workload_of
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as search_tables
 from stagewright.views import search_serving as tables
 from stagewright.views.pages.search_serving import serving_search_page
 
-REQUESTS_PER_USER = 10
-"""Of a closed loop where nothing says how many requests (InferenceX: 10 prompts for each user)."""
+REQUESTS_PER_USER = 12
+"""Of a closed loop where nothing says how many requests: they arrive for ten times as long as one
+takes."""
 OBJECTIVES = ("gpus", "cost")
 
 
@@ -56,45 +65,45 @@ class ServingSearch:
     found: Enumeration
     """The layouts, and what constraints have removed."""
     ranking: ServingRanking
-    """The choices that were played, which of them are the best, and what limits have removed."""
+    """The choices that were simulated, the best of them, and what limits have removed."""
     load: str
     """What was served, and under which limits, in words."""
 
     def __repr__(self) -> str:
-        return f"<{len(self.ranking.choices):,} choices played; the best: {self.describe()}>"
+        return f"<{len(self.ranking.choices):,} choices simulated; the best: {self.describe()}>"
 
     def _repr_html_(self) -> str:
-        return self.best()._repr_html_()  # pyright: ignore[reportPrivateUsage]
+        return "".join(
+            table._repr_html_()  # pyright: ignore[reportPrivateUsage]
+            for table in self.best()
+        )
 
     def describe(self, listed_row: int = 1) -> str:
-        """One of the best in words."""
-        of = self.ranking
-        if not of.best:
-            if of.stopped:
-                return "nothing yet: no choice that was played keeps the limits"
-            return (
-                f"nothing with up to {plural(of.target.most_gpus, 'GPU', 'GPUs')} keeps the limits"
-            )
-        choice = of.choices[self._number(listed_row)]
-        played, layout = choice.simulated, of.rows.run(choice.layout)
-        words = layout.model_copy(update={"mode": "train"}).describe()
-        many = f"{played.instances} x " if played.instances > 1 else ""
-        cost = f", {choice.usd_per_hour:,.4g} USD/h" if choice.usd_per_hour > 0 else ""
-        where = of.rows.hardware(choice.layout).name
-        if choice.prompts is not None:
-            first = of.rows.run(choice.prompts).model_copy(update={"mode": "train"}).describe()
-            card = of.rows.hardware(choice.prompts).name
-            words += f" on {where} for decode, {played.prefill_instances} x {first}"
-            where = f"{card} for prompts"
-        return f"{many}{words} on {where}: {plural(played.gpus, 'GPU', 'GPUs')}{cost}"
+        """One of the best in words; the first with how far an instance less is from the limits."""
+        if self.ranking.best:
+            self._number(listed_row)
+        return tables.answer(self.ranking, listed_row)
+
+    def remarks(self) -> list[str]:
+        """How the winner was confirmed, what was dropped, and what is as cheap, in sentences."""
+        return tables.remarks(self.ranking)
 
     def run(self, listed_row: int = 1) -> Run:
         """The layout of one of the best."""
         return self.ranking.rows.run(self.ranking.choices[self._number(listed_row)].layout)
 
     def instances(self, listed_row: int = 1) -> int:
-        """How many instances one of the best has."""
-        return self.ranking.choices[self._number(listed_row)].simulated.instances
+        """How many instances one of the best has, of those that decode."""
+        choice = self.ranking.choices[self._number(listed_row)]
+        return choice.deployment.groups[-1].engines.instances
+
+    def commands(self, engine: str, listed_row: int = 1) -> list[str]:
+        """Command lines with which `engine` (vllm, sglang or trtllm) serves as one of the best.
+
+        One for an instance of each group, with all settings that were timed; `#` begins comments.
+        """
+        choice = self.ranking.choices[self._number(listed_row)]
+        return command_lines(choice.deployment, engine)
 
     def run_file(self, listed_row: int = 1) -> str:
         """The layout of one of the best as a run file in YAML."""
@@ -111,16 +120,12 @@ class ServingSearch:
             raise UserError(no_such_place(listed_row, count))
         return self.ranking.best[listed_row - 1]
 
-    def best(self, most: int = 20) -> Table:
-        """Of each layout the fewest instances that keep the limits."""
-        return tables.best_choices(self.ranking, most)
-
-    def front(self) -> Table:
-        """The front of output tokens per second and GPU over those of a user."""
-        return tables.front_choices(self.ranking)
+    def best(self, most: int | None = None) -> list[Table]:
+        """Aggregated and disaggregated choices that no other one dominates, a table for each."""
+        return tables.tables_of_best(self.ranking, most)
 
     def every(self) -> Table:
-        """All choices that were played."""
+        """All choices that were simulated."""
         return tables.every_choice(self.ranking)
 
     @property
@@ -139,16 +144,18 @@ class ServingSearch:
         of = self.ranking
         return {
             "load": self.load,
+            "answer": self.describe(),
+            "remarks": self.remarks(),
             "layouts": len(of.rows),
             "candidates": of.candidates,
-            "played": len(of.choices),
+            "simulated": len(of.choices),
             "stopped": of.stopped,
             "removed": [
                 {"wanted": each.requirement, "count": each.count, "example": each.example}
                 for each in self.all_removed
             ],
-            "best": self.best(len(of.best)).rows,
-            "front": self.front().rows,
+            "aggregated": tables.table_of_choices(of, of.aggregated, "Aggregated").rows,
+            "disaggregated": tables.table_of_choices(of, of.disaggregated, "Disaggregated").rows,
         }
 
     def write(self, path: str | os.PathLike[str], listed_row: int = 1) -> list[str]:
@@ -165,7 +172,7 @@ class ServingSearch:
         return ResultFile(
             self.every,
             lambda: self.summary() | {"rows": self.every().rows},
-            lambda: serving_search_page(self.ranking, self.all_removed, self.describe(), self.load),
+            lambda: serving_search_page(self.ranking, self.all_removed, self.load),
             run_file,
         ).write(path)
 
@@ -174,9 +181,9 @@ class ServingQuestion(NamedTuple):
     """What a search for serving is asked."""
 
     request: SearchRequest
-    workloads: Sequence[Workload]
+    loads: Sequence[ServingLoad]
     target: ServingTarget
-    engines: EngineSection
+    engines: Sequence[EngineSection]
 
 
 def search_serving(
@@ -192,13 +199,16 @@ def search_serving(
     `settings` are those of `serve`: the load (`rate`, `isl`, `osl`, a trace as `requests`), the
     limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines. `classes` is the path of a
     file, or a list of rows. `tp`, `pp`, `dp`, `ep` and
-    others may be lists, and take several values by default. Four other names say what is wanted:
+    others may be lists, and take several values by default; settings of engines such as
+    `scheduler` and `max_num_batched_tokens` may be lists. Four other names say what is wanted:
     `attainment`, the share of all requests that must keep the limits (0.9); `gpus`, the largest
     number of GPUs of all instances (256); `objective`, `gpus` or `cost`; `pairs`, how many pairs of
-    layouts, the most promising ones, are tried for prompts and decode apart (4). `concurrency`, a
-    list of numbers of users in a closed loop, takes the place of `rate`: each number is played on
-    one instance of each layout, and `front()` has tokens per second per GPU over tokens per second
-    per user. Raises `UserError` where no layout can be had.
+    layouts, the most promising ones, are tried for prompts and decode apart (4). Requests that are
+    drawn are as many as it takes to tell (`num_requests` at least): they arrive for ten times as
+    long as one takes, and the winner serves five times as many once more. `concurrency`, a list of
+    numbers of users in a closed loop, takes the place of `rate`: each number is served by one
+    instance of each layout, and `best()` has the front of tokens per second per GPU over tokens per
+    second per user. Raises `UserError` where no layout can be had.
 
     >>> import stagewright as sw
     >>> found = sw.search_serving("llama3.1-8b", "h100-sxm", rate=20, isl=512, osl=64, ttft=300,
@@ -227,7 +237,8 @@ def asked_serving(
     vary: Mapping[str, Any] | None = None,
 ) -> ServingQuestion:
     """What is searched for; raises UserError for settings that cannot be combined."""
-    values = {name: value for name, value in settings.items() if value is not None}
+    given = {name: value for name, value in settings.items() if value is not None}
+    values = by_own_names(given)
     share = float(values.pop("attainment", 0.9))
     if not 0 < share <= 1:
         raise UserError(f"--attainment is {share:g}, wanted a share above 0, at most 1")
@@ -240,45 +251,81 @@ def asked_serving(
     most = _gpus(values.pop("gpus", MOST_GPUS))
     own = {name: values.pop(name) for name in [*values] if name in SERVING}
     _refuse_found(own)
+    engines = _engines(own)
     users = values_of(int, own.pop("concurrency"), "--concurrency") if "concurrency" in own else ()
     for name in {"isl", "osl", "num_requests"} & own.keys():
         own[name] = values_of(int, own[name], f"--{name.replace('_', '-')}")[0]
     classes = own.pop("classes") if isinstance(own.get("classes"), list | tuple) else None
     asked = section_of(WorkloadSection, own)
+    if users and (asked.rate is not None or asked.requests is not None):
+        raise UserError(
+            f"--{'requests' if asked.rate is None else 'rate'} and --concurrency: a search serves "
+            "requests that arrive, or a closed loop of users; give one of the two"
+        )
     slo = slo_of(asked)
-    if slo.e2e is None and (slo.ttft is None or slo.tpot is None):
+    if not users and slo.e2e is None and (slo.ttft is None or slo.tpot is None):
         raise UserError(
             "give --ttft and --tpot (milliseconds to the first token, and per further one), or "
             "--e2e: without limits any number of GPUs serves any load"
         )
-    workloads = [workload] if workload is not None else _workloads(asked, users, classes)
+    if workload is not None:
+        loads = [ServingLoad(workload, LoadTotals.of(workload, share))]
+    else:
+        loads = _loads(asked, users, classes, share)
     request = layouts(values, path, hardware=hardware, most_gpus=most, vary=vary, config=config)
     lost = [
         f"{plural(count, 'request', 'requests')} rejected: {why}; counted as missing the limits"
-        for why, count in workloads[0].rejected.items()
+        for why, count in loads[0].workload.rejected.items()
     ]
     request = replace(request, notes=(*request.notes, *lost))
     target = ServingTarget(
         slo=slo, share=share, most_gpus=most, pairs=pairs, by_cost=objective == "cost"
     )
-    engines = section_of(EngineSection, own)
-    refuse_others(engines)
-    return ServingQuestion(request, workloads, target, engines)
+    return ServingQuestion(request, loads, target, engines)
 
 
-def _workloads(
-    asked: WorkloadSection, users: Sequence[int], classes: Sequence[Mapping[str, Any]] | None
-) -> list[Workload]:
+def _engines(own: dict[str, Any]) -> list[EngineSection]:
+    """Settings of engines, which are taken out of `own`: each combination of lists."""
+    lists = {
+        of.name: values_of(of.kind, own.pop(of.name), of.flag)
+        for of in settings_of(EngineSection, "engines")
+        if of.name in own
+    }
+    sections = [
+        section_of(EngineSection, dict(zip(lists, values, strict=True)))
+        for values in product(*lists.values())
+    ]
+    for section in sections:
+        refuse_others(section)
+    return sections
+
+
+def _loads(
+    asked: WorkloadSection,
+    users: Sequence[int],
+    classes: Sequence[Mapping[str, Any]] | None,
+    share: float,
+) -> list[ServingLoad]:
     """The requests that are asked for, or those of each number of users in a closed loop."""
+
+    def load(section: WorkloadSection, count: int) -> ServingLoad:
+        draw = partial(_drawn, section, classes)
+        workload = draw(count)
+        return ServingLoad(workload, LoadTotals.of(workload, share), count, draw if count else None)
+
     if not users:
-        return [workload_of(asked, classes)]
-    loops = (
-        replace(
-            asked, concurrency=count, num_requests=asked.num_requests or REQUESTS_PER_USER * count
-        )
+        return [load(asked, 0 if asked.requests is not None else asked.num_requests or REQUESTS)]
+    return [
+        load(replace(asked, concurrency=count), asked.num_requests or REQUESTS_PER_USER * count)
         for count in sorted(users)
-    )
-    return [workload_of(loop, classes) for loop in loops]
+    ]
+
+
+def _drawn(
+    section: WorkloadSection, classes: Sequence[Mapping[str, Any]] | None, count: int
+) -> Workload:
+    """So many requests that are drawn; 0: all that a trace or a profile has."""
+    return workload_of(replace(section, num_requests=count or section.num_requests), classes)
 
 
 def _refuse_found(own: Mapping[str, Any]) -> None:
@@ -308,18 +355,21 @@ def searched_serving(of: ServingQuestion, progress: SearchProgress | None = None
         for row in range(len(found.candidates))
     ):
         raise UserError("--objective cost: no hardware here has a price; give --price USD per hour")
-    ranking = ranked(found.candidates, of.workloads, of.target, of.engines, progress)
+    ranking = ranked(found.candidates, of.loads, of.target, of.engines, progress)
     return ServingSearch(found, ranking, _load(of))
 
 
 def _load(of: ServingQuestion) -> str:
     """What is served, and under which limits."""
-    work, slo = of.workloads[0], of.target.slo
+    work, slo = of.loads[0].workload, of.target.slo
     limits = {"TTFT": slo.ttft, "TPOT": slo.tpot, "E2E": slo.e2e}
-    own = ", or limits of their classes" if any(each.limited for each in work.classes) else ""
     kept = ", ".join(f"{name} <= {s * 1e3:g} ms" for name, s in limits.items() if s is not None)
+    if any(each.limited for each in work.classes):
+        kept += ", or limits of their classes"
+    lengths = f"prompts of {np.mean(work.prompt):,.0f} and outputs of {np.mean(work.output):,.0f}"
     name = work.name
-    if len(of.workloads) > 1:
-        users = ", ".join(f"{each.concurrency}" for each in of.workloads)
+    if len(of.loads) > 1:
+        users = ", ".join(f"{each.workload.concurrency}" for each in of.loads)
         name = f"closed loops of {users} users"
-    return f"{name}, {len(work):,} requests; {of.target.share:.0%} of them keep {kept}{own}"
+    limited = f"; {of.target.share:.0%} of requests keep {kept}" if kept else ""
+    return f"{name}, {lengths} tokens{limited}"

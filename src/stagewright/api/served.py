@@ -7,14 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from stagewright.api.endings import OF_SERVING, ResultFile, check_ending
 from stagewright.api.operation import operated
 from stagewright.api.pools import Given, Planned, deployment_of, rows_of
 from stagewright.api.stages import stages_of
+from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError, did_you_mean
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
-from stagewright.numbers import plural
+from stagewright.numbers import duration, plural
 from stagewright.run.experiment import Experiment, section_of
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.cluster import ClusterSection
@@ -26,16 +29,15 @@ from stagewright.run.sections.serving import (
     OperationSection,
     PoolSection,
     WorkloadSection,
+    by_own_names,
 )
 from stagewright.serving.capture import first_engine, step_at
-from stagewright.serving.compare_log import compare
+from stagewright.serving.compare_log import compare, compare_rates, measured_run
 from stagewright.serving.deployment import Deployment, InstanceGroup, ServedRun, slo_of
 from stagewright.serving.energy import ServingExpense, serving_expense
-from stagewright.serving.metrics import Slo
+from stagewright.serving.metrics import RequestTimes, Slo
 from stagewright.serving.simulation import ProgressCallback
 from stagewright.serving.workload import Workload
-from stagewright.serving.workloads.asked import workload_of
-from stagewright.serving.workloads.logs import read_log
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
@@ -72,7 +74,7 @@ class Serving(ServedRun):
         return step_at(self.deployment, self.outcome, self.asked, seconds, number)
 
     def describe(self) -> str:
-        """What was served, and on what, in words."""
+        """Name the workload, and the instances that served it."""
         return f"{self.outcome.workload.name}: {'; '.join(map(_group, self.groups))}"
 
     @property
@@ -92,7 +94,7 @@ class Serving(ServedRun):
         return self.latencies()._repr_html_()  # pyright: ignore[reportPrivateUsage]
 
     def latencies(self) -> Table:
-        """Times of requests: mean and percentiles."""
+        """Times of the measured requests: mean and percentiles."""
         return tables.latencies(self.summary)
 
     def engines(self) -> Table:
@@ -110,13 +112,39 @@ class Serving(ServedRun):
     def compare(self, log: str | os.PathLike[str]) -> Table:
         """The means and percentiles of a log, and those of this run, with errors.
 
-        The log is a trace with `ttft`, and `e2e` or `latency` (`serving.workloads.logs`), which was
-        the workload: `stagewright.serve(..., requests=log)`.
+        The log is a trace with `ttft`, and `e2e` or `latency`, or the result of a benchmark client
+        (`serving.workloads.traces`, `.clients`), which was the workload:
+        `stagewright.serve(..., requests=log)`.
         """
-        return tables.compared(compare(read_log(os.fspath(log)), self.outcome))
+        return tables.compared(compare(measured_run(os.fspath(log)), self.outcome))
+
+    def compare_rates(self, log: str | os.PathLike[str]) -> Table:
+        """Requests/s and output tokens/s of a client's result, and those of this run, with errors.
+
+        Both are over the whole run, from the first arrival to the last token.
+        """
+        return tables.compared_rates(compare_rates(measured_run(os.fspath(log)), self.outcome))
+
+    @property
+    def interactivity(self) -> float:
+        """Tokens/s of a user, end to end: 1 / 90th percentile of E2E per output token (AgentX)."""
+        return RequestTimes.of(self.outcome).interactivity(self.outcome.workload)
+
+    def closest(self) -> str:
+        """Name the best times of requests if none keeps the limits; else empty."""
+        if self.summary.good or any(each.limited for each in self.outcome.workload.classes):
+            return ""
+        times = RequestTimes.of(self.outcome)
+        least = [
+            f"{name.upper()} of {duration(float(np.nanmin(values)))}"
+            for name in ("ttft", "tpot", "e2e")
+            if getattr(self.slo, name) is not None
+            and np.isfinite(values := getattr(times, name)).any()
+        ]
+        return f"the fastest requests had {', '.join(least)}" if least else ""
 
     def expense(self) -> ServingExpense:
-        """Energy of the run, and its cost at the price of a GPU-hour."""
+        """Energy of the measured window, and its cost at the price of a GPU-hour."""
         price, costs = self.cluster.price, self.cluster.costs
         spent = serving_expense(self, self.groups, price)
         if price is not None or costs is None:
@@ -148,6 +176,7 @@ class Serving(ServedRun):
             "max_num_seqs": of.limits.requests,
             "stopped": self.outcome.stopped,
             **self.summary.values(),
+            "interactivity": self.interactivity,
             "expense": self.expense()._asdict(),
         }
 
@@ -196,7 +225,7 @@ def sections_of(values: Mapping[str, Any]) -> ServingSections:
 
 
 class ServingSections(NamedTuple):
-    """What is asked for, by section."""
+    """Settings of serving by section."""
 
     workload: WorkloadSection
     engines: EngineSection
@@ -237,6 +266,7 @@ def serve(
         for name in ("pools", "stages", "classes")
         if isinstance(settings.get(name), list | tuple)
     }
+    settings = by_own_names(settings)
     own = {name: value for name, value in settings.items() if name in SERVING}
     others = {name: value for name, value in settings.items() if name not in SERVING}
     for name in others:
@@ -281,5 +311,5 @@ def served(
     deployment = operated(deployment, asked.operation)
     group = next(group for group in deployment.groups if group.role != "prefill")
     first_engine(deployment, instance)
-    run = deployment.serve(work, slo, progress)
+    run = deployment.serve(work, slo, progress, whole_run=asked.workload.whole_run)
     return Serving(run.outcome, run.summary, group, slo, work, deployment, cluster)

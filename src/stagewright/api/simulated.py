@@ -53,7 +53,7 @@ class Simulation(SimulatedStep):
         return step_tables.transfers(self)
 
     def tasks(self, lane: int = 0) -> Table:
-        """When the tasks of a lane (an index into `line.lanes`) run, in seconds."""
+        """When the tasks of a lane (an index into `timeline.lanes`) run, in seconds."""
         return step_tables.tasks_in_time(self, lane)
 
 
@@ -109,7 +109,7 @@ def simulate(
         )
     step = simulate_step(compiled, machine, how, cluster.stragglers, progress)
     asked = None if cluster.hardware is None else cluster
-    return Simulation(step.compiled, step.machine, step.line, asked, coverage)
+    return Simulation(step.compiled, step.machine, step.timeline, asked, coverage)
 
 
 def _sections(

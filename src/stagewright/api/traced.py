@@ -6,8 +6,8 @@ from stagewright.program.columns import Program
 from stagewright.time.durations import task_seconds
 from stagewright.time.network import Machine
 from stagewright.time.simulate.execute import Progress
+from stagewright.time.simulate.step import TracedStep
 from stagewright.time.simulate.timeline import timeline
-from stagewright.time.simulate.traced import TracedStep
 
 
 def simulate_traced(

@@ -76,8 +76,11 @@ def _search_parameters() -> list[click.Parameter]:
     taken = {flag for each in rest for flag in (*each.opts, *each.secondary_opts)}
     own: list[SectionOption] = []
     for setting in SERVING.values():
-        option = option_of(setting)
+        engines = setting.section == "engines"
+        option = option_of_lists(setting) if engines else option_of(setting)
         for each in rest:
+            if {*option.opts} & {*each.opts}:
+                each.opts += [flag for flag in option.opts if flag not in taken]
             if setting.name == "requests" and "--requests" in each.opts:
                 each.help = f"{each.help} With --serve: {option.help}"
         found = setting.name == "instances" or setting.section == "pools"

@@ -192,7 +192,8 @@ class ClosedLoopRow(Row):
         users = round(row.concurrency)
         lengths = Lengths(isl=row.isl, osl=row.osl, range_ratio=row.shortest)
         work = closed_loop(client.requests_per_user * users, users, lengths)
-        return group.serve(work, Slo()).summary
+        # Clients measure from the first request to the last token.
+        return group.serve(work, Slo(), whole_run=True).summary
 
     def predict(self, outcome: ServingSummary) -> float:
         """The figure that was measured.

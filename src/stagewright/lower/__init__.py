@@ -1,12 +1,25 @@
 """From sharded graphs, a schedule and numbers to the program of every rank.
 
-In: a checked `Run` with its `ModelConfig`. Out: a `Program`; every kernel has FLOPs and bytes,
-every collective its bytes and group, every value the rows between which it is live.
+`compile.compile` takes a checked `Run` with its `ModelConfig` and returns a `CompiledRun`, whose
+`Program` has FLOPs and bytes of every kernel, bytes and group of every collective, and the rows
+between which every value is live. It calls the pipeline of the run's mode; training's stands on one
+screen (`training.compile_training`), and serving's calls the same steps with other blocks.
 
-`compile` calls `training` or `serving_step` (`disaggregated` joins two of these). Both place block
-variants on stages (`variants`), build and shard each (`blocks`, with the settings of `recipe`, the
-user's layouts of `strategy_table` and the trained `parameters`), lower it (`kernels/`) and assemble
-actions and ranks (`assembly/`). `habits` and `fsdp` have what other frameworks do instead of
-Megatron-LM, `routing` the loads of experts, `offload` and `weight_storage` values in host memory
-and in few bits. `traced_graph` makes a program of a graph that PyTorch recorded.
+1. A model is a chain of blocks of few variants (`variants`). Each variant becomes one graph, built
+   for one device, recomputed and sharded (`blocks.shard_block`): symbolic, so that runs share it.
+2. With numbers (`kernels.extent.Extent`), a graph becomes a `LoweredBlock`: fused kernels,
+   collectives and messages of one rank, with their dependencies and the values that they touch
+   (`blocks.lower_block`, `kernels`).
+3. Blocks, a schedule and a mesh become the program (`assembly.assemble`): rows of stages, of
+   distinct actions, and per rank an order of copies of these.
+
+Runs that differ in few settings share the results of each step; the memo of a step is keyed by all
+that it reads. Where frameworks differ, `assembly.habit.Habit` has a method: Megatron-LM's way, that
+subclasses override. To see what a block became: `stagewright show MODEL --graph`.
+
+`serving_step` is the pipeline of serving (`disaggregated` joins two of these). Both read the
+settings of `recipe`, the user's layouts of `strategy_table` and the trained `parameters`; `routing`
+has the loads of experts, `offload` and `weight_storage` values in host memory and in few bits.
+`habits` and `fsdp` have what other frameworks do. `traced_graph` makes a program of a graph that
+PyTorch recorded.
 """

@@ -17,9 +17,15 @@ from stagewright.graph.shard import shard
 from stagewright.graph.verify import verify
 from stagewright.lower import offload
 from stagewright.lower.assembly.habit import MEGATRON_LM, Habit
-from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS, Use, permanent_bytes, uses
-from stagewright.lower.assembly.lowered_block import LoweredBlock, weight_half
-from stagewright.lower.kernels.extent import Extent, Split, bytes_of
+from stagewright.lower.assembly.lowered_block import (
+    PERMANENT_BUFFERS,
+    LoweredBlock,
+    Use,
+    permanent_bytes,
+    uses,
+    weight_half,
+)
+from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import Kernel
 from stagewright.lower.kernels.live_values import interface, outputs
 from stagewright.lower.kernels.lowering import KernelRules, kernels
@@ -246,27 +252,16 @@ def lower_block(
     Runs share blocks: equal blocks are one object.
     """
     rules, locations = kernel_rules(run, habits), ValueLocations.of(run, variant)
-    block, _ = lowered(graph, rules, locations, extent.of_graph(graph), habits)
+    block = lowered(graph, rules, locations, extent.of_graph(graph), habits)
     _check_numbers(block.tasks, run)
     return block
-
-
-def uneven_splits(
-    graph: Graph, run: Run, extent: Extent, variant: BlockVariant, habits: Habit
-) -> Sequence[Split]:
-    """Splits of a block's parameters that do not divide: some ranks have fewer rows."""
-    rules, locations = kernel_rules(run, habits), ValueLocations.of(run, variant)
-    return lowered(graph, rules, locations, extent.of_graph(graph), habits)[1]
 
 
 @lru_cache(maxsize=MEMOIZED)
 def lowered(
     graph: Graph, rules: KernelRules, locations: ValueLocations, extent: Extent, habits: Habit
-) -> tuple[LoweredBlock, Sequence[Split]]:
-    """Lower a block, and list the splits of its rows that do not divide.
-
-    The arguments are all that these depend on.
-    """
+) -> LoweredBlock:
+    """Lower a block; the arguments are all that it depends on."""
     mesh = extent.mesh
     allocation = habits.allocation(PERMANENT_BUFFERS)
     tasks, made_by = kernels(graph, extent, mesh, rules)
@@ -287,21 +282,21 @@ def lowered(
         states_on_host=locations.states_on_host,
         allocation=allocation,
     ) | habits.permanent_bytes(graph, size)
-    block = LoweredBlock(
-        graph,
-        tasks,
-        makers,
-        outputs(graph),
-        _inputs(graph, extent),
-        weight_half(tasks, input_gradients),
-        size,
-        _uses(tasks, size, graph, habits),
-        permanent,
-        offloaded,
-        allocation,
-        locations.root,
+    return LoweredBlock(
+        graph=graph,
+        tasks=tasks,
+        makers=makers,
+        outputs=outputs(graph),
+        inputs=_inputs(graph, extent),
+        weight_half=weight_half(tasks, input_gradients),
+        size=size,
+        uses=_uses(tasks, size, graph, habits),
+        permanent=permanent,
+        uneven=tuple(extent.optimizer.uneven) if extent.optimizer else (),
+        offloaded=offloaded,
+        allocation=allocation,
+        root=locations.root,
     )
-    return block, tuple(extent.optimizer.uneven) if extent.optimizer else ()
 
 
 def kernel_rules(run: Run, habits: Habit = MEGATRON_LM) -> KernelRules:

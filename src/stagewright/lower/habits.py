@@ -30,10 +30,15 @@ from stagewright.algebra.index import parse
 from stagewright.graph.node import BYTES, Graph, Node
 from stagewright.graph.roles import STREAM
 from stagewright.graph.table import COLLECTIVE_OPS
-from stagewright.lower.assembly.buckets import Item, Row, gathered_last, in_buckets
-from stagewright.lower.assembly.habit import Habit
-from stagewright.lower.assembly.lifetimes import Allocation, Value
-from stagewright.lower.assembly.segments import ActionRows, Owner
+from stagewright.lower.assembly.habit import (
+    Habit,
+    Item,
+    Row,
+    gathered_last,
+    in_buckets,
+)
+from stagewright.lower.assembly.lowered_block import Allocation, Value
+from stagewright.lower.assembly.segments import ActionRows, Copy
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.fsdp import RootUnit, module_logits
 from stagewright.lower.kernels.extent import Extent
@@ -258,7 +263,7 @@ class PipelineCaches(Habit):
             return
         if self.holds_sent_gradients:
             for value, row in action.sent:
-                value.touches.append((Owner.NEXT_BACKWARD, action.stage, row))
+                value.touches.append((Copy.NEXT_BACKWARD, action.stage, row))
         rows = action.every_microbatch
         if rows and self.ranks > 1:
             for output in _outputs(values):

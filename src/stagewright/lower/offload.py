@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import STREAM
-from stagewright.lower.assembly.lifetimes import PERMANENT_BUFFERS
-from stagewright.lower.assembly.lifetimes import updates as is_update
+from stagewright.lower.assembly.lowered_block import PERMANENT_BUFFERS
+from stagewright.lower.assembly.lowered_block import updates as is_update
 from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue, interface
 from stagewright.program.columns import TaskKind

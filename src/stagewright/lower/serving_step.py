@@ -20,7 +20,7 @@ from stagewright.errors import UserError
 from stagewright.graph.node import Graph, Node
 from stagewright.graph.roles import Role
 from stagewright.lower.assembly.assemble import assemble
-from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
+from stagewright.lower.assembly.lowered_block import LoweredBlock, StageBlock
 from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import Capacity, CompiledRun
 from stagewright.lower.kernels.extent import Extent, bytes_of, extent_of
@@ -34,9 +34,8 @@ from stagewright.lower.variants import BlockVariant, PlacedVariant, labels, plac
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
 from stagewright.parallel.plan import Plan
-from stagewright.program.columns import Program, RankClass, Shape, Tasks
+from stagewright.program.columns import Program, RankClass, RankWork, Shape, Tasks
 from stagewright.program.communicators import place_along
-from stagewright.program.rank_work import RankWork
 from stagewright.run import lengths
 from stagewright.run.requests import Loads, allowance_of, loads, read_bytes
 from stagewright.run.settings import Run
@@ -109,7 +108,7 @@ def compile_serving(run: Run, model: ModelConfig, table: Mapping[str, str]) -> C
     kernels: dict[BlockVariant, Sequence[Kernel]] = {}
     for batch in load.sizes:
         blocks = step.lower_blocks(batch)
-        placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
+        placed = [[StageBlock(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in stages]
         programs.append(assemble(placed, order, mesh, streams=run.streams))
         kernels = {v: block.tasks for v, block in blocks.items()}
     memory = ServingMemory(stages, graphs, kernels, step.extent)

@@ -39,13 +39,13 @@ from stagewright.program.columns import (
     COLLECTIVES,
     Program,
     RankClass,
+    RankWork,
     Shape,
     TaskKind,
     Tasks,
     Values,
 )
 from stagewright.program.communicators import Communicator
-from stagewright.program.rank_work import RankWork
 from stagewright.program.shapes import GEMM
 
 _COLLECTIVES = {

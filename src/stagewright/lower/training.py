@@ -16,9 +16,9 @@ from stagewright.algebra.layout import MIRROR, Mesh
 from stagewright.blocks import Recipe
 from stagewright.graph.node import Graph
 from stagewright.lower.assembly.assemble import assemble
-from stagewright.lower.assembly.lowered_block import LoweredBlock, Placed
+from stagewright.lower.assembly.lowered_block import LoweredBlock, StageBlock
 from stagewright.lower.assembly.optimizer_step import ClipNorm
-from stagewright.lower.blocks import lower_block, shard_block, uneven_splits
+from stagewright.lower.blocks import lower_block, shard_block
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.fsdp import by_rows
 from stagewright.lower.habits import Habits
@@ -110,9 +110,8 @@ class TrainingStep:
         self, graphs: Mapping[BlockVariant, Graph], rows: ExpertRows | None
     ) -> Sequence[Split]:
         """Distinct splits by FSDP that do not divide."""
-        extent = self.extent(rows, OwnRows(self.plan.shard))
-        blocks = (uneven_splits(g, self.run, extent, v, self.habits) for v, g in graphs.items())
-        return [*dict.fromkeys(split for block in blocks for split in block)]
+        blocks = self.lower(graphs, self.extent(rows, OwnRows(self.plan.shard)))
+        return [*dict.fromkeys(split for block in blocks.values() for split in block.uneven)]
 
     def assemble(
         self,
@@ -120,7 +119,9 @@ class TrainingStep:
         layers: Mapping[int, Hashable] | None = None,
     ) -> Program:
         """Build the program of every rank; `layers`: extra key per layer (see `assemble`)."""
-        placed = [[Placed(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages]
+        placed = [
+            [StageBlock(blocks[v], i, v.name_at(i)) for v, i in stage] for stage in self.stages
+        ]
         clip = _clip_norm(self.run, self.plan) if self.run.clip_grad else None
         streams, habits = self.run.streams, self.habits
         return assemble(

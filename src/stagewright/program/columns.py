@@ -1,66 +1,496 @@
 """The program of every rank, as columns: the seam between the graph and all its readers.
 
-Ranks that differ only in their partners form a class and share the work of their pipeline rank
-(`rank_work.RankWork`). A task names its partners by *slot*: an index into `Program.communicators`
-for a collective, into `Program.peers` for a send or receive. Which group or rank a slot means to
-one rank is arithmetic on the mesh (`communicators`), so one more rank costs a row of arithmetic
-and not a graph.
+A rank's step is a list of distinct *actions* and their order. An action is what a rank does in one
+step of its schedule: a forward, a backward or half of one, of one stage for one microbatch; two
+that overlap (`Overlap`) are one action of two parts. The last action of a rank is the *optimizer
+action*: norms and updates, once per step. Copies of an action differ in microbatch and stage only,
+so rows, durations, issue rules and changes of memory are needed once per action. Explicit tables (a
+bundle, an import, joined programs) are one action with all their rows.
+
+Ranks that differ only in their partners form a class and share the work of their pipeline rank. A
+task names its partners by *slot*: an index into `Program.communicators` for a collective, into
+`Program.peers` for a send or receive. Which group or rank a slot means to one rank is arithmetic on
+the mesh (`communicators`), so one more rank costs a row of arithmetic and not a graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.algebra.layout import Mesh
-from stagewright.arrays import Int, sorted_values
+from stagewright.arrays import Bool, Int, offsets, sorted_values
+from stagewright.graph.node import PHASES
 from stagewright.program.communicators import Communication, Communicator, Peer, Users
-from stagewright.program.rank_work import RankWork
-from stagewright.program.tables import (
-    BACKWARD_PHASE,
-    CATEGORIES,
-    COLLECTIVE,
-    COLLECTIVES,
-    COMPUTE,
-    FORWARD_PHASE,
-    LOAD,
-    NO_VALUES,
-    OPTIMIZER_PHASE,
-    PHASES,
-    RECV,
-    SEND,
-    STORE,
-    Shape,
-    TaskKind,
-    Tasks,
-    Values,
-)
 
-__all__ = [
-    "BACKWARD_PHASE",
-    "CATEGORIES",
-    "COLLECTIVE",
-    "COLLECTIVES",
-    "COMPUTE",
-    "FORWARD_PHASE",
-    "LOAD",
-    "NO_VALUES",
-    "OPTIMIZER_PHASE",
-    "PHASES",
-    "RECV",
-    "SEND",
-    "STORE",
-    "Program",
-    "RankClass",
-    "Shape",
-    "TaskKind",
-    "Tasks",
-    "Values",
-    "groups_of_ranks",
-    "intersect",
-]
+# ---- tables --------------------------------------------------------------------------------------
+
+FORWARD_PHASE, RECOMPUTE_PHASE, BACKWARD_PHASE, OPTIMIZER_PHASE = range(len(PHASES))
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+
+class TaskKind(IntEnum):
+    """Compute, or move bytes between ranks, or to and from the host."""
+
+    COMPUTE = 0
+    COLLECTIVE = 1
+    SEND = 2
+    RECV = 3
+    LOAD = 4  # from the memory of the host
+    STORE = 5  # to it
+
+
+# Plain ints: enum lookup is slow in columns.
+COMPUTE, COLLECTIVE, SEND, RECV, LOAD, STORE = map(int, TaskKind)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Kind of a kernel and its extents on one rank, from which its duration follows.
+
+    The kind is `gemm` (batch, m, n, k: `batch` matrices of m x n, each a sum over k), `attention`
+    or `attention_bwd` (batch, heads, kv_heads, q, k, d, v; causal; window: 0, or the keys that a
+    query sees), or else the names of the fused ops, with the letters of their index expression.
+
+    >>> print(Shape("gemm", (("batch", 1), ("m", 4096), ("n", 14336), ("k", 8192))))
+    gemm batch=1 m=4096 n=14336 k=8192
+    """
+
+    kernel: str
+    extents: tuple[tuple[str, int], ...]
+    joint: tuple[str, ...] = ()
+    """(fused GEMM, output) if part of a fused GEMM."""
+    head: int = 0
+    """Head width of an unfused product of attention; 0: another kernel."""
+
+    def __str__(self) -> str:
+        return " ".join([self.kernel, *(f"{name}={extent}" for name, extent in self.extents)])
+
+    def sizes(self) -> dict[str, int]:
+        """Extents by name, and `head` if there is one."""
+        return dict(self.extents) | ({"head": self.head} if self.head else {})
+
+    def fields(self) -> dict[str, Any]:
+        """Fields for JSON; `joint` only if it is set."""
+        fields: dict[str, Any] = {"kernel": self.kernel, "extents": self.extents}
+        return fields | ({"joint": self.joint} if self.joint else {})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tasks:
+    """One row per task, in issue order; every dependency points to an earlier row.
+
+    Units: `flops` floating-point operations (2 per multiply-add); `traffic` bytes read and written
+    in device memory; `comm_bytes` bytes of the local input of a collective (of an all_gather: the
+    shard of this rank; of an all_reduce, reduce_scatter or all_to_all: the full tensor on this
+    rank), or of a message. All members of a group have the same `comm_bytes`. Uneven: bytes of the
+    even collective of equal duration; `local_bytes` has those of the rank.
+
+    Kernels run on one stream, slot -1. Small kernels between the collectives of a communicator
+    have its slot and run on its stream.
+
+    Dependencies are CSR: row `i` reads the results of rows `data[data_ptr[i]:data_ptr[i + 1]]`, and
+    likewise waits for the rows in `order` so that the schedule holds: one compute stream, one or
+    several communication streams.
+    """
+
+    kind: NDArray[np.uint8]  # TaskKind
+    name: NDArray[np.int32]  # index into names
+    op: NDArray[np.int32]  # index into ops
+    phase: NDArray[np.uint8]  # index into PHASES
+    stage: NDArray[np.int32]  # virtual pipeline stage
+    layer: NDArray[np.int32]  # -1: outside the layers
+    microbatch: NDArray[np.int32]  # -1: once per step
+    flops: Int  # 0 unless COMPUTE
+    traffic: Int  # 0 unless COMPUTE
+    collective: NDArray[np.int8]  # index into COLLECTIVES, -1 unless COLLECTIVE
+    dtype: NDArray[np.int8]  # index into dtypes: of the computation, or of what is sent
+    comm_bytes: Int  # 0 for COMPUTE
+    slot: NDArray[np.int16]  # COLLECTIVE: communicator; SEND, RECV: peer; COMPUTE: see above
+    tag: NDArray[np.int32]  # SEND, RECV: equal on both ends; else -1
+    shape: NDArray[np.int32]  # COMPUTE: index into shapes; -1: has none
+    data_ptr: Int
+    data: NDArray[np.int32]
+    order_ptr: Int
+    order: NDArray[np.int32]
+    names: tuple[str, ...]
+    ops: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    duration: Int | None = None  # measured ns, 0: not measured; None: no durations
+    uneven_bytes: Int | None = None  # `local_bytes` where these are not `comm_bytes`
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} tasks>"
+
+    @property
+    def reads(self) -> tuple[Int, Int]:
+        """Data dependencies as two columns: the reading row, and the row it reads from."""
+        owner = np.repeat(np.arange(len(self)), np.diff(self.data_ptr))
+        return owner, self.data.astype(np.int64)
+
+    @property
+    def local_bytes(self) -> Int:
+        """Bytes of the local input of each collective, or of each message, on these ranks."""
+        return self.comm_bytes if self.uneven_bytes is None else self.uneven_bytes
+
+
+CATEGORIES = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "gathered_parameters",
+    "activations",
+    "communication",
+    "workspace",
+)
+"""Categories of memory. `activations` are made in forward, or recomputed, and saved for backward;
+`gathered_parameters` are weights gathered or cast for a use; `communication` are receive buffers;
+`workspace` are other values of one action, gradients of activations included."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """Values of a rank in a step, with the live range of each.
+
+    The columns up to `size` have a row per value of a stage; those from `value` on have a row per
+    value and microbatch. A value is live from before task row `first` (-1: from the start) until
+    after task row `last` (the number of rows: to the end).
+    """
+
+    name: NDArray[np.int32]  # index into names
+    stage: NDArray[np.int32]
+    layer: NDArray[np.int32]  # -1: outside the layers
+    category: NDArray[np.uint8]  # index into CATEGORIES
+    size: Int  # bytes
+    value: NDArray[np.int32]  # a row of the columns above
+    microbatch: NDArray[np.int32]  # -1: once per step
+    first: NDArray[np.int32]
+    last: NDArray[np.int32]
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"<{len(self.value)} values of a step>"
+
+
+def _no_values() -> Values:
+    none, number = np.zeros(0, np.int32), np.zeros(0, np.int64)
+    return Values(none, none, none, none.astype(np.uint8), number, none, none, none, none, ())
+
+
+NO_VALUES = _no_values()
+
+
+# ---- changes of memory ---------------------------------------------------------------------------
+
+
+class Deltas(NamedTuple):
+    """Changes of the bytes in use by category, in the order of `CATEGORIES`.
+
+    While row i runs, `start + allocated[:, : i + 1].sum(1) - freed[:, :i].sum(1)` bytes are in use.
+    With the times at which rows start and end, these changes give memory over time.
+    """
+
+    start: Int  # [categories]
+    allocated: Int  # [categories, rows], before the row
+    freed: Int  # [categories, rows], after the row
+
+
+@dataclass(frozen=True, eq=False)
+class Profiles:
+    """Changes of memory by row of actions, one profile after another."""
+
+    allocated: Int
+    """[categories, rows]: before the row."""
+    freed: Int
+    """[categories, rows]: after the row."""
+    begin: Int
+    """[profiles + 1]: first row of each profile."""
+
+    def __len__(self) -> int:
+        return len(self.begin) - 1
+
+    def __getitem__(self, profile: int) -> Deltas:
+        """Changes of one profile, from zero bytes."""
+        rows = slice(int(self.begin[profile]), int(self.begin[profile + 1]))
+        start = np.zeros(len(self.allocated), dtype=np.int64)
+        return Deltas(start, self.allocated[:, rows], self.freed[:, rows])
+
+    @cached_property
+    def _before(self) -> Int:
+        """Bytes before each row, counted from the first profile: [categories, rows + 1]."""
+        before = np.zeros((len(self.allocated), self.allocated.shape[1] + 1), dtype=np.int64)
+        np.cumsum(self.allocated - self.freed, axis=1, out=before[:, 1:])
+        return before
+
+    @cached_property
+    def net(self) -> Int:
+        """Bytes allocated minus bytes freed: [profiles, categories]."""
+        return (self._before[:, self.begin[1:]] - self._before[:, self.begin[:-1]]).T
+
+    @cached_property
+    def peak(self) -> Int:
+        """Peak of the bytes while a row runs, -1 without rows: [profiles]."""
+        total = self._before.sum(axis=0)
+        while_running = total[1:] + self.freed.sum(axis=0)
+        peak = np.full(len(self), -1, dtype=np.int64)
+        with_rows = np.flatnonzero(np.diff(self.begin))
+        if len(with_rows):
+            first = self.begin[with_rows]
+            peak[with_rows] = np.maximum.reduceat(while_running, first) - total[first]
+        return peak
+
+    def at_peak(self, profile: int) -> Int:
+        """Bytes by category during the first row of the profile that has the most."""
+        start, allocated, freed = self[profile]
+        in_use = (allocated - freed).cumsum(axis=1) + freed
+        return in_use[:, int(np.argmax(in_use.sum(axis=0)))] if in_use.size else start
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MemoryChanges:
+    """Bytes that the copies of a rank's actions allocate and free."""
+
+    start: Int
+    """[categories]: in use before the first row."""
+    profile: Int
+    """[copies]: index into `profiles`."""
+    profiles: Profiles
+
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by category at the first row with the most in program order; their sum, `peak`."""
+        net = self.profiles.net[self.profile]
+        before = self.start + net.cumsum(axis=0) - net
+        at = self.start
+        if len(before):
+            copy = int(np.argmax(before.sum(axis=1) + self.profiles.peak[self.profile]))
+            at = before[copy] + self.profiles.at_peak(int(self.profile[copy]))
+        by_category = {name: int(size) for name, size in zip(CATEGORIES, at, strict=True)}
+        return by_category | {"peak": sum(by_category.values())}
+
+
+def changed_bytes(values: Values, rows: int, freed_values: Int | int = 1) -> Deltas:
+    """Bytes that each row of a table allocates and frees.
+
+    `freed_values`: number of equal values that each entry stands for.
+    """
+    category, size = values.category[values.value].astype(np.int64), values.size[values.value]
+
+    def per_row(row: NDArray[np.integer[Any]], size: Int, mask: Bool) -> Int:
+        cell = (category * rows + row)[mask]
+        sums = sum_by_index(cell, size[mask], len(CATEGORIES) * rows)
+        return sums.reshape(len(CATEGORIES), rows)
+
+    before = values.first < 0
+    start = sum_by_index(category[before], size[before], len(CATEGORIES))
+    allocated = per_row(values.first, size, ~before)
+    return Deltas(start, allocated, per_row(values.last, size * freed_values, values.last < rows))
+
+
+def sum_by_index(index: NDArray[np.integer[Any]], size: Int, length: int) -> Int:
+    """Sum of the sizes with each index below `length`."""
+    # Sums of bytes of one rank are exact in double precision: they are far below 2**53.
+    return np.bincount(index, weights=size, minlength=length).astype(np.int64)
+
+
+# ---- actions -------------------------------------------------------------------------------------
+
+KINDS = "FBIWU"
+"""Kinds of the parts of an action: those of the schedule, and `U`, which gathers weights ahead."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Actions:
+    """Distinct actions of a program: row `i` of action `a` is row `begin[a] + i` of `tasks`.
+
+    Columns of `tasks` are those of an example copy: its stage, layers and names. `microbatch` is a
+    distinct placeholder per part, -1 for rows once per step; `tag` numbers the messages of a part.
+    Rows of an action are in program order.
+    """
+
+    tasks: Tasks
+    begin: Int
+    """[actions + 1]"""
+    part: Int
+    """[rows]: 0, or 1 for rows of the second of two actions that overlap."""
+    carried: Bool
+    """Loop-carried dependencies, by entry of `Tasks.data`.
+
+    The source row is in another copy; the entry names an example of it in some action.
+    """
+
+    def rows(self, action: int) -> Int:
+        """Rows of an action."""
+        return np.arange(int(self.begin[action]), int(self.begin[action + 1]))
+
+    def dep_entries(self, action: int) -> Int:
+        """Entries of `Tasks.data` of the rows of an action."""
+        pointer = self.tasks.data_ptr[self.begin]
+        return np.arange(int(pointer[action]), int(pointer[action + 1]))
+
+
+class ActionOrder(Protocol):
+    """Copies of actions that one pipeline rank executes, in program order.
+
+    The optimizer action is the last copy, if there is one; its microbatch and stage are -1.
+    """
+
+    action: Int
+    """[copies]: index into `Actions`."""
+    begin: Int
+    """[copies + 1]: first row of each copy among the rank's tasks."""
+    kind: Int
+    """[copies, 2]: by part, index into `KINDS`; -1: no such part, or the optimizer action."""
+    stage: Int
+    """[copies, 2]: by part, the virtual stage."""
+    microbatch: Int
+    """[copies, 2]"""
+
+    def sources(self, action: int, entries: Int) -> tuple[Int, Int]:
+        """Copies and rows that dependencies of an action refer to, each [copies of it, entries].
+
+        `entries` are entries of `Tasks.data` of rows of the action. Rows are those of
+        `Actions.tasks`, in the action that the source copy is of.
+        """
+        ...
+
+    def tags(self, action: int, rows: Int) -> Int:
+        """Message numbers, equal on both ends, of rows of an action: [copies of it, rows]."""
+        ...
+
+    def cache_key(self) -> Sequence[object]:
+        """Cache key of `sources` and `tags`, in addition to the columns above and `Actions`."""
+        ...
+
+
+# ---- work of a rank ------------------------------------------------------------------------------
+
+
+def numbers_among_copies(order: ActionOrder, action: int, copies: Int) -> Int:
+    """Index of each of `copies` among all copies of their action, as in `sources`."""
+    return np.searchsorted(np.flatnonzero(order.action == action), copies).astype(np.int64)
+
+
+class RankWork:
+    """Work of a pipeline rank in a step, by action; rows are built when they are read.
+
+    Subclasses set each attribute, or compute it when it is first read.
+    """
+
+    @cached_property
+    def actions(self) -> Actions:
+        """Distinct actions: of this rank, and of others where ranks share them."""
+        raise NotImplementedError
+
+    @cached_property
+    def order(self) -> ActionOrder:
+        """Copies of the actions."""
+        raise NotImplementedError
+
+    @cached_property
+    def changes(self) -> MemoryChanges:
+        """Bytes that the copies allocate and free."""
+        raise NotImplementedError
+
+    @cached_property
+    def tasks(self) -> Tasks:
+        """Rows of all copies, in program order."""
+        raise NotImplementedError
+
+    @cached_property
+    def values(self) -> Values:
+        """Values in memory, with the live range of each."""
+        raise NotImplementedError
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        """Bytes at the peak in program order, by category, and their sum, `peak`."""
+        return self.changes.at_peak()
+
+    def with_tasks(self, tasks: Tasks) -> RankWork:
+        """Replace the rows; values and memory stay."""
+        return _TableWork(tasks, self)
+
+    @staticmethod
+    def from_tables(
+        tasks: Tasks, memory: Mapping[str, int] | None = None, values: Values = NO_VALUES
+    ) -> RankWork:
+        """Work of explicit tables: one action. By default, memory follows from `values`."""
+        return _TableWork(tasks, values, memory)
+
+
+class _TableWork(RankWork):
+    """Work of explicit tables."""
+
+    def __init__(
+        self, tasks: Tasks, source: Values | RankWork, memory: Mapping[str, int] | None = None
+    ) -> None:
+        """`source`: the values, or other work that has the same."""
+        self._source = source
+        if memory is not None:
+            self.memory = memory
+        self.tasks = tasks
+        self.actions = table_actions(tasks, np.array([0, len(tasks)]))
+        self.order = TableOrder(np.zeros(1, dtype=np.int64), self.actions)
+
+    @cached_property
+    def values(self) -> Values:
+        return self._source.values if isinstance(self._source, RankWork) else self._source
+
+    @cached_property
+    def memory(self) -> Mapping[str, int]:
+        source = self._source
+        return source.memory if isinstance(source, RankWork) else self.changes.at_peak()
+
+    @cached_property
+    def changes(self) -> MemoryChanges:
+        start, allocated, freed = changed_bytes(self.values, len(self.tasks))
+        profiles = Profiles(allocated, freed, self.order.begin)
+        return MemoryChanges(start, np.zeros(1, dtype=np.int64), profiles)
+
+
+def table_actions(tasks: Tasks, begin: Int) -> Actions:
+    """Actions of explicit tables: no dependency is loop-carried, none overlap."""
+    return Actions(
+        tasks, begin, np.zeros(len(tasks), np.int64), np.zeros(len(tasks.data), dtype=bool)
+    )
+
+
+class TableOrder:
+    """Copies of the actions of explicit tables; each row depends on rows of its own copy."""
+
+    def __init__(self, action: Int, actions: Actions) -> None:
+        """`action`: [copies], index into `actions`."""
+        self._tasks = actions.tasks
+        self.action = action
+        self.begin = offsets(np.diff(actions.begin)[action])
+        self.kind, self.stage, self.microbatch = (np.full((len(action), 2), -1) for _ in range(3))
+
+    def sources(self, action: int, entries: Int) -> tuple[Int, Int]:
+        """Copies and rows that dependencies refer to: those of the same copy."""
+        copies = np.flatnonzero(self.action == action)
+        rows = np.tile(self._tasks.data[entries].astype(np.int64), (len(copies), 1))
+        return np.broadcast_to(copies[:, None], rows.shape), rows
+
+    def tags(self, action: int, rows: Int) -> Int:
+        """Tags of the table, equal in all copies."""
+        return np.tile(self._tasks.tag[rows].astype(np.int64), ((self.action == action).sum(), 1))
+
+    def cache_key(self) -> Sequence[object]:
+        """Empty: the table says everything."""
+        return ()
+
+
+# ---- all ranks -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,13 +11,14 @@ NEARLY_FULL = 0.9
 """Share of a device's memory that tensors fill; context, workspaces and fragmentation add to it."""
 
 
-class Held(NamedTuple):
-    """Bytes of a rank class at its peak, by category of tensors, and `allowance` if set."""
+class Peak(NamedTuple):
+    """Bytes of the ranks of a class when they have the most in use."""
 
-    of: RankClass
+    rank_class: RankClass
     by_category: Mapping[str, int]
+    """Tensors by category, those with bytes, and `allowance` if set."""
     seconds: float | None = None
-    """Time of the peak in a simulated step; None: memory is constant."""
+    """First time of the peak in a simulated step; None: in issue order."""
 
     @property
     def size(self) -> int:
@@ -30,7 +31,7 @@ class Fit(NamedTuple):
 
     device_memory: int
     """Bytes that a rank may use."""
-    fullest: Held
+    fullest: Peak
     num_exceeding: int
     """Number of rank classes that exceed the device."""
     num_classes: int
@@ -53,21 +54,21 @@ class Fit(NamedTuple):
             "fits": self.fits,
             "device_memory": self.device_memory,
             "peak": self.peak,
-            "pipeline_rank": self.fullest.of.pipeline_rank,
+            "pipeline_rank": self.fullest.rank_class.pipeline_rank,
             **time,
             "by_category": dict(self.fullest.by_category),
         }
 
 
-def fit_of(held: Iterable[Held], device_memory: int) -> Fit:
+def fit_of(peaks: Iterable[Peak], device_memory: int) -> Fit:
     """Compare the peak of each rank class with the memory of a device."""
-    peaks = list(held)
+    peaks = [*peaks]
     num_exceeding = sum(peak.size > device_memory for peak in peaks)
     fullest = max(peaks, key=lambda peak: peak.size)
     return Fit(device_memory, fullest, num_exceeding, len(peaks))
 
 
-def held_at_peak(rank_class: RankClass) -> Held:
-    """Bytes of a class at the peak of its program in issue order, allowance included."""
+def peak_in_issue_order(rank_class: RankClass) -> Peak:
+    """Peak of a class while rows run in issue order, allowance included."""
     by_category = {k: int(v) for k, v in rank_class.memory.items() if k != "peak" and v}
-    return Held(rank_class, by_category)
+    return Peak(rank_class, by_category)

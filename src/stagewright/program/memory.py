@@ -22,8 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Int
-from stagewright.program.columns import CATEGORIES, RankClass, Values
-from stagewright.program.memory_changes import Deltas, changed_bytes, sum_by_index
+from stagewright.program.columns import (
+    CATEGORIES,
+    Deltas,
+    RankClass,
+    Values,
+    changed_bytes,
+)
 
 _Ints = NDArray[np.integer[Any]]
 
@@ -35,7 +40,11 @@ def deltas(rank_class: RankClass) -> Deltas:
 
 def timeline(rank_class: RankClass) -> Int:
     """Bytes in use by category while each row runs: [categories, rows]."""
-    start, allocated, freed = deltas(rank_class)
+    return _in_use(deltas(rank_class))
+
+
+def _in_use(changes: Deltas) -> Int:
+    start, allocated, freed = changes
     in_use = allocated.cumsum(axis=1) + start[:, None]
     in_use[:, 1:] -= freed[:, :-1].cumsum(axis=1)
     return in_use
@@ -93,17 +102,9 @@ def groups_alive(values: Values, row: int) -> list[ValueGroup]:
     return sorted((g for g in groups if g.bytes), key=lambda g: (-g.bytes, g.category, g.name))
 
 
-def live(values: Values, rows: int) -> Int:
-    """Total bytes in use while each row runs."""
-    size = values.size[values.value]
-    allocated = sum_by_index(np.maximum(values.first, 0), size, rows)
-    freed = sum_by_index(values.last + 1, size, rows + 2)
-    return np.cumsum(allocated - freed[:rows])
-
-
 def peak_row(values: Values, rows: int) -> int:
     """First row during which the most bytes are in use."""
-    return int(np.argmax(live(values, rows))) if rows else 0
+    return int(np.argmax(_in_use(changed_bytes(values, rows)).sum(axis=0))) if rows else 0
 
 
 def alive(values: Values, row: int) -> _Ints:

@@ -21,9 +21,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,14 +39,11 @@ from stagewright.run.settings import Run
 from stagewright.time.hardware import Hardware
 from stagewright.time.network import Machine
 
-Codes = NDArray[np.unsignedinteger[Any]]
+Codes = NDArray[np.integer[Any]]
 """Index into `Column.values`: [candidates]."""
 
 ABSENT = -1
 """None in columns of numbers: the default follows from other settings."""
-
-_SCALARS = frozenset({int, float, str, bool, tuple, type(None)})
-"""Types of specs of hardware that are no block of specs."""
 
 HARDWARE = "hardware"
 """The column of systems; its values are of `Hardware`, not names."""
@@ -54,33 +51,37 @@ HARDWARE = "hardware"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Column:
-    """One setting of all candidates, dictionary-encoded."""
+    """One setting of all candidates, dictionary-encoded; a single value takes no memory."""
 
     codes: Codes
     values: tuple[Any, ...]
     """Values by code, without repetition; None: the default follows from other settings."""
+
+    def __post_init__(self) -> None:
+        if len(self.values) == 1:
+            object.__setattr__(self, "codes", np.broadcast_to(np.uint8(0), len(self.codes)))
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __getitem__(self, indices: Int | Bool | slice) -> Column:
         """Column of the selected candidates."""
-        codes = self.codes[indices]
-        if len(self.values) == 1:
-            return Column.constant(self.values[0], len(codes))
-        return Column(codes, self.values)
+        return Column(self.codes[indices], self.values)
 
     @classmethod
-    def of(cls, values: Iterable[Any]) -> Self:
-        """Column from one hashable value per candidate."""
-        code_of: dict[Any, int] = {}
+    def of(cls, values: Iterable[Any], key: Callable[[Any], Any] | None = None) -> Self:
+        """Column from one value per candidate; `key`: hashable, equal for equal values."""
+        values = [*values]
         # 1, 1.0 and True are equal, but no setting has more than one of them.
-        codes = [code_of.setdefault(value, len(code_of)) for value in values]
-        return cls(np.array(codes, dtype=code_type(len(code_of))), tuple(code_of))
+        keys = values if key is None else [key(value) for value in values]
+        number = {item: n for n, item in enumerate(dict.fromkeys(keys))}
+        first = dict(zip(reversed(keys), reversed(values), strict=True))
+        codes = np.array([number[item] for item in keys], dtype=_code_type(len(number)))
+        return cls(codes, tuple(first[item] for item in number))
 
     @classmethod
     def constant(cls, value: Any, count: int) -> Self:
-        """Column of one value, which takes no memory."""
+        """Column of one value."""
         return cls(np.broadcast_to(np.uint8(0), count), (value,))
 
     def at(self, index: int) -> Any:
@@ -96,8 +97,18 @@ class Column:
         """Mask of candidates that have one of these values."""
         return np.array([value in values for value in self.values], dtype=bool)[self.codes]
 
+    def compact(self) -> Column:
+        """Drop values that no candidate has."""
+        used: Bool = np.zeros(len(self.values), dtype=bool)
+        used[self.codes] = True
+        if used.all():
+            return self
+        values = tuple(self.values[code] for code in np.flatnonzero(used).tolist())
+        numbers = (np.cumsum(used) - 1).astype(_code_type(len(values)))
+        return Column(numbers[self.codes], values)
 
-def code_type(num_values: int) -> type[np.unsignedinteger[Any]]:
+
+def _code_type(num_values: int) -> type[np.unsignedinteger[Any]]:
     """Smallest dtype of codes for `num_values` values."""
     return np.uint8 if num_values <= 1 << 8 else np.uint16 if num_values <= 1 << 16 else np.uint32
 
@@ -201,21 +212,34 @@ class Candidates:
 
         A step takes the same time on each, and the same bytes.
         """
-        column = self.columns[HARDWARE]
+        column, ignored = self.columns[HARDWARE], {"name", "description", "sources", "memory_gb"}
         if len(column.values) == 1:
             return self
-        number: dict[tuple[object, ...], int] = {}
-        blocks: dict[int, object] = {}
-        merged = [
-            number.setdefault(_specs_without_memory(hardware, blocks), len(number))
-            for hardware in column.values
-        ]
-        if len(number) == len(column.values):
-            return self
-        first = dict(zip(merged[::-1], column.values[::-1], strict=True))
-        values = tuple(first[code] for code in range(len(number)))
-        codes = np.array(merged, dtype=code_type(len(number)))[column.codes]
-        return replace(self, columns={**self.columns, HARDWARE: Column(codes, values)})
+        merged = Column.of(column.values, lambda of: of.model_dump_json(exclude=ignored))
+        return self.with_column(HARDWARE, Column(merged.codes[column.codes], merged.values))
+
+    def with_column(self, name: str, column: Column) -> Candidates:
+        """Candidates with other values of a setting."""
+        return replace(self, columns={**self.columns, name: column})
+
+    @classmethod
+    def concatenated(cls, parts: Sequence[Candidates]) -> Candidates:
+        """Candidates of parts that have the same columns, with the same values."""
+        columns = {
+            name: Column(np.concatenate([part.columns[name].codes for part in parts]), of.values)
+            for name, of in parts[0].columns.items()
+        }
+        return replace(parts[0], columns=columns, count=sum(map(len, parts)))
+
+    def crossed(self, name: str, values: tuple[Any, ...]) -> Candidates:
+        """Each candidate with each of the values, in order."""
+        columns = {
+            other: Column(np.repeat(column.codes, len(values)), column.values)
+            for other, column in self.columns.items()
+        }
+        codes = np.tile(np.arange(len(values), dtype=_code_type(len(values))), len(self))
+        columns[name] = Column(codes, values)
+        return replace(self, columns=columns, count=len(codes))
 
     def take(self, indices: Int | Bool | slice) -> Candidates:
         """Selected candidates, in the order of `indices`."""
@@ -256,13 +280,11 @@ class Candidates:
         """Hardware of one candidate."""
         return self.columns[HARDWARE].at(index)
 
-    def machine(
-        self, index: int, *, hardware: Hardware | None = None, gpus: int | None = None
-    ) -> Machine:
-        """Machine of one candidate; with other hardware, or another number of GPUs."""
+    def machine(self, index: int, *, gpus: int | None = None) -> Machine:
+        """Machine of one candidate; `gpus`: another number of GPUs."""
         cluster = self.cluster(index)
         return Machine.of(
-            hardware or self.hardware(index),
+            self.hardware(index),
             gpus=gpus or self.run(index).world_size,
             topology=cluster.topology,
             algorithm=cluster.algorithm,
@@ -271,25 +293,6 @@ class Candidates:
     def _values(self, index: int, names: Iterable[str]) -> dict[str, Any]:
         selected = set(names)
         return {name: col.at(index) for name, col in self.columns.items() if name in selected}
-
-
-def _specs_without_memory(hardware: Hardware, blocks: dict[int, object]) -> tuple[object, ...]:
-    """All specs of hardware except its name and memory size.
-
-    `blocks`: specs by identity of their block, since variants of hardware share blocks.
-    """
-
-    def specs(value: object) -> object:
-        if type(value) in _SCALARS:
-            return value
-        block = id(value)
-        if block not in blocks:
-            inner = cast("Mapping[str, Any]", value if isinstance(value, Mapping) else vars(value))
-            blocks[block] = tuple([(name, specs(v)) for name, v in inner.items()])
-        return blocks[block]
-
-    items = vars(hardware).items()
-    return tuple([specs(value) for name, value in items if name not in ("name", "memory_gb")])
 
 
 def _names_in(section: str) -> set[str]:

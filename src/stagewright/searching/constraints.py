@@ -6,49 +6,32 @@ tuple of the settings that it reads is checked once, on one run. Errors are thos
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
+from stagewright.arrays import Int
 from stagewright.blocks.recipe import PRECISIONS
 from stagewright.errors import UserError
 from stagewright.lower.routing import BusiestRanks, Load, Routing
 from stagewright.model.config import ModelConfig
 from stagewright.parallel.degrees import parallelization
-from stagewright.run.rule import ALL, EACH, RunCheck
-from stagewright.run.rules import AS_GIVEN, BATCH_CHECK, checks
+from stagewright.run.rule import ALL, EACH
+from stagewright.run.rules import AS_GIVEN, checks
 from stagewright.run.settings import Run
 from stagewright.run.training_rules import AXES_ONCE
 from stagewright.schedule.schedules import check_name
-from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
+from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.time.dispatch import Routed
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
 
 MOST_CHECKS = 300_000
 """Limit of distinct tuples per constraint; more would take minutes."""
-_VECTORIZE_ABOVE = 1000
-"""Number of tuples above which a vectorized check is faster."""
-
-
-class TooManyChecks(Exception):
-    """A constraint would check more tuples than `MOST_CHECKS`."""
-
-    def __init__(self, reads: Iterable[str], count: int) -> None:
-        """`reads`: the settings that vary."""
-        super().__init__()
-        self.reads, self.count = tuple(reads), count
-
-    def as_user_error(self, combinations: float) -> UserError:
-        """Error of a space with this number of combinations."""
-        return UserError(
-            f"the space has up to {combinations:.2g} combinations: {' x '.join(self.reads)} alone "
-            f"are {self.count:,}, wanted at most {MOST_CHECKS:,}; give fewer values"
-        )
+Check = Callable[[Candidates, int], object]
+"""Raises a UserError for a refused candidate, by its index."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,26 +41,26 @@ class Constraint:
     requirement: str
     reads: tuple[str, ...]
     """Columns that decide the check; `ALL`: any."""
-    check: Callable[[Candidates, int], None]
-    """Raises a UserError for a refused candidate, by its index."""
-    vectorized: Callable[[Candidates], Bool] | None = None
-    """Mask of refused candidates, if that is faster than `check`."""
-    examples: list[str] = field(default_factory=list[str])
-    """First error of each wording, numbers ignored."""
+    check: Check
+    errors: dict[str, int] = field(default_factory=dict[str, int])
+    """Numbers of error messages, in order."""
     _cache: dict[tuple[Any, ...], int] = field(default_factory=dict[tuple[Any, ...], int])
 
-    def refused(self, candidates: Candidates) -> Int:
-        """Index of the example that refuses each candidate, or -1; raises `TooManyChecks`."""
+    def refused(self, candidates: Candidates, uncrossed: int = 1) -> Int:
+        """Number of the error that refuses each candidate, or -1.
+
+        UserError for too many checks; `uncrossed`: combinations that each candidate stands for.
+        """
         reads = tuple(candidates.columns) if self.reads == ALL else self.reads
         names = [name for name in reads if name in candidates.columns]
         first, of = candidates.distinct(*names)
-        if self.vectorized is not None and len(first) > _VECTORIZE_ABOVE:
-            mask = self.vectorized(candidates)
-            example = self._check_one(candidates, int(np.argmax(mask))) if mask.any() else -1
-            return np.where(mask, example, -1)
         if len(first) > MOST_CHECKS:
-            vary = (name for name in names if len(candidates.columns[name].values) > 1)
-            raise TooManyChecks(vary, len(first))
+            vary = [name for name in names if len(candidates.columns[name].values) > 1]
+            raise UserError(
+                f"the space has up to {len(candidates) * uncrossed:.2g} combinations: "
+                f"{' x '.join(vary)} alone are {len(first):,}, wanted at most {MOST_CHECKS:,}; "
+                "give fewer values"
+            )
         codes = [candidates.columns[name].codes[first].tolist() for name in names]
         keys = list(zip(*codes, strict=True)) if codes else [()] * len(first)
         for key, index in zip(keys, first.tolist(), strict=True):
@@ -89,32 +72,8 @@ class Constraint:
         try:
             self.check(candidates, index)
         except UserError as error:
-            text = str(error)
-            for number, example in enumerate(self.examples):
-                if same_words(example, text):
-                    return number
-            self.examples.append(text)
-            return len(self.examples) - 1
+            return self.errors.setdefault(str(error), len(self.errors))
         return -1
-
-
-def same_words(text: str, other: str) -> bool:
-    """True if two messages differ in numbers only.
-
-    >>> same_words("vpp=2 splits stages", "vpp=3 splits stages"), same_words("tp=2", "pp=2")
-    (True, False)
-    """
-    return re.sub(r"[0-9]+", "", text) == re.sub(r"[0-9]+", "", other)
-
-
-def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
-    """Constraints of candidates, in the order in which a run is checked.
-
-    Checks of single settings are left out (`check_value`).
-    """
-    explicit = [_of_explicit(check) for check in AS_GIVEN]
-    unresolved = [_of_unresolved(check) for check in checks(mode, model) if check.reads != EACH]
-    return explicit + unresolved + _beyond_runs(mode, model)
 
 
 def check_value(run: Run, model: ModelConfig) -> None:
@@ -127,40 +86,23 @@ def check_value(run: Run, model: ModelConfig) -> None:
             check.check(run.unresolved(), model)
 
 
-def _of_explicit(check: RunCheck) -> Constraint:
-    def check_one(candidates: Candidates, index: int) -> None:
-        check.check(candidates.run(index), candidates.model)
+def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
+    """Constraints of candidates, in the order in which a run is checked.
 
-    return Constraint(check.name, check.reads, check_one)
-
-
-def _of_unresolved(check: RunCheck) -> Constraint:
-    def check_one(candidates: Candidates, index: int) -> None:
-        check.check(candidates.run(index).unresolved(), candidates.model)
-
-    vectorized = _batch_is_not_divisible if check is BATCH_CHECK else None
-    return Constraint(check.name, check.reads, check_one, vectorized)
-
-
-def _batch_is_not_divisible(candidates: Candidates) -> Bool:
-    """Mask of candidates whose batch is no multiple of their microbatches."""
-    batch = candidates.numbers("global_batch_size")
-    remainder = batch % (candidates.numbers("micro_batch_size") * candidates.numbers("dp"))
-    return (batch != ABSENT) & (remainder != 0)
-
-
-def _beyond_runs(mode: str, model: ModelConfig) -> list[Constraint]:
-    """Constraints of compiling and executing a run."""
+    Checks of single settings are left out (`check_value`).
+    """
+    as_given = [Constraint(of.name, of.reads, _on_run(of.check)) for of in AS_GIVEN]
+    unresolved = [
+        Constraint(of.name, of.reads, _on_run(of.check, Run.unresolved))
+        for of in checks(mode, model)
+        if of.reads != EACH
+    ]
     mesh = ("tp", "cp", "dp", "ep", "etp", "order", "zero", "dp_shard", "dcp")
-    ep_overlap_reads = (
-        *("overlap_moe_expert_parallel_comm", "ep", "moe_token_dispatcher_type"),
-        *("pp", "vpp", "recompute"),
-    )
-    result = [
+    beyond_runs = [
         Constraint(
             "axes of experts and heads fit the ranks",
             mesh if model.num_experts else ("tp", "cp", "dcp"),
-            _check_mesh,
+            lambda rows, row: parallelization(rows.run(row).resolved(model), model),
         ),
         Constraint(
             "expert_load suits the ranks of experts",
@@ -168,7 +110,12 @@ def _beyond_runs(mode: str, model: ModelConfig) -> list[Constraint]:
             _expert_load_check(),
         ),
         Constraint(
-            "overlap_moe_expert_parallel_comm is possible", ep_overlap_reads, _check_ep_overlap
+            "overlap_moe_expert_parallel_comm is possible",
+            (
+                *("overlap_moe_expert_parallel_comm", "ep", "moe_token_dispatcher_type"),
+                *("pp", "vpp", "recompute"),
+            ),
+            _check_ep_overlap,
         ),
         Constraint(
             "moe_flex_dispatcher is possible",
@@ -178,25 +125,22 @@ def _beyond_runs(mode: str, model: ModelConfig) -> list[Constraint]:
         Constraint(
             "cuda_graph_modules are captured",
             ("launch_mode", "cuda_graph_modules"),
-            _check_execution,
+            lambda rows, row: rows.execution(row),
         ),
+        Constraint("the hardware has the precision", (HARDWARE, "precision"), _check_precision),
     ]
-    if mode == "train":
-        result.append(
-            Constraint("the hardware has the precision", (HARDWARE, "precision"), _check_precision)
-        )
-    return result
+    if mode != "train":
+        beyond_runs.pop()
+    return as_given + unresolved + beyond_runs
 
 
-def _check_execution(candidates: Candidates, index: int) -> None:
-    candidates.execution(index)
+def _on_run(
+    check: Callable[[Run, ModelConfig], None], prepare: Callable[[Run], Run] = lambda run: run
+) -> Check:
+    return lambda rows, row: check(prepare(rows.run(row)), rows.model)
 
 
-def _check_mesh(candidates: Candidates, index: int) -> None:
-    parallelization(candidates.run(index).resolved(candidates.model), candidates.model)
-
-
-def _expert_load_check() -> Callable[[Candidates, int], None]:
+def _expert_load_check() -> Check:
     """Check of expert loads; a file is read once per division of experts and tokens."""
     errors: dict[tuple[Any, ...], str] = {}
 
@@ -236,12 +180,3 @@ def _check_flex_dispatcher(candidates: Candidates, index: int) -> None:
 def _check_precision(candidates: Candidates, index: int) -> None:
     precision = PRECISIONS[candidates.run(index).precision]
     peak_flops(candidates.hardware(index), precision.product)
-
-
-SAME_RUN: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "schedule": ({"pp": 1},),
-    "microbatch_group_size_per_vp_stage": ({"pp": 1}, {"vpp": 1}),
-    "first_stage_less_layers": ({"pp": 1},),
-    "last_stage_less_layers": ({"pp": 1},),
-}
-"""Values of other settings that cancel a setting's effect, besides those it declares (`idle`)."""

@@ -4,7 +4,7 @@ Training searches degrees, microbatch sizes, schedules, ZeRO stages, sequence pa
 parallelism, recomputation and the dispatcher of experts; inference the degrees. `--space` adds
 families of settings that few clusters use (`FAMILIES`), and multiplies candidates.
 
->>> families_of("offload,stages"), families_of("full") == tuple(FAMILIES)
+>>> families_of("offload,stages"), families_of("full") == FAMILIES
 (('offload', 'stages'), True)
 """
 
@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stagewright.errors import UserError, did_you_mean
 from stagewright.model.config import ModelConfig
+from stagewright.run.sections import EXPERIMENT
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
-from stagewright.searching.flags.megatron import recompute_names
+from stagewright.searching.flags import recompute_names
 from stagewright.searching.machines import Fleet, divisors_of
+from stagewright.searching.space import tried_once
 
 Axes = dict[str, Sequence[Any]]
 """Values to try by setting."""
@@ -81,9 +83,9 @@ def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
     counts = {fleet.gpus for fleet in fleets if fleet.gpus}
     domain = max(fleet.hardware.scale_up.gpus for fleet in fleets)
     divisors = sorted({d for count in counts or {1} for d in divisors_of(count)})
-    layers = model.depth
+    layers, heads = model.depth, model.num_attention_heads if model.attends else 0
     axes: Axes = {
-        "tp": [d for d in divisors if d <= domain and _may_split(model, d)],
+        "tp": [d for d in divisors if d <= domain and heads % d == 0],
         "pp": [d for d in divisors if d <= layers],
     }
     if model.num_experts:
@@ -109,7 +111,9 @@ def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
         axes["schedule"] = (*axes["schedule"], *FINE_GRAINED_SCHEDULES)
         if run.moe_token_dispatcher_type == "alltoall":
             axes["moe_flex_dispatcher"] = (False, True)
-        axes |= _precision(run, model, fleets)
+        published = model.quantization is not None and model.quantization.method == "fp8"
+        if published and all(fleet.hardware.rate_of("fp8") is not None for fleet in fleets):
+            axes |= {"precision": ("fp8",), "fp8_recipe": ("blockwise",)}
     return axes
 
 
@@ -125,14 +129,6 @@ def _selective_modules(run: Run, model: ModelConfig) -> tuple[str, ...]:
     return tuple(module for module in modules if names[module]) or modules
 
 
-def _precision(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    """fp8 if published weights are in fp8 and all hardware has it."""
-    published = model.quantization is not None and model.quantization.method == "fp8"
-    if not published or any(fleet.hardware.rate_of("fp8") is None for fleet in fleets):
-        return {}
-    return {"precision": ("fp8",), "fp8_recipe": ("blockwise",)}
-
-
 def not_tried(run: Run, axes: Mapping[str, Sequence[Any]], model: ModelConfig) -> list[str]:
     """Sentence that names settings of MoE recipes that no axis covers."""
     if run.mode != "train" or not model.num_experts:
@@ -145,41 +141,45 @@ def not_tried(run: Run, axes: Mapping[str, Sequence[Any]], model: ModelConfig) -
     return [f"not tried: {', '.join(missing)}"] if missing else []
 
 
-_WITHOUT_DEGREE = {
-    "cp": ("cp_comm_type",),
-    "tp": ("sequence_parallel",),
-    "pp": ("vpp", "schedule"),
-}
-"""Settings without effect where a degree is 1."""
+def without_effect(names: Iterable[str], values: Mapping[str, Sequence[Any]]) -> set[str]:
+    """Settings that no combination of values lets have an effect.
 
-
-def without_effect(axes: Collection[str], values: Mapping[str, Sequence[Any]]) -> set[str]:
-    """Axes without effect, since a degree is always 1 or nothing recomputes modules.
-
-    >>> sorted(without_effect(["vpp", "zero"], {"pp": (1,), "tp": (1, 2)}))
-    ['vpp']
+    >>> values = {"pp": (1,), "tp": (1, 2), "recompute": ("none",)}
+    >>> sorted(without_effect(["schedule", "sequence_parallel", "recompute_modules"], values))
+    ['recompute_modules', 'schedule']
     """
-    single = [degree for degree in _WITHOUT_DEGREE if tuple(values.get(degree, ())) == (1,)]
-    names = {name for degree in single for name in _WITHOUT_DEGREE[degree]}
-    if "selective" not in values.get("recompute", ("selective",)):
-        names.add("recompute_modules")
-    return names.intersection(axes)
+
+    def has_none(name: str) -> bool:
+        needs = EXPERIMENT[name].needs
+        idle = any(
+            all(tuple(values.get(other, ())) == (value,) for other, value in condition.items())
+            for condition in tried_once(name)
+        )
+        lacks = any(
+            not {*values.get(other, allowed)} & {*allowed} for other, allowed in needs.items()
+        )
+        single_stage = name == "vpp" and tuple(values.get("pp", ())) == (1,)  # refused there
+        return idle or lacks or single_stage
+
+    return set(filter(has_none, names))
 
 
 def default_constraints(fixed: Collection[str]) -> list[Constraint]:
     """Constraints of default values, for settings that the user did not fix."""
-    result: list[Constraint] = []
-    if "etp" not in fixed:
-        result.append(Constraint("by default etp is 1 or tp", ("etp", "tp"), _check_etp))
-    if "recompute_modules" not in fixed:
-        reads = ("recompute", "recompute_modules", "flash_attention")
-        requirement = "by default selective recomputation saves memory"
-        result.append(Constraint(requirement, reads, _check_modules))
-    if "dp_shard" not in fixed:
-        reads = ("dp_shard", "tp", "cp", "dp", HARDWARE)
-        requirement = "by default copies of sharded states fill whole domains"
-        result.append(Constraint(requirement, reads, _check_hsdp))
-    return result
+    by_setting = {
+        "etp": Constraint("by default etp is 1 or tp", ("etp", "tp"), _check_etp),
+        "recompute_modules": Constraint(
+            "by default selective recomputation saves memory",
+            ("recompute", "recompute_modules", "flash_attention"),
+            _check_modules,
+        ),
+        "dp_shard": Constraint(
+            "by default copies of sharded states fill whole domains",
+            ("dp_shard", "tp", "cp", "dp", HARDWARE),
+            _check_hsdp,
+        ),
+    }
+    return [of for name, of in by_setting.items() if name not in fixed]
 
 
 def _check_etp(candidates: Candidates, index: int) -> None:
@@ -219,97 +219,62 @@ def _powers_of_two(limit: int) -> Iterator[int]:
         n *= 2
 
 
-def _may_split(model: ModelConfig, ranks: int) -> bool:
-    """True if this many ranks divide the heads; a rough filter before the checks."""
-    return not model.attends or model.num_attention_heads % ranks == 0
-
-
 # ---- families that --space adds ------------------------------------------------------------------
 
 DEFAULT, FULL = "default", "full"
-
-
-def _hsdp(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    gpus = max((fleet.gpus or 1 for fleet in fleets), default=1)
-    return {"dp_shard": [None, *(d for d in _powers_of_two(gpus // 2) if d > 1)]}
-
-
-def _offload(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    layers = [n for n in _powers_of_two(8) if n < model.depth]
-    return {"optimizer_cpu_offload": (False, True), "cpu_offloading_num_layers": [None, *layers]}
-
-
-def _placement(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    # ep is the innermost part of dp.
-    orders = itertools.permutations(("tp", "cp", "ep-dp", "pp"))
-    return {"order": [run.order, *("-".join(axes) for axes in orders)]}
-
-
-def _stages(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    return {
-        "first_stage_less_layers": (run.first_stage_less_layers, 0, 1),
-        "last_stage_less_layers": (run.last_stage_less_layers, 0, 1),
-    }
-
-
-def _overlap(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    axes: Axes = {"tp_comm_overlap": (False, True), "overlap_param_gather": (False, True)}
-    if model.num_experts:
-        axes["overlap_moe_expert_parallel_comm"] = (False, True)
-    return axes
-
-
-def _recompute(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    layers = [n for n in _powers_of_two(model.depth) if n < model.depth]
-    modules = (("core_attn",), ("norm", "activation"), ("core_attn", "norm", "activation"))
-    return {"recompute_num_layers": [None, *layers], "recompute_modules": modules}
-
-
-def _schedules(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
-    names = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min", "dualpipe")
-    return {"schedule": (*names, "dualpipev")}
-
-
-FAMILIES: Mapping[str, Callable[[Run, ModelConfig, Sequence[Fleet]], Axes]] = {
-    "hsdp": _hsdp,
-    "offload": _offload,
-    "placement": _placement,
-    "stages": _stages,
-    "overlap": _overlap,
-    "recompute": _recompute,
-    "schedules": _schedules,
-}
+FAMILIES = ("hsdp", "offload", "placement", "stages", "overlap", "recompute", "schedules")
 
 
 def families_of(text: str | None) -> tuple[str, ...]:
     """Families in the text of `--space`; UserError for another word."""
-    if text is None:
-        return ()
-    words = [word.strip() for word in text.split(",")]
+    words = [] if text is None else [word.strip() for word in text.split(",")]
     allowed = (DEFAULT, FULL, *FAMILIES)
     for word in words:
+        wanted = f"wanted {', '.join(allowed)}, or several of these"
         if not word:
-            raise UserError(
-                f"--space: got {text!r}, in which a word is empty; wanted {', '.join(allowed)}, or "
-                "several of these"
-            )
+            raise UserError(f"--space: got {text!r}, in which a word is empty; {wanted}")
         if word not in allowed:
-            raise UserError(
-                f"--space {word}: wanted {', '.join(allowed)}, or several of these"
-                f"{did_you_mean(word, allowed)}"
-            )
-    if FULL in words:
-        return tuple(FAMILIES)
-    return tuple(dict.fromkeys(word for word in words if word != DEFAULT))
+            raise UserError(f"--space {word}: {wanted}{did_you_mean(word, allowed)}")
+    return FAMILIES if FULL in words else tuple(dict.fromkeys(w for w in words if w != DEFAULT))
 
 
 def family_axes(
     names: Iterable[str], run: Run, model: ModelConfig, fleets: Sequence[Fleet]
 ) -> Axes:
     """Values by setting that families add; UserError in inference, which has no families."""
+    names, depth = [*names], model.depth
+    if names and run.mode != "train":
+        raise UserError(f"--space {names[0]} adds settings of training, got mode={run.mode}")
+    gpus = max((fleet.gpus or 1 for fleet in fleets), default=1)
+    orders = itertools.permutations(("tp", "cp", "ep-dp", "pp"))  # ep is the innermost part of dp
+    overlaps = ("tp_comm_overlap", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
+    families: Mapping[str, Axes] = {
+        "hsdp": {"dp_shard": [None, *(n for n in _powers_of_two(gpus // 2) if n > 1)]},
+        "offload": {
+            "optimizer_cpu_offload": (False, True),
+            "cpu_offloading_num_layers": [None, *(n for n in _powers_of_two(8) if n < depth)],
+        },
+        "placement": {"order": [run.order, *map("-".join, orders)]},
+        "stages": {
+            "first_stage_less_layers": (run.first_stage_less_layers, 0, 1),
+            "last_stage_less_layers": (run.last_stage_less_layers, 0, 1),
+        },
+        "overlap": dict.fromkeys(overlaps if model.num_experts else overlaps[:2], (False, True)),
+        "recompute": {
+            "recompute_num_layers": [None, *(n for n in _powers_of_two(depth) if n < depth)],
+            "recompute_modules": (
+                *(("core_attn",), ("norm", "activation")),
+                ("core_attn", "norm", "activation"),
+            ),
+        },
+        "schedules": {
+            "schedule": (
+                *("1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "v-half", "v-min"),
+                *("dualpipe", "dualpipev"),
+            )
+        },
+    }
     axes: Axes = {}
     for name in names:
-        if run.mode != "train":
-            raise UserError(f"--space {name} adds settings of training, got mode={run.mode}")
-        axes |= FAMILIES[name](run, model, fleets)
+        axes |= families[name]
     return {name: tuple(dict.fromkeys(values)) for name, values in axes.items()}

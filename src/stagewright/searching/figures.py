@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -83,67 +83,62 @@ class Figures:
     def take(self, indices: Sequence[int] | Int | Bool) -> Self:
         """Metrics of the selected candidates, in the order of `indices`."""
         at = np.asarray(indices)
-        columns: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        taken: dict[str, Any] = {
-            name: {k: v[at] for k, v in column.items()} if name in _BY_NAME else column[at]
-            for name, column in columns.items()
-        }
-        return type(self)(**taken)
+        return self._of({name: column[at] for name, column in self._columns().items()})
 
     def put(self, indices: Int, source: Figures) -> None:
         """Overwrite metrics of candidates, in the order of `indices`.
 
         A category or axis that `source` lacks becomes 0 for these; a new one is 0 for the others.
         """
-        for field in fields(self):
-            target, values = getattr(self, field.name), getattr(source, field.name)
-            if field.name not in _BY_NAME:
-                target[indices] = values
-                continue
-            for column in target.values():
-                column[indices] = 0
-            for name, column in values.items():
-                if name not in target:
-                    target[name] = np.zeros(len(self), dtype=column.dtype)
-                target[name][indices] = column
+        columns, values = self._columns(), source._columns()
+        for field, key in {**columns, **values}:
+            if (field, key) not in columns:
+                zeros = np.zeros(len(self), dtype=values[field, key].dtype)
+                columns[field, key] = getattr(self, field)[key] = zeros
+            columns[field, key][indices] = values.get((field, key), 0)
 
     def extrapolated(self, other: Figures, times: Float) -> Self:
         """Estimates: these metrics plus `times` the difference to `other`; absent columns are 0."""
-
-        def column(start: Any, end: Any) -> Any:
-            values = start + times * (end - start)
-            return values if start.dtype.kind == "f" else np.ceil(values).astype(start.dtype)
-
-        columns: dict[str, Any] = {}
-        for field in fields(self):
-            start, end = getattr(self, field.name), getattr(other, field.name)
-            if field.name in ("exact", "tokens", "device_memory"):
-                columns[field.name] = start & False if field.name == "exact" else start
-            elif field.name in _BY_NAME:
-                zeros = {name: 0 * values for name, values in (start | end).items()}
-                start, end = zeros | start, zeros | end
-                columns[field.name] = {name: column(start[name], end[name]) for name in zeros}
-            else:
-                columns[field.name] = column(start, end)
-        return type(self)(**columns)
+        columns, ends, zeros = self._columns(), other._columns(), 0 * self.tokens
+        for name in {**columns, **ends}:
+            if name[0] not in ("exact", "tokens", "device_memory"):
+                start, end = columns.get(name, zeros), ends.get(name, zeros)
+                values = start + times * (end - start)
+                columns[name] = np.ceil(values).astype(np.int64) if name[0] == "memory" else values
+        columns["exact", ""] = np.zeros(len(self), dtype=bool)
+        return self._of(columns)
 
     @classmethod
     def concatenated(cls, batches: Sequence[Figures]) -> Self:
         """Concatenate metrics of several candidate batches; a category that one lacks is 0."""
-        columns: dict[str, Any] = {}
-        for field in fields(cls):
-            parts: list[Any] = [getattr(batch, field.name) for batch in batches]
-            if field.name not in _BY_NAME:
-                columns[field.name] = np.concatenate(parts)
-                continue
-            names = dict.fromkeys(name for part in parts for name in part)
-            columns[field.name] = {
-                name: np.concatenate(
-                    [p.get(name, 0 * b.tokens) for p, b in zip(parts, batches, strict=True)]
-                )
-                for name in names
-            }
-        return cls(**columns)
+        parts = [batch._columns() for batch in batches]
+        names = dict.fromkeys(name for part in parts for name in part)
+        return cls._of({
+            name: np.concatenate(
+                [part.get(name, 0 * of.tokens) for part, of in zip(parts, batches, strict=True)]
+            )
+            for name in names
+        })  # fmt: skip
+
+    def _columns(self) -> dict[tuple[str, str], Any]:
+        """All columns by field, and category or axis if the field has several."""
+        named = {of.name: getattr(self, of.name) for of in fields(self)}
+        return {
+            (field, key): column
+            for field, values in named.items()
+            for key, column in (values if field in _BY_NAME else {"": values}).items()
+        }
+
+    @classmethod
+    def _of(cls, columns: Mapping[tuple[str, str], Any]) -> Self:
+        """Metrics from `_columns`."""
+        values: dict[str, Any] = {name: {} for name in _BY_NAME}
+        for (field, key), column in columns.items():
+            if field in _BY_NAME:
+                values[field][key] = column
+            else:
+                values[field] = column
+        return cls(**values)
 
     @classmethod
     def missing(cls, count: int) -> Self:

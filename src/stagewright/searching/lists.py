@@ -32,10 +32,20 @@ Kind = type | tuple[str, ...]
 
 _SWITCH = {"on": True, "true": True, "yes": True, "off": False, "false": False, "no": False}
 _NUMBERS = "values such as 1,2,4 or 1:8 or 8:64:8 or 1:64:x2"
-_LISTS: Mapping[type, str] = {
+_EXPECTED: Mapping[type, str] = {
+    int: _NUMBERS,
+    float: _NUMBERS,
+    bool: "on, off, or on,off",
     tuple: "lists with / between them, such as 9,7/8,8, and none for the default",
     frozenset: "lists with / between them, such as dp/tp,dp, and none for an empty one",
 }
+
+
+def _expected(kind: Kind) -> str:
+    """Expected text of a list, for errors."""
+    if isinstance(kind, tuple):
+        return f"words with commas between them: {', '.join(kind)}"
+    return _EXPECTED.get(kind, "words with commas between them")
 
 
 def is_listed(kind: Kind, value: object) -> bool:
@@ -94,56 +104,42 @@ def _parse(kind: Kind, text: str, name: str) -> Iterator[Any]:
         return
     if kind is dict:
         raise UserError(f"{name}: takes no list; give one")
-    if kind in (tuple, frozenset):
-        for item in text.split("/"):
-            if item.strip().lower() == "none":
-                yield None if kind is tuple else ()
-            else:
-                yield _parse_tuple(item, text, name, _expected(kind))
-        return
-    for word in _words(text, text, name, _expected(kind)):
-        if word.lower() == "none" and not isinstance(kind, tuple):
-            yield None
-        elif kind is bool:
-            if word.lower() not in _SWITCH:
-                raise UserError(f"{name}: got {shown(word)}, wanted on or off")
-            yield _SWITCH[word.lower()]
-        elif kind in (int, float):
-            yield from _parse_range(kind is int, word, name)
+    for item in text.split("/") if kind in (tuple, frozenset) else [text]:
+        words = [word.strip() for word in item.split(",")]
+        if not all(words):
+            raise UserError(
+                f"{name}: got {shown(text)}, in which an entry is empty; wanted {_expected(kind)}"
+            )
+        if kind in (tuple, frozenset):
+            yield _parse_tuple(kind, words, text, name)
         else:
-            yield word
+            for word in words:
+                yield from _parse_word(kind, word, name)
 
 
-def _expected(kind: Kind) -> str:
-    """Expected text of a list, for errors."""
-    if isinstance(kind, tuple):
-        return f"words with commas between them: {', '.join(kind)}"
-    if kind is bool:
-        return "on, off, or on,off"
-    if kind in _LISTS:
-        return _LISTS[kind]
-    return _NUMBERS if kind in (int, float) else "words with commas between them"
-
-
-def _words(text: str, full_text: str, name: str, expected: str) -> list[str]:
-    """Words between commas; UserError where one is empty."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(words):
-        raise UserError(
-            f"{name}: got {shown(full_text)}, in which an entry is empty; wanted {expected}"
-        )
-    return words
-
-
-def _parse_tuple(text: str, full_text: str, name: str, expected: str) -> tuple[Any, ...]:
+def _parse_tuple(kind: Kind, words: Sequence[str], text: str, name: str) -> tuple[Any, ...] | None:
     """One value of a setting whose values are lists."""
-    words = tuple(_words(text, full_text, name, expected))
     if any(word.lower() == "none" for word in words):
+        if len(words) == 1:
+            return None if kind is tuple else ()
         raise UserError(
-            f"{name}: got {shown(full_text)}, with none as one of several; wanted {expected}"
+            f"{name}: got {shown(text)}, with none as one of several; wanted {_expected(kind)}"
         )
     integers = all(word.isdecimal() and word.isascii() for word in words)
-    return tuple(map(int, words)) if integers else words
+    return tuple(map(int, words)) if integers else tuple(words)
+
+
+def _parse_word(kind: Kind, word: str, name: str) -> Iterator[Any]:
+    if word.lower() == "none" and not isinstance(kind, tuple):
+        yield None
+    elif kind is bool:
+        if word.lower() not in _SWITCH:
+            raise UserError(f"{name}: got {shown(word)}, wanted on or off")
+        yield _SWITCH[word.lower()]
+    elif kind in (int, float):
+        yield from _parse_range(kind is int, word, name)
+    else:
+        yield word
 
 
 def _parse_range(integer: bool, text: str, name: str) -> Iterator[float]:

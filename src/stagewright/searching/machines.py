@@ -107,12 +107,20 @@ def varied(hardware: Hardware, axes: Mapping[str, object]) -> list[tuple[Hardwar
                 "list of both"
             )
         names[path] = name
-        values_by_path[path] = values = values_of(float, text, f"--vary {name}")
+        values = values_of(float, text, f"--vary {name}")
         if None in values:
             raise UserError(
                 f"--vary {name}: got none, wanted numbers; for the value that {hardware.name} has "
                 f"say {defaults[path]:g}"
             )
+        if isinstance(defaults[path], int):
+            fractions = [value for value in values if value % 1]
+            if fractions:
+                raise UserError(f"--vary {name}: got {fractions[0]:g}, wanted a whole number")
+            values = tuple(map(int, values))
+        for value in (min(values), max(values)):  # valid numbers are a range
+            _check_spec(hardware, path, value, names)
+        values_by_path[path] = values
     count = math.prod(map(len, values_by_path.values()))
     if count > MOST_SYSTEMS:
         raise UserError(
@@ -121,23 +129,9 @@ def varied(hardware: Hardware, axes: Mapping[str, object]) -> list[tuple[Hardwar
         )
     if not values_by_path:
         return [(hardware, {})]
-    for path, values in values_by_path.items():
-        if isinstance(defaults[path], int):
-            values_by_path[path] = values = _integers(names[path], values)
-        for value in (min(values), max(values)):  # valid numbers are a range
-            _check_spec(hardware, path, value, names)
-    systems = [
-        dict(zip(values_by_path, values, strict=True))
-        for values in itertools.product(*values_by_path.values())
-    ]
+    combinations = itertools.product(*values_by_path.values())
+    systems = [dict(zip(values_by_path, values, strict=True)) for values in combinations]
     return [(with_specs(hardware, specs, names), specs) for specs in systems]
-
-
-def _integers(name: str, values: Sequence[float]) -> tuple[int, ...]:
-    for value in values:
-        if value % 1:
-            raise UserError(f"--vary {name}: got {value:g}, wanted a whole number")
-    return tuple(map(int, values))
 
 
 def with_specs(

@@ -85,10 +85,6 @@ def front(values: Float) -> Bool:
     """Mask of Pareto-optimal rows: the first of equal rows, none with an infinite value."""
     order = np.lexsort((np.arange(len(values)), *values.T[::-1]))
     on_front = np.zeros(len(values), dtype=bool)
-    if values.shape[1] == 1:
-        finite = order[np.isfinite(values[order]).all(axis=1)]
-        on_front[finite[:1]] = True
-        return on_front
     if values.shape[1] == 2:  # sorted by the first, each must be better in the second
         second = values[order, 1]
         best = np.minimum.accumulate(np.concatenate([[np.inf], second[:-1]]))

@@ -63,27 +63,29 @@ def search_request(
     specs by name; the run file may have specs, too. Open settings take default values (`defaults`),
     to which `families` add. Raises UserError.
     """
-    values = {} if path is None else read_settings(path)
     where = "" if path is None else f"{path}: "
-    file_extras: dict[str, Any] = {}
+    values = {} if path is None else read_settings(path)
+    axes: dict[str, tuple[Any, ...]] = {}
+    extras: dict[str, Any] = {}
     if is_manifest(values):
         model = model or recorded_model(values, path or "")
     else:
-        values, file_extras = _split_extras(flat(values, path))
-    axes: dict[str, tuple[Any, ...]] = {}
-    file_values = values if is_manifest(values) else _pop_axes(values, axes, where)
+        values = flat(values, path)
+        extras = {name: values.pop(name) for name in [*values] if _is_extra(name)}
+        values = _pop_axes(values, axes, where)
+    # Options override the run file, and --vary adds lists.
     from_file = {*axes}
-    options = _pop_axes({k: v for k, v in settings.items() if v is not None}, axes)
-    given_names = {setting_of(name) for name, value in settings.items() if value is not None}
-    taken = {*given_names, "hardware"} if hardware else given_names
+    given = {name: value for name, value in settings.items() if value is not None}
+    options = _pop_axes(given, axes)
+    taken = {*map(setting_of, given), *(("hardware",) if hardware else ())}
     vary_axes, specs = _split_vary(vary or {}, taken)
     axes |= vary_axes
-    from_file -= given_names | {*vary_axes}
-    without_allowance = _drop_zero_allowance(options) or _drop_zero_allowance(file_values)
-    hardware_names = axes.pop("hardware", ())
-    nodes = axes.pop("nodes", ())
+    origins = dict.fromkeys(from_file - taken - vary_axes.keys(), where)
+    without_allowance = _drop_zero_allowance(options) or _drop_zero_allowance(values)
+    # What is left is one experiment, and axes of settings.
+    listed_hardware, nodes = axes.pop("hardware", ()), axes.pop("nodes", ())
     check_searched(axes)
-    base = Experiment.of(file_values, options, path)
+    base = Experiment.of(values, options, path)
     cluster = base.cluster
     costs_of(cluster.price, cluster.costs)
     if cluster.durations is not None:
@@ -91,23 +93,26 @@ def search_request(
             "a search computes all durations; leave durations out, and give the file "
             "to `simulate` with the run that was found"
         )
-    hardware_names = tuple(hardware) or hardware_names or filter(None, [cluster.hardware])
-    systems = _resolved(hardware_names)
+    # Machines: systems with each number of GPUs.
+    systems: list[Hardware] = []
+    for system in hardware or listed_hardware or filter(None, [cluster.hardware]):
+        system = system if isinstance(system, Hardware) else resolve(str(system))
+        systems += [system] if system not in systems else []
     if not systems:
         raise UserError("a search needs hardware; name some with --hardware, such as h100-sxm")
     if not nodes and cluster.nodes is not None:
         nodes = (cluster.nodes,)
-    fixed = {name for name in map(setting_of, [*file_values, *options]) if name} | {*axes}
+    fixed = {setting_of(name) for name in (*values, *options)} | {*axes}
     fixed |= {"memory_allowance"} if without_allowance else set()
-    specs = _with_file_specs(specs, file_extras, systems, where)
-    counts = _gpu_counts(gpus, file_extras.get("gpus"), nodes, fixed, where)
-    families_to_add = families_of(families)
-    fleets = _fleets([pair for system in systems for pair in varied(system, specs)], *counts)
+    file_gpus = extras.pop("gpus", None)
+    specs = _with_file_specs(specs, extras, systems, where)
+    counts = _gpu_counts(gpus, file_gpus, nodes, fixed, where)
+    added = families_of(families)
+    fleets = _fleets([pair for system in systems for pair in varied(system, specs)], counts, nodes)
     if "dp" in fixed and "dp" not in axes:
         axes["dp"] = (base.run.dp,)
     model = model or resolve_model(base.run.model, base.run.as_family or "")
-    origins = dict.fromkeys(from_file, where)
-    return _completed(base, model, fleets, axes, fixed, families_to_add, origins)
+    return _completed(base, model, fleets, axes, fixed, added, origins)
 
 
 def _drop_zero_allowance(values: dict[str, Any]) -> bool:
@@ -118,34 +123,29 @@ def _drop_zero_allowance(values: dict[str, Any]) -> bool:
     return False
 
 
-def _split_extras(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of a run file, and extras that only a search takes: `gpus`, and hardware specs."""
-    extras = {
-        name: value
-        for name, value in values.items()
-        if name == "gpus" or ("." in name and not known_name(canonical(name)))
-    }
-    return {name: value for name, value in values.items() if name not in extras}, extras
+def _is_extra(name: str) -> bool:
+    """True for what only a search takes from a run file: `gpus`, and hardware specs."""
+    return name == "gpus" or ("." in name and not known_name(canonical(name)))
 
 
 def _with_file_specs(
-    specs: dict[str, Any], file_extras: Mapping[str, Any], systems: Iterable[Hardware], where: str
+    specs: Mapping[str, Any], file_specs: Mapping[str, Any], systems: Iterable[Hardware], where: str
 ) -> dict[str, Any]:
     """Lists of specs by name, also those of a run file that `specs` do not override.
 
     UserError for a name that one of the systems lacks.
     """
-    file_specs = {name: value for name, value in file_extras.items() if name != "gpus"}
+    kept = dict(file_specs)
     for system in systems:
         paths = {path_of(name, system) for name in specs}
-        for name in [*file_specs]:
+        for name in [*kept]:
             try:
                 path = path_of(name, system)
             except UserError as error:
                 raise UserError(f"{where}{str(error).removeprefix('--vary ')}") from None
             if path in paths:
-                del file_specs[name]
-    return file_specs | specs
+                del kept[name]
+    return {**kept, **specs}
 
 
 def _split_vary(
@@ -166,16 +166,6 @@ def _split_vary(
             raise UserError(f"{flag} is given twice, once as --vary {name}; give one list of both")
         axes[setting] = values_of(EXPERIMENT[setting].kind, value, f"--vary {name}")
     return axes, specs
-
-
-def _resolved(systems: Iterable[str | Hardware]) -> list[Hardware]:
-    """Hardware by name, path or object, without repetition."""
-    resolved: list[Hardware] = []
-    for system in systems:
-        hardware = system if isinstance(system, Hardware) else resolve(str(system))
-        if hardware not in resolved:
-            resolved.append(hardware)
-    return resolved
 
 
 def _pop_axes(
@@ -206,8 +196,8 @@ def _pop_axes(
 
 def _gpu_counts(
     gpus: object, file_gpus: object, nodes: Sequence[Any], fixed: Collection[str], where: str
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Numbers of GPUs, or of nodes; UserError where there are both, or none.
+) -> tuple[Any, ...]:
+    """Numbers of GPUs, empty for numbers of nodes; UserError where there are both, or none.
 
     `file_gpus` counts if the options have neither.
     """
@@ -216,13 +206,13 @@ def _gpu_counts(
     counts = () if text is None else values_of(int, text, option)
     if counts and nodes:
         raise UserError("--gpus and --nodes both say how many GPUs there are; give one of them")
-    option = option if counts else "--nodes"
     for count in (*counts, *nodes):
         if type(count) is not int or not 1 <= count <= MOST_RANKS:
+            option = option if counts else "--nodes"
             raise UserError(f"{option}: got {count}, wanted 1 to {MOST_RANKS:,}")
     if not counts and not nodes and "dp" not in fixed:
         raise UserError("a search needs the number of GPUs; give --gpus N, or --nodes N")
-    return counts, tuple(nodes)
+    return counts
 
 
 def _fleets(
@@ -256,10 +246,10 @@ def _completed(
     config = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
     check_value(run, config)
     if run.mode == "train" and "global_batch_size" not in fixed:
-        length = _longest(axes.get("seq_length", (run.seq_length,)))
-        gpus = [fleet.gpus or 1 for fleet in fleets]
+        lengths = axes.get("seq_length", (run.seq_length,))
+        length = None if None in lengths else max(lengths)
         longest = run.model_copy(update={"seq_length": length})
-        batch = default_batch(longest, config, gpus)
+        batch = default_batch(longest, config, [fleet.gpus or 1 for fleet in fleets])
         tokens = batch * (longest.resolved(config).seq_length or 0)
         axes["global_batch_size"] = (batch,)
         notes.append(
@@ -269,22 +259,12 @@ def _completed(
     if "precision" in fixed:
         defaults.pop("fp8_recipe", None)
     tried = {name: values for name, values in defaults.items() if name not in fixed}
-    degrees = {
-        name: (getattr(run, name),) for name in ("tp", "cp", "pp", "recompute") if name in fixed
-    }
-    no_effect = without_effect(tried, {**tried, **degrees, **axes})
+    single = {name: (value,) for name, value in base.values().items() if name in fixed}
+    no_effect = without_effect(tried, {**tried, **single, **axes})
     axes |= {name: tuple(values) for name, values in tried.items() if name not in no_effect}
     if axes.get("precision") == ("fp8",) and "precision" not in fixed:
         notes.append("precision=fp8 is assumed, as published weights are; give --precision bf16")
     notes += not_tried(run, axes, config)
     headroom = HEADROOM if run.mode == "train" and "memory_allowance" not in fixed else 0.0
-    extra_constraints = default_constraints(fixed)
-    space = Space.of(base, fleets, axes, model, extra_constraints, origins, headroom)
+    space = Space.of(base, fleets, axes, model, default_constraints(fixed), origins, headroom)
     return SearchRequest(space, tuple(notes))
-
-
-def _longest(lengths: Sequence[Any]) -> Any:
-    """Longest sequence length, for the assumed batch; None: that of the model."""
-    if all(isinstance(length, int) for length in lengths):
-        return max(lengths)
-    return None if None in lengths else lengths[0]

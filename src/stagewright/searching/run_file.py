@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from stagewright.files import atomic, write_text
-from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
+from stagewright.run.sections import EXPERIMENT
 from stagewright.searching.candidates import Candidates
 from stagewright.searching.machines import Specs
 from stagewright.time.hardware import Hardware, resolve
@@ -91,8 +91,7 @@ def non_default_settings(candidates: Candidates, index: int) -> dict[str, Any]:
             value = getattr(sections[setting.section], setting.name)
             if value != setting.default:
                 values[setting.name] = value
-    order = ["model", "hardware", *EXPERIMENT]
-    return {name: values[name] for name in order if name in values}
+    return {name: values[name] for name in ("model", *EXPERIMENT) if name in values}
 
 
 def run_file(candidates: Candidates, index: int, hardware: str | None = None) -> str:
@@ -119,9 +118,7 @@ def run_file(candidates: Candidates, index: int, hardware: str | None = None) ->
         hardware = hardware_file_name(system)
     if hardware is not None:
         values["hardware"] = hardware
-    first = [name for name in values if name == "model" or EXPERIMENT[name].section in RUN_SECTIONS]
-    ordered = [*first, *(name for name in values if name not in first)]
-    return "".join(_line(name, _to_plain(values[name])) for name in ordered)
+    return "".join(_line(name, _to_plain(value)) for name, value in values.items())
 
 
 def printed_run_file(candidates: Candidates, index: int) -> str:

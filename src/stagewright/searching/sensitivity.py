@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from stagewright.blocks.recipe import PRECISIONS
-from stagewright.searching.candidates import Candidates
+from stagewright.searching.candidates import HARDWARE, Candidates, Column
 from stagewright.searching.machines import specs_of, with_specs
 from stagewright.searching.simulated import step_of
 from stagewright.time.simulate.step import simulate
@@ -46,8 +46,8 @@ def sensitivities(candidates: Candidates, index: int) -> dict[str, Sensitivity]:
         value = specs[path] * factor
         if path.startswith("sustained_fraction"):
             value = min(value, 1.0)
-        hardware = with_specs(machine.hardware, {path: value})
-        changed = candidates.machine(index, hardware=hardware)
+        hardware = Column.constant(with_specs(machine.hardware, {path: value}), len(candidates))
+        changed = candidates.with_column(HARDWARE, hardware).machine(index)
         changed = replace(changed, direct_all_reduce=machine.direct_all_reduce)
         step = simulate(base.compiled, changed, execution, stragglers)
         return step.seconds / base.seconds - 1

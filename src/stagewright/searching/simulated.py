@@ -41,14 +41,9 @@ class Simulated:
     """True if Ctrl-C left out the others."""
 
 
-class _Job(NamedTuple):
-    """One candidate, for any process."""
-
-    number: int
-    candidate: Candidates
-
-
 class _Result(NamedTuple):
+    """Metrics of one candidate, or the error message of its run."""
+
     number: int
     figures: Figures
     refused: str
@@ -66,31 +61,31 @@ def simulate_all(
         if progress is not None:
             progress(len(results), len(candidates), result.figures)
 
-    def job(index: int) -> _Job:
-        return _Job(index, candidates.take(slice(index, index + 1)))
-
+    jobs = ((n, candidates.take(slice(n, n + 1))) for n in range(len(candidates)))
     stopped = False
     try:
-        (executor or Processes(1)).run(_simulate_job, map(job, range(len(candidates))), collect)
+        (executor or Processes(1)).run(_simulate_job, jobs, collect)
     except KeyboardInterrupt:
         stopped = True
-    indices = sorted(results)
-    figures = [results[index].figures for index in indices] or [Figures.missing(0)]
-    refused = {index: results[index].refused for index in indices if results[index].refused}
-    launches = {index: results[index].launches for index in indices if index not in refused}
+    done = [results[index] for index in sorted(results)]
     return Simulated(
-        np.array(indices, dtype=np.int64), Figures.concatenated(figures), launches, refused, stopped
+        np.array([result.number for result in done], dtype=np.int64),
+        Figures.concatenated([result.figures for result in done] or [Figures.missing(0)]),
+        {result.number: result.launches for result in done if not result.refused},
+        {result.number: result.refused for result in done if result.refused},
+        stopped,
     )
 
 
-def _simulate_job(job: _Job) -> _Result:
-    candidate = job.candidate
+def _simulate_job(job: tuple[int, Candidates]) -> _Result:
+    """Simulate one candidate, in any process."""
+    number, candidate = job
     try:
         step = step_of(candidate, 0)
         figures = _step_figures(step, candidate.cluster(0).price)
-        return _Result(job.number, figures, "", step.mean.launches)
+        return _Result(number, figures, "", step.mean.launches)
     except UserError as error:
-        return _Result(job.number, Figures.missing(1), str(error))
+        return _Result(number, Figures.missing(1), str(error))
 
 
 def step_of(candidates: Candidates, index: int) -> SimulatedStep:

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from stagewright.arrays import Bool, Float, Int
 from stagewright.lower.variants import PlacedVariant, place_blocks
 from stagewright.model.layers import Layer
-from stagewright.program.along import along
 from stagewright.program.columns import (
     CATEGORIES,
     COLLECTIVES,
@@ -21,8 +20,9 @@ from stagewright.program.columns import (
     PHASES,
     TaskKind,
 )
+from stagewright.program.comm_axes import comm_axes
 from stagewright.time.power import kernel_energies
-from stagewright.time.simulate.host import HostWork
+from stagewright.time.simulate.launches import HostWork
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, table_rows
 
@@ -102,7 +102,7 @@ class _TinyStep:
         self.kinds = np.array([blocks.kind(block) for block in placed])
         """Kind of each block."""
         self.num_kinds = len(blocks.kinds)
-        self.program, lane = step.line.program, step.line.lanes[0]
+        self.program, lane = step.timeline.program, step.timeline.lanes[0]
         self.tasks, self.values = lane.rank_class.tasks, lane.rank_class.values
         self.block = self.block_indices(self.tasks.names)[self.tasks.name]
         """Block of each task; -1: none."""
@@ -220,7 +220,7 @@ def _halves_and_overlap(tiny: _TinyStep, costs: Mapping[str, Float]) -> dict[str
 
 def _communicates_over(tiny: _TinyStep, degree: str) -> Bool:
     """Mask of tasks that communicate over one parallel degree."""
-    axes = along(tiny.program, tiny.tasks)
+    axes = comm_axes(tiny.program, tiny.tasks)
     return axes.of_tasks([name == degree for name in axes.degrees])
 
 
@@ -278,7 +278,7 @@ def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
     `expert to dense reduce`: share of a backward pass's kernels between these reductions.
     """
     program, tasks = tiny.program, tiny.tasks
-    axes = along(program, tasks)
+    axes = comm_axes(program, tasks)
     costs = {f"{group} {use}": np.zeros(tiny.num_kinds) for group in GROUPS for use in USES}
     issued = {group: np.zeros(len(tiny.kinds)) for group in GROUPS}
     collectives = (tasks.kind == TaskKind.COLLECTIVE) & (tiny.block >= 0) & (tasks.microbatch != 0)

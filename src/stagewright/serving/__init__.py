@@ -1,7 +1,21 @@
 """Requests over time on many engines: arrivals, schedulers, KV caches, routers and latencies.
 
-A `workload` is columns of requests. A `deployment` makes engines of settings, and a `simulation`
-routes each request through their pools, in one order of events. An `engine` runs the batches that
-its scheduler (`schedulers/`) decides on, with blocks of a `kv_cache`, in the durations that
-`steps/` (or any `batch.BatchTimes`) returns. `metrics` summarizes the records.
+A request from its arrival to its last token:
+
+1. A `workload` is columns of requests; `Records` has a row for what becomes of each one.
+2. A `deployment` has instances: groups of GPUs with a copy of the model in one layout.
+3. It makes one engine for each replica of an instance, and a pool of the engines of each role.
+4. The `simulation` has one heap of events, of which the arrival of the request is one.
+5. The `routers` choose its engine among those of the pool, and it enters the queue of that engine.
+6. When a batch of the `engine` ends, its scheduler (`schedulers/vllm`) decides on the next one: it
+   admits the request, with a chunk of its prompt, or lets it wait.
+7. The `kv_cache` finds the beginning of the prompt that is cached, and counts blocks for the rest.
+8. `steps/step_times` returns the duration of the batch from sums over its requests.
+9. With the last chunk the request has its first token; then all steps up to the next change of the
+   batch are one event, whose duration is an arithmetic series.
+10. At the step of its last token the engine releases its blocks and notes the time in its record.
+
+With stages, remote caches or failures it takes further ways: `stages` before the prompt,
+`disaggregation` and `kv_transfer` between prefill and decode, `lockstep` where replicas share
+experts, `operation` where instances fail. `metrics` summarizes the records.
 """

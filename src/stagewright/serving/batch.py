@@ -93,37 +93,6 @@ class BatchTimes(Protocol):
         ...
 
 
-class DecodeRuns(BatchTimes):
-    """Durations of several decode steps, from the linear runs they consist of."""
-
-    def decode(self, requests: int, keys: int) -> float:
-        """Seconds of one decode step; `keys` in the cache after it, summed over requests."""
-        return self.linear_run(requests, keys)[0]
-
-    def decode_run(self, requests: int, keys: int, steps: int) -> float:
-        """Seconds of several decode steps of the same requests."""
-        total, remaining = 0.0, steps
-        while remaining > 0:
-            seconds, growth, linear_steps = self.linear_run(requests, keys)
-            count = min(remaining, linear_steps)
-            total += series_sum(seconds, growth, count)
-            keys += requests * count
-            remaining -= count
-        return total
-
-    def steps_within(self, requests: int, keys: int, seconds: float, limit: int) -> int:
-        """Fewest decode steps that take at least `seconds`, at most `limit`."""
-        steps, remaining = 0, seconds
-        while steps < limit and remaining > 0:
-            first, growth, linear_steps = self.linear_run(requests, keys)
-            count = min(limit - steps, linear_steps)
-            duration = series_sum(first, growth, count)
-            if duration >= remaining:
-                return steps + steps_to_reach(first, growth, remaining, count)
-            steps, remaining, keys = steps + count, remaining - duration, keys + requests * count
-        return steps
-
-
 def series_sum(first: float, growth: float, steps: int) -> float:
     """Sum of an arithmetic series of `steps` terms."""
     return steps * (first + growth * (steps - 1) * 0.5)

@@ -20,11 +20,10 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.disaggregated import concurrent_steps
 from stagewright.run.lengths import Group, merge_groups
 from stagewright.run.settings import Run
-from stagewright.serving.batch import StepBatch
+from stagewright.serving.batch import StepBatch, series_sum, steps_to_reach
 from stagewright.serving.deployment import Deployment, InstanceGroup
 from stagewright.serving.engine import Engine, Scheduler, SchedulerWrapper
 from stagewright.serving.kv_transfer import TransferEnd, cache_messages
-from stagewright.serving.metrics import Slo
 from stagewright.serving.simulation import Outcome
 from stagewright.serving.steps.step_times import batch_run
 from stagewright.serving.workload import Workload
@@ -49,8 +48,8 @@ class _Watched(SchedulerWrapper):
     at: float
     begins: float = 0.0
     groups: list[Group] = field(default_factory=list[Group])
-    decodes: bool = False
-    """The batch is one of several steps that only decode."""
+    steps: int = 1
+    """Steps of the batch until a request finishes."""
 
     def schedule(self, engine: Engine) -> StepBatch:
         """The scheduler's own batch, for which it is asked each time the batch changes."""
@@ -71,18 +70,9 @@ class _Watched(SchedulerWrapper):
                 groups.append(Group(1, engine.computed_tokens(request), engine.new_tokens))
         if groups:
             self.groups, self.begins = groups, engine.now
-            self.decodes = not chunks and not batch.skipped and engine.drafts is None
-
-
-def captured(deployment: Deployment, workload: Workload, at: float, engine: int = 0) -> Captured:
-    """Capture the step that an engine runs `at` a time; if idle, the last one before.
-
-    Engines of groups are numbered one after the other. Raises UserError where it has run none.
-    """
-    (capture,) = _captured(deployment, workload, at, [engine])
-    if capture.begins > at:
-        raise UserError(f"engine {engine} runs no step before {at:g} s; choose a later moment")
-    return capture
+            decodes = not chunks and not batch.skipped and engine.drafts is None
+            lefts = [engine.output[r] - engine.output_tokens(r) for r in engine.decoding_requests]
+            self.steps = min(lefts) if decodes else 1
 
 
 def _captured(
@@ -99,8 +89,8 @@ def _captured(
         return watched[number]
 
     groups = [replace(group, watch=watch) for group in deployment.groups]
-    replace(deployment, groups=tuple(groups)).serve(workload, Slo())
-    return [_run_of(_of_engine(deployment, engine).group, watched[engine]) for engine in engines]
+    replace(deployment, groups=tuple(groups)).run(workload)
+    return [_run_of(_group_of(deployment, engine)[0], watched[engine]) for engine in engines]
 
 
 def _run_of(group: InstanceGroup, watched: _Watched) -> Captured:
@@ -108,12 +98,13 @@ def _run_of(group: InstanceGroup, watched: _Watched) -> Captured:
     groups, begins, at = watched.groups, watched.begins, watched.at
     if not groups:
         raise UserError("the engine runs no step at all; choose another one")
-    if watched.decodes and begins <= at:
+    if watched.steps > 1 and begins <= at:
+        # The scheduler decides again where step times cease to be one series.
         times = group.instance.times.with_host(group.host)
         keys = sum((g.context_length or 0) + 1 for g in groups)
-        limit = max(1, round((at - begins) / times.decode(len(groups), keys)) + 1)
-        steps = max(times.steps_within(len(groups), keys, at - begins, limit), 1) - 1
-        begins += times.decode_run(len(groups), keys, steps)
+        seconds, growth, _ = times.linear_run(len(groups), keys)
+        steps = steps_to_reach(seconds, growth, at - begins, watched.steps) - 1
+        begins += series_sum(seconds, growth, steps)
         groups = [replace(g, context_length=(g.context_length or 0) + steps) for g in groups]
     replicas = group.instance.replicas
     of_instance = [replace(g, count=g.count * replicas) for g in sorted(groups, key=_lengths)]
@@ -124,20 +115,12 @@ def _lengths(group: Group) -> tuple[int, int]:
     return group.new_tokens or 0, group.context_length or 0
 
 
-class _OneEngine(NamedTuple):
-    """An engine among all: its instances, and which replica of its instance the engine is."""
-
-    group: InstanceGroup
-    replica: int
-
-
-def _of_engine(deployment: Deployment, engine: int) -> _OneEngine:
+def _group_of(deployment: Deployment, engine: int) -> tuple[InstanceGroup, int]:
+    """Group of an engine, and the number of its replica in its instance."""
     for group in deployment.groups:
-        replicas = group.instance.replicas
-        num_engines = group.engines.instances * replicas
-        if 0 <= engine < num_engines:
-            return _OneEngine(group, engine % replicas)
-        engine -= num_engines
+        if 0 <= engine < group.num_engines:
+            return group, engine % group.instance.replicas
+        engine -= group.num_engines
     raise UserError("there is no such engine; see the table of engines for their numbers")
 
 
@@ -158,40 +141,35 @@ def step_at(
     it (one that has run none yet: its first one): prefill ranks first. A link sends or receives one
     cache at a time (`kv_transfer.KvLinks`), so there is at most one.
     """
-    capture = captured(deployment, workload, at, engine)
-    model = _of_engine(deployment, engine).group.instance.model
-    transfer = _under_way(outcome, at, engine)
+    (capture,) = _captured(deployment, workload, at, [engine])
+    if capture.begins > at:
+        raise UserError(f"engine {engine} runs no step before {at:g} s; choose a later moment")
+    transfer = _transfer_in_flight(outcome, at, engine)
     if transfer is None:
-        return compile(capture.run, model)
-    source, target, tokens, window_tokens, computed = transfer
-    ends = [
-        TransferEnd(
-            found.group.instance.run,
-            compile(step.run, found.group.instance.model),
-            found.replica,
-        )
-        for number, step in zip(
-            (source, target), _captured(deployment, workload, at, (source, target)), strict=True
-        )
-        for found in (_of_engine(deployment, number),)
-    ]
-    found = cache_messages(ends[0], ends[1], tokens, window_tokens)
-    return concurrent_steps(ends[0].step, ends[1].step, found, computed=computed)
+        return compile(capture.run, _group_of(deployment, engine)[0].instance.model)
+    numbers = transfer.source, transfer.target
+    ends: list[TransferEnd] = []
+    for number, step in zip(numbers, _captured(deployment, workload, at, numbers), strict=True):
+        group, replica = _group_of(deployment, number)
+        instance = group.instance
+        ends.append(TransferEnd(instance.run, compile(step.run, instance.model), replica))
+    messages = cache_messages(ends[0], ends[1], transfer.tokens, transfer.window_tokens)
+    return concurrent_steps(ends[0].step, ends[1].step, messages, computed=transfer.computed)
 
 
-class _Sent(NamedTuple):
-    """Transfer of a cache, or of a chunk of one."""
+class _TransferInFlight(NamedTuple):
+    """Transfer of a cache, or of a chunk of one, between two engines."""
 
     source: int
     target: int
     tokens: int
-    upto: int
+    window_tokens: int
     """Tokens of the prompt, with whose last ones windows go; 0: these are not the last."""
     computed: bool
     """The cache was computed before the step."""
 
 
-def _under_way(outcome: Outcome, at: float, engine: int) -> _Sent | None:
+def _transfer_in_flight(outcome: Outcome, at: float, engine: int) -> _TransferInFlight | None:
     """Transfer in flight at some time of which `engine` is an end."""
     handover = outcome.handover
     if handover is None:
@@ -200,7 +178,9 @@ def _under_way(outcome: Outcome, at: float, engine: int) -> _Sent | None:
         ends = handover.engine[push.request], outcome.records.engine[push.request]
         if push.begins <= at < push.arrives and engine in ends:
             window_tokens = handover.tokens[push.request] if push.last else 0
-            return _Sent(*ends, push.tokens, window_tokens, computed=at >= push.step_end)
+            return _TransferInFlight(
+                *ends, push.tokens, window_tokens, computed=at >= push.step_end
+            )
     if handover.pushes:
         return None
     columns = zip(
@@ -209,5 +189,5 @@ def _under_way(outcome: Outcome, at: float, engine: int) -> _Sent | None:
     )  # fmt: skip
     for begins, arrives, source, target, tokens in columns:
         if begins <= at < arrives and engine in (source, target):
-            return _Sent(source, target, tokens, tokens, computed=True)
+            return _TransferInFlight(source, target, tokens, tokens, computed=True)
     return None

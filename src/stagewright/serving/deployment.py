@@ -169,14 +169,12 @@ class InstanceGroup:
                 "out --scheduler and --num-speculative-tokens, or the policy"
             )
         classes = workload.class_of or array("i", bytes(4 * len(workload)))
-        levels = [each.priority for each in workload.classes] or [0]
+        levels = [request_class.priority for request_class in workload.classes] or [0]
         return VllmByPriority.of(self.scheduler, array("i", (levels[n] for n in classes)))
 
-    def serve(
-        self, workload: Workload, slo: Slo, progress: ProgressCallback | None = None
-    ) -> ServedRun:
+    def serve(self, workload: Workload, slo: Slo, *, whole_run: bool = False) -> ServedRun:
         """Serve a workload on these instances alone."""
-        return Deployment((self,)).serve(workload, slo, progress)
+        return Deployment((self,)).serve(workload, slo, whole_run=whole_run)
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,15 +255,28 @@ class Deployment:
         return sum(group.gpus for group in self.groups)
 
     def serve(
-        self, workload: Workload, slo: Slo, progress: ProgressCallback | None = None
+        self,
+        workload: Workload,
+        slo: Slo,
+        progress: ProgressCallback | None = None,
+        *,
+        whole_run: bool = False,
     ) -> ServedRun:
-        """Serve a workload to its end."""
+        """Serve a workload to its end; `whole_run`: measure its ramp and drain, too."""
         outcome, accepted = self.run(workload, progress)
+        return self.summarized(outcome, accepted, slo, whole_run=whole_run)
+
+    def summarized(
+        self, outcome: Outcome, accepted: Accepted, slo: Slo, *, whole_run: bool = False
+    ) -> ServedRun:
+        """Metrics of a run of this deployment."""
         gpus = self.gpus
         if outcome.instances:  # those that served at one time
             never = len(outcome.engines) - max(count for _, count in outcome.instances)
             gpus -= never * self._back[0].instance.gpus
-        summary = summarize(outcome, slo, gpus, accepted.rejected, accepted.shortened)
+        summary = summarize(
+            outcome, slo, gpus, accepted.rejected, accepted.shortened, whole_run=whole_run
+        )
         return ServedRun(outcome, summary)
 
     def run(
@@ -280,10 +291,8 @@ class Deployment:
         accepted = self.accepted(workload)
         front, back = self._front, self._back
         in_blocks = chains_in_blocks(accepted.workload, back[0].instance.cache.block_size)
-        records, handover = (
-            Records.of(len(in_blocks)),
-            Handover.of(len(in_blocks) * self.disaggregated),
-        )
+        records = Records.of(len(in_blocks))
+        handover = Handover.of(len(in_blocks) * self.disaggregated)
         engines: list[Engine] = []
         group_of: list[InstanceGroup] = []
         for group in self.groups:
@@ -291,7 +300,13 @@ class Deployment:
             group_of += [group] * group.num_engines
         transfers, router = None, back[0].engines.router
         if self.disaggregated:
-            transfers = self._transfers(group_of, handover)
+            between = cache(transfer_between)
+            transfers = KvTransfers(
+                handover,
+                len(engines),
+                lambda source, target: between(group_of[source], group_of[target]),
+                self.kv_transfer,
+            )
             pools = [
                 _pool("prefill", group_of, in_blocks, self.prefill_router),
                 _pool("decode", group_of, in_blocks, router),
@@ -328,14 +343,14 @@ class Deployment:
         return accepted
 
     def _engines(
-        self, group: InstanceGroup, of: Workload, records: Records, handover: Handover
+        self, group: InstanceGroup, workload: Workload, records: Records, handover: Handover
     ) -> list[Engine]:
         """Idle engines of a group, in lockstep where its replicas share experts."""
         instance, drafts = group.instance, group.drafts
         times = instance.times.of_replica(group.host)
-        sample_every = max(max(of.arrival) / SAMPLES, 0.05)
+        sample_every = max(max(workload.arrival) / SAMPLES, 0.05)
         if group.role == "prefill":
-            of = replace(of, output=array("i", [1]) * len(of))
+            workload = replace(workload, output=array("i", [1]) * len(workload))
         remote = group.role != "both" or self.operation is not None
         remote = remote or (self.stages is not None and bool(self.stages.tiers))
         to_the_end = isinstance(group.scheduler, TensorRtLlm)
@@ -347,10 +362,10 @@ class Deployment:
                 group.engines.enable_prefix_caching,
                 instance.cache.blocks_per_request,
             )
-            scheduler = group.scheduler_for(of)
+            scheduler = group.scheduler_for(workload)
             if remote:
                 scheduler = RemoteKvScheduler(scheduler, group.limits.requests, to_the_end)
-            args = (of, records, blocks, scheduler, times, sample_every)
+            args = (workload, records, blocks, scheduler, times, sample_every)
             if group.role == "prefill":
                 pushes = self.kv_transfer != "prompt"
                 engine = PrefillEngine(handover.prefilled, *args, pushes=pushes)
@@ -366,44 +381,22 @@ class Deployment:
                 LockstepGroup(engines[begin : begin + instance.replicas])
         return engines
 
-    def _transfers(self, group_of: list[InstanceGroup], handover: Handover) -> KvTransfers:
-        """Transfers between engines of these groups."""
-        between = cache(transfer_between)
 
-        @cache
-        def of_groups(
-            source: InstanceGroup, target: InstanceGroup, tokens: int, last: bool
-        ) -> tuple[float, int]:
-            transfer = between(source, target)
-            return transfer.seconds(tokens, last), transfer.bytes(tokens, last)
-
-        def path(source: int, target: int, tokens: int, last: bool) -> tuple[float, int]:
-            return of_groups(group_of[source], group_of[target], tokens, last)
-
-        def layer_path(source: int, target: int, tokens: int, last: bool) -> tuple[int, float]:
-            instance = group_of[source].instance
-            layers = max(1, instance.model.num_layers // instance.run.pp)
-            transfer = between(group_of[source], group_of[target])
-            return layers, transfer.seconds(tokens, last, parts=layers)
-
-        return KvTransfers(handover, len(group_of), path, layer_path, self.kv_transfer)
-
-
-def _pool(role: Role, group_of: list[InstanceGroup], of: Workload, router: str) -> Pool:
+def _pool(role: Role, group_of: list[InstanceGroup], workload: Workload, router: str) -> Pool:
     """Pool of the engines of a role."""
     groups = {number: group for number, group in enumerate(group_of) if group.role == role}
 
     def fits(request: int, engine: int) -> bool:
-        prompt, group = of.prompt[request], groups[engine]
+        prompt, group = workload.prompt[request], groups[engine]
         if role != "decode" and prompt > group.max_prompt:
             return False
-        tokens = prompt if role == "prefill" else prompt + of.output[request] - 1
+        tokens = prompt if role == "prefill" else prompt + workload.output[request] - 1
         return tokens <= group.room
 
     limits = {(group.room, group.max_prompt) for group in groups.values()}
     weakest = {min(groups, key=lambda n: groups[n].room)}
     weakest.add(min(groups, key=lambda n: groups[n].max_prompt))
-    all_fit = len(limits) == 1 or all(fits(r, n) for r in range(len(of)) for n in weakest)
+    all_fit = len(limits) == 1 or all(fits(r, n) for r in range(len(workload)) for n in weakest)
     hosts = {number: group.host for number, group in groups.items()}
     return Pool(role, [*groups], router_of(router), hosts, None if all_fit else fits)
 

@@ -1,17 +1,16 @@
-"""Energy of a serving run: what its steps draw, and what GPUs draw that wait.
+"""Energy of a serving run: power of GPUs in steps, and of GPUs that wait.
 
-Steps of decode of a few sizes, and one of a prompt, are compiled and simulated, which says what a
-GPU draws meanwhile (`time.power`). Steps of other sizes draw what lies between. The
-seconds of steps are those that the engines noted; what a step with prompts takes longer than its
-decode alone is taken to draw what prompts do.
+Decode steps of a few sizes and one step of a prompt are compiled and simulated for the power of a
+GPU (`time.power`); it is interpolated for other sizes. Durations are those of the engines'
+logs. A step with prompts draws the power of prompts for as long as it exceeds its decode alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -21,6 +20,8 @@ from stagewright.run.lengths import Group
 from stagewright.serving.deployment import InstanceGroup, ServedRun
 from stagewright.serving.engine import Engine
 from stagewright.serving.instance import Instance
+from stagewright.serving.metrics import logged_in
+from stagewright.serving.steadiness import Window
 from stagewright.serving.steps.step_times import batch_run
 from stagewright.time.power import idle_watts
 from stagewright.time.simulate.step import simulate
@@ -33,7 +34,7 @@ class ServingExpense(NamedTuple):
     """Energy and cost of a run."""
 
     joules: float
-    """Energy of all GPUs from the first arrival to the last token (J)."""
+    """Energy of all GPUs in the measured window (J)."""
     watts_per_gpu: float
     """Mean of a GPU and its share of the node."""
     joules_per_token: float
@@ -43,35 +44,58 @@ class ServingExpense(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Draws:
-    """Power of a GPU by requests in a decode step, and in a prefill step (W)."""
-
-    requests: Float
-    decode: Float
-    prompt: float
-    idle: float
-
-    def joules(self, engine: Engine, times: _StepSeconds, seconds: float) -> float:
-        """Energy of one GPU that an engine holds for `seconds` (J)."""
-        rows = engine.step_log.steps()
-        first, last, steps, requests = (rows[:, n] for n in range(4))
-        durations = (first + last) / 2 * steps
-        decode_part = np.where(steps > 1, durations, np.minimum(durations, times.decode(requests)))
-        power = np.interp(requests, self.requests, self.decode)
-        busy = (
-            float((decode_part * power).sum())
-            + float((durations - decode_part).sum()) * self.prompt
-        )
-        return busy + max(seconds - float(durations.sum()), 0.0) * self.idle
-
-
-class _StepSeconds(NamedTuple):
-    """Seconds of steps, at a mean context."""
+class _Power:
+    """Power of a GPU of an instance (W), and durations of its decode steps at a mean context."""
 
     instance: Instance
     context: int
+    requests: Float
+    """Numbers of requests in the decode steps that were simulated."""
+    decode: Float
+    """Power in these steps."""
+    prompt: float
+    idle: float
 
-    def decode(self, requests: Float) -> Float:
+    @classmethod
+    def of(cls, instance: Instance, engines: Iterable[Engine], context: int) -> Self:
+        """Power of GPUs in steps of the sizes that engines ran."""
+        run, replicas, hardware = instance.run, instance.replicas, instance.machine.hardware
+        sizes = (float(e.step_log.steps()[:, 3].max(initial=1.0)) for e in engines)
+        largest = max(1.0, *sizes)
+        counts = np.unique(np.rint(np.geomspace(1, largest, BATCHES)).astype(int))
+        new = 1 + run.num_speculative_tokens
+        decode = [_watts(instance, Group(n * replicas, context, new)) for n in counts.tolist()]
+        prompt = _watts(instance, Group(replicas, 0, min(2048, max(context, 16))))
+        idle = idle_watts(hardware) + hardware.node_overhead_w
+        return cls(instance, context, counts.astype(float), np.array(decode), prompt, idle)
+
+    def joules(self, engine: Engine, window: Window, seconds: float) -> float:
+        """Energy in the window of one GPU that an engine holds for `seconds` of it (J).
+
+        Steps are those between the samples next to the ends of the window: their power counts.
+        """
+        span = logged_in(engine, window)
+        rows = engine.step_log.steps(span)
+        if span is not None:
+            between = max(span[1].seconds, window.ends) - span[0].seconds
+            return self._busy_joules(rows, between * seconds / window.seconds) * (
+                window.seconds / between
+            )
+        return self._busy_joules(rows, seconds)
+
+    def _busy_joules(self, rows: Float, seconds: float) -> float:
+        """Energy of steps, and of idle time up to `seconds` (J)."""
+        first, last, steps, requests = (rows[:, n] for n in range(4))
+        durations = (first + last) / 2 * steps
+        alone = np.where(
+            steps > 1, durations, np.minimum(durations, self._decode_seconds(requests))
+        )
+        power = np.interp(requests, self.requests, self.decode)
+        with_prompts = float((durations - alone).sum())
+        busy = float((alone * power).sum()) + with_prompts * self.prompt
+        return busy + max(seconds - float(durations.sum()), 0.0) * self.idle
+
+    def _decode_seconds(self, requests: Float) -> Float:
         """Durations of decode steps with some numbers of requests; none takes no time."""
         counts = np.unique(requests).astype(int)
         times, context = self.instance.times, self.context
@@ -82,12 +106,13 @@ class _StepSeconds(NamedTuple):
 def serving_expense(
     run: ServedRun, groups: Iterable[InstanceGroup], price: float | None = None
 ) -> ServingExpense:
-    """Energy and cost of a run; `services` in the order of their engines.
+    """Energy and cost of the measured window; `groups` in the order of their engines.
 
     `price` is in USD per GPU and hour; None takes each hardware's.
     """
     summary, work = run.summary, run.outcome.workload
-    tokens = max(summary.output_rate * summary.seconds, 1.0)
+    window = summary.window
+    tokens = max(summary.output_rate * window.seconds, 1.0)
     prompt = max(1, round(float(np.mean(work.prompt))))
     context = prompt + round(float(np.mean(work.output)) / 2)
     joules, gpus, usd, first = 0.0, 0.0, 0.0, 0
@@ -96,58 +121,38 @@ def serving_expense(
         instance, hardware = group.instance, group.instance.machine.hardware
         count = group.engines.instances * instance.replicas
         engines = run.outcome.engines[first : first + count]
-        draws, times = _draws(instance, engines, context), _StepSeconds(instance, context)
+        power = _Power.of(instance, engines, context)
         per_hour = hardware.price_usd_per_gpu_hour if price is None else price
         for number, engine in enumerate(engines, first):
-            seconds, share = up.get(number, summary.seconds), instance.gpus / instance.replicas
-            joules += draws.joules(engine, times, seconds) * share
-            gpus_up = share * (seconds / max(summary.seconds, 1e-12))
+            seconds, share = up.get(number, window.seconds), instance.gpus / instance.replicas
+            joules += power.joules(engine, window, seconds) * share
+            gpus_up = share * (seconds / max(window.seconds, 1e-12))
             gpus += gpus_up
             usd += float("nan") if per_hour is None else per_hour * gpus_up
         first += count
-    cost = usd * summary.seconds / 3600 / tokens * 1e6
+    cost = usd * window.seconds / 3600 / tokens * 1e6
     return ServingExpense(
         joules,
-        joules / max(summary.seconds, 1e-12) / (gpus or 1),
+        joules / max(window.seconds, 1e-12) / (gpus or 1),
         joules / tokens,
         None if cost != cost else cost,
     )
 
 
 def _seconds_up(run: ServedRun) -> dict[int, float]:
-    """Seconds in which engines were up, by number; empty where all were from first to last."""
+    """Seconds of the window in which engines were up, by number; empty where all were."""
     if not run.outcome.up:
         return {}
-    first = min((at for at in run.outcome.records.arrival if at == at), default=0.0)
-    last = first + run.summary.seconds
+    first, last, _ = run.summary.window
     seconds = dict.fromkeys(range(len(run.outcome.engines)), 0.0)
     for engine, begins, ends in run.outcome.up:
         seconds[engine] += max(0.0, min(ends, last) - max(begins, first))
     return seconds
 
 
-def _draws(instance: Instance, engines: Iterable[Engine], context: int) -> _Draws:
-    """Power of GPUs in steps of the sizes that engines ran."""
-    max_requests = max(
-        (float(e.step_log.steps()[:, 3].max(initial=1.0)) for e in engines), default=1.0
-    )
-    sizes = np.unique(np.rint(np.geomspace(1, max(max_requests, 1.0), BATCHES)).astype(int))
-    new = 1 + instance.run.num_speculative_tokens
-    decode = [_watts(instance, Group(n * instance.replicas, context, new)) for n in sizes.tolist()]
-    prompt = _watts(instance, Group(instance.replicas, 0, min(2048, max(context, 16))))
-    hardware = instance.machine.hardware
-    idle = idle_watts(hardware) + hardware.node_overhead_w
-    return _Draws(sizes.astype(float), np.array(decode), prompt, idle)
-
-
 @cache
 def _watts(instance: Instance, group: Group) -> float:
     """Mean power of a GPU and its share of the node over a step (W)."""
-    requests = (
-        -(-group.count // instance.run.pp) * instance.run.pp
-    )  # a batch of a pipeline has one at least
-    run = batch_run(
-        instance.run, [group.__class__(requests, group.context_length, group.new_tokens)]
-    )
-    step = simulate(compile(run, instance.model), instance.machine)
-    return step.expense().watts_per_gpu
+    pp = instance.run.pp  # each batch of a pipeline has at least one request
+    run = batch_run(instance.run, [replace(group, count=-(-group.count // pp) * pp)])
+    return simulate(compile(run, instance.model), instance.machine).expense().watts_per_gpu

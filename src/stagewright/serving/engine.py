@@ -698,22 +698,17 @@ class Engine:
         """Steps of the current batch and their durations; no steps if idle."""
         return DecodeRun(self._steps, self._step_seconds, self._step_growth)
 
-    @property
-    def batch_plan(self) -> BatchPlan | None:
-        """Size and duration of the current batch; None if idle."""
-        if not self._steps:
-            return None
-        prefill = self._batch.prefill
-        tokens = self._num_decodes * self.new_tokens + sum(chunk for _, chunk in prefill)
-        return BatchPlan(self.current_run, tokens, self._num_decodes + len(prefill))
-
-    def schedule_batch(self) -> None:
-        """Schedule the next batch and compute how long it would take alone."""
+    def plan_batch(self) -> BatchPlan | None:
+        """Schedule the next batch: its size, and its duration alone; None if idle."""
         self._start_batch()
         if not self._steps:
             self._step_seconds = self._step_growth = 0.0
-        elif self._batch.prefill or self._batch.skipped:
+            return None
+        prefill = self._batch.prefill
+        if prefill or self._batch.skipped:
             self._step_seconds, self._step_growth = self.next_event - self.now, 0.0
+        tokens = self._num_decodes * self.new_tokens + sum(chunk for _, chunk in prefill)
+        return BatchPlan(self.current_run, tokens, self._num_decodes + len(prefill))
 
     def follow(self, run: DecodeRun, end: float) -> None:
         """Adopt the group's steps and their duration; an idle engine waits until `end`."""
@@ -751,6 +746,7 @@ class Engine:
             samples.running.append(len(self.running))
             grown = self._blocks_for_steps(steps - 1, self._num_decodes) if steps > 1 else 0
             samples.blocks.append(used + grown)
+            samples.logged.append(self.step_log.end(self.now))
             if len(samples.seconds) >= MAX_SAMPLES:
                 samples = self.samples = samples.halved()
                 self._next_sample, self._sample_every = samples.seconds[-1], 2 * self._sample_every

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -26,16 +25,13 @@ class EventQueue:
         """True if there are events."""
         return bool(self._heap)
 
-    @property
-    def next_time(self) -> float:
-        """Time of the next event; infinite if there is none."""
-        return self._heap[0][0] if self._heap else math.inf
-
     def add(self, at: float, kind: int, number: int, handler: Handler) -> None:
         """Add an event."""
         heappush(self._heap, (at, kind, number, next(self._additions), handler))
 
-    def process_next(self) -> None:
-        """Remove the next event and call its handler."""
-        at, _, number, _, handler = heappop(self._heap)
-        handler(at, number)
+    def run(self) -> None:
+        """Call the handlers of all events in order, also of those that handlers add."""
+        heap = self._heap
+        while heap:
+            at, _, number, _, handler = heappop(heap)
+            handler(at, number)

@@ -1,4 +1,4 @@
-"""Host overhead of serving engines: per step, and until a request is queued."""
+"""Host (CPU) overhead: per step of an engine, and until a request is in its queue."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class HostTimes:
 
     def after(self, step: float, requests: float) -> float:
         """Seconds between the begins of two steps, of which the GPU takes `step`."""
-        host = self.per_step + self.per_request_step * requests
+        host = self.step(requests)
         return step + host if not self.beside else step if step > host else host
 
     def run_after(self, run: DecodeRun, requests: int) -> DecodeRun:
         """Like `after`, of a run of steps, as many as are a linear series."""
-        host = self.per_step + self.per_request_step * requests
+        host = self.step(requests)
         if not self.beside:
             return run._replace(seconds=run.seconds + host)
         if run.seconds >= host:
@@ -57,7 +57,7 @@ HOSTS: Mapping[str, HostTimes] = {
     ),
     "sglang": HostTimes(per_request=30e-3, per_prompt_token=5.9e-6),
 }
-"""Host times by engine.
+"""Host times by serving engine, the program that schedules.
 
 vLLM: 126 us for a step and 4 us for a request in it, of Inference-Sim's fit to vLLM 0.15 on H100
 (github.com/inference-sim/inference-sim, docs/guide/latency-models.md). Until the queue: the rest of

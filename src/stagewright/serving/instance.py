@@ -1,4 +1,4 @@
-"""Instance: step times of a model, a layout and a machine, and its KV cache."""
+"""Instance: a model in a layout on a machine, with its step times and its KV cache."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ from typing import NamedTuple
 from stagewright.errors import UserError
 from stagewright.lower.serving_step import ServingMemory, ServingStep
 from stagewright.model.config import ModelConfig
+from stagewright.numbers import quantity
 from stagewright.run.lengths import Group
 from stagewright.run.requests import allowance_of, loads, read_bytes
 from stagewright.run.rules import check
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 from stagewright.serving.speculative import Drafter
-from stagewright.serving.steps.drafted import DraftedTimes
-from stagewright.serving.steps.step_times import StepTimes, batch_run, step_times
+from stagewright.serving.steps.step_times import (
+    DraftingTimes,
+    StepTimes,
+    batch_run,
+    step_times,
+)
 from stagewright.time.network import Machine
 
 ENGINE_BYTES = 1_000_000_000
-"""Bytes of a GPU that an engine holds besides tensors: CUDA contexts, communicators, captured
+"""Bytes of a GPU that a server holds besides tensors: CUDA contexts, communicators, captured
 graphs. vLLM 0.19 had 2,588 blocks for Llama-3.1-8B on an RTX 4090 of 25.25 GB (the log of
 casys-kaist/LLMServingSim@5daddb21), where weights and our activations would leave 3,084."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvCapacity:
-    """The KV cache of one replica: a rank of attention data parallelism."""
+    """KV cache of one replica."""
 
     block_size: int
     """Tokens of a block."""
@@ -43,13 +48,15 @@ class KvCapacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Instance:
-    """An engine, and how long its steps take."""
+    """A copy of a model on its own GPUs, and how long its steps take.
+
+    Each of its replicas has an engine."""
 
     run: Run
     """Run as the user gave it, not resolved: prefill and decode resolve differently."""
     model: ModelConfig
     machine: Machine
-    times: StepTimes | DraftedTimes
+    times: StepTimes
     cache: KvCapacity
     drafter: Drafter | None = None
     """Drafter of speculative decoding that takes GPU time."""
@@ -74,67 +81,49 @@ def instance(
     run: Run,
     model: ModelConfig,
     machine: Machine,
-    how: Execution | None = None,
+    execution: Execution | None = None,
     *,
     most_tokens: int = 8192,
     most_requests: int = 1024,
     gpu_memory_utilization: float = 0.9,
+    drafter: Drafter | None = None,
 ) -> Instance:
     """Create an instance with the layout of an unresolved run on a machine.
 
     `most_tokens` and `most_requests` of a step are vLLM's `max_num_batched_tokens` and
-    `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the engine takes. Raises
-    UserError where the run cannot be had, its steps have no table, or no request fits beside the
-    weights.
+    `max_num_seqs`; `gpu_memory_utilization` is the share of memory that the instance takes. The
+    passes of a `drafter` follow each step. Raises UserError where the run cannot be had, its steps
+    have no table, or no request fits beside the weights.
     """
     if model.encoder_num_layers:
         raise UserError(
             f"serve: {model.name} has an encoder, too: its steps have no table of times; "
             "`stagewright simulate --mode prefill` and `--mode decode` time single steps"
         )
-    cache = kv_capacity(run, model, _memory(run, machine, gpu_memory_utilization), most_tokens)
-    limits = {"most_tokens": most_tokens, "most_requests": most_requests}
-    return Instance(run, model, machine, step_times(run, model, machine, how, **limits), cache)
-
-
-def _memory(run: Run, machine: Machine, share: float) -> int:
     memory = machine.hardware.memory if run.device_memory is None else read_bytes(run.device_memory)
-    return int(memory * share)
-
-
-def with_drafter(
-    of: Instance,
-    drafter: Drafter | None,
-    how: Execution | None = None,
-    *,
-    gpu_memory_utilization: float = 0.9,
-) -> Instance:
-    """Add a drafter, whose passes follow each step; None: no change.
-
-    `how` and `gpu_memory_utilization` as in `instance`.
-    """
-    if drafter is None:
-        return of
-    assert isinstance(of.times, StepTimes)
-    memory = _memory(of.run, of.machine, gpu_memory_utilization)
-    cache = kv_capacity(of.run, of.model, memory, of.times.most_tokens, drafter)
-    times = drafted_times(of.times, drafter, of.machine, how)
-    return replace(of, times=times, cache=cache, drafter=drafter)
+    cache = kv_capacity(run, model, int(memory * gpu_memory_utilization), most_tokens, drafter)
+    limits = {"most_tokens": most_tokens, "most_requests": most_requests}
+    times = step_times(run, model, machine, execution, **limits)
+    if drafter is not None:
+        times = drafted_times(times, drafter, machine, execution)
+    return Instance(run, model, machine, times, cache, drafter)
 
 
 def drafted_times(
-    times: StepTimes, drafter: Drafter, machine: Machine, how: Execution | None = None
-) -> DraftedTimes:
-    """The step times of a model with those of its drafter on the same machine."""
-    limits = {"most_tokens": times.most_tokens, "most_requests": times.most_requests}
-    new = drafter.number + drafter.more
-    layout = drafter.run.model_copy(update={"num_speculative_tokens": new})
-    first = step_times(layout, drafter.model, machine, how, **limits, logits=1)
-    one_token = drafter.run.model_copy(update={"num_speculative_tokens": 0})
-    later = (
-        first if drafter.number == 1 else step_times(one_token, drafter.own, machine, how, **limits)
-    )
-    return DraftedTimes(times, first, later, drafter.number, drafter.more)
+    times: StepTimes, drafter: Drafter, machine: Machine, execution: Execution | None = None
+) -> StepTimes:
+    """Step times of a model with those of its drafter on the same machine."""
+
+    def drafter_times(tokens: int, model: ModelConfig, logits: int | None) -> StepTimes:
+        run = drafter.run.model_copy(update={"num_speculative_tokens": tokens})
+        return step_times(
+            run, model, machine, execution,
+            most_tokens=times.most_tokens, most_requests=times.most_requests, logits=logits,
+        )  # fmt: skip
+
+    first = drafter_times(drafter.number + drafter.more, drafter.model, 1)
+    later = first if drafter.number == 1 else drafter_times(0, drafter.own, None)
+    return replace(times, drafting=DraftingTimes(first, later, drafter.number, drafter.more))
 
 
 def kv_capacity(
@@ -142,29 +131,33 @@ def kv_capacity(
 ) -> KvCapacity:
     """KV blocks that fit into `memory` bytes of each GPU, next to a step of `most_tokens`.
 
-    A block of a request's tokens is one of the model and one of what drafts for it (vLLM: one block
-    table, and a cache for the layers of both). A head uses the model's embedding and output
-    projection (`_maybe_share_embeddings` of vLLM's `llm_base_proposer.py`).
+    A block of a request's tokens is one of the model and one of its drafter (vLLM: one block table,
+    and a cache for the layers of both). A head uses the model's embedding and output projection
+    (`_maybe_share_embeddings` of vLLM's `llm_base_proposer.py`).
     """
-    stages = _held(run, model, most_tokens)
+    stages = _rank_bytes(run, model, most_tokens)
     if drafter is not None:
         shared = frozenset({"embedding", "head"} if drafter.head else ())
-        (drafts,) = _held(drafter.run, drafter.model, most_tokens, shared)
-        stages = [held.beside(drafts) for held in stages]
+        (drafts,) = _rank_bytes(drafter.run, drafter.model, most_tokens, shared)
+        stages = [stage.with_drafter(drafts) for stage in stages]
     spare = max(allowance_of(run), ENGINE_BYTES)
     blocks = [
-        (memory - of.parameters - of.activations - spare) // (of.block or of.request or 1)
-        for of in stages
+        (memory - stage.parameters - stage.activations - spare)
+        // (stage.block or stage.request or 1)
+        for stage in stages
     ]
     if min(blocks) < 1:
+        fullest = max(stages, key=lambda of: of.parameters + of.activations)
         raise UserError(
-            f"serve: {run.describe()}: weights and activations of {most_tokens} tokens leave no "
-            "room for a block of the cache; use more ranks (--tp), fewer tokens "
+            f"serve: {run.describe()}: weights ({quantity(fullest.parameters, 'B')}) and "
+            f"activations of {most_tokens} tokens ({quantity(fullest.activations, 'B')}) leave no "
+            f"room for a block of the cache in {quantity(memory, 'B')} of a GPU, of which the "
+            f"engine takes {quantity(spare, 'B')}; use more ranks (--tp), fewer tokens "
             "(--max-num-batched-tokens), fewer bits or more memory (--gpu-memory-utilization)"
         )
-    fixed = max(-(-of.request // of.block) if of.block else 1 for of in stages)
-    token_bytes = sum(of.once for of in stages)
-    return KvCapacity(run.kv_block_size, min(blocks), token_bytes, fixed)
+    per_request = max(-(-stage.request // stage.block) if stage.block else 1 for stage in stages)
+    token_bytes = sum(stage.token for stage in stages)
+    return KvCapacity(run.kv_block_size, min(blocks), token_bytes, per_request)
 
 
 class RankBytes(NamedTuple):
@@ -176,86 +169,76 @@ class RankBytes(NamedTuple):
     """Bytes of a block of the cache."""
     request: int
     """Bytes of a request, whatever its length."""
-    once: float
+    token: float
     """Bytes of a token in the cache on all ranks of tp, without copies."""
 
-    def beside(self, other: RankBytes) -> RankBytes:
-        """Add the bytes of a second model, whose steps follow the first one's."""
+    def with_drafter(self, drafter: RankBytes) -> RankBytes:
+        """Add the bytes of a drafter, whose passes follow the steps of the model."""
         return RankBytes(
-            self.parameters + other.parameters,
-            max(self.activations, other.activations),
-            self.block + other.block,
-            self.request + other.request,
-            self.once + other.once,
+            self.parameters + drafter.parameters,
+            max(self.activations, drafter.activations),
+            self.block + drafter.block,
+            self.request + drafter.request,
+            self.token + drafter.token,
         )
 
 
-def _held(
+def _rank_bytes(
     run: Run, model: ModelConfig, most_tokens: int, shared: frozenset[str] = frozenset()
 ) -> list[RankBytes]:
     """Bytes of the ranks of each stage in a prefill step, without `shared` blocks."""
     longest = most_tokens
     if model.position == "learned":
         longest = min(most_tokens, model.max_position_embeddings)
-    count = -(-most_tokens // longest)
-    prompts = batch_run(run, [Group(run.dp * count, 0, longest)]).resolved(model)
-    prompts = prompts.model_copy(update={"max_model_len": None})
+    prompts = batch_run(run, [Group(run.dp * -(-most_tokens // longest), 0, longest)])
+    prompts = prompts.resolved(model).model_copy(update={"max_model_len": None})
     check(prompts, model)
-    load = loads(prompts, model)
-    step = ServingStep.of(prompts, model, {}, load.sizes)
+    step = ServingStep.of(prompts, model, {}, loads(prompts, model).sizes)
     # All requests of a replica at once, whatever the pipeline makes of them.
-    base = loads(prompts.model_copy(update={"pp": 1}), model).sizes[0]
-    kernels = {v: block.tasks for v, block in step.lower_blocks(base).items()}
+    batch = loads(prompts.model_copy(update={"pp": 1}), model).sizes[0]
+    kernels = {v: block.tasks for v, block in step.lower_blocks(batch).items()}
     stages = [
         [placed for placed in stage if placed[0].block not in shared] for stage in step.stages
     ]
-    memory_of = ServingMemory(stages, step.graphs, kernels, step.extent)
+    memory = ServingMemory(stages, step.graphs, kernels, step.extent)
     block = prompts.kv_block_size
-    ranks = prompts.tp / _copies(step, model)
-
-    def held(rank: int, **changed: int) -> Mapping[str, int]:
-        return memory_of.by_category(rank, [{**base, **changed}])
-
-    stages_bytes: list[RankBytes] = []
-    local = [reach.kind for reach in model.reaches if reach.kind]
+    heads = 1 if model.kv_lora_rank else model.num_query_groups
+    copies = max(1, prompts.tp // heads) if heads else 1  # ranks of tp that hold the same keys
+    ranks = prompts.tp / copies
+    windows = {
+        f"L{reach.kind}": _window_positions(reach.window or reach.chunk, block)
+        for reach in model.reaches
+        if reach.window or reach.chunk
+    }
     # Layers whose queries choose keys keep all tokens, too.
     all_tokens = ["", *(reach.kind for reach in model.reaches if reach.top)]
+    no_tokens = {f"L{kind}": 0 for kind in ("", *(reach.kind for reach in model.reaches))}
+
+    def cached(rank: int, sizes: Mapping[str, int]) -> int:
+        """Bytes of the cache of a batch."""
+        return memory.by_category(rank, [{**batch, **sizes}])["kv_cache"]
+
+    def blocks(count: int) -> dict[str, int]:
+        """Sizes of a batch whose tokens take some blocks."""
+        of_kinds = ((f"L{kind}", f"I{kind}") for kind in all_tokens)
+        return {n: size for a, b in of_kinds for n, size in ((a, count * block), (b, count))}
+
+    bytes_of_ranks: list[RankBytes] = []
     for rank in range(prompts.pp):
-        usage = held(rank)
-        one_block, two_blocks = (
-            {
-                f"{name}{kind}": n * many
-                for kind in all_tokens
-                for name, many in (("L", block), ("I", 1))
-            }
-            for n in (1, 2)
-        )
-        of_block = held(rank, **two_blocks)["kv_cache"] - held(rank, **one_block)["kv_cache"]
-        nothing = dict.fromkeys(("L", *(f"L{kind}" for kind in local)), 0)
-        in_windows = {
-            f"L{reach.kind}": _kept(reach.window or reach.chunk, block)
-            for reach in model.reaches
-            if reach.window or reach.chunk
-        }
-        of_request = held(rank, **nothing, requests=2)["kv_cache"]
-        of_request -= held(rank, **nothing, requests=1)["kv_cache"]
-        of_request += held(rank, **{**nothing, **in_windows})["kv_cache"]
-        of_request -= held(rank, **nothing)["kv_cache"]
-        stages_bytes.append(
+        used = memory.by_category(rank, [batch])
+        of_block = cached(rank, blocks(2)) - cached(rank, blocks(1))
+        of_request = cached(rank, no_tokens | {"requests": 2})
+        of_request -= cached(rank, no_tokens | {"requests": 1})
+        of_request += cached(rank, no_tokens | windows) - cached(rank, no_tokens)
+        bytes_of_ranks.append(
             RankBytes(
-                usage["parameters"], usage["activations"], of_block, of_request,
+                used["parameters"], used["activations"], of_block, of_request,
                 of_block / block * ranks,
             )
         )  # fmt: skip
-    return stages_bytes
+    return bytes_of_ranks
 
 
-def _kept(window: int, block: int) -> int:
-    """Places that a request's last `window` tokens take, which begin anywhere in a block."""
+def _window_positions(window: int, block: int) -> int:
+    """Cache positions of a request's last `window` tokens, which begin anywhere in a block."""
     return -(-(window + block - 1) // block) * block
-
-
-def _copies(step: ServingStep, model: ModelConfig) -> int:
-    """Ranks of tp that hold the same keys."""
-    heads = 1 if model.kv_lora_rank else model.num_query_groups
-    return max(1, step.run.tp // heads) if heads else 1

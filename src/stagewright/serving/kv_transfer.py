@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import count
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -70,6 +71,8 @@ class KvTransferCost:
     """Both sides' networks: the slower one counts."""
     level: int
     """The tier in which both sides meet, from the GPU outwards."""
+    layers: int = 1
+    """Layers of a pipeline stage that computes prompts."""
 
     @classmethod
     def between(
@@ -98,17 +101,17 @@ class KvTransferCost:
             for side, rank in enumerate(ends):
                 old = links.get((side, rank), _Pair(0.0, 0.0))
                 links[side, rank] = _Pair(old.fixed + pair.fixed, old.per_token + pair.per_token)
-        most = {max(links.values(), key=lambda link, n=n: link[n]) for n in (0, 1)}
-        node = max(of.gpus_per_node for of in hardware)
+        busiest = {max(links.values(), key=lambda link, n=n: link[n]) for n in (0, 1)}
+        node = max(side.gpus_per_node for side in hardware)
         begins = -(-first.tp * first.pp // node) * node
         gpus = begins + -(-second.tp * second.pp // node) * node
-        distinct = {of.name: of for of in hardware}
-        machines = tuple(Machine.of(of, gpus=gpus) for of in distinct.values())
+        distinct = {side.name: side for side in hardware}
+        machines = tuple(Machine.of(side, gpus=gpus) for side in distinct.values())
         level = int(tier_of(machines[0], np.array([0]), np.array([begins]))[0])
         return cls(
             sum(pair.fixed for pair in pairs.values()),
             sum(pair.per_token for pair in pairs.values()),
-            tuple(sorted(most)), machines, level,
+            tuple(sorted(busiest)), machines, level, max(1, model.num_layers // prefill.pp),
         )  # fmt: skip
 
     def beside(self, other: KvTransferCost) -> KvTransferCost:
@@ -173,31 +176,31 @@ def cache_messages(
     Layers with windows send what they keep of `upto` tokens, the others `tokens`.
     """
     model, ends = decode.step.model, (prefill, decode)
-    first, second = (of.run.model_copy(update=_ALONE) for of in ends)
-    sides, found = _messages(first, second, model, tokens)
+    first, second = (end.run.model_copy(update=_ALONE) for end in ends)
+    sides, sent = _messages(first, second, model, tokens)
     if upto != tokens:
         windows = _messages(first, second, model, upto)[1] if upto else []
         reaches = [model.reach(model.layer(n).mixer) for n in range(model.num_layers)]
         local = {n for n, reach in enumerate(reaches) if reach.window or reach.chunk}
-        found = [m for m in found if m.layer not in local]
-        found += [m for m in windows if m.layer in local]
-        found.sort(key=lambda message: message.layer)
+        sent = [m for m in sent if m.layer not in local]
+        sent += [m for m in windows if m.layer in local]
+        sent.sort(key=lambda message: message.layer)
     ranks = [
-        ranks_of_replica(alone, of.step.run, model, of.replica)
-        for alone, of in zip(sides, ends, strict=True)
+        ranks_of_replica(alone, end.step.run, model, end.replica)
+        for alone, end in zip(sides, ends, strict=True)
     ]
-    return [m._replace(source=ranks[0][m.source], target=ranks[1][m.target]) for m in found]
+    return [m._replace(source=ranks[0][m.source], target=ranks[1][m.target]) for m in sent]
 
 
 def _pairs(
     first: Run, second: Run, model: ModelConfig, tokens: int
 ) -> Mapping[tuple[int, int], int]:
     """Bytes of one request by prefill rank and decode rank."""
-    found: dict[tuple[int, int], int] = {}
+    sent: dict[tuple[int, int], int] = {}
     for one in _messages(first, second, model, tokens)[1]:
         key = one.source, one.target
-        found[key] = found.get(key, 0) + one.size
-    return found
+        sent[key] = sent.get(key, 0) + one.size
+    return sent
 
 
 def _line(short: int, long: int) -> _Pair:
@@ -276,22 +279,6 @@ class KvLinks:
         self._free_at[target] = max(self._free_at[target], until)
 
 
-class KvPath(Protocol):
-    """Transfer between two engines, alone on its links."""
-
-    def __call__(self, source: int, target: int, tokens: int, last: bool) -> tuple[float, float]:
-        """Return seconds and bytes of `tokens`; `last`: the last ones of their prompt."""
-        ...
-
-
-class LayerPath(Protocol):
-    """Transfer of one layer's cache between two engines, alone on its links."""
-
-    def __call__(self, source: int, target: int, tokens: int, last: bool) -> tuple[int, float]:
-        """Return the layers of a pipeline stage, and seconds of the last one's cache."""
-        ...
-
-
 class KvTransfers:
     """Caches that prefill engines send to decode engines.
 
@@ -313,13 +300,13 @@ class KvTransfers:
         self,
         handover: Handover,
         engines: int,
-        path: KvPath,
-        layer_path: LayerPath | None = None,
+        cost: Callable[[int, int], KvTransferCost],
         kv_transfer: KvPush = "prompt",
     ) -> None:
-        """Create transfers that have sent nothing. `layer_path` is needed by layer only."""
+        """Create transfers that have sent nothing; `cost`: from one engine to another."""
         self.handover, self.kv_transfer = handover, kv_transfer
-        self._path, self._layer_path, self._links = path, layer_path, KvLinks(engines)
+        self._cost, self._links = cost, KvLinks(engines)
+        self._seconds = lru_cache(4096)(self._seconds_alone)
         self._in_flight: dict[int, int] = {}  # number of the transfer of each request
         self._transfers = count()
         self.decode_engine: dict[int, int] = {}
@@ -330,14 +317,19 @@ class KvTransfers:
         """True if caches leave before their prompts are complete."""
         return self.kv_transfer != "prompt"
 
+    def _seconds_alone(self, source: int, target: int, tokens: int, last: bool = True) -> float:
+        """Seconds of a transfer between two engines, alone on its links."""
+        return self._cost(source, target).seconds(tokens, last)
+
     def pull(self, at: float, request: int, tokens: int, target: int) -> tuple[float, int]:
         """Send the cache of a prompt; return when it arrives, and the number of the transfer."""
         handover = self.handover
         source = handover.engine[request]
-        seconds, size = self._path(source, target, tokens, True)
+        seconds = self._seconds(source, target, tokens)
         begins = self._links.send(source, target, at, seconds)
         handover.begins[request], handover.arrives[request] = begins, begins + seconds
-        handover.bytes[request], handover.tokens[request] = size, tokens
+        handover.bytes[request] = self._cost(source, target).bytes(tokens)
+        handover.tokens[request] = tokens
         self._in_flight[request] = number = next(self._transfers)
         return begins + seconds, number
 
@@ -359,11 +351,12 @@ class KvTransfers:
         handover, links = self.handover, self._links
         for request, tokens, last_chunk, begin, end in engine.computed:
             source, target = handover.engine[request], self.decode_engine[request]
-            seconds, size = self._path(source, target, tokens, last_chunk)
+            cost = self._cost(source, target)
+            seconds = self._seconds(source, target, tokens, last_chunk)
             leaves, last_layer = end, 0.0
-            if self.kv_transfer == "layer" and self._layer_path is not None:
-                layers, last_layer = self._layer_path(source, target, tokens, last_chunk)
-                leaves = begin + (end - begin) / layers
+            if self.kv_transfer == "layer":
+                last_layer = cost.seconds(tokens, last_chunk, parts=cost.layers)
+                leaves = begin + (end - begin) / cost.layers
             begins = links.send(source, target, leaves, seconds)
             arrives = max(begins + seconds, end + last_layer)
             links.hold(source, target, arrives)
@@ -372,7 +365,7 @@ class KvTransfers:
             handover.arrives[request] = arrives
             push = Push(request, tokens, last_chunk, begin, end, begins, arrives)
             handover.pushes.append(push)
-            handover.bytes[request] += size
+            handover.bytes[request] += cost.bytes(tokens, last_chunk)
             handover.tokens[request] += tokens
         engine.computed.clear()
 

@@ -53,13 +53,11 @@ class LockstepGroup:
             for engine in self.engines:
                 engine.finish_group_step(end, visible_until)
             self.now = end
-            for engine in self.engines:
-                engine.schedule_batch()
             self._start_batches()
 
     def _start_batches(self) -> None:
-        """Start the scheduled batches; stop before the first step that an arrival could change."""
-        plans = [plan for engine in self.engines if (plan := engine.batch_plan) is not None]
+        """Start the next batches; stop before the first step that an arrival could change."""
+        plans = [plan for engine in self.engines if (plan := engine.plan_batch()) is not None]
         if not plans:
             self._run = NO_RUN
             self.next_event = min(engine.next_event for engine in self.engines)

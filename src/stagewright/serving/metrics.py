@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from stagewright.arrays import Float
-from stagewright.serving.samples import StepLog, gap_quantiles
+from stagewright.arrays import Bool, Float
+from stagewright.numbers import duration, many
+from stagewright.serving.engine import Engine
+from stagewright.serving.samples import LogSpan, gap_quantiles
 from stagewright.serving.simulation import Outcome
+from stagewright.serving.steadiness import Steadiness, Window, steadiness_of, window_of
 from stagewright.serving.workload import Records, Workload
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -102,6 +106,15 @@ class RequestTimes:
         tpot[further_tokens < 1] = np.nan
         return cls(number, scheduled - arrival, first - arrival, tpot, finish - arrival)
 
+    def interactivity(self, work: Workload) -> float:
+        """Tokens/s of a user, end to end: 1 / 90th percentile of E2E per output token.
+
+        The metric of InferenceX's AgentX (SemiAnalysisAI/InferenceX@843c6254 `MODELS.md`), over
+        all of its requests; nan where none is done.
+        """
+        per_token = self.e2e / np.frombuffer(work.output, np.int32)[self.number]
+        return 1 / float(np.quantile(per_token, 0.9)) if len(per_token) else float("nan")
+
     @classmethod
     def at_least(cls, work: Workload, records: Records, at: float) -> RequestTimes:
         """Lower bounds of times of all requests at time `at`; nan before their arrival."""
@@ -115,6 +128,13 @@ class RequestTimes:
         queue, ttft = (np.where(np.isnan(c), at, c) - arrival for c in (scheduled, first))
         return cls(np.arange(len(work)), queue, ttft, tpot, until - arrival)
 
+    def take(self, chosen: Bool) -> RequestTimes:
+        """Times of some of the requests; without copies of the last ones."""
+        first = int(chosen.argmax())
+        if chosen[first:].all():
+            return RequestTimes(*(getattr(self, column.name)[first:] for column in fields(self)))
+        return RequestTimes(*(getattr(self, column.name)[chosen] for column in fields(self)))
+
     def places(self, requests: int) -> np.ndarray[Any, np.dtype[np.int64]] | slice:
         """Index of these requests in a column: a slice, without a copy, if all finished."""
         return self.number if len(self.number) < requests else slice(None)
@@ -123,23 +143,34 @@ class RequestTimes:
         """Requests that miss limits (goodput of DistServe, arXiv 2401.09670)."""
         at = self.places(len(limits.ttft))
         ttft, tpot = self.ttft > limits.ttft[at], self.tpot > limits.tpot[at]
-        return MissedLimits(ttft, tpot, ttft | tpot | (self.e2e > limits.e2e[at]))
+        return MissedLimits(ttft, tpot, self.e2e > limits.e2e[at])
 
 
 class MissedLimits(NamedTuple):
     """Masks of requests that miss limits."""
 
-    ttft: np.ndarray[Any, np.dtype[np.bool_]]
+    ttft: Bool
     """Requests that miss the TTFT limit."""
-    tpot: np.ndarray[Any, np.dtype[np.bool_]]
+    tpot: Bool
     """Requests that miss the TPOT limit."""
-    any_limit: np.ndarray[Any, np.dtype[np.bool_]]
-    """Requests that miss some limit."""
+    e2e: Bool
+    """Requests that miss the E2E limit."""
+
+    @property
+    def any_limit(self) -> Bool:
+        """Requests that miss some limit."""
+        return self.ttft | self.tpot | self.e2e
+
+    @property
+    def binding(self) -> str:
+        """The limit that most requests miss; empty if none is missed."""
+        count, name = max((int(getattr(self, name).sum()), name) for name in self._fields)
+        return name.upper() if count else ""
 
 
-def gap_spread(logs: Sequence[StepLog]) -> Spread:
-    """Distribution of the gaps between tokens, each token weighted equally."""
-    parts = [rows for log in logs for rows in log.gap_parts() if len(rows)]
+def gap_spread(parts: Sequence[Float]) -> Spread:
+    """Distribution of gaps between tokens (`StepLog.gap_parts`), each token weighted equally."""
+    parts = [rows for rows in parts if len(rows)]
     count = total = 0.0
     for rows in parts:
         first, last, steps, requests = rows.T
@@ -153,7 +184,7 @@ def gap_spread(logs: Sequence[StepLog]) -> Spread:
 
 @dataclass(frozen=True, slots=True)
 class ClassSummary:
-    """Summary of a class of requests (s, shares of 1). Seconds, shares of 1."""
+    """Summary of a class of requests that arrive in the measured window (s, shares of 1)."""
 
     requests: int
     """Number of accepted requests."""
@@ -172,7 +203,11 @@ class ClassSummary:
 
 @dataclass(frozen=True, slots=True)
 class ServingSummary:
-    """Summary of a run (s, tokens, shares of 1). Seconds, tokens, shares of 1."""
+    """Summary of a run (s, tokens, shares of 1).
+
+    Numbers of requests, and the preemptions, are of the whole run. Rates, and uses of engines, are
+    means over the window; latencies and shares are of the requests that arrive in it.
+    """
 
     requests: int
     """Done."""
@@ -181,15 +216,21 @@ class ServingSummary:
     shortened: int
     seconds: float
     """Seconds from the first arrival to the last token."""
+    window: Window
+    measured: int
+    """Requests that arrive in the window."""
+    steadiness: Steadiness
     queue: Spread
     ttft: Spread
     tpot: Spread
     itl: Spread
     e2e: Spread
     good: float
-    """Share of all requests, rejected and unfinished ones included, that kept the limits."""
+    """Share of requests, rejected and unfinished ones included, that kept the limits."""
+    binding: str
+    """The limit that most requests missed: TTFT, TPOT or E2E; empty if none was missed."""
     goodput: float
-    """Such requests per second."""
+    """Requests per second that arrived and kept the limits."""
     request_rate: float
     """Requests that were done per second."""
     output_rate: float
@@ -218,115 +259,189 @@ class ServingSummary:
     stages: Mapping[str, Spread] = field(default_factory=dict[str, Spread])
     """Seconds in each stage before the prompt, waiting included, of its requests."""
 
+    @property
+    def measured_span(self) -> str:
+        """Measured window in words."""
+        begins, ends, whole = self.window
+        if whole:
+            return "measured over the whole run"
+        return (
+            f"measured from {duration(begins)} (warm-up) to {duration(ends)} (last arrival): "
+            f"{many(self.measured, 'request', 'requests')}"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run is steady or overloaded, in a sentence."""
+        return self.steadiness.sentence(self.request_rate)
+
     def values(self) -> dict[str, Any]:
         """Return one object for JSON."""
         spreads = ("queue", "ttft", "tpot", "itl", "e2e")
         if self.transfer is not None:
             spreads += ("transfer",)
+        objects = (*spreads, "window", "steadiness")
         values: dict[str, Any] = {
-            name: getattr(self, name) for name in self.__slots__ if name not in spreads
+            name: getattr(self, name) for name in self.__slots__ if name not in objects
+        }
+        values["window"] = self.window._asdict()
+        values |= {
+            "steady": self.steadiness.steady,
+            "overloaded": self.steadiness.overloaded,
+            "verdict": self.verdict,
+            "arrival_rate": _finite(self.steadiness.arrival_rate),
+            "throughput_change": _finite(self.steadiness.throughput_change),
+            "in_flight": [*self.steadiness.in_flight],
         }
         for name in spreads:
             spread: Spread = getattr(self, name)
             values[name] = _values(spread)
         values["classes"] = {name: summary.values() for name, summary in self.classes.items()}
         values["stages"] = {name: _values(spread) for name, spread in self.stages.items()}
+        values["user_rate"] = _finite(self.user_rate)
         return values | {"output_rate_per_gpu": self.output_rate / self.gpus}
 
 
-def _values(spread: Spread) -> dict[str, float]:
-    return {name: getattr(spread, name) for name in Spread.__slots__}
+def _values(spread: Spread) -> dict[str, float | None]:
+    return {name: _finite(getattr(spread, name)) for name in Spread.__slots__}
+
+
+def _finite(value: float) -> float | None:
+    """The value; None, which JSON has, for nan and infinity."""
+    return value if math.isfinite(value) else None
 
 
 def summarize(
-    outcome: Outcome, slo: Slo, gpus: int, rejected: Mapping[str, int], shortened: int = 0
+    outcome: Outcome,
+    slo: Slo,
+    gpus: int,
+    rejected: Mapping[str, int],
+    shortened: int = 0,
+    *,
+    whole_run: bool = False,
 ) -> ServingSummary:
     """The numbers of a run; `gpus` of all engines."""
-    times = RequestTimes.of(outcome)
+    window = window_of(outcome.records, whole_run=whole_run)
+    steadiness = steadiness_of(outcome)
     work, records = outcome.workload, outcome.records
-    finished = times.places(len(work))
+    finite = np.isfinite(np.frombuffer(records.finish))
+    finished = slice(None) if finite.all() else finite  # all of them: no copies
+    arrival, scheduled, first, finish = (
+        np.frombuffer(c)[finished]
+        for c in (records.arrival, records.scheduled, records.first, records.finish)
+    )
     output, prompt = (np.frombuffer(c, np.int32)[finished] for c in (work.output, work.prompt))
-    finish = np.frombuffer(records.finish)[finished]
-    begin = min((at for at in records.arrival if at == at), default=0.0)
-    seconds = float(finish.max()) - begin if len(finish) else 0.0
-    classes, keep = _by_class(outcome, times, slo)
-    good = int(keep.sum())
-    total = len(work) + sum(rejected.values())
-    per_second = 1 / seconds if seconds else 0.0
-    shares = [np.array(e.samples.blocks) / e.blocks.size for e in outcome.engines]
-    samples = np.concatenate(shares) if shares else np.zeros(0)
-    has_tpot = np.isfinite(times.tpot)
-    tpot = Spread.of(times.tpot if has_tpot.all() else times.tpot[has_tpot])
+    output_tokens = float(window.contains(first).sum())
+    output_tokens += float(window.share(first, finish) @ (output - 1))
+    prompt_tokens = float(window.share(scheduled, first) @ prompt)
+    running = float(window.overlap(scheduled, finish).sum())
+    waiting = float(window.overlap(arrival, scheduled).sum())
+    times, inside = RequestTimes.of(outcome), window.measures(arrival)
+    times = times if inside.all() else times.take(inside)
+    per_second = 1 / window.seconds if window.seconds else 0.0
+    early = np.frombuffer(records.arrival) < window.begins
+    measured = len(work) - int(early.sum())
+    missed = times.missed(RequestLimits.of(work, slo))
+    good = int((~missed.any_limit).sum())
+    total = measured * (1 + sum(rejected.values()) / max(1, len(work)))
+    samples = [_use_of_cache(engine, window) for engine in outcome.engines]
+    use = np.concatenate(samples) if samples else np.zeros(0)
+    tpot = _spread(times.tpot)
+    late = slice(None) if not early.any() else ~early
     return ServingSummary(
-        requests=len(times.number),
-        unfinished=len(work) - len(times.number) - sum(outcome.refused.values()),
+        requests=len(finish),
+        unfinished=len(work) - len(finish) - sum(outcome.refused.values()),
         rejected={**rejected, **outcome.refused},
         shortened=shortened,
-        seconds=seconds,
+        seconds=float(finish.max() - np.nanmin(records.arrival)) if len(finish) else 0.0,
+        window=window,
+        measured=measured,
+        steadiness=steadiness,
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
-        itl=gap_spread([engine.step_log for engine in outcome.engines]),
+        itl=gap_spread(
+            [
+                rows
+                for engine in outcome.engines
+                for rows in engine.step_log.gap_parts(logged_in(engine, window))
+            ]
+        ),
         e2e=Spread.of(times.e2e),
         good=good / total if total else 0.0,
+        binding=missed.binding,
         goodput=good * per_second,
-        request_rate=len(finish) * per_second,
-        output_rate=float(output.sum()) * per_second,
-        total_rate=float(output.sum() + prompt.sum()) * per_second,
+        request_rate=float(window.contains(finish).sum()) * per_second,
+        output_rate=output_tokens * per_second,
+        total_rate=(output_tokens + prompt_tokens) * per_second,
         gpus=gpus,
         user_rate=1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
-        mean_running=float((times.e2e - times.queue).sum()) * per_second,
-        mean_waiting=float(times.queue.sum()) * per_second,
-        hit_rate=sum(records.cached) / max(1, sum(work.prompt)),
+        mean_running=running * per_second,
+        mean_waiting=waiting * per_second,
+        hit_rate=float(
+            np.frombuffer(records.cached, np.int32)[late].sum(dtype=np.int64)
+            / max(1, np.frombuffer(work.prompt, np.int32)[late].sum(dtype=np.int64))
+        ),
         preemptions=sum(records.preempted),
-        kv_mean=float(samples.mean()) if len(samples) else 0.0,
-        kv_peak=float(samples.max()) if len(samples) else 0.0,
-        **_sent(outcome),
-        classes=classes,
-        stages={name: _spread(np.array(column)) for name, column in outcome.stages.items()},
+        kv_mean=float(use.mean()) if len(use) else 0.0,
+        kv_peak=float(use.max()) if len(use) else 0.0,
+        **_sent(outcome, late),
+        classes=_by_class(outcome, times, missed, early),
+        stages={name: _spread(np.array(column)[late]) for name, column in outcome.stages.items()},
     )
 
 
+def logged_in(engine: Engine, window: Window) -> LogSpan | None:
+    """Part of an engine's log in the window; None: all of it."""
+    if window.whole:
+        return None
+    end = engine.step_log.end(engine.now)
+    return engine.samples.log_span(window.begins, window.ends, end)
+
+
+def _use_of_cache(engine: Engine, window: Window) -> Float:
+    """Shares of the blocks that requests hold, at the samples in the window; else at all."""
+    seconds, shares = np.array(engine.samples.seconds), np.array(engine.samples.blocks)
+    inside = (seconds >= window.begins) & (seconds <= window.ends)
+    return (shares[inside] if inside.any() else shares) / engine.blocks.size
+
+
 def _by_class(
-    outcome: Outcome, times: RequestTimes, slo: Slo
-) -> tuple[dict[str, ClassSummary], np.ndarray[Any, np.dtype[np.bool_]]]:
-    """Summary of each class, and mask of finished requests that keep their limits."""
-    work, good = outcome.workload, kept(outcome, times, slo)
+    outcome: Outcome, times: RequestTimes, missed: MissedLimits, early: Bool
+) -> dict[str, ClassSummary]:
+    """Summary of each class, of requests in the window."""
+    work = outcome.workload
     if work.class_of is None:
-        return {}, good
-    class_of = np.array(work.class_of)
+        return {}
+    class_of, kept = np.array(work.class_of), ~missed.any_limit
     summaries: dict[str, ClassSummary] = {}
     for index, request_class in enumerate(work.classes):
         in_class = class_of[times.number] == index
-        requests = int((class_of == index).sum())
+        requests = int(((class_of == index) & ~early).sum())
         summaries[request_class.name] = ClassSummary(
             requests,
             int(in_class.sum()),
-            float(good[in_class].sum()) / requests if requests else 0.0,
+            float(kept[in_class].sum()) / requests if requests else 0.0,
             Spread.of(times.ttft[in_class]),
             _spread(times.tpot[in_class]),
             Spread.of(times.e2e[in_class]),
         )
-    return summaries, good
-
-
-def kept(outcome: Outcome, times: RequestTimes, slo: Slo) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Mask of finished requests that keep the limits of their class, or the common ones."""
-    return ~times.missed(RequestLimits.of(outcome.workload, slo)).any_limit
+    return summaries
 
 
 def _spread(values: Float) -> Spread:
     """Distribution of the values that are not nan."""
-    return Spread.of(values[np.isfinite(values)])
+    finite = np.isfinite(values)
+    return Spread.of(values if finite.all() else values[finite])
 
 
-def _sent(outcome: Outcome) -> dict[str, Any]:
+def _sent(outcome: Outcome, late: Bool | slice) -> dict[str, Any]:
     """Metrics of KV transfers; none without disaggregation."""
     handover = outcome.handover
     if handover is None:
         return {}
     seconds = np.array(handover.arrives) - np.array(handover.prefilled)
     return {
-        "transfer": _spread(seconds),
+        "transfer": _spread(seconds[late]),
         "transfer_bytes": float(sum(handover.bytes)),
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
+import sys
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -26,17 +28,47 @@ class StepLog:
         self.add, self.add_gap = self._steps.extend, self._gaps.extend
         self.add_step = self._prefill_steps.extend
 
-    def gap_parts(self) -> list[Float]:
+    def end(self, seconds: float) -> LogPosition:
+        """Where the log ends now; `seconds`: the end of its last step."""
+        return LogPosition(
+            seconds, len(self._steps) // 4, len(self._gaps) // 4, len(self._prefill_steps) // 4
+        )
+
+    def gap_parts(self, span: LogSpan | None = None) -> list[Float]:
         """All gaps between tokens, as two arrays of rows (first, last, steps, requests)."""
-        return [_rows(self._steps), _rows(self._gaps)]
+        first, last = span or _EVERYTHING
+        return [
+            _rows(self._steps)[first.steps : last.steps],
+            _rows(self._gaps)[first.gaps : last.gaps],
+        ]
 
     def gaps(self) -> Float:
         """All gaps between tokens: rows (first, last, steps, requests)."""
         return np.concatenate(self.gap_parts())
 
-    def steps(self) -> Float:
+    def steps(self, span: LogSpan | None = None) -> Float:
         """All steps: rows (first, last, steps, decoding requests)."""
-        return np.concatenate([_rows(self._steps), _rows(self._prefill_steps)])
+        first, last = span or _EVERYTHING
+        return np.concatenate(
+            [
+                _rows(self._steps)[first.steps : last.steps],
+                _rows(self._prefill_steps)[first.prefill_steps : last.prefill_steps],
+            ]
+        )
+
+
+class LogPosition(NamedTuple):
+    """Moment of an engine's run, and the rows of its log up to there."""
+
+    seconds: float
+    steps: int
+    gaps: int
+    prefill_steps: int
+
+
+LogSpan = tuple[LogPosition, LogPosition]
+"""First and last position of a part of a log."""
+_EVERYTHING = LogPosition(0.0, 0, 0, 0), LogPosition(0.0, *[sys.maxsize] * 3)
 
 
 def _rows(numbers: array[float]) -> Float:
@@ -51,16 +83,32 @@ class EngineSamples(NamedTuple):
     running: array[int]
     blocks: array[int]
     """KV blocks that requests hold."""
+    logged: list[LogPosition]
+    """End of the engine's log: of the last step that was over."""
 
     @classmethod
     def none(cls) -> EngineSamples:
         """Create empty samples."""
-        return cls(array("d"), array("i"), array("i"), array("i"))
+        return cls(array("d"), array("i"), array("i"), array("i"), [])
 
     def halved(self) -> EngineSamples:
         """Every second sample."""
-        seconds, waiting, running, blocks = self
-        return EngineSamples(seconds[1::2], waiting[1::2], running[1::2], blocks[1::2])
+        seconds, waiting, running, blocks, logged = self
+        return EngineSamples(
+            seconds[1::2], waiting[1::2], running[1::2], blocks[1::2], logged[1::2]
+        )
+
+    def log_span(self, begins: float, ends: float, end: LogPosition) -> LogSpan:
+        """Part of the log between two times, as exact as the samples are close.
+
+        `end` is that of the whole log.
+        """
+        first = bisect_right(self.seconds, begins)
+        last = bisect_left(self.seconds, ends)
+        return (
+            self.logged[first - 1] if first else _EVERYTHING[0],
+            self.logged[last] if last < len(self.seconds) else end,
+        )
 
 
 MAX_SAMPLES = 1 << 16

@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from heapq import heappop, heappush
 
-import numpy as np
-
+from stagewright.serving.arrivals import ArrivalQueue
 from stagewright.serving.disaggregation import PrefillEngine, RemoteKvEngine, Role
 from stagewright.serving.engine import Engine
-from stagewright.serving.events import ARRIVAL, OTHER, EventQueue, Handler
+from stagewright.serving.events import ARRIVAL, BATCH_END, OTHER, EventQueue, Handler
 from stagewright.serving.host import HostTimes
 from stagewright.serving.kv_transfer import Handover, KvTransfers
 from stagewright.serving.operation import QUEUE_FULL, InstanceEvents, Operator, UpTime
@@ -144,8 +142,7 @@ class ServingSimulation:
         self._numbers: list[list[int]] = [[] for _ in self._clocks]
         for number, index in enumerate(self._clock_of):
             self._numbers[index].append(number)
-        self._ends: list[tuple[float, int]] = []  # heap of clocks' next events, some outdated
-        self._scheduled = [math.inf] * len(self._clocks)
+        self._scheduled = [math.inf] * len(self._clocks)  # times of their events in the queue
 
         self._queues: StageQueues | None = None
         self._stores: StoreReads | None = None
@@ -157,10 +154,16 @@ class ServingSimulation:
         if operation is not None:
             scaled = (self._decode or self._front).numbers
             self._operator = Operator(operation, range(len(engines)), scaled, self)
-        coupled = workload.after is not None or workload.concurrency is not None
-        coupled = coupled or self._stores is not None or self._operator is not None
-        self._coupled = coupled or transfers is not None
-        # Engines that nothing but arrivals can influence may be ahead of others, up to here.
+        # Nothing but arrivals influences an engine: it may be ahead of others, up to the next one.
+        self._independent = (
+            workload.after is None
+            and workload.concurrency is None
+            and transfers is None
+            and stages is None
+            and operation is None
+            and self._front.has_one_host
+        )
+        self._next_arrival = math.inf
         span = max(workload.arrival, default=0.0) / REPORTS
         self._lookahead = math.inf if progress is None and stop_early is None else span
 
@@ -196,50 +199,29 @@ class ServingSimulation:
     @property
     def has_events(self) -> bool:
         """True if anything is to happen."""
-        return bool(self.events or self._ends)
+        return bool(self.events)
 
     def _process_events(self) -> None:
-        """Process events in order of time; at one time, the ends of batches last.
-
-        Where the end of a request influences no other request, an engine runs ahead up to the next
-        event that may influence it.
-        """
-        events, ends, scheduled = self.events, self._ends, self._scheduled
-        front = self._front
-        waits = self._coupled or self._queues is not None or not front.has_one_host
-        if not waits and not front.router.reads_engines:
+        """Process events in order of time; at one time, the ends of batches last."""
+        if self._independent and not self._front.router.reads_engines:
             for at, request in self._arrivals:
                 self._arrive(at, request)
         else:
             self._add_next_arrival()
         if self._operator is not None:
             self._operator.begin()
-        while ends or events:
-            external = events.next_time
-            if not ends or ends[0][0] >= external:
-                events.process_next()
-                continue
-            at, index = heappop(ends)
-            if scheduled[index] != at:
-                continue  # outdated
-            scheduled[index] = math.inf
-            clock = self._clocks[index]
-            if clock.next_event == at:
-                if self._coupled:
-                    clock.advance(at)
-                else:
-                    clock.advance(min(math.nextafter(external, 0.0), at + self._lookahead))
-                self._after_batch(at, index)
-            self._schedule_clock(index)
+        self.events.run()
 
     # ---- requests --------------------------------------------------------------------------------
 
     def _add_next_arrival(self) -> None:
         """Add the next arrival of a request that waits for no other one."""
         arrival = next(self._arrivals, None)
-        if arrival is not None:
-            at, request = arrival
-            self.events.add(at, ARRIVAL, request, self._arrive_and_go_on)
+        if arrival is None:
+            self._next_arrival = math.inf
+            return
+        self._next_arrival, request = arrival
+        self.events.add(self._next_arrival, ARRIVAL, request, self._arrive_and_go_on)
 
     def _arrive_and_go_on(self, at: float, request: int) -> None:
         self._add_next_arrival()
@@ -347,29 +329,43 @@ class ServingSimulation:
         if end != self._scheduled[index]:
             self._scheduled[index] = end
             if end < math.inf:
-                heappush(self._ends, (end, index))
+                self.events.add(end, BATCH_END, index, self._end_batch)
+
+    def _end_batch(self, at: float, index: int) -> None:
+        """End the current batch of a clock, and start the next one.
+
+        An engine that only arrivals influence runs ahead, up to the next arrival.
+        """
+        if self._scheduled[index] != at:
+            return  # outdated
+        self._scheduled[index] = math.inf
+        clock, until = self._clocks[index], at
+        if clock.next_event == at:
+            if self._independent:
+                until = min(math.nextafter(self._next_arrival, 0.0), at + self._lookahead)
+            clock.advance(until)
+            self._after_batch(at, index)
+        self._schedule_clock(index)
 
     def _after_batch(self, at: float, index: int) -> None:
         """Process what the engines of a clock have done in a batch."""
-        if self._operator is not None:
-            for number in self._numbers[index]:
-                self._operator.after_batch(at, number)
-        for engine in self._clocks[index].engines:
-            if not self._coupled:
+        for number in self._numbers[index]:
+            engine = self.engines[number]
+            if self._independent:
                 self.finished += len(engine.completed)
                 engine.completed.clear()
                 continue
+            if self._operator is not None:
+                self._operator.after_batch(at, number)
             if isinstance(engine, PrefillEngine) and engine.computed:
                 assert self._transfers is not None
                 self._transfers.push(engine)
-            if engine.completed:
-                completed = [*engine.completed]
-                engine.completed.clear()
-                finish = self._hand_over if isinstance(engine, PrefillEngine) else self._finish
-                for request in completed:
-                    finish(at, request)
+            finish = self._hand_over if isinstance(engine, PrefillEngine) else self._finish
+            completed, engine.completed = engine.completed, []
+            for request in completed:
+                finish(at, request)
             if isinstance(engine, RemoteKvEngine) and engine.pulls:
-                self._start_pulls(at, engine)
+                self._start_pulls(at, number, engine)
         if self.finished >= self._next_report:
             self._report(at)
 
@@ -388,44 +384,36 @@ class ServingSimulation:
 
     # ---- KV transfers ----------------------------------------------------------------------------
 
-    def _start_pulls(self, at: float, engine: RemoteKvEngine) -> None:
+    def _start_pulls(self, at: float, number: int, engine: RemoteKvEngine) -> None:
         """Start to load the caches for which an engine has taken blocks."""
-        pulls = [*engine.pulls]
-        engine.pulls.clear()
-        for request, tokens in pulls:
-            if engine.role == "decode":
+        for request, tokens in engine.pulls:
+            arrived = partial(self._kv_arrived, number=number)
+            if engine.role != "decode":
+                assert self._stores is not None
+                end = self._stores.read(at, request, tokens)
+            else:
                 assert self._transfers is not None
                 if self._transfers.pushes:
-                    arrives = self._transfers.pushed_by(at, request)
-                    self.events.add(arrives, OTHER, request, self._kv_arrived)
-                    continue
-                target = self.records.engine[request]
-                arrives, number = self._transfers.pull(at, request, tokens, target)
-                handler = partial(self._pull_ended, number=number)
-                self.events.add(arrives, OTHER, request, handler)
-            else:
-                assert self._stores is not None
-                arrives = self._stores.read(at, request, tokens)
-                self.events.add(arrives, OTHER, request, self._store_read)
+                    end = self._transfers.pushed_by(at, request)
+                else:
+                    end, transfer = self._transfers.pull(at, request, tokens, number)
+                    arrived = partial(self._pull_ended, number=number, transfer=transfer)
+            self.events.add(end, OTHER, request, arrived)
+        engine.pulls.clear()
 
-    def _store_read(self, at: float, request: int) -> None:
-        self._finish_loading(at, request, self._prefill_engine(request))
-
-    def _kv_arrived(self, at: float, request: int) -> None:
-        self._finish_loading(at, request, self.records.engine[request])
-
-    def _finish_loading(self, at: float, request: int, number: int) -> None:
+    def _kv_arrived(self, at: float, request: int, number: int) -> None:
+        """Let an engine use the cache of a request."""
         engine = self.engines[number]
         assert isinstance(engine, RemoteKvEngine)
         engine.finish_loading(request, at)
         self.schedule(number)
 
-    def _pull_ended(self, at: float, request: int, number: int) -> None:
+    def _pull_ended(self, at: float, request: int, number: int, transfer: int) -> None:
         """Use the cache of a request where it decodes, unless an engine has failed."""
         assert self._transfers is not None
-        if self._transfers.finish(request, number):
+        if self._transfers.finish(request, transfer):
             self._release_source(at, request)
-            self._kv_arrived(at, request)
+            self._kv_arrived(at, request, number)
 
     def _release_source(self, at: float, request: int) -> None:
         """Free the blocks of a prompt whose cache has been read."""
@@ -490,48 +478,3 @@ class ServingSimulation:
         else:
             engine.add_request(request)
         self.schedule(number)
-
-
-class ArrivalQueue(Iterator[tuple[float, int]]):
-    """Arrivals at the router of requests that wait for no other one."""
-
-    def __init__(self, workload: Workload, host: HostTimes) -> None:
-        """Requests pass `host` on their way."""
-        self._workload, self._host = workload, host
-        self._followers: dict[int, list[int]] = {}
-        free: Sequence[int] = range(len(workload))
-        if workload.after is not None:
-            for request, predecessor in enumerate(workload.after):
-                if predecessor >= 0:
-                    self._followers.setdefault(predecessor, []).append(request)
-            free = [request for request in free if workload.after[request] < 0]
-        self._queued = iter(())
-        if workload.concurrency is not None:
-            self._queued = iter(free[workload.concurrency :])
-            free = free[: workload.concurrency]
-        if host.per_prompt_token or (np.diff(np.frombuffer(workload.arrival)) < 0).any():
-            free = sorted(free, key=self._arrival)
-        self._free = iter(free)
-
-    def __next__(self) -> tuple[float, int]:
-        """Return time and number of the next request."""
-        request = next(self._free)
-        return self._arrival(request), request
-
-    def _arrival(self, request: int) -> float:
-        """Time at which a request has passed the host, if it waits for no other one."""
-        return self._workload.arrival[request] + self.delay(request)
-
-    def delay(self, request: int) -> float:
-        """Seconds from the user to the engine's queue."""
-        return self._host.before_prefill(self._workload.prompt[request])
-
-    def after(self, request: int, at: float) -> Iterator[tuple[float, int]]:
-        """Arrivals of the requests that waited for the end of one."""
-        following = self._followers.pop(request, [])
-        if self._workload.concurrency is not None:
-            queued = next(self._queued, None)
-            if queued is not None:
-                following = [*following, queued]
-        for follower in following:
-            yield at + self._arrival(follower), follower

@@ -93,7 +93,7 @@ class Drafts:
 
 # ---- drafters -----------------------------------------------------------------------------------
 
-HEADS: Mapping[str, DraftHead] = {"mtp": "mtp", "eagle": "eagle", "eagle3": "eagle3"}
+HEADS: Mapping[str, DraftHead] = {"eagle": "eagle", "eagle3": "eagle3"}
 """Draft heads by vLLM's method (vllm-project/vllm@82720b1e `vllm/config/speculative.py`)."""
 _OF_THE_MODEL: Mapping[str, Any] = {"layers": None, "vocab": None, "layers_per_stage": None}
 
@@ -118,7 +118,7 @@ class Drafter:
 
     @property
     def more(self) -> int:
-        """Like `DraftedTimes.more`."""
+        """Like `DraftingTimes.more`."""
         return 0 if self.head else 1
 
 
@@ -155,8 +155,8 @@ def drafter_of(engines: EngineSection, run: Run, model: ModelConfig) -> Drafter 
                 "--speculative-method mtp is a layer of the model itself; leave out "
                 "--speculative-model"
             )
-        made = mtp_of(model)
-        return Drafter(run.model_copy(update=_OF_THE_MODEL), made, made, head=True)
+        layer = mtp_of(model)
+        return Drafter(run.model_copy(update=_OF_THE_MODEL), layer, layer, head=True)
     if name is None:
         raise UserError(
             f"--speculative-method {method} needs --speculative-model: a model's name or its "

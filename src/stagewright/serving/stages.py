@@ -306,8 +306,8 @@ class StoreReads:
         numbers: Sequence[int],
     ) -> None:
         """Stores of the engines with these numbers, among all."""
-        self._of, self._workload, self._engines = stages, workload, engines
-        self._place = {nth: place for place, nth in enumerate(numbers)}
+        self._stages, self._workload, self._engines = stages, workload, engines
+        self._place = {number: place for place, number in enumerate(numbers)}
         size = engines[numbers[0]].block_size
         self._stores = [
             [
@@ -332,7 +332,7 @@ class StoreReads:
         if not self._homes:
             return numbers
         home = self._homes[request]
-        shared_by = max(tier.shared_by for tier in self._of.tiers if tier.preloaded)
+        shared_by = max(tier.shared_by for tier in self._stages.tiers if tier.preloaded)
         near = [n for n in numbers if self._place[n] // shared_by == home // shared_by]
         return near or numbers
 
@@ -362,7 +362,7 @@ class StoreReads:
         arrives = at
         for store, end in reads:
             if end > start:
-                arrives = max(arrives, store.read(at, (end - start) * self._of.bytes_per_token))
+                arrives = max(arrives, store.read(at, (end - start) * self._stages.bytes_per_token))
                 start = end
         self.seconds[request] = arrives - at
         return arrives

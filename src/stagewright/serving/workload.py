@@ -1,4 +1,4 @@
-"""Requests as columns, and what becomes of them."""
+"""Workloads: requests as columns, and the records of their simulation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
 
@@ -34,26 +35,26 @@ def folded(chains: Sequence[Chain]) -> list[Chain]:
     """
     requests = Counter(chain.from_iterable(keys for keys, _ in chains))
     before: dict[int, int] = {}
-    several: set[int] = set()  # segments that stand behind different ones
+    several: set[int] = set()  # segments that follow different ones
     for keys, _ in chains:
-        for key, last in zip(keys, (-1, *keys), strict=False):
-            if before.setdefault(key, last) != last:
+        for key, previous in zip(keys, (-1, *keys), strict=False):
+            if before.setdefault(key, previous) != previous:
                 several.add(key)
-    found: list[Chain] = []
+    merged: list[Chain] = []
     for keys, ends in chains:
-        first, upto, count = list[int](), list[int](), 0
+        merged_keys, merged_ends, last_count = list[int](), list[int](), 0
         for key, end in zip(keys, ends, strict=True):
-            now = requests[key]
-            if now == 1:
+            count = requests[key]
+            if count == 1:
                 break
-            if now == count and key not in several:
-                upto[-1] = end
+            if count == last_count and key not in several:
+                merged_ends[-1] = end
             else:
-                first.append(key)
-                upto.append(end)
-            count = now
-        found.append((tuple(first), tuple(upto)))
-    return found
+                merged_keys.append(key)
+                merged_ends.append(end)
+            last_count = count
+        merged.append((tuple(merged_keys), tuple(merged_ends)))
+    return merged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Workload:
     session: array[int] | None = None
     """Number of the user's session of each request."""
     concurrency: int | None = None
-    """Concurrent requests of a closed loop: when one finishes, the next one begins."""
+    """Sessions in flight at most; a request without predecessor or follow-up is a session."""
     rejected: Mapping[str, int] = field(default_factory=dict[str, int])
     """Rows of a trace that are no requests: how many, by reason."""
     stages: tuple[float, ...] = ()
@@ -101,9 +102,17 @@ class Workload:
     classes: tuple[RequestClass, ...] = ()
     class_of: array[int] | None = None
     """The place of each request's class among these."""
+    joins: Mapping[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]])
+    """Further requests that must be done before, of requests that have a predecessor."""
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+    def predecessors(self, request: int) -> tuple[int, ...]:
+        """Requests that must be done before one arrives."""
+        if self.after is None or self.after[request] < 0:
+            return ()
+        return (self.after[request], *self.joins.get(request, ()))
 
 
 def in_classes(of: Workload, classes: tuple[RequestClass, ...], seed: int) -> Workload:
@@ -134,7 +143,32 @@ def with_past(of: Workload, tokens: int) -> Workload:
     if of.chains is not None:
         raise UserError("--past-context is for prompts that have nothing in common with others")
     chains: list[Chain] = [((request,), (tokens,)) for request in range(len(of))]
-    return replace(of, prompt=array("i", (tokens + n for n in of.prompt)), chains=chains)
+    return replace(_lengthened(of, tokens), chains=chains)
+
+
+def with_cached_share(of: Workload, share: float) -> Workload:
+    """Let a share of each prompt be in the cache already, as a beginning that all prompts have.
+
+    An engine computes it once, with its first request. Raises UserError where prompts have named
+    beginnings already.
+    """
+    if of.chains is not None:
+        raise UserError(
+            "--prefix-cache-hit-rate is for prompts of which nothing else says what they have in "
+            "common; leave it out with hash_ids, sessions, --system-prompt and --past-context"
+        )
+    chains: list[Chain] = [((0,), (round(share * tokens),)) for tokens in of.prompt]
+    return replace(of, chains=chains)
+
+
+def in_lanes(of: Workload, concurrency: int) -> Workload:
+    """The same requests, of which at most `concurrency` sessions are in flight at a time."""
+    if not 1 <= concurrency <= LARGEST:
+        raise UserError(f"--concurrency is {concurrency}, wanted at least 1")
+    name = f"{of.name}, at most {concurrency} in flight"
+    if of.after is None and not any(of.arrival):
+        name = f"{concurrency} users"
+    return replace(of, concurrency=concurrency, name=name)
 
 
 def with_documents(of: Workload, tokens: int) -> Workload:
@@ -146,7 +180,15 @@ def with_documents(of: Workload, tokens: int) -> Workload:
         raise UserError(
             "adds_tokens is for single requests; a session's later prompts hold the earlier ones"
         )
-    return replace(of, prompt=array("i", (tokens + n for n in of.prompt)))
+    return _lengthened(of, tokens)
+
+
+def _lengthened(of: Workload, tokens: int) -> Workload:
+    """The same requests with prompts of some tokens more; UserError where these are too many."""
+    longest = max(of.prompt, default=0)
+    if longest + tokens >= LARGEST:
+        raise UserError(f"{tokens} tokens more than prompts of up to {longest} are too many")
+    return replace(of, prompt=array("i", (tokens + prompt for prompt in of.prompt)))
 
 
 class Accepted(NamedTuple):
@@ -178,9 +220,10 @@ def accept(
     """Leave out what no engine could serve, as vLLM does when a request arrives.
 
     `tokens` is the room of the KV cache, `prompt_tokens` that of instances for prompts only;
-    `most_prompt`: what a step may have of a prompt. vLLM ends a request at `max_model_len`
-    (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`, `check_stop`). Raises UserError for
-    times of arrival that are none, or too far apart.
+    `most_prompt`: tokens of a prompt that a step may have. vLLM ends a request at `max_model_len`
+    (vllm-project/vllm@00024d31 `vllm/v1/core/sched/utils.py`, `check_stop`). A request that joins
+    others does not wait for those that are left out. Raises UserError for times of arrival that
+    are none, or too far apart.
     """
     times = np.frombuffer(workload.arrival)
     if len(times) and not (times.min() >= 0 and times.max() <= LONGEST):
@@ -188,70 +231,56 @@ def accept(
             f"requests arrive {times.min():g} to {times.max():g} s after the first one, wanted 0 "
             f"to {LONGEST:g}: later times are no longer exact to a microsecond"
         )
-    prompts = np.frombuffer(workload.prompt, np.int32).astype(np.int64)
-    lengths = np.frombuffer(workload.output, np.int32).astype(np.int64)
-    room = max_model_len - prompts
-    shorter = np.minimum(lengths, room)
-    fits = (room > 0) & (prompts <= min(most_prompt, prompt_tokens))
-    if (fits & (prompts + shorter - 1 <= tokens)).all():
-        output = array("i", shorter.astype(np.int32).tobytes())
-        shortened = int((lengths > room).sum())
-        return Accepted(replace(workload, output=output), dict(workload.rejected), shortened)
+    prompt = np.frombuffer(workload.prompt, np.int32).astype(np.int64)
+    asked = np.frombuffer(workload.output, np.int32).astype(np.int64)
+    room = max_model_len - prompt
+    output = np.minimum(asked, room)
+    never_fits = (prompt + output - 1 > tokens) | (prompt > prompt_tokens)
+    reasons = ("", TOO_LONG, NOT_CUT, NEVER_FITS, LOST_TURN)
+    reason = np.select([room < 1, prompt > most_prompt, never_fits], [1, 2, 3], 0)
+    if workload.after is not None and reason.any():
+        for request, before in enumerate(workload.after):
+            if before >= 0 and reason[before] and not reason[request]:
+                reason[request] = reasons.index(LOST_TURN)
+    kept = np.flatnonzero(reason == 0)
     rejected = Counter(workload.rejected)
-    place, kept = array("i"), array("i")
-    output, shortened = array("i"), 0
-    for i, (prompt, out) in enumerate(zip(workload.prompt, workload.output, strict=True)):
-        most = max_model_len - prompt
-        before = -1 if workload.after is None else workload.after[i]
-        why = ""
-        if most < 1:
-            why = TOO_LONG
-        elif prompt > most_prompt:
-            why = NOT_CUT
-        elif prompt + min(out, most) - 1 > tokens or prompt > prompt_tokens:
-            why = NEVER_FITS
-        elif before >= 0 and place[before] < 0:
-            why = LOST_TURN
-        if why:
-            rejected[why] += 1
-            place.append(-1)
-            continue
-        shortened += out > most
-        place.append(len(kept))
-        kept.append(i)
-        output.append(min(out, most))
-    return Accepted(_chosen(workload, kept, output, place), dict(rejected), shortened)
+    for number, count in enumerate(np.bincount(reason)[1:], 1):
+        if count:
+            rejected[reasons[number]] += int(count)
+    shortened = int((asked > room)[kept].sum())
+    accepted = replace(workload, output=array("i", output.astype(np.int32).tobytes()))
+    if len(kept) < len(workload):
+        accepted = _chosen(accepted, kept)
+    return Accepted(accepted, dict(rejected), shortened)
 
 
-def _chosen(of: Workload, kept: array[int], output: array[int], place: array[int]) -> Workload:
-    """Select requests; `place` is the new index of each."""
-    everything = len(kept) == len(of)
+def _chosen(of: Workload, kept: Int) -> Workload:
+    """Select requests by their ascending places."""
 
-    def floats(column: array[float]) -> array[float]:
-        return column if everything else array("d", (column[i] for i in kept))
+    def column(values: array[Any]) -> array[Any]:
+        return array(values.typecode, np.frombuffer(values, values.typecode)[kept].tobytes())
 
-    def ints(column: array[int]) -> array[int]:
-        return column if everything else array("i", (column[i] for i in kept))
-
-    chains = of.chains
-    if chains is not None and not everything:
-        chains = [chains[i] for i in kept]
+    place = np.full(len(of) + 1, -1, np.int32)  # also of -1
+    place[kept] = np.arange(len(kept))
     after = None
     if of.after is not None:
-        after = array("i", (-1 if of.after[i] < 0 else place[of.after[i]] for i in kept))
-    return Workload(
-        of.name,
-        floats(of.arrival),
-        ints(of.prompt),
-        output,
-        chains,
-        after,
-        None if of.session is None else ints(of.session),
-        of.concurrency,
-        of.rejected,
-        of.stages,
-        of.classes,
-        None if of.class_of is None else ints(of.class_of),
+        before = np.frombuffer(of.after, np.int32)[kept]
+        after = array("i", place[before].tobytes())
+    joins = {
+        int(place[request]): tuple(int(place[n]) for n in others if place[n] >= 0)
+        for request, others in of.joins.items()
+        if place[request] >= 0
+    }
+    return replace(
+        of,
+        arrival=column(of.arrival),
+        prompt=column(of.prompt),
+        output=column(of.output),
+        chains=None if of.chains is None else [of.chains[request] for request in kept],
+        after=after,
+        joins=joins,
+        session=None if of.session is None else column(of.session),
+        class_of=None if of.class_of is None else column(of.class_of),
     )
 
 

@@ -29,14 +29,18 @@ def manifest(
 
     `stagewright generate --config manifest.json` does so, and `simulate --config manifest.json` on
     the machine and with the execution that were given. Nodes are not among these: dp fills them.
+    No run makes the joined steps of two instances (`beside` of `lower/inference/disaggregated.py`):
+    of these there is only the run of the second one, under the name `decode_run`.
     """
+    run, ranks = compiled.run, compiled.program.mesh.world_size
+    repeats = run.prefill is not None or run.world_size == ranks
     schedule = compiled.run.schedule or ""
     loads = {"expert_load": compiled.load.lines} if compiled.load else {}
     modules = compiled.model.modules
     return {
         "stagewright": __version__,
         # A file may change or vanish; a schedule by name follows from the run.
-        "run": compiled.run.model_dump(mode="json") | loads,
+        "run" if repeats else "decode_run": run.model_dump(mode="json") | loads,
         **_given(cluster=cluster, execution=execution),
         **({"schedule": to_csv(compiled.order)} if schedule.endswith(".csv") else {}),
         "model": model_json.to_json(compiled.model),

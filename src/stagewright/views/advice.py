@@ -121,7 +121,7 @@ def _in_few_bits(compiled: CompiledRun) -> bool:
 
 def _memory(fit: Fit, compiled: CompiledRun, device: str) -> Iterator[Remark]:
     size, parts = fit.peak, fit.fullest.by_category
-    stage = stage_name(compiled.program, fit.fullest.of)
+    stage = stage_name(compiled.program, fit.fullest.rank_class)
     held, room = side_by_side(size, fit.device_memory, "B")
     if not fit.fits:
         largest = max(parts, key=lambda k: parts[k])

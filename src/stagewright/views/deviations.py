@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from stagewright.time.hardware import Hardware
 from stagewright.time.simulate.launches import launch_mode
 from stagewright.time.simulate.step import SimulatedStep
 
@@ -37,6 +38,15 @@ def known(found: SimulatedStep) -> Iterator[str]:
     for row in DEVIATIONS:
         if row.holds(found):
             yield f"{row.sentence} ({SOURCE})"
+
+
+ESTIMATED = "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks."
+"""Of a step on such hardware, and of serving on it."""
+
+
+def is_estimated(hardware: Hardware) -> bool:
+    """True if constants of the hardware besides its peaks were not measured."""
+    return hardware.vendor != "NVIDIA"
 
 
 # ---- conditions ----------------------------------------------------------------------------------
@@ -95,7 +105,7 @@ DEVIATIONS = (
     Deviation(
         lambda found: (
             _trains(found)
-            and launch_mode(found.compiled.run, found.line.execution, found.machine.hardware)
+            and launch_mode(found.compiled.run, found.timeline.execution, found.machine.hardware)
             == "eager"
             and _tokens_of_a_microbatch(found) <= FEW_TOKENS
             and found.mean.launches > MUCH_LAUNCHING * found.seconds
@@ -134,17 +144,17 @@ DEVIATIONS = (
         "of the network is not stated.",
     ),
     Deviation(
-        lambda found: found.line.execution.tp_comm_overlap and _tensor_ranks(found) > 1,
+        lambda found: found.timeline.execution.tp_comm_overlap and _tensor_ranks(found) > 1,
         "The gain of overlapping tp's collectives is off by up to 6 points: async TP of torchtitan "
         "gains 5.7% to 16.4% by measurement, 8.4% to 14.2% here.",
     ),
     Deviation(
-        lambda found: found.line.execution.moe_flex_dispatcher,
+        lambda found: found.timeline.execution.moe_flex_dispatcher,
         "Tokens that are sent once to each rank arrive within 12% of the tables of DeepEP and "
         "HybridEP on H100; over two nodes, DeepEP's first version is predicted 22% fast.",
     ),
     Deviation(
-        lambda found: found.machine.hardware.vendor != "NVIDIA",
-        "Constants of hardware of AMD, Google, Intel and AWS are estimates but for the peaks.",
+        lambda found: is_estimated(found.machine.hardware),
+        ESTIMATED,
     ),
 )

@@ -19,10 +19,10 @@ import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.files import atomic
-from stagewright.program.along import axis_of
 from stagewright.program.columns import CATEGORIES, FORWARD_PHASE, OPTIMIZER_PHASE, PHASES, TaskKind
+from stagewright.program.comm_axes import comm_axes
 from stagewright.time.simulate.memory import memory_timeline
-from stagewright.time.simulate.order import num_streams
+from stagewright.time.simulate.rules import num_streams
 from stagewright.time.simulate.timeline import Lane, Timeline
 
 _TICKS_PER_NS = 1000
@@ -86,7 +86,8 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
     tasks = lane.rank_class.tasks
     thread = _thread(line, lane)
     slots = tasks.slot[lane.issue.rows]
-    for (kind, slot, collective), axis in axis_of(line.program, tasks).items():
+    axes = comm_axes(line.program, tasks)
+    for (kind, slot, collective), axis in zip(axes.keys, axes.axes, strict=True):
         mine = (lane.kind == kind) & (slots == slot)
         mine &= tasks.collective[lane.issue.rows] == collective
         for tid in np.unique(thread[mine]):
@@ -216,7 +217,7 @@ class _Arrows(NamedTuple):
 
 def _arrows(line: Timeline) -> list[_Arrows]:
     """Of every lane."""
-    lanes, who = line.lanes, line.endpoints
+    lanes, messages = line.lanes, line.endpoints.messages
     found = [
         _Arrows(
             _nanoseconds(lane.begin), _nanoseconds(lane.end), np.full(len(lane.issue), -1, np.int64)
@@ -225,11 +226,9 @@ def _arrows(line: Timeline) -> list[_Arrows]:
     ]
     number = 0
     for nth, mine in enumerate(found):
-        of = int(who.class_of[nth])
-        received, own = who.received[of], nth - int(who.lanes[of][0])
-        senders = received.sender[:, own]
-        for sender in sorted({int(s) for s in senders}):
-            to, at = received.issue_index[senders == sender], received.sent[senders == sender, own]
+        received = messages[messages[:, 0] == nth]
+        for sender in sorted({int(s) for s in received[:, 2]}):
+            _, to, _, at = received[received[:, 2] == sender].T
             mine.begin[to] = found[sender].begin[at]
             mine.end[to] = found[sender].end[at]
             mine.number[to] = found[sender].number[at] = number + np.arange(len(to))

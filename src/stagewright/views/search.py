@@ -16,8 +16,8 @@ from stagewright.run.sections.declare import setting_in_words
 from stagewright.searching import objectives
 from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.choices import choices_of
-from stagewright.searching.enumeration import Removed
 from stagewright.searching.ranking import TIE, Ranking
+from stagewright.searching.space import Removed
 from stagewright.texttable import Table
 
 UNTIL_STOPPED = "the best of what was simulated until then"
@@ -37,44 +37,38 @@ _FEW_SYSTEMS = 8
 def best(ranking: Ranking, most: int | None = None) -> Table:
     """Table of the best candidates: settings, time, memory, and what limits them."""
     candidates, indices = ranking.candidates, ranking.listed[:most]
-    rows = indices.tolist()
-    figures = ranking.figures.take(indices)
-    shares = [_shares(ranking, index) for index in rows]
-    gpus = candidates.take(indices).world_size
-    columns: dict[str, list[Any]] = {
-        "#": [n + 1 for n in range(len(rows))],
-        "settings": [words(candidates, index) for index in rows],
-        "GPUs": gpus.tolist(),
-        "step": figures.seconds.tolist(),
-        "tokens/s per GPU": (figures.tokens_per_second / gpus).tolist(),
-        "MFU": _or_none(figures.mfu),
-        "causal MFU": _or_none(figures.mfu_causal),
-        "TFLOP/s": [None if value is None else round(value) for value in _or_none(figures.tflops)],
-        "memory": figures.peak.tolist(),
-        "bubble": [share.get("bubble", 0.0) for share in shares],
-        "exposed": [
-            ", ".join(f"{axis} {part:.0%}" for axis, part in share.items() if axis != "bubble")
-            for share in shares
-        ],
-        "limited by": [limit(ranking, index) for index in rows],
-    }
-    for name, unit in (("cost", "USD per Mtoken"), ("energy", "J per token")):
-        if name in ranking.options.objectives:
-            value = figures.usd * 1e6 if name == "cost" else figures.joules
-            columns[unit] = (value / np.maximum(figures.tokens, 1)).tolist()
-    worlds = candidates.world_size
-    if (worlds == worlds[:1]).all():
-        del columns["GPUs"]
-    if np.isnan(figures.mfu).all():
-        for name in ("MFU", "causal MFU", "TFLOP/s"):
-            del columns[name]
-    units = {"#": "", "GPUs": "count", "step": "s", "tokens/s per GPU": "rate", "MFU": "share"}
-    units |= {"causal MFU": "share", "TFLOP/s": "count", "memory": "B", "bubble": "share"}
-    units |= {"USD per Mtoken": "figure", "J per token": "figure"}
-    title, names = "Best", ranking.options.objectives
-    if len(names) > 1:
-        title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}"
-    return Table(title, columns, {name: unit for name, unit in units.items() if name in columns})
+    rows, figures = indices.tolist(), ranking.figures.take(indices)
+    names, shares = ranking.options.objectives, [_shares(ranking, row) for row in rows]
+    exposed = [
+        ", ".join(f"{axis} {part:.0%}" for axis, part in share.items() if axis != "bubble")
+        for share in shares
+    ]
+    worlds, gpus = candidates.world_size, candidates.take(indices).world_size
+    tokens, trains = np.maximum(figures.tokens, 1), not np.isnan(figures.mfu).all()
+    tflops = [None if value is None else round(value) for value in _or_none(figures.tflops)]
+    columns: list[tuple[str, str | None, list[Any], bool]] = [
+        ("#", "", [n + 1 for n in range(len(rows))], True),
+        ("settings", None, [words(candidates, row) for row in rows], True),
+        ("GPUs", "count", gpus.tolist(), bool((worlds != worlds[:1]).any())),
+        ("step", "s", figures.seconds.tolist(), True),
+        ("tokens/s per GPU", "rate", (figures.tokens_per_second / gpus).tolist(), True),
+        ("MFU", "share", _or_none(figures.mfu), trains),
+        ("causal MFU", "share", _or_none(figures.mfu_causal), trains),
+        ("TFLOP/s", "count", tflops, trains),
+        ("memory", "B", figures.peak.tolist(), True),
+        ("bubble", "share", [share["bubble"] for share in shares], True),
+        ("exposed", None, exposed, True),
+        ("limited by", None, [limit(ranking, row) for row in rows], True),
+        ("USD per Mtoken", "figure", (figures.usd * 1e6 / tokens).tolist(), "cost" in names),
+        ("J per token", "figure", (figures.joules / tokens).tolist(), "energy" in names),
+    ]
+    """Name, unit, cells, and whether the column is shown."""
+    title = f"Pareto front of {in_words(names)}, by {in_words(names[:1])}" if names[1:] else "Best"
+    return Table(
+        title,
+        {name: cells for name, _, cells, shown in columns if shown},
+        {name: unit for name, unit, _, shown in columns if shown and unit is not None},
+    )
 
 
 def _or_none(column: Float) -> list[float | None]:
@@ -210,21 +204,15 @@ def choices(ranking: Ranking) -> Table:
 
     Other settings are free. An estimate, marked `~`, stands where nothing that fits was simulated.
     """
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("setting", "value", _value_name(ranking), "against the best", WHY)
-    }
-    for choice in choices_of(ranking.candidates):
-        columns["setting"].append(choice.setting)
-        columns["value"].append(choice.value)
-        cells = _price(ranking, choice.mask)
-        for column, cell in zip([*columns][2:], cells, strict=True):
-            columns[column].append(cell)
-    return Table("Best for each choice", columns)
-
-
-def _value_name(ranking: Ranking) -> str:
     objective = ranking.options.objectives[0]
-    return "step" if objective == "time" else objective
+    value = "step" if objective == "time" else objective
+    cells = [
+        (choice.setting, choice.value, *_price(ranking, choice.mask))
+        for choice in choices_of(ranking.candidates)
+    ]
+    names = ("setting", "value", value, "against the best", WHY)
+    columns = {name: [row[n] for row in cells] for n, name in enumerate(names)}
+    return Table("Best for each choice", columns)
 
 
 def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
@@ -240,18 +228,17 @@ def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
     if mask[first] and values[row] >= values[first] - TIE * abs(values[first]):
         row = first
     mark = "" if figures.exact[row] else "~"
+    value = f"{mark}{abs(values[row]):.3g}"
     if names[0] == "time":
-        value = duration(float(figures.seconds[row]))
+        value = mark + duration(float(figures.seconds[row]))
     elif names[0] == "memory":
-        value = quantity(int(values[row]), "B")
-    else:
-        value = f"{abs(values[row]):.3g}"
+        value = mark + quantity(int(values[row]), "B")
     if row == first:
-        return f"{mark}{value}", "", "the best"
+        return value, "", "the best"
     more = values[row] / values[first] - 1
     more = -more if names[0] == "mfu" else more
     reason = _reason(ranking, row, first) if names[0] == "time" else ""
-    return f"{mark}{value}", f"{mark}{more:+.1%}", reason or words(ranking.candidates, row)
+    return value, f"{mark}{more:+.1%}", reason or words(ranking.candidates, row)
 
 
 def _why_none(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
@@ -312,7 +299,7 @@ def certainty(ranking: Ranking) -> str:
         if len(errors):
             low, high = (_percent(error - 1) for error in (errors.min(), errors.max()))
             off = low if low == high else f"{low} to {high}"
-            sentences.append(f"simulated {_SIMULATED[name]} {off} off the estimate")
+            sentences.append(f"simulated {_VERBS[name][0]} {off} off the estimate")
     missing = int(ranking.without_metrics.sum())
     if missing:
         were = many(missing, "candidate was", "candidates were")
@@ -355,17 +342,17 @@ def _percent(share: float) -> str:
 def _win(ranking: Ranking) -> str:
     """Verb phrase for a candidate that wins."""
     names = ranking.options.objectives
-    return _WINS[names[0]] if len(names) == 1 else f"join the front of {in_words(names)}"
+    return _VERBS[names[0]][1] if len(names) == 1 else f"join the front of {in_words(names)}"
 
 
-_SIMULATED = {
-    **{"time": "times are", "memory": "memory is", "cost": "costs are", "energy": "energy is"},
-    "mfu": "MFU is",
+_VERBS: Mapping[str, tuple[str, str]] = {
+    "time": ("times are", "be faster"),
+    "memory": ("memory is", "take less memory"),
+    "cost": ("costs are", "cost less per token"),
+    "energy": ("energy is", "take less energy per token"),
+    "mfu": ("MFU is", "have a higher MFU"),
 }
-_WINS = {
-    **{"time": "be faster", "memory": "take less memory", "cost": "cost less per token"},
-    **{"energy": "take less energy per token", "mfu": "have a higher MFU"},
-}
+"""An objective as the subject of a sentence, and what a better candidate does."""
 
 
 def without_objective(ranking: Ranking) -> list[str]:

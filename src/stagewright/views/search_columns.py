@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from stagewright.arrays import Int
 from stagewright.run.sections import EXPERIMENT
 from stagewright.run.sections.declare import text_of
 from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates
@@ -14,8 +15,6 @@ from stagewright.searching.machines import specs_of
 from stagewright.searching.ranking import Ranking
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
-
-LISTS = {of.name for of in EXPERIMENT.values() if of.kind in (tuple, frozenset)}
 
 
 class ColumnMeaning(NamedTuple):
@@ -79,9 +78,10 @@ COLUMNS: Mapping[str, ColumnMeaning] = {
 """Columns of `every` by name, in their order; words in capitals stand for several."""
 
 
-def every(ranking: Ranking) -> Table:
-    """Table of all candidates: settings that differ, and metrics (`COLUMNS`)."""
-    candidates, figures = ranking.candidates, ranking.figures
+def every(ranking: Ranking, indices: Int | None = None) -> Table:
+    """Table of all candidates, or of some: settings that differ, and metrics (`COLUMNS`)."""
+    rows = np.arange(len(ranking)) if indices is None else indices
+    candidates, figures = ranking.candidates.take(rows), ranking.figures.take(rows)
     columns: dict[str, Any] = {}
     for name, column in candidates.columns.items():
         if len(column.values) > 1:
@@ -100,6 +100,7 @@ def every(ranking: Ranking) -> Table:
     if candidates.base.run.mode == "train":
         batch = candidates.numbers("global_batch_size")
         columns.setdefault("global_batch_size", numbers(batch, present=batch != ABSENT))
+    place = {index: n + 1 for n, index in enumerate(ranking.listed.tolist())}
     exposed, memory = figures.exposed.items(), figures.memory.items()
     columns |= {
         "seconds": numbers(figures.seconds),
@@ -109,7 +110,7 @@ def every(ranking: Ranking) -> Table:
         "mfu_causal": numbers(figures.mfu_causal),
         "tflops": numbers(figures.tflops),
         "bubble": numbers(figures.bubble),
-        "launches": [ranking.launches.get(index) for index in range(len(candidates))],
+        "launches": [ranking.launches.get(index) for index in rows.tolist()],
         **{f"exposed_{axis}": numbers(column, present=evaluated) for axis, column in exposed},
         "peak": numbers(figures.peak, present=evaluated),
         **{f"memory_{name}": numbers(column, present=evaluated) for name, column in memory},
@@ -118,11 +119,11 @@ def every(ranking: Ranking) -> Table:
         "joules": numbers(figures.joules),
         "usd": numbers(figures.usd),
         "simulated": figures.exact.tolist(),
-        "estimated_seconds": numbers(ranking.estimates.seconds),
-        "best": _rows_of_best(ranking),
+        "estimated_seconds": numbers(ranking.estimates.seconds[rows]),
+        "best": [place.get(index) for index in rows.tolist()],
     }
     if ranking.bounds is not None:
-        columns["lower_bound"] = numbers(ranking.bounds)
+        columns["lower_bound"] = numbers(ranking.bounds[rows])
     return Table("Candidates", columns)
 
 
@@ -138,15 +139,7 @@ def _varied(candidates: Candidates) -> dict[str, list[float | None]]:
     return {f"hardware.{path}": [specs[code].get(path) for code in codes] for path in paths}
 
 
-def _rows_of_best(ranking: Ranking) -> list[int | None]:
-    """Row of each candidate in the table of the best, from 1."""
-    rows: list[int | None] = [None] * len(ranking)
-    for n, index in enumerate(ranking.listed.tolist()):
-        rows[index] = n + 1
-    return rows
-
-
 def _cell(name: str, value: Any) -> Any:
     if name == HARDWARE:
         return value.name
-    return text_of(value) if name in LISTS else value
+    return text_of(value) if EXPERIMENT[name].kind in (tuple, frozenset) else value

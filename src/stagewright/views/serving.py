@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from stagewright.serving.compare_log import ComparedTime
+from stagewright.serving.compare_log import ComparedFigure
 from stagewright.serving.deployment import ServedRun
-from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo, Spread, kept
+from stagewright.serving.metrics import RequestLimits, RequestTimes, ServingSummary, Slo, Spread
 from stagewright.texttable import Table
 
 _TIMES = {
@@ -43,17 +43,32 @@ def latencies(of: ServingSummary) -> Table:
     return Table("Times of requests", columns, dict.fromkeys(names, "s"))
 
 
-def compared(of: Sequence[ComparedTime]) -> Table:
+def compared(of: Sequence[ComparedFigure]) -> Table:
     """Means and percentiles of a log beside those of the same requests served here."""
     columns: dict[str, list[Any]] = {
-        "time": [each.time.upper() for each in of],
+        "time": [each.name.upper() for each in of],
         "figure": [each.figure for each in of],
+    }
+    return Table("Compared with the log", columns | _both(of), _SECONDS, grouped="time")
+
+
+def compared_rates(of: Sequence[ComparedFigure]) -> Table:
+    """Rates of a client's result beside those of the same load served here."""
+    columns = {"rate": [each.name for each in of]} | _both(of)
+    return Table("Rates over the whole run", columns, {**_SECONDS, **_RATES})
+
+
+_SECONDS = {"measured": "s", "predicted": "s", "error": "error"}
+_RATES = {"measured": "figure", "predicted": "figure"}
+
+
+def _both(of: Sequence[ComparedFigure]) -> dict[str, list[Any]]:
+    """Columns of measured and predicted figures."""
+    return {
         "measured": [each.measured for each in of],
         "predicted": [each.predicted for each in of],
         "error": [each.error for each in of],
     }
-    units = {"measured": "s", "predicted": "s", "error": "error"}
-    return Table("Compared with the log", columns, units, grouped="time")
 
 
 def per_engine(of: ServedRun) -> Table:
@@ -125,7 +140,8 @@ def requests(of: ServedRun, slo: Slo) -> Table:
         "ttft": times.ttft.tolist(),
         "tpot": [None if t != t else t for t in times.tpot.tolist()],
         "e2e": times.e2e.tolist(),
-        "good": kept(of.outcome, times, slo).tolist(),
+        "good": (~times.missed(RequestLimits.of(work, slo)).any_limit).tolist(),
+        "measured": of.summary.window.measures(np.array(records.arrival)[rows]).tolist(),
     }
     units: dict[str, str] = dict.fromkeys(("prompt", "output", "cached", "preempted"), "")
     units |= dict.fromkeys(("queue", "ttft", "tpot", "e2e"), "s")

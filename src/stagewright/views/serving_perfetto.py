@@ -57,7 +57,7 @@ def _request(of: Outcome, request: int) -> Iterator[str]:
 
 def _counters(nth: int, engine: Engine) -> Iterator[str]:
     """The state of an engine at the moments at which it was noted."""
-    for at, waiting, running, blocks in zip(*engine.samples, strict=True):
+    for at, waiting, running, blocks in zip(*engine.samples[:4], strict=True):
         ts = _micro(at)
         yield event(ph="C", pid=nth, ts=ts, name="running", args={"requests": running})
         yield event(ph="C", pid=nth, ts=ts, name="waiting", args={"requests": waiting})

@@ -9,9 +9,8 @@ from typing import Any
 from stagewright.errors import UserError
 from stagewright.texttable import Table
 from stagewright.time.simulate.breakdown import Breakdown
-from stagewright.time.simulate.step import SimulatedStep
+from stagewright.time.simulate.step import SimulatedStep, TracedStep
 from stagewright.time.simulate.timeline import TICK, Lane
-from stagewright.time.simulate.traced import TracedStep
 from stagewright.views.tables import of_class, of_rows
 
 _MOST_ROWS = 32
@@ -34,7 +33,8 @@ def parts(found: SimulatedStep | TracedStep) -> Table:
         return tuple(s / whole for s in seconds)
 
     rows: list[tuple[Any, ...]] = [(f"mean of {found.machine.gpus}", *shares(mean))]
-    of_lanes = [(lane, shares(of)) for lane, of in zip(found.line.lanes, found.parts, strict=True)]
+    pairs = zip(found.timeline.lanes, found.parts, strict=True)
+    of_lanes = [(lane, shares(of)) for lane, of in pairs]
     by_print = itertools.groupby(of_lanes, key=lambda row: tuple(f"{s:.1%}" for s in row[1]))
     groups = [list(group) for _, group in by_print]
     if len(of_lanes) > 1:
@@ -70,11 +70,11 @@ def transfers(found: SimulatedStep | TracedStep) -> Table:
 
 def tasks_in_time(found: SimulatedStep, lane: int) -> Table:
     """The tasks of a lane with the seconds at which each begins and ends, in the order of issue."""
-    count = len(found.line.lanes)
+    count = len(found.timeline.lanes)
     if not 0 <= lane < count:
         raise UserError(f"there is no lane {lane}; use 0 to {count - 1}")
-    of = found.line.lanes[lane]
-    table = of_class(f"Tasks of {lanes_in_words([of])}", found.line.program, of.rank_class)
+    of = found.timeline.lanes[lane]
+    table = of_class(f"Tasks of {lanes_in_words([of])}", found.timeline.program, of.rank_class)
     rows = of.issue.rows.tolist()
     columns = {name: [column[row] for row in rows] for name, column in table.columns.items()}
     times = {"begin": (of.begin * TICK).tolist(), "end": (of.end * TICK).tolist()}

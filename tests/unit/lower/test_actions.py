@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.lower.assembly.rank_values import representative_order
+from stagewright.lower.assembly.live_ranges import representative_order
 from stagewright.lower.assembly.work import assembled
 from stagewright.lower.compile import compile
-from stagewright.program.columns import CATEGORIES, Program, RankClass, Values
+from stagewright.program.columns import CATEGORIES, KINDS, Program, RankClass, Values
 from stagewright.program.memory import alive, deltas, peak_row
-from stagewright.program.rank_work import KINDS
 from stagewright.run.settings import Run
 
 SIZES = {"seq_length": 64, "micro_batch_size": 1, "vocab": 240, "layers": 8}
@@ -178,7 +177,7 @@ def test_a_few_microbatches_stand_for_all(name: str):
     lengths: list[list[int]] = []
     for count in (48, 96):
         settings = RUNS[name] | {"global_batch_size": count * RUNS[name].get("dp", 1)}
-        orders = [assembled(of).rank_order for of in program_of(settings).classes]
+        orders = [assembled(of).order for of in program_of(settings).classes]
         lengths.append([len(representative_order(order)[0].order.action) for order in orders])
     assert lengths[0] == lengths[1]
     assert max(lengths[0]) < 48

@@ -11,9 +11,8 @@ import pytest
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
-from stagewright.program.columns import COLLECTIVES, TaskKind, Tasks
+from stagewright.program.columns import COLLECTIVES, RankWork, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.rank_work import RankWork
 from stagewright.run.settings import Run
 from stagewright.schedule.actions import Action, Overlap, flat
 

@@ -18,12 +18,12 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import (
     Program,
     RankClass,
+    RankWork,
     TaskKind,
     Tasks,
 )
 from stagewright.program.communicators import Communicator, Peer
 from stagewright.program.fold import fold
-from stagewright.program.rank_work import RankWork
 from stagewright.run.settings import Run
 from stagewright.trace.formats import chakra
 
@@ -95,6 +95,7 @@ def test_some_ranks_have_the_partners_that_they_have_among_all(program: Program,
 
 
 @pytest.mark.numerics
+@settings(deadline=None)
 @given(worlds(), st.integers(1, 7))
 def test_groups_come_in_blocks_of_any_size(program: Program, block: int):
     blocks = list(program.group_chunks(size=block))

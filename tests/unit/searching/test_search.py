@@ -77,8 +77,9 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[float, int]]:
     table = {1: (4.0, 5), 2: (3.0, 6), 4: (2.0, 7), 8: (1.0, 20)}
 
     def fake(job: Any) -> Any:
-        seconds, peak = table[job.candidate.run(0).micro_batch_size]
-        return simulated._Result(job.number, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+        number, candidate = job
+        seconds, peak = table[candidate.run(0).micro_batch_size]
+        return simulated._Result(number, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
 
     monkeypatch.setattr(simulated, "_simulate_job", fake)
     return table
@@ -262,7 +263,7 @@ def test_ctrl_c_keeps_what_was_simulated(monkeypatch: pytest.MonkeyPatch):
     ends = [2]
 
     def stopping(job: Any) -> Any:
-        if job.number == ends[0]:
+        if job[0] == ends[0]:
             raise KeyboardInterrupt
         return real(job)
 
@@ -481,8 +482,9 @@ def test_choices_hold_simulated_figures(monkeypatch: pytest.MonkeyPatch):
     table = {1: (2.0, 5), 2: (5.0, 5), 3: (4.0, 20)}
 
     def fake(job: Any) -> Any:
-        seconds, peak = table[job.candidate.run(0).zero]
-        return simulated._Result(job.number, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+        number, candidate = job
+        seconds, peak = table[candidate.run(0).zero]
+        return simulated._Result(number, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
 
     monkeypatch.setattr(simulated, "_simulate_job", fake)
     columns = estimated([2.0, 3.0, 4.0], [5, 5, 5])
@@ -497,9 +499,10 @@ def test_a_refused_choice_says_why(monkeypatch: pytest.MonkeyPatch):
     rows = candidates(micro_batch_size=[4], tp=1, zero=[1, 3])
 
     def fake(job: Any) -> Any:
-        if job.candidate.run(0).zero == 3:
-            return simulated._Result(job.number, Figures.missing(1), "zero=3: deadlock")  # pyright: ignore[reportPrivateUsage]
-        return simulated._Result(job.number, figures([1.0], [5], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+        number, candidate = job
+        if candidate.run(0).zero == 3:
+            return simulated._Result(number, Figures.missing(1), "zero=3: deadlock")  # pyright: ignore[reportPrivateUsage]
+        return simulated._Result(number, figures([1.0], [5], exact=True), "")  # pyright: ignore[reportPrivateUsage]
 
     monkeypatch.setattr(simulated, "_simulate_job", fake)
     table = choices(search(rows))

@@ -47,3 +47,12 @@ def test_a_step_has_several_requests_where_positions_are_learned():
     found = capacity(10e9, model="gpt2", tokens=8192)
     assert found.bytes_per_token == few.bytes_per_token == 2 * 12 * 768 * 2
     assert few.blocks * 0.9 < found.blocks < few.blocks  # activations of eight times the tokens
+
+
+def test_weights_that_leave_no_room_are_named_with_what_would_help():
+    """DeepSeek-R1 in fp8 on four B200: not in 0.9 of 180 GB, but in 0.96."""
+    run = Run(model="deepseek-r1", mode="decode", tp=4, weight_precision="fp8")
+    model = resolve("deepseek-r1")
+    with pytest.raises(UserError, match=r"weights \(169 GB\).*in 162 GB of a GPU, .* takes 1 GB"):
+        kv_capacity(run, model, int(180e9 * 0.9), 8192)
+    assert kv_capacity(run, model, int(180e9 * 0.96), 8192).blocks > 1000

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.serving.compare_log import compare
+from stagewright.serving.compare_log import compare, measured_run
 from stagewright.serving.simulation import Outcome
 from stagewright.serving.workload import Records
-from stagewright.serving.workloads.logs import read_log
+from stagewright.serving.workloads import traces
 
 LOG = """arrival,prompt,output,ttft_ms,latency
 1.5,100,11,250,1.25
@@ -21,25 +21,23 @@ LOG = """arrival,prompt,output,ttft_ms,latency
 def test_a_log_is_a_workload_and_times(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text(LOG)
-    log = read_log(path)
-    assert list(log.workload.arrival) == [0.0, 0.5, 1.0]
-    assert list(log.workload.prompt) == [50, 100, 10]
-    assert log.ttft[:2] == pytest.approx([0.1, 0.25])
-    assert log.tpot[1] == pytest.approx(0.1)
-    assert np.isnan(log.tpot[[0, 2]]).all()  # one token; no answer
+    work, log = traces.read(path), measured_run(path)
+    assert list(work.arrival) == [0.0, 0.5, 1.0]
+    assert list(work.prompt) == [50, 100, 10]
+    assert log.times["ttft"][:2] == pytest.approx([0.1, 0.25])
+    assert log.times["tpot"][1] == pytest.approx(0.1)
+    assert np.isnan(log.times["tpot"][[0, 2]]).all()  # one token; no answer
 
 
 def test_errors_are_of_the_requests_that_were_answered(tmp_path):
     path = tmp_path / "log.csv"
     path.write_text(LOG)
-    log = read_log(path)
+    work, log = traces.read(path), measured_run(path)
     records = Records.of(3)
     records.arrival[:] = array("d", [0.0, 0.5, 1.0])
     records.first[:] = array("d", [0.2, 1.0, 9.0])
     records.finish[:] = array("d", [0.2, 3.0, 9.5])
-    found = {
-        (each.time, each.figure): each for each in compare(log, Outcome(log.workload, records, []))
-    }
+    found = {(each.name, each.figure): each for each in compare(log, Outcome(work, records, []))}
     assert found["ttft", "mean"].measured == pytest.approx(0.175)
     assert found["ttft", "mean"].predicted == pytest.approx(0.35)
     assert found["ttft", "mean"].error == pytest.approx(1.0)
@@ -59,4 +57,4 @@ def test_what_is_no_log_is_refused(tmp_path, text, says):
     path = tmp_path / "log.csv"
     path.write_text(text)
     with pytest.raises(UserError, match=says):
-        read_log(path)
+        measured_run(path)

@@ -6,7 +6,7 @@ import pytest
 from stagewright.model.layers import Reach
 from stagewright.run.lengths import COLUMNS, Cache, Group, attention_sums
 from stagewright.serving.steps.rows import kept_blocks
-from stagewright.serving.steps.terms import mean_sums
+from stagewright.serving.steps.step_table import mean_sums
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
-from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, accept
+from stagewright.serving.workload import NEVER_FITS, NOT_CUT, TOO_LONG, Workload, accept, with_past
 from stagewright.serving.workloads import traces
-from stagewright.serving.workloads.asked import workload_of
 from stagewright.serving.workloads.synthetic import (
     Arrivals,
     Conversations,
@@ -79,10 +79,10 @@ def test_rows_that_are_no_requests_are_counted(tmp_path):
         ("arrival,isl,osl\nnan,2,3\n", "arrival is 'nan'"),
         ("arrival,isl,osl\n1,2.5,3\n", "isl is '2.5', wanted a whole number"),
         ("arrival,isl,osl\n1,1e99,3\n", "isl is '1e99'"),
-        ("arrival,isl,osl\n1,99999999999,3\n", "wanted at most 2147483"),
-        ("arrival,isl\n1,2\n", "has arrival, isl; wanted a column output, osl"),
+        ("arrival,isl,osl\n1,99999999999,3\n", "wanted fewer than 2147483648"),
+        ("arrival,isl,osl\n1,2147483648,3\n", "wanted fewer than 2147483648"),
+        ("arrival,isl\n1,2\n", "has arrival, isl; wanted a column output, osl, output_len"),
         ("arrival,isl,osl,isl\n1,2,3,4\n", "line 1: several columns are 'isl'"),
-        ("timestamp,isl,osl\n1,2,3\n", "name the column arrival (seconds) or timestamp_ms"),
         ('{"arrival": 1, "isl": 2, "osl": 3', "line 1: not JSON"),
         ('{"arrival": true, "isl": 2, "osl": 3}', "arrival is True"),
         ('{"arrival": 1, "isl": 2, "osl": 3, "hash_ids": [1, 2.5]}', "hash_ids is [1, 2.5]"),
@@ -176,13 +176,17 @@ def test_what_no_engine_can_serve():
         {"burstiness": 2.0, "rate": 1.0},
         {"think_time": 2.0, "rate": 1.0},
         {"arrival": "constant", "concurrency": 1},
-        {"system_prompt": 9, "concurrency": 1},
-        {"turns": 2, "concurrency": 1},
+        {"burst_size": 2, "concurrency": 1},
+        {"system_prompt": 9, "isl": None, "osl": None, "requests": "trace.csv"},
+        {"turns": 2, "isl": None, "osl": None, "requests": "trace.csv"},
         {"range_ratio": 0.5, "isl": None, "osl": None, "requests": "trace.csv"},
         {"num_requests": 5, "isl": None, "osl": None, "requests": "profile.yaml"},
+        {"concurrency": 5, "isl": None, "osl": None, "requests": "profile.yaml"},
     ],
 )
-def test_a_setting_that_would_say_nothing_is_refused(more):
+def test_a_setting_that_would_say_nothing_is_refused(more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, "arrival,isl,osl\n1,2,3\n", "trace.csv")
     values = {"isl": 5, "osl": 5, **more}
     with pytest.raises(UserError, match=f"--{next(iter(more)).replace('_', '-')} is of"):
         workload_of(WorkloadSection(**values))
@@ -193,7 +197,9 @@ def test_a_setting_that_would_say_nothing_is_refused(more):
     [
         lambda: Arrivals(rate=0),
         lambda: Arrivals(rate=float("nan")),
+        lambda: with_past(open_loop(1, Arrivals(rate=1), LENGTHS), 2**31 - 50),
         lambda: Lengths(isl=0, osl=1),
+        lambda: Lengths(isl=1, osl=2**31),
         lambda: Lengths(isl=1, osl=1, range_ratio=2),
         lambda: open_loop(0, Arrivals(rate=1), LENGTHS),
         lambda: closed_loop(5, 0, LENGTHS),
@@ -202,3 +208,14 @@ def test_a_setting_that_would_say_nothing_is_refused(more):
 def test_bad_options_are_refused(make):
     with pytest.raises(UserError):
         make()
+
+
+def test_joins_do_not_wait_for_what_was_left_out():
+    work = Workload(
+        "fan-out", array("d", [0.0] * 5), array("i", [10, 10, 99, 10, 10]), array("i", [1] * 5),
+        after=array("i", [-1, 0, 0, 0, 0]), joins={3: (1, 2), 4: (2,)},
+    )  # fmt: skip
+    found = accept(work, max_model_len=50, tokens=1000)
+    assert found.rejected == {TOO_LONG: 1}
+    assert list(found.workload.after) == [-1, 0, 0, 0]
+    assert found.workload.joins == {2: (1,), 3: ()}

@@ -8,7 +8,9 @@ import pytest
 from stagewright.arrays import Bool
 from stagewright.lower.compile import compile
 from stagewright.run.settings import Run
-from stagewright.time.simulate.order import IssueOrder, crosses_actions, issue_rules, ordered
+from stagewright.time.simulate.expand import IssueOrder
+from stagewright.time.simulate.order import crosses_actions
+from stagewright.time.simulate.rules import issue_rules
 from stagewright.time.simulate.timeline import timeline
 from timed import RUNS, WAYS, one_unit
 
@@ -35,6 +37,6 @@ def test_tasks_of_a_rank_wait_for_what_they_wait_for_row_by_row(run: str, way: s
     seconds = [np.full(len(of.work.actions.tasks), 1e-6) for of in program.classes]
     for of, issue in zip(program.classes, timeline(program, seconds, how).issues, strict=True):
         rules = issue_rules(program, one_unit(of.work.tasks, how), how)
-        whole = ordered(rules.rows, rules.stream, rules.is_kernel, *rules.edges)
+        whole = IssueOrder.of(rules.rows, rules.stream, rules.is_kernel, rules.edges)
         assert np.array_equal(issue.rows, whole.rows)
         assert (closure(issue) == closure(whole)).all()

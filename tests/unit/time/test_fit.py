@@ -150,7 +150,7 @@ def test_both_groups_of_a_disaggregated_step_are_compared() -> None:
     settings: dict[str, Any] = {"mode": "decode", "tp": 8, "batch_size": 8, "context_length": 1024}
     found = sw.simulate("llama3.1-70b", "h100-sxm", **settings, prefill="tp=1")
     assert not found.fit.fits
-    assert found.fit.fullest.of.ranks.tolist() == [0]
+    assert found.fit.fullest.rank_class.ranks.tolist() == [0]
     assert sw.simulate("llama3.1-70b", "h100-sxm", **settings, prefill="tp=4").fit.fits
 
 

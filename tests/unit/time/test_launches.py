@@ -12,10 +12,10 @@ from stagewright.errors import UserError
 from stagewright.program.columns import PHASES, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.hardware import resolve
-from stagewright.time.simulate.host import HostWork
 from stagewright.time.simulate.launches import (
     COLLECTIVE_CHECK,
     LAUNCH_COSTS,
+    HostWork,
     host_work,
     launch_mode,
 )

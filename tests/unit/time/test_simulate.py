@@ -167,7 +167,7 @@ def test_progress_counts_the_tasks_of_all_classes() -> None:
     step = simulate(
         compiled, machine, factors={1: 1.5}, progress=lambda *counts: reports.append(counts)
     )
-    assert len(step.line.lanes) > len(compiled.program.classes)
+    assert len(step.timeline.lanes) > len(compiled.program.classes)
     assert len(reports) > 4
     assert reports == sorted(reports)
     assert {total for _, total in reports} == {

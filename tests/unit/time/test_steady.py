@@ -114,13 +114,13 @@ def test_70b_on_eight_gpus_has_next_to_no_bubble(tp: int, pp: int) -> None:
 
 def test_a_drained_step_is_that_of_the_program_alone() -> None:
     found = sw.simulate("gpt2", "h100-sxm", mode="decode", pp=2, pipeline_drain=True)
-    assert found.line.program is found.compiled.program
-    assert not found.line.steady
+    assert found.timeline.program is found.compiled.program
+    assert not found.timeline.steady
 
 
 @pytest.mark.parametrize("mode", ["prefill", "train"])
 def test_other_modes_are_drained(mode: str) -> None:
-    assert not sw.simulate("gpt2", "h100-sxm", mode=mode, pp=2).line.steady
+    assert not sw.simulate("gpt2", "h100-sxm", mode=mode, pp=2).timeline.steady
 
 
 def test_ranks_with_other_requests_and_a_straggler() -> None:
@@ -138,7 +138,7 @@ def test_ranks_with_other_requests_and_a_straggler() -> None:
 def test_perfetto_shows_one_step(tmp_path: Path) -> None:
     found = sw.simulate("llama3-8b", "h100-sxm", layers=4, pp=2, batch_size=8, **SETTINGS)
     out = tmp_path / "step.json"
-    write(found.line, str(out), "decode")
+    write(found.timeline, str(out), "decode")
     trace = json.loads(out.read_text())
     check(trace)
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["cat"] != "action"]

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from stagewright.arrays import Bool, Int
-from stagewright.time.simulate.order import KERNEL, LAUNCHED, Edges, IssueRules, Register
+from stagewright.time.simulate.order import Edges
+from stagewright.time.simulate.rules import KERNEL, LAUNCHED, IssueRules, Register
 from stagewright.time.simulate.transfer import (
     CARRIED,
-    LIVE_OUT,
-    LOCAL,
+    END,
     MESSAGE,
     REGISTER,
     Connections,
     Fragments,
     Port,
-    transfer_matrices,
+    transfer_matrix,
 )
 from stagewright.time.simulate.units import CarriedDeps
 
@@ -45,7 +45,7 @@ def fragments_of(rendezvous: tuple[int, ...] = ()) -> Fragments:
         registers=(LAUNCHED, KERNEL, STREAM),
         reads=(np.array(READS)[:, 0], np.array(READS)[:, 1]),
         writes=(np.zeros_like(registers), registers, positions), moves=(none, none, none),
-        limits=(), position=np.arange(SIZE),
+        position=np.arange(SIZE),
     )  # fmt: skip
 
     def mask(*at: int) -> Bool:
@@ -90,7 +90,7 @@ def direct(given: Given, launches: bool) -> dict[Port, int]:
         if launches and given.waits[at]:
             launched = max(launched, end[at])
     left = {Port(REGISTER, register): end[position] for register, position in WRITES}
-    return left | {Port(REGISTER, 0): launched, Port(LIVE_OUT, WANTED): end[WANTED]}
+    return left | {Port(REGISTER, 0): launched, Port(END, WANTED): end[WANTED]}
 
 
 def by_matrices(fragments: Fragments, given: Given, launches: bool) -> dict[Port, int]:
@@ -104,10 +104,7 @@ def by_matrices(fragments: Fragments, given: Given, launches: bool) -> dict[Port
     left = dict(given.begins)
     for number in fragments.by_unit[0]:
         fragment = fragments.fragments[number]
-        (group,) = (group for group in fragments.groups if number in group.indices)
-        ends = transfer_matrices(group, both[0], both[1], stacked).ends[1]  # pyright: ignore
-        which = group.indices.tolist().index(number)
-        matrix = ends[group.output_rows[which, : len(fragment.outputs)], : len(fragment.inputs)]
+        matrix = transfer_matrix(fragments, number, both[0], both[1], stacked).outputs[1]  # pyright: ignore
         begun = np.array([left[port] for port in fragment.inputs])
         outputs = dict(zip(fragment.outputs, (matrix + begun).max(axis=1).tolist(), strict=True))
         if fragment.is_rendezvous:
@@ -143,7 +140,7 @@ def test_a_rendezvous_is_a_fragment_of_its_own() -> None:
     ]
     assert left == [{0}, {0}, {0}, {0}, {0, 1, 2}]
     needed = [
-        {port.number for port in fragment.inputs if port.role == LOCAL}
+        {port.number for port in fragment.inputs if port.role == END}
         for fragment in fragments.fragments
     ]
     assert needed == [set(), {0}, {1, 2}, {2, 3}, {5, 6}]

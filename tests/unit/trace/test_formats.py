@@ -19,9 +19,16 @@ from handmade import read_messages
 from stagewright.algebra.layout import Mesh
 from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
-from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind, Tasks
+from stagewright.program.columns import (
+    COLLECTIVES,
+    PHASES,
+    Program,
+    RankClass,
+    RankWork,
+    TaskKind,
+    Tasks,
+)
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.rank_work import RankWork
 from stagewright.trace.formats import chakra, et_def, wire
 from stagewright.trace.formats import json as readable
 

@@ -23,9 +23,8 @@ from stagewright.algebra.layout import Mesh
 from stagewright.cli.main import main
 from stagewright.errors import UserError
 from stagewright.executors import ray_cluster
-from stagewright.program.columns import PHASES, Program, RankClass, TaskKind, Tasks
+from stagewright.program.columns import PHASES, Program, RankClass, RankWork, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.rank_work import RankWork
 from stagewright.trace.formats import chakra
 from stagewright.trace.storage import LocalFolder
 from stagewright.trace.write import write

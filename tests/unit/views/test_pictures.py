@@ -214,20 +214,20 @@ def test_memory_of_stages_has_one_scale():
 
 def test_the_timeline_holds_more_than_is_drawn():
     found = sw.simulate("llama3-8b", "h100-sxm", layers=4, seq_length=512, tp=2, pp=2)
-    data = timeline.data(found.line)
+    data = timeline.data(found.timeline)
     for lane in data["lanes"]:
         for text in lane["shares"]:
             plain = re.sub(r"(.)\((\d+)\)", lambda run: run[1] * int(run[2]), text)
             assert len(plain) == data["columns"]
             assert set(plain) <= set(data["levels"])
-    lane, line = data["lanes"][0], found.line.lanes[0]
+    lane, line = data["lanes"][0], found.timeline.lanes[0]
     busy = sum(
         data["levels"].index(c) / 63
         for text in lane["shares"][: lane["kernels"]]
         for c in re.sub(r"(.)\((\d+)\)", lambda run: run[1] * int(run[2]), text)
     )
     kernels = float((line.end - line.begin)[line.main].sum())
-    assert busy / data["columns"] == pytest.approx(kernels / found.line.ticks, rel=0.02)
+    assert busy / data["columns"] == pytest.approx(kernels / found.timeline.ticks, rel=0.02)
 
 
 def test_areas_reach_as_high_as_what_is_held():
@@ -249,15 +249,15 @@ def test_areas_reach_as_high_as_what_is_held():
 
 def test_a_strip_is_filled_as_much_as_time_is():
     found = sw.simulate("llama3-8b", "h100-sxm", layers=4, seq_length=512, tp=2, pp=2)
-    lane = found.line.lanes[0]
-    edges = np.linspace(0, found.line.ticks, 18)
+    lane = found.timeline.lanes[0]
+    edges = np.linspace(0, found.timeline.ticks, 18)
     mine = lane.main
     shares = timeline._busy(lane, mine, edges)
     pairs = list(zip(lane.begin[mine].tolist(), lane.end[mine].tolist(), strict=True))
     for low, high, share in zip(edges, edges[1:], shares, strict=False):
         inside = sum(max(0.0, min(end, high) - max(begin, low)) for begin, end in pairs)
         assert share == pytest.approx(inside / (high - low), abs=1e-6)
-    root(timeline.picture(found.line))
+    root(timeline.picture(found.timeline))
 
 
 @pytest.mark.parametrize(("most", "about"), [(1, 5), (81e9, 5), (3e-5, 6), (7.0, 8), (1e-12, 5)])

@@ -15,9 +15,8 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import exact_sum
 from stagewright.model.presets import PRESETS
 from stagewright.numbers import quantity, spans
-from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
+from stagewright.program.columns import Program, RankClass, RankWork, TaskKind, Tasks
 from stagewright.program.communicators import Communicator, Peer
-from stagewright.program.rank_work import RankWork
 from stagewright.run.settings import Run
 from stagewright.schedule.generators import gpipe
 from stagewright.trace.recorded import manifest
@@ -208,7 +207,7 @@ def test_quantity(number: int, expected: str):
 
 @given(st.sets(st.integers(0, 60)))
 def test_spans_name_every_rank_once(ranks: set[int]):
-    words = spans(sorted(ranks), most=100).split(", ") if ranks else []
+    words = spans(sorted(ranks), limit=100).split(", ") if ranks else []
     found = [w.split("-") for w in words]
 
     assert [r for w in found for r in range(int(w[0]), int(w[-1]) + 1)] == sorted(ranks)

@@ -54,7 +54,7 @@ def simulate(
         from stagewright.views.perfetto import write
 
         title = _title(simulation)
-        write(simulation.line, perfetto, title)
+        write(simulation.timeline, perfetto, title)
     price = experiment.cluster.price
     if as_json:
         from stagewright.views.summary import held_in_memory
@@ -94,7 +94,7 @@ def _traced(
     if perfetto is not None:
         from stagewright.views.perfetto import write
 
-        write(found.line, perfetto, f"{traced.describe()}; on {machine}")
+        write(found.timeline, perfetto, f"{traced.describe()}; on {machine}")
     if as_json:
         shared.print_json(found.summary())
         return shared.code_of(found.fit)
@@ -125,7 +125,7 @@ def _title(simulation: SimulatedStep) -> str:
     """Run with its execution, and the machine."""
     from stagewright.run.experiment import describe
 
-    run, execution = simulation.compiled.run, simulation.line.execution
+    run, execution = simulation.compiled.run, simulation.timeline.execution
     return f"{describe(run, execution)} on {simulation.machine}"
 
 
@@ -226,7 +226,7 @@ def memory_line(fit: Fit) -> str:
     when = "" if seconds is None else f", after {duration(seconds)}"
     return (
         f"memory: at most {held} of {room}{'' if fit.fits else ': it does not fit'} "
-        f"(pipeline rank {fit.fullest.of.pipeline_rank}{when})"
+        f"(pipeline rank {fit.fullest.rank_class.pipeline_rank}{when})"
     )
 
 

@@ -1,13 +1,22 @@
 """From blocks as tasks and the order of a schedule to the program of every rank.
 
-| type | made by | what it is |
+| class | module | what it is, in the order in which they are made |
 |---|---|---|
-| `Placed` | `lowered_block` | kernels of a block, placed in the pipeline |
-| `Segment` | `stages` (`ActionRows`) | rows of a stage class in one direction |
-| `Actions` | `distinct_actions` (`ActionTable`) | rows of all distinct actions |
-| `RankOrder` | `rank_order` | copies of actions that a rank executes |
-| `AssembledWork` | `work` | rows (`expand`) and memory (`live_ranges`, `rank_values`) of a rank |
-| `Program` | `assemble` | all rank classes |
+| `LoweredBlock`, `StageBlock` | `lowered_block` | tasks of a block; the block in a stage |
+| `Stage` | `stages` | rows of a stage: three `Segment`s, forward, backward and updates |
+| `StageValues` | `stage_values` | values of a stage, and the rows that touch each |
+| `ActionTable` | `distinct_actions` | rows of all distinct actions, copied from those of segments |
+| `RankSchedule`, `RankOrder` | `rank_order` | actions of a rank; copies that execute them |
+| `ValueColumns` | `live_ranges` | values of a rank: their live ranges, bytes by action |
+| `AssembledWork` | `work` | work of a rank class: rows, values and memory when they are read |
+
+`assemble` calls these in order. Stages with equal blocks share a `Stage` (`StageKey`); those whose
+messages go equally far are of one *stage class* of a program. Segments, actions and the table do
+not know how many microbatches, ranks or stages copy them.
+
+A `RowRefs` is how rows refer to rows before ranks and microbatches are known: a stage on the same
+rank, a part of the pass, a row of its segment. `habit` has the points where frameworks differ,
+`optimizer_step` the last action of a rank, `streams` the ordering edges that traces need.
 
 Coordinates: `segment_row` is a row of a `Segment`, `row` a row of `Actions.tasks` or of a rank,
 `local_stage` the index of a stage on its rank.

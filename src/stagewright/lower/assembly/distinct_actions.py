@@ -1,4 +1,4 @@
-"""Distinct actions of a program: rows of stages combined once, for all ranks and stages.
+"""Rows of the distinct actions of a program: rows of segments combined once, for all copies.
 
 A `StagePart` has rows of one stage's segment in one direction. An action is one part, or two that
 overlap; the optimizer action is the last action of a rank. Equal actions have parts of equal stage
@@ -7,51 +7,50 @@ class, kind, `once_per_step` and `gathers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Bool, Int
-from stagewright.lower.assembly.optimizer_step import OptimizerStep
-from stagewright.lower.assembly.rank_schedule import (
+from stagewright.algebra.layout import MIRROR
+from stagewright.arrays import Bool, Int, distinct_numbers, entries_of, offsets
+from stagewright.graph.node import BYTES
+from stagewright.lower.assembly.optimizer_step import ClipNorm, optimizer_step
+from stagewright.lower.assembly.segments import (
     FORWARD,
     HAS_PASS_PART,
     INPUT_HALF,
+    OPTIMIZER,
     PASS_PARTS,
     UNSHARD,
     WEIGHT_HALF,
+    Interner,
+    RowRefs,
+    Segment,
+    StageLabels,
+    row_layers,
+    row_names,
 )
-from stagewright.lower.assembly.segments import DTYPES, Interner, Owner, Segment, Tables
-from stagewright.lower.assembly.stages import Stage
-from stagewright.program.columns import Tasks
-from stagewright.program.rank_work import KINDS, Actions
+from stagewright.lower.assembly.stages import Stage, shifted
+from stagewright.lower.kernels.kernel import TIED, Kernel
+from stagewright.program.columns import COLLECTIVES, PHASES, Actions, Shape, TaskKind, Tasks
+from stagewright.program.communicators import Communicator, Peer
+
+DTYPES = tuple(BYTES)
 
 
 class StagePart(NamedTuple):
-    """Part of an action that belongs to one stage."""
+    """Part of an action that belongs to one stage, or the optimizer action."""
 
     stage_class: int
+    """Of `OPTIMIZER`, index of the optimizer action."""
     kind: int
-    """Index into `KINDS`."""
+    """Index into `KINDS`, or `OPTIMIZER`."""
     once_per_step: bool
     """Has the rows once per step."""
     gathers: bool
     """Gathers the weights that it uses; else an earlier action has."""
-
-    @staticmethod
-    def codes(stage_class: Int, kind: Int, once_per_step: Bool, gathers: Bool) -> Int:
-        """Encode parts as numbers."""
-        return ((stage_class * len(KINDS) + kind) * 2 + once_per_step) * 2 + gathers
-
-    @classmethod
-    def from_code(cls, code: int) -> StagePart:
-        """Decode a number of `codes`."""
-        code, gathers = divmod(code, 2)
-        code, once_per_step = divmod(code, 2)
-        return cls(*divmod(code, len(KINDS)), bool(once_per_step), bool(gathers))
 
     @property
     def forward(self) -> bool:
@@ -59,387 +58,317 @@ class StagePart(NamedTuple):
         return self.kind in (FORWARD, UNSHARD)
 
 
-def rows_of_half(stage: Stage, kind: int) -> Bool:
+def rows_of_half(backward: Segment, kind: int) -> Bool:
     """Mask of the rows of a stage's backward that actions of a kind have."""
-    weight = stage.backward.weight_half
+    weight = backward.weight_half
     return {INPUT_HALF: ~weight, WEIGHT_HALF: weight}.get(kind, np.ones_like(weight))
 
 
-def _rows_of_part(stage: Stage, part: StagePart) -> Bool:
-    """Mask of the rows of the segment that a part has."""
-    segment = stage.forward if part.forward else stage.backward
+def _rows_of_part(segment: Segment, part: StagePart) -> Int:
+    """Rows of the segment that a part has."""
     if part.kind == UNSHARD:
         mask = segment.once_per_step | segment.gathers
-    elif part.kind == FORWARD:
-        mask = np.ones(len(segment), dtype=bool)
     else:
-        mask = rows_of_half(stage, part.kind)
-    return mask & (part.once_per_step | ~segment.once_per_step) & (part.gathers | ~segment.gathers)
+        mask = rows_of_half(segment, part.kind)
+    mask = mask & (part.once_per_step | ~segment.once_per_step)
+    return np.flatnonzero(mask & (part.gathers | ~segment.gathers))
 
 
-class PartRows(NamedTuple):
-    """Rows of a part in an action."""
-
-    part: StagePart
-    part_index: int
-    """1: the second of two that overlap."""
-    segment_row: Int
-    """Rows of the segment that the part has."""
-    offset: Int
-    """By these rows, the distance from the begin of the action."""
-
-
-def _part_rows(stages: Sequence[Stage], parts: Sequence[StagePart]) -> list[PartRows]:
-    """Rows of the parts of an action.
+def _interleaved(segments: Sequence[Segment], rows: Sequence[Int]) -> list[Int]:
+    """Rows of parts, counted from the begin of their action.
 
     Overlapping parts alternate at kernels that wait for communication.
     """
-    rows = [np.flatnonzero(_rows_of_part(stages[part.stage_class], part)) for part in parts]
-    segments = [_segment(stages, part) for part in parts]
     turn = [
-        np.cumsum(segment.waits_for_comm[r]) * len(parts) + i
+        np.cumsum(segment.waits_for_comm[r]) * len(rows) + i
         for i, (segment, r) in enumerate(zip(segments, rows, strict=True))
     ]
     order = np.argsort(np.concatenate(turn), kind="stable")
     offset = np.empty_like(order)
     offset[order] = np.arange(len(order))
-    offsets = np.split(offset, np.cumsum([len(r) for r in rows])[:-1])
-    return [
-        PartRows(part, i, r, part_offset)
-        for i, (part, r, part_offset) in enumerate(zip(parts, rows, offsets, strict=True))
-    ]
+    return np.split(offset, np.cumsum([len(r) for r in rows])[:-1])
 
 
-def _segment(stages: Sequence[Stage], part: StagePart) -> Segment:
-    """Segment of a part."""
-    stage = stages[part.stage_class]
-    return stage.forward if part.forward else stage.backward
+class KernelColumns:
+    """Columns of a row that its kernel decides, and the tables that these index.
+
+    Tables are numbered in the order of the kernels.
+    """
+
+    COLUMNS: Mapping[str, type[np.integer[Any]]] = {
+        "kind": np.uint8, "op": np.int32, "phase": np.uint8, "flops": np.int64,
+        "traffic": np.int64, "collective": np.int8, "dtype": np.int8, "comm_bytes": np.int64,
+        "slot": np.int16, "shape": np.int32,
+    }  # fmt: skip
+
+    def __init__(self, pipeline_ranks: int, tied_ranks: Mapping[str, tuple[int, ...]]) -> None:
+        """`tied_ranks`: pipeline ranks that have a copy of each tied table."""
+        self._pipeline_ranks, self._tied_ranks = pipeline_ranks, tied_ranks
+        self.kernels, self.ops, self.shapes = Interner[Kernel](), Interner[str](), Interner[Shape]()
+        self.communicators, self.peers = Interner[Communicator](), Interner[Peer]()
+
+    def of_rows(self, kernels: Int) -> dict[str, NDArray[Any]]:
+        """Columns of rows with these numbers of kernels."""
+        rows = [self._row(t) for t in self.kernels.table]
+        table = np.array(rows, dtype=np.int64).reshape(-1, len(self.COLUMNS)).T
+        return {
+            name: column.astype(dtype)[kernels]
+            for (name, dtype), column in zip(self.COLUMNS.items(), table, strict=True)
+        }
+
+    def _row(self, t: Kernel) -> tuple[int, ...]:
+        """Columns of a kernel, in the order of `COLUMNS`."""
+        return (
+            t.kind,
+            self.ops(t.op),
+            PHASES.index(t.phase),
+            t.flops,
+            t.traffic,
+            COLLECTIVES.index(t.op) if t.kind is TaskKind.COLLECTIVE else -1,
+            DTYPES.index(t.dtype) if t.dtype else 0,
+            t.comm_bytes,
+            self._slot(t),
+            self.shapes(t.shape) if t.shape else -1,
+        )
+
+    def _slot(self, t: Kernel) -> int:
+        """Communicator or peer of a task, or communicator of a kernel's stream; -1: none."""
+        if t.kind == TaskKind.COMPUTE and t.axes:
+            return self.communicators(Communicator(t.axes))
+        if t.kind == TaskKind.COLLECTIVE:
+            # With two pipeline ranks, the replicas of a stage are all the ranks of the pipeline.
+            pairs = "pp" if self._pipeline_ranks == 2 else MIRROR
+            group = Communicator(tuple(sorted(pairs if a == MIRROR else a for a in t.axes)))
+            if t.axes[0] == TIED:
+                ranks = self._tied_ranks[t.axes[1]]
+                group = Communicator(("pp",), ranks if len(ranks) < self._pipeline_ranks else None)
+            return self.communicators(group)
+        if t.kind in (TaskKind.SEND, TaskKind.RECV):
+            return self.peers(Peer(t.axes[0], t.shift))
+        return -1
 
 
-# ---- the table -----------------------------------------------------------------------------------
-
-
-class RowDeps(NamedTuple):
-    """Dependencies of rows as columns: [dependencies]."""
-
-    pass_part: Int
-    """Half of the source: 0 forward, 1 input, 2 weight; -1: optimizer."""
-    once_per_step: Bool
-    """True if the source is in the action with the rows once per step."""
-    stage: Int
-    """Distance to the stage of the source; of the optimizer action, index of the rank's stage."""
-    segment_row: Int
-
-    def take(self, entries: Int) -> RowDeps:
-        """Select some dependencies."""
-        pass_part, once, stage, row = self
-        return RowDeps(pass_part[entries], once[entries], stage[entries], row[entries])
-
-
-class StageLabels(NamedTuple):
-    """Number of a stage, and layers and labels of its blocks."""
-
-    stage: int
-    layers: tuple[int, ...]
-    labels: tuple[str, ...]
-
-    def row_names(self, segment: Segment) -> Iterator[str]:
-        """Names of the rows of a segment."""
-        blocks: list[int] = segment.block.tolist()
-        for block, t in zip(blocks, segment.kernels, strict=True):
-            yield t.name if block < 0 else f"{self.labels[block]}.{t.name}"
-
-    def layers_of_blocks(self, block: Int) -> Int:
-        """Layers of blocks; -1 of block -1."""
-        return np.array([*self.layers, -1], dtype=np.int64)[block]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class ActionTable:
-    """Distinct actions of a program, and the segment rows that their rows are copies of."""
+    """Distinct actions of a program, and the segment rows that their rows are copies of.
 
-    actions: Actions
-    stages: Sequence[Stage]
-    """By stage class."""
-    optimizer_steps: Sequence[OptimizerStep]
-    """Rows of the optimizer actions, `first_optimizer` and later ones."""
-    first_optimizer: int
-    part_rows: Sequence[PartRows]
-    part_rows_of: Int
-    """Index into `part_rows` of each part of an action: [actions before `first_optimizer`, 2]."""
-    offsets: Int
-    """Offset in the action, by segment row of each of `part_rows`; -1: absent."""
-    first_offset: Int
-    """First of the offsets of each of `part_rows`."""
-    backward: Bool
-    """[rows]: True in a stage's backward."""
-    segment_row: Int
-    """[rows]: row in the segment, or in the optimizer action."""
-    deps: RowDeps
-    dep_part: Int
-    """[dependencies]: part of the row that depends."""
-    pipeline_peers: Sequence[int]
-    """Slots of peers along the pipeline."""
-    labels: Sequence[StageLabels]
-    """By stage class, the stage whose columns `actions` has."""
-
-    def offset(self, part_rows: Int, segment_row: Int) -> Int:
-        """Offset in the action; -1: absent."""
-        return self.offsets[self.first_offset[part_rows] + segment_row]
-
-    @property
-    def max_messages(self) -> int:
-        """Largest number of messages of one action along one axis."""
-        return max(stage.num_messages for stage in self.stages)
-
-
-class TableBuilder:
-    """Builds the rows of distinct actions.
-
-    Rows are gathered from the concatenated segments: by stage class those of forward and of
-    backward, then those of optimizer actions.
+    `segments` are, by stage class, those of forward and of backward, then those of the optimizer
+    actions. Row `i` of `actions.tasks` is row `segment_row[i]` of segment `segment[i]`. Each part
+    of an action has a number, and has each row of its segment once or not at all.
     """
 
     def __init__(
         self,
         stages: Sequence[Stage],
+        labels: Sequence[StageLabels],
+        rank_classes: Sequence[tuple[int, ...]],
         actions: Sequence[tuple[StagePart, ...]],
-        optimizer_steps: Sequence[OptimizerStep],
-        neighbours: Mapping[tuple[int, int], int],
+        optimizers: Sequence[tuple[int, ...]],
+        clip: ClipNorm | None,
+        columns: KernelColumns,
     ) -> None:
-        """Lay out the rows of all actions.
+        """`stages` and `labels`: by stage class; `rank_classes`: those of the ranks' stages.
 
-        `neighbours`: by stage class and distance, the class of a stage on the same rank that
-        exchanges values in memory.
+        `optimizers`: classes of the stages of each optimizer action.
         """
-        self.stages, self.actions, self.optimizer_steps = stages, actions, optimizer_steps
-        self._neighbours = neighbours
-        self.segments = [s for stage in stages for s in (stage.forward, stage.backward)]
-        self._segment_begin = _begins([*map(len, self.segments), *map(len, optimizer_steps)])
-        self.part_rows: list[PartRows] = []
-        self.part_rows_of = np.full((len(self.actions), 2), -1, dtype=np.int64)
+        self.stages = stages
+        self.labels = labels
+        """By stage class, the stage whose columns `actions` has."""
+        steps = {classes: optimizer_step([stages[c] for c in classes], clip)
+                 for classes in dict.fromkeys(optimizers)}  # fmt: skip
+        self.segments = [x for stage in stages for x in (stage.forward, stage.backward)]
+        self.segments += [steps[classes] for classes in optimizers]
+        self._classes = [(c,) for c in range(len(stages)) for _ in range(2)] + [*optimizers]
+        """By segment, the classes of its stages."""
+        self.first_optimizer = len(actions)
+        """First of the optimizer actions."""
+        optimizer_parts = (StagePart(i, OPTIMIZER, True, True) for i in range(len(optimizers)))
+        self._lay_out([*actions, *((part,) for part in optimizer_parts)])
+        self._build(self._kernels(rank_classes, columns), columns)
+        self.communicators = tuple(columns.communicators.table)
+        self.peers = tuple(columns.peers.table)
+        self.pipeline_peers = [slot for slot, peer in enumerate(self.peers) if peer.axis == "pp"]
+        """Slots of peers along the pipeline."""
+        self.max_messages = max(stage.num_messages for stage in stages)
+        """Largest number of messages of one action along one axis."""
+
+    def optimizer_step(self, index: int) -> Segment:
+        """Rows of an optimizer action."""
+        return self.segments[2 * len(self.stages) + index]
+
+    def _segment_of(self, part: StagePart) -> int:
+        """Index of the segment that a part has rows of."""
+        if part.kind == OPTIMIZER:
+            return 2 * len(self.stages) + part.stage_class
+        return 2 * part.stage_class + (not part.forward)
+
+    def row_in_action(self, part: Int, segment_row: Int) -> Int:
+        """Rows, counted from the begin of the action, of segment rows of parts; -1: absent."""
+        return self._row_in_action[self._first[part] + segment_row]
+
+    # ---- rows ------------------------------------------------------------------------------------
+
+    def _lay_out(self, actions: Sequence[tuple[StagePart, ...]]) -> None:
+        """Lay out the rows of all actions."""
+        self._parts = [part for parts in actions for part in parts]
+        part_segment = [self._segment_of(part) for part in self._parts]
+        num_parts = np.array([len(parts) for parts in actions], dtype=np.int64)
+        self._action_of_part = np.repeat(np.arange(len(actions)), num_parts)
+        first = offsets(num_parts)
+        self.part_number = np.full((len(actions), 2), -1, dtype=np.int64)
+        """Number of each part of an action: [actions, 2]."""
+        self.part_number[:, 0] = first[:-1]
+        self.part_number[num_parts == 2, 1] = first[1:][num_parts == 2] - 1
+        rows: list[Int] = []
+        within: list[Int] = []
         sizes: list[int] = []
-        for action, parts in enumerate(self.actions):
-            rows = _part_rows(self.stages, parts)
-            first = len(self.part_rows)
-            self.part_rows_of[action, : len(rows)] = np.arange(first, first + len(rows))
-            self.part_rows += rows
-            sizes.append(sum(len(p.segment_row) for p in rows))
-        self.begin = _begins([*sizes, *map(len, self.optimizer_steps)])
-        self.total = int(self.begin[-1])
-        self.optimizer_begin = int(self.begin[len(self.actions)])
-        codes = [2 * p.part.stage_class + (not p.part.forward) for p in self.part_rows]
-        self._segment = np.array(codes, dtype=np.int64)
-        self.first_offset = _begins([len(self.segments[s]) for s in codes])
-        self.offsets = np.full(int(self.first_offset[-1]), -1, dtype=np.int64)
-        self._action = np.repeat(np.arange(len(sizes)), [len(parts) for parts in self.actions])
-        source, part_rows, part = (np.zeros(self.total, dtype=np.int64) for _ in range(3))
-        for i, p in enumerate(self.part_rows):
-            row = self.begin[self._action[i]] + p.offset
-            source[row] = self._segment_begin[self._segment[i]] + p.segment_row
-            part_rows[row], part[row] = i, p.part_index
-            self.offsets[self.first_offset[i] + p.segment_row] = p.offset
-        optimizer_rows = self._segment_begin[[len(self.segments), -1]].tolist()
-        source[self.optimizer_begin :] = np.arange(*optimizer_rows)
-        self._source, self._part_rows, self._part = source, part_rows, part
+        for action, parts in enumerate(actions):
+            of_action = slice(first[action], first[action + 1])
+            segments = [self.segments[s] for s in part_segment[of_action]]
+            rows += [_rows_of_part(s, p) for s, p in zip(segments, parts, strict=True)]
+            within += _interleaved(segments, rows[of_action])
+            sizes.append(sum(map(len, rows[of_action])))
+        begin = offsets(sizes)
+        self._first = offsets([len(self.segments[s]) for s in part_segment])
+        self._row_in_action = np.full(int(self._first[-1]), -1, dtype=np.int64)
+        segment, segment_row, self._part, part_index = np.zeros((4, begin[-1]), dtype=np.int64)
+        for i, (part_rows, row_in_action) in enumerate(zip(rows, within, strict=True)):
+            action = int(self._action_of_part[i])
+            row = begin[action] + row_in_action
+            segment[row], segment_row[row], self._part[row] = part_segment[i], part_rows, i
+            part_index[row] = i - first[action]
+            self._row_in_action[self._first[i] + part_rows] = row_in_action
+        self.begin, self.segment, self.segment_row = begin, segment, segment_row
+        self._part_index = part_index
+        self._source = offsets([*map(len, self.segments)])[segment] + segment_row
+        """By row, the row of the concatenated segments."""
 
-    def table(
-        self, tables: Tables, kernels: Sequence[Sequence[int]], labels: Sequence[StageLabels]
-    ) -> ActionTable:
-        """Build the table.
+    def _kernels(
+        self, rank_classes: Sequence[tuple[int, ...]], columns: KernelColumns
+    ) -> Sequence[Int]:
+        """Numbers of the kernels of each segment, in the order that traces have.
 
-        `kernels`: numbers of the kernels of each segment and optimizer step; `labels` by stage
-        class.
+        Rank by rank: forwards from the first stage on, backwards from the last one on; then the
+        optimizer actions.
         """
-        data_ptr, entry = self._entries()
-        reader = np.repeat(np.arange(self.total), np.diff(data_ptr))
-        deps = self._segment_deps().take(entry)
-        data, carried = self._dep_rows(reader, deps)
-        kernel = np.concatenate([np.asarray(k, dtype=np.int64) for k in kernels])[self._source]
-        columns: dict[str, NDArray[Any]] = {
-            name: column[kernel] for name, column in tables.kernel_columns().items()
-        }
+        order: dict[int, None] = {}
+        for classes in rank_classes:
+            order |= dict.fromkeys(2 * c for c in classes)
+            order |= dict.fromkeys(2 * c + 1 for c in reversed(classes))
+        order |= dict.fromkeys(range(2 * len(self.stages), len(self.segments)))
+        kernels: dict[int, Int] = {}
+        for s in order:
+            tasks = self.segments[s].kernels
+            if s < 2 * len(self.stages):
+                tasks = shifted(self.segments[s], self.labels[s // 2].shifts)
+            kernels[s] = columns.kernels.ids(tasks)
+        return [kernels[s] for s in range(len(self.segments))]
+
+    def _build(self, kernels: Sequence[Int], columns: KernelColumns) -> None:
+        """Build the columns of all rows."""
+        counts = [np.bincount(s.deps.reader, minlength=len(s)) for s in self.segments]
+        num_deps = np.concatenate(counts)
+        reader, entry = entries_of(offsets(num_deps), self._source)
+        self.deps = RowRefs.concatenate([s.deps for s in self.segments]).take(entry)
+        """[dependencies]: the rows that are read, as segments refer to them."""
+        data, carried = self._dep_rows(reader)
+        self.dep_part = self._part_index[reader]
+        """[dependencies]: part of the row that depends, 0 or 1."""
+        kernel_columns = columns.of_rows(np.concatenate(kernels)[self._source])
+        placeholder = 2 * self._action_of_part[self._part] + self._part_index
+        unshard = np.array([part.kind == UNSHARD for part in self._parts])[self._part]
+        once = unshard | self._column([s.once_per_step for s in self.segments])
         tasks = Tasks(
-            **columns,
-            **self._label_columns(labels),
-            microbatch=self._microbatch().astype(np.int32),
-            tag=self._column("tag", -1).astype(np.int32),
-            data_ptr=data_ptr,
+            **kernel_columns,
+            **self._label_columns(),
+            microbatch=np.where(once, -1, placeholder).astype(np.int32),
+            tag=self._column([s.tag for s in self.segments]).astype(np.int32),
+            data_ptr=offsets(num_deps[self._source]),
             data=data.astype(np.int32),
-            order_ptr=np.zeros(self.total + 1, dtype=np.int64),
+            order_ptr=np.zeros(len(self.segment) + 1, dtype=np.int64),
             order=np.zeros(0, dtype=np.int32),
-            ops=tuple(tables.ops.table),
+            ops=tuple(columns.ops.table),
             dtypes=DTYPES,
-            shapes=tuple(tables.shapes.table),
+            shapes=tuple(columns.shapes.table),
         )
-        backward, end = np.zeros(self.total, dtype=bool), self.optimizer_begin
-        backward[:end] = (self._segment % 2 == 1)[self._part_rows[:end]]
-        segment = np.searchsorted(self._segment_begin, self._source, side="right") - 1
-        return ActionTable(
-            actions=Actions(tasks, self.begin, self._part, carried),
-            stages=self.stages,
-            optimizer_steps=self.optimizer_steps,
-            first_optimizer=len(self.actions),
-            part_rows=self.part_rows,
-            part_rows_of=self.part_rows_of,
-            offsets=self.offsets,
-            first_offset=self.first_offset,
-            backward=backward,
-            segment_row=self._source - self._segment_begin[segment],
-            deps=deps,
-            dep_part=self._part[reader],
-            pipeline_peers=[slot for peer, slot in tables.peers.table.items() if peer.axis == "pp"],
-            labels=labels,
-        )
+        self.actions = Actions(tasks, self.begin, self._part_index, carried)
 
-    # ---- columns ---------------------------------------------------------------------------------
+    def _column(self, of_segments: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """Column by row, from those of the segments."""
+        return np.concatenate(of_segments)[self._source]
 
-    def _column(self, name: str, optimizer: int) -> NDArray[Any]:
-        """Column of the segments, by row; `optimizer`: value of rows of optimizer actions."""
-        columns = [getattr(segment, name) for segment in self.segments]
-        columns.append(np.full(self.total - self.optimizer_begin, optimizer))
-        return np.concatenate(columns)[self._source]
-
-    def _microbatch(self) -> Int:
-        """Distinct placeholder per part; -1: once per step."""
-        kinds = np.array([p.part.kind for p in self.part_rows], dtype=np.int64)
-        part_index = np.array([p.part_index for p in self.part_rows], dtype=np.int64)
-        placeholder = np.where(kinds == UNSHARD, -1, 2 * self._action + part_index)
-        microbatch, end = np.full(self.total, -1, dtype=np.int64), self.optimizer_begin
-        microbatch[:end] = placeholder[self._part_rows[:end]]
-        return np.where(self._column("once_per_step", 1).astype(bool), -1, microbatch)
-
-    def _label_columns(self, labels: Sequence[StageLabels]) -> dict[str, Any]:
+    def _label_columns(self) -> dict[str, Any]:
         """Names, stages and layers."""
         interner = Interner[str]()
-        name: list[int] = []
-        stage: list[Int] = []
-        layer: list[Int] = []
-        for s, segment in enumerate(self.segments):
-            stage_labels = labels[s // 2]
-            name += interner.ids(stage_labels.row_names(segment))
-            stage.append(np.full(len(segment), stage_labels.stage))
-            layer.append(stage_labels.layers_of_blocks(segment.block))
-        next_stage = 1 + max((label.stage for label in labels), default=0)
-        for rows in self.optimizer_steps:
-            classes = rows.stage_classes
-            rank_labels = [labels[c] for c in classes]
-            name += interner.ids(optimizer_names(rank_labels, rows))
+        names: list[Int] = []
+        stages: list[Int] = []
+        layers: list[Int] = []
+        next_stage = 1 + max((label.stage for label in self.labels), default=0)
+        for segment, classes in zip(self.segments, self._classes, strict=True):
+            labels = [self.labels[c] for c in classes]
             # Give repeated stage classes distinct stage numbers.
-            numbers = [
-                next_stage + i if c in classes[:i] else labels[c].stage
-                for i, c in enumerate(classes)
-            ]
-            stage.append(np.array([*numbers, -1])[rows.stage])
-            layer.append(optimizer_layers(rank_labels, rows))
-        columns = {
-            "name": np.array(name), "stage": np.concatenate(stage), "layer": np.concatenate(layer)
-        }  # fmt: skip
-        by_row = {c: column[self._source].astype(np.int32) for c, column in columns.items()}
-        return {**by_row, "names": tuple(interner.table)}
+            numbers = [next_stage + i if c in classes[:i] else self.labels[c].stage
+                       for i, c in enumerate(classes)]  # fmt: skip
+            names.append(interner.ids(row_names(segment, labels)))
+            stages.append(np.array([*numbers, -1])[segment.stage])
+            layers.append(row_layers(segment, labels))
+        name, stage, layer = (self._column(c).astype(np.int32) for c in (names, stages, layers))
+        return {"name": name, "stage": stage, "layer": layer, "names": tuple(interner.table)}
 
     # ---- dependencies ----------------------------------------------------------------------------
 
-    def _entries(self) -> tuple[Int, Int]:
-        """Pointers to the dependencies of each row, and their indices in `_segment_deps`."""
-        counts = [np.bincount(s.dep_row, minlength=len(s)) for s in self.segments]
-        counts += [np.bincount(s.dep_row, minlength=len(s)) for s in self.optimizer_steps]
-        pointer = _begins(np.concatenate([np.zeros(0, dtype=np.int64), *counts]))
-        row_counts = np.diff(pointer)[self._source]
-        data_ptr = _begins(row_counts)
-        first = np.repeat(pointer[self._source] - data_ptr[:-1], row_counts)
-        return data_ptr, first + np.arange(int(data_ptr[-1]))
-
-    def _segment_deps(self) -> RowDeps:
-        """Dependencies of the rows of all segments and optimizer steps."""
-        pass_part: list[Int] = []
-        for i, s in enumerate(self.segments):
-            backward = (s.dep_owner != Owner.FORWARD) & (s.dep_owner != Owner.FIRST_FORWARD)
-            column = backward.astype(np.int64)
-            for distance in np.unique(s.dep_stage[backward]).tolist():
-                mask = (s.dep_stage == distance) & backward
-                weight = self.stages[self._neighbour(i // 2, distance)].backward.weight_half
-                column[mask] += weight[s.dep_segment_row[mask]]
-            pass_part.append(column)
-        for s in self.optimizer_steps:
-            backward = s.dep_owner == Owner.LAST_BACKWARD
-            column = np.where(s.dep_owner == Owner.OPTIMIZER, -1, backward).astype(np.int64)
-            for i, stage_class in enumerate(s.stage_classes):
-                mask = (s.dep_stage == i) & backward
-                weight = self.stages[stage_class].backward.weight_half
-                column[mask] += weight[s.dep_segment_row[mask]]
-            pass_part.append(column)
-        owner, stage, segment_row = (
-            np.concatenate([getattr(s, name) for s in (*self.segments, *self.optimizer_steps)])
-            for name in ("dep_owner", "dep_stage", "dep_segment_row")
-        )
-        once = (owner == Owner.FIRST_FORWARD) | (owner == Owner.LAST_BACKWARD)
-        return RowDeps(np.concatenate(pass_part), once, stage, segment_row)
-
-    def _neighbour(self, stage_class: int, distance: int) -> int:
-        return self._neighbours[stage_class, distance] if distance else stage_class
-
-    def _dep_rows(self, reader: Int, deps: RowDeps) -> tuple[Int, Bool]:
+    def _dep_rows(self, reader: Int) -> tuple[Int, Bool]:
         """Source row of each dependency, and True if it is in another copy."""
-        in_stage = reader < self.optimizer_begin
-        part_rows = self._part_rows[reader]
-        num_actions = len(self.actions)
-        action = np.repeat(np.arange(len(self.begin) - 1), np.diff(self.begin))
-        optimizer = action[reader] - num_actions
-        classes = [p.part.stage_class for p in self.part_rows]
-        stage_class = np.array(classes, dtype=np.int64)[part_rows]
-        for distance in np.unique(deps.stage[in_stage]).tolist():
-            if distance:
-                rows = np.flatnonzero(in_stage & (deps.stage == distance))
-                neighbours = [self._neighbour(c, distance) for c in stage_class[rows].tolist()]
-                stage_class[rows] = neighbours
-        for i, step in enumerate(self.optimizer_steps):
-            rows = np.flatnonzero(~in_stage & (deps.pass_part >= 0) & (optimizer == i))
-            stage_class[rows] = np.array(step.stage_classes, dtype=np.int64)[deps.stage[rows]]
-        in_optimizer = deps.pass_part < 0
-        data = self.begin[num_actions + np.where(in_optimizer, optimizer, 0)] + deps.segment_row
-        inside = in_stage & self._in_same_action(part_rows, deps)
-        rows = np.flatnonzero(inside)
-        offset = self.offsets[self.first_offset[part_rows[rows]] + deps.segment_row[rows]]
-        data[rows] = self.begin[self._action[part_rows[rows]]] + offset
-        carried = ~inside & ~in_optimizer
-        rows = np.flatnonzero(carried)
-        data[rows] = self._example_rows(stage_class[rows], deps.take(rows))
-        return data, carried
+        part = self._part[reader]
+        inside = self._in_same_action(part)
+        row = np.empty(len(reader), dtype=np.int64)
+        at = np.flatnonzero(inside)
+        begin = self.begin[self._action_of_part[part[at]]]
+        row[at] = begin + self.row_in_action(part[at], self.deps.segment_row[at])
+        at = np.flatnonzero(~inside)
+        row[at] = self._example_rows(part[at], self.deps.take(at))
+        return row, ~inside
 
-    def _in_same_action(self, part_rows: Int, deps: RowDeps) -> Bool:
+    def _in_same_action(self, part: Int) -> Bool:
         """Mask of dependencies whose source is in the same part of the same copy."""
-        if not self.part_rows:
-            return np.zeros(len(part_rows), dtype=bool)
+        deps = self.deps
         kind, once, gathers = (
-            np.array([getattr(p.part, name) for p in self.part_rows])[part_rows]
+            np.array([getattr(p, name) for p in self._parts])[part]
             for name in ("kind", "once_per_step", "gathers")
         )
-        inside = (
-            (deps.stage == 0) & HAS_PASS_PART[kind, deps.pass_part] & (~deps.once_per_step | once)
-        )
-        check = np.flatnonzero(inside & ~gathers)
-        for i in np.unique(part_rows[check]).tolist():
-            rows = check[part_rows[check] == i]
-            inside[rows] = ~self.segments[self._segment[i]].gathers[deps.segment_row[rows]]
+        inside = HAS_PASS_PART[kind, deps.pass_part] & (~deps.once_per_step | once)
+        inside &= (deps.stage == 0) | (kind == OPTIMIZER)
+        at = np.flatnonzero(inside & ~gathers)
+        inside[at] = self.row_in_action(part[at], deps.segment_row[at]) >= 0
         return inside
 
-    def _example_rows(self, stage_class: Int, deps: RowDeps) -> Int:
-        """Example of each source row, of stages of these classes, in some action."""
+    def _source_class(self, part: int, stage: int) -> int:
+        """Class of the stage that a part refers to."""
+        segment = self._segment_of(self._parts[part])
+        if self._parts[part].kind == OPTIMIZER:
+            return self._classes[segment][stage]
+        if stage == 0:
+            return segment // 2
+        own = self.stages[segment // 2]
+        return self.stages.index(own.on_rank[own.stage + stage])
+
+    def _example_rows(self, part: Int, deps: RowRefs) -> Int:
+        """Example of each source row that is in another copy, in some action."""
+        first, pair = distinct_numbers([part, deps.stage - deps.stage.min(initial=0)], len(part))
+        pairs = zip(part[first].tolist(), deps.stage[first].tolist(), strict=True)
+        stage_class = np.array([self._source_class(*x) for x in pairs], dtype=np.int64)[pair]
         # By stage class and part of the pass: an action without the rows once per step, one with.
         example = np.full((len(self.stages), PASS_PARTS, 2), -1, dtype=np.int64)
-        order = sorted(range(len(self.part_rows)), key=lambda i: self.part_rows[i].part.gathers)
-        for i in order:  # the last one counts
-            part = self.part_rows[i].part
-            for pass_part in np.flatnonzero(HAS_PASS_PART[part.kind]).tolist():
-                example[part.stage_class, pass_part, int(part.once_per_step)] = i
+        of_stages = [(i, p) for i, p in enumerate(self._parts) if p.kind != OPTIMIZER]
+        for i, p in sorted(of_stages, key=lambda x: x[1].gathers):  # the last one counts
+            example[p.stage_class, HAS_PASS_PART[p.kind, :PASS_PARTS], int(p.once_per_step)] = i
+        row = np.full(len(part), -1, dtype=np.int64)
         once = deps.once_per_step.astype(np.int64)
-        row = np.full(len(stage_class), -1, dtype=np.int64)
         for column in (once, 1 - once):
-            part_rows = example[stage_class, deps.pass_part, column]
-            at = np.flatnonzero((row < 0) & (part_rows >= 0))
-            offset = self.offsets[self.first_offset[part_rows[at]] + deps.segment_row[at]]
-            row[at] = np.where(offset < 0, -1, self.begin[self._action[part_rows[at]]] + offset)
+            examples = example[stage_class, deps.pass_part, column]
+            at = np.flatnonzero((row < 0) & (examples >= 0))
+            found = self.row_in_action(examples[at], deps.segment_row[at])
+            begin = self.begin[self._action_of_part[examples[at]]]
+            row[at] = np.where(found < 0, -1, begin + found)
         for i in np.flatnonzero(row < 0).tolist():
             forward = int(deps.pass_part[i]) == 0
             row[i] = self._find_row(int(stage_class[i]), int(deps.segment_row[i]), forward=forward)
@@ -449,32 +378,8 @@ class TableBuilder:
         """Any action's copy of a segment row, or its matching gather."""
         matching = self.stages[stage_class].matching_gather(segment_row, forward=forward)
         for direction, source in ((forward, segment_row), (not forward, matching)):
-            for i, p in enumerate(self.part_rows):
-                same_class = p.part.stage_class == stage_class and source >= 0
-                if same_class and p.part.forward == direction:
-                    offset = int(self.offsets[self.first_offset[i] + source])
-                    if offset >= 0:
-                        return int(self.begin[self._action[i]]) + offset
+            segment = 2 * stage_class + (not direction)
+            rows = np.flatnonzero((self.segment == segment) & (self.segment_row == source))
+            if len(rows):
+                return int(rows[0])
         raise LookupError("no action has a row that another one needs")
-
-
-def optimizer_names(labels: Sequence[StageLabels], rows: OptimizerStep) -> Iterator[str]:
-    """Names of the rows of an optimizer action; `labels` by stage of the rank."""
-    stages: list[int] = rows.stage.tolist()
-    blocks: list[int] = rows.block.tolist()
-    for stage, block, t in zip(stages, blocks, rows.kernels, strict=True):
-        yield t.name if block < 0 else f"{labels[stage].labels[block]}.{t.name}"
-
-
-def optimizer_layers(labels: Sequence[StageLabels], rows: OptimizerStep) -> Int:
-    """Layers of the rows of an optimizer action; `labels` by stage of the rank."""
-    layer = np.full(len(rows), -1, dtype=np.int64)
-    for i, stage_labels in enumerate(labels):
-        on_stage = rows.stage == i
-        layer[on_stage] = stage_labels.layers_of_blocks(rows.block[on_stage])
-    return layer
-
-
-def _begins(sizes: Sequence[int] | Int) -> Int:
-    """Begins of consecutive ranges of these sizes, and the end."""
-    return np.concatenate([[0], np.cumsum(np.asarray(sizes, dtype=np.int64))]).astype(np.int64)

@@ -1,189 +1,78 @@
-"""Live ranges: values of a pipeline rank with the first and last row that touches each."""
+"""Values of a pipeline rank: their live ranges, and the bytes that its actions allocate and free.
+
+Inner copies of an action allocate alike; first and last differ. So the bytes follow from a
+*representative order*: the same actions for a few microbatches, one of each class of equal copies.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
-from stagewright.lower.assembly.lifetimes import Touch
-from stagewright.lower.assembly.rank_order import RankOrder, uses_weights
-from stagewright.lower.assembly.rank_schedule import FORWARD, UNSHARD
-from stagewright.lower.assembly.segments import Interner, Owner
+from stagewright.arrays import Bool, Int, distinct_numbers, offsets, sorted_values
+from stagewright.lower.assembly.rank_order import RankOrder, RankSchedule, uses_weights
+from stagewright.lower.assembly.segments import (
+    FORWARD,
+    PASS_PARTS,
+    UNSHARD,
+    Interner,
+    RowRefs,
+    StageLabels,
+)
+from stagewright.lower.assembly.stage_values import COLUMNS, ValueColumns
 from stagewright.lower.assembly.stages import Stage
-from stagewright.program.columns import CATEGORIES
+from stagewright.program.columns import (
+    KINDS,
+    NO_VALUES,
+    MemoryChanges,
+    Profiles,
+    Values,
+    changed_bytes,
+)
 
-_CATEGORY = {name: index for index, name in enumerate(CATEGORIES)}
 _MAX_ROW = np.iinfo(np.int64).max
 
-
-# ---- values --------------------------------------------------------------------------------------
-
-
-class Touches(NamedTuple):
-    """Accesses of values by rows, as columns: [touches]."""
-
-    value: Int
-    """Ascending."""
-    local_stage: Int
-    """Stage of the row: of one stage's values its distance, of a rank's the index on the rank."""
-    pass_part: Int
-    """Part of the pass that has the row (`rank_schedule.PASS_PARTS`); -1: optimizer."""
-    segment_row: Int
-    """Row in the segment, or index of the stage's task in the optimizer action."""
-    once_per_step: Bool
-    next_microbatch: Bool
-    """True if the row is of the next microbatch."""
-
-    @classmethod
-    def of_stage(cls, stage: Stage, values: Int, touches: Iterable[Touch]) -> Touches:
-        """Touches of `values` of a stage."""
-        columns = np.fromiter(itertools.chain.from_iterable(touches), dtype=np.int64)
-        owner, stages, row = columns.reshape(-1, 3).T
-        pass_part = np.where(owner == Owner.OPTIMIZER, -1, owner != Owner.FORWARD)
-        once = owner == Owner.OPTIMIZER
-        for number, other in stage.on_rank.items():
-            forward, backward = ((stages == number) & (pass_part == h) for h in (0, 1))
-            once[forward] = other.forward.once_per_step[row[forward]]
-            once[backward] = other.backward.once_per_step[row[backward]]
-            pass_part[backward] += other.backward.weight_half[row[backward]]
-        return cls(values, stages - stage.stage, pass_part, row, once, owner == Owner.NEXT_BACKWARD)
-
-    @classmethod
-    def of_rank(cls, touches: Sequence[Touches], start: Sequence[int]) -> Touches:
-        """Concatenate touches of a rank's stages; `start`: first value of each stage."""
-        renumbered = [
-            t._replace(value=t.value + first, local_stage=t.local_stage + i)
-            for i, (t, first) in enumerate(zip(touches, start, strict=True))
-        ]
-        columns: list[Any] = [np.concatenate(column) for column in zip(*renumbered, strict=True)]
-        return cls(*columns)
-
-    def take(self, selected: Int | Bool) -> Touches:
-        """Select some touches."""
-        columns: list[Any] = [column[selected] for column in self]
-        return Touches(*columns)
+ValueSizes = Mapping[Stage, Int]
+"""Bytes of values by stage, where they differ from those of the stage."""
 
 
-@dataclass(frozen=True, eq=False)
-class ValueColumns:
-    """Values (`lifetimes.Value`) of one stage, or of the stages of a rank, as columns."""
-
-    names: Sequence[str]
-    stage: Int
-    """Index of the stage on the rank."""
-    layer: Int
-    category: Int
-    size: Int
-    per_step: Bool
-    until_step_end: Bool
-    until_step_end_if_split: Bool
-    touches: Touches
-    requires: Touches
-    """Rows that must exist for values to exist."""
-    first_gradients: Int
-    """(gradient, sum) pairs that share the first microbatch's buffer: [2, pairs]."""
-    gathered_pairs: Int
-    """(weight as forward gathers it, as backward gathers it): [2, pairs]."""
-
-    @cached_property
-    def touched(self) -> Bool:
-        """Mask of values that rows touch; others are permanent."""
-        return np.bincount(self.touches.value, minlength=len(self.names)) > 0
-
-    @cached_property
-    def first_touch(self) -> Int:
-        """First touch of each touched value."""
-        return np.flatnonzero(np.diff(self.touches.value, prepend=-1))
-
-    @cached_property
-    def maker(self) -> tuple[Int, Int]:
-        """Stage and part of the pass of the first touch of each value; -1: permanent."""
-        stage, pass_part = np.full((2, len(self.names)), -1, dtype=np.int64)
-        stage[self.touched] = self.touches.local_stage[self.first_touch]
-        pass_part[self.touched] = self.touches.pass_part[self.first_touch]
-        return stage, pass_part
-
-    @cached_property
-    def once_per_step(self) -> Bool:
-        """Mask of values that all microbatches share."""
-        once = self.per_step | ~self.touched
-        once[self.touched] |= self.touches.once_per_step[self.first_touch]
-        return once
-
-    @cached_property
-    def group(self) -> Int:
-        """Group of values of a stage with the same makers and the same end; 0: permanent."""
-        flags = *self.maker, self.once_per_step, self.until_step_end, self.until_step_end_if_split
-        keys = zip(self.stage.tolist(), *(flag.tolist() for flag in flags), strict=True)
-        return np.where(self.touched, np.array(Interner[object]().ids(keys), np.int64) + 1, 0)
-
-
-@lru_cache(maxsize=256)  # stages of a search are of few classes
-def value_columns(stage: Stage) -> ValueColumns:
-    """Values of a stage whose rows are built."""
-    values = stage.values.values
-    index = {id(v): i for i, v in enumerate(values)}
-    counts = np.array([len(v.touches) for v in values], dtype=np.int64)
-    touches = itertools.chain.from_iterable(v.touches for v in values)
-    required = {i: v.requires for i, v in enumerate(values) if v.requires is not None}
-    requires = Touches.of_stage(stage, np.array([*required], np.int64), required.values())
-    first_gradients, gathered_pairs = (
-        np.array([(index[id(a)], index[id(b)]) for a, b in pairs], np.int64).reshape(-1, 2).T
-        for pairs in (stage.values.first_gradients, stage.values.gathered_pairs)
-    )
-    return ValueColumns(
-        [v.name for v in values],
-        np.zeros(len(values), dtype=np.int64),
-        np.array([v.layer for v in values], dtype=np.int64),
-        np.array([_CATEGORY[v.category] for v in values], dtype=np.int64),
-        np.array([v.size for v in values], dtype=np.int64),
-        np.array([v.per_step for v in values], dtype=bool),
-        np.array([v.until_step_end for v in values], dtype=bool),
-        np.array([v.until_step_end_if_split for v in values], dtype=bool),
-        Touches.of_stage(stage, np.repeat(np.arange(len(values)), counts), touches),
-        requires.take(~requires.once_per_step),
-        first_gradients,
-        gathered_pairs,
-    )
+# ---- live ranges ---------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=64)
 def rank_columns(stages: tuple[Stage, ...]) -> ValueColumns:
     """Values of the stages of a rank."""
-    columns = [value_columns(stage) for stage in stages]
+    columns = [stage.value_columns for stage in stages]
     counts = [len(c.names) for c in columns]
-    start: list[int] = (np.cumsum(counts) - counts).tolist()
+    start: list[int] = offsets(counts)[:-1].tolist()
 
-    def column(name: str) -> Any:
-        return np.concatenate([getattr(c, name) for c in columns])
+    def refs(of_stages: Sequence[RowRefs]) -> RowRefs:
+        numbered = enumerate(zip(of_stages, start, strict=True))
+        return RowRefs.concatenate(
+            [x._replace(reader=x.reader + first, stage=x.stage + i) for i, (x, first) in numbered]
+        )
 
     def pairs(of_stages: Sequence[Int]) -> Int:
         shifted = [p + first for p, first in zip(of_stages, start, strict=True)]
         return np.concatenate(shifted, axis=1)
 
+    joined: dict[str, Any] = {
+        name: np.concatenate([getattr(c, name) for c in columns]) for name in (*COLUMNS, "category")
+    }
     return ValueColumns(
-        [*itertools.chain.from_iterable(c.names for c in columns)],
-        np.repeat(np.arange(len(columns)), counts),
-        column("layer"),
-        column("category"),
-        column("size"),
-        column("per_step"),
-        column("until_step_end"),
-        column("until_step_end_if_split"),
-        Touches.of_rank([c.touches for c in columns], start),
-        Touches.of_rank([c.requires for c in columns], start),
-        pairs([c.first_gradients for c in columns]),
-        pairs([c.gathered_pairs for c in columns]),
+        names=[name for c in columns for name in c.names],
+        stage=np.repeat(np.arange(len(columns)), counts),
+        **joined,
+        touches=refs([c.touches for c in columns]),
+        requires=refs([c.requires for c in columns]),
+        first_gradients=pairs([c.first_gradients for c in columns]),
+        gathered_pairs=pairs([c.gathered_pairs for c in columns]),
     )
-
-
-# ---- live ranges ---------------------------------------------------------------------------------
 
 
 class LiveRanges(NamedTuple):
@@ -214,7 +103,7 @@ def live_ranges(order: RankOrder) -> LiveRanges:
     first = np.full(made.shape, _MAX_ROW, dtype=np.int64)
     last = np.full(made.shape, -1, dtype=np.int64)
     if touched.any():
-        rows = np.where(made[columns.touches.value], _touching_rows(order, columns), -1)
+        rows = np.where(made[columns.touches.reader], _touching_rows(order, columns), -1)
         last[touched] = np.maximum.reduceat(rows, columns.first_touch, axis=0)
         rows[rows < 0] = _MAX_ROW
         first[touched] = np.minimum.reduceat(rows, columns.first_touch, axis=0)
@@ -240,27 +129,26 @@ def _touching_rows(order: RankOrder, columns: ValueColumns) -> Int:
     actions = _actions(order, touches)
     prefetch = _prefetching_actions(order, actions, touches)
     rows = np.maximum(_rows(order, actions, touches), _rows(order, prefetch, touches))
-    once = touches.once_per_step & columns.once_per_step[touches.value]
+    once = touches.once_per_step & columns.once_per_step[touches.reader]
     single = np.flatnonzero((touches.pass_part >= 0) & once)
     t = touches.take(single)
-    rows[single] = _rows(order, once_action[t.pass_part, t.local_stage][:, None], t)
-    optimizer_step = order.table.optimizer_steps[order.optimizer_index]
-    for local_stage, row in enumerate(optimizer_step.row_of):
-        touch = np.flatnonzero((touches.pass_part < 0) & (touches.local_stage == local_stage))
+    rows[single] = _rows(order, once_action[t.pass_part, t.stage][:, None], t)
+    for local_stage, row in enumerate(order.optimizer.row_of):
+        touch = np.flatnonzero((touches.pass_part < 0) & (touches.stage == local_stage))
         rows[touch] = order.optimizer_begin + row[touches.segment_row[touch], None]
     return rows
 
 
-def _actions(order: RankOrder, touches: Touches) -> Int:
+def _actions(order: RankOrder, touches: RowRefs) -> Int:
     """Actions of the schedule that have the rows: [touches, microbatches]; -1: none."""
     actions = order.schedule.action_of
     following = np.concatenate([actions[:, :, 1:], np.full_like(actions[:, :, :1], -1)], axis=2)
     shift = touches.next_microbatch.astype(np.int64)
-    selected = np.stack([actions, following])[shift, touches.pass_part, touches.local_stage]
+    selected = np.stack([actions, following])[shift, touches.pass_part, touches.stage]
     return np.where(touches.pass_part[:, None] < 0, -1, selected)
 
 
-def _prefetching_actions(order: RankOrder, actions: Int, touches: Touches) -> Int:
+def _prefetching_actions(order: RankOrder, actions: Int, touches: RowRefs) -> Int:
     """Actions that prefetch weights of forwards before all other actions; -1: none."""
     if not order.reuses_gathered:
         return np.full_like(actions, -1)
@@ -269,7 +157,7 @@ def _prefetching_actions(order: RankOrder, actions: Int, touches: Touches) -> In
     return np.where(prefetched & (touches.pass_part == 0)[:, None], gathered_by, -1)
 
 
-def _rows(order: RankOrder, actions: Int, touches: Touches) -> Int:
+def _rows(order: RankOrder, actions: Int, touches: RowRefs) -> Int:
     """Rows of touches in actions, -1 if absent."""
     rows = np.full(actions.shape, -1, dtype=np.int64)
     touch, microbatch = np.nonzero(actions >= 0)
@@ -298,14 +186,14 @@ def _apply_requires(
     """
     requires = columns.requires
     actions = _actions(order, requires)
-    once = columns.once_per_step[requires.value]
+    once = columns.once_per_step[requires.reader]
     actions[once] = actions[once, -1:]
     row = _rows(order, actions, requires)
     prefetch = _rows(order, _prefetching_actions(order, actions, requires), requires)
-    exists[requires.value] &= np.maximum(row, prefetch) >= 0
-    start = first[requires.value]
-    last[requires.value] = np.where(prefetch >= 0, start, last[requires.value])
-    first[requires.value] = np.where(prefetch >= 0, np.minimum(start, prefetch), start)
+    exists[requires.reader] &= np.maximum(row, prefetch) >= 0
+    start = first[requires.reader]
+    last[requires.reader] = np.where(prefetch >= 0, start, last[requires.reader])
+    first[requires.reader] = np.where(prefetch >= 0, np.minimum(start, prefetch), start)
 
 
 def _share_first_gradients(columns: ValueColumns, first: Int, last: Int) -> None:
@@ -330,3 +218,161 @@ def _extend_gathered_weights(
         gathers = (order.gathered_by[uses] == uses)[1:, None]
         until = np.where(exists[current] & exists[following] & ~gathers, first[following] - 1, -1)
         np.maximum.at(last, current, until)
+
+
+def relabel_layers(layer: Int, stage: Stage, labels: StageLabels) -> Int:
+    """Layers of a stage's values in another stage of the same class."""
+    result = layer.copy()
+    for placed, new_layer in zip(stage.blocks, labels.layers, strict=True):
+        result[layer == placed.layer] = new_layer
+    return result
+
+
+def rank_values(order: RankOrder, labels: Sequence[StageLabels], sizes: ValueSizes) -> Values:
+    """Values of a rank with their first and last rows; `labels` by stage of the rank."""
+    columns, interner = rank_columns(order.stages), Interner[str]()
+    layers = [
+        relabel_layers(stage.value_columns.layer, stage, stage_labels)
+        for stage, stage_labels in zip(order.stages, labels, strict=True)
+    ]
+    return Values(
+        interner.ids(columns.names).astype(np.int32),
+        np.array([stage_labels.stage for stage_labels in labels], np.int32)[columns.stage],
+        np.concatenate(layers).astype(np.int32),
+        columns.category.astype(np.uint8),
+        _value_sizes(order, sizes),
+        *(column.astype(np.int32) for column in live_ranges(order)),
+        names=tuple(interner.table),
+    )
+
+
+def _value_sizes(order: RankOrder, sizes: ValueSizes) -> Int:
+    """Bytes of the values of a rank."""
+    return np.concatenate([sizes.get(s, s.value_columns.size) for s in order.stages])
+
+
+# ---- bytes by action -----------------------------------------------------------------------------
+
+
+def memory_changes(order: RankOrder, sizes: ValueSizes) -> MemoryChanges:
+    """Bytes that the copies of a rank's actions allocate and free."""
+    short, equal_copy = representative_order(order)
+    changes = _changes(short, _value_sizes(order, sizes)) if sizes else _default_changes(short)
+    return replace(changes, profile=changes.profile[equal_copy])
+
+
+class RepresentativeOrder:
+    """Copies that represent all of a rank's actions, and those that complete live ranges.
+
+    Two with the same actions are equal, whichever ranks they are of.
+    """
+
+    def __init__(self, order: RankOrder, copies: Int, microbatches: Int) -> None:
+        """`copies` represent the others; `microbatches`: number that each microbatch represents."""
+        self.order, self.copies, self.microbatches = order, copies, microbatches
+        schedule = order.schedule
+        columns = (
+            order.stage_classes, order.action, order.gathered_by, copies, microbatches,
+            schedule.kind, schedule.stage, schedule.microbatch, schedule.step,
+        )  # fmt: skip
+        self._key = order.table, order.optimizer_index, *(column.tobytes() for column in columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RepresentativeOrder) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
+def representative_order(order: RankOrder) -> tuple[RepresentativeOrder, Int]:
+    """Representative order of a rank, and by copy the index of its equal among `copies`.
+
+    Copies of an action are equal if their microbatches are of equal classes. Where actions use
+    weights that others have gathered, every microbatch is a class.
+    """
+    schedule, count = order.schedule, len(order.action)
+    next_touches = bool(rank_columns(order.stages).touches.next_microbatch.any())
+    if order.reuses_gathered:
+        classes = np.arange(schedule.microbatches)
+    else:
+        classes = _microbatch_classes(schedule, next_touches=next_touches)
+    stage, microbatch_class = np.zeros((2, 2, count), dtype=np.int64)
+    stage[schedule.part, schedule.step] = schedule.local_stage + 1
+    microbatch_class[schedule.part, schedule.step] = classes[schedule.microbatch]
+    # The last copy with rows frees the values that are live until the end of the step.
+    last = np.zeros(count, dtype=bool)
+    last[np.flatnonzero(np.diff(order.begin))[-1:]] = True
+    examples, equal_copy = distinct_numbers([order.action, *stage, *microbatch_class, last], count)
+    # Examples depend on all actions of their microbatches, and of the next ones if touched there.
+    of_examples = schedule.microbatch[np.isin(schedule.step, examples)]
+    complete = sorted_values(np.append(of_examples, schedule.microbatches - 1))
+    near = np.concatenate([complete - 1, complete, complete + 1]) if next_touches else complete
+    selected = np.arange(count) >= schedule.steps
+    selected[schedule.step[np.isin(schedule.microbatch, near)]] = True
+    copies = np.flatnonzero(selected)
+    if not order.reuses_gathered and len(schedule) == schedule.steps:
+        # Ranks differ in how forwards and backwards alternate, on which no live range depends.
+        forward = np.append(schedule.kind == FORWARD, np.zeros(count - schedule.steps, dtype=bool))
+        copies = np.concatenate([copies[forward[copies]], copies[~forward[copies]]])
+    short, microbatches = order.take(copies)
+    new_copy = np.empty(count, dtype=np.int64)
+    new_copy[copies] = np.arange(len(copies))
+    present, first = np.unique(classes[complete], return_index=True)
+    represented = np.zeros(len(microbatches), dtype=np.int64)
+    represented[np.searchsorted(microbatches, complete[first])] = np.bincount(classes)[present]
+    return RepresentativeOrder(short, new_copy[examples], represented), equal_copy
+
+
+@lru_cache(maxsize=256)
+def _microbatch_classes(schedule: RankSchedule, *, next_touches: bool) -> Int:
+    """Class id of each microbatch: same kinds, first/last flags, order.
+
+    `next_touches`: actions of the next microbatch touch values.
+    """
+    action = schedule.action_of
+    codes = schedule.end_flags * len(KINDS) + schedule.kind
+    code = np.stack([codes[pass_part][action[pass_part]] for pass_part in range(PASS_PARTS)])
+    # A forward comes before each backward of its microbatch, whatever is between them.
+    turn = np.where(schedule.kind == FORWARD, 0, len(schedule)) + np.arange(len(schedule))
+    columns = np.where(action < 0, -1, np.stack([code, turn[action]]))
+    columns = columns.reshape(2, -1, schedule.microbatches)
+    if next_touches:
+        none = np.full_like(columns[:, :, :1], -1)
+        before = np.concatenate([none, columns[:, :, :-1]], axis=2)
+        after = np.concatenate([columns[:, :, 1:], none], axis=2)
+        columns = np.concatenate([before, columns, after], axis=1)
+    columns[1] = columns[1].argsort(axis=0, kind="stable").argsort(axis=0, kind="stable")
+    rows = np.ascontiguousarray(columns.reshape(-1, schedule.microbatches).T)
+    return Interner[bytes]().ids(row.tobytes() for row in rows)
+
+
+@lru_cache(maxsize=64)  # ranks and runs have equal representative orders
+def _default_changes(short: RepresentativeOrder) -> MemoryChanges:
+    return _changes(short, rank_columns(short.order.stages).size)
+
+
+def _changes(short: RepresentativeOrder, size: Int) -> MemoryChanges:
+    """Bytes that the copies of `short` allocate and free; equal copies share a profile."""
+    order, ranges = short.order, live_ranges(short.order)
+    values = replace(
+        NO_VALUES, category=rank_columns(order.stages).category, size=size,
+        value=ranges.value, first=ranges.first, last=ranges.last,
+    )  # fmt: skip
+    # The last copy frees the values of all microbatches that are live until the end of the step.
+    freed_values = np.where(ranges.microbatch < 0, 1, short.microbatches[ranges.microbatch])
+    last_copy = order.begin[np.flatnonzero(np.diff(order.begin))].max(initial=0)
+    freed_values[ranges.last < last_copy] = 1
+    start, allocated, freed = changed_bytes(values, order.total, freed_values)
+    rows = [slice(a, b) for a, b in itertools.pairwise(order.begin.tolist())]
+    profile = Interner[tuple[int, bytes, bytes]]().ids(
+        (int(order.action[c]), allocated[:, rows[c]].tobytes(), freed[:, rows[c]].tobytes())
+        for c in short.copies.tolist()
+    )
+    _, first = np.unique(profile, return_index=True)
+    copies = short.copies[first]
+    allocated, freed = (
+        np.concatenate([table[:, :0], *(table[:, rows[c]] for c in copies.tolist())], axis=1)
+        for table in (allocated, freed)
+    )
+    begin = offsets(np.diff(order.begin)[copies])
+    return MemoryChanges(start, profile, Profiles(allocated, freed, begin))

@@ -1,30 +1,19 @@
-"""The optimizer action of a rank: gradients of tied tables, the global norm, then the updates.
-
-Stages of one class share their tasks (`StageUpdates`); a rank combines those of its stages
-(`optimizer_step`).
-"""
+"""The optimizer action of a rank: gradients of tied tables, the global norm, then the updates."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Int
 from stagewright.graph.node import BYTES
-from stagewright.graph.roles import CLIP
-from stagewright.lower.assembly.buckets import Row, merge_messages
-from stagewright.lower.assembly.segments import Owner
-from stagewright.lower.assembly.stages import Stage
+from stagewright.lower.assembly.habit import Row, merge_messages
+from stagewright.lower.assembly.segments import OPTIMIZER, RowRefs, Segment
+from stagewright.lower.assembly.stages import UPDATE_PARTS, Stage
 from stagewright.lower.kernels.kernel import Kernel, TaskPart
-from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
-
-PARTS = (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE)
-_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class ClipNorm(NamedTuple):
@@ -36,209 +25,105 @@ class ClipNorm(NamedTuple):
     """Groups of axes over which ranks exchange the norm of each gradient, one after the other."""
     dtype: str = "fp32"
 
-    def exchanges(self, gradients: int) -> list[tuple[tuple[str, ...], int]]:
-        """Axes and bytes of each all-reduce; `gradients`: number of gradients.
+    def kernels(self, gradients: int, norms: int) -> list[Kernel]:
+        """Kernels that clip by the global norm: sum, all-reduces, factor; each reads the last one.
 
-        Ranks without gradients, whose stages are frozen, take part in that of the total only.
+        `gradients`: number of gradients of a rank; `norms`: number of kernels that make norms.
+        Ranks without gradients, whose stages are frozen, take part in the all-reduce of the total
+        only.
         """
         size = int(BYTES[self.dtype])
         groups = [tuple(sorted(axes)) for axes in self.gradient_axes if axes]
         total = tuple(a for a in self.axes if not any(a in axes for axes in groups))
-        per_gradient = [(axes, size * gradients) for axes in groups if gradients]
-        return per_gradient + ([(total, size)] if total else [])
+        exchanges = [(axes, size * gradients) for axes in groups if gradients]
+        exchanges += [(total, size)] if total else []
+        compute, part = TaskKind.COMPUTE, TaskPart.NORM
+        return [
+            Kernel("grad_norm", "add", compute, "optimizer", part,
+                   flops=norms, traffic=4 * (norms + 1), dtype="fp32"),
+            *(Kernel("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer", part,
+                     axes=axes, comm_bytes=width, dtype=self.dtype) for axes, width in exchanges),
+            Kernel("clip_scale", "divide", compute, "optimizer", part,
+                   flops=3, traffic=8, dtype="fp32"),
+        ]  # fmt: skip
 
 
-# ---- of a stage ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageUpdates:
-    """Tasks of a stage in the optimizer action, and their dependencies.
-
-    Task `dep_task[k]` depends on row `dep_segment_row[k]` of `dep_owner[k]`: a task of the stage
-    here (`OPTIMIZER`; -1: the factor that clips gradients), a row of its first forward or of its
-    last backward.
-    """
-
-    tasks: Sequence[Kernel]
-    block: Int
-    begin: Sequence[int]
-    """First task of each of `PARTS`, and the end."""
-    last_norms: Int
-    """Last task of the norm of each block's gradients."""
-    dep_task: Int
-    dep_owner: Int
-    dep_segment_row: Int
-
-
-def stage_updates(stage: Stage) -> StageUpdates:
-    """Collect the tasks of a stage, and record the values they touch."""
-    tasks: list[tuple[int, Kernel]] = []
-    begin = [0]
-    last_norms: list[int] = []
-    for part in PARTS:
-        by_block = [[(i, t) for t in p.block.by_part.get(part, ())]
-                    for i, p in enumerate(stage.blocks)]  # fmt: skip
-        items = [item for block in by_block for item in block]
-        if part is TaskPart.TIE:  # ranks with several tied tables reduce them in one order
-            items.sort(key=lambda item: item[1].axes)
-        if part is TaskPart.NORM:
-            ends = np.cumsum([len(block) for block in by_block], dtype=np.int64)
-            last_norms = (ends[[bool(block) for block in by_block]] - 1 + begin[-1]).tolist()
-        tasks += items
-        begin.append(len(tasks))
-    index = {item: n for n, item in enumerate(tasks)}
-    deps: list[tuple[int, int, int]] = []
-    for n, (i, t) in enumerate(tasks):
-        stage.values.touch(i, t, (Owner.OPTIMIZER, stage.stage, n))
-        for d in t.deps:
-            if isinstance(d, LiveValue):
-                if d.name == CLIP:
-                    deps.append((n, Owner.OPTIMIZER, -1))
-            elif (i, d) in index:
-                deps.append((n, Owner.OPTIMIZER, index[i, d]))
-            else:
-                deps.append((n, *stage.once_dep(i, d)))
-    task, owner, row = np.array(deps, dtype=np.int64).reshape(-1, 3).T
-    block = np.array([i for i, _ in tasks], dtype=np.int64)
-    norms = np.array(last_norms, dtype=np.int64)
-    return StageUpdates([t for _, t in tasks], block, begin, norms, task, owner, row)
-
-
-# ---- of a rank -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OptimizerStep:
-    """Rows of the optimizer action of ranks whose stages have these classes.
-
-    Row `dep_row[k]` depends on row `dep_segment_row[k]` of `dep_owner[k]`: of this action
-    (`OPTIMIZER`), or of the first forward or the last backward of stage `dep_stage[k]` of the rank.
-    """
-
-    stage_classes: tuple[int, ...]
-    kernels: Sequence[Kernel]
-    stage: Int
-    """By row, index of the rank's stage; -1: none."""
-    block: Int
-    """By row, block of that stage; -1: none or several."""
-    dep_row: Int
-    dep_owner: Int
-    dep_stage: Int
-    dep_segment_row: Int
-    row_of: Sequence[Int]
-    """By stage of the rank, the row of each of its tasks."""
-
-    def __len__(self) -> int:
-        return len(self.kernels)
-
-
-def optimizer_step(
-    stage_classes: tuple[int, ...],
-    stages: Sequence[Stage],
-    updates: Sequence[StageUpdates],
-    clip: ClipNorm | None,
-) -> OptimizerStep:
-    """Build the optimizer action of one rank; `stages` and `updates` by stage of the rank.
+def optimizer_step(stages: Sequence[Stage], clip: ClipNorm | None) -> Segment:
+    """Build the optimizer action of one rank; `stages` are those of the rank.
 
     A rank on which nothing trains takes part in the exchange of norms, as all others do.
     """
     kernels: list[Kernel] = []
-    stage: list[Int] = []
-    block: list[Int] = []
-    row_of = [np.zeros(len(u.tasks), dtype=np.int64) for u in updates]
-    deps: list[Int] = []
+    stage_of: list[int] = []
+    block: list[int] = []
+    row_of = [[0] * len(stage.updates) for stage in stages]
+    blocks: list[list[int]] = [stage.updates.block.tolist() for stage in stages]
+    deps: list[RowRefs] = []
     clip_row = -1
-    for p, part in enumerate(PARTS):
+    for p, part in enumerate(UPDATE_PARTS):
         if part is TaskPart.UPDATE and clip is not None:
-            norms = [row_of[s][u.last_norms] for s, u in enumerate(updates)]
+            norms = [row_of[s][n] for s, stage in enumerate(stages) for n in _last_norms(stage)]
+            gradients = sum(placed.block.norms for stage in stages for placed in stage.blocks)
             first = len(kernels)
-            clip_row = _clip(kernels, deps, np.concatenate([_NO_ROWS, *norms]), stages, clip)
-            for column in (stage, block):
-                column.append(np.full(len(kernels) - first, -1))
-        arranged = _arranged(stages, updates, p)
-        if arranged is None:
-            for s, u in enumerate(updates):
-                tasks = slice(u.begin[p], u.begin[p + 1])
-                count = tasks.stop - tasks.start
-                row_of[s][tasks] = np.arange(count) + len(kernels)
-                stage.append(np.full(count, s))
-                block.append(u.block[tasks])
-                kernels += u.tasks[tasks]
-            continue
-        for row in arranged:
+            kernels += clip.kernels(gradients, len(norms))
+            clip_row = len(kernels) - 1
+            stage_of += [-1] * (len(kernels) - first)
+            block += [-1] * (len(kernels) - first)
+            chain = np.arange(first, clip_row)
+            readers = np.append(np.full(len(norms), first), chain + 1)
+            deps.append(_refs_to_optimizer(readers, np.append(np.array(norms, np.int64), chain)))
+        for row in _rows(stages, p):
+            for s, n in row:
+                row_of[s][n] = len(kernels)
             s, n = row[0]
-            for other, task in row:
-                row_of[other][task] = len(kernels)
-            stage.append(np.array([s]))
-            block.append(updates[s].block[[n]] if len(row) == 1 else np.array([-1]))
-            kernels.append(merge_messages([(0, updates[s].tasks[n]) for s, n in row]))
-    for s, u in enumerate(updates):
-        inside = u.dep_owner == Owner.OPTIMIZER
-        dep = u.dep_segment_row.copy()
-        dep[inside] = np.where(dep[inside] < 0, clip_row, row_of[s][dep[inside]])
-        columns = np.stack([row_of[s][u.dep_task], u.dep_owner, np.where(inside, -1, s), dep])
-        deps.append(columns[:, dep >= 0])
-    dep_row, dep_owner, dep_stage, dep_segment_row = _distinct(
-        np.concatenate([np.zeros((4, 0), dtype=np.int64), *deps], axis=1)
-    )
-    return OptimizerStep(
-        stage_classes=stage_classes,
-        kernels=kernels,
-        stage=np.concatenate([_NO_ROWS, *stage]),
-        block=np.concatenate([_NO_ROWS, *block]),
-        dep_row=dep_row,
-        dep_owner=dep_owner,
-        dep_stage=dep_stage,
-        dep_segment_row=dep_segment_row,
-        row_of=row_of,
-    )
+            stage_of.append(s)
+            block.append(blocks[s][n] if len(row) == 1 else -1)
+            kernels.append(merge_messages([(0, stages[s].updates.kernels[n]) for s, n in row]))
+    rows = [np.array(numbers, dtype=np.int64) for numbers in row_of]
+    for s, stage in enumerate(stages):
+        refs = stage.updates.deps
+        reader, inside = rows[s][refs.reader], refs.pass_part == OPTIMIZER
+        row = refs.segment_row.copy()
+        row[inside] = np.append(rows[s], clip_row)[row[inside]]  # -1: the factor
+        refs = refs._replace(reader=reader, stage=np.where(inside, 0, s), segment_row=row)
+        deps.append(refs.take(row >= 0))
+    columns = np.array(stage_of, dtype=np.int64), np.array(block, dtype=np.int64)
+    return Segment.of_optimizer(kernels, columns[1], _distinct(deps), columns[0], rows)
 
 
-def _distinct(columns: Int) -> Int:
-    """Distinct columns of a table, sorted by its first row, then by the second, and so on."""
-    columns = columns[:, np.lexsort(columns[::-1])]
-    return columns[:, (np.diff(columns, axis=1, prepend=-2) != 0).any(axis=0)]
+def _last_norms(stage: Stage) -> list[int]:
+    """Last update of the norm of each block's gradients."""
+    first, end = stage.update_begin[1:3]
+    block = stage.updates.block[first:end]
+    return (np.flatnonzero(np.diff(block, append=-1)) + first).tolist()
 
 
-def _arranged(
-    stages: Sequence[Stage], updates: Sequence[StageUpdates], p: int
-) -> list[list[tuple[int, int]]] | None:
-    """Rows of part `p`, each of some tasks of stages; None: in order, a row each."""
-    part = PARTS[p]
-    if part is TaskPart.NORM:
-        return None
-    items = [(s, n) for s, u in enumerate(updates) for n in range(u.begin[p], u.begin[p + 1])]
+def _rows(stages: Sequence[Stage], p: int) -> Iterable[Sequence[tuple[int, int]]]:
+    """Rows of a part: the stage and the update of each task that a row has."""
+    items = [(s, n) for s, x in enumerate(stages) for n in range(*x.update_begin[p : p + 2])]
+    part = UPDATE_PARTS[p]
     if part is TaskPart.TIE:
-        items.sort(key=lambda item: updates[item[0]].tasks[item[1]].axes)
-        return [[item] for item in items]
-    tasks: Row = [(i, updates[s].tasks[n]) for i, (s, n) in enumerate(items)]
-    rows = stages[0].habits.arrange_updates(tasks) if stages else None
-    return None if rows is None else [[items[i] for i, _ in row] for row in rows]
+        items.sort(key=lambda item: stages[item[0]].updates.kernels[item[1]].axes)
+    if part is TaskPart.UPDATE and stages:
+        tasks: Row = [(i, stages[s].updates.kernels[n]) for i, (s, n) in enumerate(items)]
+        arranged = stages[0].habits.arrange_updates(tasks)
+        if arranged is not None:
+            return [[items[i] for i, _ in row] for row in arranged]
+    return [[item] for item in items]
 
 
-def _clip(
-    kernels: list[Kernel], deps: list[Int], norms: Int, stages: Sequence[Stage], clip: ClipNorm
-) -> int:
-    """Append rows that clip by the global norm: sum, all-reduces, scale; return the last row."""
-    blocks = Counter(p.block for s in stages for p in s.blocks)
-    gradients = sum(count * block.norms for block, count in blocks.items())
-    size, row = len(norms), len(kernels)
-    kernels.append(
-        Kernel("grad_norm", "add", TaskKind.COMPUTE, "optimizer", TaskPart.NORM,
-               flops=size, traffic=4 * (size + 1), dtype="fp32")
-    )  # fmt: skip
-    deps.append(np.stack([np.full(size, x) for x in (row, Owner.OPTIMIZER, -1)] + [norms]))
-    for axes, width in clip.exchanges(gradients):
-        kernels.append(
-            Kernel("grad_norm.all_reduce", "all_reduce", TaskKind.COLLECTIVE, "optimizer",
-                   TaskPart.NORM, axes=axes, comm_bytes=width, dtype=clip.dtype)
-        )  # fmt: skip
-    kernels.append(
-        Kernel("clip_scale", "divide", TaskKind.COMPUTE, "optimizer", TaskPart.NORM,
-               flops=3, traffic=8, dtype="fp32")
-    )  # fmt: skip
-    chain = np.arange(row + 1, len(kernels))
-    owner = np.full(len(chain), Owner.OPTIMIZER)
-    deps.append(np.stack([chain, owner, np.full(len(chain), -1), chain - 1]))
-    return len(kernels) - 1
+def _refs_to_optimizer(reader: Int, row: Int) -> RowRefs:
+    """References of rows to rows of the same optimizer action."""
+    zero, no, yes = np.zeros_like(reader), *(np.full(len(reader), x) for x in (False, True))
+    return RowRefs(reader, zero, np.full_like(reader, OPTIMIZER), row, yes, no)
+
+
+def _distinct(deps: Sequence[RowRefs]) -> RowRefs:
+    """Distinct references by reader: to the first forward, to the last backward, to the action."""
+    none = np.zeros(0, dtype=np.int64)
+    refs = RowRefs.concatenate([_refs_to_optimizer(none, none), *deps])
+    action = np.where(refs.pass_part == OPTIMIZER, 2, np.minimum(refs.pass_part, 1))
+    columns = np.stack([refs.reader, action, refs.stage, refs.segment_row])
+    order = np.lexsort(columns[::-1])
+    new = (np.diff(columns[:, order], axis=1, prepend=-2) != 0).any(axis=0)
+    return refs.take(order[new])

@@ -3,17 +3,146 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from stagewright.arrays import Int, is_any
+from stagewright.arrays import Bool, Int, distinct_numbers, is_any, offsets
 from stagewright.lower.assembly.distinct_actions import ActionTable, rows_of_half
-from stagewright.lower.assembly.rank_schedule import FORWARD, UNSHARD, RankSchedule
+from stagewright.lower.assembly.segments import (
+    FORWARD,
+    HAS_PASS_PART,
+    PASS_PARTS,
+    UNSHARD,
+    Segment,
+)
 from stagewright.lower.assembly.stages import Stage
-from stagewright.program.columns import FORWARD_PHASE, TaskKind
+from stagewright.program.columns import FORWARD_PHASE, KINDS, TaskKind
+from stagewright.schedule.actions import Action, Order, ScheduleStep, parts
 
 MAX_TAG = 500_000_000  # ASTRA-sim takes message tags modulo this
+
+
+# ---- the schedule of a rank ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RankSchedule:
+    """Actions of a rank in order, each with its step of the schedule."""
+
+    kind: Int
+    """[actions]: index into `KINDS`."""
+    stage: Int
+    microbatch: Int
+    step: Int
+    """Step of the schedule; two actions that overlap share one."""
+    part: Int
+    """1: the second of two that overlap."""
+
+    @classmethod
+    def from_steps(cls, steps: Sequence[ScheduleStep], *, unshards: bool) -> RankSchedule:
+        """Build from the steps of a rank; if `unshards`, it gathers weights of its stages first."""
+        if unshards:
+            first = {a.stage: a for step in reversed(steps) for a in reversed(parts(step))}
+            order = dict.fromkeys(a.stage for step in steps for a in parts(step))
+            steps = [*(Action(s, KINDS[UNSHARD], first[s].microbatch) for s in order), *steps]
+        index = {kind: i for i, kind in enumerate(KINDS)}
+        rows = [
+            (index[a.kind], a.stage, a.microbatch, s, part)
+            for s, step in enumerate(steps)
+            for part, a in enumerate(parts(step))
+        ]
+        return cls(*np.array(rows, dtype=np.int64).reshape(-1, 5).T.copy())
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    @cached_property
+    def stages(self) -> Int:
+        """Stages of the rank, ascending."""
+        return np.unique(self.stage)
+
+    @cached_property
+    def local_stage(self) -> Int:
+        """By action, index of its stage among those of the rank."""
+        return np.searchsorted(self.stages, self.stage)
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Number of microbatches."""
+        return 1 + int(self.microbatch.max(initial=0))
+
+    @cached_property
+    def steps(self) -> int:
+        """Number of steps."""
+        return 1 + int(self.step.max(initial=-1))
+
+    @cached_property
+    def action_of(self) -> Int:
+        """Action by part of the pass, stage and microbatch; -1: none."""
+        shape = PASS_PARTS, len(self.stages), self.microbatches
+        action = np.full(shape, -1, dtype=np.int64)
+        for pass_part in range(PASS_PARTS):
+            actions = np.flatnonzero(HAS_PASS_PART[self.kind, pass_part])
+            action[pass_part, self.local_stage[actions], self.microbatch[actions]] = actions
+        return action
+
+    @cached_property
+    def once_action(self) -> Int:
+        """Action with the rows once per step: [pass parts, stages]."""
+        return np.stack([self._end(part, last=part > 0) for part in range(PASS_PARTS)])
+
+    def _end(self, pass_part: int, *, last: bool) -> Int:
+        """First or last action of each stage that includes a part of the pass; -1: none."""
+        action = np.full(len(self.stages), -1, dtype=np.int64)
+        actions = np.flatnonzero(HAS_PASS_PART[self.kind, pass_part])[:: 1 if last else -1]
+        action[self.local_stage[actions]] = actions  # the last write counts
+        return action
+
+    @cached_property
+    def end_flags(self) -> Int:
+        """Flags of the first (1) and last (2) action of each stage: [pass parts, actions]."""
+        flags = np.zeros((PASS_PARTS, len(self)), dtype=np.int64)
+        for pass_part in range(PASS_PARTS):
+            for last in (False, True):
+                action = self._end(pass_part, last=last)
+                flags[pass_part, action[action >= 0]] += 1 + last
+        return flags
+
+    @cached_property
+    def once_per_step(self) -> Bool:
+        """Mask of actions with the rows once per step; input halves have none."""
+        mask = np.zeros(len(self), dtype=bool)
+        actions = self.once_action[[0, 2]]
+        mask[actions[actions >= 0]] = True
+        return mask
+
+
+class _ById:
+    """Order compared by identity: comparing two by value takes as long as reading them."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.order is other.order
+
+    def __hash__(self) -> int:
+        return id(self.order)
+
+
+def rank_schedules(order: Order, *, unshards: bool) -> tuple[RankSchedule, ...]:
+    """Schedule of each rank; the same order gives the same arrays."""
+    return _rank_schedules(_ById(order), unshards=unshards)
+
+
+@lru_cache(maxsize=16)
+def _rank_schedules(order: _ById, *, unshards: bool) -> tuple[RankSchedule, ...]:
+    return tuple(RankSchedule.from_steps(steps, unshards=unshards) for steps in order.order)
+
+
+# ---- the order of a rank -------------------------------------------------------------------------
 
 
 def gathered_by(schedule: RankSchedule, stages: Sequence[Stage], *, keeps_gathered: bool) -> Int:
@@ -37,11 +166,11 @@ def uses_weights(stage: Stage, kind: int) -> bool:
     """True if actions of the kind need gathered weights; the weight half of a backward may not."""
     if kind in (FORWARD, UNSHARD):
         return True
-    return bool((rows_of_half(stage, kind) & stage.backward.gathers).any())
+    return bool((rows_of_half(stage.backward, kind) & stage.backward.gathers).any())
 
 
 class RankOrder:
-    """Copies of actions of a rank, in program order (`program.rank_work.ActionOrder`).
+    """Copies of actions of a rank, in program order (`program.columns.ActionOrder`).
 
     One for each step of the schedule, then the optimizer action if it has rows.
     """
@@ -58,14 +187,13 @@ class RankOrder:
     ) -> None:
         """`stage_classes` is by stage of the rank, `action` by copy.
 
-        `gathered_by` is by action of the schedule, `optimizer_index` an index into
-        `ActionTable.optimizer_steps`.
+        `gathered_by` is by action of the schedule; `optimizer_index`: index of the rank's optimizer
+        action among those of `table`.
         """
         self.table, self.schedule, self.stage_classes = table, schedule, stage_classes
         self.action, self.gathered_by = action, gathered_by
         self.optimizer_index, self._num_stages = optimizer_index, num_stages
-        sizes = np.diff(table.actions.begin)[action]
-        self.begin: Int = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.begin = offsets(np.diff(table.actions.begin)[action])
         self.total = int(self.begin[-1])
         self.optimizer_begin = int(self.begin[schedule.steps])
         """First row of the optimizer action."""
@@ -79,29 +207,35 @@ class RankOrder:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Stages of the rank, whichever ranks their messages go to."""
+        """Stages of the rank."""
         classes: list[int] = self.stage_classes.tolist()
-        return tuple(self.table.stages[stage_class].unshifted for stage_class in classes)
+        return tuple(self.table.stages[stage_class] for stage_class in classes)
 
     @cached_property
     def distinct(self) -> list[int]:
         """Actions that the rank has copies of, ascending."""
         return np.unique(self.action).tolist()
 
+    @property
+    def optimizer(self) -> Segment:
+        """Rows of the optimizer action."""
+        return self.table.optimizer_step(self.optimizer_index)
+
     @cached_property
-    def part_rows(self) -> Int:
-        """By action of the schedule, index into `ActionTable.part_rows`."""
-        return self.table.part_rows_of[self.action[self.schedule.step], self.schedule.part]
+    def segments(self) -> list[Segment]:
+        """Segments of the rank: by stage those of forward and of backward; the optimizer action."""
+        of_stages = [segment for s in self.stages for segment in (s.forward, s.backward)]
+        return [*of_stages, self.optimizer]
+
+    @cached_property
+    def part_number(self) -> Int:
+        """By action of the schedule, the number of its part (`ActionTable.part_number`)."""
+        return self.table.part_number[self.action[self.schedule.step], self.schedule.part]
 
     @cached_property
     def reuses_gathered(self) -> bool:
         """True if some action uses weights that another one has gathered."""
         return bool((self.gathered_by != np.arange(len(self.gathered_by))).any())
-
-    @cached_property
-    def _first_of_step(self) -> Int:
-        """By copy, its first action of the schedule."""
-        return np.searchsorted(self.schedule.step, np.arange(self.schedule.steps))
 
     def copies(self, action: int) -> Int:
         """Copies of an action."""
@@ -129,7 +263,7 @@ class RankOrder:
 
     def rows(self, actions: Int, segment_rows: Int) -> Int:
         """Rows of segment rows in actions of the schedule, -1 if absent; arrays broadcast."""
-        offset = self.table.offset(self.part_rows[actions], segment_rows)
+        offset = self.table.row_in_action(self.part_number[actions], segment_rows)
         begin = self.begin[self.schedule.step[actions]]
         return np.where(offset < 0, -1, begin + offset)
 
@@ -145,36 +279,41 @@ class RankOrder:
         if not len(carried) or not len(copies):
             return copy, row
         deps, dep_part = table.deps.take(entries[carried]), table.dep_part[entries[carried]]
-        groups, group = np.unique(
-            np.stack([deps.pass_part, deps.once_per_step.astype(np.int64), deps.stage, dep_part]),
-            axis=1, return_inverse=True,
-        )  # fmt: skip
-        for g, (pass_part, once, distance, part) in enumerate(groups.T.tolist()):
-            members = np.flatnonzero(group.ravel() == g)
-            actions = self._source_actions(copies, pass_part, distance, part, once=bool(once))
+        distances = deps.stage - deps.stage.min()
+        columns = [deps.pass_part, deps.once_per_step, distances, dep_part]
+        first, group = distinct_numbers(columns, len(carried))
+        for g, example in enumerate(first.tolist()):
+            members = np.flatnonzero(group == g)
+            pass_part, once = int(deps.pass_part[example]), bool(deps.once_per_step[example])
+            local_stage, microbatch = self._places(
+                copies, int(dep_part[example]), int(deps.stage[example])
+            )
+            actions = (
+                self.schedule.once_action[pass_part, local_stage] if once
+                else self.schedule.action_of[pass_part, local_stage, microbatch]
+            )  # fmt: skip
             copy[:, carried[members]], row[:, carried[members]] = self._source_rows(
                 actions, pass_part, deps.segment_row[members]
             )
         return copy, row
 
-    def _source_actions(
-        self, copies: Int, pass_part: int, distance: int, part: int, *, once: bool
-    ) -> Int:
-        """By copy, the action with a part of the pass of the stage at a distance."""
+    def _places(self, copies: Int, part: int, distance: int) -> tuple[Int, Int]:
+        """Stage at a distance from a part of copies, and microbatch of the part.
+
+        `distance` of copies of the optimizer action: the stage, as index among those of the rank.
+        """
         schedule = self.schedule
-        if copies[0] >= schedule.steps:  # the optimizer action
-            return np.full(len(copies), schedule.once_action[pass_part, distance])
-        readers = self._first_of_step[copies] + part
-        local_stage = np.searchsorted(schedule.stages, schedule.stage[readers] + distance)
-        if once:
-            return schedule.once_action[pass_part, local_stage]
-        return schedule.action_of[pass_part, local_stage, schedule.microbatch[readers]]
+        if copies[0] >= schedule.steps:
+            return np.full(len(copies), distance), np.full(len(copies), -1)
+        stage: Int = self.stage[copies, part] + distance
+        microbatch: Int = self.microbatch[copies, part]
+        return np.searchsorted(schedule.stages, stage), microbatch
 
     def _source_rows(self, actions: Int, pass_part: int, segment_rows: Int) -> tuple[Int, Int]:
         """Copies and rows of segment rows in actions, or in those that gather for them."""
         schedule, table = self.schedule, self.table
-        owner = np.broadcast_to(actions[:, None], (len(actions), len(segment_rows)))
-        rows = np.broadcast_to(segment_rows, owner.shape)
+        source = np.broadcast_to(actions[:, None], (len(actions), len(segment_rows)))
+        rows = np.broadcast_to(segment_rows, source.shape)
         gathered_by = self.gathered_by[actions]
         if (gathered_by != actions).any():
             stage = self.stages[int(schedule.local_stage[actions[0]])]
@@ -183,11 +322,11 @@ class RankOrder:
             forward = np.isin(schedule.kind[gathered_by], (FORWARD, UNSHARD))
             row_list: list[int] = segment_rows.tolist()
             matching = np.array([stage.matching_gather(r, forward=not pass_part) for r in row_list])
-            owner = np.where(gathers, gathered_by[:, None], owner)
+            source = np.where(gathers, gathered_by[:, None], source)
             other_direction = gathers & (forward != (pass_part == 0))[:, None]
             rows = np.where(other_direction, np.maximum(matching, 0), rows)
-        copy = schedule.step[owner]
-        offset = table.offset(self.part_rows[owner], rows)
+        copy = schedule.step[source]
+        offset = table.row_in_action(self.part_number[source], rows)
         return copy, table.actions.begin[self.action[copy]] + offset
 
     # ---- messages --------------------------------------------------------------------------------
@@ -212,10 +351,11 @@ class RankOrder:
 
     def cache_key(self) -> Sequence[object]:
         """Cache key of `sources` and `tags`: dependencies, gathers, numbering of messages."""
-        table, schedule = self.table, self.schedule
+        table, schedule, deps = self.table, self.schedule, self.table.deps
         classes: list[int] = np.unique(self.stage_classes).tolist()
         gathering = [table.stages[c] for c in classes] if self.reuses_gathered else []
         return (
-            *table.deps, table.dep_part, self.gathered_by, self.stage_classes, self.optimizer_index,
-            self._num_stages, table.max_messages, schedule.stages, *gathering,
+            deps.pass_part, deps.once_per_step, deps.stage, deps.segment_row, table.dep_part,
+            self.gathered_by, self.stage_classes, self.optimizer_index, self._num_stages,
+            table.max_messages, schedule.stages, *gathering,
         )  # fmt: skip

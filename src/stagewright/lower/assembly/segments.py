@@ -1,33 +1,41 @@
-"""Rows of one stage in one direction, and the tables that their columns index.
+"""Rows of a stage in one direction, and the rows that they refer to.
 
-A dependency is a row of a segment of the same stage, or of another stage on the same rank, given by
-the distance of the two stages. So a segment serves all stages with equal blocks.
+A reference is a row of the same stage, or of another stage on the same rank, given by the distance
+of the two stages. So a segment serves all stages with equal blocks.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from stagewright.algebra.layout import MIRROR
 from stagewright.arrays import Bool, Int
-from stagewright.graph.node import BYTES
-from stagewright.lower.assembly.lifetimes import Touch, Value
-from stagewright.lower.kernels.kernel import TIED, Kernel
-from stagewright.program.columns import COLLECTIVES, PHASES, Shape, TaskKind
-from stagewright.program.communicators import Communicator, Peer
+from stagewright.lower.assembly.lowered_block import RowRef, Value
+from stagewright.lower.kernels.kernel import Kernel
+from stagewright.program.columns import KINDS, TaskKind
 
-DTYPES = tuple(BYTES)
+FORWARD, BACKWARD, INPUT_HALF, WEIGHT_HALF, UNSHARD = range(len(KINDS))
+"""Kinds of actions as indices into `KINDS`; `UNSHARD` gathers the weights of a stage, before all
+other actions of its rank."""
+OPTIMIZER = -1
+"""The optimizer action, as a kind of action and as a part of the pass."""
+PASS_PARTS = 3
+"""Forward, input half and weight half of a backward."""
+HAS_PASS_PART: Bool = np.array([
+    *([kind in kinds for kinds in ("UF", "BI", "BW", "")] for kind in KINDS),
+    [False, False, False, True],
+])  # fmt: skip
+"""[kinds, pass parts]: True if an action of the kind includes the part; `OPTIMIZER` is last."""
 
 
-class Owner(IntEnum):
-    """Action that has a row on which another row depends, or that touches a value."""
+class Copy:
+    """Copy of an action that a row is in, as another row of some microbatch refers to it.
+
+    Plain integers: tuples of integers cost the garbage collector nothing.
+    """
 
     BACKWARD = 0  # this and FORWARD: of the same microbatch
     FORWARD = 1
@@ -38,7 +46,7 @@ class Owner(IntEnum):
 
 
 RowDep = tuple[int, int, int, int]
-"""A row; and the row it depends on: owner, stage, segment row."""
+"""A row; and the row it depends on, a `RowRef`."""
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -54,96 +62,70 @@ class Interner(Generic[_Item]):
         """Number of an item."""
         return self.table.setdefault(item, len(self.table))
 
-    def ids(self, items: Iterable[_Item]) -> list[int]:
+    def ids(self, items: Iterable[_Item]) -> Int:
         """Numbers of several items."""
         table = self.table
-        return [table.setdefault(item, len(table)) for item in items]
+        return np.array([table.setdefault(item, len(table)) for item in items], dtype=np.int64)
 
 
-# ---- tables --------------------------------------------------------------------------------------
+class RowRefs(NamedTuple):
+    """References to rows, as columns: by rows that depend on them, or by values they touch."""
 
-KERNEL_COLUMNS = {
-    "kind": np.uint8, "op": np.int32, "phase": np.uint8, "flops": np.int64, "traffic": np.int64,
-    "collective": np.int8, "dtype": np.int8, "comm_bytes": np.int64, "slot": np.int16,
-    "shape": np.int32,
-}  # fmt: skip
-"""Columns of a row that its kernel decides, whatever its block and stage."""
+    reader: Int
+    """Row that depends, or value that is touched; ascending."""
+    stage: Int
+    """Distance to the stage of the row; of references of a rank, index of the stage on the rank."""
+    pass_part: Int
+    """Part of the pass that has the row; `OPTIMIZER`: the optimizer action."""
+    segment_row: Int
+    """Row in the segment; of touches in the optimizer action, row of `Stage.updates`."""
+    once_per_step: Bool
+    """True if the row is in the stage's action with the rows once per step."""
+    next_microbatch: Bool
+    """True if the row is of the next microbatch."""
 
+    @classmethod
+    def of_stage(
+        cls, reader: Int, refs: Int, stage: int, weight_halves: Mapping[int, Bool]
+    ) -> RowRefs:
+        """References by `reader` of a stage; `weight_halves`: by stage of the rank.
 
-@dataclass(slots=True, eq=False)
-class Tables:
-    """Tables that the columns of a program index, numbered in the order of kernels."""
+        `refs`: copy, stage and segment row of each row: [3, references].
+        """
+        copy, stages, row = refs
+        pass_part = ((copy != Copy.FORWARD) & (copy != Copy.FIRST_FORWARD)).astype(np.int64)
+        pass_part[copy == Copy.OPTIMIZER] = OPTIMIZER
+        for number, weight_half in weight_halves.items():
+            backward = (stages == number) & (pass_part == 1)
+            pass_part[backward] += weight_half[row[backward]]
+        once = (copy >= Copy.FIRST_FORWARD) & (copy <= Copy.OPTIMIZER)
+        return cls(reader, stages - stage, pass_part, row, once, copy == Copy.NEXT_BACKWARD)
 
-    pipeline_ranks: int
-    tied_ranks: Mapping[str, tuple[int, ...]]
-    """Pipeline ranks that have a copy of each tied table."""
-    kernels: Interner[Kernel] = field(default_factory=Interner[Kernel])
-    ops: Interner[str] = field(default_factory=Interner[str])
-    shapes: Interner[Shape] = field(default_factory=Interner[Shape])
-    communicators: Interner[Communicator] = field(default_factory=Interner[Communicator])
-    peers: Interner[Peer] = field(default_factory=Interner[Peer])
+    def take(self, selected: Int | Bool) -> RowRefs:
+        """Select some references."""
+        columns: list[Any] = [column[selected] for column in self]
+        return RowRefs(*columns)
 
-    def kernel_columns(self) -> dict[str, NDArray[Any]]:
-        """Columns that kernels decide, by number of the kernel."""
-        rows = [self._row(t) for t in self.kernels.table]
-        table = np.array(rows, dtype=np.int64).reshape(-1, len(KERNEL_COLUMNS)).T
-        return {
-            name: column.astype(dtype)
-            for (name, dtype), column in zip(KERNEL_COLUMNS.items(), table, strict=True)
-        }
-
-    def _row(self, t: Kernel) -> tuple[int, ...]:
-        """Columns of a kernel, in the order of `KERNEL_COLUMNS`."""
-        return (
-            t.kind,
-            self.ops(t.op),
-            PHASES.index(t.phase),
-            t.flops,
-            t.traffic,
-            COLLECTIVES.index(t.op) if t.kind is TaskKind.COLLECTIVE else -1,
-            DTYPES.index(t.dtype) if t.dtype else 0,
-            t.comm_bytes,
-            self._slot(t),
-            self.shapes(t.shape) if t.shape else -1,
-        )
-
-    def _slot(self, t: Kernel) -> int:
-        """Communicator or peer of a task, or communicator of a kernel's stream; -1: none."""
-        if t.kind == TaskKind.COMPUTE and t.axes:
-            return self.communicators(Communicator(t.axes))
-        if t.kind == TaskKind.COLLECTIVE:
-            # With two pipeline ranks, the replicas of a stage are all the ranks of the pipeline.
-            pairs = "pp" if self.pipeline_ranks == 2 else MIRROR
-            group = Communicator(tuple(sorted(pairs if a == MIRROR else a for a in t.axes)))
-            if t.axes[0] == TIED:
-                ranks = self.tied_ranks[t.axes[1]]
-                group = Communicator(("pp",), ranks if len(ranks) < self.pipeline_ranks else None)
-            return self.communicators(group)
-        if t.kind in (TaskKind.SEND, TaskKind.RECV):
-            return self.peers(Peer(t.axes[0], t.shift))
-        return -1
-
-
-# ---- rows ----------------------------------------------------------------------------------------
+    @classmethod
+    def concatenate(cls, refs: Sequence[RowRefs]) -> RowRefs:
+        """Join references."""
+        columns: list[Any] = [np.concatenate(column) for column in zip(*refs, strict=True)]
+        return cls(*columns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Rows of a stage in one direction, and their dependencies.
+    """Rows of a stage in one direction, its updates, or the optimizer action of a rank.
 
-    Row `dep_row[k]` depends on row `dep_segment_row[k]` of owner `dep_owner[k]`, of the stage that
-    is `dep_stage[k]` stages further on.
+    `deps` are sorted by reader; all of the same segment are earlier rows.
     """
 
     kernels: Sequence[Kernel]
     block: Int
-    """By row, the block of the stage; -1: none or several."""
+    """By row, the block of its stage; -1: none or several."""
     tag: Int
     """By row, the number among the messages of the action; -1: no message."""
-    dep_row: Int
-    dep_owner: Int
-    dep_stage: Int
-    dep_segment_row: Int
+    deps: RowRefs
     once_per_step: Bool
     """Rows of the stage's first forward or last backward action only."""
     weight_half: Bool
@@ -152,17 +134,61 @@ class Segment:
     """Rows that gather the weights of one microbatch's pass."""
     waits_for_comm: Bool
     """Kernels that depend on communication of the same action."""
+    stage: Int
+    """By row of the optimizer action, index of the rank's stage, -1: none; else 0."""
+    row_of: Sequence[Int] = ()
+    """Optimizer action: by stage of the rank, the row of each of its updates."""
 
     def __len__(self) -> int:
         return len(self.once_per_step)
+
+    @classmethod
+    def of_optimizer(
+        cls, kernels: Sequence[Kernel], block: Int, deps: RowRefs, stage: Int,
+        row_of: Sequence[Int] = (),
+    ) -> Segment:  # fmt: skip
+        """Rows of the optimizer action: all once per step."""
+        none, every = np.zeros(len(kernels), dtype=bool), np.ones(len(kernels), dtype=bool)
+        no_tag = np.full(len(kernels), -1)
+        return cls(kernels, block, no_tag, deps, every, none, none, none, stage, row_of)
+
+
+Shifts = tuple[int | None, int | None]
+"""Distance along the pipeline to the ranks of the previous and the next stage; None: no stage."""
+
+
+class StageLabels(NamedTuple):
+    """Number of a stage, layers and labels of its blocks, and where its messages go."""
+
+    stage: int
+    layers: tuple[int, ...]
+    labels: tuple[str, ...]
+    shifts: Shifts
+
+
+def row_names(segment: Segment, labels: Sequence[StageLabels]) -> list[str]:
+    """Names of the rows of a segment; `labels`: of its stages."""
+    stages: list[int] = segment.stage.tolist()
+    blocks: list[int] = segment.block.tolist()
+    rows = zip(stages, blocks, segment.kernels, strict=True)
+    return [t.name if b < 0 else f"{labels[s].labels[b]}.{t.name}" for s, b, t in rows]
+
+
+def row_layers(segment: Segment, labels: Sequence[StageLabels]) -> Int:
+    """Layers of the rows of a segment, -1 of rows of no block; `labels`: of its stages."""
+    layer = np.full(len(segment), -1, dtype=np.int64)
+    for i, stage_labels in enumerate(labels):
+        rows = np.flatnonzero((segment.stage == i) & (segment.block >= 0))
+        layer[rows] = np.array(stage_labels.layers, dtype=np.int64)[segment.block[rows]]
+    return layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ActionRows:
     """Rows of a stage's forward or backward action while they are built: per block and task."""
 
-    owner: Owner
-    """FORWARD or BACKWARD."""
+    copy: int
+    """`Copy.FORWARD` or `Copy.BACKWARD`."""
     stage: int
     row_of: Sequence[dict[Kernel, int]]
     """Row of each task, per block of the stage."""
@@ -184,7 +210,7 @@ class ActionRows:
     @property
     def forward(self) -> bool:
         """True for the forward action."""
-        return self.owner == Owner.FORWARD
+        return self.copy == Copy.FORWARD
 
     @property
     def every_microbatch(self) -> list[int]:
@@ -198,37 +224,39 @@ class ActionRows:
         self.tags.append(tag)
         return len(self.kernels) - 1
 
-    def touch_by(self, row: int) -> Touch:
-        """Touch of a value by a row."""
-        return self.owner, self.stage, row
+    def touch_by(self, row: int) -> RowRef:
+        """RowRef of a value by a row."""
+        return self.copy, self.stage, row
 
     def last_rows(self) -> dict[int, int]:
         """Last row of each block, blocks in the order of the action."""
         return {i: self.row_of[i][t] for i, t in self.order}
 
-    def finish(self) -> Segment:
-        """Convert the rows to columns."""
-        deps = itertools.chain.from_iterable(sorted({*self.deps}))
-        row, owner, stage, segment_row = np.fromiter(deps, dtype=np.int64).reshape(-1, 4).T
+    def finish(self, weight_halves: Mapping[int, Bool]) -> Segment:
+        """Convert the rows to columns; `weight_halves`: of the backwards of the rank's stages."""
+        weight_half = self._mask(self.weight_half)
+        if not self.forward:
+            weight_halves = {**weight_halves, self.stage: weight_half}
+        deps = np.array(sorted({*self.deps}), dtype=np.int64).reshape(-1, 4).T
+        row, copy, stage, segment_row = deps
         compute = TaskKind.COMPUTE
         computes = np.array([t.kind is compute for t in self.kernels], dtype=bool)
-        inside = (owner == self.owner) & (stage == self.stage)
+        inside = (copy == self.copy) & (stage == self.stage)
+        waits = row[inside][~computes[segment_row[inside]]]
         return Segment(
             kernels=tuple(self.kernels),
             block=np.array(self.blocks, dtype=np.int64),
             tag=np.array(self.tags, dtype=np.int64),
-            dep_row=row,
-            dep_owner=owner,
-            dep_stage=stage - self.stage,
-            dep_segment_row=segment_row,
+            deps=RowRefs.of_stage(row, deps[1:], self.stage, weight_halves),
             once_per_step=self._mask(self.once_per_step),
-            weight_half=self._mask(self.weight_half),
+            weight_half=weight_half,
             gathers=self._mask(self.gathers),
-            waits_for_comm=self._mask(row[inside][~computes[segment_row[inside]]]) & computes,
+            waits_for_comm=self._mask(waits) & computes,
+            stage=np.zeros(len(self.kernels), dtype=np.int64),
         )
 
     def _mask(self, rows: Sequence[int] | Int) -> Bool:
         """Mask of `rows` among all rows of the action."""
         mask = np.zeros(len(self.kernels), dtype=bool)
-        mask[np.asarray(rows, dtype=np.int64)] = True
+        mask[rows] = True
         return mask

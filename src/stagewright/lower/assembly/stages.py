@@ -1,4 +1,4 @@
-"""Rows of a pipeline stage: its forward and its backward action, built once.
+"""Rows of a pipeline stage: its forward and its backward action, and its updates, built once.
 
 Backward may be split (arXiv 2401.10241): the input half makes the gradient of the stage's input,
 which other ranks wait for, the weight half the gradients of its weights. The graph decides: the
@@ -9,28 +9,40 @@ that reads them first, unless they stay gathered for other actions.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
 
-from stagewright.graph.roles import STREAM
-from stagewright.lower.assembly.buckets import Item, Row, merge_messages, one_by_one
-from stagewright.lower.assembly.habit import Habit
-from stagewright.lower.assembly.lifetimes import Value
+import numpy as np
+
+from stagewright.arrays import Bool
+from stagewright.graph.roles import CLIP, STREAM
+from stagewright.lower.assembly.habit import Habit, Item, Row, merge_messages, one_by_one
 from stagewright.lower.assembly.lowered_block import (
     BACKWARD_PARTS,
     FORWARD_PARTS,
     Crossing,
-    Placed,
+    RowRef,
+    StageBlock,
+    Value,
     nearest_maker,
     with_gradient,
 )
-from stagewright.lower.assembly.segments import ActionRows, Owner, RowDep, Segment
+from stagewright.lower.assembly.segments import (
+    ActionRows,
+    Copy,
+    RowDep,
+    RowRefs,
+    Segment,
+    Shifts,
+    StageLabels,
+)
 from stagewright.lower.assembly.stage_values import StageValues
 from stagewright.lower.kernels.kernel import Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import LiveValue
 from stagewright.program.columns import TaskKind
 from stagewright.schedule.places import Place
 
+UPDATE_PARTS = (TaskPart.TIE, TaskPart.NORM, TaskPart.UPDATE)
+"""Parts of a block in the optimizer action."""
 _EACH_PASS = (TaskPart.GATHER, TaskPart.GATHER_AGAIN)
 _GATHER_ONCE, _REDUCE_ONCE = TaskPart.GATHER_ONCE, TaskPart.REDUCE_ONCE
 _ONCE = (_GATHER_ONCE, _REDUCE_ONCE)
@@ -41,10 +53,11 @@ _MESSAGES = (TaskKind.SEND, TaskKind.RECV)
 class StageKey:
     """Cache key of a stage: equal keys share rows.
 
-    Rows of stages with equal keys differ in stage, layers and labels of layers only.
+    Rows of stages with equal keys differ in stage, layers and labels of layers only, and their
+    messages in the ranks that they go to.
     """
 
-    blocks: Sequence[Placed] = field(compare=False)
+    blocks: Sequence[StageBlock] = field(compare=False)
     place: Place = field(compare=False)
     arriving: tuple[Crossing, ...]
     """Values from the previous stage."""
@@ -54,14 +67,14 @@ class StageKey:
     trains: bool
     """True if there are backwards."""
     block_keys: tuple[Hashable, ...]
-    shifts: tuple[int | None, int | None]
-    """Distance along the pipeline to the ranks of the previous and the next stage; None: no such
-    stage."""
+    ends: tuple[bool, bool]
+    """True if there is no previous stage, no next one."""
+    shifts: Shifts = field(compare=False)
 
     @classmethod
     def of(
         cls,
-        blocks: Sequence[Placed],
+        blocks: Sequence[StageBlock],
         place: Place,
         between: Sequence[tuple[Crossing, ...]],
         pipeline_ranks: int,
@@ -83,14 +96,16 @@ class StageKey:
             None if rank is None else _shift(place.rank, rank, pipeline_ranks)
             for rank in (place.before, place.after)
         )
-        shifts = before, after
-        return cls(blocks, place, arriving, leaving, habits, trains, block_keys, shifts)
+        ends = before is None, after is None
+        return cls(
+            blocks, place, arriving, leaving, habits, trains, block_keys, ends, (before, after)
+        )
 
     @property
-    def unshifted(self) -> StageKey:
-        """Key that ignores which ranks messages go to."""
-        before, after = (None if shift is None else 0 for shift in self.shifts)
-        return replace(self, shifts=(before, after))
+    def labels(self) -> StageLabels:
+        """What stages with equal keys differ in."""
+        layers, labels = (tuple(p.layer for p in self.blocks), tuple(p.label for p in self.blocks))
+        return StageLabels(self.place.stage, layers, labels, self.shifts)
 
     @property
     def messages_only(self) -> bool:
@@ -106,12 +121,12 @@ def _shift(rank: int, other: int, ranks: int) -> int:
 
 
 class Stage:
-    """Forward and backward action of a virtual pipeline stage, as rows.
+    """Rows of a virtual pipeline stage: `forward` and `backward`, and `updates` of its weights.
 
-    Both have all rows that the action of any microbatch has. The first microbatch's forward also
-    gathers weights that stay for the step, the last one's backward also reduces gradients; other
-    microbatches omit these rows (`Segment.once_per_step`). A half of a backward has the rows of
-    that half.
+    A direction has all rows that the action of any microbatch has. The first microbatch's forward
+    also gathers weights that stay for the step, the last one's backward also reduces gradients;
+    other microbatches omit these rows (`Segment.once_per_step`). A half of a backward has the rows
+    of that half.
 
     Stages with equal `StageKey` share one of these: its stage number, ranks, layers and labels are
     those of the first of them.
@@ -120,62 +135,86 @@ class Stage:
     def __init__(self, key: StageKey) -> None:
         """Start without rows."""
         self.blocks, self.place, self.habits = key.blocks, key.place, key.habits
-        self.stage, self.shifts = key.place.stage, key.shifts
+        self.stage = key.place.stage
         self.arriving, self.leaving = key.arriving, key.leaving
         self.values = StageValues(key.blocks, key.place, key.arriving, key.leaving)
+        """Until the rows are built; then `value_columns`."""
         self.on_rank: Mapping[int, Stage] = {self.stage: self}
-        # Per block, owner and row of each task.
-        self.row_of_task: list[dict[Kernel, tuple[Owner, int]]] = [{} for _ in key.blocks]
-        self.forward: Segment = ActionRows(Owner.FORWARD, self.stage, []).finish()
-        self.backward: Segment = ActionRows(Owner.BACKWARD, self.stage, []).finish()
+        # Per block, the direction (`Copy.FORWARD` or `Copy.BACKWARD`) and row of each task.
+        self.row_of_task: list[dict[Kernel, tuple[int, int]]] = [{} for _ in key.blocks]
+        self.forward = self.backward = ActionRows(Copy.FORWARD, self.stage, []).finish({})
+        self.updates = self.forward
+        """Rows in the optimizer action: those of `UPDATE_PARTS`, one after the other.
+
+        A dependency on row -1 of the optimizer action is one on the factor that clips gradients.
+        """
+        self.update_begin = [0] * (len(UPDATE_PARTS) + 1)
+        """First row of each of `UPDATE_PARTS` in `updates`, and the end."""
         self.num_messages = 1
         """Largest number of messages of one action along one axis."""
-        self.unshifted = self
-        """Stage with the same rows and values, whichever ranks messages go to."""
 
     def join(self, on_rank: Mapping[int, Stage]) -> None:
         """Set the stages of the same rank, by number: these exchange values in memory."""
         self.on_rank = on_rank
         self.values.neighbours = {number: stage.values for number, stage in on_rank.items()}
 
-    def shifted(self, shifts: tuple[int | None, int | None]) -> Stage:
-        """Copy the stage for other ranks of the previous and the next stage."""
-        if shifts == self.shifts:
-            return self
-        stage = copy(self)
-        stage.shifts = shifts
-        stage.forward, stage.backward = (
-            replace(segment, kernels=tuple(
-                self._shifted(t, shifts) if block < 0 else t
-                for block, t in zip(segment.block.tolist(), segment.kernels, strict=True)
-            ))
-            for segment in (self.forward, self.backward)
-        )  # fmt: skip
-        return stage
-
-    @staticmethod
-    def _shifted(t: Kernel, shifts: tuple[int | None, int | None]) -> Kernel:
-        """Copy a message between stages for another rank."""
-        if t.kind not in _MESSAGES:
-            return t
-        before, after = shifts
-        shift = before if (t.kind is TaskKind.RECV) == (t.phase == "forward") else after
-        return t if shift is None else replace(t, shift=shift)
-
     # ---- rows ------------------------------------------------------------------------------------
+
+    @property
+    def weight_halves(self) -> dict[int, Bool]:
+        """Masks of the rows in the weight half, of the backwards of the rank's stages."""
+        return {number: stage.backward.weight_half for number, stage in self.on_rank.items()}
 
     def build(self, *, forward: bool) -> None:
         """Build the rows of one direction. Build a same-rank predecessor first."""
-        segment = self._rows(forward=forward).finish()
+        segment = self._rows(forward=forward).finish(self.weight_halves)
         if forward:
             self.forward = segment
         else:
             self.backward = segment
 
+    def build_updates(self) -> None:
+        """Build the rows in the optimizer action. Build both directions first."""
+        items: list[Item] = []
+        self.update_begin = [0]
+        for part in UPDATE_PARTS:
+            part_items = [item for i in range(len(self.blocks)) for item in self._tasks(i, [part])]
+            if part is TaskPart.TIE:  # ranks with several tied tables reduce them in one order
+                part_items.sort(key=lambda item: item[1].axes)
+            items += part_items
+            self.update_begin.append(len(items))
+        row_of = {item: row for row, item in enumerate(items)}
+        deps: list[RowDep] = []
+        for row, (i, t) in enumerate(items):
+            self.values.touch(i, t, (Copy.OPTIMIZER, self.stage, row))
+            for d in t.deps:
+                ref: RowRef | None
+                if isinstance(d, LiveValue):
+                    ref = (Copy.OPTIMIZER, self.stage, -1) if d.name == CLIP else None
+                elif (i, d) in row_of:
+                    ref = Copy.OPTIMIZER, self.stage, row_of[i, d]
+                else:
+                    copy, segment_row = self.row_of_task[i][d]
+                    first = copy == Copy.FORWARD
+                    copy = Copy.FIRST_FORWARD if first else Copy.LAST_BACKWARD
+                    ref = copy, self.stage, segment_row
+                if ref is not None:
+                    deps.append((row, ref[0], ref[1], ref[2]))
+        columns = np.array(deps, dtype=np.int64).reshape(-1, 4).T
+        refs = RowRefs.of_stage(columns[0], columns[1:], self.stage, self.weight_halves)
+        block = np.array([i for i, _ in items], dtype=np.int64)
+        self.updates = Segment.of_optimizer([t for _, t in items], block, refs, block * 0)
+
+    def finish(self) -> None:
+        """Convert the values to columns. Build the rows of all stages of the rank first."""
+        on_rank = {n: (stage.forward, stage.backward) for n, stage in self.on_rank.items()}
+        self.value_columns = self.values.columns(on_rank)
+        del self.values  # thousands of objects
+
     def _rows(self, *, forward: bool) -> ActionRows:
         """Rows of one direction with their dependencies, and the values they touch."""
-        owner = Owner.FORWARD if forward else Owner.BACKWARD
-        action = ActionRows(owner, self.stage, [{} for _ in self.blocks])
+        copy = Copy.FORWARD if forward else Copy.BACKWARD
+        action = ActionRows(copy, self.stage, [{} for _ in self.blocks])
         self._receive(action)
         messages = max(0, len(self.arriving) - 1, len(self.leaving) - 1)
         # Tags: stage messages first, then one per SEND/RECV pair.
@@ -210,18 +249,19 @@ class Stage:
     def _record(self, item: Item, row: int, action: ActionRows) -> None:
         """Record the row of a task, the values it touches, and its dependencies."""
         i, t = item
-        self.row_of_task[i][t] = action.owner, row
+        self.row_of_task[i][t] = action.copy, row
         action.row_of[i][t] = row
         action.order.append(item)
         self.values.touch(i, t, action.touch_by(row))
         if t in self.blocks[i].block.weight_half:
             action.weight_half.append(row)
         for d in t.deps:
-            dep = self._dep(row, i, d)
+            dep = self._dep(i, d)
             if dep is not None:
                 # A reduction once per step depends on the last of all microbatches.
-                last = t.part is _REDUCE_ONCE and dep[1] == Owner.BACKWARD
-                action.deps.append((row, Owner.LAST_BACKWARD, *dep[2:]) if last else dep)
+                last = t.part is _REDUCE_ONCE and dep[0] == Copy.BACKWARD
+                copy = Copy.LAST_BACKWARD if last else dep[0]
+                action.deps.append((row, copy, dep[1], dep[2]))
 
     def _grouped(self, *, forward: bool) -> Sequence[Row]:
         """Tasks of one direction in order, merged as the habits say.
@@ -246,16 +286,16 @@ class Stage:
 
     def matching_gather(self, segment_row: int, *, forward: bool) -> int:
         """Row of the other direction that gathers the same weights as a row; -1: none."""
-        source, target = Owner.FORWARD, Owner.BACKWARD
+        here, there = Copy.FORWARD, Copy.BACKWARD
         if not forward:
-            source, target = target, source
+            here, there = there, here
         for rows in self.row_of_task:
-            gathers = [(t, *at) for t, at in rows.items() if t.part in _EACH_PASS]
-            task = next((t for t, *at in gathers if at == [source, segment_row]), None)
+            gathers = {t: at for t, at in rows.items() if t.part in _EACH_PASS}
+            task = next((t for t, at in gathers.items() if at == (here, segment_row)), None)
             if task is not None:
-                candidates = [(t, row) for t, owner, row in gathers if owner == target]
-                equal = [row for t, row in candidates if (t.op, t.axes) == (task.op, task.axes)]
-                return next(iter(equal or [row for _, row in candidates]), -1)
+                others = [(t, row) for t, (copy, row) in gathers.items() if copy == there]
+                equal = [row for t, row in others if (t.op, t.axes) == (task.op, task.axes)]
+                return next(iter(equal or [row for _, row in others]), -1)
         return -1
 
     # ---- messages between stages -----------------------------------------------------------------
@@ -314,8 +354,9 @@ class Stage:
         self, output: LiveValue, row: int, phase: str, action: ActionRows
     ) -> Value | None:
         """Make a row of an action depend on an output of this stage, and touch its value."""
-        dep = self._output_dep(row, output)
-        action.deps.extend([dep] if dep is not None else [])
+        dep = self._output_dep(output)
+        if dep is not None:
+            action.deps.append((row, *dep))
         value = self.values.output(output)
         if value is not None:
             value.touch(action.touch_by(row), phase)
@@ -329,53 +370,59 @@ class Stage:
         return forward if action.forward else with_gradient(backward)
 
     def _message(self, kind: TaskKind, value: Crossing, *, forward: bool) -> Kernel:
-        """Build one end of a message between stages: of a value, or of its gradient."""
-        shift = self.shifts[(kind == TaskKind.SEND) == forward]
-        assert shift is not None
+        """Build one end of a message between stages (`shifted`): of a value, or of its gradient."""
         phase = "forward" if forward else "backward"
         op = "send" if kind == TaskKind.SEND else "recv"
         part = TaskPart.FORWARD if forward else TaskPart.BACKWARD
         return Kernel(
             f"{_message_prefix(value, forward=forward)}{op}", op, kind, phase, part,
-            axes=("pp",), shift=shift, comm_bytes=value.size, dtype=value.dtype,
+            axes=("pp",), comm_bytes=value.size, dtype=value.dtype,
         )  # fmt: skip
 
     # ---- dependencies ----------------------------------------------------------------------------
 
-    def once_dep(self, i: int, d: Kernel) -> tuple[Owner, int]:
-        """Owner and row of a task of block `i`, for the optimizer action."""
-        owner, row = self.row_of_task[i][d]
-        return Owner.FIRST_FORWARD if owner == Owner.FORWARD else Owner.LAST_BACKWARD, row
-
-    def _dep(self, row: int, i: int, d: Dependency | None) -> RowDep | None:
-        """Dependency of a row on a dependency of a task of block `i`."""
+    def _dep(self, i: int, d: Dependency | None) -> RowRef | None:
+        """Row of a dependency of a task of block `i`."""
         if d is None:
             return None
         if isinstance(d, LiveValue):
-            return self._input_dep(row, i, d)
-        owner, segment_row = self.row_of_task[i][d]
-        owner = Owner.FIRST_FORWARD if d.part is _GATHER_ONCE else owner
-        return row, owner, self.stage, segment_row
+            return self._input_dep(i, d)
+        copy, segment_row = self.row_of_task[i][d]
+        copy = Copy.FIRST_FORWARD if d.part is _GATHER_ONCE else copy
+        return copy, self.stage, segment_row
 
-    def _output_dep(self, row: int, c: LiveValue) -> RowDep | None:
-        """Dependency of a row on an output of the stage: forward, or a gradient back."""
-        return self._input_dep(row, -1 if c.gradient else len(self.blocks), c)
+    def _output_dep(self, c: LiveValue) -> RowRef | None:
+        """Row that makes an output of the stage: forward, or a gradient back."""
+        return self._input_dep(-1 if c.gradient else len(self.blocks), c)
 
-    def _input_dep(self, row: int, i: int, c: LiveValue) -> RowDep | None:
-        """Dependency of a row on an input of block `i`; None: nothing makes it.
+    def _input_dep(self, i: int, c: LiveValue) -> RowRef | None:
+        """Row that makes an input of block `i`; None: nothing makes it.
 
         A block of this stage makes it, a message brings it, or a stage on the same rank outputs it.
         """
         maker = nearest_maker(self.blocks, i, c)
         if maker is not None:
-            return self._dep(row, maker, self.blocks[maker].block.makers[c])
+            return self._dep(maker, self.blocks[maker].block.makers[c])
         crossing = with_gradient(self.leaving) if c.gradient else self.arriving
         message = next((n for n, x in enumerate(crossing) if x.name == c.name), None)
         if message is None:
             return None
         if self._is_message(forward=not c.gradient):  # messages are the first rows
-            return row, Owner.BACKWARD if c.gradient else Owner.FORWARD, self.stage, message
-        return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(row, c)
+            return Copy.BACKWARD if c.gradient else Copy.FORWARD, self.stage, message
+        return self.on_rank[self.stage + (1 if c.gradient else -1)]._output_dep(c)
+
+
+def shifted(segment: Segment, shifts: Shifts) -> list[Kernel]:
+    """Kernels of a stage whose messages go to other ranks."""
+    blocks: list[int] = segment.block.tolist()
+    kernels: list[Kernel] = []
+    for block, t in zip(blocks, segment.kernels, strict=True):
+        if block < 0 and t.kind in _MESSAGES:
+            shift = shifts[(t.kind is TaskKind.SEND) == (t.phase == "forward")]
+            assert shift is not None, "a message to a stage that does not exist"
+            t = replace(t, shift=shift)
+        kernels.append(t)
+    return kernels
 
 
 def _message_prefix(value: Crossing, *, forward: bool) -> str:
@@ -388,8 +435,8 @@ def _gathered_for_weights(action: ActionRows) -> list[int]:
     """Rows that gather or cast weights in a backward of which only the weight half reads them."""
     half = {*action.weight_half}
     readers: dict[int, set[int]] = {row: set() for row in action.gathers}
-    for row, owner, stage, source in action.deps:
-        if (owner, stage) == (Owner.BACKWARD, action.stage) and source in readers:
+    for row, copy, stage, source in action.deps:
+        if (copy, stage) == (Copy.BACKWARD, action.stage) and source in readers:
             readers[source].add(row)
     rows: list[int] = []
     for row in sorted(readers, reverse=True):  # a cast comes after the gather that it reads

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int
+from stagewright.arrays import Int, offsets
 from stagewright.program.columns import TaskKind
 
 
@@ -45,5 +45,4 @@ def order_by_streams(
     previous_kernel = np.where((compute & ~moves) | no_deps, previous_kernel, -1)
     pairs = np.stack([previous_kernel, chain], axis=1)
     present = pairs >= 0
-    pointer = np.concatenate([[0], np.cumsum(present.sum(axis=1))]).astype(np.int64)
-    return pointer, pairs[present].astype(np.int32)
+    return offsets(present.sum(axis=1)), pairs[present].astype(np.int32)

@@ -8,6 +8,7 @@ becomes the steps of a ring.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 from typing import NamedTuple, cast
 
@@ -20,10 +21,12 @@ from stagewright.graph.table import COLLECTIVE_OPS, LEAVES, OPS, is_view
 from stagewright.lower.kernels.extent import Extent, bytes_of
 from stagewright.lower.kernels.kernel import TIED, Dependency, Kernel, TaskPart
 from stagewright.lower.kernels.live_values import interface
-from stagewright.lower.kernels.order import Cluster, by_need, sorted_by_need
 from stagewright.lower.kernels.rings import LocalKeys, return_gradients, ring_steps
 from stagewright.program.columns import TaskKind
 from stagewright.program.shapes import shape_of
+
+Cluster = list[Node]
+"""Nodes of one kernel."""
 
 
 class KernelRules(NamedTuple):
@@ -79,10 +82,10 @@ class _Lowering:
         for n in self.graph:
             if n.op in LEAVES:
                 self.at[n] = interface(n)
-        for cluster in by_need(self.clusters()):
+        for cluster in _clusters_by_need(self.clusters()):
             tasks += self.lower(cluster)
         # Weights come first: a bucket of them delays no task that reads them.
-        return sorted_by_need(sorted(tasks, key=lambda t: not t.part.gathers))
+        return _tasks_by_need(sorted(tasks, key=lambda t: not t.part.gathers))
 
     # Which nodes become one kernel.
 
@@ -370,3 +373,49 @@ def _before_norm(graph: Graph) -> set[Node]:
             sources.add(n)
             stack += n.srcs
     return sources
+
+
+# ---- order ---------------------------------------------------------------------------------------
+
+
+def _clusters_by_need(clusters: list[Cluster]) -> list[Cluster]:
+    """Sort clusters after those whose values they read."""
+    home = {n: i for i, c in enumerate(clusters) for n in c}
+    deps = [
+        {home[s] for n in c for s in n.srcs if s in home and home[s] != i}
+        for i, c in enumerate(clusters)
+    ]
+    return [clusters[i] for i in _stable_order(deps)]
+
+
+def _tasks_by_need(tasks: list[Kernel]) -> list[Kernel]:
+    """Sort tasks after their dependencies: a bucket after its last member, readers after it.
+
+    A rank of a ring sends before it receives what the previous rank sends in the same step.
+    """
+    index = {t: i for i, t in enumerate(tasks)}
+    deps = [{index[d] for d in t.deps if isinstance(d, Kernel)} for t in tasks]
+    for i, t in enumerate(tasks):
+        if t.twin is not None:
+            deps[i].add(index[t.twin])
+    return [tasks[i] for i in _stable_order(deps)]
+
+
+def _stable_order(deps: list[set[int]]) -> list[int]:
+    """Sort items after their dependencies: always the first that is ready."""
+    users: list[list[int]] = [[] for _ in deps]
+    for i, sources in enumerate(deps):
+        for j in sources:
+            users[j].append(i)
+    missing = [len(sources) for sources in deps]
+    ready = [i for i, n in enumerate(missing) if n == 0]  # ascending: a heap
+    order: list[int] = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(i)
+        for j in users[i]:
+            missing[j] -= 1
+            if missing[j] == 0:
+                heapq.heappush(ready, j)
+    assert len(order) == len(deps), "a cycle of dependencies"
+    return order

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import TRAINING, Count, Number, Text, setting
+from stagewright.run.sections.declare import TRAINING, Count, Number, Text, idle_axes, setting
 
 _LENGTHS = "use prompt_length and context_length"
 
@@ -85,6 +85,7 @@ class BatchSection:
     first_stage_less_layers: Number = setting(
         0,
         "With pipeline-split=layers: layers that the embedding counts for.",
+        idle=(idle_axes("pp"),),
         modes=TRAINING,
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},
@@ -94,6 +95,7 @@ class BatchSection:
     last_stage_less_layers: Number = setting(
         0,
         "With pipeline-split=layers: layers that norm, output projection and loss count for.",
+        idle=(idle_axes("pp"),),
         modes=TRAINING,
         elsewhere="layers are split evenly",
         habits={"torchtitan": 1},

@@ -46,6 +46,9 @@ _Value = TypeVar("_Value")
 class Exactly:
     """A value of this type (`bool`, `str`) and of no other that could be converted."""
 
+    kind: type | None = None
+    """Type that the command line reads; None: the type of the field."""
+
     def __init__(self, type: str, **rule: object) -> None:
         """`rule`: more of what pydantic asks of a value of the type."""
         self._schema = {"type": type, "strict": True, **rule}
@@ -159,6 +162,13 @@ class Setting:
         """The value where none is given, in the habits of a framework."""
         return self.habits.get(framework, self.default)
 
+    def is_idle(self, run: object) -> bool:
+        """True if the setting does nothing in a run."""
+        return any(
+            all(getattr(run, name) == value for name, value in condition.items())
+            for condition in self.idle
+        )
+
 
 def setting(
     default: _Value,
@@ -220,7 +230,7 @@ def _kind(annotation: Any) -> type | tuple[str, ...]:
     if origin in (Union, UnionType):
         return _kind(get_args(annotation)[0])
     if origin is Annotated:
-        return _kind(annotation.__origin__)
+        return annotation.__metadata__[0].kind or _kind(annotation.__origin__)
     if origin is Literal:
         return get_args(annotation)
     if origin is Mapping:
@@ -254,7 +264,9 @@ def text_of(value: object) -> str:
     >>> text_of((9, 10, 9)), text_of(0.5)
     ('9,10,9', '0.5')
     """
-    if isinstance(value, tuple | frozenset):
+    if isinstance(value, frozenset):
+        return ",".join(sorted(map(str, cast("frozenset[object]", value))))
+    if isinstance(value, tuple):
         return ",".join(map(str, cast("tuple[object, ...]", value)))
     return str(value)
 

@@ -23,7 +23,7 @@ GRAPH_MODULES = ("attn", "mlp", "mamba", "moe_router", "moe_preprocess", "moe")
 ISSUED_BY = (
     "streams", "no_overlap", "prefetch", "overlap_param_gather", "overlap_moe_expert_parallel_comm"
 )  # fmt: skip
-"""The settings of an execution that its issue orders follow from (`time.simulate.order`)."""
+"""The settings of an execution that its issue orders follow from (`time.simulate.rules`)."""
 
 _NOT_SHARDED = idle_axes("dp", "cp")
 
@@ -74,7 +74,7 @@ class Execution:
     it; traces have a copy for each expert."""
     serving_engine: Literal["vllm", "sglang", "trtllm"] | None = setting(
         None,
-        "Engine whose kernels serve: vLLM, SGLang or TensorRT-LLM.",
+        "Serving engine whose kernels run: vLLM, SGLang or TensorRT-LLM.",
         unset="constants that stand for all three",
         modes=INFERENCE,
     )

@@ -67,7 +67,7 @@ def scheduler_of(settings: EngineSection, limits: BatchLimits) -> Scheduler:
     gets the settings that it has fields for.
     """
     scheduler_class = _class_of(settings.scheduler)
-    values = {of.name: getattr(settings, of.name) for of in fields(settings)}
+    values = {f.name: getattr(settings, f.name) for f in fields(settings)}
     values |= {"max_num_batched_tokens": limits.tokens, "max_num_seqs": limits.requests}
     values["chunked_prefill_size"] = limits.prompt_tokens
     values = {name: value for name, value in values.items() if value is not None}
@@ -97,12 +97,13 @@ def refuse_chunks_below_a_block(scheduler: Scheduler, block_size: int) -> None:
 def refuse_others(settings: EngineSection) -> None:
     """Raise a UserError for a setting of another scheduler, which would say nothing."""
     used = _settings(_class_of(settings.scheduler))
-    for of in fields(settings):
-        owners = [name for name, each in SCHEDULERS.items() if of.name in _settings(each)]
-        if of.name in {*_LIMITS, *used} or not owners or getattr(settings, of.name) == of.default:
+    for setting in fields(settings):
+        name, is_default = setting.name, getattr(settings, setting.name) == setting.default
+        owners = [key for key, of_class in SCHEDULERS.items() if name in _settings(of_class)]
+        if name in {*_LIMITS, *used} or not owners or is_default:
             continue
         raise UserError(
-            f"--{of.name.replace('_', '-')} is a setting of --scheduler {either(owners)}, not of "
+            f"--{name.replace('_', '-')} is a setting of --scheduler {either(owners)}, not of "
             f"{settings.scheduler}; leave it out"
         )
 
@@ -113,9 +114,7 @@ def _class_of(scheduler: str) -> Any:
 
 def _settings(scheduler_class: Any) -> set[str]:
     """Fields of a scheduler that is a dataclass."""
-    return (
-        {of.name for of in fields(scheduler_class)} if is_dataclass(scheduler_class) else set[str]()
-    )
+    return {f.name for f in fields(scheduler_class)} if is_dataclass(scheduler_class) else set()
 
 
 def _installed(name: str) -> Any:

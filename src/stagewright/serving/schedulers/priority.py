@@ -29,7 +29,7 @@ class VllmByPriority(Vllm):
     def of(cls, scheduler: Vllm, priority: array[int]) -> Self:
         """Scheduler with the same options, and a priority for each request."""
         options: dict[str, Any] = {
-            each.name: getattr(scheduler, each.name) for each in fields(scheduler)
+            option.name: getattr(scheduler, option.name) for option in fields(scheduler)
         }
         return cls(priority=priority, **options)
 

@@ -1,40 +1,40 @@
-"""The search itself: for each layout the fewest instances that keep the limits, and of all the
-cheapest; beside it the front of tokens per GPU over tokens per user."""
+"""Search for the cheapest deployments of a load: for each layout the fewest instances that keep the
+limits, simulated long enough to tell, and of all the cheapest, simulated five times as long."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
-
-import numpy as np
 
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import EngineSection
 from stagewright.searching.candidates import Candidates
-from stagewright.searching.enumeration import Removed
-from stagewright.searching.objectives import front
+from stagewright.searching.space import Removed
 from stagewright.serving.deployment import Deployment, InstanceGroup
-from stagewright.serving.instance import instance, with_drafter
+from stagewright.serving.instance import instance
 from stagewright.serving.kv_transfer import not_sent
 from stagewright.serving.metrics import RequestLimits, Slo
 from stagewright.serving.schedulers.named import BatchLimits, batch_limits, scheduler_of
-from stagewright.serving.search.bounds import (
-    LayoutBounds,
-    LoadTotals,
-    ReadyLayout,
-    layout_bounds,
+from stagewright.serving.search.bounds import LayoutBounds, ReadyLayout, layout_bounds
+from stagewright.serving.search.pairs import LayoutPair, pair_deployment, pairs_of, tried_counts
+from stagewright.serving.search.simulated import (
+    ServingLoad,
+    SimulatedLoad,
+    simulate_load,
+    simulate_long_enough,
 )
-from stagewright.serving.search.pairs import pairs_of, simulate_pair, tried_counts
-from stagewright.serving.search.simulated import SimulatedLoad, simulate_load
 from stagewright.serving.speculative import drafter_of
-from stagewright.serving.workload import Workload
 
 FITS = "weights, activations and a request fit into the memory of a GPU"
 ENOUGH = "so few GPUs can serve the load"
 KEEPS = "as many requests as must keep the limits"
 MODELED = "the layout has step times"
 BEATEN = "no other choice has fewer GPUs and faster tokens than the layout could have"
+
+CONFIRMATION = 5
+"""How many times as many requests the winner serves once more."""
 
 SearchProgress = Callable[[int, int], None]
 """Called with the number of finished steps of the search, and of all."""
@@ -56,20 +56,40 @@ class ServingTarget:
 
 
 class ServingChoice(NamedTuple):
-    """Layout and number of instances, simulated."""
+    """Deployment of a layout, or of two, simulated."""
 
     layout: int
-    """Row of the layout among the candidates."""
+    """Row of the layout, of the instances that decode, among the candidates."""
+    deployment: Deployment
     simulated: SimulatedLoad
     usd_per_hour: float
     """nan without a price."""
     prompts: int | None = None
-    """The row of the layout of instances that compute prompts, where `layout` only decodes."""
+    """Row of the layout of instances that compute prompts, where `layout` only decodes."""
+    pair: LayoutPair | None = None
 
     @property
     def usd_per_million(self) -> float:
         """USD per million output tokens."""
         return self.usd_per_hour / 3600 / self.simulated.output_rate * 1e6
+
+    @property
+    def tokens_per_user(self) -> float:
+        """Output tokens per second of the median user; 0 of requests with a single token."""
+        rate = self.simulated.user_rate
+        return 0.0 if math.isnan(rate) else rate
+
+    @property
+    def kind(self) -> tuple[int, int | None, EngineSection]:
+        """Layouts and settings of engines, whatever the number of instances."""
+        return self.layout, self.prompts, replace(self.deployment.groups[-1].engines, instances=1)
+
+
+class SmallerDeployment(NamedTuple):
+    """A winner with an instance less, under the same load."""
+
+    deployment: Deployment
+    simulated: SimulatedLoad
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,20 +99,55 @@ class ServingRanking:
     rows: Candidates
     """Layouts of one instance."""
     target: ServingTarget
+    closed: bool
+    """Loads are closed loops, of which the throughput per GPU counts, not the number of GPUs."""
     choices: Sequence[ServingChoice]
     """All simulated choices, in the order of layouts."""
-    best: Sequence[int]
-    """Cheapest choice of each layout that keeps the limits; the best first."""
-    front: Sequence[int]
-    """Choices that keep the limits and that no other choice dominates, the slowest user first.
-
-    Both output tokens per second and GPU, and those of a user count."""
+    aggregated: Sequence[int]
+    """Choices that keep the limits and that no other one dominates, the cheapest first: none has
+    no more GPUs (or cost, or throughput per GPU) and faster tokens."""
+    disaggregated: Sequence[int]
+    """The same of choices with instances for prompts and for decode."""
+    ties: Sequence[int]
+    """Choices as cheap as the first, of other layouts, which have slower tokens."""
+    smaller: Mapping[int, SmallerDeployment]
+    """The first of each table, by choice, with an instance less; none of single instances."""
+    dropped: Sequence[ServingChoice]
+    """Former winners, which did not keep the limits for `CONFIRMATION` times as many requests."""
+    confirmed: Mapping[int, SimulatedLoad]
+    """The first of each table, by choice, under `CONFIRMATION` times as many requests."""
     removed: Sequence[Removed]
     """Layouts that no number of instances can serve with, by reason."""
     candidates: int
     """Number of layouts with each number of instances (or of users)."""
     stopped: bool = False
     """Interrupted by the user."""
+
+    @property
+    def best(self) -> list[int]:
+        """Rows of both tables: first the table with the cheapest choice, and in it that choice."""
+        tables = [self.aggregated, self.disaggregated]
+        if all(tables) and self.cost(self.disaggregated[0]) < self.cost(self.aggregated[0]):
+            tables.reverse()
+        return [*tables[0], *tables[1]]
+
+    def cost(self, choice: int) -> tuple[float, float, int]:
+        """What the objective counts of a choice, then slowness of its tokens: less is better."""
+        of = self.choices[choice]
+        return (*_cost(of, self.closed, self.target.by_cost), choice)
+
+    @property
+    def closest(self) -> ServingChoice | None:
+        """The choice of which most requests keep the limits; None: none was simulated."""
+        return max(self.choices, key=lambda each: each.simulated.good, default=None)
+
+
+def _cost(choice: ServingChoice, closed: bool, by_cost: bool) -> tuple[float, float]:
+    if closed:
+        first = choice.usd_per_million if by_cost else -choice.simulated.per_gpu
+    else:
+        first = choice.usd_per_hour if by_cost else float(choice.simulated.gpus)
+    return first, -choice.tokens_per_user
 
 
 @dataclass(slots=True)
@@ -101,19 +156,22 @@ class _LayoutSearch:
 
     rows: Candidates
     target: ServingTarget
-    engines: EngineSection
-    load: LoadTotals
+    loads: list[ServingLoad]
+    closed: bool
     loosest: Slo
     """Limits that no request may exceed, of whichever class: what bounds are of."""
     choices: list[ServingChoice] = field(default_factory=list[ServingChoice])
+    confirmed: dict[int, SimulatedLoad] = field(default_factory=dict[int, SimulatedLoad])
+    """Winners, by choice, and what came of serving more requests."""
+    dropped: list[ServingChoice] = field(default_factory=list[ServingChoice])
     refused: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
 
     def refuse(self, why: str, example: str) -> None:
         self.refused.setdefault(why, []).append(example)
 
-    def group(self, row: int) -> InstanceGroup | None:
+    def group(self, row: int, engines: EngineSection) -> InstanceGroup | None:
         """The group with one instance of a layout; None where it cannot be had."""
-        rows, engines = self.rows, self.engines
+        rows = self.rows
         run, machine = rows.run(row), rows.machine(row)
         limits: BatchLimits = batch_limits(engines, machine.hardware)
         try:
@@ -121,9 +179,8 @@ class _LayoutSearch:
             served = instance(
                 run, rows.model, machine, execution, most_tokens=limits.tokens,
                 most_requests=limits.requests, gpu_memory_utilization=share,
+                drafter=drafter_of(engines, run, rows.model),
             )  # fmt: skip
-            drafter = drafter_of(engines, run, rows.model)
-            served = with_drafter(served, drafter, execution, gpu_memory_utilization=share)
         except UserError as error:
             self.refuse(FITS if "leave no room" in str(error) else MODELED, str(error))
             return None
@@ -131,11 +188,11 @@ class _LayoutSearch:
         scheduler = scheduler_of(replace(engines, async_scheduling=ahead), limits)
         return InstanceGroup(served, engines, limits, scheduler)
 
-    def prepared(self, row: int) -> Iterator[ReadyLayout]:
+    def prepared(self, row: int, engines: EngineSection) -> Iterator[ReadyLayout]:
         """Layout with its step times."""
-        group = self.group(row)
+        group = self.group(row, engines)
         if group is not None:
-            bounds = layout_bounds(group, self.load, self.loosest)
+            bounds = layout_bounds(group, self.loads[0].totals, self.loosest)
             yield ReadyLayout(row, group, bounds)
 
     def able(self, layout: ReadyLayout) -> bool:
@@ -149,15 +206,13 @@ class _LayoutSearch:
             return True
         return False
 
-    def search_closed_loop(
-        self, layout: ReadyLayout, workloads: Sequence[Workload], loads: Sequence[LoadTotals]
-    ) -> None:
+    def search_closed_loop(self, layout: ReadyLayout) -> None:
         """More and more users on one instance, until too many requests miss their limits."""
-        for work, load in zip(workloads, loads, strict=True):
-            if not self._simulate(layout, layout.group, work, load).meets:
+        for index in range(len(self.loads)):
+            if not self._add(layout.row, Deployment((layout.group,)), index).meets:
                 return
 
-    def search_fewest(self, layout: ReadyLayout, work: Workload) -> None:
+    def search_fewest(self, layout: ReadyLayout) -> None:
         """The fewest instances that keep the limits, between the bound and the most."""
         gpus = layout.group.gpus
         name = self.rows.describe(layout.row)
@@ -167,33 +222,96 @@ class _LayoutSearch:
         limit = self.target.most_gpus // gpus
         met = False
         for attempt in _tried(layout.bounds, limit):
-            engines = replace(layout.group.engines, instances=attempt.count)
-            group = replace(layout.group, engines=engines)
-            attempt.meets = self._simulate(layout, group, work, self.load).meets
+            deployment = Deployment((with_instances(layout.group, attempt.count),))
+            attempt.meets = self._add(layout.row, deployment).meets
             met |= attempt.meets
         if not met:
             self.refuse(KEEPS, f"{name}: not with {limit * gpus} GPUs, either")
 
-    def search_pairs(self, ready: Sequence[ReadyLayout], work: Workload) -> None:
+    def search_pairs(self, ready: Sequence[ReadyLayout]) -> None:
         """Prompts and decode on instances of their own: the most promising pairs of layouts.
 
         Unless the least cost is asked for, a pair is left when it has an instance of each more than
         the fewest GPUs that serve already.
         """
-        target = self.target
-        for pair in pairs_of(ready, self.load, self.loosest, target.most_gpus)[: target.pairs]:
+        target, load = self.target, self.loads[0]
+        pairs = pairs_of(ready, load.totals, self.loosest, target.most_gpus)
+        for pair in pairs[: target.pairs]:
             prefill_gpus, decode_gpus = (of.group.gpus for of in pair.layouts)
             gpus = [each.simulated.gpus for each in self.choices if each.simulated.meets]
             limit = target.most_gpus
             if gpus and not target.by_cost:
                 limit = min(limit, min(gpus) + prefill_gpus + decode_gpus)
-            for each in tried_counts(pair, limit):
-                simulated = simulate_pair(pair, each, work, self.load, target.slo)
-                usd = self._price(pair.prompts.row) * each.prompts * prefill_gpus
-                usd += self._price(pair.decode.row) * each.decode * decode_gpus
-                self.choices.append(
-                    ServingChoice(pair.decode.row, simulated, usd, pair.prompts.row)
-                )
+            for attempt in tried_counts(pair, limit):
+                deployment = pair_deployment(pair, attempt.prompts, attempt.decode)
+                simulated = self._add(pair.decode.row, deployment, pair=pair)
+                attempt.meets = simulated.meets
+                attempt.ttft_binds = simulated.binding != "TPOT"
+
+    def front(self, *, disaggregated: bool) -> list[int]:
+        """Choices that keep the limits and that none dominates, the cheapest first."""
+        meet = [
+            index
+            for index, each in enumerate(self.choices)
+            if each.simulated.meets and (each.prompts is not None) == disaggregated
+        ]
+        meet.sort(key=self._cost)
+        if not self.closed:  # of each kind the fewest instances
+            cheapest = {self.choices[index].kind: index for index in reversed(meet)}
+            meet = [index for index in meet if cheapest[self.choices[index].kind] == index]
+        front: list[int] = []
+        for index in meet:
+            rate = self.choices[index].tokens_per_user
+            if not front or rate > self.choices[front[-1]].tokens_per_user:
+                front.append(index)
+        return front
+
+    def confirm(self, *, disaggregated: bool) -> None:
+        """Let the winner serve more requests; the next one where it then misses the limits."""
+        while front := self.front(disaggregated=disaggregated):
+            winner = front[0]
+            if self.loads[0].draw is None:
+                return
+            choice, load = self.choices[winner], self.loads[0].longer(CONFIRMATION)
+            simulated = simulate_load(choice.deployment, load, self.target.slo)
+            if simulated.meets:
+                self.confirmed[winner] = simulated
+                return
+            self.choices[winner] = choice = choice._replace(simulated=simulated)
+            self.dropped.append(choice)
+            larger = self._neighbour(choice, 1)
+            if larger is None or larger.gpus > self.target.most_gpus:
+                continue
+            alike = [other.deployment for other in self.choices if other.kind == choice.kind]
+            if counts_of(larger) not in map(counts_of, alike):
+                self._add(choice.layout, larger, pair=choice.pair)
+
+    def smaller(self, choice: ServingChoice) -> SmallerDeployment | None:
+        """The choice with an instance less, which serves the load to its end."""
+        deployment = self._neighbour(choice, -1)
+        if deployment is None:
+            return None
+        whole = replace(self.loads[0].totals, share=0.0)  # nothing ends it before its end
+        load = self.loads[0]._replace(totals=whole)
+        simulated = simulate_load(deployment, load, self.target.slo)
+        return SmallerDeployment(deployment, simulated)
+
+    def _neighbour(self, choice: ServingChoice, change: int) -> Deployment | None:
+        """The deployment with an instance more or less: of a pair, of the larger kind.
+
+        One more is of the kind whose limit binds.
+        """
+        groups = [*choice.deployment.groups]
+        able = [n for n, group in enumerate(groups) if group.engines.instances + change >= 1]
+        if not able:
+            return None
+        if change > 0 and len(groups) > 1:
+            place = 1 if choice.simulated.binding == "TPOT" else 0
+        else:
+            place = max(able, key=lambda n: groups[n].instance.gpus)
+        count = groups[place].engines.instances + change
+        groups[place] = with_instances(groups[place], count)
+        return replace(choice.deployment, groups=tuple(groups))
 
     def _beaten(self, layout: ReadyLayout) -> bool:
         """True if a simulated choice beats any number of these instances.
@@ -218,43 +336,59 @@ class _LayoutSearch:
             price = self.rows.hardware(row).price_usd_per_gpu_hour
         return float("nan") if price is None else price
 
-    def _simulate(
-        self, layout: ReadyLayout, group: InstanceGroup, workload: Workload, load: LoadTotals
+    def _cost(self, index: int) -> tuple[float, float, int]:
+        return (*_cost(self.choices[index], self.closed, self.target.by_cost), index)
+
+    def _add(
+        self, row: int, deployment: Deployment, load: int = 0, pair: LayoutPair | None = None
     ) -> SimulatedLoad:
-        """Play and keep a choice."""
-        count = group.engines.instances
-        simulated, _ = simulate_load(Deployment((group,)), workload, load, self.target.slo, count)
-        self.choices.append(
-            ServingChoice(layout.row, simulated, self._price(layout.row) * simulated.gpus)
+        """Simulate a choice and keep it; later ones serve as many requests as it took."""
+        simulated, self.loads[load] = simulate_long_enough(
+            deployment, self.loads[load], self.target.slo
         )
+        rows = [row] if pair is None else [pair.prompts.row, row]
+        usd = sum(
+            self._price(of) * group.gpus for of, group in zip(rows, deployment.groups, strict=True)
+        )
+        prompts = None if pair is None else pair.prompts.row
+        self.choices.append(ServingChoice(row, deployment, simulated, usd, prompts, pair))
         return simulated
+
+
+def counts_of(deployment: Deployment) -> tuple[int, ...]:
+    """Instances of each group, those that compute prompts first."""
+    return tuple(group.engines.instances for group in deployment.groups)
+
+
+def with_instances(group: InstanceGroup, count: int) -> InstanceGroup:
+    """The group with another number of instances."""
+    return replace(group, engines=replace(group.engines, instances=count))
 
 
 def search_serving(
     rows: Candidates,
-    workloads: Sequence[Workload],
+    loads: Sequence[ServingLoad],
     target: ServingTarget,
-    engines: EngineSection,
+    engines: Sequence[EngineSection],
     progress: SearchProgress | None = None,
 ) -> ServingRanking:
-    """The cheapest choices for a load.
+    """The cheapest choices for a load, of each layout with each of the settings of engines.
 
-    One workload with its own arrivals is simulated on as few instances of each layout as keep the
-    limits; more instances are taken to be no worse. Several workloads are closed loops of more and
+    One load with its own arrivals is simulated on as few instances of each layout as keep the
+    limits; more instances are taken to be no worse. Several loads are closed loops of more and
     more users, simulated on one instance of each layout. Raises UserError where no layout exists.
     """
-    loads = [LoadTotals.of(work, target.share) for work in workloads]
-    search = _LayoutSearch(
-        rows, target, engines, loads[0], RequestLimits.of(workloads[0], target.slo).loosest
-    )
-    closed = workloads[0].concurrency is not None
+    closed = loads[0].workload.concurrency is not None
+    loosest = RequestLimits.of(loads[0].workload, target.slo).loosest
+    search = _LayoutSearch(rows, target, [*loads], closed, loosest)
     candidates, stopped = 0, False
     try:
         ready: list[ReadyLayout] = []
         for row in range(len(rows)):
             count = target.most_gpus // int(rows.world_size[row])
-            candidates += len(workloads) if closed else count
-            ready += search.prepared(row)
+            candidates += (len(loads) if closed else count) * len(engines)
+            for each in engines:
+                ready += search.prepared(row, each)
             if progress is not None:
                 progress(row + 1, 2 * len(rows))
         able = sorted(
@@ -262,24 +396,55 @@ def search_serving(
         )
         for index, each in enumerate(able):
             if closed:
-                search.search_closed_loop(each, workloads, loads)
+                search.search_closed_loop(each)
             else:
-                search.search_fewest(each, workloads[0])
+                search.search_fewest(each)
             if progress is not None:
                 progress(len(rows) + index + 1, len(rows) + len(able))
-        if not closed and target.pairs and not not_sent(rows.model):
-            search.search_pairs(ready, workloads[0])
+        if not closed:
+            search.confirm(disaggregated=False)
+            if target.pairs and not not_sent(rows.model):
+                search.search_pairs(ready)
+                search.confirm(disaggregated=True)
     except KeyboardInterrupt:
         stopped = True
     if not search.choices and not stopped and not search.refused.keys() - {FITS, MODELED}:
         why = next(iter(search.refused.values()))[0]
         raise UserError(f"none of {len(rows)} layouts can serve; the first: {why}")
-    best, on_front = _ranked(search, closed)
     removed = [Removed(why, len(examples), examples[0]) for why, examples in search.refused.items()]
     removed.sort(key=lambda each: -each.count)
-    return ServingRanking(
-        rows, target, search.choices, best, on_front, removed, candidates, stopped
-    )
+    ranking = ServingRanking(
+        rows, target, closed, search.choices, search.front(disaggregated=False),
+        search.front(disaggregated=True), (), {}, search.dropped, search.confirmed, removed,
+        candidates, stopped,
+    )  # fmt: skip
+    return _explained(ranking, search)
+
+
+def _explained(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking:
+    """The ranking with ties of the winner, and with deployments of an instance less."""
+    if not ranking.best:
+        return ranking
+    first, choices = ranking.best[0], ranking.choices
+    ties = {
+        each.kind: index
+        for index, each in enumerate(choices)
+        if each.simulated.meets
+        and each.kind != choices[first].kind
+        and ranking.cost(index)[0] == ranking.cost(first)[0]
+    }
+    ranking = replace(ranking, ties=[*ties.values()])
+    if ranking.closed or ranking.stopped:
+        return ranking
+    smaller: dict[int, SmallerDeployment] = {}
+    try:
+        for winner in (*ranking.aggregated[:1], *ranking.disaggregated[:1]):
+            found = search.smaller(choices[winner])
+            if found is not None:
+                smaller[winner] = found
+    except KeyboardInterrupt:
+        ranking = replace(ranking, stopped=True)
+    return replace(ranking, smaller=smaller)
 
 
 @dataclass(slots=True)
@@ -291,7 +456,7 @@ class _Try:
 
 
 def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
-    """Numbers of instances to play until the fewest are known; begins with the guess."""
+    """Numbers of instances to simulate until the fewest are known; begins with the guess."""
     low, high, step = bounds.least - 1, limit + 1, 1
     count = min(bounds.guess, limit)
     failed = 0
@@ -306,28 +471,3 @@ def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
             low, failed = count, failed + 1
             # What fails twice may fail with any number: then the most tells.
             count = low + 1 if failed == 1 else limit if high > limit else (low + high) // 2
-
-
-def _ranked(of: _LayoutSearch, closed: bool) -> tuple[list[int], list[int]]:
-    """The cheapest choice of each layout, the best first; and the front."""
-    meets = [nth for nth, each in enumerate(of.choices) if each.simulated.meets]
-
-    def cost(nth: int) -> tuple[float, float, int]:
-        each = of.choices[nth]
-        simulated = each.simulated
-        if closed:
-            first = each.usd_per_million if of.target.by_cost else -simulated.per_gpu
-        else:
-            first = each.usd_per_hour if of.target.by_cost else simulated.gpus
-        return first, -simulated.user_rate, nth
-
-    cheapest: dict[tuple[int, int | None], int] = {}
-    for nth in sorted(meets, key=cost):
-        cheapest.setdefault((of.choices[nth].layout, of.choices[nth].prompts), nth)
-    rates = [(of.choices[n].simulated.per_gpu, of.choices[n].simulated.user_rate) for n in meets]
-    on_front: list[int] = []
-    if rates:
-        chosen = front(-np.nan_to_num(np.array(rates)))
-        on_front = [nth for nth, on in zip(meets, chosen.tolist(), strict=True) if on]
-        on_front.sort(key=lambda nth: of.choices[nth].simulated.user_rate)
-    return list(cheapest.values()), on_front

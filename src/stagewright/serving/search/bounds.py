@@ -19,6 +19,7 @@ from stagewright.numbers import plural
 from stagewright.serving.batch import BatchPlan, DecodeRun
 from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.metrics import Slo
+from stagewright.serving.steadiness import WARM_UP
 from stagewright.serving.workload import Workload
 
 _CHUNKS = 100
@@ -37,22 +38,42 @@ class LoadTotals:
     """Seconds from the first arrival to the last; infinite where requests wait for others."""
     shared: bool
     """Prompts may be cached, so that computing them may take no time."""
-    misses: int
-    """Requests that may miss their limits."""
+    share: float
+    """Share of requests that must keep the limits."""
+    requests: int
+    """All requests, those included that were rejected when the workload was read."""
 
     @classmethod
     def of(cls, workload: Workload, share: float) -> Self:
         """Totals of a workload whose `share` must keep the limits."""
-        every = len(workload) + sum(workload.rejected.values())
         waits = workload.after is not None or workload.concurrency is not None
-        may = every - math.ceil(share * every - 1e-9)
         return cls(
             np.array(workload.prompt, dtype=np.int64),
             np.array(workload.output, dtype=np.int64),
             math.inf if waits else max(workload.arrival, default=0.0),
             workload.chains is not None or workload.after is not None,
-            may - sum(workload.rejected.values()),
+            share,
+            len(workload) + sum(workload.rejected.values()),
         )
+
+    def may_miss(self, accepted: int, *, measured: bool = True) -> int:
+        """Requests that may miss their limits, of those accepted that are measured, or of all."""
+        count = accepted - int(accepted * WARM_UP) if measured else accepted
+        wanted = self.share * count * self.requests / max(1, accepted)
+        return count - math.ceil(wanted - 1e-9)
+
+    @property
+    def misses(self) -> int:
+        """Requests that may miss their limits: those of the warm-up, and some that are measured."""
+        return int(len(self.prompt) * WARM_UP) + self.may_miss(len(self.prompt))
+
+    def longest_good(self, slo: Slo) -> float:
+        """Seconds that a request of mean length takes at most if it keeps the limits."""
+        if slo.e2e is not None:
+            return slo.e2e
+        if slo.ttft is None or slo.tpot is None:
+            return math.inf
+        return slo.ttft + float(self.output.mean()) * slo.tpot
 
     @property
     def decodes(self) -> bool:
@@ -162,7 +183,7 @@ def _too_long(group: InstanceGroup, load: LoadTotals) -> str:
     most = load.prompt + np.minimum(load.output, room) - 1
     fits = (room > 0) & (load.prompt <= group.max_prompt) & (most <= group.room)
     lost = int((~fits).sum())
-    if lost <= load.misses:
+    if lost <= load.may_miss(len(load.prompt), measured=False):
         return ""
     return f"an instance can never serve {plural(lost, 'request', 'requests')}, so long are they"
 

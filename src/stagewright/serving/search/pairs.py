@@ -15,8 +15,6 @@ from stagewright.serving.disaggregation import Role
 from stagewright.serving.metrics import Slo
 from stagewright.serving.schedulers.static import Static
 from stagewright.serving.search.bounds import LoadTotals, ReadyLayout
-from stagewright.serving.search.simulated import SimulatedLoad, simulate_load
-from stagewright.serving.workload import Workload
 
 BUSY = 0.8
 """Share of time that a prefill instance computes, in the guess of their number."""
@@ -68,7 +66,12 @@ def pairs_of(
         if not isinstance(of.group.scheduler, Static)
         for count in [_for_decode(of.group, load, rate, slo)]
     ]
-    pairs = [LayoutPair(one, two, (p, d)) for (one, p), (two, d) in product(first, last)]
+    pairs = [
+        LayoutPair(one, two, (p, d))
+        for (one, p), (two, d) in product(first, last)
+        if one.group.engines == two.group.engines
+        and one.group.instance.run.kv_cache_dtype == two.group.instance.run.kv_cache_dtype
+    ]
     pairs.sort(key=lambda pair: pair.gpus)
     return [fitting for pair in pairs for fitting in _within(pair, most_gpus)]
 
@@ -155,21 +158,10 @@ def tried_counts(pair: LayoutPair, most_gpus: int) -> Iterator[CountTry]:
             open_sides.remove(side)
 
 
-def simulate_pair(
-    pair: LayoutPair, counts: CountTry, work: Workload, load: LoadTotals, slo: Slo
-) -> SimulatedLoad:
-    """Simulate a pair of layouts with some numbers of instances; the result goes to `counts`, too.
-
-    No longer than it takes to see that too many requests miss their limits.
-    """
+def pair_deployment(pair: LayoutPair, prompts: int, decode: int) -> Deployment:
+    """Deployment of a pair of layouts with some numbers of instances."""
     groups = (
-        replace(each.group, role=role, engines=replace(each.group.engines, instances=count))
-        for each, role, count in zip(
-            pair.layouts, PAIR_ROLES, (counts.prompts, counts.decode), strict=True
-        )
+        replace(of.group, role=role, engines=replace(of.group.engines, instances=count))
+        for of, role, count in zip(pair.layouts, PAIR_ROLES, (prompts, decode), strict=True)
     )
-    simulated, counts.ttft_binds = simulate_load(
-        Deployment(tuple(groups)), work, load, slo, counts.decode
-    )
-    counts.meets = simulated.meets
-    return replace(simulated, prefill_instances=counts.prompts)
+    return Deployment(tuple(groups))

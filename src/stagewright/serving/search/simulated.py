@@ -1,41 +1,85 @@
-"""Simulation of a load on a deployment, until its limits are surely missed."""
+"""Simulation of a load on a deployment, long enough to tell, until its limits are surely missed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from stagewright.errors import UserError
 from stagewright.serving.deployment import Deployment
-from stagewright.serving.metrics import RequestLimits, RequestTimes, Slo, Spread
+from stagewright.serving.metrics import (
+    MissedLimits,
+    RequestLimits,
+    RequestTimes,
+    ServingSummary,
+    Slo,
+)
 from stagewright.serving.search.bounds import LoadTotals
-from stagewright.serving.simulation import StopEarly
+from stagewright.serving.steadiness import arrivals_measured
 from stagewright.serving.workload import Records, Workload
+
+SPAN = 10.0
+"""Mean times of a request for which requests arrive at least; the warm-up then takes two."""
+MOST_REQUESTS = 100_000
+"""Requests to which a load is made longer."""
+
+
+class ServingLoad(NamedTuple):
+    """Requests to serve, and how to have more of them."""
+
+    workload: Workload
+    totals: LoadTotals
+    drawn: int = 0
+    """Requests, or sessions, that were drawn."""
+    draw: Callable[[int], Workload] | None = None
+    """Draws so many, of which the first are the same; None: there are no others."""
+
+    def longer(self, factor: float) -> ServingLoad:
+        """The load with so many times as many requests."""
+        if self.draw is None:
+            return self
+        count = max(self.drawn, math.ceil(self.drawn * factor))
+        workload = self.draw(count)
+        return ServingLoad(workload, LoadTotals.of(workload, self.totals.share), count, self.draw)
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """Metrics of a deployment under a load (s, tokens per second)."""
+    """Metrics of a deployment under a load."""
 
-    instances: int
-    gpus: int
+    summary: ServingSummary
+    """Of a simulation that was stopped: of what was known until then."""
     good: float
-    """Share of all requests that keep the limits; at most this share where `stopped`."""
+    """Share of requests that keep the limits; at most this share where `stopped`."""
     stopped: bool
     """Too many requests had missed their limits before all were served."""
     meets: bool
-    """Enough requests keep the limits."""
-    ttft: Spread
-    tpot: Spread
-    output_rate: float
-    """Output tokens per second of all instances, nan where `stopped`."""
-    user_rate: float
-    """Output tokens per second of the median user: 1 / median TPOT."""
-    concurrency: int | None = None
+    """Enough requests keep the limits, and the deployment is not overloaded."""
+    binding: str
+    """The limit that most requests missed: TTFT, TPOT or E2E; empty if none was missed."""
+    too_short: float
+    """How many times as many requests would have to arrive to tell; at most 1: these suffice."""
+    concurrency: int | None
     """Users of a closed loop."""
-    prefill_instances: int = 0
-    """Number of prefill instances besides."""
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all instances."""
+        return self.summary.gpus
+
+    @property
+    def user_rate(self) -> float:
+        """Output tokens per second of the median user: 1 / median TPOT."""
+        return self.summary.user_rate
+
+    @property
+    def output_rate(self) -> float:
+        """Output tokens per second of all instances, nan where `stopped`."""
+        return math.nan if self.stopped else self.summary.output_rate
 
     @property
     def per_gpu(self) -> float:
@@ -43,59 +87,76 @@ class SimulatedLoad:
         return self.output_rate / self.gpus
 
 
-def too_many_missed(slo: Slo, misses: int) -> StopEarly:
-    """Stop a simulation when more than `misses` requests have missed their limits."""
+@dataclass(slots=True)
+class _Missed:
+    """Ends a simulation when more requests have missed their limits than may."""
 
-    def stop(work: Workload, records: Records, at: float) -> bool:
-        known = RequestTimes.at_least(work, records, at)
-        return int(known.missed(RequestLimits.of(work, slo)).any_limit.sum()) > misses
+    slo: Slo
+    totals: LoadTotals
+    known: MissedLimits | None = field(default=None, init=False)
+    """Limits that were missed when the simulation ended; None: it went on to its end."""
+    share: float = field(default=1.0, init=False)
+    """Share of requests that may still keep the limits."""
 
-    return stop
+    def __call__(self, work: Workload, records: Records, at: float) -> bool:
+        """Whether too many have missed, in the window and of all."""
+        arrival = np.frombuffer(records.arrival)
+        window = arrivals_measured(arrival[np.isfinite(arrival)], len(work))
+        if window is None:
+            return False
+        times = RequestTimes.at_least(work, records, at)
+        missed = times.missed(RequestLimits.of(work, self.slo))
+        lost = missed.any_limit
+        inside = lost & window.measures(arrival)
+        whole = self.totals.may_miss(len(work), measured=False)
+        if int(lost.sum()) <= whole or int(inside.sum()) <= self.totals.may_miss(len(work)):
+            return False
+        self.known, self.share = missed, 1 - float(lost.sum()) / len(work)
+        return True
 
 
-class LoadResult(NamedTuple):
-    """Metrics of a load on a deployment, and the limit it misses."""
-
-    load: SimulatedLoad
-    ttft_binds: bool
-    """At least as many requests missed the TTFT limit as the TPOT limit."""
-
-
-def simulate_load(
-    deployment: Deployment, workload: Workload, load: LoadTotals, slo: Slo, instances: int
-) -> LoadResult:
+def simulate_load(deployment: Deployment, load: ServingLoad, slo: Slo) -> SimulatedLoad:
     """Simulate a workload until it ends, or too many requests have missed limits.
 
     Raises KeyboardInterrupt where the user stops it.
     """
-    outcome, accepted = deployment.run(workload, stop_early=too_many_missed(slo, load.misses))
+    missed = _Missed(slo, load.totals)
+    outcome, accepted = deployment.run(load.workload, stop_early=missed)
     if outcome.stopped:
         raise KeyboardInterrupt
-    rejected = sum(accepted.rejected.values())
-    unread = sum(workload.rejected.values())
-    times, work = RequestTimes.of(outcome), outcome.workload
-    limits, finish = RequestLimits.of(work, slo), np.array(outcome.records.finish)
-    at = float(np.nanmax(finish)) if len(times.number) else 0.0
-    missed = RequestTimes.at_least(work, outcome.records, at).missed(limits)
-    good = int((~times.missed(limits).any_limit).sum())
-    lost = int(missed.any_limit.sum()) + rejected
-    total, may_miss = len(workload) + unread, load.misses + unread
-    stopped = good + lost < total
-    tpot = Spread.of(times.tpot[np.isfinite(times.tpot)])
-    seconds, tokens = 1e-12, int(np.array(work.output)[times.number].sum())
-    if len(times.number):
-        arrival = np.array(outcome.records.arrival)[times.number]
-        seconds = max(float((arrival + times.e2e).max()) - float(arrival.min()), 1e-12)
-    simulated = SimulatedLoad(
-        instances,
-        deployment.gpus,
-        1 - lost / total,
+    summary = deployment.summarized(outcome, accepted, slo).summary
+    e2e, arrival = RequestTimes.of(outcome).e2e, np.frombuffer(outcome.records.arrival)
+    longest = float(load.totals.longest_good(slo))
+    wanted = SPAN * min(float(e2e.mean()) if len(e2e) else longest, longest)
+    arrived = arrival[np.isfinite(arrival)]
+    span = load.totals.span
+    if math.isinf(span):  # requests wait for others; of a stopped run, as it would have gone on
+        span = float(arrived.max() - arrived.min()) * len(arrival) / len(arrived)
+    stopped = missed.known is not None
+    return SimulatedLoad(
+        summary,
+        missed.share if stopped else summary.good,
         stopped,
-        lost <= may_miss,
-        Spread.of(times.ttft),
-        tpot,
-        float("nan") if stopped else tokens / seconds,
-        1 / tpot.p50 if tpot.p50 > 0 else float("nan"),
-        workload.concurrency,
+        not stopped
+        and summary.good >= load.totals.share - 1e-9
+        and not summary.steadiness.overloaded,
+        summary.binding if missed.known is None else missed.known.binding,
+        wanted / span if span else math.inf,
+        load.workload.concurrency,
     )
-    return LoadResult(simulated, bool(missed.ttft.sum() >= missed.tpot.sum()))
+
+
+def simulate_long_enough(
+    deployment: Deployment, load: ServingLoad, slo: Slo
+) -> tuple[SimulatedLoad, ServingLoad]:
+    """Simulate a load, longer if it takes more requests to tell; returns what was served, too."""
+    while True:
+        simulated = simulate_load(deployment, load, slo)
+        most = MOST_REQUESTS / max(1, len(load.workload))
+        factor = min(simulated.too_short, most)
+        if load.draw is None or factor <= 1:
+            return simulated, load
+        try:
+            load = load.longer(1.1 * factor)
+        except UserError:  # more than a user can wait for
+            return simulated, load

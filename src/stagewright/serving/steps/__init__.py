@@ -1,6 +1,6 @@
 """Durations of a step with any batch, from rows timed for many batches.
 
-In: a `Run` of inference and its machine. Out: `StepTimes`, a function of new tokens, query-key
-pairs, cached keys and requests that an event loop asks in a few microseconds. `rows` times the
-kernels of a step, `table_builder` sums them up to a `step_table`, `step_times` reads the tables.
+`rows` times the kernels of a step for batches of many sizes, `step_table` adds them up to plain
+numbers for any batch, and `step_times` answers an event loop: `StepTimes`, of new tokens, pairs of
+a query and a key, cached keys and requests, in a few microseconds.
 """

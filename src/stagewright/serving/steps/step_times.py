@@ -20,10 +20,16 @@ from stagewright.program.columns import COLLECTIVES
 from stagewright.run.lengths import Group
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
-from stagewright.serving.steps.hosted import GpuTimes
-from stagewright.serving.steps.rows import Known, StepRows
-from stagewright.serving.steps.step_table import StepTable
-from stagewright.serving.steps.table_builder import Chain, at_each, step_table
+from stagewright.serving.batch import BatchPlan, DecodeRun
+from stagewright.serving.host import HostTimes
+from stagewright.serving.steps.rows import StepRows
+from stagewright.serving.steps.step_table import (
+    BatchSums,
+    StepTable,
+    at_each,
+    step_table,
+    total_seconds,
+)
 from stagewright.time.network import Machine
 
 
@@ -48,67 +54,76 @@ def step_times(
     run: Run,
     model: ModelConfig,
     machine: Machine,
-    how: Execution | None = None,
+    execution: Execution | None = None,
     *,
     most_tokens: int = 8192,
     most_requests: int = 1024,
     logits: int | None = None,
 ) -> StepTimes:
-    """The step times of a layout on a machine of as many GPUs.
+    """Step times of a layout on a machine with its number of GPUs.
 
-    `run` is not resolved: what it leaves open is as in steps of decode or of prompts. So many
-    `logits` of a request that decodes are computed; None: those of its next token and its drafts.
-    Numbers beyond `most_tokens` in a step and `most_requests` go on as at the end of the tables.
-    Raises UserError where the run cannot be had, or its steps have no table.
+    `run` is not resolved: what it leaves open is as in steps of decode or of prompts. `logits`:
+    those of a decoding request; None: of its next token and its drafts. Numbers beyond
+    `most_tokens` in a step and `most_requests` go on as at the end of the tables. Raises UserError
+    where the run cannot be had, or its steps have no table.
     """
-    how = how or Execution()
-    known: Known = {}
-    # Lengths of tables are not of requests.
-    run = run.model_copy(update={"max_model_len": None})
+    execution = execution or Execution()
+    run = run.model_copy(update={"max_model_len": None})  # lengths of tables are not of requests
     new = 1 + run.num_speculative_tokens
-    most = max(most_tokens, most_requests * new)
-
-    def rows(*groups: Group) -> StepRows:
-        # As many requests as replicas have at least one in every batch of a pipeline.
-        many = run.dp * run.pp
-        of = batch_run(run, [Group(many, g.context_length, g.new_tokens) for g in groups])
-        return StepRows.of(of.resolved(model), model, machine, how, most, known)
-
+    logits = logits or new
     half = min(1024, (model.max_position_embeddings - new) // 2)  # of learned positions
     context = half if model.position == "learned" else 1024
     decoding, chunk = Group(1, context, new), Group(1, context, min(512, context))
-    logits, most_logits = logits or new, most_requests * new
-    decode = step_table(rows(decoding), most_requests * new, most_logits, new, logits)
+
+    def resolved(*groups: Group) -> Run:
+        # As many requests as replicas have at least one in every batch of a pipeline.
+        count = run.dp * run.pp
+        return batch_run(run, [replace(g, count=count) for g in groups]).resolved(model)
+
+    known: list[StepRows] = []
+
+    def rows(step: Run) -> StepRows:
+        """Rows of a step; steps of equal blocks have the same."""
+        for other in known:
+            if (equal := other.of_run(step)) is not None:
+                return equal
+        limit = max(most_tokens, most_requests * new)
+        known.append(StepRows(step, model, machine, execution, limit))
+        return known[-1]
+
+    decode_step, prompt_step = resolved(decoding), resolved(chunk)
+    decode_rows, prompt_rows = rows(decode_step), rows(prompt_step)
+    max_decoding = most_requests * new
+    decode = step_table(decode_rows, decode_step, max_decoding, max_decoding, new, logits)
     mixed = None
     if model.state_space is None:  # as `run.serving_rules` has it
-        mixed = step_table(rows(decoding, chunk), most_tokens, most_logits, new, logits)
-    of_prompts = rows(chunk)
-    prompts = fresh = step_table(of_prompts, most_tokens, most_requests, 1, 1)
+        mixed_step = resolved(decoding, chunk)
+        mixed = step_table(decode_rows, mixed_step, most_tokens, max_decoding, new, logits)
+    prompts = fresh = step_table(prompt_rows, prompt_step, most_tokens, most_requests)
     if model.kv_lora_rank:
-        of_fresh = rows(replace(chunk, context_length=0))
-        fresh = step_table(of_fresh, most_tokens, most_requests, 1, 1)
-    shared = _shared_experts(of_prompts, most_tokens)
+        fresh_step = resolved(replace(chunk, context_length=0))
+        fresh = step_table(rows(fresh_step), fresh_step, most_tokens, most_requests)
+    shared = _shared_experts(prompt_rows, most_tokens)
     return StepTimes(most_tokens, most_requests, decode, mixed, prompts, fresh, shared)
 
 
-def _shared_experts(of: StepRows, most_tokens: int) -> list[float] | None:
+def _shared_experts(rows: StepRows, most_tokens: int) -> list[float] | None:
     """`StepTimes.shared`, counted from the seconds of one token on."""
-    run, model = of.step.run, of.step.model
+    run, model = rows.step.run, rows.step.model
     if run.dp == 1 or run.ep == 1 or run.pp > 1 or not model.num_experts:
         return None
     octaves = np.arange(0, np.log2(most_tokens) + 0.25, 0.25)
     grid = np.unique(np.rint(np.exp2(octaves)).astype(np.int64))
-    (rows,), (seconds,) = of.timed.ranks, of.with_routed(grid)
-    chain = Chain.of(rows.block, of.kept[0])
-    total = chain.total(seconds)
-    if of.gathers:
-        sent = rows.tasks.collective == COLLECTIVES.index("all_to_all")
-        exchanges = chain.total(of.seconds[0] * sent[:, None])
-        total = total + np.interp(grid.astype(np.float64), of.grid.astype(np.float64), exchanges)
+    (rank,), (seconds,) = rows.ranks, rows.seconds_with_routed(grid)
+    total = total_seconds(seconds, rank.block, rows.kept[0])
+    if rows.gathers:
+        sent = rank.tasks.collective == COLLECTIVES.index("all_to_all")
+        exchanges = total_seconds(rows.seconds()[0] * sent[:, None], rank.block, rows.kept[0])
+        total = total + np.interp(grid.astype(np.float64), rows.grid.astype(np.float64), exchanges)
     return at_each(most_tokens, grid, total - total[0])
 
 
-class Pieces(NamedTuple):
+class DecodePieces(NamedTuple):
     """Seconds of decode steps of some number of requests: piecewise linear in keys."""
 
     edges: list[float]
@@ -118,7 +133,7 @@ class Pieces(NamedTuple):
 
 
 @dataclass(eq=False)
-class StepTimes(GpuTimes):
+class StepTimes:
     """Seconds of the steps of one replica; with a pipeline, of all its batches together."""
 
     most_tokens: int
@@ -135,12 +150,9 @@ class StepTimes(GpuTimes):
     """Seconds of experts by tokens of a replica, if all replicas have equal numbers of tokens.
 
     None: replicas share no experts."""
-    _pieces: dict[int, Pieces] = field(default_factory=dict[int, Pieces])
-
-    @property
-    def share_experts(self) -> bool:
-        """True if experts get the tokens of all replicas."""
-        return self.shared is not None
+    drafting: DraftingTimes | None = None
+    """Passes of a drafter after each step; None: drafts take no time."""
+    _pieces: dict[int, DecodePieces] = field(default_factory=dict[int, DecodePieces])
 
     def step(
         self,
@@ -151,68 +163,208 @@ class StepTimes(GpuTimes):
         num_decodes: int = 0,
         decode_keys: int = 0,
     ) -> float:
-        """Seconds of any step: chunks of prompts, and `num_decodes` of the requests beside them.
-
-        tokens: new ones; pairs: of a query and a key that it sees, context and new ones; keys: in
-        the cache after the step; requests: all; each summed over all requests, those that decode
-        included. decode_keys: the part of keys that belongs to these.
-        """
-        if num_decodes == requests:
-            return self.linear_run(num_decodes, decode_keys or keys)[0]
+        """Seconds of any step, like `BatchTimes.step`."""
+        batch = BatchSums(tokens, pairs, keys, requests, num_decodes, decode_keys)
         if not num_decodes:
-            table = self.prompts if keys > tokens else self.fresh
-            return table.seconds(tokens, pairs, keys, requests)
+            seconds = (self.prompts if keys > tokens else self.fresh).seconds(batch)
+        elif num_decodes < requests:
+            seconds = self._mixed_seconds(batch)
+        else:
+            seconds = self._decode(requests, decode_keys or keys)[0]
+        if self.drafting is None:
+            return seconds
+        decode_keys = keys if num_decodes == requests else decode_keys
+        return seconds + self.drafting.step(tokens, pairs, keys, requests, num_decodes, decode_keys)
+
+    def _mixed_seconds(self, batch: BatchSums) -> float:
+        """Seconds of a step with prompts and requests that decode, without drafts."""
         together = math.inf
         if self.mixed is not None:
-            together = self.mixed.seconds(tokens, pairs, keys, requests, num_decodes, decode_keys)
+            together = self.mixed.seconds(batch)
             if self.fresh is self.prompts:
                 return together
         # One after the other, if that is faster: latent attention has another form for prompts.
-        new = self.decoding.new
-        own = decode_keys * new - num_decodes * new * (new - 1) // 2
-        alone = self.step(
-            tokens - num_decodes * new,
-            max(pairs - own, 1),
-            keys - decode_keys,
-            requests - num_decodes,
-        )
-        return min(together, alone + self.linear_run(num_decodes, decode_keys)[0])
+        prompts = self.decoding.prompts_of(batch)
+        table = self.prompts if prompts.keys > prompts.tokens else self.fresh
+        decode = self._decode(int(batch.num_decodes), int(batch.decode_keys))
+        return min(together, table.seconds(prompts) + decode[0])
 
     # ---- decode ----------------------------------------------------------------------------------
 
     def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
         """Like `BatchTimes.linear_run`."""
+        run = self._decode(requests, keys)
+        return run if self.drafting is None else self.drafting.linear_run(run, requests, keys)
+
+    def decode(self, requests: int, keys: int) -> float:
+        """Seconds of one decode step; `keys` in the cache after it, summed over requests."""
+        return self.linear_run(requests, keys)[0]
+
+    def _decode(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """`linear_run` without drafts."""
         edges, at_none, per_key = self._pieces.get(requests) or self._decode_pieces(requests)
         n = bisect_right(edges, keys)
         slope = per_key[n]
         steps = -int((keys - edges[n]) // requests) if n < len(edges) else 1 << 60
         return at_none[n] + slope * keys, slope * requests, steps
 
-    def _decode_pieces(self, requests: int) -> Pieces:
-        """Pieces of decode steps of `requests` with equal contexts, between the table's knots."""
+    def _decode_pieces(self, requests: int) -> DecodePieces:
+        """Steps of `requests` with equal contexts: a row of the grid of decode steps.
+
+        Between the columns, the knots of the table, steps are linear in the context.
+        """
         table, knots = self.decoding, self.decoding.knots
-        new, values = table.new, list[float]()
+        new, seconds = table.new, list[float]()
         for keys in knots.tolist():
             pairs = keys * new - new * (new - 1) / 2
-            batch = requests * new, requests * pairs, requests * keys, requests
-            values.append(table.seconds(*batch, requests, requests * keys))
-        slope = np.diff(values) / np.diff(knots)
-        at_none = np.array(values[:-1]) - slope * knots[:-1]
+            sums = requests * new, requests * pairs, requests * keys, requests
+            seconds.append(table.seconds(BatchSums(*sums, requests, requests * keys)))
+        slope = np.diff(seconds) / np.diff(knots)
+        at_none = np.array(seconds[:-1]) - slope * knots[:-1]
         edges = knots[1:-1] * requests
-        pieces = Pieces(edges.tolist(), at_none.tolist(), (slope / requests).tolist())
+        pieces = DecodePieces(edges.tolist(), at_none.tolist(), (slope / requests).tolist())
         self._pieces[requests] = pieces
         return pieces
 
-    def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
-        """Like `GpuTimes.in_group`.
+    # ---- hosts and groups ------------------------------------------------------------------------
 
-        `seconds`: of the step where all have as many.
+    def with_host(self, host: HostTimes) -> HostedTimes:
+        """Add the host overhead of an engine to each step."""
+        return HostedTimes(self, host)
+
+    def of_replica(self, host: HostTimes) -> HostedTimes:
+        """Like `with_host`, for a replica of a lockstep group.
+
+        Where replicas share experts and the host works next to the GPU, only `group_runs` adds the
+        host: the GPU's time depends on the tokens of all replicas.
+        """
+        return HostedTimes(self, host, self.shared is not None and host.beside)
+
+    def in_group(self, seconds: float, tokens: int, mean_tokens: float) -> float:
+        """Seconds of a step with `tokens` where replicas have `mean_tokens` on average.
+
+        `seconds`: of the step if all replicas had equal numbers of tokens. Drafts take as long as
+        then.
         """
         if self.shared is None:
             return seconds
         last = len(self.shared) - 1
         of_all = self.shared[min(round(mean_tokens), last)]
-        found = seconds - self.shared[min(tokens, last)] + of_all
+        with_all = seconds - self.shared[min(tokens, last)] + of_all
         # The table of experts is of prompts: where other paths make decode shorter than their
         # difference, the step is one of a single token, and never of no length.
-        return found if found > 0.0 else min(seconds, self.decode(1, self.decoding.new))
+        return with_all if with_all > 0.0 else min(seconds, self._decode(1, self.decoding.new)[0])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftingTimes:
+    """Seconds of a drafter's passes, which follow each step: as many as there are drafts.
+
+    As in vllm-project/vllm@82720b1e `vllm/v1/spec_decode/llm_base_proposer.py` (`propose`): a first
+    pass over all tokens of the step, prompts and wrong drafts included, samples one draft of each
+    request; then each further draft is a pass with one token of each request. `draft_extend` and
+    `draft_forward` of SGLang (python/sglang/srt/speculative/eagle_worker.py) and `MTPEagleWorker`
+    of TensorRT-LLM (tensorrt_llm/_torch/speculative/mtp.py) run the same passes.
+
+    The drafter reads the tokens that the step sampled on the GPU and does not wait for the host
+    (`GPUModelRunner.sample_tokens` of vLLM, vllm/v1/worker/gpu_model_runner.py, calls
+    `propose_draft_token_ids` before `_bookkeeping_sync`): a host that works beside the GPU works
+    beside both, the step and its drafts.
+    """
+
+    first: StepTimes
+    """Step times of the pass over all tokens."""
+    later: StepTimes
+    """Step times of a pass with one token of each request."""
+    number: int
+    """Drafts of a request."""
+    more: int
+    """Further tokens of each request in the first pass: a model of its own reads the token that the
+    step sampled, too, a head reads it in place of the step's first one."""
+
+    def linear_run(
+        self, run: tuple[float, float, int], requests: int, keys: int
+    ) -> tuple[float, float, int]:
+        """Decode run of the model, and of all passes after its steps."""
+        keys += self.more * requests
+        passes = [(1, run), (1, self.first.linear_run(requests, keys))]
+        if self.number > 1:
+            passes.append((self.number - 1, self.later.linear_run(requests, keys)))
+        return (
+            sum(count * seconds for count, (seconds, _, _) in passes),
+            sum(count * growth for count, (_, growth, _) in passes),
+            min(steps for _, (_, _, steps) in passes),
+        )
+
+    def step(
+        self,
+        tokens: int,
+        pairs: int,
+        keys: int,
+        requests: int,
+        num_decodes: int,
+        decode_keys: int,
+    ) -> float:
+        """Seconds of the passes after a step of the model."""
+        keys += self.more * requests
+        first = self.first.step(
+            tokens + self.more * requests,
+            pairs + self.more * keys,
+            keys,
+            requests,
+            num_decodes,
+            decode_keys + self.more * num_decodes,
+        )
+        return first + (self.number - 1) * self.later.decode(requests, keys)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostedTimes:
+    """Seconds from the begin of a step of one replica to that of the next one."""
+
+    gpu: StepTimes
+    host: HostTimes
+    host_in_group: bool = False
+    """Only `group_runs` adds the host."""
+
+    def linear_run(self, requests: int, keys: int) -> tuple[float, float, int]:
+        """Like `BatchTimes.linear_run`."""
+        seconds, growth, steps = run = self.gpu.linear_run(requests, keys)
+        if self.host_in_group:
+            return run
+        if not self.host.beside:
+            return seconds + self.host.step(requests), growth, steps
+        steps, seconds, growth = self.host.run_after(DecodeRun(steps, seconds, growth), requests)
+        return seconds, growth, steps
+
+    def decode(self, requests: int, keys: int) -> float:
+        """Like `StepTimes.decode`."""
+        return self.linear_run(requests, keys)[0]
+
+    def step(
+        self,
+        tokens: int,
+        pairs: int,
+        keys: int,
+        requests: int,
+        num_decodes: int = 0,
+        decode_keys: int = 0,
+    ) -> float:
+        """Like `BatchTimes.step`."""
+        seconds = self.gpu.step(tokens, pairs, keys, requests, num_decodes, decode_keys)
+        return seconds if self.host_in_group else self.host.after(seconds, requests)
+
+    def group_runs(self, plans: Sequence[BatchPlan], mean_tokens: float) -> list[DecodeRun]:
+        """Runs of replicas whose experts get the tokens of all, of times `of_replica`.
+
+        `mean_tokens`: tokens of a replica's step on average.
+        """
+        in_group = self.gpu.in_group
+        runs = [
+            run._replace(seconds=in_group(run.seconds, tokens, mean_tokens))
+            for run, tokens, _ in plans
+        ]
+        if not self.host_in_group:
+            return runs
+        run_after = self.host.run_after
+        return [run_after(run, plan.requests) for run, plan in zip(runs, plans, strict=True)]

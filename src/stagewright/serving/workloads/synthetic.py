@@ -14,7 +14,7 @@ from typing import Literal
 
 from stagewright.errors import UserError
 from stagewright.run.sections.declare import LARGEST
-from stagewright.serving.workload import Chain, Workload
+from stagewright.serving.workload import Chain, Workload, in_lanes
 
 MOST_REQUESTS = 10_000_000
 
@@ -31,8 +31,8 @@ class Lengths:
     def __post_init__(self) -> None:
         """Refuse what is no length."""
         for name, value in (("--isl", self.isl), ("--osl", self.osl)):
-            if not 1 <= value <= LARGEST:
-                raise UserError(f"{name} is {value}, wanted tokens from 1 to {LARGEST}")
+            if not 1 <= value < LARGEST:
+                raise UserError(f"{name} is {value}, wanted 1 to {LARGEST - 1} tokens")
         if not 0 < self.range_ratio <= 1:
             raise UserError(f"--range-ratio is {self.range_ratio}, wanted more than 0, at most 1")
 
@@ -52,7 +52,7 @@ class Arrivals:
     """Arrival process of an open loop."""
 
     rate: float
-    """Requests per second."""
+    """Requests per second; infinite: all arrive at once."""
     process: Literal["poisson", "gamma", "constant"] = "poisson"
     burstiness: float = 1.0
     """The shape of gamma's gaps, vLLM's word (`vllm bench serve --burstiness`): below 1, requests
@@ -62,7 +62,7 @@ class Arrivals:
 
     def __post_init__(self) -> None:
         """Refuse rates and shapes that are none."""
-        if not (0 < self.rate < math.inf):
+        if not self.rate > 0:
             raise UserError(f"--rate is {self.rate:g}, wanted requests per second, more than 0")
         if not (0 < self.burstiness < math.inf):
             raise UserError(
@@ -71,9 +71,17 @@ class Arrivals:
         if self.burst_size < 1:
             raise UserError(f"--burst-size is {self.burst_size}, wanted at least 1")
 
+    def describe(self) -> str:
+        """The process and its rate in words."""
+        if self.rate == math.inf:
+            return "all requests at once"
+        return f"{self.process}, {self.rate:g} requests/s"
+
     def gap(self, random: Random) -> float:
         """Seconds between two moments of arrival."""
         mean = self.burst_size / self.rate
+        if not mean:
+            return 0.0
         match self.process:
             case "constant":
                 return mean
@@ -107,22 +115,12 @@ def open_loop(requests: int, arrivals: Arrivals, lengths: Lengths, seed: int = 0
         isl, osl = lengths.draw(random)
         prompt.append(isl)
         output.append(osl)
-    name = f"{arrivals.process}, {arrivals.rate:g} requests/s"
-    return Workload(name, when, prompt, output)
+    return Workload(arrivals.describe(), when, prompt, output)
 
 
 def closed_loop(requests: int, concurrency: int, lengths: Lengths, seed: int = 0) -> Workload:
     """Closed loop of users, each with one request at a time (InferenceX's client)."""
-    if not 1 <= concurrency <= LARGEST:
-        raise UserError(f"--concurrency is {concurrency}, wanted at least 1")
-    random = Random(seed)
-    prompt, output = array("i"), array("i")
-    for _ in range(check_count(requests)):
-        isl, osl = lengths.draw(random)
-        prompt.append(isl)
-        output.append(osl)
-    arrival = array("d", bytes(8 * requests))
-    return Workload(f"{concurrency} users", arrival, prompt, output, concurrency=concurrency)
+    return in_lanes(open_loop(requests, Arrivals(rate=math.inf), lengths, seed), concurrency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

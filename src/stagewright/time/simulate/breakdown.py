@@ -9,18 +9,18 @@ add up to the step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Bool, Int
 from stagewright.program.columns import COLLECTIVE, PHASES, RECV
-from stagewright.time.simulate.endpoints import SharedCollective
 from stagewright.time.simulate.timeline import TICK, Lane, Timeline
 
+_Task = tuple[int, int]
+"""Lane and issue index."""
 LAUNCHES = "launches"
 """Waiting for the host in a critical path; `host` is the axis of transfers to its memory."""
 
@@ -51,9 +51,9 @@ class Axes(NamedTuple):
     axis: Int
 
 
-def axes_of(line: Timeline, lane: Lane) -> Axes:
+def axes_of(timeline: Timeline, lane: Lane) -> Axes:
     """Axis that each task of a lane communicates along, by issue index."""
-    axes = line.axes[id(lane.rank_class.work.actions.tasks)]
+    axes = timeline.axes[id(lane.rank_class.work.actions.tasks)]
     names = sorted({*map(str, axes.axes)})
     number = np.array([*(names.index(str(axis)) for axis in axes.axes), -1], dtype=np.int64)
     axis = number[axes.number][lane.row]
@@ -64,54 +64,6 @@ def axes_of(line: Timeline, lane: Lane) -> Axes:
         latest = np.maximum.accumulate(np.where(is_kernel, -1, np.arange(len(tasks))))
         axis[tasks] = axis[tasks[latest]]
     return Axes(names, axis)
-
-
-def breakdown(line: Timeline, lane: Lane) -> Breakdown:
-    """Break down the step of one lane."""
-    axes, blockers = axes_of(line, lane), _blockers(lane)
-    kernel = np.flatnonzero(lane.main)
-    begin, end = lane.begin[kernel], lane.end[kernel]
-    phase = lane.rank_class.work.actions.tasks.phase[lane.row[kernel]]
-    busy = {name: int((end - begin)[phase == p].sum()) * TICK for p, name in enumerate(PHASES)}
-    # Gaps: before each kernel, and from the last one to the end of the task that ends last.
-    last = int(np.argmax(lane.end))
-    gaps = _IdleSpans(
-        np.append(0, end), np.append(begin, lane.end[last]),
-        np.append(blockers.task[kernel], last), np.append(blockers.is_launch[kernel], False),
-    )  # fmt: skip
-    waits = _attribute(lane, axes, gaps, blockers)
-    bubble = int(line.ticks - lane.end[last]) + waits.bubble
-    return Breakdown(
-        {name: s for name, s in busy.items() if s},
-        {name: int(t) * TICK for name, t in zip(axes.names, waits.exposed, strict=False) if t},
-        bubble * TICK,
-        _communication(lane, axes),
-        waits.launches * TICK,
-    )
-
-
-def _communication(lane: Lane, axes: Axes) -> dict[str, float]:
-    """Seconds that transfers run, by axis."""
-    ticks = np.where(lane.kind == RECV, 0, lane.end - lane.begin)
-    sums = {name: int(ticks[axes.axis == n].sum()) * TICK for n, name in enumerate(axes.names)}
-    return {name: s for name, s in sums.items() if s}
-
-
-class _Waits(NamedTuple):
-    """Ticks that a lane waits: for transfers by axis, for other ranks, for its host."""
-
-    exposed: Int
-    bubble: int
-    launches: int
-
-
-class _IdleSpans(NamedTuple):
-    """Spans of time in which a lane waits, each with its blocker as in `_Blockers`."""
-
-    low: Int
-    high: Int
-    blocker: Int
-    is_launch: Bool
 
 
 NOTHING = -1
@@ -126,17 +78,50 @@ class _Blockers(NamedTuple):
     is_launch: Bool
 
 
-def _attribute(lane: Lane, axes: Axes, gaps: _IdleSpans, blockers: _Blockers) -> _Waits:
-    """Attribute gaps to axes, other ranks and launches."""
-    low, high, blocker, is_launch = gaps
-    exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)
+def breakdown(timeline: Timeline, lane: Lane) -> Breakdown:
+    """Break down the step of one lane."""
+    axes, kernel = axes_of(timeline, lane), np.flatnonzero(lane.main)
+    ticks = (lane.end - lane.begin)[kernel]
+    phase = lane.rank_class.work.actions.tasks.phase[lane.row[kernel]]
+    exposed, bubble, launches = _waits(lane, axes, kernel)
+    bubble += int(timeline.ticks - lane.end.max())
+    return Breakdown(
+        _seconds(PHASES, [ticks[phase == p].sum() for p in range(len(PHASES))]),
+        _seconds(axes.names, exposed.tolist()), bubble * TICK, _communication(lane, axes),
+        launches * TICK,
+    )  # fmt: skip
+
+
+def _communication(lane: Lane, axes: Axes) -> dict[str, float]:
+    """Seconds that transfers run, by axis."""
+    ticks = np.where(lane.kind == RECV, 0, lane.end - lane.begin)
+    return _seconds(axes.names, [ticks[axes.axis == n].sum() for n in range(len(axes.names))])
+
+
+def _seconds(names: Sequence[str], ticks: Sequence[int]) -> dict[str, float]:
+    """Seconds by name, without those that are 0."""
+    return {name: int(t) * TICK for name, t in zip(names, ticks, strict=True) if t}
+
+
+def _waits(lane: Lane, axes: Axes, kernel: Int) -> tuple[Int, int, int]:
+    """Ticks in which no kernel runs: exposed transfers by axis, bubble, launches.
+
+    `kernel`: issue indices of the kernels of the main stream.
+    """
+    # Gaps are before each kernel, and from the last one to the end of the task that ends last.
+    last, blockers = int(np.argmax(lane.end)), _blockers(lane)
+    low = np.append(0, lane.end[kernel])
+    high = np.append(lane.begin[kernel], lane.end[last])
+    blocker = np.append(blockers.task[kernel], last)
+    is_launch = np.append(blockers.is_launch[kernel], False)
+    exposed = np.zeros(len(axes.names) + 1, dtype=np.int64)  # the last one: kernels
     bubble = launches = 0
     while True:
         is_open = high > low
         bubble += int((high - low)[is_open & (blocker == NOTHING)].sum())
         is_open &= blocker != NOTHING
         if not is_open.any():
-            return _Waits(exposed, bubble, launches)
+            return exposed[:-1], bubble, launches
         low, high, blocker, is_launch = (c[is_open] for c in (low, high, blocker, is_launch))
         if is_launch.any():
             assert lane.last_wait is not None, "launches that take no time block nothing"
@@ -180,20 +165,23 @@ class PathTask(NamedTuple):
     """Not the task itself: launches up to its launch, after the last wait of the host."""
 
 
-def critical_path(line: Timeline) -> list[PathTask]:
+def critical_path(timeline: Timeline) -> list[PathTask]:
     """Tasks that determine the duration of the step, from first to last.
 
     Each begins when the one before it ends, the first at 0, and the last ends with the step. A
     message is on the path as its SEND; of several that ended at the same time, one.
     """
-    lanes = line.lanes
+    lanes = timeline.lanes
     blockers: dict[int, _Blockers] = {}
-    remote = _RemoteBlockers(line)
+    senders: dict[_Task, _Task] = {
+        (lane, index): (sender, send)
+        for lane, index, sender, send in timeline.endpoints.messages.tolist()
+    }
     last = max(range(len(lanes)), key=lambda n: int(lanes[n].end.max(initial=0)))
     task = PathTask(last, int(np.argmax(lanes[last].end)))
     path: list[PathTask] = []
     while True:
-        task = remote.of(task)
+        task = _remote_blocker(timeline, senders, task)
         lane = lanes[task.lane]
         if lane.kind[task.issue_index] != RECV:
             path.append(task)
@@ -209,53 +197,32 @@ def critical_path(line: Timeline) -> list[PathTask]:
         task = PathTask(task.lane, before)
 
 
-class _RemoteBlockers:
-    """Tasks of other ranks that transfers wait for."""
-
-    def __init__(self, line: Timeline) -> None:
-        self.line, self.endpoints = line, line.endpoints
-        self.received = [
-            {index: row for row, index in enumerate(received.issue_index.tolist())}
-            for received in self.endpoints.received
-        ]
-        self.rendezvous: dict[tuple[int, int], SharedCollective] = {
-            (class_id, index): rendezvous
-            for rendezvous in self.endpoints.rendezvous
-            for class_id, index in zip(rendezvous.classes, rendezvous.issue_indices, strict=True)
-        }
-
-    def of(self, task: PathTask) -> PathTask:
-        """SEND of a late message, or the last task to be ready for a collective."""
-        lane, index = self.line.lanes[task.lane], task.issue_index
-        kind, ready = lane.kind[index], lane.ready[index]
-        class_id = int(self.endpoints.class_of[task.lane])
-        if kind == RECV and lane.end[index] > ready:
-            received, row = self.endpoints.received[class_id], self.received[class_id][index]
-            column = task.lane - int(self.endpoints.lanes[class_id][0])
-            return PathTask(int(received.sender[row, column]), int(received.sent[row, column]))
-        if kind != COLLECTIVE or lane.begin[index] <= ready:
-            return task
-        slot = int(lane.rank_class.work.actions.tasks.slot[lane.row[index]])
-        group = self.endpoints.groups[slot]
-        rendezvous = self.rendezvous.get((class_id, index))
-        for other in np.flatnonzero(group == group[task.lane]).tolist():
-            other_index = index
-            if rendezvous is not None:
-                member = rendezvous.classes.index(int(self.endpoints.class_of[other]))
-                other_index = rendezvous.issue_indices[member]
-            if self.line.lanes[other].ready[other_index] == lane.begin[index]:
-                return PathTask(other, other_index)
-        raise AssertionError("a collective begins when no rank is ready")
+def _remote_blocker(timeline: Timeline, senders: Mapping[_Task, _Task], task: PathTask) -> PathTask:
+    """SEND of a late message, the last task to be ready for a collective, or the task itself."""
+    lane, index = timeline.lanes[task.lane], task.issue_index
+    kind, ready = lane.kind[index], lane.ready[index]
+    if kind == RECV and lane.end[index] > ready:
+        return PathTask(*senders[task.lane, index])
+    if kind != COLLECTIVE or lane.begin[index] <= ready:
+        return task
+    lanes = timeline.lane_map
+    group = lanes.groups[int(lane.rank_class.work.actions.tasks.slot[lane.row[index]])]
+    shared = timeline.endpoints.shared.get((int(lanes.class_of[task.lane]), index), {})
+    for other in np.flatnonzero(group == group[task.lane]).tolist():
+        other_index = shared.get(int(lanes.class_of[other]), index)
+        if timeline.lanes[other].ready[other_index] == lane.begin[index]:
+            return PathTask(other, other_index)
+    raise AssertionError("a collective begins when no rank is ready")
 
 
-def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
+def path_parts(timeline: Timeline, path: list[PathTask]) -> dict[str, float]:
     """Seconds of the critical path by phase of kernels and axis of communication."""
     sums: dict[str, int] = {}
     lanes, indices, is_launch = np.array(path, dtype=np.int64).reshape(-1, 3).T
     for lane_id in sorted({task.lane for task in path}):
-        lane, on_lane = line.lanes[lane_id], lanes == lane_id
+        lane, on_lane = timeline.lanes[lane_id], lanes == lane_id
         tasks = indices[on_lane & (is_launch == 0)]
-        names, axis = axes_of(line, lane)
+        names, axis = axes_of(timeline, lane)
         part_names = [*PHASES, *names]
         part = lane.rank_class.work.actions.tasks.phase[lane.row[tasks]].astype(np.int64)
         part = np.where(axis[tasks] >= 0, len(PHASES) + axis[tasks], part)
@@ -269,24 +236,3 @@ def path_parts(line: Timeline, path: list[PathTask]) -> dict[str, float]:
             sums[LAUNCHES] = sums.get(LAUNCHES, 0) + size
     order = [*PHASES, *sorted(sums.keys() - set(PHASES))]
     return {name: sums[name] * TICK for name in order if sums.get(name)}
-
-
-class StepTimeline:
-    """Step with a timeline: its duration, breakdown and critical path."""
-
-    line: Timeline
-
-    @property
-    def seconds(self) -> float:
-        """Duration of the step."""
-        return self.line.seconds
-
-    @cached_property
-    def parts(self) -> list[Breakdown]:
-        """Breakdown of each lane."""
-        return [breakdown(self.line, lane) for lane in self.line.lanes]
-
-    @cached_property
-    def critical_path(self) -> dict[str, float]:
-        """Seconds of the critical path, by phase of kernels and by axis of communication."""
-        return path_parts(self.line, critical_path(self.line))

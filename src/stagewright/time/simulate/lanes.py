@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Float, Int, distinct_rows
-from stagewright.program.columns import Program
+from stagewright.arrays import Float, Int, distinct_rows, distinct_values
+from stagewright.program.columns import Program, groups_of_ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lanes:
+class LaneMap:
     """Lanes of a program, numbered by class, then by first rank."""
 
     of_rank: Int
@@ -31,7 +31,7 @@ class Lanes:
     """By peer, by lane: the lane that it exchanges messages with."""
 
     @classmethod
-    def of(cls, program: Program, factor: Float) -> Lanes:
+    def of(cls, program: Program, factor: Float) -> LaneMap:
         """Lanes of a program. `factor` by rank multiplies the durations of kernels."""
         of_rank = lane_of_rank(program, factor)
         by_class = tuple(np.unique(of_rank[rank_class.ranks]) for rank_class in program.classes)
@@ -51,14 +51,13 @@ class Lanes:
         """Number of lanes."""
         return len(self.example)
 
-    def rendezvous_class(self, slot: int, num_classes: int) -> Int:
-        """First of the classes that groups of a communicator connect, by class."""
-        first = np.arange(num_classes)
-        group = self.groups[slot]
+    def connected_classes(self, slot: int) -> list[tuple[int, ...]]:
+        """Classes that groups of a communicator connect; every class is in one of the tuples."""
+        first, group = np.arange(len(self.by_class)), self.groups[slot]
         for number in np.unique(group[group >= 0]).tolist():
             members = np.unique(self.class_of[group == number])
             first[np.isin(first, first[members])] = first[members].min()
-        return first
+        return [tuple(np.flatnonzero(first == c).tolist()) for c in distinct_values(first)]
 
 
 def lane_of_rank(program: Program, factor: Float) -> Int:
@@ -71,13 +70,15 @@ def lane_of_rank(program: Program, factor: Float) -> Int:
     for class_id, rank_class in enumerate(program.classes):
         lane[rank_class.ranks] = class_id
     lane = _numbered([lane, factor])
-    groups = [_GroupRanks.of(program.group_of(slot)) for slot in range(len(program.communicators))]
+    groups = [
+        groups_of_ranks(program.group_of(slot), ranks) for slot in range(len(program.communicators))
+    ]
     peers = [program.peer_of(slot) for slot in range(len(program.peers))]
     # Pairs of peers that are inverse: on a ring, the next rank of the rank before is the rank.
     is_inverse = [first[second] == ranks for first in peers for second in peers]
     lane = _numbered([lane, *is_inverse])
     while True:
-        columns = [lane, *(g.lane_sets(lane) for g in groups), *(lane[peer] for peer in peers)]
+        columns = [lane, *(_lane_sets(g, lane) for g in groups), *(lane[peer] for peer in peers)]
         finer = _numbered(columns)
         if finer.max() == lane.max():
             return lane
@@ -93,29 +94,14 @@ def _numbered(columns: Sequence[NDArray[Any]]) -> Int:
     return rank[number]
 
 
-class _GroupRanks(NamedTuple):
-    """Ranks of the groups of a communicator: all of one size."""
-
-    ranks: Int
-    """(groups, size)"""
-    world_size: int
-
-    @classmethod
-    def of(cls, ids: Int) -> _GroupRanks:
-        """Groups by the number of each rank's group; 0: none."""
-        inside = np.flatnonzero(ids > 0)
-        order = inside[np.argsort(ids[inside], kind="stable")]
-        size = int((ids == ids[order[0]]).sum()) if len(order) else 1
-        return cls(order.reshape(-1, size), len(ids))
-
-    def lane_sets(self, lane: Int) -> Int:
-        """Number of the set of lanes in each rank's group; -1: no group."""
-        sets = np.sort(lane[self.ranks], axis=1)
-        set_id = sets[:, 0].copy()  # a group within one lane: that lane
-        set_ids: dict[bytes, int] = {}
-        first = int(lane.max(initial=0)) + 1
-        for group in np.flatnonzero(sets[:, 0] != sets[:, -1]).tolist():
-            set_id[group] = first + set_ids.setdefault(sets[group].tobytes(), len(set_ids))
-        result = np.full(self.world_size, -1, dtype=np.int64)
-        result[self.ranks] = set_id[:, None]
-        return result
+def _lane_sets(groups: Int, lane: Int) -> Int:
+    """Number of the set of lanes in each rank's group; -1: no group. `groups`: [groups, ranks]."""
+    sets = np.sort(lane[groups], axis=1)
+    set_id = sets[:, 0].copy()  # a group within one lane: that lane
+    set_ids: dict[bytes, int] = {}
+    first = int(lane.max(initial=0)) + 1
+    for group in np.flatnonzero(sets[:, 0] != sets[:, -1]).tolist():
+        set_id[group] = first + set_ids.setdefault(sets[group].tobytes(), len(set_ids))
+    result = np.full(len(lane), -1, dtype=np.int64)
+    result[groups] = set_id[:, None]
+    return result

@@ -22,12 +22,22 @@ for a time that grows with the group (`COLLECTIVE_CHECK`).
 The host waits where a framework reads a result: the norm that clips gradients and the number of
 tokens of each expert (Megatron-LM), and messages of its 1F1B pipeline (`batch_p2p_sync`). With
 CUDA_LAUNCH_BLOCKING=1 (`blocking`) an eager framework waits for every launch.
+
+The host is one thread that launches tasks in issue order, without a gap, ahead of the GPU; a task
+starts once it is launched and all its dependencies have ended. Where the host needs a result, it
+waits for the end of that task before it launches the next one.
+
+>>> waits = np.array([False, True, False])
+>>> launched, last_wait = launch_times(np.array([2, 2, 2]), waits, np.array([12, 22, 34]))
+>>> launched.tolist(), last_wait.issue_index.tolist(), last_wait.end.tolist()
+([2, 4, 24], [-1, -1, 1], [0, 0, 22])
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +60,6 @@ from stagewright.run.settings import Run
 from stagewright.time.fused_gemms import joint_rows, within_products
 from stagewright.time.hardware import Hardware
 from stagewright.time.roofline import timing_of
-from stagewright.time.simulate.host import HostWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +148,13 @@ _WHOLE_PROGRAMS = ("Google", "AWS")
 """Vendors whose compilers (XLA, Neuron) compile a step to one program."""
 
 
+class HostWork(NamedTuple):
+    """Launches of the host of a rank class, by row of its tasks."""
+
+    seconds: Float  # of the launch
+    waits: Bool  # the host waits for the end of the task before it launches the next one
+
+
 def launch_mode(run: Run, execution: Execution, hardware: Hardware) -> str:
     """Launch mode of an execution, or else the default of the run's framework.
 
@@ -214,7 +230,7 @@ def _shard_copy_seconds(rank_class: RankClass, by_slot: Float, microbatches: int
     """
     tasks, order = rank_class.work.actions.tasks, rank_class.work.order
     gathers = tasks.collective == COLLECTIVES.index("all_gather")
-    updates = np.array(["adamw" in ops_of(op) or "sgd" in ops_of(op) for op in tasks.ops])[tasks.op]
+    updates = _computes(tasks, {"adamw", "sgd"})
     joint = joint_rows(_unmeasured(tasks))
     forward = (tasks.phase[joint.rows] == FORWARD_PHASE) & (tasks.microbatch[joint.rows] >= 0)
     _, first = np.unique(joint.whole[forward], return_index=True)
@@ -274,6 +290,11 @@ def _launches(
     elif mode == "compile":
         micros[_first_of_runs(tasks, tasks.kind == TaskKind.COMPUTE)] += cost.graph
     return HostWork(micros * 1e-6 * hardware.host_factor, waits)
+
+
+def _computes(tasks: Tasks, names: Set[str]) -> Bool:
+    """Mask of rows with one of some ops, alone or fused with others."""
+    return np.array([not names.isdisjoint(ops_of(op)) for op in tasks.ops], dtype=bool)[tasks.op]
 
 
 # ---- counts --------------------------------------------------------------------------------------
@@ -370,9 +391,7 @@ def _captured(tasks: Tasks, modules: frozenset[str]) -> Bool:
 
 def _modules(tasks: Tasks) -> NDArray[np.str_]:
     """Module of a layer that each row belongs to, by Megatron-LM's name; "": none."""
-    names = [frozenset(ops_of(name)) for name in tasks.ops]
-    router = np.array([bool(ops & _ROUTER) for ops in names])[tasks.op]
-    counts = np.array([bool(ops & _PREPROCESS) for ops in names])[tasks.op]
+    router, counts = _computes(tasks, _ROUTER), _computes(tasks, _PREPROCESS)
     copies = {Timing.TO_EXPERTS, Timing.FROM_EXPERTS}
     kernels = [timing_of(shape.kernel) in copies for shape in tasks.shapes]
     is_copy = np.array([*kernels, False])[tasks.shape]
@@ -407,15 +426,39 @@ def _waits(program: Program, tasks: Tasks, run: Run) -> Bool:
         # The host sizes buffers of experts by the counts of their tokens.
         counts_exchange = (tasks.kind == TaskKind.COLLECTIVE) & (tasks.phase == FORWARD_PHASE)
         counts_exchange &= np.array([dtype == "int64" for dtype in tasks.dtypes])[tasks.dtype]
-        chooses = np.array(["topk" in ops_of(name) for name in tasks.ops])[tasks.op]
-        waits |= (
-            counts_exchange if counts_exchange.any() else chooses & (tasks.kind == TaskKind.COMPUTE)
-        )
+        chooses = _computes(tasks, {"topk"}) & (tasks.kind == TaskKind.COMPUTE)
+        waits |= counts_exchange if counts_exchange.any() else chooses
     if run.framework == "megatron":
-        clip = np.array(["divide" in ops_of(name) for name in tasks.ops])[tasks.op]
-        waits |= clip & (tasks.phase == OPTIMIZER_PHASE) & (tasks.kind == TaskKind.COMPUTE)
+        clips = _computes(tasks, {"divide"})
+        waits |= clips & (tasks.phase == OPTIMIZER_PHASE) & (tasks.kind == TaskKind.COMPUTE)
         if run.vpp == 1 and run.schedule not in ASYNCHRONOUS:
             between_stages = np.array([peer.axis == "pp" for peer in program.peers] + [False])
             messages = tasks.kind == TaskKind.RECV
             waits |= messages & between_stages[np.where(messages, tasks.slot, -1)]
     return waits
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
+
+class LastHostWait(NamedTuple):
+    """Last task that the host waited for before each launch, by issue index."""
+
+    issue_index: Int  # of the task, -1 for none
+    end: Int  # of the task: ticks
+
+
+def launch_times(cost: Int, waits: Bool, ends: Int) -> tuple[Int, LastHostWait]:
+    """End of each launch, and the last wait before it.
+
+    Arrays are by issue index, times in ticks. `ends`: of the tasks that are launched.
+    """
+    total = cost.cumsum()
+    delay = np.zeros_like(ends)
+    delay[1:] = np.where(waits[:-1], ends[:-1] - total[:-1], 0)
+    latest = np.maximum.accumulate(np.maximum(delay, 0))
+    increases = np.diff(latest, prepend=0) > 0
+    index = np.where(increases, np.arange(-1, len(ends) - 1), -1)
+    index = np.maximum.accumulate(index)
+    end = np.where(index == -1, 0, latest + total[index])
+    return total + latest, LastHostWait(index, end)

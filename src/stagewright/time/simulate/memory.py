@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Int, distinct_values
 from stagewright.program.columns import CATEGORIES
+from stagewright.program.fit import Peak
 from stagewright.time.simulate.timeline import TICK, Timeline
 
 
@@ -44,19 +44,11 @@ class MemoryTimeline:
         return MemoryTimeline(self.ticks[peaks], self.size[:, peaks])
 
 
-class Peak(NamedTuple):
-    """Bytes of a lane at its peak of memory."""
-
-    seconds: float
-    """First time of the peak."""
-    by_category: dict[str, int]
-    """Bytes; categories without any are left out."""
-
-
-def peak(line: Timeline, lane: int) -> Peak:
-    """Find the peak of a lane's memory without its whole timeline."""
-    start, events = line.class_of(lane).work.changes.start, [*_events(line, lane)]
-    ticks, order, last = _in_order(line, [ticks for ticks, _ in events])
+def peak(timeline: Timeline, lane: int) -> Peak:
+    """Find the peak of a lane's memory without its whole timeline, allowance included."""
+    rank_class, events = timeline.class_of(lane), [*_events(timeline, lane)]
+    start = rank_class.work.changes.start
+    ticks, order, last = _in_order(timeline, [ticks for ticks, _ in events])
     sizes = np.concatenate([
         [int(start.sum())],
         *(np.broadcast_to(size.sum(axis=0), ticks.shape).ravel() for ticks, size in events),
@@ -66,20 +58,22 @@ def peak(line: Timeline, lane: int) -> Peak:
     for event_ticks, size in events:
         used += size @ (event_ticks <= peak_tick).sum(axis=0)
     by_category = {name: size for name, size in zip(CATEGORIES, used.tolist(), strict=True) if size}
-    return Peak(peak_tick * TICK, by_category)
+    if by_category and rank_class.allowance:
+        by_category["allowance"] = rank_class.allowance
+    return Peak(rank_class, by_category, peak_tick * TICK)
 
 
-def memory_timeline(line: Timeline, lane: int) -> MemoryTimeline:
+def memory_timeline(timeline: Timeline, lane: int) -> MemoryTimeline:
     """Memory of a lane over the step."""
-    events = [*_events(line, lane)]
-    ticks, order, last = _in_order(line, [ticks for ticks, _ in events])
+    events = [*_events(timeline, lane)]
+    ticks, order, last = _in_order(timeline, [ticks for ticks, _ in events])
     changes = [np.tile(size, len(event_ticks)) for event_ticks, size in events]
-    start = line.class_of(lane).work.changes.start[:, None]
+    start = timeline.class_of(lane).work.changes.start[:, None]
     size = np.concatenate([start, *changes], axis=1)[:, order]
     return MemoryTimeline(ticks, size.cumsum(axis=1)[:, last])
 
 
-def _in_order(line: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
+def _in_order(timeline: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
     """Sort changes: distinct times from 0 on, order, and last change of each time."""
     ticks = np.concatenate([[0], *(ticks.ravel() for ticks in changes)])
     order = np.argsort(ticks, kind="stable")
@@ -87,13 +81,12 @@ def _in_order(line: Timeline, changes: Sequence[Int]) -> tuple[Int, Int, Int]:
     return ticks[order[last]], order, last
 
 
-def _events(line: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
+def _events(timeline: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
     """Changes of a lane's bytes: ticks [copies, rows], and bytes [categories, rows]."""
-    waves, changes = line.waves, line.class_of(lane).work.changes
-    class_id = int(waves.lanes.class_of[lane])
-    table, sequence = waves.tables[waves.table_of[class_id]], waves.sequence[class_id]
-    order, begin = line.program.classes[class_id].work.order, table.actions.begin
-    for times in line.fragments(lane):
+    changes = timeline.class_of(lane).work.changes
+    plan = timeline.plan.classes[int(timeline.lane_map.class_of[lane])]
+    table, sequence, order, begin = plan.table, plan.sequence, plan.order, plan.table.actions.begin
+    for times in timeline.fragments(lane):
         members = table.rules.member[times.positions]
         for member in distinct_values(members):
             of_member = np.flatnonzero(members == member)
@@ -108,4 +101,5 @@ def _events(line: Timeline, lane: int) -> Iterator[tuple[Int, Int]]:
                 ):  # fmt: skip
                     changed = np.flatnonzero(size.any(axis=0))
                     if len(changed):
-                        yield line.within(ticks(of_member[changed])[instances]), size[:, changed]
+                        selected = timeline.within(ticks(of_member[changed])[instances])
+                        yield selected, size[:, changed]

@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.arrays import Int, distinct_values
-from stagewright.program.columns import RECV, SEND, Program
-from stagewright.program.rank_work import numbers_among_copies
-from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.order import Edges, IssueRules, IssueTable
+from stagewright.arrays import Bool, Int, distinct_values
+from stagewright.program.columns import RECV, SEND, ActionOrder, Program, numbers_among_copies
+from stagewright.time.simulate.lanes import LaneMap
+from stagewright.time.simulate.order import Edges
+from stagewright.time.simulate.rules import IssueRules, IssueTable
 from stagewright.time.simulate.units import UnitSequence
 
 
@@ -28,6 +28,10 @@ class MessageEnds(NamedTuple):
     key: Int
     """[messages, 4]: axis, sending lane, receiving lane, tag; equal on both ends."""
 
+    def select(self, rows: Int | Bool) -> MessageEnds:
+        """Messages by index or mask."""
+        return MessageEnds(*(column[rows] for column in self))
+
 
 class Messages(NamedTuple):
     """The messages of a program."""
@@ -39,7 +43,7 @@ class Messages(NamedTuple):
     """By table, receives and sends within a unit, of lanes that send to themselves."""
 
 
-def messages(program: Program, tables: Sequence[IssueTable], lanes: Lanes) -> Messages:
+def messages(program: Program, tables: Sequence[IssueTable], lanes: LaneMap) -> Messages:
     """Match sends and receives: between two lanes along an axis, the n-th of each tag.
 
     Raises ValueError where messages are sent and not received, or the other way round.
@@ -48,7 +52,7 @@ def messages(program: Program, tables: Sequence[IssueTable], lanes: Lanes) -> Me
     numbers = {axis: n for n, axis in enumerate(dict.fromkeys(axes))}
     axis_of = np.array([numbers[axis] for axis in axes], dtype=np.int64)
     within: list[Edges] = []
-    ends: dict[int, list[tuple[Int, Int, Int]]] = {SEND: [], RECV: []}
+    parts = [np.zeros((9, 0), np.int64)]
     for table in tables:
         rules, tasks = table.rules, table.actions.tasks
         kind = tasks.kind[rules.rows]
@@ -60,63 +64,56 @@ def messages(program: Program, tables: Sequence[IssueTable], lanes: Lanes) -> Me
         )
         inside = to_itself[slot] if len(slot) else np.zeros(0, dtype=bool)
         within.append(_within(rules, tasks.tag, positions[inside], axis_of[slot[inside]], kind))
-        between = positions[~inside]
         for class_id, sequence in zip(table.classes, table.sequences, strict=True):
-            for task_kind, parts in ends.items():
-                selected = between[kind[between] == task_kind]
-                parts += _ends(program, table, class_id, sequence, selected, axis_of, lanes)
-    none = np.zeros((0, 3), np.int64), np.zeros(0, np.int64), np.zeros((0, 4), np.int64)
-    sent, received = (
-        _sorted(MessageEnds(*(np.concatenate(c) for c in zip(none, *ends[task_kind], strict=True))))
-        for task_kind in (SEND, RECV)
-    )
+            order = program.classes[class_id].work.order
+            parts += _ends(order, table, class_id, sequence, positions[~inside], axis_of, lanes)
+    columns = np.concatenate(parts, axis=1)
+    ends: list[MessageEnds] = []
+    for task_kind in (SEND, RECV):
+        selected = columns[:, columns[-1] == task_kind]
+        # By key, and equal keys in issue order.
+        selected = selected[:, np.lexsort((selected[2], selected[1], *selected[7:3:-1]))]
+        ends.append(MessageEnds(selected[:3].T, selected[3], selected[4:8].T))
+    sent, received = ends
     if not np.array_equal(sent.key, received.key):
         raise ValueError(_unmatched(sent.key, received.key, lanes, [*numbers]))
     return Messages(sent, received, within)
 
 
 def _ends(
-    program: Program, table: IssueTable, class_id: int, sequence: UnitSequence, positions: Int,
-    axis_of: Int, lanes: Lanes,
-) -> Iterator[tuple[Int, Int, Int]]:  # fmt: skip
-    """Sends, or receives, of all copies of a class and of each of its lanes."""
-    rules, tasks = table.rules, table.actions.tasks
-    order = program.classes[class_id].work.order
+    order: ActionOrder, table: IssueTable, class_id: int, sequence: UnitSequence, positions: Int,
+    axis_of: Int, lanes: LaneMap,
+) -> Iterator[Int]:  # fmt: skip
+    """Sends and receives of all copies of a class and of each of its lanes.
+
+    Rows: class, instance, position, lane within the class, axis, sending and receiving lane, tag,
+    and kind of task.
+    """
+    rules, tasks, own = table.rules, table.actions.tasks, lanes.by_class[class_id]
     for unit in distinct_values(rules.unit[positions]):
         instances = np.flatnonzero(sequence.unit == unit)
         if not len(instances):
             continue
         for m, action in enumerate(table.units.actions[unit]):
-            mask = (rules.unit[positions] == unit) & (rules.member[positions] == m)
-            if not mask.any():
+            of_member = positions[(rules.unit[positions] == unit) & (rules.member[positions] == m)]
+            if not len(of_member):
                 continue
-            rows = rules.rows[positions[mask]]
+            rows = rules.rows[of_member]
             copies: Int = sequence.copies[instances, m]
             tags = order.tags(action, rows)[numbers_among_copies(order, action, copies)]
             slot = tasks.slot[rows].astype(np.int64)
-            shape = tags.shape
-            location = np.stack([
-                np.full(shape, class_id), np.broadcast_to(instances[:, None], shape),
-                np.broadcast_to(positions[mask], shape),
-            ], axis=-1).reshape(-1, 3)  # fmt: skip
-            receives = tasks.kind[rows[0]] == RECV
-            for index, lane in enumerate(lanes.by_class[class_id].tolist()):
-                peer_lane = np.array([int(peer[lane]) for peer in lanes.peers])[slot]
-                pair = (np.full(shape, lane), np.broadcast_to(peer_lane, shape))
-                if receives:
-                    pair = pair[::-1]
-                key = np.stack([np.broadcast_to(axis_of[slot], shape), *pair, tags], axis=-1)
-                yield location, np.full(len(location), index), key.reshape(-1, 4)
+            peer = np.stack(lanes.peers)[slot][:, own]
+            kind = tasks.kind[rows, None].astype(np.int64)
+            receives = kind == RECV
+            columns = np.broadcast_arrays(
+                class_id, instances[:, None, None], of_member[:, None], np.arange(len(own)),
+                axis_of[slot, None], np.where(receives, peer, own), np.where(receives, own, peer),
+                tags[:, :, None], kind,
+            )  # fmt: skip
+            yield np.stack(columns).reshape(9, -1)
 
 
-def _sorted(ends: MessageEnds) -> MessageEnds:
-    """Sort messages by key, and equal keys in issue order."""
-    location, key = ends.location, ends.key
-    order = np.lexsort((location[:, 2], location[:, 1], *key.T[::-1]))
-    return MessageEnds(*(column[order] for column in ends))
-
-
-def _unmatched(sent: Int, received: Int, lanes: Lanes, axes: Sequence[str]) -> str:
+def _unmatched(sent: Int, received: Int, lanes: LaneMap, axes: Sequence[str]) -> str:
     """Message on the first pair of ranks whose sends and receives differ, by `MessageEnds.key`."""
     pairs = {*map(tuple, sent[:, :3].tolist())} | {*map(tuple, received[:, :3].tolist())}
     for pair in sorted(pairs):

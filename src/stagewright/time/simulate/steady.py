@@ -8,18 +8,29 @@ between the ends of two steps is the time per output token of every request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.arrays import Int
-from stagewright.program.columns import Program, RankClass, TaskKind, Tasks
-from stagewright.program.memory_changes import MemoryChanges, Profiles
-from stagewright.program.rank_work import ActionOrder, Actions, RankWork, TableOrder, table_actions
-from stagewright.program.tables import Values
+from stagewright.arrays import Int, entries_of, offsets
+from stagewright.program.columns import (
+    ActionOrder,
+    Actions,
+    MemoryChanges,
+    Profiles,
+    Program,
+    RankClass,
+    RankWork,
+    TableOrder,
+    TaskKind,
+    Tasks,
+    Values,
+    table_actions,
+)
 from stagewright.run.settings import Run
 from stagewright.time.simulate.timeline import Timeline
 
@@ -43,27 +54,27 @@ def steady_step(program: Program, tokens: int, simulate: Callable[[Program], Tim
     steps = MIN_STEPS
     while True:
         several = repeated(program, steps, tokens)
-        line = simulate(several)
+        timeline = simulate(several)
         begins = [rank_class.work.order.begin[:-1] for rank_class in several.classes]
-        ends = np.stack([_ends(line, lane, begins) for lane in range(line.lane_map.count)])
+        ends = np.stack([_ends(timeline, lane, begins) for lane in range(timeline.lane_map.count)])
         elapsed = np.diff(ends, axis=1)[:, : steps - 2]  # drop the last two steps: they drain
         if len(np.unique(elapsed[:, -2:])) == 1 or 2 * steps > MAX_STEPS:
             begin, end = ends.max(axis=0)[steps - 3 : steps - 1].tolist()
-            return replace(line, window=(begin, end))
+            return replace(timeline, window=(begin, end))
         steps *= 2
 
 
-def _ends(line: Timeline, lane: int, begins: Sequence[Int]) -> Int:
+def _ends(timeline: Timeline, lane: int, begins: Sequence[Int]) -> Int:
     """End of each step on a lane; `begins`: first row of each step, by class.
 
     All steps are one unit where an execution moves tasks between actions.
     """
-    class_id = int(line.lane_map.class_of[lane])
+    class_id = int(timeline.lane_map.class_of[lane])
     begin = begins[class_id]
     ends = np.zeros(len(begin), dtype=np.int64)
-    for times in line.fragments(lane):
+    for times in timeline.fragments(lane):
         instances, positions = times.instances[:, None], times.positions[None]
-        rows = line.waves.expanded_rows(class_id, instances, positions)
+        rows = timeline.plan.classes[class_id].expanded_rows(instances, positions)
         step = np.searchsorted(begin, rows, side="right") - 1
         np.maximum.at(ends, step, times.end(np.arange(len(times.positions))))
     return ends
@@ -108,21 +119,19 @@ class RepeatedWork(RankWork):
 
     def __init__(self, step: RankWork, steps: int, message: dict[str, int]) -> None:
         """`message`: columns of the message of tokens; empty for stages without one."""
-        self.step, self.steps = step, steps
-        tasks = step.tasks
-        with_tokens = _with_tokens(tasks, message) if message else tasks
-        first, last = (
-            with_tokens if message.get("kind") == kind else tasks
-            for kind in (TaskKind.SEND, TaskKind.RECV)
-        )
-        self._steps = (first, with_tokens, last)
+        self.step, self.steps, self._table = step, steps, step.tasks
+        rows = with_tokens = np.arange(len(step.tasks))
+        if message:
+            self._table, with_tokens = _with_tokens(step.tasks, message)
+        kind = message.get("kind")
+        first = with_tokens if kind == TaskKind.SEND else rows
+        last = with_tokens if kind == TaskKind.RECV else rows
+        self._rows = (first, with_tokens, last)
 
     @cached_property
     def actions(self) -> Actions:
         """The first step, a middle step, and the last step."""
-        tasks = self._numbered(self._steps)
-        begin = np.cumsum([0, *map(len, self._steps)])
-        return table_actions(tasks, begin)
+        return table_actions(_select(self._table, self._rows), offsets([*map(len, self._rows)]))
 
     @cached_property
     def order(self) -> ActionOrder:
@@ -142,15 +151,7 @@ class RepeatedWork(RankWork):
     def tasks(self) -> Tasks:
         """Rows of all steps."""
         actions: list[int] = self.order.action.tolist()
-        return self._numbered([self._steps[action] for action in actions])
-
-    def _numbered(self, steps: Sequence[Tasks]) -> Tasks:
-        """Concatenate steps, and number their batches consecutively."""
-        batches = int(self.step.tasks.microbatch.max()) + 1
-        return _concatenated([
-            replace(tasks, microbatch=(tasks.microbatch + n * batches).astype(np.int32))
-            for n, tasks in enumerate(steps)
-        ])  # fmt: skip
+        return _select(self._table, [self._rows[action] for action in actions])
 
     @cached_property
     def values(self) -> Values:
@@ -163,72 +164,59 @@ class RepeatedWork(RankWork):
         return self.step.memory
 
 
-def _concatenated(tables: Sequence[Tasks]) -> Tasks:
-    """Concatenate tables with equal names, ops and shapes."""
-    starts = np.cumsum([0, *map(len, tables)])
-    columns: dict[str, Any] = {}
-    for f in fields(Tasks):
-        parts = [getattr(tasks, f.name) for tasks in tables]
-        if not isinstance(parts[0], np.ndarray):
-            continue
-        if f.name in ("data", "order"):
-            parts = [p + np.asarray(a, p.dtype) for p, a in zip(parts, starts, strict=False)]
-        if f.name in ("data_ptr", "order_ptr"):
-            ends = np.cumsum([0, *(int(p[-1]) for p in parts)])
-            parts = [[0], *(p[1:] + a for p, a in zip(parts, ends, strict=False))]
-        columns[f.name] = np.concatenate(parts)
-    columns["data_ptr"] = columns["data_ptr"].astype(np.int64)
-    columns["order_ptr"] = columns["order_ptr"].astype(np.int64)
-    return replace(tables[0], **columns)
+def _with_tokens(tasks: Tasks, message: dict[str, int]) -> tuple[Tasks, Int]:
+    """Append a message of tokens for each batch of a step; returns the rows and their order.
 
-
-def _with_tokens(tasks: Tasks, message: dict[str, int]) -> Tasks:
-    """Add a message of tokens before each batch of a step, or after it."""
+    The first kernel of a batch reads its tokens, or the last one writes them.
+    """
     receives = message["kind"] == TaskKind.RECV
-    rows: list[Int] = []
-    for batch in range(int(tasks.microbatch.max()) + 1):
-        batch_rows, added = np.flatnonzero(tasks.microbatch == batch), np.array([-1 - batch])
-        rows += [added, batch_rows] if receives else [batch_rows, added]
-    row = np.concatenate(rows)  # old row, or -1 - batch for a message
-    is_message = row < 0
-    new_row = np.zeros(len(tasks), np.int64)
-    new_row[row[~is_message]] = np.flatnonzero(~is_message)
-    columns: dict[str, Any] = {
-        f.name: column[np.maximum(row, 0)]
-        for f in fields(Tasks)
-        for column in [getattr(tasks, f.name)]
-        if f.name not in ("data", "order", "data_ptr", "order_ptr")
-        and isinstance(column, np.ndarray)
-    }
-    columns["microbatch"][is_message] = -1 - row[is_message]
+    size, batches = len(tasks), int(tasks.microbatch.max()) + 1
     values = dict.fromkeys(("flops", "traffic", "duration"), 0)
     values |= dict.fromkeys(("collective", "shape"), -1)
     values |= message | {"uneven_bytes": message["comm_bytes"]}
-    for name in values.keys() & columns.keys():
-        columns[name][is_message] = values[name]
-    # The first kernel of a batch reads its tokens; the last one writes them.
-    added_deps: list[tuple[int, int]] = []
-    for index in np.flatnonzero(is_message).tolist():
-        kernels = (tasks.kind == TaskKind.COMPUTE) & (tasks.microbatch == -1 - row[index])
-        kernel = int(new_row[np.flatnonzero(kernels)[0 if receives else -1]])
-        added_deps.append((kernel, index) if receives else (index, kernel))
-    columns |= _deps(tasks, "data", row, new_row, added_deps)
-    return replace(tasks, **columns, **_deps(tasks, "order", row, new_row, []))
-
-
-def _deps(
-    tasks: Tasks, name: str, row: Int, new_row: Int, added: Sequence[tuple[int, int]]
-) -> dict[str, Any]:
-    """Dependency table of moved rows, with added dependencies."""
-    pointer, deps = getattr(tasks, f"{name}_ptr"), getattr(tasks, name)
-    count = np.where(row < 0, 0, np.diff(pointer)[np.maximum(row, 0)])
-    waiter = np.repeat(np.arange(len(row)), count)
-    offset = np.arange(len(waiter)) - np.repeat(np.cumsum(count) - count, count)
-    dep = new_row[deps[pointer[np.maximum(row, 0)][waiter] + offset]]
-    pairs = np.array(added, dtype=np.int64).reshape(-1, 2)
-    waiter, dep = np.append(waiter, pairs[:, 0]), np.append(dep, pairs[:, 1])
-    ends = np.cumsum(np.bincount(waiter, minlength=len(row)))
-    return {
-        f"{name}_ptr": np.concatenate([[0], ends]).astype(np.int64),
-        name: dep[np.lexsort((dep, waiter))].astype(deps.dtype),
+    columns = {
+        name: np.append(column, np.full(batches, values.get(name, column[0]), column.dtype))
+        for name, column in _columns(tasks)
     }
+    columns["microbatch"][size:] = np.arange(batches)
+    order: list[Int] = []
+    waiter, dep = (column.tolist() for column in tasks.reads)
+    for batch in range(batches):
+        rows, added = np.flatnonzero(tasks.microbatch == batch), size + batch
+        kernels = rows[tasks.kind[rows] == TaskKind.COMPUTE].tolist()
+        waiter.append(kernels[0] if receives else added)
+        dep.append(added if receives else kernels[-1])
+        order += [np.array([added]), rows] if receives else [rows, np.array([added])]
+    data = np.array(dep)[np.argsort(waiter, kind="stable")]
+    pointer = offsets(np.bincount(waiter, minlength=size + batches))
+    return replace(tasks, **columns, data_ptr=pointer, data=data), np.concatenate(order)
+
+
+def _select(tasks: Tasks, steps: Sequence[Int]) -> Tasks:
+    """Rows of several steps, one step after another, with consecutive numbers of batches.
+
+    Dependencies on rows that a step lacks are left out, and so are those of the order of rows.
+    """
+    rows, begin = np.concatenate(steps), offsets([*map(len, steps)])
+    step = np.repeat(np.arange(len(steps)), np.diff(begin))
+    new_row = np.full((len(steps), len(tasks)), -1)
+    new_row[step, rows] = np.arange(len(rows))
+    waiter, entry = entries_of(tasks.data_ptr, rows)
+    dep = new_row[step[waiter], tasks.data[entry]]
+    waiter, dep = waiter[dep >= 0], dep[dep >= 0]
+    columns = {name: column[rows] for name, column in _columns(tasks)}
+    batches = int(tasks.microbatch.max()) + 1
+    columns["microbatch"] += (step * batches).astype(columns["microbatch"].dtype)
+    return replace(
+        tasks, **columns, data_ptr=offsets(np.bincount(waiter, minlength=len(rows))),
+        data=dep[np.lexsort((dep, waiter))].astype(np.int32),
+        order_ptr=np.zeros(len(rows) + 1, np.int64), order=np.zeros(0, np.int32),
+    )  # fmt: skip
+
+
+def _columns(tasks: Tasks) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Columns of a table without its dependencies."""
+    for field in fields(Tasks):
+        column = getattr(tasks, field.name)
+        if isinstance(column, np.ndarray) and field.name.split("_")[0] not in ("data", "order"):
+            yield field.name, column

@@ -32,7 +32,7 @@ from stagewright.lower.compiled_run import CompiledRun
 from stagewright.lower.disaggregated import prefill_run
 from stagewright.numbers import duration
 from stagewright.program.columns import Program
-from stagewright.program.fit import Fit, Held, fit_of, held_at_peak
+from stagewright.program.fit import Fit, Peak, fit_of, peak_in_issue_order
 from stagewright.run.requests import groups, read_bytes
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -45,13 +45,14 @@ from stagewright.time.ownership import load as load_costs
 from stagewright.time.power import Expense, expense
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate import ep_overlap
-from stagewright.time.simulate.breakdown import Breakdown, StepTimeline
+from stagewright.time.simulate.breakdown import Breakdown, breakdown, critical_path, path_parts
 from stagewright.time.simulate.execute import Progress
 from stagewright.time.simulate.launches import host_work, launch_mode
 from stagewright.time.simulate.memory import MemoryTimeline, memory_timeline, peak
 from stagewright.time.simulate.serving import Served, ServingGroup, limiting, served
 from stagewright.time.simulate.steady import in_flight, steady_step
-from stagewright.time.simulate.timeline import Timeline, timeline
+from stagewright.time.simulate.timeline import Timeline
+from stagewright.time.simulate.timeline import timeline as timeline_of
 from stagewright.time.simulate.utilization import (
     Flops,
     SequenceFlops,
@@ -64,13 +65,70 @@ from stagewright.time.simulate.utilization import (
 _POINTS = 200  # of memory over time, in JSON
 
 
+class StepTimeline:
+    """Step with a timeline: its duration, breakdown and critical path."""
+
+    timeline: Timeline
+
+    @property
+    def seconds(self) -> float:
+        """Duration of the step."""
+        return self.timeline.seconds
+
+    @cached_property
+    def parts(self) -> list[Breakdown]:
+        """Breakdown of each lane."""
+        return [breakdown(self.timeline, lane) for lane in self.timeline.lanes]
+
+    @cached_property
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of the critical path, by phase of kernels and by axis of communication."""
+        return path_parts(self.timeline, critical_path(self.timeline))
+
+
+@dataclass(frozen=True, eq=False)
+class TracedStep(StepTimeline):
+    """Simulated step of a program without a run, on identical ranks.
+
+    It has times, but neither tokens nor utilization.
+    """
+
+    name: str
+    machine: Machine
+    timeline: Timeline
+
+    @property
+    def mean(self) -> Breakdown:
+        """Breakdown of any GPU: all are equal."""
+        return self.parts[0]
+
+    @property
+    def fit(self) -> Fit:
+        """Fit of the graph's values into the memory of a device."""
+        held = map(peak_in_issue_order, self.timeline.program.classes)
+        return fit_of(held, self.machine.hardware.memory)
+
+    def summary(self) -> dict[str, Any]:
+        """All results as one object for JSON; times in seconds, sizes in bytes."""
+        return {
+            "model": self.name,
+            "hardware": self.machine.hardware.name,
+            "machine": str(self.machine),
+            "world_size": self.machine.gpus,
+            "step_seconds": self.seconds,
+            "memory": self.fit.entry(),
+            "mean": asdict(self.mean),
+            "critical_path": self.critical_path,
+        }
+
+
 @dataclass(frozen=True, eq=False)
 class SimulatedStep(StepTimeline):
     """A compiled run on a machine, and the timeline of one step."""
 
     compiled: CompiledRun
     machine: Machine
-    line: Timeline
+    timeline: Timeline
     cluster: ClusterSection | None = None
     """Settings of the machine, if it was chosen by name."""
     durations: Coverage | None = None
@@ -115,7 +173,7 @@ class SimulatedStep(StepTimeline):
     @cached_property
     def mean(self) -> Breakdown:
         """Breakdown of the mean GPU."""
-        weights = [len(lane.ranks) / self.machine.gpus for lane in self.line.lanes]
+        weights = [len(lane.ranks) / self.machine.gpus for lane in self.timeline.lanes]
 
         def mean(seconds: Sequence[float]) -> float:
             return sum(w * s for w, s in zip(weights, seconds, strict=True))
@@ -134,23 +192,17 @@ class SimulatedStep(StepTimeline):
     @cached_property
     def memory(self) -> list[MemoryTimeline]:
         """Memory over time of each lane."""
-        return [memory_timeline(self.line, lane) for lane in range(self.line.lane_map.count)]
+        count = self.timeline.lane_map.count
+        return [memory_timeline(self.timeline, lane) for lane in range(count)]
 
     @cached_property
-    def held(self) -> list[Held]:
+    def held(self) -> list[Peak]:
         """Memory of each lane at its peak, any allowance included.
 
         In inference, where memory is constant, the bytes are those of the program.
         """
-        held: list[Held] = []
-        for lane in range(self.line.lane_map.count):
-            rank_class, at_peak = self.line.class_of(lane), peak(self.line, lane)
-            if at_peak.by_category:
-                allowance = {"allowance": rank_class.allowance} if rank_class.allowance else {}
-                held.append(Held(rank_class, at_peak.by_category | allowance, at_peak.seconds))
-            else:
-                held.append(held_at_peak(rank_class))
-        return held
+        at_peak = [peak(self.timeline, lane) for lane in range(self.timeline.lane_map.count)]
+        return [x if x.size else peak_in_issue_order(x.rank_class) for x in at_peak]
 
     @property
     def peaks(self) -> list[dict[str, int]]:
@@ -197,7 +249,7 @@ class SimulatedStep(StepTimeline):
                 topology=self.cluster.topology if self.cluster else "two_tier",
                 algorithm=self.machine.algorithm,
             )
-            step = simulate(compile(group_run, model), machine, self.line.execution)
+            step = simulate(compile(group_run, model), machine, self.timeline.execution)
             metrics = served(step.compiled.run, step.seconds, gpus)
             result.append(ServingGroup(name, first, gpus, metrics, step.fit))
             first += gpus
@@ -237,7 +289,7 @@ class SimulatedStep(StepTimeline):
 
     def _execution(self) -> dict[str, Any]:
         """Settings of the execution, as the framework of the run completes them."""
-        execution = self.line.execution
+        execution = self.timeline.execution
         return asdict(execution) | {
             "launch_mode": launch_mode(self.compiled.run, execution, self.machine.hardware),
             "no_overlap": sorted(execution.no_overlap),
@@ -249,7 +301,7 @@ class SimulatedStep(StepTimeline):
 
         None: that of the file of costs, which may include power, or else the hardware's.
         """
-        running, drawn = running_and_power(self.line, self.mean, self.machine)
+        running, drawn = running_and_power(self.timeline, self.mean, self.machine)
         at_price = partial(
             expense, self.machine.hardware, gpus=self.machine.gpus, seconds=self.seconds,
             tokens=self.tokens, running=running, drawn=drawn,
@@ -313,7 +365,7 @@ class SimulatedStep(StepTimeline):
                     },
                 }
                 for lane, part, memory, held in zip(
-                    self.line.lanes, self.parts, self.memory, self.held, strict=True
+                    self.timeline.lanes, self.parts, self.memory, self.held, strict=True
                 )
             ],
         }
@@ -327,8 +379,9 @@ def simulate(
     progress: Progress | None = None,
 ) -> SimulatedStep:
     """Simulate one step. `factors` by rank multiply the durations of its kernels: stragglers."""
-    line = execute_step(compiled, machine, execution or Execution(), factors, progress)
-    return SimulatedStep(compiled, machine, line)
+    execution = execution or Execution()
+    timeline = execute_step(compiled, machine, execution, factors, progress)
+    return SimulatedStep(compiled, machine, timeline)
 
 
 def execute_step(
@@ -364,7 +417,7 @@ def execute_step(
             for c, of_class in zip(program.classes, isolated, strict=True)
         ]
         hosts = host_work(program, run, execution, machine.hardware)
-        return timeline(program, seconds, execution, factors, progress, hosts)
+        return timeline_of(program, seconds, execution, factors, progress, hosts)
 
     if not in_flight(run) or execution.pipeline_drain:
         return simulate_program(compiled.program)

@@ -1,8 +1,8 @@
 """Start and end of every task of a program.
 
 Ranks with equal timing are one *lane*: a rank class, unless factors make its ranks differ. Distinct
-actions have one transfer matrix each; the step is executed wave by wave (`waves`). Times of single
-tasks are computed on demand (`Timeline.lanes`).
+actions have one transfer matrix each. Times of single tasks are computed on demand
+(`Timeline.lanes`).
 
 >>> from stagewright.lower.compile import compile
 >>> from stagewright.run.settings import Run
@@ -18,31 +18,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.arrays import Bool, Float, Int
 from stagewright.errors import UserError
-from stagewright.program.along import TasksAlong, along
-from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, TaskKind
-from stagewright.program.rank_work import RankWork
-from stagewright.run.sections.execution import ISSUED_BY, Execution
-from stagewright.time.simulate.endpoints import Endpoints, endpoints
-from stagewright.time.simulate.execute import Executed, Progress, TaskTicks, execute
-from stagewright.time.simulate.expand import expand_issue_order
-from stagewright.time.simulate.host import HostWork, LastHostWait, launch_times
-from stagewright.time.simulate.lanes import Lanes
-from stagewright.time.simulate.order import IssueOrder, crosses_actions, tables_of
-from stagewright.time.simulate.transfer import (
-    NEVER,
-    Fragments,
-    TransferMatrices,
-    transfer_matrices,
+from stagewright.program.columns import COMPUTE, RECV, Program, RankClass, RankWork, TaskKind
+from stagewright.program.comm_axes import CommAxes, comm_axes
+from stagewright.run.sections.execution import Execution
+from stagewright.time.simulate.execute import (
+    Executed,
+    FragmentTimes,
+    Progress,
+    TaskTicks,
+    execute,
 )
-from stagewright.time.simulate.waves import Waves
+from stagewright.time.simulate.expand import (
+    Endpoints,
+    IssueOrder,
+    endpoints,
+    expand_issue_order,
+)
+from stagewright.time.simulate.lanes import LaneMap
+from stagewright.time.simulate.launches import HostWork, LastHostWait, launch_times
+from stagewright.time.simulate.order import crosses_actions
+from stagewright.time.simulate.plan import StepPlan, plan_of
+from stagewright.time.simulate.rules import IssueTable
+from stagewright.time.simulate.transfer import Fragments, TransferMatrix, transfer_matrix
 
 TICK = 1e-12
 """Seconds per tick. Times are integers; 64 bits hold a hundred days of ticks."""
@@ -81,64 +84,14 @@ class Lane:
         return (self.kind == TaskKind.COMPUTE) & ~self.main
 
 
-class FragmentTimes(NamedTuple):
-    """Times of one fragment in all instances of a lane: ticks, [instances, positions]."""
-
-    instances: Int
-    positions: Int
-    inputs: Int
-    """[instances, inputs]; unused for a rendezvous."""
-    rendezvous: Int | None
-    """[instances, 3]: when a rendezvous is ready, begins and ends; None: no rendezvous."""
-    matrices: TransferMatrices
-    rows: Int
-    """Row of `matrices` of each position."""
-    set_index: int
-    durations: Int
-    """By position; of a receive that of its message."""
-
-    def ready(self, selected: Int) -> Int:
-        """Ready times of selected positions, given as indices."""
-        if self.rendezvous is not None:
-            return self.rendezvous[:, :1]
-        return self._propagate(self.matrices.ready[self.set_index, self.rows[selected]])
-
-    def end(self, selected: Int) -> Int:
-        """Ends of selected positions, given as indices."""
-        if self.rendezvous is not None:
-            return self.rendezvous[:, 2:]
-        return self._propagate(self.matrices.ends[self.set_index, self.rows[selected]])
-
-    def elapsed(self) -> Int:
-        """Durations of all positions."""
-        if self.rendezvous is not None:
-            return self.rendezvous[:, 2:] - self.rendezvous[:, 1:2]
-        return np.broadcast_to(self.durations, (len(self.inputs), len(self.durations)))
-
-    def _propagate(self, matrix: Int) -> Int:
-        """Multiply the inputs by rows of a transfer matrix."""
-        inputs = self.inputs
-        always = np.flatnonzero((matrix > NEVER).all(axis=0))
-        first = int(always[np.argmax(inputs[:, always].sum(axis=0))]) if len(always) else 0
-        latest = inputs[:, first, None] + matrix[:, first]
-        # Skip inputs that cannot exceed the first.
-        lead = (inputs - inputs[:, first, None]).max(axis=0)
-        lead += (matrix - matrix[:, first, None]).max(axis=0, initial=NEVER)
-        for column in np.flatnonzero((lead > 0) & (matrix > NEVER).any(axis=0)).tolist():
-            np.maximum(latest, inputs[:, column, None] + matrix[:, column], out=latest)
-        return latest
-
-
 @dataclass(frozen=True, eq=False)
 class Timeline:
     """A simulated step of all ranks."""
 
     program: Program
     execution: Execution
-    lane_map: Lanes
-    waves: Waves
-    duration_sets: tuple[TaskTicks, ...]
-    matrices: tuple[tuple[TransferMatrices, ...], ...]
+    lane_map: LaneMap
+    plan: StepPlan
     executed: Executed
     hosts: Sequence[HostWork] | None
     window: tuple[int, int] | None = None
@@ -155,7 +108,7 @@ class Timeline:
         """End of the last task, in ticks."""
         if self.window is not None:
             return self.window[1] - self.window[0]
-        return int(lane_ends(self.waves, self.executed.times).max(initial=0))
+        return int(self.executed.ends.max(initial=0))
 
     @property
     def seconds(self) -> float:
@@ -175,30 +128,11 @@ class Timeline:
 
     def fragments(self, lane: int) -> Iterator[FragmentTimes]:
         """Times of a lane, fragment by fragment of its units."""
-        waves, executed = self.waves, self.executed
-        t = waves.table_of[int(self.lane_map.class_of[lane])]
-        ticks = self.duration_sets[t]
-        set_index = int(ticks.set_of_lane[lane])
-        for number, batch in enumerate(waves.batches):
-            lane_rows = np.flatnonzero(batch.lane == lane) if batch.table == t else ()
-            if not len(lane_rows):
-                continue
-            order = lane_rows[np.argsort(batch.fragment[lane_rows], kind="stable")]
-            bounds = np.flatnonzero(np.diff(batch.fragment[order])) + 1
-            group = waves.fragments[t].groups[batch.group]
-            for rows in np.split(order, bounds):
-                index = int(group.indices[batch.fragment[rows[0]]])
-                fragment = waves.fragments[t].fragments[index]
-                if fragment.begin == fragment.end:
-                    continue
-                positions = np.arange(fragment.begin, fragment.end)
-                rendezvous = executed.rendezvous_times[number]
-                yield FragmentTimes(
-                    batch.instance[rows], positions, executed.inputs[number][rows],
-                    rendezvous[rows] if batch.is_rendezvous else None,
-                    self.matrices[t][batch.group], group.row[positions], set_index,
-                    ticks.raw_duration[set_index, positions],
-                )  # fmt: skip
+        class_id = int(self.lane_map.class_of[lane])
+        number = lane - int(self.lane_map.by_class[class_id][0])
+        for executed in self.executed.fragments[class_id].values():
+            if len(executed.copies.fragment):
+                yield FragmentTimes(executed, number)
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
@@ -208,28 +142,29 @@ class Timeline:
     @cached_property
     def issues(self) -> tuple[IssueOrder, ...]:
         """Tasks of each class in issue order."""
-        return tuple(expand_issue_order(self.waves, c) for c in range(len(self.program.classes)))
+        return tuple(expand_issue_order(class_plan) for class_plan in self.plan.classes)
 
     @cached_property
-    def axes(self) -> dict[int, TasksAlong]:
+    def axes(self) -> dict[int, CommAxes]:
         """Axis that each row communicates along, by id of a table of actions."""
         tables = [rank_class.work.actions.tasks for rank_class in self.program.classes]
         return {
-            key: along(self.program, tasks) for key, tasks in {id(t): t for t in tables}.items()
+            key: comm_axes(self.program, tasks) for key, tasks in {id(t): t for t in tables}.items()
         }
 
     @cached_property
     def endpoints(self) -> Endpoints:
         """Messages and shared collectives of all lanes."""
-        return endpoints(self.waves, self.issues)
+        return endpoints(self.plan, self.executed.shared, self.issues)
 
     def _lane(self, lane: int) -> Lane:
         class_id = int(self.lane_map.class_of[lane])
         rank_class, issue = self.program.classes[class_id], self.issues[class_id]
+        plan = self.plan.classes[class_id]
         row = table_rows(rank_class.work)[issue.rows]
         ready, end, elapsed = np.zeros((3, len(issue)), np.int64)
         for times in self.fragments(lane):
-            rows = self.waves.expanded_rows(class_id, times.instances[:, None], times.positions)
+            rows = plan.expanded_rows(times.instances[:, None], times.positions)
             every = np.arange(len(times.positions))
             ready[rows], end[rows], elapsed[rows] = (
                 times.ready(every), times.end(every), times.elapsed()
@@ -264,17 +199,6 @@ def table_rows(work: RankWork) -> Int:
     )
 
 
-def lane_ends(waves: Waves, times: Int) -> Int:
-    """End of each lane: max over its registers, `LAUNCHED` excluded."""
-    ends = np.zeros(waves.lanes.count, np.int64)
-    for class_id, lanes in enumerate(waves.lanes.by_class):
-        registers = len(waves.tables[waves.table_of[class_id]].rules.registers)
-        first, size = int(waves.base[class_id]), registers * len(lanes)
-        held = times[first : first + size].reshape(registers, len(lanes))
-        ends[lanes] = held[1:].max(axis=0, initial=0)
-    return ends
-
-
 def timeline(
     program: Program,
     seconds: Sequence[Float],
@@ -294,79 +218,28 @@ def timeline(
         program, seconds, hosts = _row_by_row(program, seconds, hosts)
     factor = _factors(program, factors or {})
     ticks = [_ticks(*pair) for pair in zip(program.classes, seconds, strict=True)]
-    lanes = Lanes.of(program, factor)
-    waves = _waves_of(program, execution, lanes)
+    lanes = LaneMap.of(program, factor)
+    plan = plan_of(program, execution, lanes)
     duration_sets = tuple(
-        _duration_sets(waves, t, ticks, factor[lanes.example], hosts)
-        for t in range(len(waves.tables))
+        _duration_sets(table, lanes, ticks, factor[lanes.example], hosts) for table in plan.tables
     )
-    matrices = tuple(_matrices(*pair) for pair in zip(waves.fragments, duration_sets, strict=True))
-    executed = execute(waves, duration_sets, matrices, progress)
-    return Timeline(program, execution, lanes, waves, duration_sets, matrices, executed, hosts)
+    of_tables = zip(plan.tables, plan.fragments, duration_sets, strict=True)
+    matrices = tuple(_matrices(*of_table) for of_table in of_tables)
+    executed = execute(program, plan, duration_sets, matrices, progress)
+    return Timeline(program, execution, lanes, plan, executed, hosts)
 
 
-def _waves_of(program: Program, execution: Execution, lanes: Lanes) -> Waves:
-    """Waves of a program; programs of equal structure share them, whatever their sizes."""
-    key = _structure(program, execution, lanes)
-    waves = _CACHE.get(key)
-    if waves is None:
-        waves = Waves(program, tables_of(program, execution), lanes)
-        if len(_CACHE) >= _MAX_CACHED:
-            del _CACHE[next(iter(_CACHE))]
-        if waves.count < _MAX_WAVES:
-            _CACHE[key] = waves
-    return waves
-
-
-_MAX_CACHED, _MAX_WAVES = 16, 20_000
-"""Structures whose waves are cached, and the waves of one that is too long to be cached."""
-_CACHE: dict[bytes, Waves] = {}
-
-
-def _structure(program: Program, execution: Execution, lanes: Lanes) -> bytes:
-    """Cache key of `Waves`: all but sizes and durations."""
-    digest = blake2b(digest_size=16)
-
-    def add(*parts: object) -> None:
-        for part in parts:
-            if isinstance(part, np.ndarray):
-                digest.update(part.tobytes())
-            elif isinstance(part, str | int | tuple | frozenset):
-                digest.update(f"{part!r}".encode())
-            else:  # ids stay unique: a cached `Waves` keeps these objects alive
-                digest.update(b"%d" % id(part))
-            digest.update(b";")
-
-    degrees = [program.degrees_of(slot) for slot in range(len(program.communicators))]
-    names = [
-        tuple(program.mesh.degree_of(name) for names in parts for name in names)
-        for parts in degrees
-    ]
-    add(repr(execution.only(*ISSUED_BY)), repr(program.communicators), repr(names))
-    add(repr(program.peers), lanes.class_of, *lanes.groups, *lanes.peers)
-    tables: dict[int, int] = {}
-    for rank_class in program.classes:
-        actions, order = rank_class.work.actions, rank_class.work.order
-        add(order.action, order.begin, order.kind, order.stage, order.microbatch)
-        add(*order.cache_key(), tables.setdefault(id(actions.begin), len(tables)))
-        if len(tables) > tables[id(actions.begin)] + 1:
-            continue
-        tasks = actions.tasks
-        add(actions.begin, actions.part, actions.carried, tasks.data_ptr, tasks.data)
-        add(tasks.kind, tasks.phase, tasks.stage, tasks.layer, tasks.microbatch, tasks.collective)
-        add(tasks.slot, tasks.tag)
-        if execution.overlap_moe_expert_parallel_comm:
-            add(tasks.comm_bytes)
-    return digest.digest()
-
-
-def _matrices(fragments: Fragments, ticks: TaskTicks) -> tuple[TransferMatrices, ...]:
-    """Matrices of all fragments of a table; a rendezvous ends when it is ready."""
+def _matrices(
+    table: IssueTable, fragments: Fragments, ticks: TaskTicks
+) -> tuple[TransferMatrix, ...]:
+    """Matrices of all fragments of a table; a receive and a rendezvous end when they are ready."""
     is_rendezvous = fragments.connections.is_rendezvous
-    duration = np.where(is_rendezvous, 0, ticks.duration)
+    receives = table.actions.tasks.kind[table.rules.rows] == RECV
+    duration = np.where(is_rendezvous | receives, 0, ticks.duration)
     waits = None if ticks.waits is None else ticks.waits & ~is_rendezvous
     return tuple(
-        transfer_matrices(group, duration, ticks.launch, waits) for group in fragments.groups
+        transfer_matrix(fragments, f, duration, ticks.launch, waits)
+        for f in range(len(fragments.fragments))
     )
 
 
@@ -418,10 +291,10 @@ def _in_ticks(seconds: Float) -> Int:
 
 
 def _duration_sets(
-    waves: Waves, t: int, ticks: Sequence[Int], factor: Float, hosts: Sequence[HostWork] | None
-) -> TaskTicks:
+    table: IssueTable, lanes: LaneMap, ticks: Sequence[Int], factor: Float,
+    hosts: Sequence[HostWork] | None,
+) -> TaskTicks:  # fmt: skip
     """Distinct durations and launches of the lanes of a table; `factor` by lane."""
-    table, lanes = waves.tables[t], waves.lanes
     rows, kind = table.rules.rows, table.actions.tasks.kind[table.rules.rows]
     set_of_lane = np.zeros(lanes.count, np.int64)
     indices: dict[tuple[bytes, ...], int] = {}
@@ -445,9 +318,7 @@ def _duration_sets(
                     launches.append(host[0])
                     waits.append(host[1])
             set_of_lane[lane] = indices[key]
-    raw_duration = np.stack(durations)
-    duration = np.where(kind == RECV, 0, raw_duration)
     if hosts is None:
-        return TaskTicks(duration, None, None, set_of_lane, raw_duration)
+        return TaskTicks(np.stack(durations), None, None, set_of_lane)
     all_waits = np.stack(waits).astype(bool)
-    return TaskTicks(duration, np.stack(launches), all_waits, set_of_lane, raw_duration)
+    return TaskTicks(np.stack(durations), np.stack(launches), all_waits, set_of_lane)

@@ -14,21 +14,20 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int, distinct_values
-from stagewright.time.simulate.order import LAUNCHED, Edges, IssueRules
+from stagewright.arrays import Bool, Int
+from stagewright.time.simulate.order import Edges
+from stagewright.time.simulate.rules import LAUNCHED, IssueRules
 
-WIDTHS = (8, 16, 32)
-"""Padded matrix widths; wider fragments form one more group."""
 NEVER = -(1 << 60)
 """No dependency: two of these, and any time, are within 64 bits."""
-REGISTER, LOCAL, CARRIED, MESSAGE, LIVE_OUT = range(5)
-"""Roles of ports. Inputs: a register, the end of a position in an earlier fragment of the unit, a
-carried dep, a message. Outputs: the same without carried deps, and ends that other units read."""
+REGISTER, END, CARRIED, MESSAGE = range(4)
+"""Roles of ports: a register; the end of a position of the same instance, in another fragment; the
+end of a position of another instance (`IssueRules.carried`); the arrival of a message. Outputs are
+registers and ends."""
 
 
 class Port(NamedTuple):
@@ -54,6 +53,9 @@ class Fragment:
     sources: tuple[int, ...]
     """Position whose end each output is, or -1 - i for input i; ignored for `LAUNCHED`."""
 
+    def __len__(self) -> int:
+        return self.end - self.begin
+
 
 class Connections(NamedTuple):
     """Masks of positions that connect units and lanes."""
@@ -62,20 +64,20 @@ class Connections(NamedTuple):
     receives: Bool
     """Messages that come from another unit, or another lane."""
     sends: Bool
-    live_out: Bool
+    read_elsewhere: Bool
     """Ends that other units read."""
     cuts: Bool
     """Positions that begin a fragment."""
 
 
 class Fragments:
-    """Fragments of all units, and the order in which their positions are evaluated."""
+    """Fragments of all units of a table, and what each position waits for."""
 
     def __init__(
         self, rules: IssueRules, connections: Connections, num_units: int, messages: Edges
     ) -> None:
         """`messages`: receives and their sends within a unit."""
-        self.rules, self.connections, self.messages = rules, connections, messages
+        self.connections = connections
         is_rendezvous = connections.is_rendezvous
         begin = np.searchsorted(rules.unit, np.arange(num_units + 1)).tolist()
         cuts = connections.cuts | is_rendezvous
@@ -89,86 +91,85 @@ class Fragments:
             edges = [a, *(a + 1 + np.flatnonzero(cuts[a + 1 : b])).tolist(), b] if b > a else []
             if edges and is_rendezvous[edges[-2]]:
                 edges.append(b)  # an empty fragment writes registers: no rendezvous does
-            first = len(bounds)
-            bounds += [(unit, x, y) for x, y in itertools.pairwise(edges)]
-            self.by_unit.append(range(first, len(bounds)))
-            for index in self.by_unit[unit]:
-                self.fragment_of[bounds[index][1] : bounds[index][2]] = index
-        self.first = np.cumsum([0, *map(len, self.by_unit)])
-        """First fragment of each unit; at the end, the number of fragments."""
-        self.fragments = self._connect(bounds)
+            self.by_unit.append(range(len(bounds), len(bounds) + max(len(edges) - 1, 0)))
+            for x, y in itertools.pairwise(edges):
+                self.fragment_of[x:y] = len(bounds)
+                bounds.append((unit, x, y))
+        self.deps: list[list[int]] = [[] for _ in rules.rows]
+        """By position, earlier positions of the same fragment that it waits for."""
+        self.sent: dict[int, int] = {}
+        """Receives, and the positions of the same fragment that send to them."""
+        self.fragments = self._connect(rules, bounds, messages)
+        ends = {port.number for f in self.fragments for port in f.outputs if port.role == END}
+        positions = np.array(sorted(ends), dtype=np.int64)
+        unit = rules.unit[positions]
+        self.end_number = np.full(len(rules.rows), -1)
+        """[positions]: number among the ends that the unit leaves for other fragments; -1: none."""
+        self.end_number[positions] = np.arange(len(unit)) - np.searchsorted(unit, unit)
+        self.num_ends = np.bincount(unit, minlength=num_units)
+        """[units]"""
 
-    def _connect(self, bounds: Sequence[tuple[int, int, int]]) -> list[Fragment]:
+    def _connect(
+        self, rules: IssueRules, bounds: Sequence[tuple[int, int, int]], messages: Edges
+    ) -> list[Fragment]:
         """Find inputs and outputs of fragments with these units, begins and ends."""
-        rules, connections = self.rules, self.connections
         fragment_of: list[int] = self.fragment_of.tolist()
         launched = Port(REGISTER, rules.register(LAUNCHED))
         inputs: list[dict[Port, int]] = [{launched: 0} for _ in bounds]
-        reads: list[tuple[int, int]] = []
+        outputs: list[dict[Port, int]] = [{launched: 0} for _ in bounds]
 
         def column(fragment: int, port: Port) -> int:
             return inputs[fragment].setdefault(port, len(inputs[fragment]))
 
-        def read(position: int, port: Port) -> None:
-            reads.append((position, column(fragment_of[position], port)))
+        def read(position: int, port: Port) -> tuple[int, int]:
+            return position, column(fragment_of[position], port)
 
-        for position, register in _rows(*rules.reads):
-            read(position, Port(REGISTER, register))
-        local: set[int] = set()
-        for waiter, dep in self._across(rules.edges):
-            local.add(dep)
-            read(waiter, Port(LOCAL, dep))
-        for index, position in enumerate(rules.carried.waiter.tolist()):
-            read(position, Port(CARRIED, index))
-        num_ready = len(reads)
-        for waiter, dep in self._across(self.messages):
-            local.add(dep)
-            read(waiter, Port(LOCAL, dep))
-        for position in np.flatnonzero(connections.receives).tolist():
-            read(position, Port(MESSAGE, position))
+        def end(position: int) -> Port:
+            """An end, made an output of its fragment."""
+            port = Port(END, position)
+            outputs[fragment_of[position]][port] = position
+            return port
 
-        outputs: list[list[tuple[Port, int]]] = [[(launched, 0)] for _ in bounds]
+        ready = [read(p, Port(REGISTER, number)) for p, number in _rows(*rules.reads)]
+        for waiter, dep in _rows(*rules.edges):
+            if fragment_of[waiter] == fragment_of[dep]:
+                self.deps[waiter].append(dep)
+            else:
+                ready.append(read(waiter, end(dep)))
+        carried: list[int] = rules.carried.waiter.tolist()
+        ready += [read(position, Port(CARRIED, i)) for i, position in enumerate(carried)]
+        received: list[tuple[int, int]] = []
+        for receive, send in _rows(*messages):
+            if fragment_of[receive] == fragment_of[send]:
+                self.sent[receive] = send
+            else:
+                received.append(read(receive, end(send)))
+        for position in np.flatnonzero(self.connections.receives).tolist():
+            received.append(read(position, Port(MESSAGE, position)))
+        elsewhere = self.connections.read_elsewhere | self.connections.sends
+        for position in np.flatnonzero(elsewhere).tolist():
+            end(position)
         for unit, register, position in _rows(*rules.writes):
             last = self.by_unit[unit][-1]
             source = position
             if fragment_of[position] != last or position >= bounds[last][2]:
-                local.add(position)
-                source = -1 - column(last, Port(LOCAL, position))
-            outputs[last].append((Port(REGISTER, register), source))
+                source = -1 - column(last, end(position))
+            outputs[last][Port(REGISTER, register)] = source
         for unit, register, other in _rows(*rules.moves):
             if self.by_unit[unit]:
                 last = self.by_unit[unit][-1]
-                source = -1 - column(last, Port(REGISTER, other))
-                outputs[last].append((Port(REGISTER, register), source))
-        ends = (LOCAL, sorted(local)), (LIVE_OUT, np.flatnonzero(connections.live_out).tolist())
-        for role, positions in (*ends, (MESSAGE, np.flatnonzero(connections.sends).tolist())):
-            for position in positions:
-                outputs[fragment_of[position]].append((Port(role, position), position))
-        position, columns = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-        self.ready_inputs = position[:num_ready], columns[:num_ready]
-        """Positions, and inputs of their fragments that they wait for to be ready."""
-        self.message_inputs = position[num_ready:], columns[num_ready:]
-        """Positions, and inputs of their fragments that are messages they receive."""
-        fragments: list[Fragment] = []
-        for index, (unit, a, b) in enumerate(bounds):
-            ports, sources = zip(*outputs[index], strict=True)
-            is_rendezvous = a < b and bool(connections.is_rendezvous[a])
-            fragments.append(
-                Fragment(unit, a, b, is_rendezvous, tuple(inputs[index]), ports, sources)
+                outputs[last][Port(REGISTER, register)] = -1 - column(last, Port(REGISTER, other))
+        self.ready_inputs = _by_fragment(ready, fragment_of)
+        """By fragment: positions, and inputs that they wait for to be ready."""
+        self.message_inputs = _by_fragment(received, fragment_of)
+        """By fragment: receives, and inputs that are the arrivals of their messages."""
+        return [
+            Fragment(
+                unit, a, b, a < b and bool(self.connections.is_rendezvous[a]),
+                tuple(inputs[f]), tuple(outputs[f]), tuple(outputs[f].values()),
             )
-        return fragments
-
-    def _across(self, edges: Edges) -> Iterator[tuple[int, ...]]:
-        """Edges between fragments."""
-        across = self.fragment_of[edges.waiter] != self.fragment_of[edges.dep]
-        return _rows(edges.waiter[across], edges.dep[across])
-
-    @cached_property
-    def groups(self) -> list[FragmentGroup]:
-        """Fragments by padded width of their matrices."""
-        widest = [max(len(f.inputs), len(f.outputs)) for f in self.fragments]
-        width = np.searchsorted(WIDTHS, np.array(widest, dtype=np.int64))
-        return [FragmentGroup(self, np.flatnonzero(width == w)) for w in distinct_values(width)]
+            for f, (unit, a, b) in enumerate(bounds)
+        ]  # fmt: skip
 
 
 def _rows(*columns: Int) -> Iterator[tuple[int, ...]]:
@@ -177,148 +178,78 @@ def _rows(*columns: Int) -> Iterator[tuple[int, ...]]:
     return zip(*lists, strict=True)
 
 
-class FragmentGroup:
-    """Fragments whose matrices have one width, and their positions in the order of evaluation.
-
-    Step k evaluates the k-th position of every fragment that has one. Positions of a step are next
-    to each other, longest fragments first: fragments that continue are the first rows of a step.
-    """
-
-    def __init__(self, fragments: Fragments, indices: Int) -> None:
-        """`indices` into `Fragments.fragments`."""
-        length = np.array([f.end - f.begin for f in fragments.fragments], dtype=np.int64)
-        self.indices = indices[np.argsort(-length[indices], kind="stable")]
-        """Indices into `Fragments.fragments`, longest first."""
-        order: list[int] = self.indices.tolist()
-        members = [fragments.fragments[i] for i in order]
-        self.num_inputs = max(len(f.inputs) for f in members)
-        self.num_outputs = max(len(f.outputs) for f in members)
-        length = length[self.indices]
-        total = int(length.sum())
-        k = np.arange(total) - np.repeat(np.cumsum(length) - length, length)
-        position = np.repeat(np.array([f.begin for f in members]), length) + k
-        self.position = position[np.argsort(k, kind="stable")]
-        """[rows]: position that each row of the evaluation stands for."""
-        self.steps = np.concatenate([[0], np.cumsum(np.bincount(k))]) if total else np.zeros(1, int)
-        self.row = np.full(len(fragments.rules.rows) + 1, total)  # the last: no position
-        """Row of each position; the number of rows for positions of other groups."""
-        self.row[self.position] = np.arange(total)
-        self.ready_inputs = self._in_group(fragments.ready_inputs)
-        self.message_inputs = self._in_group(fragments.message_inputs)
-        self.deps, self.extra_deps = self._deps(*self._inside(fragments, fragments.rules.edges))
-        waiter, dep = self._inside(fragments, fragments.messages)
-        self.sent = dict(zip(waiter.tolist(), dep.tolist(), strict=True))
-        """Rows of receives, and the rows of the same fragment that send to them."""
-        self.output_rows = self._output_rows(members)
-        """Row in `ends` of each output: [fragments, outputs]."""
-
-    def _in_group(self, reads: tuple[Int, Int]) -> tuple[Int, Int]:
-        """Rows of the group and the inputs that they wait for."""
-        rows = self.row[reads[0]]
-        inside = rows < len(self.position)
-        return rows[inside], reads[1][inside]
-
-    def _inside(self, fragments: Fragments, edges: Edges) -> tuple[Int, Int]:
-        """Edges within fragments of the group, as rows."""
-        inside = fragments.fragment_of[edges.waiter] == fragments.fragment_of[edges.dep]
-        inside &= self.row[edges.waiter] < len(self.position)
-        return self.row[edges.waiter[inside]], self.row[edges.dep[inside]]
-
-    def _deps(self, waiter: Int, dep: Int) -> tuple[list[Int], dict[int, list[tuple[int, Int]]]]:
-        """The first two deps of all rows, as columns; by step, rows that have more."""
-        total = len(self.position)
-        order = np.argsort(waiter, kind="stable")
-        waiter, dep = waiter[order], dep[order]
-        column_of = np.arange(len(waiter)) - np.searchsorted(waiter, waiter)
-        columns: list[Int] = []
-        for number in range(min(2, int(column_of.max(initial=-1)) + 1)):
-            column = np.full(total, total)
-            column[waiter[column_of == number]] = dep[column_of == number]
-            columns.append(column)
-        extra: dict[int, list[tuple[int, Int]]] = defaultdict(list)
-        for row in distinct_values(waiter[column_of > 1]):
-            step = int(np.searchsorted(self.steps, row, side="right")) - 1
-            extra[step].append((row, dep[(waiter == row) & (column_of > 1)]))
-        return columns, extra
-
-    def _output_rows(self, members: Sequence[Fragment]) -> Int:
-        total = len(self.position)
-        result = np.full((len(members), self.num_outputs), total)
-        for index, fragment in enumerate(members):
-            rows = [int(self.row[p]) if p >= 0 else total - p for p in fragment.sources]
-            result[index, : len(rows)] = rows
-            result[index, 0] = total + 1 + self.num_inputs + index
-        return result
+def _by_fragment(
+    reads: Sequence[tuple[int, int]], fragment_of: Sequence[int]
+) -> dict[int, list[tuple[int, int]]]:
+    """Positions and inputs, by the fragment of the position."""
+    result: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for position, column in reads:
+        result[fragment_of[position]].append((position, column))
+    return result
 
 
-class TransferMatrices(NamedTuple):
-    """Matrices of the fragments of a group, for several sets of durations.
+class TransferMatrix(NamedTuple):
+    """Matrices of a fragment for several sets of durations, in ticks."""
 
-    Rows of `ends` are those of the group; one that never ends; the inputs; and for each fragment
-    the time at which the host has launched it, and waited.
-    """
-
+    outputs: Int
+    """[sets, outputs, inputs]"""
     ends: Int
-    """[sets, rows, inputs]: the end of each position; of a rendezvous, when it is ready."""
+    """[positions, sets, inputs]: the end of each position; of a rendezvous, when it is ready."""
     ready: Int
-    """[sets, rows of the group, inputs]: when each is launched and all its deps have ended; without
-    the message that a receive waits for."""
+    """[positions, sets, inputs]: when each is launched and all its deps have ended; without the
+    message that a receive waits for."""
 
 
-def transfer_matrices(
-    group: FragmentGroup, duration: Int, launch: Int | None = None, waits: Bool | None = None
-) -> TransferMatrices:
-    """Propagate unit vectors through fragments: column j starts input j at 0, others at -inf.
+def transfer_matrix(
+    fragments: Fragments, index: int, duration: Int, launch: Int | None = None,
+    waits: Bool | None = None,
+) -> TransferMatrix:  # fmt: skip
+    """Propagate unit vectors through a fragment: column j starts input j at 0, others at -inf.
 
     `duration`, `launch` (cost of launches) and `waits` (the host waits for the end) are
     [sets, positions], in ticks. Without `launch`, launches take no time.
     """
-    sets, total, width = len(duration), len(group.position), group.num_inputs
-    ends = np.full((sets, total + 1 + width + len(group.indices), width), NEVER, np.int64)
-    ends[:, group.ready_inputs[0], group.ready_inputs[1]] = 0
-    ends[:, total + 1 + np.arange(width), np.arange(width)] = 0
-    host_time = ends[:, total + 1 + width :]
-    host_time[:, :, 0] = 0
-    ready = np.empty((sets, total, width), np.int64)
-    ticks = duration[:, group.position, None]
-    cost = None if launch is None else launch[:, group.position, None]
-    host_waits = None if waits is None else waits[:, group.position]
-    arrival = np.full((total, width), NEVER, np.int64)
-    arrival[group.message_inputs] = 0
-    receives = np.zeros(total, dtype=bool)
-    receives[group.message_inputs[0]] = True
-    receives[[*group.sent]] = True
-    any_receive = _any_of_step(group, receives)
-    any_wait = np.zeros_like(any_receive)
-    if cost is not None and host_waits is not None:
-        any_wait = _any_of_step(group, np.logical_or.reduce(host_waits, axis=0))
-    for k, (a, b) in enumerate(itertools.pairwise(group.steps.tolist())):
-        ends_k = ends[:, a:b]
-        for column in group.deps:
-            np.maximum(ends_k, ends[:, column[a:b]], out=ends_k)
-        for row, deps in group.extra_deps.get(k, ()):
-            np.maximum(ends[:, row], ends[:, deps].max(axis=1), out=ends[:, row])
-        launched = host_time[:, : b - a]
-        if cost is not None:
-            launched += cost[:, a:b]
-            np.maximum(ends_k, launched, out=ends_k)
-        ready[:, a:b] = ends_k
-        if any_receive[k]:
-            np.maximum(ends_k, arrival[a:b], out=ends_k)
-            for row in (np.flatnonzero(receives[a:b]) + a).tolist():
-                if row in group.sent:
-                    np.maximum(ends[:, row], ends[:, group.sent[row]], out=ends[:, row])
-        ends_k += ticks[:, a:b]
-        if any_wait[k] and host_waits is not None:
-            waited = np.where(host_waits[:, a:b, None], ends_k, NEVER)
-            np.maximum(launched, waited, out=launched)
-    np.maximum(ends, NEVER, out=ends)
-    np.maximum(ready, NEVER, out=ready)
-    return TransferMatrices(ends, ready)
+    fragment = fragments.fragments[index]
+    begin, rows = fragment.begin, slice(fragment.begin, fragment.end)
+    sets, width = len(duration), len(fragment.inputs)
+    ready = np.full((len(fragment), sets, width), NEVER)
+    ends = ready.copy()
+    for times, inputs in ((ready, fragments.ready_inputs), (ends, fragments.message_inputs)):
+        for position, column in inputs.get(index, ()):
+            times[position - begin, :, column] = 0
+    host_time = np.full((sets, width), NEVER)
+    host_time[:, 0] = 0
+    ready_rows, end_rows = [*ready], [*ends]
 
+    def repeated(columns: Int) -> list[Int]:
+        """[sets, inputs] of each position, repeated: numpy is slow to broadcast few values."""
+        return [*np.repeat(columns[:, rows].T[:, :, None], width, axis=2)]
 
-def _any_of_step(group: FragmentGroup, mask: Bool) -> Bool:
-    """Mask of evaluation steps with a row in `mask`."""
-    if not len(mask):
-        return np.zeros(0, dtype=bool)
-    return np.logical_or.reduceat(mask, group.steps[:-1])
+    ticks, costs = repeated(duration), None if launch is None else repeated(launch)
+    waited: Bool = np.zeros((len(fragment), sets), bool) if waits is None else waits[:, rows].T
+    is_waited: list[bool] = [*map(bool, np.logical_or.reduce(waited, axis=1))]
+    receives = {p for p, _ in fragments.message_inputs.get(index, ())} | fragments.sent.keys()
+    for row, deps in enumerate(fragments.deps[rows]):
+        start, end = ready_rows[row], end_rows[row]
+        for dep in deps:
+            np.maximum(start, end_rows[dep - begin], out=start)
+        if costs is not None:
+            host_time += costs[row]
+            np.maximum(start, host_time, out=start)
+        if row + begin not in receives:
+            np.add(start, ticks[row], out=end)
+        else:
+            np.maximum(end, start, out=end)
+            if row + begin in fragments.sent:
+                np.maximum(end, end_rows[fragments.sent[row + begin] - begin], out=end)
+            end += ticks[row]
+        if is_waited[row]:
+            np.maximum(host_time, np.where(waited[row, :, None], end, NEVER), out=host_time)
+    outputs = np.full((sets, len(fragment.outputs), width), NEVER)
+    outputs[:, 0] = host_time
+    for number, source in enumerate(fragment.sources[1:], start=1):
+        if source < 0:
+            outputs[:, number, -1 - source] = 0
+        else:
+            outputs[:, number] = end_rows[source - begin]
+    return TransferMatrix(outputs, ends, ready)

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.arrays import Bool, Int
-from stagewright.program.columns import Tasks
-from stagewright.program.rank_work import KINDS, ActionOrder, Actions, numbers_among_copies
+from stagewright.arrays import Bool, Int, entries_of
+from stagewright.program.columns import KINDS, ActionOrder, Actions, Tasks, numbers_among_copies
 
 
 class RowSet(IntEnum):
@@ -73,6 +72,17 @@ class Units:
     first: Int
     """[units, members]: start of the member in `index`."""
 
+    def locate(self, sequence: UnitSequence, copies: Int, offsets: Int) -> tuple[Int, Int]:
+        """Instances and unit rows that issue rows of copies; `offsets`: rows within the action."""
+        instance = sequence.instance[copies]
+        first = self.first[sequence.unit[instance], sequence.member[copies]]
+        row = self.index[first + offsets]
+        deferred = row < 0
+        instance[deferred] = last = len(sequence.unit) - 1
+        first = self.first[sequence.unit[last], sequence.deferred_member[copies[deferred]]]
+        row[deferred] = self.index[first + offsets[deferred]]
+        return instance, row
+
 
 class UnitSequence(NamedTuple):
     """The units that one pipeline rank issues, in order."""
@@ -97,6 +107,9 @@ class _Example(NamedTuple):
     copies: tuple[int, ...]
 
 
+_Examples = dict[tuple[Member, ...], _Example]
+
+
 def units_of(
     actions: Actions, orders: Sequence[ActionOrder], deferred: Bool, *, in_turns: bool
 ) -> tuple[Units, list[UnitSequence]]:
@@ -107,79 +120,65 @@ def units_of(
     """
     has_deferred = np.zeros(len(actions.begin) - 1, dtype=bool)
     has_deferred[np.searchsorted(actions.begin, np.flatnonzero(deferred), side="right") - 1] = True
-    units: dict[tuple[Member, ...], _Example] = {}
-    sequences: list[UnitSequence] = []
-    for index, order in enumerate(orders):
-        groups, end = _groups(order, in_turns), len(order.action) - 1
-        deferring_copies = np.flatnonzero(has_deferred[order.action])
-        has_optimizer = end >= 0 and int(order.kind[end, 0]) < 0
-        if has_optimizer:
-            deferring_copies = deferring_copies[deferring_copies != end]
-            groups = groups[:-1]
-        last_unit: list[int] = [*deferring_copies.tolist(), *[end] * has_optimizer]
-        sequences.append(_sequence(order, index, groups, last_unit, len(deferring_copies), units))
+    units: _Examples = {}
+    sequences = [
+        _sequence(order, index, _groups(order, in_turns), has_deferred, units)
+        for index, order in enumerate(orders)
+    ]
     return _rows_of(actions, orders, deferred, units), sequences
 
 
-def _groups(order: ActionOrder, in_turns: bool) -> Int:
-    """Copies of each unit without deferred rows: [units, members], padded with -1."""
-    copies = np.arange(len(order.action))
+def _groups(order: ActionOrder, in_turns: bool) -> list[list[int]]:
+    """Copies of each unit without deferred rows."""
+    copies = [[copy] for copy in range(len(order.action))]
     if not in_turns:
-        return copies[:, None]
+        return copies
     single = order.kind[:, 1] < 0
     forward = single & (order.kind[:, 0] == _FORWARD)
     backward = single & np.isin(order.kind[:, 0], _BACKWARDS)
-    second = np.append(False, backward[:-1] & forward[1:])
-    first = copies[~second]
-    has_second = np.append(second, False)[first + 1]
-    return np.stack([first, np.where(has_second, first + 1, -1)], axis=1)
+    second = np.append(False, backward[:-1] & forward[1:]).tolist()
+    pairs = zip(copies, [*second[1:], False], second, strict=True)
+    return [[*copy, copy[0] + 1] if first else copy for copy, first, last in pairs if not last]
 
 
 def _sequence(
-    order: ActionOrder, order_index: int, groups: Int, last_unit: Sequence[int],
-    num_deferring: int, units: dict[tuple[Member, ...], _Example],
+    order: ActionOrder, order_index: int, groups: list[list[int]], has_deferred: Bool,
+    units: _Examples,
 ) -> UnitSequence:  # fmt: skip
     """Units of one rank; those that are new are added to `units`.
 
-    `last_unit`: copies of the last unit; the first `num_deferring` have deferred rows in it.
+    The last unit has the deferred rows of other copies, and all rows of the optimizer action.
     """
-
-    def unit_of(copies: Sequence[int], row_sets: Sequence[RowSet]) -> int:
-        actions: list[int] = order.action[[*copies]].tolist()
-        members = tuple(zip(actions, row_sets, strict=True))
-        return units.setdefault(members, _Example(len(units), order_index, tuple(copies))).unit
-
-    num_groups, width = groups.shape
-    action = np.where(groups < 0, -1, order.action[groups])
-    base = int(order.action.max(initial=0)) + 2
-    powers = np.array([base**m for m in range(width)], dtype=np.int64)
-    _, first, inverse = np.unique((action + 1) @ powers, return_index=True, return_inverse=True)
-    distinct = np.zeros(len(first), np.int64)
-    for k in np.argsort(first).tolist():
-        copies = [copy for copy in groups[first[k]].tolist() if copy >= 0]
-        distinct[k] = unit_of(copies, [RowSet.WITHOUT_DEFERRED] * len(copies))
-    unit = distinct[inverse.ravel()]
-    table = np.full((num_groups + bool(last_unit), max(width, len(last_unit))), -1)
-    table[:num_groups, :width] = groups
-    instance, member = np.zeros((2, len(order.action)), np.int64)
-    for m in range(width):
-        present = np.flatnonzero(groups[:, m] >= 0)
-        instance[groups[present, m]], member[groups[present, m]] = present, m
-    deferred_member = np.full(len(order.action), -1)
-    if last_unit:
-        num_full = len(last_unit) - num_deferring
-        row_sets = [RowSet.DEFERRED] * num_deferring + [RowSet.ALL] * num_full
-        unit = np.append(unit, unit_of(last_unit, row_sets))
-        table[-1, : len(last_unit)] = last_unit
-        deferred_member[last_unit[:num_deferring]] = np.arange(num_deferring)
-        if num_full:
-            instance[last_unit[-1]], member[last_unit[-1]] = num_groups, num_deferring
+    num_copies = len(order.action)
+    deferring: list[int] = np.flatnonzero(has_deferred[order.action]).tolist()
+    optimizer: list[int] = []
+    if num_copies and int(order.kind[-1, 0]) < 0:
+        *groups, optimizer = groups
+        deferring = [copy for copy in deferring if copy not in optimizer]
+    row_sets = [[RowSet.WITHOUT_DEFERRED] * len(copies) for copies in groups]
+    if deferring or optimizer:
+        groups = [*groups, deferring + optimizer]
+        row_sets.append([RowSet.DEFERRED] * len(deferring) + [RowSet.ALL] * len(optimizer))
+    actions: list[int] = order.action.tolist()
+    unit = np.zeros(len(groups), np.int64)
+    table = np.full((len(groups), max(map(len, groups), default=1)), -1)
+    instance, member, deferred_member = np.zeros((3, num_copies), np.int64)
+    deferred_member -= 1
+    for i, (copies, sets) in enumerate(zip(groups, row_sets, strict=True)):
+        members = tuple(zip([actions[copy] for copy in copies], sets, strict=True))
+        unit[i] = units.setdefault(members, _Example(len(units), order_index, (*copies,))).unit
+        table[i, : len(copies)] = copies
+        for m, (copy, row_set) in enumerate(zip(copies, sets, strict=True)):
+            if row_set == RowSet.DEFERRED:
+                deferred_member[copy] = m
+            else:
+                instance[copy], member[copy] = i, m
     return UnitSequence(unit, table, instance, member, deferred_member)
 
 
 def _rows_of(
     actions: Actions, orders: Sequence[ActionOrder], deferred: Bool,
-    units: dict[tuple[Member, ...], _Example],
+    units: _Examples,
 ) -> Units:  # fmt: skip
     """Rows of distinct units, and their dependencies."""
     tasks, begin = actions.tasks, actions.begin
@@ -201,10 +200,7 @@ def _rows_of(
     owner = np.repeat(np.arange(len(members)), [len(rows) for rows in row_parts])
 
     # All deps: of each, the waiting row, the entry of `Tasks.data`, and the row waited for.
-    counts = np.diff(tasks.data_ptr)[row]
-    waiter = np.repeat(np.arange(size), counts)
-    offset = np.arange(len(waiter)) - np.repeat(np.cumsum(counts) - counts, counts)
-    entry = tasks.data_ptr[row][waiter] + offset
+    waiter, entry = entries_of(tasks.data_ptr, row)
     needed = tasks.data[entry].astype(np.int64)
     is_carried = actions.carried[entry]
     local = np.full(len(waiter), -1)  # row of the same unit

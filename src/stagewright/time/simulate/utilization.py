@@ -134,20 +134,20 @@ def _timed_as(tasks: Tasks, *timings: Timing) -> Bool:
     return np.array([*kernels, False], dtype=bool)[tasks.shape]
 
 
-def running_and_power(line: Timeline, mean: Breakdown, machine: Machine) -> tuple[float, float]:
+def running_and_power(timeline: Timeline, mean: Breakdown, machine: Machine) -> tuple[float, float]:
     """Share of a step in which kernels of the mean GPU run, and their mean power over TDP.
 
     A collective that is waited for is a kernel that computes nothing.
     """
     power = 0.0
-    for lane in line.lanes:
+    for lane in timeline.lanes:
         kernels = (lane.kind == TaskKind.COMPUTE) & (lane.end > lane.begin)
         seconds = (lane.end - lane.begin)[kernels].astype(np.float64) * TICK
         tasks = lane.rank_class.work.actions.tasks
         energy = float(kernel_energies(tasks, lane.row[kernels], seconds, machine.hardware).sum())
-        power += energy * len(lane.ranks) / machine.gpus / line.seconds
-    exposed = sum(mean.exposed.values()) / line.seconds
-    running = sum(mean.kernels.values()) / line.seconds + exposed
+        power += energy * len(lane.ranks) / machine.gpus / timeline.seconds
+    exposed = sum(mean.exposed.values()) / timeline.seconds
+    running = sum(mean.kernels.values()) / timeline.seconds + exposed
     return min(running, 1.0), power + RUNNING_FRACTION * exposed
 
 

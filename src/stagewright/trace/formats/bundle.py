@@ -30,6 +30,7 @@ from stagewright.program.columns import (
     PHASES,
     Program,
     RankClass,
+    RankWork,
     Shape,
     TaskKind,
     Tasks,
@@ -37,7 +38,6 @@ from stagewright.program.columns import (
     intersect,
 )
 from stagewright.program.communicators import Communicator, Peer, Users
-from stagewright.program.rank_work import RankWork
 from stagewright.trace.formats import json as readable
 from stagewright.trace.formats.archive import CONTENTS, DIGEST, SEAL, Damage, SealedArchive
 

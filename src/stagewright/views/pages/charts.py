@@ -93,7 +93,7 @@ def _some_lanes(found: SimulatedStep) -> list[tuple[str, Breakdown]]:
     program = found.compiled.program
     known: dict[tuple[str, ...], Breakdown] = {}
     ranks: dict[tuple[str, ...], list[int]] = {}
-    for lane, each in zip(found.line.lanes, found.parts, strict=True):
+    for lane, each in zip(found.timeline.lanes, found.parts, strict=True):
         shares = [*each.kernels.values(), *each.exposed.values(), each.bubble, each.launches]
         key = (stage_kind(program, lane.rank_class), *(f"{s / found.seconds:.1%}" for s in shares))
         known.setdefault(key, each)
@@ -110,7 +110,7 @@ def peaks(
 ) -> list[tuple[RankClass, dict[str, int]]]:
     """Classes of ranks, and what each holds at its peak by category: as simulated if it was."""
     if found:
-        lanes = zip(found.line.lanes, found.peaks, strict=True)
+        lanes = zip(found.timeline.lanes, found.peaks, strict=True)
         return [(lane.rank_class, peak) for lane, peak in lanes]
     return [
         (of, {k: v for k, v in of.memory.items() if k != "peak" and v})

@@ -78,8 +78,8 @@ def over_time(
 ) -> OverTime:
     """Memory over the step, in a simulation over its time; adds to `data` what a script reads."""
     if found:
-        of_class = [lane.rank_class for lane in found.line.lanes]
-        ranks = [lane.ranks.tolist() for lane in found.line.lanes]
+        of_class = [lane.rank_class for lane in found.timeline.lanes]
+        ranks = [lane.ranks.tolist() for lane in found.timeline.lanes]
     else:
         of_class = [*compiled.program.classes]
         ranks = [of.ranks.tolist() for of in of_class]

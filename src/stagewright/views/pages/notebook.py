@@ -29,7 +29,7 @@ def of_simulation(found: SimulatedStep) -> str:
     """A simulated step as HTML: where its time goes."""
     pictures = [
         ("Where the time of a GPU goes", parts_of_time(found)("where", svg.WIDTH)),
-        ("Timeline", timeline.picture(found.line)),
+        ("Timeline", timeline.picture(found.timeline)),
     ]
     shown = [step_tables.parts(found), step_tables.transfers(found)]
     return _page(found.compiled, found, pictures, shown)

@@ -37,7 +37,7 @@ def page(compiled: CompiledRun, found: SimulatedStep | None = None) -> str:
         title=heading(compiled, found),
         run=compiled.run.describe(),
         fit=fit,
-        fullest=stage_name(compiled.program, fit.fullest.of) if fit else "",
+        fullest=stage_name(compiled.program, fit.fullest.rank_class) if fit else "",
         cards=cards(compiled, found),
         remarks=remarks(compiled, found),
         time=_time(found, data) if found else None,
@@ -69,9 +69,9 @@ class _TimeOnPage(NamedTuple):
 def _time(found: SimulatedStep, data: dict[str, Any]) -> _TimeOnPage:
     whole = found.seconds
     way = ", ".join(f"{name} {s / whole:.1%}" for name, s in found.critical_path.items())
-    lanes = len(found.line.lanes)
+    lanes = len(found.timeline.lanes)
     few = f" {timeline.MOST} of {lanes} groups are shown." if lanes > timeline.MOST else ""
-    data["timeline"] = timeline.data(found.line)
+    data["timeline"] = timeline.data(found.timeline)
     return _TimeOnPage(
         str(found.machine),
         chart(
@@ -84,7 +84,7 @@ def _time(found: SimulatedStep, data: dict[str, Any]) -> _TimeOnPage:
         ),
         step_tables.parts(found),
         chart(
-            lambda name, width: timeline.picture(found.line, name, width),
+            lambda name, width: timeline.picture(found.timeline, name, width),
             "timeline",
             "One step from left to right, a lane for each group of ranks with equal timing. The "
             "height of a column is the share of its time in which kernels, or transfers along an "

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from stagewright.arrays import Float, Int
 from stagewright.numbers import duration, many, quantity
-from stagewright.searching.enumeration import Enumeration
 from stagewright.searching.objectives import front
 from stagewright.searching.ranking import Ranking, nothing_found
 from stagewright.searching.run_file import hardware_file, hardware_file_name, is_packaged, run_file
 from stagewright.searching.sensitivity import sensitivities
+from stagewright.searching.space import Enumeration
 from stagewright.texttable import Table
 from stagewright.version import __version__
 from stagewright.views import search as tables
@@ -30,47 +28,37 @@ LARGEST = 1.25
 """The same of those that need this many times the memory of the device."""
 
 
-class _Candidate(NamedTuple):
-    """A candidate as the page lists it."""
-
-    link: str
-    title: str
-    run_file: str
-
-
 def page(enumeration: Enumeration, ranking: Ranking, notes: tuple[str, ...]) -> str:
     """The page as HTML; the sensitivities of the best are simulated for it, if there is one."""
-    points, names = _points(ranking), ranking.options.objectives
-    exists = len(ranking.best) > 0
-    run, linked = "", ranking.listed
-    if exists:
-        best = int(ranking.best[0])
+    points, names, linked = _points(ranking), ranking.options.objectives, ranking.listed
+    sentences = [f"stopped: {tables.UNTIL_STOPPED}"] if ranking.stopped else []
+    best = int(ranking.best[0]) if len(ranking.best) else None
+    if best is None:
+        run = str(nothing_found(ranking))
+    else:
         first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
         run = f"{first}{ranking.candidates.describe(best)} on {ranking.candidates.machine(best)}"
         linked = np.unique(np.concatenate([linked, points[_on_front(ranking, points)]]))
-    else:
-        run = str(nothing_found(ranking))
-    sentences = (
-        f"stopped: {tables.UNTIL_STOPPED}" if ranking.stopped else "",
-        tables.choice(ranking) if exists else "",
-        tables.headroom(ranking) if exists else "",
-        tables.expected_error(ranking),
-    )
+        sentences += [tables.choice(ranking), tables.headroom(ranking)]
+    sentences.append(tables.expected_error(ranking))
     what = f"Pareto front of {tables.in_words(names)}" if names[1:] else "best execution"
     return render(
         "search.html",
         title=f"{ranking.candidates.model.name}: {what} on {_machines(ranking)}",
         run=run,
-        cards=_cards(ranking) if exists else [],
+        cards=[] if best is None else _cards(ranking),
         certainty=tables.certainty(ranking),
         notes=[*notes, *filter(None, sentences)],
         best=tables.best(ranking),
-        choices=tables.choices(ranking) if exists else None,
+        choices=None if best is None else tables.choices(ranking),
         removed=tables.removed(enumeration.removed),
         combinations=enumeration.combinations,
         front=_front_chart(ranking, points, {*linked.tolist()}) if len(points) else None,
-        sensitivity=_sensitivity_table(ranking, int(ranking.best[0])) if exists else None,
-        shown=[_candidate(ranking, row) for row in linked.tolist()],
+        sensitivity=None if best is None else _sensitivity_table(ranking, best),
+        shown=[
+            (f"run-{row}", _words(ranking, row), run_file(ranking.candidates, row))
+            for row in linked.tolist()
+        ],
         systems=_systems(ranking, linked),
         version=__version__,
         data={},
@@ -89,22 +77,21 @@ def _machines(ranking: Ranking) -> str:
 def _cards(ranking: Ranking) -> list[Card]:
     """Key figures of the best."""
     row, figures = int(ranking.best[0]), ranking.figures
-    count = many(len(ranking), "candidate", "candidates")
-    tokens = int(figures.tokens[row])
-    enumeration = [
-        Card("Step time", duration(float(figures.seconds[row])), f"{tokens:,} tokens"),
+    memory = f"of {quantity(int(figures.device_memory[row]), 'B')}"
+    cards = [
+        Card("Step time", duration(float(figures.seconds[row])), f"{figures.tokens[row]:,} tokens"),
+        Card("Peak memory per GPU", quantity(int(figures.peak[row]), "B"), memory),
         Card(
-            "Peak memory per GPU",
-            quantity(int(figures.peak[row]), "B"),
-            f"of {quantity(int(figures.device_memory[row]), 'B')}",
+            "Simulated",
+            f"{ranking.simulated:,}",
+            f"of {many(len(ranking), 'candidate', 'candidates')}",
         ),
-        Card("Simulated", f"{ranking.simulated:,}", f"of {count}"),
     ]
     if not np.isnan(figures.mfu[row]):
         causal = f"causal attention {figures.mfu_causal[row]:.1%}"
         rate = f"{figures.tflops[row]:,.0f} TFLOP/s per GPU, {causal}"
-        enumeration.insert(1, Card("MFU", f"{figures.mfu[row]:.1%}", rate))
-    return enumeration
+        cards.insert(1, Card("MFU", f"{figures.mfu[row]:.1%}", rate))
+    return cards
 
 
 def _sensitivity_table(ranking: Ranking, row: int) -> Table:
@@ -150,10 +137,6 @@ def _words(ranking: Ranking, row: int) -> str:
     mark = "" if ranking.figures.exact[row] else ", estimated"
     settings = tables.words(ranking.candidates, row)
     return f"{settings}: {duration(seconds)}, {quantity(peak, 'B')}{mark}"
-
-
-def _candidate(ranking: Ranking, row: int) -> _Candidate:
-    return _Candidate(f"run-{row}", _words(ranking, row), run_file(ranking.candidates, row))
 
 
 def _systems(ranking: Ranking, rows: Int) -> dict[str, str]:

@@ -1,12 +1,12 @@
-"""The page of a search for serving: the best, the front, and what was removed."""
+"""The page of a search for serving: the answer, what none dominates, and what was removed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stagewright.numbers import duration, plural
-from stagewright.searching.enumeration import Removed
+from stagewright.numbers import duration
 from stagewright.searching.run_file import run_file
+from stagewright.searching.space import Removed
 from stagewright.serving.search.answer import ServingRanking
 from stagewright.version import __version__
 from stagewright.views import search as tables
@@ -17,20 +17,18 @@ from stagewright.views.pictures.chart import Measure
 from stagewright.views.pictures.points import Point, scatter
 
 
-def serving_search_page(
-    of: ServingRanking, removed: Sequence[Removed], describe: str, load: str
-) -> str:
-    """The page as HTML; `describe` is the best in words, `load` what was served."""
-    layouts = dict.fromkeys(of.choices[nth].layout for nth in of.best)
+def serving_search_page(of: ServingRanking, removed: Sequence[Removed], load: str) -> str:
+    """The page as HTML; `load` is what was served, in words."""
+    layouts = dict.fromkeys(of.choices[number].layout for number in of.best)
     return render(
         "search_serving.html",
-        title=f"{of.rows.model.name}: the best of {plural(len(of.rows), 'layout', 'layouts')}",
-        run=describe,
+        title=f"{of.rows.model.name}: GPUs for a load",
+        answer=search_serving.answer(of),
         load=load,
         stopped=f"stopped: {search_serving.UNTIL_STOPPED}" if of.stopped else "",
-        best=search_serving.best_choices(of),
+        remarks=search_serving.remarks(of),
+        best=search_serving.tables_of_best(of),
         front=_front_chart(of),
-        front_table=search_serving.front_choices(of),
         every=search_serving.every_choice(of),
         removed=tables.removed(removed),
         shown=[
@@ -49,18 +47,18 @@ _RATE = Measure("", _rate)
 
 
 def _front_chart(of: ServingRanking) -> Chart:
-    on_front = {*of.front}
+    listed = {*of.best}
     points = [
         Point(
             (each.simulated.user_rate, each.simulated.per_gpu),
-            f"{search_serving.choice_words(of, each)}, {each.simulated.gpus} GPUs: "
+            f"{search_serving.deployment_words(of, each)}, {each.simulated.gpus} GPUs: "
             f"{each.simulated.per_gpu:,.4g} tokens/s per GPU, "
             f"{each.simulated.user_rate:,.4g} per user, "
-            f"TTFT p50 {duration(each.simulated.ttft.p50)}",
+            f"TTFT p50 {duration(each.simulated.summary.ttft.p50)}",
             f"layout-{each.layout}",
-            nth in on_front,
+            index in listed,
         )
-        for nth, each in enumerate(of.choices)
+        for index, each in enumerate(of.choices)
         if each.simulated.meets and each.simulated.user_rate == each.simulated.user_rate
     ]
     caption = front_caption("choice that keeps the limits", "both", "layout")

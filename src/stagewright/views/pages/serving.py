@@ -11,7 +11,7 @@ from stagewright.numbers import duration, plural
 from stagewright.serving.deployment import ServedRun
 from stagewright.serving.energy import ServingExpense
 from stagewright.serving.engine import Engine
-from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo
+from stagewright.serving.metrics import RequestTimes, Slo, Spread
 from stagewright.version import __version__
 from stagewright.views import serving as tables
 from stagewright.views.pages.cards import Card
@@ -19,16 +19,19 @@ from stagewright.views.pages.charts import Chart, chart
 from stagewright.views.pages.templates import render
 from stagewright.views.pictures.chart import SECONDS, SHARE, Measure
 from stagewright.views.pictures.curves import (
+    INKS,
     MOST_BARS,
     Curve,
     RequestBar,
     curves,
-    percentiles,
+    distributions,
     requests_over_time,
 )
 
 POINTS = 300
 """Moments of a timeline."""
+FEW = 0.9
+"""Share of requests below which goodput is a problem (DistServe's attainment)."""
 
 
 def _number(value: float) -> str:
@@ -41,22 +44,26 @@ _REQUESTS = Measure("", _number)
 def serving_page(of: ServedRun, spent: ServingExpense, slo: Slo, title: str, run: str) -> str:
     """The page as HTML; `run` is what was served, and on what, in words."""
     times = RequestTimes.of(of.outcome)
+    arrival = np.array(of.outcome.records.arrival)[times.number]
+    measured = times.take(of.summary.window.measures(arrival))
+    finite = measured.tpot[np.isfinite(measured.tpot)]
     return render(
         "serving.html",
         title=title,
         run=run,
-        cards=_cards(of.summary, spent),
+        measured=of.summary.measured_span,
+        verdict=of.summary.verdict,
+        overloaded=of.summary.steadiness.overloaded,
+        cards=_cards(of, spent, slo),
         latencies=tables.latencies(of.summary),
-        queue=_queue(of.outcome.engines),
-        cache=_cache(of.outcome.engines),
-        first=_percentiles(
-            "first", "Time to the first token", {"TTFT": times.ttft, "queue": times.queue}, slo.ttft
+        queue=_queue(of),
+        cache=_cache(of),
+        first=_distribution(
+            "first", "Time to the first token", {"TTFT": measured.ttft, "queue": measured.queue},
+            slo.ttft,
         ),
-        per_token=_percentiles(
-            "token", "Time per output token", {"TPOT": times.tpot[np.isfinite(times.tpot)]},
-            slo.tpot,
-        ),
-        whole=_percentiles("whole", "Time to the last token", {"E2E": times.e2e}, slo.e2e),
+        per_token=_distribution("token", "Time per output token", {"TPOT": finite}, slo.tpot),
+        whole=_distribution("whole", "Time to the last token", {"E2E": measured.e2e}, slo.e2e),
         requests=_requests(of, times),
         engines=tables.per_engine(of),
         version=__version__,
@@ -64,14 +71,23 @@ def serving_page(of: ServedRun, spent: ServingExpense, slo: Slo, title: str, run
     )  # fmt: skip
 
 
-def _cards(of: ServingSummary, spent: ServingExpense) -> list[Card]:
-    """The key figures."""
+def _cards(run: ServedRun, spent: ServingExpense, slo: Slo) -> list[Card]:
+    """The key figures, with the limits in numbers and the one that binds."""
+    of = run.summary
     per_gpu = f"{of.output_rate / of.gpus:,.4g} per GPU, {of.user_rate:,.4g} per user"
     shown = [
-        Card("TTFT", duration(of.ttft.p50), f"median; {duration(of.ttft.p99)} at p99"),
-        Card("TPOT", duration(of.tpot.p50), f"median; {duration(of.tpot.p99)} at p99"),
-        Card("Throughput", f"{of.output_rate:,.4g}", f"output tokens/s; {per_gpu}"),
-        Card("Goodput", f"{of.goodput:,.4g}/s", f"{of.good:.1%} of requests keep the limits"),
+        _limited("TTFT", of.ttft, slo.ttft),
+        _limited("TPOT", of.tpot, slo.tpot),
+    ]
+    if slo.e2e is not None:
+        shown.append(_limited("E2E", of.e2e, slo.e2e))
+    shown.append(Card("Throughput", f"{of.output_rate:,.4g}", f"output tokens/s; {per_gpu}"))
+    if slo != Slo() or of.classes:
+        kept = f"{of.good:.1%} of requests keep the limits"
+        binds = f"; {of.binding} binds" if of.binding else ""
+        state = "problem" if of.good < FEW else ""
+        shown.append(Card("Goodput", f"{of.goodput:,.4g}/s", kept + binds, state))
+    shown += [
         Card("KV cache", f"{of.kv_mean:.1%}", f"in use on average, {of.kv_peak:.1%} at most"),
         Card("Energy", f"{spent.joules_per_token:.3g} J", "per output token"),
     ]
@@ -79,6 +95,17 @@ def _cards(of: ServingSummary, spent: ServingExpense) -> list[Card]:
     if usd is not None:
         shown.append(Card("Cost", f"{usd:.3g} USD", "per million output tokens"))
     return shown
+
+
+def _limited(name: str, times: Spread, limit: float | None) -> Card:
+    """A latency beside its limit; red where more than a tenth of the requests miss it."""
+    more = f"median; {duration(times.p90)} at p90, {duration(times.p99)} at p99"
+    state = ""
+    if limit is not None:
+        more += f"; limit {duration(limit)}"
+        state = "problem" if times.p90 > limit else ""
+    value = duration(times.p50) if times.p50 == times.p50 else "none"
+    return Card(name, value, more, state)
 
 
 def _grid(engines: Sequence[Engine]) -> Float:
@@ -101,51 +128,64 @@ def _sampled(engines: Sequence[Engine], name: str) -> list[Float]:
     return found
 
 
-def _queue(engines: Sequence[Engine]) -> Chart:
+def _queue(of: ServedRun) -> Chart:
+    engines = of.outcome.engines
     grid = _grid(engines).tolist()
-    some = [
-        Curve(words, grid, np.sum(_sampled(engines, name), axis=0).tolist())
-        for name, words in (("running", "requests that run"), ("waiting", "requests that wait"))
-    ]
+    lines = [
+        Curve(words, grid, np.sum(_sampled(engines, name), axis=0).tolist(), INKS[ink])
+        for name, words, ink in (
+            ("running", "requests that run", "running"), ("waiting", "requests that wait", "queue"),
+        )
+    ]  # fmt: skip
     return chart(
-        lambda name, width: curves(
-            some, "Requests over time", ("seconds", SECONDS), ("requests", _REQUESTS), width
+        lambda _, width: curves(
+            lines, "Requests over time", ("time", SECONDS), ("requests", _REQUESTS), width,
+            _shaded(of),
         ),
         "queue",
-        f"Requests that run and wait, of {plural(len(engines), 'engine', 'engines')} together.",
-    )
+        f"Requests that run and wait, of {plural(len(engines), 'engine', 'engines')} together."
+        + _ABOUT_SHADE * (not of.summary.window.whole),
+    )  # fmt: skip
 
 
-def _cache(engines: Sequence[Engine]) -> Chart:
+_ABOUT_SHADE = " Shaded: before and after the measured window."
+
+
+def _shaded(of: ServedRun) -> tuple[float, float] | None:
+    """Ends of the measured window; None where the whole run is measured."""
+    begins, ends, whole = of.summary.window
+    return None if whole else (begins, ends)
+
+
+def _cache(of: ServedRun) -> Chart:
+    engines = of.outcome.engines
     grid = _grid(engines).tolist()
     used = [
         values / engine.blocks.size
         for engine, values in zip(engines, _sampled(engines, "blocks"), strict=True)
     ]
-    some = [Curve("mean of engines", grid, np.mean(used, axis=0).tolist())]
+    lines = [Curve("mean of engines", grid, np.mean(used, axis=0).tolist(), INKS["cache"])]
     if len(engines) > 1:
-        some.append(Curve("fullest engine", grid, np.max(used, axis=0).tolist()))
+        fullest = np.max(used, axis=0).tolist()
+        lines.append(Curve("fullest engine", grid, fullest, INKS["fullest cache"]))
     return chart(
-        lambda name, width: curves(
-            some, "Use of the KV cache over time", ("seconds", SECONDS),
-            ("blocks that requests hold", SHARE), width,
+        lambda _, width: curves(
+            lines, "Use of the KV cache over time", ("time", SECONDS),
+            ("blocks that requests hold", SHARE), width, _shaded(of),
         ),
         "cache",
-        "Share of the blocks of the KV cache that requests hold.",
+        "Share of the blocks of the KV cache that requests hold."
+        + _ABOUT_SHADE * (not of.summary.window.whole),
     )  # fmt: skip
 
 
-def _percentiles(name: str, label: str, times: dict[str, Float], limit: float | None) -> Chart:
-    some = [percentiles(words, values) for words, values in times.items()]
-    if limit is not None:
-        some.append(Curve("limit", [0.0, 1.0], [limit, limit]))
-    return chart(
-        lambda _, width: curves(
-            some, label, ("share of requests", SHARE), ("seconds", SECONDS), width
-        ),
-        name,
-        f"{label}: so large a share of the requests has no longer one.",
-    )
+def _distribution(name: str, label: str, times: dict[str, Float], limit: float | None) -> Chart:
+    caption = f"{label}: share of the measured requests that take no longer."
+    of = next(iter(times.values()))
+    if limit is not None and len(of):
+        kept = float((of <= limit).mean())
+        caption += f" {kept:.1%} keep the limit of {duration(limit)}."
+    return chart(lambda _, width: distributions(times, label, limit, width), name, caption)
 
 
 def _requests(of: ServedRun, times: RequestTimes) -> Chart:

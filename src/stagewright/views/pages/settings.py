@@ -39,7 +39,7 @@ def asked(compiled: CompiledRun, simulation: SimulatedStep | None = None) -> Rep
     """The command, the settings, and the fields of the model."""
     run, model = compiled.run, compiled.model
     machine = ClusterSection() if simulation is None else simulation.cluster or ClusterSection()
-    execution = Execution() if simulation is None else simulation.line.execution
+    execution = Execution() if simulation is None else simulation.timeline.execution
     values = Experiment(run, machine, execution).values()
     if simulation is None:
         values = {name: value for name, value in values.items() if name in SETTINGS}

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagewright.cli import shared
-from stagewright.cli.commands.search.ending import end, end_without_best
 from stagewright.cli.commands.search.options import search_options
-from stagewright.cli.commands.search.outputs import Outputs, texts_of
+from stagewright.cli.commands.search.outputs import (
+    check_hardware_files,
+    check_outputs,
+    end,
+    end_without_best,
+)
 from stagewright.cli.commands.search.served import (
     hardware_names,
     search_serving,
@@ -32,11 +36,11 @@ if TYPE_CHECKING:
     from stagewright.cli.progress import ProgressBar
     from stagewright.executors import Executor
     from stagewright.searching.candidates import Candidates
-    from stagewright.searching.enumeration import Enumeration
     from stagewright.searching.figures import Figures
     from stagewright.searching.ranking import NothingFound, SearchOptions
     from stagewright.searching.request import SearchRequest
     from stagewright.searching.simulated import Progress
+    from stagewright.searching.space import Enumeration
 
 
 @command
@@ -56,15 +60,21 @@ def search(
     With --serve: layouts, and how many instances of each, that serve requests over time as `serve`
     does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
-    from stagewright.api.searched import pop_search_options
+    from stagewright.api.searched import check_count, pop_search_options
     from stagewright.searching.simulated import step_of
     from stagewright.views.deviations import known
     from stagewright.views.search import without_objective
 
-    outputs = _checked(out, (model, config, settings), settings)
+    for name, option in {"top": "top", "most": "most", "listed_row": "run"}.items():
+        check_count(option, settings[name])
+    given, force = (model, config, {**settings}), settings.pop("force")
+    check_outputs(out, given, force=force)
+    check_hardware = partial(check_hardware_files, out, given, force=force)
     if settings.pop("serve"):
         pairs = _pairs(settings.pop("vary"))
-        return search_serving(model, config, outputs, pairs, as_json=as_json, settings=settings)
+        return search_serving(
+            model, config, out, pairs, check=check_hardware, as_json=as_json, settings=settings
+        )
     settings = without_serving(settings)
     why, listed_row = settings.pop("why"), settings.pop("listed_row")
     options = pop_search_options(settings)
@@ -73,8 +83,12 @@ def search(
     if tool:
         settings["as_family"] = None
     request = _request(model, config, settings)
-    _check_listed_row(listed_row, options)
-    outputs.check_hardware(fleet.hardware for fleet in request.space.fleets)
+    if listed_row is not None and listed_row > options.top:
+        raise UserError(
+            f"--run {listed_row}: a search lists the best {options.top:,} (--top); give --run 1 to "
+            f"{options.top:,}, or --top {listed_row}"
+        )
+    check_hardware(fleet.hardware for fleet in request.space.fleets)
     shared.show_notes(request.notes)
     begin = time.perf_counter()
     with shown("candidates") as bar, _executor(*engine) as executor:
@@ -98,26 +112,6 @@ def _flags(result: Search, tool: str, listed_row: int) -> Sequence[str]:
     return result.flags(tool, listed_row)
 
 
-def _checked(out: tuple[str, ...], given: object, settings: dict[str, Any]) -> Outputs:
-    """Refuse numbers below 1, and files that could not be written, before any work."""
-    from stagewright.api.searched import check_count
-
-    for name, option in {"top": "top", "most": "most", "listed_row": "run"}.items():
-        check_count(option, settings[name])
-    outputs = Outputs(out, settings.pop("force"), [*texts_of(given)])
-    outputs.check()
-    return outputs
-
-
-def _check_listed_row(listed_row: int | None, options: SearchOptions) -> None:
-    """Refuse a row that the table of the best will not have, before the search."""
-    if listed_row is not None and listed_row > options.top:
-        raise UserError(
-            f"--run {listed_row}: a search lists the best {options.top:,} (--top); give --run 1 to "
-            f"{options.top:,}, or --top {listed_row}"
-        )
-
-
 def _tool(model: str | None, name: str | None) -> str | None:
     """Framework whose flags are printed; None: the name is a model's family, or absent."""
     from stagewright.model.presets import PRESETS
@@ -135,15 +129,12 @@ def _request(model: str | None, config: str | None, settings: dict[str, Any]) ->
     """Space of the options and the run file."""
     from stagewright.searching.request import search_request
 
-    vary, gpus = _pairs(settings.pop("vary")), settings.pop("gpus")
-    families = settings.pop("space")
-    hardware = hardware_names(settings.pop("hardware"))
-    values = {name: value for name, value in settings.items() if value is not None}
-    if model is not None:
-        values["model"] = model
+    vary, families = _pairs(settings.pop("vary")), settings.pop("space")
+    gpus, hardware = settings.pop("gpus"), hardware_names(settings.pop("hardware"))
     return search_request(
-        values, config, hardware=hardware, gpus=gpus, vary=vary, families=families
-    )
+        {**settings, "model": model}, config,
+        hardware=hardware, gpus=gpus, vary=vary, families=families,
+    )  # fmt: skip
 
 
 def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:
@@ -223,9 +214,7 @@ def _progress(bar: ProgressBar) -> Progress:
     best, line = [float("inf")], [time.monotonic()]
 
     def progress(done: int, total: int, latest: Figures) -> None:
-        for seconds, fits in zip(latest.seconds.tolist(), latest.fits.tolist(), strict=True):
-            if fits and seconds < best[0]:
-                best[0] = seconds
+        best[0] = min(best[0], float(latest.seconds[latest.fits].min(initial=float("inf"))))
         text = "" if best[0] == float("inf") else f"best {duration(best[0])}"
         bar(done, total, more=text)
         if time.monotonic() > line[0] + _SECONDS_BETWEEN_LINES:

@@ -16,7 +16,8 @@ OPTIONS = (
         "--serve",
         is_flag=True,
         help="The fewest GPUs that serve --rate R --isl N --osl N (or --requests FILE) within "
-        "--ttft and --tpot; --concurrency LIST: the front of tokens per GPU and per user.",
+        "--ttft and --tpot; --concurrency LIST: tokens per GPU over tokens per user. --as vllm, "
+        "sglang or trtllm prints the engine's command lines.",
     ),
     click.option(
         "--attainment",

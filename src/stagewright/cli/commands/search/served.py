@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from stagewright.cli import shared
-from stagewright.cli.commands.search.ending import end
-from stagewright.cli.commands.search.outputs import Outputs
+from stagewright.cli.commands.search.outputs import end
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
     from stagewright.api.searched_serving import ServingSearch
+    from stagewright.time.hardware import Hardware
 
-_OWN = frozenset({"gpus", "attainment", "pairs", "objective"})
+_OWN = frozenset({"gpus", "attainment", "pairs", "objective", "top"})
 """Options of a search that are no settings, and that a search for serving has."""
 
 
@@ -47,16 +48,19 @@ def hardware_names(texts: Sequence[str] | None) -> list[str]:
 def search_serving(
     model: str | None,
     config: str | None,
-    outputs: Outputs,
+    out: Sequence[str],
     vary: Mapping[str, str],
     *,
+    check: Callable[[Iterable[Hardware]], None],
     as_json: bool,
     settings: dict[str, Any],
 ) -> int:
-    """Search, and print what was found."""
+    """Search, and print what was found; `check` checks files of hardware."""
     from stagewright.api.searched_serving import asked_serving, searched_serving
+    from stagewright.serving.command_lines import check_engine
 
-    listed_row = settings.pop("listed_row")
+    listed_row, top = settings.pop("listed_row"), settings.pop("top")
+    engine = _engine(settings)
     _refuse_others(settings)
     objectives: tuple[str, ...] = settings.pop("objective")
     if len(objectives) > 1:
@@ -70,14 +74,27 @@ def search_serving(
         given["model"] = model
     hardware = hardware_names(given.pop("hardware", ()))
     question = asked_serving(given, config, hardware=hardware, vary=vary)
-    outputs.check_hardware(fleet.hardware for fleet in question.request.space.fleets)
+    if engine is not None:
+        check_engine(engine, [each.scheduler for each in question.engines])
+    check(fleet.hardware for fleet in question.request.space.fleets)
     shared.show_notes(question.request.notes)
     begin = time.perf_counter()
     with shown("steps of the search") as bar:
         result = searched_serving(question, bar)
     seconds = time.perf_counter() - begin
-    code = end(result, lambda: _report(result, seconds), outputs.paths, listed_row, as_json=as_json)
+    flags = None
+    if engine is not None and result.ranking.best:
+        flags = partial(result.commands, engine, listed_row or 1)
+    report = partial(_report, result, seconds, top)
+    code = end(result, report, out, listed_row, as_json=as_json, flags=flags)
     return code if code or result.ranking.best else shared.DOES_NOT_FIT
+
+
+def _engine(settings: dict[str, Any]) -> str | None:
+    """Engine whose command lines are printed, taken out of settings; None: `--as` is a family."""
+    from stagewright.serving.command_lines import ENGINES
+
+    return settings.pop("as_family") if settings["as_family"] in ENGINES else None
 
 
 def _refuse_others(settings: dict[str, Any]) -> None:
@@ -95,8 +112,8 @@ def _refuse_others(settings: dict[str, Any]) -> None:
             raise UserError(f"--{name.replace('_', '-')} is of a search for a step, not of --serve")
 
 
-def _report(result: ServingSearch, seconds: float) -> None:
-    """Print the best, the front and what was removed."""
+def _report(result: ServingSearch, seconds: float, top: int | None) -> None:
+    """Print the winner, the tables of what none dominates, and what was removed."""
     from stagewright.texttable import print_table
     from stagewright.views.search_serving import UNTIL_STOPPED
 
@@ -105,12 +122,13 @@ def _report(result: ServingSearch, seconds: float) -> None:
     out.print(f"best: {result.describe()}")
     if of.stopped and of.best:
         out.print(f"stopped: {UNTIL_STOPPED}")
-    if of.best:
-        print_table(result.best(), out)
-        print_table(result.front(), out)
+    for remark in result.remarks():
+        out.print(remark)
+    for table in result.best(top):
+        print_table(table, out)
     if result.all_removed:
         print_table(result.removed(), out)
     out.print(
         f"{of.candidates:,} candidates ({len(of.rows):,} layouts), of which {len(of.choices):,} "
-        f"were played, in {seconds:.1f} s"
+        f"were simulated, in {seconds:.1f} s"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any
@@ -42,13 +43,19 @@ MOST_ROWS = 64
 @click.option(
     "--compare",
     metavar="LOG",
-    help="Serve the requests of a log (a trace with ttft, and e2e or latency), and print errors.",
+    help="Serve the requests of a log (a trace with ttft, and e2e or latency), or those of a "
+    "result of vLLM's, SGLang's or AIPerf's client, and print errors.",
 )
 @click.option(
     "--step-trace",
     nargs=2,
     metavar="S[:INSTANCE] DIR",
     help="Write the traces of the step that runs then, with caches on their way.",
+)
+@click.option(
+    "--astra-sim",
+    is_flag=True,
+    help="With --step-trace: also write what ASTRA-sim needs to run the traces.",
 )
 @JSON
 def serve(
@@ -58,6 +65,7 @@ def serve(
     perfetto: str | None,
     compare: str | None,
     step_trace: tuple[str, str] | None,
+    astra_sim: bool,
     as_json: bool,
     **settings: Any,
 ) -> int:
@@ -75,6 +83,8 @@ def serve(
 
     for path in out:
         check_ending(path, OF_SERVING)
+    if astra_sim and step_trace is None:
+        raise UserError("--astra-sim is of traces; add --step-trace S DIR")
     seconds, instance = (0.0, 0) if step_trace is None else _step_asked(*step_trace)
     given = {name: value for name, value in settings.items() if value is not None}
     own = {name: given.pop(name) for name in [*given] if name in SERVING}
@@ -90,12 +100,14 @@ def serve(
         hardware = resolve(experiment.cluster.hardware)
         result = served(experiment, hardware, asked, progress=bar, instance=instance)
     shared.show_notes(_notes(result))
-    table = None if compare is None else result.compare(compare)
+    tables: dict[str, Table] = {}
+    if compare is not None:
+        tables["compared"] = result.compare(compare)
+        tables["compared_rates"] = result.compare_rates(compare)
     if as_json:
-        more = {} if table is None else {"compared": table.rows}
-        shared.print_json(result.values() | more)
+        shared.print_json(result.values() | {name: table.rows for name, table in tables.items()})
     else:
-        report(result, table, shared.console())
+        report(result, [table for table in tables.values() if len(table)], shared.console())
     if result.outcome.stopped:
         asked_for = (*out, perfetto, None if step_trace is None else step_trace[1])
         shared.show_notes([f"stopped: {path} was not written" for path in asked_for if path])
@@ -108,7 +120,16 @@ def serve(
         from stagewright.api.generated import generate
 
         step = result.step(seconds, instance=instance)
-        generate(step, step_trace[1], cluster=experiment.cluster, force=forced())
+        machine = experiment.cluster.hardware if astra_sim else None
+        if astra_sim and step.program.mesh.world_size != step.run.world_size:
+            raise UserError(
+                f"--astra-sim: at {seconds:g} s a cache is on its way between two instances, whose "
+                "hardware is two machines; choose another moment"
+            )
+        written = generate(
+            step, step_trace[1], cluster=experiment.cluster, force=forced(), astra_sim=machine
+        )
+        shared.show_notes(written.get("astra_sim", {}).get("notes", ()))
     return 0
 
 
@@ -130,7 +151,7 @@ def _moment(text: str) -> tuple[float, int]:
 
 
 def _notes(of: Serving) -> list[str]:
-    """What was left out, cut short or assumed."""
+    """Notes on requests left out or cut short, and on assumptions."""
     found = of.summary
     left = plural(found.unfinished, "request was", "requests were")
     notes = [
@@ -140,6 +161,7 @@ def _notes(of: Serving) -> list[str]:
         most = of.group.max_model_len
         notes.append(f"{plural(found.shortened, 'output', 'outputs')} cut at max_model_len {most}")
     notes += _about_drafts(of.group)
+    notes += _about_constants(of)
     if of.outcome.stopped:
         notes.append(
             f"stopped: {left} not done; the numbers are of the others, and engines may have come "
@@ -159,8 +181,17 @@ def _notes(of: Serving) -> list[str]:
     return notes
 
 
+def _about_constants(of: Serving) -> list[str]:
+    """What is known of the errors of step times on this hardware."""
+    from stagewright.views.deviations import ESTIMATED, SOURCE, is_estimated
+
+    if any(is_estimated(group.instance.machine.hardware) for group in of.groups):
+        return [f"{ESTIMATED} ({SOURCE})"]
+    return []
+
+
 def _about_drafts(of: InstanceGroup) -> list[str]:
-    """What is assumed of those who draft."""
+    """Notes on assumptions about the drafter."""
     model, drafter = of.instance.model, of.instance.drafter
     if of.engines.speculative_method == "mtp":
         return [f"drafts come from a layer like the last one of {model.name}, used for each draft"]
@@ -169,7 +200,7 @@ def _about_drafts(of: InstanceGroup) -> list[str]:
     return ["drafts take no time; --speculative-method says who drafts"]
 
 
-def report(of: Serving, compared: Table | None, out: Console) -> None:
+def report(of: Serving, compared: Sequence[Table], out: Console) -> None:
     """Print what came out, for people."""
     from stagewright.texttable import print_table
 
@@ -182,19 +213,31 @@ def report(of: Serving, compared: Table | None, out: Console) -> None:
         f" a step: at most {group.limits.tokens:,} tokens, {group.limits.requests:,} requests"
     )
     out.print(
-        f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}: "
-        f"{found.request_rate:,.2f} requests/s, {found.output_rate:,.1f} output tokens/s, "
+        f"{plural(found.requests, 'request', 'requests')} in {duration(found.seconds)}, "
+        f"{found.measured_span}"
+    )
+    out.print(found.verdict, style="red" if found.steadiness.overloaded else None)
+    out.print(
+        f"throughput: {found.request_rate:,.2f} requests/s, "
+        f"{found.output_rate:,.1f} output tokens/s, "
         f"{found.output_rate / found.gpus:,.1f} per GPU"
         + (f", {found.user_rate:,.1f} per user" if found.user_rate == found.user_rate else "")
     )
     print_table(of.latencies(), out)
     if limits := _limits(of):
         out.print(
-            f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of all requests keep "
-            f"{limits}"
+            f"goodput: {found.goodput:,.2f} requests/s; {found.good:.1%} of requests keep {limits}"
+            + (f"; {found.binding} binds" if found.binding and not found.classes else "")
         )
+        if closest := of.closest():
+            out.print(closest)
     if found.classes:
         print_table(of.classes(), out)
+    if of.outcome.workload.after is not None:
+        out.print(
+            f"interactivity: {of.interactivity:,.1f} tokens/s per user, end to end (1 / p90 of E2E "
+            "per output token)"
+        )
     out.print(
         f"queue: {found.mean_waiting:,.2f} requests wait and {found.mean_running:,.2f} run, on "
         f"average; {plural(found.preemptions, 'preemption', 'preemptions')}"
@@ -212,12 +255,12 @@ def report(of: Serving, compared: Table | None, out: Console) -> None:
     )
     if 1 < len(of.outcome.engines) <= MOST_ROWS:
         print_table(of.engines(), out)
-    if compared is not None:
-        print_table(compared, out)
+    for table in compared:
+        print_table(table, out)
 
 
 def _limits(of: Serving) -> str:
-    """What a request must keep, in words; nothing where nothing is asked for."""
+    """Latency limits in words; empty if there are none."""
     if any(each.limited for each in of.outcome.workload.classes):
         return "the limits of their class"
     limits = {"TTFT": of.slo.ttft, "TPOT": of.slo.tpot, "E2E": of.slo.e2e}

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
+from stagewright.errors import UserError
 from stagewright.run.sections.declare import Setting, settings_of
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.run.sections.serving.operation import OperationSection
@@ -29,3 +31,23 @@ OF_ONE_STEP = frozenset(
     | {"requests", "prefill", "nodes"}
 )
 """Settings of a run that the requests over time decide, or that `instances` does."""
+
+
+_SAME: Mapping[str, str] = MappingProxyType(
+    {name.replace("-", "_"): of.name for of in SERVING.values() for name in of.names}
+)
+"""Settings by the names that mean the same in other tools, as keywords."""
+
+
+def by_own_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by our names of settings; raises UserError where two names say the same setting.
+
+    >>> by_own_names({"request_rate": 4.0, "num_prompts": 100, "tp": 2})
+    {'rate': 4.0, 'num_requests': 100, 'tp': 2}
+    """
+    names: dict[str, str] = {}
+    for name in values:
+        first = names.setdefault(_SAME.get(name, name), name)
+        if first != name:
+            raise UserError(f"{first} and {name} say the same setting; keep one")
+    return {setting: values[name] for setting, name in names.items()}

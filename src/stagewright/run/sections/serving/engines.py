@@ -11,7 +11,7 @@ Fraction = Annotated[float, Real(ge=0, le=1)]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSection:
-    """How many engines there are, and how each decides what to compute."""
+    """Number of instances, and how the engine of each replica decides what to compute."""
 
     instances: Count = setting(
         1,
@@ -111,7 +111,7 @@ class EngineSection:
     enable_prefix_caching: Switch = setting(
         True, "Whether what prompts have in common is computed once."
     )
-    gpu_memory_utilization: Share = setting(0.9, "Share of a GPU's memory that an engine takes.")
+    gpu_memory_utilization: Share = setting(0.9, "Share of a GPU's memory that an instance takes.")
     num_gpu_blocks: Count | None = setting(
         None,
         "Blocks of the KV cache.",

@@ -1,59 +1,160 @@
-"""Which requests come, and what users want of them; names of clients are those of vLLM's."""
+"""Settings of the requests and of their latency limits."""
 
+import re
 from dataclasses import dataclass
+from reprlib import repr as shown
 from typing import Annotated, Literal
 
-from stagewright.run.sections.declare import Count, Number, Real, Share, Text, setting
+from stagewright.errors import UserError
+from stagewright.run.sections.declare import (
+    Count,
+    Exactly,
+    Number,
+    Real,
+    Share,
+    Switch,
+    Text,
+    setting,
+)
 
 Positive = Annotated[float, Real(gt=0, le=1e9)]
+Rate = Annotated[float, Exactly("float", gt=0, allow_inf_nan=True)]
+"""Requests per second; `inf`: all at once, as clients of vLLM and SGLang say."""
 Seconds = Annotated[float, Real(ge=0, le=1e9)]
+
+_LATENCY = re.compile(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(us|ms|s|)\s*")
+_UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
+DOUBTFUL = {"ttft": 5, "tpot": 1, "e2e": 5}
+"""Limits without a unit below these many milliseconds may have been meant in seconds."""
+
+
+def milliseconds(value: object, name: str, where: str = "") -> float:
+    """Milliseconds of a latency limit: a number, or a number with the unit us, ms or s.
+
+    Raises UserError for what is neither, and for a number without a unit that looks like seconds;
+    errors begin with `where`.
+
+    >>> milliseconds("2s", "ttft"), milliseconds("500ms", "ttft"), milliseconds(300, "ttft")
+    (2000.0, 500.0, 300.0)
+    """
+    limit, unit = 0.0, ""
+    if isinstance(value, str) and (match := _LATENCY.fullmatch(value)):
+        limit, unit = float(match[1]) * _UNITS[match[2]], match[2]
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        limit = float(value)
+    if not 0 < limit <= 1e9:
+        raise UserError(
+            f"{where}{name} is {shown(value)}, wanted milliseconds, or a time such as 500ms or 2s"
+        )
+    if not unit and limit < DOUBTFUL[name]:
+        plain = f"{limit:g}"
+        raise UserError(
+            f"{where}{name} is {plain}, which is {plain} ms; were seconds meant? Write {plain}s, "
+            f"or {plain}ms"
+        )
+    return limit
+
+
+class LatencyLimit(Exactly):
+    """A latency limit in milliseconds, which text may give with a unit."""
+
+    kind = str
+
+    def __init__(self, name: str) -> None:
+        """`name` is the setting's."""
+        super().__init__("float")
+        self._name = name
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
+        """The rule as pydantic reads it."""
+
+        def read(value: object) -> float:
+            return milliseconds(value, self._name)
+
+        function = {"type": "no-info", "function": read}
+        return {"type": "function-before", "function": function, "schema": self._schema}
+
+
+TtftLimit = Annotated[float, LatencyLimit("ttft")]
+TpotLimit = Annotated[float, LatencyLimit("tpot")]
+E2eLimit = Annotated[float, LatencyLimit("e2e")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSection:
-    """Which requests arrive, and when: a trace, a profile, or drawn ones."""
+    """Requests and their arrivals: recorded, of a profile, or drawn."""
 
     requests: Text | None = setting(
         None,
         "A trace: .jsonl or .csv (.gz), Mooncake's, Azure's or with columns arrival, prompt, "
-        "output; or inference-perf's profile (.yaml).",
+        "output; a result of vLLM's, SGLang's or AIPerf's client; conversations in Weka's format "
+        "(a file or a folder); or inference-perf's profile (.yaml).",
         metavar="FILE",
     )
-    rate: Positive | None = setting(None, "Requests (or sessions) per second.", metavar="R")
+    rate: Rate | None = setting(
+        None,
+        "Requests (or sessions) per second; inf: all at once.",
+        metavar="R",
+        names=("request-rate",),
+    )
     concurrency: Count | None = setting(
         None,
-        "Users, each of whom sends the next request when one is done (a closed loop).",
+        "Requests (or sessions) in flight at most: without --rate, users who send the next request "
+        "when one is done (a closed loop).",
         names=("max-concurrency",),
     )
     isl: Count | None = setting(
-        None, "Tokens of a prompt; of sessions, of a question.", names=("input-len",)
+        None,
+        "Tokens of a prompt; of sessions, of a question.",
+        names=("input-len", "random-input-len", "synthetic-input-tokens-mean"),
     )
-    osl: Count | None = setting(None, "Tokens of an output.", names=("output-len",))
+    osl: Count | None = setting(
+        None,
+        "Tokens of an output.",
+        names=("output-len", "random-output-len", "output-tokens-mean"),
+    )
     num_requests: Count | None = setting(
         None,
         "Requests, or the first ones of a trace; of sessions, how many.",
         unset="1000; a trace: all",
-        names=("num-prompts",),
+        names=("num-prompts", "request-count"),
     )
     range_ratio: Share = setting(
         1.0, "Lengths are uniform in [X, 1] of isl and osl.", names=("random-range-ratio",)
     )
     arrival: Literal["poisson", "gamma", "constant"] = setting(
-        "poisson", "How requests of --rate arrive."
+        "poisson", "How requests of --rate arrive.", names=("arrival-pattern",)
     )
     burstiness: Positive = setting(
-        1.0, "Shape of gamma arrivals: below 1 in bursts, 1 is Poisson.", rare=True
+        1.0,
+        "Shape of gamma arrivals: below 1 in bursts, 1 is Poisson.",
+        names=("arrival-smoothness",),
+        rare=True,
     )
     burst_size: Count = setting(1, "Requests that arrive at one moment.", rare=True)
-    turns: Count = setting(1, "Turns of a session: each prompt has all that was said before.")
+    turns: Count = setting(
+        1,
+        "Turns of a session: each prompt has all that was said before.",
+        names=("session-turns-mean",),
+    )
     think_time: Seconds = setting(
         0.0, "Mean seconds between an answer and the next question.", metavar="S", rare=True
     )
-    system_prompt: Number = setting(0, "Tokens that all sessions begin with.", rare=True)
+    system_prompt: Number = setting(
+        0,
+        "Tokens that all sessions begin with.",
+        names=("random-prefix-len", "shared-system-prompt-length"),
+        rare=True,
+    )
+    prefix_cache_hit_rate: Share = setting(
+        0.0,
+        "Share of each prompt that is in the cache already: a beginning that all have.",
+        metavar="R",
+    )
     classes: Text | None = setting(
         None,
-        "A .yaml of classes of requests: rows of name, share, priority, and ttft, tpot, e2e in "
-        "milliseconds.",
+        "A .yaml of classes of requests: rows of name, share, priority, and limits ttft, tpot, "
+        "e2e.",
         metavar="FILE",
     )
     past_context: Number = setting(
@@ -61,14 +162,34 @@ class WorkloadSection:
         "Tokens of an earlier session that each prompt begins with, which nobody else has.",
         rare=True,
     )
+    idle_gap_cap: Seconds = setting(
+        10.0,
+        "Longest pause between two requests of an agent, of a trace in Weka's format.",
+        metavar="S",
+        names=("trace-idle-gap-cap-seconds",),
+        rare=True,
+    )
+    trajectory_start_max_ratio: Share = setting(
+        0.0,
+        "The first --concurrency conversations of agents begin at a random time up to this share "
+        "of their recording (AgentX: 1).",
+        rare=True,
+    )
     speed: Positive = setting(1.0, "A trace's requests come X times as fast.")
-    seed: Number = setting(0, "Of what is drawn: the same seed gives the same bytes.")
-    ttft: Positive | None = setting(
-        None, "Most milliseconds to the first token of a good request.", metavar="MS"
+    seed: Number = setting(
+        0, "Of what is drawn: the same seed gives the same bytes.", names=("random-seed",)
     )
-    tpot: Positive | None = setting(
-        None, "Most milliseconds per further token of a good request.", metavar="MS"
+    whole_run: Switch = setting(
+        False, "Measure the whole run: its begin and, after the last arrival, its end, too."
     )
-    e2e: Positive | None = setting(
-        None, "Most milliseconds to the last token of a good request.", metavar="MS"
+    ttft: TtftLimit | None = setting(
+        None, "TTFT limit: milliseconds, or a time such as 2s.", metavar="TIME"
+    )
+    tpot: TpotLimit | None = setting(
+        None, "TPOT limit: milliseconds, or a time such as 50ms.", metavar="TIME"
+    )
+    e2e: E2eLimit | None = setting(
+        None,
+        "Limit of the time to the last token: milliseconds, or a time such as 10s.",
+        metavar="TIME",
     )

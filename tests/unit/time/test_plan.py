@@ -1,4 +1,4 @@
-"""Waves: in which order ranks issue their actions, and what is said where no order can be."""
+"""Plans of steps: where times are, who shares a plan, and what is said where no order can be."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ import pytest
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.lower.compile import compile
-from stagewright.program.columns import Program, TaskKind, Tasks
-from stagewright.program.rank_work import KINDS, RankWork
+from stagewright.program.columns import Program, RankWork, TaskKind, Tasks
 from stagewright.run.sections.execution import ISSUED_BY, Execution
 from stagewright.run.settings import Run
-from stagewright.time.simulate.order import tables_of
+from stagewright.time.simulate.rules import tables_of
 from stagewright.time.simulate.timeline import TICK, Timeline, timeline
 from timed import by_row, durations, row_by_row
 
@@ -35,93 +34,46 @@ def simulated(program: Program) -> Timeline:
     return timeline(program, [np.full(len(of.work.actions.tasks), 1e-6) for of in program.classes])
 
 
-def waves_of_actions(line: Timeline) -> dict[tuple[int, str, int], int]:
-    """By pipeline rank, kind and microbatch: the wave of the first fragment of each action."""
-    found: dict[tuple[int, str, int], int] = {}
-    waves = line.waves
-    for batch in waves.batches:
-        wave = np.repeat(np.arange(waves.count), np.diff(batch.wave))
-        for w, lane, instance in zip(
-            wave.tolist(), batch.lane.tolist(), batch.instance.tolist(), strict=True
-        ):
-            nth = int(waves.lanes.class_of[lane])
-            order = line.program.classes[nth].work.order
-            copy = int(waves.sequence[nth].copies[instance, 0])
-            if order.kind[copy, 0] < 0:
-                continue
-            rank = line.program.classes[nth].pipeline_rank
-            key = rank, KINDS[int(order.kind[copy, 0])], int(order.microbatch[copy, 0])
-            found[key] = min(w, found.get(key, w))
-    return found
-
-
-def test_waves_of_1f1b_are_those_of_its_schedule() -> None:
-    """As if each forward and each backward took as long: 2 (m + p - 1) in all."""
-    program = program_of(PP, PP, global_batch_size=MICROBATCHES)
-    found = waves_of_actions(simulated(program))
-    assert len(found) == 2 * PP * MICROBATCHES
-    orders = [of.work.order for of in sorted(program.classes, key=lambda of: of.pipeline_rank)]
-    expected: dict[tuple[int, str, int], int] = {}
-    left = [
+def test_fragments_grow_with_actions_and_not_with_tasks() -> None:
+    few, many = (
         [
-            (KINDS[k], m)
-            for k, m in zip(order.kind[:, 0].tolist(), order.microbatch[:, 0].tolist(), strict=True)
-            if k >= 0
+            {f: len(copies.instances) for f, copies in of.copies.items()}
+            for of in simulated(program_of(2, layers)).plan.classes
         ]
-        for order in orders
-    ]
-    now = [0] * PP
-    while any(left):
-        for rank, actions in enumerate(left):
-            if not actions:
-                continue
-            kind, m = actions[0]
-            other = rank - 1 if kind == "F" else rank + 1
-            if 0 <= other < PP and (other, kind, m) not in expected:
-                continue
-            expected[rank, kind, m] = max(now[rank], expected.get((other, kind, m), -1) + 1)
-            now[rank] = expected[rank, kind, m] + 1
-            actions.pop(0)
-    assert found == expected
-    assert max(found.values()) + 1 == 2 * (MICROBATCHES + PP - 1)
-
-
-def test_waves_grow_with_actions_and_not_with_tasks() -> None:
-    few, many = (simulated(program_of(2, layers)).waves.count for layers in (2, 8))
+        for layers in (2, 8)
+    )
     assert few == many
 
 
-def test_actions_of_one_wave_need_nothing_of_each_other() -> None:
-    """What a fragment reads was left in an earlier wave, or is there from the start."""
-    waves = simulated(program_of(PP, PP, global_batch_size=MICROBATCHES)).waves
-    written = np.full(waves.unused + 1, -1)
-    for wave in range(waves.count):
-        rows = [
-            (batch, slice(int(batch.wave[wave]), int(batch.wave[wave + 1])))
-            for batch in waves.batches
-        ]
-        for batch, some in rows:
-            assert (written[batch.inputs[some]] < wave).all()
-        for batch, some in rows:
-            outs = batch.outputs[some][batch.outputs[some] != waves.unused]
-            assert (written[outs] < wave).all(), "two fragments of a wave leave one time"
-            written[outs] = wave
-    assert (waves.arrivals >= 0).all()
-    assert (written[waves.arrivals] >= 0).all()
+def test_every_time_is_written_by_one_fragment() -> None:
+    """Ends have a place each; registers are written by fragments of their own lane alone."""
+    plan = simulated(program_of(PP, PP, global_batch_size=MICROBATCHES)).plan
+    writers = np.zeros(plan.num_times, np.int64)
+    for of in plan.classes:
+        registers = len(of.table.rules.registers) * of.num_lanes
+        for copies in of.copies.values():
+            outputs, inputs = copies.outputs.ravel(), copies.inputs.ravel()
+            assert ((outputs >= of.first_time) & (outputs < of.first_time + of.num_times)).all()
+            is_end = outputs >= of.first_time + registers
+            np.add.at(writers, outputs[is_end], 1)
+            elsewhere = (inputs < of.first_time) | (inputs >= of.first_time + of.num_times)
+            assert np.isin(inputs[elsewhere], plan.arrivals).all()
+        writers[of.first_time : of.first_time + registers] = 1
+    assert (writers == 1).all()
 
 
-def test_programs_of_equal_structure_share_their_waves() -> None:
+def test_programs_of_equal_structure_share_their_plan() -> None:
     """Sizes differ, and so do durations; a row-by-row evaluation says the same of each."""
     settings = {"pp": PP, "layers": PP, "global_batch_size": MICROBATCHES}
     of = [compile(Run(**SMALL | settings | {"seq_length": length})).program for length in (8, 16)]
     lines = [timeline(each, [t * TICK for t in durations(each, 3, False)]) for each in of]
-    assert lines[0].waves is lines[1].waves
+    assert lines[0].plan is lines[1].plan
     assert lines[0].ticks != lines[1].ticks
     for each, line in zip(of, lines, strict=True):
         rows = by_row(each, durations(each, 3, False))
         assert timeline(row_by_row(each), [t * TICK for t in rows]).ticks == line.ticks
     fewer = program_of(PP, PP, global_batch_size=MICROBATCHES - 1)
-    assert simulated(fewer).waves is not lines[0].waves
+    assert simulated(fewer).plan is not lines[0].plan
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -1,0 +1,206 @@
+"""Command lines of vLLM, SGLang and TensorRT-LLM for the instances of a deployment.
+
+They have every setting that was timed, those that are an engine's defaults, too, so that another
+version of the engine does the same. A setting without an option is a comment. Names of options:
+vllm-project/vllm@00024d31 `vllm/engine/arg_utils.py`; sglang 0.5.23 `srt/server_args.py`;
+NVIDIA/TensorRT-LLM@64e644e7 `tensorrt_llm/commands/serve.py`, `llmapi/llm_args.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stagewright.errors import UserError, either
+from stagewright.serving.deployment import Deployment, InstanceGroup
+
+HUB = "https://huggingface.co/"
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
+"""Scheduler of each engine."""
+
+
+def check_engine(engine: str, schedulers: Sequence[str]) -> None:
+    """Raise UserError for an engine whose scheduler is none of those that are timed."""
+    if ENGINES[engine] not in schedulers:
+        timed = either(schedulers)
+        raise UserError(
+            f"--as {engine}: scheduler {timed} is timed; add --scheduler {ENGINES[engine]}"
+        )
+
+
+def command_lines(deployment: Deployment, engine: str) -> list[str]:
+    """Command line of an instance of each group; `#` begins comments.
+
+    Raises UserError for an unknown engine, and one whose scheduler is not the one that was timed.
+    """
+    if engine not in ENGINES:
+        raise UserError(f"--as {engine}: wanted {either(ENGINES)}")
+    lines: list[str] = []
+    for group in deployment.groups:
+        timed = group.engines.scheduler
+        if timed != ENGINES[engine]:
+            raise UserError(
+                f"--as {engine}: this deployment was timed with scheduler {timed}; give another "
+                f"row (--run), or only --scheduler {ENGINES[engine]}"
+            )
+        role = "" if group.role == "both" else f" for {group.role}"
+        count = group.engines.instances
+        lines.append(
+            f"# {count} x {group.instance.gpus} x {group.instance.machine.hardware.name}{role}"
+        )
+        lines += _WRITERS[engine](group)
+    return lines
+
+
+def _model(group: InstanceGroup) -> str:
+    """Id on the hub, or the name or path that was given."""
+    source = group.instance.model.source
+    if source.startswith(HUB):
+        return "/".join(source.removeprefix(HUB).split("/")[:2])
+    return group.instance.run.model
+
+
+def _line(command: str, options: Mapping[str, Any]) -> str:
+    """A command with its options: True alone, None left out."""
+    words = [command]
+    for name, value in options.items():
+        if value is None or value is False:
+            continue
+        words.append(name if value is True else f"{name} {shlex.quote(str(value))}")
+    return " ".join(words)
+
+
+def _vllm(group: InstanceGroup) -> Iterator[str]:
+    run, engines = group.instance.run, group.engines
+    experts = group.instance.model.num_experts > 0
+    speculative: dict[str, Any] | None = None
+    if run.num_speculative_tokens and engines.speculative_method:
+        speculative = {
+            "method": engines.speculative_method,
+            "num_speculative_tokens": run.num_speculative_tokens,
+        }
+        if engines.speculative_model:
+            speculative["model"] = engines.speculative_model
+    yield _line(
+        f"vllm serve {_model(group)}",
+        {
+            "--tensor-parallel-size": run.tp,
+            "--pipeline-parallel-size": run.pp if run.pp > 1 else None,
+            "--data-parallel-size": run.dp if run.dp > 1 else None,
+            "--enable-expert-parallel": experts and run.ep > 1,
+            "--quantization": _quantization(run.weight_precision, {"nvfp4": "modelopt_fp4"}),
+            "--kv-cache-dtype": {None: "auto", "bf16": "bfloat16"}.get(
+                run.kv_cache_dtype, run.kv_cache_dtype
+            ),
+            "--block-size": run.kv_block_size,
+            "--max-model-len": group.max_model_len,
+            "--max-num-batched-tokens": group.limits.tokens,
+            "--max-num-seqs": group.limits.requests,
+            "--gpu-memory-utilization": engines.gpu_memory_utilization,
+            "--num-gpu-blocks-override": engines.num_gpu_blocks,
+            "--long-prefill-token-threshold": engines.long_prefill_token_threshold or None,
+            "--scheduling-policy": engines.scheduling_policy,
+            _switch("enable-prefix-caching", engines.enable_prefix_caching): True,
+            _switch("enable-chunked-prefill", engines.enable_chunked_prefill is not False): True,
+            _switch("async-scheduling", engines.async_scheduling and run.pp == 1): True,
+            "--speculative-config": None if speculative is None else json.dumps(speculative),
+            "--kv-transfer-config": None
+            if group.role == "both"
+            else json.dumps({"kv_connector": "NixlConnector", "kv_role": "kv_both"}),
+        },
+    )
+    if run.num_speculative_tokens and not speculative:
+        yield f"# {run.num_speculative_tokens} drafts a step that take no time have no option"
+
+
+def _sglang(group: InstanceGroup) -> Iterator[str]:
+    run, engines = group.instance.run, group.engines
+    replicas = run.dp
+    yield _line(
+        f"python3 -m sglang.launch_server --model-path {_model(group)}",
+        {
+            "--tp-size": run.tp * replicas,  # with attention data parallelism: of both
+            "--pp-size": run.pp if run.pp > 1 else None,
+            "--dp-size": replicas if replicas > 1 else None,
+            "--enable-dp-attention": replicas > 1,
+            "--ep-size": run.ep if run.ep > 1 else None,
+            "--quantization": _quantization(run.weight_precision, {"nvfp4": "modelopt_fp4"}),
+            "--kv-cache-dtype": {None: "auto", "bf16": "bf16", "fp8": "fp8_e4m3"}.get(
+                run.kv_cache_dtype, run.kv_cache_dtype
+            ),
+            "--page-size": run.kv_block_size,
+            "--context-length": group.max_model_len,
+            "--chunked-prefill-size": group.limits.prompt_tokens,
+            "--max-prefill-tokens": engines.max_prefill_tokens,
+            "--max-running-requests": group.limits.requests * replicas,
+            "--max-total-tokens": group.blocks * run.kv_block_size,
+            "--schedule-policy": engines.schedule_policy,
+            "--schedule-conservativeness": engines.schedule_conservativeness,
+            "--scheduler-recv-interval": engines.scheduler_recv_interval,
+            "--enable-mixed-chunk": engines.enable_mixed_chunk,
+            "--disable-radix-cache": not engines.enable_prefix_caching,
+            "--disable-overlap-schedule": not engines.async_scheduling,
+            "--disaggregation-mode": None if group.role == "both" else group.role,
+        },
+    )
+    if run.num_speculative_tokens:
+        yield f"# {run.num_speculative_tokens} drafts a step: --speculative-algorithm and its model"
+
+
+def _trtllm(group: InstanceGroup) -> Iterator[str]:
+    run, engines = group.instance.run, group.engines
+    replicas = run.dp
+    fields: dict[str, Any] = {
+        "enable_attention_dp": replicas > 1,
+        "enable_chunked_prefill": bool(engines.enable_chunked_prefill),
+        "disable_overlap_scheduler": not engines.async_scheduling,
+        "scheduler_config": {
+            "capacity_scheduler_policy": engines.capacity_scheduler_policy.upper()
+        },
+        "kv_cache_config": {
+            "dtype": {None: "auto", "bf16": "auto"}.get(run.kv_cache_dtype, run.kv_cache_dtype),
+            "enable_block_reuse": engines.enable_prefix_caching,
+            "tokens_per_block": run.kv_block_size,
+            "max_tokens": group.blocks * run.kv_block_size,
+        },
+    }
+    if engines.batch_wait_timeout_iters:
+        fields["batch_wait_timeout_iters"] = engines.batch_wait_timeout_iters
+        fields["batch_wait_max_tokens_ratio"] = engines.batch_wait_max_tokens_ratio
+    if group.role != "both":
+        fields["cache_transceiver_config"] = {"backend": "DEFAULT"}
+    yield f"# config.yaml: {json.dumps(fields)}"
+    yield _line(
+        f"trtllm-serve {_model(group)}",
+        {
+            "--tp_size": run.tp * replicas,  # with attention data parallelism: of both
+            "--pp_size": run.pp if run.pp > 1 else None,
+            "--ep_size": run.ep if run.ep > 1 else None,
+            "--max_batch_size": group.limits.requests,
+            "--max_num_tokens": group.limits.tokens,
+            "--max_seq_len": group.max_model_len,
+            "--config": "config.yaml",
+        },
+    )
+    if run.weight_precision:
+        yield f"# weights in {run.weight_precision}: of the checkpoint"
+    if run.num_speculative_tokens:
+        yield f"# {run.num_speculative_tokens} drafts a step: speculative_config of config.yaml"
+
+
+def _quantization(precision: str | None, names: Mapping[str, str]) -> str | None:
+    """The engine's name of a storage format; None, bf16: the checkpoint's own."""
+    return None if precision in (None, "bf16") else names.get(precision, precision)
+
+
+def _switch(name: str, on: bool) -> str:
+    return f"--{name}" if on else f"--no-{name}"
+
+
+_WRITERS: Mapping[str, Callable[[InstanceGroup], Iterator[str]]] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "trtllm": _trtllm,
+}

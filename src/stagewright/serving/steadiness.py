@@ -1,0 +1,192 @@
+"""Measured window of a serving run, and whether a longer run would have the same figures.
+
+At its begin a run has few requests, and after the last arrival it drains: rates and latencies of
+both are no server's. The window lies between, from the first arrival after the warm-up to the last
+arrival. Figures of a run are steady if requests arrive for much longer than one takes, the requests
+in flight do not grow, and the second half of the window has the throughput of the first. Where more
+requests come than are served, those that wait grow by what is left over each second, so waiting
+times grow along the run by the rate of arrivals over that of the server, less 1.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from stagewright.arrays import Bool, Float
+from stagewright.numbers import duration, many
+from stagewright.serving.simulation import Outcome
+from stagewright.serving.workload import Records
+
+WARM_UP = 0.2
+"""Share of the requests, in order of arrival, before the window."""
+SPAN = 5.0
+"""Mean times of a request for which requests of a steady run arrive at least: the warm-up then
+takes one of them, after which as many requests finish as arrive."""
+MAX_CHANGE = 0.1
+"""Change of throughput between the halves of the window of a steady run."""
+MAX_GROWTH = 0.05
+"""Growth of the requests in flight, in requests that arrive, of a steady run; also how much more
+requests may come than are served, where this can be told from chance."""
+MIN_REQUESTS = 100
+"""Measured requests from which on chance leaves anything to tell."""
+SIGMAS = 3.0
+"""Deviations of Poisson arrivals that are taken for chance."""
+
+
+class Window(NamedTuple):
+    """Measured part of a run (s since it began)."""
+
+    begins: float
+    ends: float
+    whole: bool
+    """From the first arrival to the last token: ramp and drain count."""
+
+    @property
+    def seconds(self) -> float:
+        """Length."""
+        return self.ends - self.begins
+
+    def overlap(self, begins: Float, ends: Float) -> Float:
+        """Seconds of each span within the window."""
+        if self.whole:
+            return ends - begins
+        seconds = np.minimum(ends, self.ends)
+        seconds -= np.maximum(begins, self.begins)
+        return np.maximum(seconds, 0.0, out=seconds)
+
+    def share(self, begins: Float, ends: Float) -> Float:
+        """Share of each span within the window; of an instant: 1 or 0."""
+        spans = ends - begins
+        shares = self.contains(ends).astype(np.float64)
+        np.divide(self.overlap(begins, ends), spans, out=shares, where=spans > 0)
+        return shares
+
+    def contains(self, times: Float) -> Bool:
+        """True for times after the begin of the window, up to its end."""
+        if self.whole:
+            return np.isfinite(times)
+        return (times > self.begins) & (times <= self.ends)
+
+    def measures(self, arrival: Float) -> Bool:
+        """True for requests of which latencies count: those that arrive in the window."""
+        return arrival >= self.begins
+
+
+def arrivals_measured(arrived: Float, requests: int) -> Window | None:
+    """Window of so many requests by those that have arrived; None: not known yet."""
+    before = int(requests * WARM_UP)
+    if len(arrived) <= before:
+        return None
+    return Window(float(np.partition(arrived, before)[before]), float(arrived.max()), False)
+
+
+def window_of(records: Records, *, whole_run: bool = False) -> Window:
+    """Window of a run; the whole run if asked for, or if the window is shorter than a request."""
+    arrival, finish = (np.frombuffer(c) for c in (records.arrival, records.finish))
+    done = np.isfinite(finish)
+    if not done.any():
+        return Window(0.0, 0.0, True)
+    mean = float(finish.mean(where=done) - arrival.mean(where=done))
+    arrived = arrival if done.all() else arrival[np.isfinite(arrival)]
+    window = arrivals_measured(arrived, len(arrival))
+    if whole_run or window is None or window.seconds < mean:
+        return Window(float(arrived.min()), float(np.nanmax(finish)), True)
+    return window
+
+
+@dataclass(frozen=True, slots=True)
+class Steadiness:
+    """Comparison of the halves of the time between the warm-up and the last arrival."""
+
+    steady: bool
+    overloaded: bool
+    """More requests come than are served."""
+    arrival_rate: float
+    """Requests that come per second."""
+    throughput_change: float
+    """Finished requests per second in the second half over those of the first, less 1."""
+    in_flight: tuple[int, int]
+    """Requests in flight at the begin and at the end."""
+    reason: str
+    """Why the run is not steady; empty if it is."""
+    wanted_requests: int
+    """Requests that are enough, and arrive for `SPAN` times as long as one takes."""
+
+    def sentence(self, served_rate: float) -> str:
+        """Verdict in words; `served_rate` is that of the whole window (requests per second)."""
+        if self.overloaded:
+            return (
+                f"overloaded: {self.arrival_rate:.3g} requests/s come, {served_rate:.3g} are "
+                "served; waiting times grow with the length of the run"
+            )
+        if not self.steady:
+            return f"not steady: {self.reason}"
+        return (
+            f"steady: {self.arrival_rate:.3g} requests/s come, {served_rate:.3g} are served "
+            f"({self.throughput_change:+.1%} in the second half)"
+        )
+
+
+def steadiness_of(outcome: Outcome) -> Steadiness:
+    """Steadiness of the finished requests of a run."""
+    records, closed = outcome.records, outcome.workload.concurrency is not None
+    finite = np.isfinite(np.frombuffer(records.finish))
+    done = slice(None) if finite.all() else finite  # all of them: no copies
+    arrival, scheduled, finish = (
+        np.frombuffer(c)[done] for c in (records.arrival, records.scheduled, records.finish)
+    )
+    waits = scheduled - arrival
+    if outcome.handover is not None:
+        sent, prefilled = (
+            np.frombuffer(c)[done] for c in (outcome.handover.begins, outcome.handover.prefilled)
+        )
+        waits = waits + np.nan_to_num(np.maximum(sent - prefilled, 0.0))
+    window = arrivals_measured(arrival, len(arrival))
+    if window is None or not window.seconds:
+        return Steadiness(
+            False, False, math.nan, math.nan, (0, 0), "all requests arrive at once", 0
+        )
+    first, last, _ = window
+    middle = (first + last) / 2
+    inside = window.measures(arrival)
+    count = int(inside.sum())
+    noise = SIGMAS / math.sqrt(count)
+    first_half = int(((finish > first) & (finish <= middle)).sum())
+    second_half = int(((finish > middle) & (finish <= last)).sum())
+    change = second_half / first_half - 1 if first_half else math.inf
+    begin, end = (int(((arrival <= at) & (finish > at)).sum()) for at in (first, last))
+    waiting_growth = _slope(arrival[inside], waits[inside])
+    overloaded = not closed and waiting_growth > max(MAX_GROWTH, noise)
+    mean, span = float((finish - arrival).mean()), last - float(arrival.min())
+    wanted = math.ceil(max(len(arrival) * SPAN * mean / span, MIN_REQUESTS / (1 - WARM_UP)))
+    reason = ""
+    if overloaded:
+        reason = "more requests come than are served"
+    elif count < MIN_REQUESTS:
+        reason = (
+            f"{many(count, 'measured request is', 'measured requests are')} too few; from "
+            f"{wanted:,} requests on (--num-requests) it could be told"
+        )
+    elif span < SPAN * mean:
+        reason = (
+            f"requests arrive for {duration(span)} and take {duration(mean)} each; from "
+            f"{many(wanted, 'request', 'requests')} on (--num-requests) it could be told"
+        )
+    elif not closed and abs(end - begin) > max(MAX_GROWTH * count, SIGMAS * math.sqrt(begin + end)):
+        reason = f"{begin:,} requests are in flight at the begin, {end:,} at the end"
+    elif abs(change) > max(MAX_CHANGE, 2 * noise):  # of halves, each with half of the requests
+        reason = f"the second half has {change:+.1%} throughput"
+    return Steadiness(
+        not reason, overloaded, count / window.seconds, change, (begin, end), reason, wanted
+    )
+
+
+def _slope(times: Float, values: Float) -> float:
+    """Slope of a straight line through values over times, by least squares."""
+    centred = times - times.mean()
+    square = float((centred * centred).sum())
+    return float((centred * values).sum()) / square if square else 0.0

@@ -1,0 +1,88 @@
+"""Command lines of engines have every setting that was timed."""
+
+import json
+import shlex
+
+import pytest
+
+from stagewright.errors import UserError
+from stagewright.model.catalog import resolve as model_of
+from stagewright.run.sections.serving import EngineSection
+from stagewright.run.settings import Run
+from stagewright.serving.command_lines import ENGINES, command_lines
+from stagewright.serving.deployment import Deployment, InstanceGroup
+from stagewright.serving.instance import instance
+from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.network import Machine
+
+MODEL = "qwen3-30b-a3b"
+RUN = Run(
+    model=MODEL, mode="decode", layers=2, tp=2, dp=2, ep=4, kv_cache_dtype="fp8", kv_block_size=32,
+    max_model_len=4096,
+)  # fmt: skip
+
+
+def group(engine: str, **settings: object) -> InstanceGroup:
+    engines = EngineSection(scheduler=ENGINES[engine], max_num_seqs=64, **settings)
+    hardware = hardware_of("h200")
+    limits = batch_limits(engines, hardware)
+    model = model_of(MODEL).with_overrides(num_layers=2)
+    made = instance(RUN, model, Machine.of(hardware, gpus=4), most_requests=limits.requests)
+    return InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
+
+
+def options(line: str) -> dict[str, str]:
+    words = shlex.split(line)
+    found: dict[str, str] = {}
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            found[word] = "" if after.startswith("--") else after
+    return found
+
+
+def test_vllm():
+    engines = {"gpu_memory_utilization": 0.8, "enable_prefix_caching": False}
+    of = group("vllm", max_num_batched_tokens=4096, **engines)
+    comment, line = command_lines(Deployment((of,)), "vllm")
+    assert comment == "# 1 x 4 x h200"
+    assert line.startswith("vllm serve Qwen/Qwen3-30B-A3B --tensor-parallel-size 2 ")
+    wanted = {
+        "--data-parallel-size": "2", "--enable-expert-parallel": "", "--kv-cache-dtype": "fp8",
+        "--block-size": "32", "--max-model-len": "4096", "--max-num-batched-tokens": "4096",
+        "--max-num-seqs": "64", "--gpu-memory-utilization": "0.8", "--no-enable-prefix-caching": "",
+        "--enable-chunked-prefill": "", "--async-scheduling": "",
+    }  # fmt: skip
+    found = options(line)
+    assert {name: found[name] for name in wanted} == wanted
+    assert "--pipeline-parallel-size" not in found
+    assert "--kv-transfer-config" not in found
+
+
+def test_sglang_counts_ranks_of_attention_data_parallelism_in_tp():
+    _, line = command_lines(Deployment((group("sglang", chunked_prefill_size=2048),)), "sglang")
+    wanted = {
+        "--model-path": "Qwen/Qwen3-30B-A3B", "--tp-size": "4", "--dp-size": "2", "--ep-size": "4",
+        "--enable-dp-attention": "", "--kv-cache-dtype": "fp8_e4m3", "--page-size": "32",
+        "--chunked-prefill-size": "2048", "--max-running-requests": "128",
+    }  # fmt: skip
+    found = options(line)
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_tensorrt_llm():
+    of = group("trtllm", capacity_scheduler_policy="max_utilization")
+    _, config, line = command_lines(Deployment((of,)), "trtllm")
+    fields = json.loads(config.removeprefix("# config.yaml: "))
+    assert fields["enable_attention_dp"] is True
+    assert fields["scheduler_config"] == {"capacity_scheduler_policy": "MAX_UTILIZATION"}
+    assert fields["kv_cache_config"]["dtype"] == "fp8"
+    assert fields["kv_cache_config"]["max_tokens"] == of.blocks * 32
+    wanted = {"--tp_size": "4", "--ep_size": "4", "--max_batch_size": "64", "--max_seq_len": "4096"}
+    found = options(line)
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_another_engine_than_the_one_that_was_timed_is_refused():
+    with pytest.raises(UserError, match="was timed with scheduler vllm"):
+        command_lines(Deployment((group("vllm"),)), "sglang")
