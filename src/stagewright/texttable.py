@@ -198,21 +198,29 @@ class Table:
 
     def to_pandas(self) -> Any:
         """A pandas.DataFrame of the unformatted values; needs the extra `pandas`."""
-        return self._data_frame("pandas")
+        try:
+            library = importlib.import_module("pandas")
+        except ImportError:
+            raise _missing("pandas") from None
+        return library.DataFrame(self._lists())
 
     def to_polars(self) -> Any:
         """A polars.DataFrame of the unformatted values; needs the extra `polars`."""
-        return self._data_frame("polars")
-
-    def _data_frame(self, library: str) -> Any:
         try:
-            module = importlib.import_module(library)
+            library = importlib.import_module("polars")
         except ImportError:
-            raise UserError(
-                f"this needs {library}, which is not installed; "
-                f"pip install 'stagewright[{library}]'"
-            ) from None
-        return module.DataFrame({name: list(values) for name, values in self.columns.items()})
+            raise _missing("polars") from None
+        return library.DataFrame(self._lists())
+
+    def _lists(self) -> dict[str, list[object]]:
+        return {name: list(values) for name, values in self.columns.items()}
+
+
+def _missing(library: str) -> UserError:
+    """Error of a method that needs a library which is not installed."""
+    return UserError(
+        f"this needs {library}, which is not installed; pip install 'stagewright[{library}]'"
+    )
 
 
 def _pieces(widths: Mapping[str, int], room: int) -> list[list[str]]:

@@ -53,7 +53,7 @@ class Simulation(SimulatedStep):
         return step_tables.transfers(self)
 
     def tasks(self, lane: int = 0) -> Table:
-        """When the tasks of a lane (an index into `timeline.lanes`) run, in seconds."""
+        """When the tasks of a lane (an index into the lanes of `timeline`) run, in seconds."""
         return step_tables.tasks_in_time(self, lane)
 
 

@@ -115,7 +115,7 @@ class Framework:
     def __init__(self, name: str, defaults: Mapping[str, object], *, dotted: bool = False) -> None:
         """`defaults`: the framework's, of settings that declare their name in it (`names`).
 
-        `dotted`: the names have dots, such as `parallelism.tensor_parallel_degree`.
+        `dotted`: the names have dots, as those of torchtitan.
         """
         self.name, self.defaults, self.dotted = name, defaults, dotted
         self.rules: list[Rule] = []

@@ -152,7 +152,7 @@ class ActionTable:
     """Distinct actions of a program, and the segment rows that their rows are copies of.
 
     `segments` are, by stage class, those of forward and of backward, then those of the optimizer
-    actions. Row `i` of `actions.tasks` is row `segment_row[i]` of segment `segment[i]`. Each part
+    actions. Row `i` of their tasks is row `segment_row[i]` of segment `segment[i]`. Each part
     of an action has a number, and has each row of its segment once or not at all.
     """
 
