@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+import astra_clock
 import stagewright as sw
 from stagewright.run.sections.execution import Execution
 from stagewright.time import astra_sim
@@ -32,7 +33,6 @@ TESTS = Path(__file__).parent.parent / "tests"
 DATA = TESTS / "data" / "astra_sim.json"
 
 sys.path.insert(0, str(TESTS))
-astra_clock = importlib.import_module("astra_clock")
 handmade = importlib.import_module("handmade")
 
 

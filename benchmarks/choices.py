@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stagewright.errors import UserError
-from stagewright.evidence.measurements import Measurement, measurements
-from stagewright.evidence.validate import machine_of, step_seconds
+from stagewright.evidence import training
+from stagewright.evidence.training import Measurement, machine_of, step_seconds
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve as resolve_model
 from stagewright.program.fit import peak_in_issue_order
@@ -136,14 +136,20 @@ def possible(m: Measurement, changed: Mapping[str, Any]) -> Run | None:
 def published(choices: Choices) -> Measurement:
     """The published run; of one whose step is not published, the measured time is infinite."""
     if choices.unmeasured is None:
-        return next(m for m in measurements(choices.source) if m.row == choices.row)
+        return next(m for m in training.rows(choices.source) if m.row == choices.row)
     settings = dict(choices.unmeasured)
     hardware = settings.pop("hardware")
     run = Run.load(None, settings)
     return Measurement(
-        choices.source, choices.row, "", "step_s", math.inf, hardware, "", "", "", None, False,
-        Execution(moe_flex_dispatcher=True), run, resolve_model(run.model),
-    )  # fmt: skip
+        source=choices.source,
+        row=choices.row,
+        hardware=hardware,
+        quantity="step_s",
+        measured=math.inf,
+        execution=Execution(moe_flex_dispatcher=True),
+        run=run,
+        model=resolve_model(run.model),
+    )
 
 
 def near_even(layers: int, stages: int) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
     python benchmarks/drafts.py
 
 Closed loops of users, ten requests each, lengths uniform between 80% and 100% (as
-`evidence.closed_loops`). Servers are set up as SemiAnalysisAI/InferenceX `benchmarks/single_node/`
+`evidence.servers`). Servers are set up as SemiAnalysisAI/InferenceX `benchmarks/single_node/`
 says (`fixed_seq_len/dsr1_fp4_b200_mtp.sh`, `dsr1_fp8_b200_mtp.sh`, `dsr1_fp8_h200_trt_mtp.sh`,
 `fixed_seq_len/dsr1_fp8_h200_mtp.sh` and their like): two drafts with SGLang, three with TRT-LLM
 without attention data parallelism. The acceptance length is that of the server: tokens come to the

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.evidence import kernels as validate_kernels
-from stagewright.evidence import reproduce
-from stagewright.evidence.predictions import Prediction, grouped
-from stagewright.evidence.sources import sources
+import stage_paper as paper
+from stagewright.evidence import kernels as kernel_rows
+from stagewright.evidence.rows import Prediction, compare
+from stagewright.evidence.statistics import grouped
+from stagewright.evidence.training import sources
 from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
 
@@ -82,8 +83,8 @@ EXACT = ("0", "0", "0")
 
 def stage_paper() -> Part:
     """Tables VII, V and I of STAGE's paper."""
-    cases = list(reproduce.stage_paper())
-    page = reproduce.markdown(cases).split("\n")[1:]
+    cases = list(paper.stage_paper())
+    page = paper.markdown(cases).split("\n")[1:]
     lines = [line.replace("## ", "### ", 1) if line.startswith("## ") else line for line in page]
     glance: list[tuple[str, ...]] = []
     for name, what in (("VII", "volumes"), ("V", "peak memory"), ("I", "operations")):
@@ -237,7 +238,8 @@ def kernels() -> Part:
     """Kernels and collectives: residuals by source and hardware."""
     by: dict[tuple[str, str, str], list[float]] = {}
     glance: dict[str, list[float]] = {}
-    for o in validate_kernels.validate():
+    for o in compare(kernel_rows.rows()):
+        assert isinstance(o, Prediction)
         hardware, kernel, dtype = o.row.split()[:3]
         by.setdefault((o.source, hardware, f"{kernel} {dtype}"), []).append(o.error)
         glance.setdefault(o.source, []).append(o.error)

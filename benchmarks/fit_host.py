@@ -7,7 +7,7 @@
 prints `COLLECTIVE_CHECK` of `time.simulate.launches` and `hop_us` of `h100-p5-sxm`;
 no step time is in them. `launches` predicts the rows of sources that are launched eagerly with
 several costs of a call, and prints the errors on the rows that may be fitted to and on those held
-out (`evidence.groups.held_out`), of jobs on up to four nodes whose collectives were not checked:
+out (`evidence.training.held_out`), of jobs on up to four nodes whose collectives were not checked:
 for nanotron 70 us, 5.9% off and 6.6% held out. SHARE, of all rows by a hash of their names,
 shortens the search.
 """
@@ -21,15 +21,15 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import numpy as np
-from step_times import place
 
-from stagewright.evidence import validate
-from stagewright.evidence.measurements import Measurement, measurements
-from stagewright.evidence.predictions import Prediction
+from stagewright.evidence import training
+from stagewright.evidence.rows import Prediction, compare
+from stagewright.evidence.training import Measurement
 from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.simulate import launches
+from step_times import place
 
 # ---- collectives of 1 GiB ------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def predicted(rows: Sequence[Measurement], call: float) -> list[Prediction]:
     }
     launches.LAUNCH_COSTS = {**known, **changed}
     try:
-        return [o for o in validate.compare(rows) if isinstance(o, Prediction)]
+        return [o for o in compare(rows) if isinstance(o, Prediction)]
     finally:
         launches.LAUNCH_COSTS = known
 
@@ -137,7 +137,7 @@ def _near(m: Measurement) -> bool:
 
 def fit_launches(names: Sequence[str], share: float) -> None:
     """Print the errors by cost of a call, of the rows that fit and of those held out."""
-    rows = [m for m in measurements() if m.source in names and place(m) < share and _near(m)]
+    rows = [m for m in training.rows() if m.source in names and place(m) < share and _near(m)]
     print("us of a call: rows, mean error, bias; held out")
     for call in CALL_US:
         found = [(o.traits and o.traits.held_out, o.error_of_time) for o in predicted(rows, call)]

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as parquet
-from fit_kernels import Constants, Rows, block, column, fit, held_out, sample, told
 
+from fit_kernels import Constants, Rows, block, column, fit, held_out, sample, told
 from stagewright.evidence.kernels import ITEM, ExpertMLP, experts_seconds
 from stagewright.time.collectives import direct_all_reduce
 from stagewright.time.hardware import (

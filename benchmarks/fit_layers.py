@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from fit_kernels import block, column, fit, held_out, sample, told
 
+from fit_kernels import block, column, fit, held_out, sample, told
 from stagewright.evidence.kernels import ExpertMLP, experts_seconds
 from stagewright.time.hardware import (
     CachedAttentionFit,

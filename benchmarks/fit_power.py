@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.compute as columns
 import pyarrow.parquet as parquet
-from fit_kernels import held_out, sample
 from scipy.optimize import minimize
 
+from fit_kernels import held_out, sample
 from stagewright.time.hardware import resolve
 from stagewright.time.power import GROUPED_ROWS, ROWS
 

@@ -13,7 +13,7 @@ and 30% are held out, by a hash. The sum of the logarithms of the errors is leas
 single runs that are far off do not count.
 
 `queue`: what hosts take until a request is in the queue, of requests that are served one by one
-(`serving.host`), fitted to the times to first tokens of closed loops (`evidence.closed_loops`).
+(`serving.host`), fitted to the times to first tokens of closed loops (`evidence.servers`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from fit_kernels import held_out
 
+from fit_kernels import held_out
 from stagewright.errors import UserError
-from stagewright.evidence import closed_loops, inference
+from stagewright.evidence import inference, servers
 from stagewright.evidence.inference import HOST_MS, SCHEDULERS, ServedRow
 from stagewright.model.catalog import resolve
 from stagewright.serving import deployment
@@ -87,7 +87,7 @@ def first_tokens() -> None:
         mine = [row for row in rows if row.engine == engine]
         prompt = np.array([row.isl * (1 + row.shortest) / 2 / 1024 for row in mine])
         carried = HOST_MS[engine][0] + HOST_MS[engine][1] * prompt
-        steps = np.array([inference.loaded(row).ttft * 1e3 for row in mine]) - carried
+        steps = np.array([inference.steady_state(row).ttft * 1e3 for row in mine]) - carried
         table = np.array([steps, prompt, [row.measured for row in mine]])
         test = np.array([held_out(*key(row)) for row in mine])
         best = fit(table[:, ~test], GRID)
@@ -107,7 +107,9 @@ def steps() -> None:
             step, request = (x / 1e6 for x in constants)
             host = hosts.HostTimes(per_step=step, per_request_step=request, beside=True)
             inference.HOSTS = {SCHEDULERS[mine[0].engine]: host}
-            return np.array([inference.loaded(row).tpot * 1e3 / row.measured - 1 for row in mine])
+            return np.array(
+                [inference.steady_state(row).tpot * 1e3 / row.measured - 1 for row in mine]
+            )
 
         every = {c: found(c) for c in itertools.product(*STEP_GRID)}
         best = min(every, key=lambda c: float(np.abs(np.log1p(every[c][~test])).sum()))
@@ -117,14 +119,13 @@ def steps() -> None:
 
 def queue() -> None:
     """The host of a request until the queue, by engine; of vLLM see `serving.host`."""
-    loops = [of for of in closed_loops.closed_loops() if not of.row.reason]
+    rows = [of for of in servers.closed_loops() if "ttft" in of.quantity and not of.reason]
+    loops = {of.experiment: of for of in reversed(rows)}.values()
     carried = dict(hosts.HOSTS)
     for engine in ("trtllm", "sglang"):
         name = SCHEDULERS[engine]
-        mine = [of for of in loops if of.row.engine == engine]
-        mine = [of for of in mine if any("ttft" in row.quantity for row in of.measured)]
-        mine = [of for of in mine if _fits(of)]
-        test = np.array([held_out(*key(of.row)) for of in mine])
+        mine = [of for of in loops if of.served.engine == engine and _fits(of)]
+        test = np.array([held_out(*key(of.served)) for of in mine])
         every: dict[tuple[int, ...], np.ndarray] = {}
         for constants in itertools.product(*QUEUE_GRID):
             own = {"per_request": constants[0] / 1e3, "per_prompt_token": constants[1] / 1.024e6}
@@ -136,17 +137,16 @@ def queue() -> None:
         told("first tokens", every.__getitem__, test, best)
 
 
-def _fits(of: closed_loops.ClosedLoop) -> bool:
+def _fits(of: servers.ClosedLoopRow) -> bool:
     try:
-        closed_loops.predictions(of)
+        of.simulate()
     except UserError:
         return False
     return True
 
 
-def _first_token(of: closed_loops.ClosedLoop) -> float:
-    rows = zip(closed_loops.predictions(of), of.measured, strict=True)
-    return next(found.error for found, row in rows if "ttft" in row.quantity)
+def _first_token(of: servers.ClosedLoopRow) -> float:
+    return of.predict(of.simulate()) / of.measured - 1
 
 
 if __name__ == "__main__":

@@ -26,9 +26,8 @@ from pathlib import Path
 import numpy as np
 
 from stagewright.errors import UserError
-from stagewright.evidence import validate
-from stagewright.evidence.groups import configuration, held_out
-from stagewright.evidence.measurements import Measurement, measurements
+from stagewright.evidence import training
+from stagewright.evidence.training import Measurement, held_out, machine_of, step_seconds
 from stagewright.lower.compile import CompiledRun, compile
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
@@ -99,11 +98,11 @@ CLOCKS = np.array([0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
 
 def steps(name: str, precision: str, sources: list[str]) -> None:
     """Fit a clock to step times of some sources."""
-    validate.compile = compile_once()  # pyright: ignore
+    training.compile = compile_once()  # pyright: ignore
     run_of = {"mxfp8": "fp8", "fp4": "nvfp4"}.get(precision, precision)
     rows = [
         m
-        for m in measurements()
+        for m in training.rows()
         if m.hardware == name
         and (m.run.precision, m.run.fp8_recipe == "mxfp8") == (run_of, precision == "mxfp8")
         and not m.model.num_experts
@@ -116,13 +115,13 @@ def steps(name: str, precision: str, sources: list[str]) -> None:
     logs: list[list[float]] = []
     kept: list[Measurement] = []
     for m in rows:
-        key = configuration(m)
+        key = m.experiment
         if key not in known:
             print(f"# {m.source}, {m.row}", file=sys.stderr, flush=True)
             known[key] = _seconds(m, precision, clocks)
         if known[key]:
             kept.append(m)
-            found = [validate.in_quantity(m, s) / m.measured for s in known[key]]
+            found = [m.predict(s) / m.measured for s in known[key]]
             logs.append([log(x) if m.quantity == "step_s" else -log(x) for x in found])
     names = [f"{m.source}, {m.row}" for m in kept]
     solved(names, [not held_out(m) for m in kept], clocks, np.array(logs))
@@ -130,10 +129,10 @@ def steps(name: str, precision: str, sources: list[str]) -> None:
 
 def _seconds(m: Measurement, precision: str, clocks: np.ndarray) -> list[float]:
     """Seconds of the step at each clock; empty where the row cannot be predicted."""
-    machine = validate.machine_of(m)
+    machine = machine_of(m)
     try:
         return [
-            validate.step_seconds(
+            step_seconds(
                 m, replace(machine, hardware=with_clock(machine.hardware, precision, clock))
             )
             for clock in clocks.tolist()

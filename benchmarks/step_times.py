@@ -17,11 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from stagewright.evidence import regret
-from stagewright.evidence.groups import Traits, traits
-from stagewright.evidence.measurements import Measurement, measurements, not_compared
-from stagewright.evidence.predictions import GROUPS, Prediction, errors_by_group
-from stagewright.evidence.validate import compare
+import regret
+from stagewright.evidence import training
+from stagewright.evidence.rows import Prediction, Traits, compare, prediction
+from stagewright.evidence.statistics import GROUPS, errors_by_group
+from stagewright.evidence.training import Measurement, not_compared
 from stagewright.executors import cores
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +38,7 @@ which it has all rows of a source."""
 
 def chosen() -> list[Measurement]:
     """The rows of the file, in the order of the hash."""
-    rows = measurements()
+    rows = training.rows()
     of_source = Counter(m.source for m in rows)
     some = (m for m in rows if place(m) < SHARE or of_source[m.source] < SMALL)
     return sorted(some, key=place)
@@ -70,15 +70,12 @@ def written(outcomes: Iterable[Prediction]) -> str:
 
 def predictions() -> list[Prediction]:
     """The predictions of the file, with what their rows are grouped by."""
-    rows = {(m.source, m.row): m for m in measurements()}
+    rows = {(m.source, m.row): m for m in training.rows()}
     found: list[Prediction] = []
     for line in csv.DictReader(STEPS.read_text(encoding="utf-8").splitlines()):
         m = rows.get((line["source"], line["row"]))
         if m is not None:
-            ours = float(line["predicted"])
-            error = ours / m.measured - 1
-            found.append(Prediction(m.source, m.row, m.quantity, m.measured, ours, error, m.fitted,
-                                    m.reason, traits(m)))  # fmt: skip
+            found.append(prediction(m, float(line["predicted"])))
     return found
 
 
@@ -131,7 +128,7 @@ def markdown(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def regrets() -> str:
     """The tables of docs/regret.md, between their marks."""
     found = {(o.source, o.row): o for o in predictions()}
-    pairs = [(m, o) for m in measurements() if (o := found.get((m.source, m.row)))]
+    pairs = [(m, o) for m in training.rows() if (o := found.get((m.source, m.row)))]
     jobs, held_out = regret.regrets(pairs), regret.regrets(pairs, only_held_out=True)
     lines = [BEGIN, ""]
     for table in (

@@ -310,7 +310,30 @@ def ops() -> str:
             rows.append((f"`{name}`", op.sentence, spec, cost, sums, fused, gradient))
         title = re.sub(r": rows[^:]*$", "", first(family))
         parts.append(f"## {title}\n\n{table(heads, rows)}")
-    return "\n".join(parts)
+    return "\n".join([*parts, _ops_of_texts()])
+
+
+def _ops_of_texts() -> str:
+    """The ops that a .stg file may name, with their attributes."""
+    from stagewright.blocks.text.statements import COLLECTIVES, OPS_OF_TEXTS
+
+    rows: list[Sequence[object]] = []
+    for name, op in OPS_OF_TEXTS.items():
+        # A text can write numbers and words, no tuples.
+        attributes = {key: of for key, of in op.attrs.items() if of.types != (tuple,)}
+        required = [f"`{key}`: {of}" for key, of in attributes.items() if of.asked]
+        optional = [
+            f"`{key}`: {of}" + (f" [{of.implied}]" if of.implied is not None else "")
+            for key, of in attributes.items()
+            if not of.asked
+        ]
+        rows.append((f"`{name}`", "; ".join(required), "; ".join(optional)))
+    return (
+        "## Ops of .stg files\n\nThe ops that a module in a [.stg file](../own-models.md) may use, with their "
+        "attributes and, in brackets, the value of an attribute that is left out. `dtype=bf16` may be said of every "
+        f"op. Collectives, which layouts have to agree with: {', '.join(COLLECTIVES)}.\n\n"
+        + table(("op", "required attributes", "optional attributes"), rows)
+    )
 
 
 def _nodes() -> dict[str, Node]:

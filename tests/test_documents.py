@@ -289,6 +289,15 @@ def test_the_reference_is_current(request: pytest.FixtureRequest):
     assert old == [], "run python docs/reference.py"
 
 
+def test_the_reference_has_the_ops_of_texts():
+    page = module("docs/reference.py")._ops_of_texts()
+    listed = {line.split("`")[1] for line in page.splitlines() if line.startswith("| `")}
+    assert {"einsum", "act", "attention", "pscan"} <= listed
+    assert not {name for name in listed if name.endswith("_bwd")}
+    assert "| `norm` |  | `fn`: one of rmsnorm, layernorm [rmsnorm] |" in page
+    assert "| `act` | `fn`: one of gelu" in page
+
+
 @pytest.mark.slow
 def test_the_reference_has_every_weight_that_a_degree_splits():
     reference = module("docs/reference.py")

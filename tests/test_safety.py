@@ -55,8 +55,7 @@ OPENERS = {
     "files.py",
     *("trace/staging.py", "views/perfetto.py"),  # to write, or to lock
     *("time/hardware.py", "views/pages/templates.py", "model/presets.py", "model/hf/keys.py"),
-    *("evidence/kernels.py", "evidence/reproduce.py", "evidence/memory.py"),
-    *("evidence/measurements.py", "evidence/sources.py"),
+    "evidence/rows.py",
 }  # and the package's own data
 ALLOWED = {
     "cli/commands/show.py: tempfile",  # the text that a PyTorch module is imported as

@@ -39,10 +39,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import goldens
 import recorded_runs as runs
 import recorded_serving
-
-import goldens
 import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.program.fit import peak_in_issue_order

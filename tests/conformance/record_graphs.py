@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from record import Llama, loss_of, tensor_parallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,6 +25,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from record import Llama, loss_of, tensor_parallel
 from stagewright.imports.trace.graphs import record_graph
 
 GRAPHS = Path(__file__).parent / "graphs"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paths import ROOT
-from stagewright.evidence.validate import machine_of, step_seconds
+from stagewright.evidence.training import machine_of, step_seconds
 
 SPEC = importlib.util.spec_from_file_location("choices", ROOT / "benchmarks" / "choices.py")
 assert SPEC

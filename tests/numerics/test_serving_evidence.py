@@ -4,34 +4,37 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.evidence import closed_loops, replayed
-from stagewright.evidence.serving import QUANTITIES, predictions, servers
+import replayed
+from stagewright.evidence.rows import Prediction, compare
+from stagewright.evidence.servers import STAGE_QUANTITIES, closed_loops, stages
 from stagewright.serving.workloads.synthetic import LoadStage
 
 pytestmark = pytest.mark.numerics
 
 
 def test_every_stage_has_every_quantity():
-    for server in servers():
-        assert all(stage.times.keys() == QUANTITIES.keys() for stage in server.stages)
-        assert server.stages[0].load.rate > 0
+    by_stage: dict[tuple[str, int], set[str]] = {}
+    for row in stages():
+        by_stage.setdefault((row.server.name, row.stage), set()).add(row.quantity)
+        assert row.server.stages[0].rate > 0
+    assert all(quantities == STAGE_QUANTITIES.keys() for quantities in by_stage.values())
 
 
 def test_a_minute_of_a_server_is_as_measured():
-    server = servers()[0]
-    stage = server.stages[0]
-    minute = stage._replace(load=LoadStage(stage.load.rate, 60))
-    found = {p.quantity: p.error for p in predictions(replace(server, stages=(minute,)))}
+    first = stages()[0].server
+    minute = replace(first, stages=(LoadStage(first.stages[0].rate, 60),))
+    rows = [replace(row, server=minute) for row in stages() if row.experiment == repr(first)]
+    rows = [row for row in rows if row.stage == 0]
+    found = {p.quantity: p.error for p in compare(rows) if isinstance(p, Prediction)}
     assert abs(found["tpot_ms"]) < 0.1
     assert abs(found["e2e_ms"]) < 0.1
     assert abs(found["ttft_ms"]) < 0.3  # nothing is cached at first
 
 
 def test_users_in_a_closed_loop_are_as_measured():
-    loops = closed_loops.closed_loops()
-    assert all(each.measured for each in loops)
-    some = next(each for each in loops if "llama3.1-8b bf16 tp=1" in each.row.row)
-    found = {p.quantity: p.error for p in closed_loops.predictions(some)}
+    some = next(row for row in closed_loops() if "llama3.1-8b bf16 tp=1" in row.row)
+    rows = [row for row in closed_loops() if row.experiment == some.experiment]
+    found = {p.quantity: p.error for p in compare(rows) if isinstance(p, Prediction)}
     assert abs(found["tpot_ms"]) < 0.2
 
 

@@ -5,24 +5,16 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from paths import DOCS
-from stagewright.cli.main import commands
-from stagewright.evidence import reproduce
-from stagewright.evidence.reproduce import Case, Row
-
-DOC = DOCS / "stage-paper.md"
+from stage_paper import PAGE, Case, Row, markdown, stage_paper
 
 
 @cache
 def found() -> list[tuple[Case, list[Row]]]:
-    return list(reproduce.stage_paper())
+    return list(stage_paper())
 
 
 def rows(table: str) -> dict[tuple[str, str], Row]:
@@ -167,23 +159,10 @@ def test_number_of_operations() -> None:
     assert all(r.why for r in rows("I").values())
 
 
-# ---- the command and the page --------------------------------------------------------------------
-
-
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reproduce, "stage_paper", found)  # once is slow enough
-    told = json.loads(CliRunner().invoke(commands, ["reproduce", "stage-paper", "--json"]).output)
-    assert [case["name"] for case in told["cases"]] == [case.name for case, _ in found()]
-    assert {row["table"] for row in told["rows"]} == {"I", "V", "VII"}
-    page = tmp_path / "page.md"
-    CliRunner().invoke(commands, ["reproduce", "stage-paper", "-o", str(page)])
-    assert page.read_text(encoding="utf-8") == reproduce.markdown(found())
-    shown = CliRunner().invoke(commands, ["reproduce", "stage-paper"]).output
-    assert "104,153.0" in shown
-    assert "What is assumed" in shown
+# ---- the page ------------------------------------------------------------------------------------
 
 
 def test_document(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--bless"):
-        DOC.write_text(reproduce.markdown(found()), encoding="utf-8")
-    assert DOC.read_text(encoding="utf-8") == reproduce.markdown(found()), "see pytest --bless"
+        PAGE.write_text(markdown(found()), encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == markdown(found()), "see pytest --bless"

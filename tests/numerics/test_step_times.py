@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from paths import ROOT
-from stagewright.evidence.predictions import Prediction
-from stagewright.evidence.validate import compare
+from stagewright.evidence.rows import Prediction, compare
 from stagewright.views import deviations
 
 SPEC = importlib.util.spec_from_file_location("step_times", ROOT / "benchmarks" / "step_times.py")

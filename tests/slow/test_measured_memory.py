@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from paths import DOCS
-from stagewright.evidence.memory import PeakPrediction, predictions
-from stagewright.evidence.predictions import errors_by_source
+from stagewright.evidence.memory import BETWEEN_STEPS, MemoryRow, rows
+from stagewright.evidence.rows import Prediction, compare
+from stagewright.evidence.statistics import ErrorSummary, errors_by_source
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
 from stagewright.run.settings import Run
@@ -26,12 +27,20 @@ ZERO_BUBBLE = "Zero Bubble, arXiv 2401.10241, Table 4"
 
 
 @cache
-def found() -> tuple[PeakPrediction, ...]:
-    return tuple(predictions())
+def found() -> tuple[tuple[MemoryRow, Prediction], ...]:
+    pairs = zip(rows(), compare(rows()), strict=True)
+    return tuple((row, o) for row, o in pairs if isinstance(o, Prediction))
 
 
-def of(source: str) -> list[PeakPrediction]:
-    return [o for o in found() if o.source == source]
+def of(source: str, quantities: str = "peaks") -> list[tuple[MemoryRow, Prediction]]:
+    """The rows of a source: of its peaks, or of bytes between steps."""
+    between = quantities == BETWEEN_STEPS
+    return [(r, o) for r, o in found() if (r.quantity == BETWEEN_STEPS) == between
+            and source in ("", r.source)]  # fmt: skip
+
+
+def errors(source: str = "") -> list[ErrorSummary]:
+    return errors_by_source(o for _, o in of(source))
 
 
 # ---- Korthikanti et al., arXiv 2205.05198: models of table 3 on the ranks they name --------------
@@ -87,23 +96,22 @@ def test_korthikanti(model: str, variant: str) -> None:
 
 def test_dense_models_of_megatron() -> None:
     """Within 5% in the mean, all rows counted, and what is held between steps within 6%."""
-    rows = of(MEGATRON)
-    (line,) = errors_by_source(rows)
+    (line,) = errors(MEGATRON)
     assert line.rows == 138
     assert line.mape < 0.05
     assert line.median < 0.025
-    states = [abs(o.error_of_states or 0) for o in rows]
-    assert sum(states) / len(states) < 0.06
+    states = [abs(o.error) for _, o in of(MEGATRON, BETWEEN_STEPS)]
+    assert sum(states) / line.rows < 0.06
 
 
 def test_large_models_of_megatron() -> None:
     for source, mean in ((VOCABULARY, 0.02), (ZERO_BUBBLE, 0.05)):
-        (line,) = errors_by_source(of(source))
+        (line,) = errors(source)
         assert line.mape < mean
 
 
 def test_unexplained_rows_have_a_reason() -> None:
-    for o in found():
+    for _, o in of(""):
         assert abs(o.error) < 0.08 or o.reason, o
 
 
@@ -126,11 +134,10 @@ def comparison() -> list[str]:
     lines += [
         f"| {s.source} | {s.rows} | {s.mape:.1%} | {s.median:.1%} | {s.bias:+.1%} "
         f"| {s.worst[1]:+.1%} |"
-        for s in errors_by_source(found())
+        for s in errors()
     ]
-    for source in dict.fromkeys(o.source for o in found()):
-        some = of(source)
-        states = any(o.held for o in some)
+    for source in dict.fromkeys(o.source for _, o in found()):
+        states = {(r.row, r.hardware, r.url): o.error for r, o in of(source, BETWEEN_STEPS)}
         held = (" between steps |", "---:|") if states else ("", "")
         lines += [
             "",
@@ -139,11 +146,12 @@ def comparison() -> list[str]:
             f"| row | hardware | what | measured GB | ours GB | workspace | error |{held[0]} why |",
             f"|---|---|---|---:|---:|---:|---:|{held[1]}---|",
         ]
-        for o in some:
-            between = o.error_of_states
+        for r, o in of(source):
+            between = states.get((r.row, r.hardware, r.url))
+            peak = o.predicted - r.workspace
             lines.append(
-                f"| {o.row} | {o.hardware} | {o.quantity} | {o.measured / 1e9:.3f} | "
-                f"{o.peak / 1e9:.3f} | {o.workspace / 1e9:.3f} | {o.error:+.1%} | "
+                f"| {r.row} | {r.hardware} | {r.quantity} | {o.measured / 1e9:.3f} | "
+                f"{peak / 1e9:.3f} | {r.workspace / 1e9:.3f} | {o.error:+.1%} | "
                 + (f"{between:+.1%} | " if between is not None else "| " if states else "")
                 + f"{o.reason} |"
             )

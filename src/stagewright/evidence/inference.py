@@ -20,17 +20,14 @@ fitted (`serving.host.HOSTS`), and what hosts take until the first token (`HOST_
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any, Literal, NamedTuple, cast
 
-from stagewright.evidence.measurements import run_of_values
-from stagewright.evidence.predictions import Prediction
-from stagewright.executors import Processes
+from stagewright.evidence.rows import Row, carried_cells, carried_text
+from stagewright.evidence.training import run_of_values
 from stagewright.files import own_yaml
 from stagewright.lower.compile import compile
 from stagewright.lower.compiled_run import CompiledRun
@@ -45,17 +42,18 @@ from stagewright.time.network import Machine
 from stagewright.time.power import idle_watts
 from stagewright.time.simulate.step import simulate
 
+Engine = Literal["vllm", "sglang", "trtllm"]
 QUANTITIES = {
     "tpot_ms": "mean milliseconds between two tokens of a request",
     "ttft_ms": "mean milliseconds from a request to its first token",
     "watts": "mean power of a GPU",
 }
-TOKENS_OF_A_STEP = 8192
+MAX_NUM_BATCHED_TOKENS = 8192
 """`max_num_batched_tokens` of vLLM's server on large GPUs (vllm/engine/arg_utils.py), and at most
 of the recipes of the other engines here."""
-ALONE = ("sglang",)
+SEPARATE_PREFILL = ("sglang",)
 """Engines that compute prompts in steps of their own (rules of SGLang's scheduler)."""
-KEPT_SHARE, KEPT_BYTES = 0.1, 2e9
+RESERVED_SHARE, RESERVED_BYTES = 0.1, 2e9
 """Memory that engines keep for other things: a share (`gpu_memory_utilization` 0.9), and an
 allowance for activations and graphs."""
 
@@ -71,24 +69,18 @@ HOST_MS: Mapping[str, tuple[float, float]] = {
 """Milliseconds of an engine's host until a request's first token: of the request, and of 1,024
 tokens of its prompt. HTTP, the tokenizer, queues between processes, and launches of prompts'
 kernels outside of graphs; `benchmarks/fit_requests.py` fits them to 70% of the rows of first
-tokens. Here no requests are played, so that these times hold what an engine's rules make a request
-wait for, too. `serving.host.HOSTS` has what remains where requests are played: another quantity,
-fitted by `benchmarks/fit_requests.py queue`."""
+tokens. No requests are simulated here, so that these times include what an engine's rules make a
+request wait for. `serving.host.HOSTS` has what remains where requests are simulated: another
+quantity, fitted by `benchmarks/fit_requests.py queue`."""
 ROUNDS = 3
 """Times that the number of requests that get tokens is computed from the time they take."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServedRow:
+@dataclass(frozen=True, kw_only=True)
+class ServedRow(Row):
     """One published figure of a server, and its load."""
 
-    source: str
-    row: str
-    url: str
-    hardware: str
-    quantity: str
-    measured: float
-    engine: Literal["vllm", "sglang", "trtllm"]
+    engine: Engine
     concurrency: float | None
     request_rate: float | None
     """Requests per second."""
@@ -105,41 +97,59 @@ class ServedRow:
     checkpoint: str
     """Of `checkpoints.yaml`: how the weights are stored, where not as the preset's; or empty."""
     settings: Mapping[str, Any]
-    reason: str
     busy: float = 1.0
     """Share of the time of a power measurement in which the GPU ran kernels, as its driver says:
     measurements begin before a run and end after it."""
 
+    @property
+    def experiment(self) -> str:
+        """The server and its load."""
+        server = (self.hardware, self.engine, self.checkpoint, sorted(self.settings.items()))
+        load = (self.concurrency, self.request_rate, self.isl, self.cached, self.osl, self.shortest)
+        return repr((server, self.chunk, load))
 
-class Loaded(NamedTuple):
+    def simulate(self) -> SteadyState:
+        """The steady state."""
+        return steady_state(self)
+
+    def predict(self, outcome: SteadyState) -> float:
+        """The figure that was measured."""
+        idle = idle_watts(resolve(self.hardware))
+        values = {
+            "tpot_ms": outcome.tpot * 1e3,
+            "ttft_ms": outcome.ttft * 1e3,
+            "watts": self.busy * outcome.watts + (1 - self.busy) * idle,
+        }
+        return values[self.quantity]
+
+
+class SteadyState(NamedTuple):
     """A server in its steady state; seconds."""
 
     requests: float
-    """That get tokens, at a time."""
+    """Requests that decode at a time."""
     tpot: float
     ttft: float
-    """Without waiting for other requests."""
     watts: float
 
 
-def rows() -> list[ServedRow]:
-    """The rows that the package carries."""
-    return rows_of("inference.csv")
-
-
-def rows_of(name: str) -> list[ServedRow]:
-    """The rows of a file of `data/measured`."""
-    text = (files("stagewright") / "data" / "measured" / name).read_text("utf-8")
-    return [_row(cells) for cells in csv.DictReader(text.splitlines())]
+def rows(source: str | None = None, name: str = "inference.csv") -> list[ServedRow]:
+    """The rows of a file of `data/measured`, of sources whose name contains `source`."""
+    return [_row(cells) for cells in carried_cells(name, source)]
 
 
 def _row(cells: Mapping[str, str]) -> ServedRow:
-    own = set(ServedRow.__dataclass_fields__) - {"settings"} | {"max_num_batched_tokens"}
-    settings = {k: int(v) if v.isdecimal() else v for k, v in cells.items() if k not in own and v}
+    others = set(ServedRow.__dataclass_fields__) - {"settings"} | {"max_num_batched_tokens"}
+    values = {k: v for k, v in cells.items() if k not in others and v}
+    settings = {k: int(v) if v.isdecimal() else v for k, v in values.items()}
     return ServedRow(
-        *(cells[name] for name in ("source", "row", "url", "hardware", "quantity")),
+        source=cells["source"],
+        row=cells["row"],
+        url=cells["url"],
+        hardware=cells["hardware"],
+        quantity=cells["quantity"],
         measured=float(cells["measured"]),
-        engine=cast('Literal["vllm", "sglang", "trtllm"]', cells["engine"]),
+        engine=cast("Engine", cells["engine"]),
         concurrency=float(cells["concurrency"]) if cells["concurrency"] else None,
         request_rate=float(cells["request_rate"]) if cells["request_rate"] else None,
         isl=int(cells["isl"]),
@@ -147,58 +157,11 @@ def _row(cells: Mapping[str, str]) -> ServedRow:
         osl=int(cells["osl"]),
         shortest=float(cells["shortest"] or 1),
         checkpoint=cells["checkpoint"],
-        chunk=int(cells["max_num_batched_tokens"] or TOKENS_OF_A_STEP),
+        chunk=int(cells["max_num_batched_tokens"] or MAX_NUM_BATCHED_TOKENS),
         settings=settings,
         reason=cells["reason"],
         busy=float(cells["busy"] or 1),
     )
-
-
-def validate(
-    source: str | None = None,
-    *,
-    every: int = 1,
-    jobs: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Prediction]:
-    """Predictions of all rows, or of the rows whose source contains the text `source`."""
-    chosen = [r for r in rows() if source is None or source.lower() in r.source.lower()][::every]
-    yield from predictions(chosen, jobs=jobs, progress=progress)
-
-
-def predictions(
-    chosen: Iterable[ServedRow],
-    *,
-    jobs: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Prediction]:
-    """Predictions of these rows, in order."""
-    tasks = [*enumerate(chosen)]
-    found: dict[int, float] = {}
-
-    def done(one: tuple[int, float]) -> None:
-        found[one[0]] = one[1]
-        if progress is not None:
-            progress(len(found), len(tasks))
-
-    Processes(jobs).run(_predicted, tasks, done)
-    for nth, row in tasks:
-        value = found[nth]
-        error = value / row.measured - 1
-        yield Prediction(
-            row.source, row.row, row.quantity, row.measured, value, error, "", row.reason
-        )
-
-
-def _predicted(task: tuple[int, ServedRow]) -> tuple[int, float]:
-    nth, row = task
-    server = loaded(row)
-    values = {
-        "tpot_ms": server.tpot * 1e3,
-        "ttft_ms": server.ttft * 1e3,
-        "watts": row.busy * server.watts + (1 - row.busy) * idle_watts(resolve(row.hardware)),
-    }
-    return nth, values[row.quantity]
 
 
 # ---- a server in its steady state ----------------------------------------------------------------
@@ -211,7 +174,7 @@ class _TimedStep(NamedTuple):
     joules: float
 
 
-def loaded(row: ServedRow) -> Loaded:
+def steady_state(row: ServedRow) -> SteadyState:
     """The steady state of the server of a row, whose requests count at their mean lengths."""
     mean = (1 + row.shortest) / 2
     row = replace(row, isl=round(row.isl * mean), osl=round(row.osl * mean))
@@ -220,82 +183,81 @@ def loaded(row: ServedRow) -> Loaded:
     context = prompt + row.osl // 2
     chunk = min(row.isl, row.chunk)
     chunks = math.ceil(row.isl / chunk)
-    most = min(_most_requests(row, context), _most_by_budget(row, chunk, chunks) * dp)
-    at_first = row.concurrency if row.concurrency is not None else 8.0
-    requests = min(at_first, most)
-    users = None if row.concurrency is None else min(row.concurrency, most)
-    found = Loaded(requests, 0.0, 0.0, 0.0)
+    max_requests = min(
+        _requests_that_fit(row, context), _requests_by_token_budget(row, chunk, chunks) * dp
+    )
+    users = None if row.concurrency is None else min(row.concurrency, max_requests)
+    requests = min(8.0, max_requests) if users is None else users
+    state = SteadyState(requests, 0.0, 0.0, 0.0)
     for _ in range(ROUNDS):
         batch = max(1, round(requests / dp)) * dp
         decode = _decode(row, batch, context)
         both = _with_prompt(row, batch, context, chunk, decode)
-        found = _steady(row, requests / dp, chunks, decode, both)
-        if _in_step(row):
-            wanted = users or most
+        state = _steady(row, requests / dp, chunks, decode, both)
+        if _in_lockstep(row):
+            next_requests = users or max_requests
         elif users is None:
             assert row.request_rate is not None
-            wanted = min(row.request_rate * row.osl * found.tpot, most)
+            next_requests = min(row.request_rate * row.osl * state.tpot, max_requests)
         else:
-            whole = found.ttft + row.osl * found.tpot
-            wanted = users * row.osl * found.tpot / whole
-        if abs(wanted - requests) < 0.02 * requests + 0.5:
+            whole = state.ttft + row.osl * state.tpot
+            next_requests = users * row.osl * state.tpot / whole
+        if abs(next_requests - requests) < 0.02 * requests + 0.5:
             break
-        requests = wanted
-    return found
+        requests = next_requests
+    return state
 
 
 def _steady(
     row: ServedRow, requests: float, chunks: int, decode: _TimedStep, both: _TimedStep
-) -> Loaded:
-    """The figures of `requests` on a rank of dp, which see prompts of other users only."""
+) -> SteadyState:
+    """Figures of `requests` on a rank of dp, which wait for prompts of other users only."""
     host = HOSTS.get(SCHEDULERS.get(row.engine, ""), HostTimes())
     waited = host.after(decode.seconds, requests)
     users = math.inf if row.concurrency is None else row.concurrency / row.settings.get("dp", 1)
     share = requests * max(0.0, 1 - 1 / users) * chunks / row.osl
     prompts = chunks * (both.seconds - decode.seconds)
-    if _in_step(row):
+    if _in_lockstep(row):
         share /= 2
     tpot = waited + share * (both.seconds - decode.seconds)
     joules = decode.joules + share * (both.joules - decode.joules)
     gpus = _gpus(row)
     if row.concurrency is not None and row.concurrency <= 1:
         ttft = _prefill(row).seconds
-    elif _in_step(row):
+    elif _in_lockstep(row):
         ttft = prompts * (users + 1) / 2
     else:
         ttft = chunks * both.seconds + decode.seconds / 2
     ttft += host_seconds(row)
-    return Loaded(requests, tpot, ttft, joules / tpot / gpus)
+    return SteadyState(requests, tpot, ttft, joules / tpot / gpus)
 
 
 def host_seconds(row: ServedRow) -> float:
-    """What the host adds until the first token, of a row with mean or longest lengths."""
+    """Seconds that the host adds until the first token."""
     request, tokens = HOST_MS.get(row.engine, (0.0, 0.0))
     return (request + tokens * row.isl / 1024) * 1e-3
 
 
-def _in_step(row: ServedRow) -> bool:
-    """Whether users send their prompts at once, since all requests are equally long."""
-    return row.engine in ALONE and row.shortest == 1 and row.concurrency is not None
+def _in_lockstep(row: ServedRow) -> bool:
+    """Check whether users send their prompts at once, since all requests are equally long."""
+    return row.engine in SEPARATE_PREFILL and row.shortest == 1 and row.concurrency is not None
 
 
 def _with_prompt(
     row: ServedRow, batch: int, context: int, chunk: int, decode: _TimedStep
 ) -> _TimedStep:
     """A decode step beside a chunk of a prompt, or after a step of prompts alone."""
-    if row.engine in ALONE:
-        together = max(1, row.chunk // chunk) if _in_step(row) else 1
+    if row.engine in SEPARATE_PREFILL:
+        together = max(1, row.chunk // chunk) if _in_lockstep(row) else 1
         whole = _prefill(row, chunk, together)
         seconds, joules = (x / together for x in whole)
         return _TimedStep(decode.seconds + seconds, decode.joules + joules)
-    beside = _step(
-        row, mode="decode", batch_size=batch, context_length=context, prompt_length=chunk
-    )
+    mixed = _step(row, mode="decode", batch_size=batch, context_length=context, prompt_length=chunk)
     # A step of ours has one form of latent attention, which decode's is; engines compute prompts in
     # the other one, so that two steps may be nearer to theirs.
     prompt = _prefill(row, chunk)
-    apart = _TimedStep(decode.seconds + prompt.seconds, decode.joules + prompt.joules)
-    return min(beside, apart)
+    separate = _TimedStep(decode.seconds + prompt.seconds, decode.joules + prompt.joules)
+    return min(mixed, separate)
 
 
 def _decode(row: ServedRow, batch: int, context: int) -> _TimedStep:
@@ -303,31 +265,33 @@ def _decode(row: ServedRow, batch: int, context: int) -> _TimedStep:
 
 
 def _prefill(row: ServedRow, tokens: int | None = None, prompts: int = 1) -> _TimedStep:
-    """A step of so many `prompts` on each rank of dp, of `tokens` each."""
+    """A step with `prompts` prompts of `tokens` tokens on each rank of dp."""
     batch, length = prompts * row.settings.get("dp", 1), tokens or row.isl
     return _step(
         row, mode="prefill", batch_size=batch, prompt_length=length, context_length=row.cached
     )
 
 
-def _most_requests(row: ServedRow, context: int) -> float:
+def _requests_that_fit(row: ServedRow, context: int) -> float:
     """Requests whose cache the memory holds, at the mean number of tokens."""
     dp = row.settings.get("dp", 1)
     batch = 16 * dp
     compiled = _compiled(_key(row, mode="decode", batch_size=batch, context_length=context))
     held = dict(peak_in_issue_order(compiled.program.classes[0]).by_category)
     cache_bytes = held.pop("kv_cache", 0)
-    memory, rest = resolve(row.hardware).memory, sum(held.values()) + KEPT_BYTES
+    memory, rest = resolve(row.hardware).memory, sum(held.values()) + RESERVED_BYTES
     # TensorRT-LLM takes the share of what the weights leave (`free_gpu_memory_fraction`).
-    kept = KEPT_SHARE * (memory - rest if row.engine == "trtllm" else memory)
+    kept = RESERVED_SHARE * (memory - rest if row.engine == "trtllm" else memory)
     room = memory - kept - rest
     return max(1.0, batch * room / cache_bytes) if cache_bytes else math.inf
 
 
-def _most_by_budget(row: ServedRow, chunk: int, chunks: int) -> float:
-    """Requests on a rank of dp for which a step's tokens of prompts suffice: as many prompts come
-    in as requests end. Others wait for their first token."""
-    if row.engine in ALONE:
+def _requests_by_token_budget(row: ServedRow, chunk: int, chunks: int) -> float:
+    """Requests on a rank of dp at which prompts start as fast as requests end.
+
+    A step has a budget of prompt tokens; more requests would wait for their first token.
+    """
+    if row.engine in SEPARATE_PREFILL:
         return math.inf
     return row.chunk / chunk * row.osl / chunks
 
@@ -339,8 +303,8 @@ def _gpus(row: ServedRow) -> int:
 def _step(row: ServedRow, **more: Any) -> _TimedStep:
     compiled = _compiled(_key(row, **more))
     machine = Machine.of(resolve(row.hardware), gpus=compiled.run.world_size)
-    found = simulate(compiled, machine, Execution(serving_engine=row.engine))
-    return _TimedStep(found.seconds, found.expense().joules)
+    step = simulate(compiled, machine, Execution(serving_engine=row.engine))
+    return _TimedStep(step.seconds, step.expense().joules)
 
 
 def _key(row: ServedRow, **more: Any) -> frozenset[tuple[str, Any]]:
@@ -356,7 +320,7 @@ def _compiled(key: frozenset[tuple[str, Any]]) -> CompiledRun:
 
 def model_of_row(values: Mapping[str, Any], checkpoint: str) -> tuple[Run, ModelConfig]:
     """The run of a row's settings, and its model with weights as the checkpoint stores them."""
-    run, model = run_of_values(values, set(Run.model_fields))
+    run, model = run_of_values(values)
     if checkpoint:
         stored, _ = read_quantization(checkpoint, _checkpoints()[checkpoint], model)
         model = replace(model, quantization=stored)
@@ -365,5 +329,4 @@ def model_of_row(values: Mapping[str, Any], checkpoint: str) -> tuple[Run, Model
 
 @cache
 def _checkpoints() -> dict[str, Any]:
-    text = (files("stagewright") / "data" / "measured" / "checkpoints.yaml").read_text("utf-8")
-    return own_yaml(text)
+    return own_yaml(carried_text("checkpoints.yaml"))

@@ -6,17 +6,15 @@ of the published tables they are.
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
 
 import numpy as np
 
 from stagewright.arrays import Float
 from stagewright.errors import UserError
-from stagewright.evidence.predictions import Prediction
+from stagewright.evidence.rows import Row, carried_cells
 from stagewright.time.collectives import collective_seconds, direct_all_reduce
 from stagewright.time.hardware import Hardware, resolve
 from stagewright.time.network import Machine, placements
@@ -34,21 +32,47 @@ ITEM = {"bf16": 2, "fp8": 1, "fp4": 0.5625}
 """Bytes of a value, with its share of a scale."""
 
 
-def validate(source: str | None = None) -> Iterator[Prediction]:
-    """Predictions of all rows, or of the rows whose source contains the text `source`."""
-    text = (files("stagewright") / "data" / "measured" / "kernels.csv").read_text(encoding="utf-8")
-    for row in csv.DictReader(text.splitlines()):
-        if source is not None and source.lower() not in row["source"].lower():
-            continue
-        sizes = {k: int(v) for k, v in (word.split("=") for word in row["shape"].split())}
-        seconds = _seconds(row["kernel"], row["dtype"], sizes, resolve(row["hardware"]))
-        measured = float(row["measured_us"])
-        label = f"{row['hardware']} {row['kernel']} {row['dtype']} {row['shape']}"
-        error = seconds * 1e6 / measured - 1
-        yield Prediction(row["source"], label, "us", measured, seconds * 1e6, error, "", _REASON)
+@dataclass(frozen=True, kw_only=True)
+class KernelRow(Row):
+    """The measured time of a kernel or a collective, in microseconds."""
+
+    kernel: str
+    dtype: str
+    shape: str
+    """Sizes, such as `m=8192 n=4096 k=512`."""
+
+    @property
+    def experiment(self) -> tuple[str, ...]:
+        """The kernel and its sizes on a GPU."""
+        return self.hardware, self.kernel, self.dtype, self.shape
+
+    def simulate(self) -> float:
+        """Microseconds of the kernel."""
+        sizes = {k: int(v) for k, v in (word.split("=") for word in self.shape.split())}
+        return _seconds(self.kernel, self.dtype, sizes, resolve(self.hardware)) * 1e6
+
+    def predict(self, outcome: float) -> float:
+        """The outcome itself."""
+        return outcome
 
 
-_REASON = "one of many; the model is for medians"
+def rows(source: str | None = None) -> list[KernelRow]:
+    """The rows of the package, of sources whose name contains `source`."""
+    return [
+        KernelRow(
+            source=cells["source"],
+            row=" ".join(cells[name] for name in ("hardware", "kernel", "dtype", "shape")),
+            url=cells["url"],
+            hardware=cells["hardware"],
+            quantity="us",
+            measured=float(cells["measured_us"]),
+            reason="one of many; the model is for medians",
+            kernel=cells["kernel"],
+            dtype=cells["dtype"],
+            shape=cells["shape"],
+        )
+        for cells in carried_cells("kernels.csv", source)
+    ]
 
 
 def _seconds(kernel: str, dtype: str, size: dict[str, int], on: Hardware) -> float:

@@ -1,6 +1,6 @@
-"""Predicted peaks of memory beside published ones.
+"""Published peaks of memory.
 
-Rows are lines of `data/measured/memory.csv`: what was run, as in `validate`, and besides `measured`
+Rows are lines of `data/measured/memory.csv`: what was run, as in `training`, and besides `measured`
 (bytes), `quantity`: `allocated` (torch's own count of what tensors take), `reserved` (what its
 allocator took from the device) or `reported`, where a paper does not say; `held`: bytes allocated
 between two steps; `workspace`: what libraries take by rule, see `docs/memory.md`.
@@ -8,80 +8,85 @@ between two steps; `workspace`: what libraries take by rule, see `docs/memory.md
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterator
-from importlib.resources import files
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagewright.evidence.measurements import run_of_row
+from stagewright.evidence.rows import Row, carried_cells
+from stagewright.evidence.training import run_of_row
 from stagewright.lower.compile import compile
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 
+BETWEEN_STEPS = "between steps"
+"""Quantity of rows of the bytes held between two steps."""
 STATES = ("parameters", "gradients", "optimizer")
 _TEXT = ("source", "row", "url", "hardware", "quantity", "measured", "held", "workspace", "reason")
 
 
-class PeakPrediction(NamedTuple):
-    """A published peak and the predicted one, in bytes; errors are predicted / measured - 1."""
+class MemoryUse(NamedTuple):
+    """Bytes of a rank."""
 
-    source: str
-    row: str
-    hardware: str
-    quantity: str
-    measured: int
     peak: int
+    states: int
+    """Parameters, gradients and optimizer states."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow(Row):
+    """Measured bytes: the peak of a step, or what is held between steps."""
+
+    run: Run
+    """With the fewest microbatches that still reach the most alive at once."""
+    model: ModelConfig
+    last: bool
+    """Whether the row is of the last pipeline rank, as Megatron-LM's logs; else of the fullest."""
     workspace: int
-    held: int | None  # measured between steps
-    states: int  # predicted between steps
-    reason: str
 
     @property
-    def error(self) -> float:
-        """Error of the peak, the workspace of libraries included."""
-        return (self.peak + self.workspace) / self.measured - 1
+    def experiment(self) -> tuple[Run, ModelConfig, bool]:
+        """The run, and which of its ranks."""
+        return self.run, self.model, self.last
 
-    @property
-    def error_of_states(self) -> float | None:
-        """Error of the bytes held between steps; None where they were not measured."""
-        return None if self.held is None else (self.states + self.workspace) / self.held - 1
+    def simulate(self) -> MemoryUse:
+        """Bytes of the rank."""
+        classes = compile(self.run, self.model).program.classes
+        rank = max(classes, key=lambda c: c.pipeline_rank if self.last else c.memory["peak"])
+        return MemoryUse(rank.memory["peak"], sum(rank.memory[name] for name in STATES))
 
-
-def predictions() -> Iterator[PeakPrediction]:
-    """Predictions of all rows, in the order of the file."""
-    text = files("stagewright").joinpath("data/measured/memory.csv").read_text(encoding="utf-8")
-    settings = set(Run.model_fields)
-    known: dict[tuple[Run, ModelConfig, bool], tuple[int, int]] = {}
-    for row in csv.DictReader(text.splitlines()):
-        run, model = run_of_row({k: v for k, v in row.items() if k not in _TEXT}, settings)
-        # Megatron-LM's log is that of the last rank; others give the largest of all.
-        last = row["quantity"] == "allocated"
-        key = _short(run, model), model, last
-        if key not in known:
-            known[key] = _held(*key)
-        peak, states = known[key]
-        yield PeakPrediction(
-            row["source"],
-            row["row"],
-            row["hardware"],
-            row["quantity"],
-            int(row["measured"]),
-            peak,
-            int(row["workspace"] or 0),
-            int(row["held"]) if row["held"] else None,
-            states,
-            row["reason"],
-        )
+    def predict(self, outcome: MemoryUse) -> float:
+        """Bytes with the workspace of libraries."""
+        used = outcome.states if self.quantity == BETWEEN_STEPS else outcome.peak
+        return used + self.workspace
 
 
-def _short(run: Run, model: ModelConfig) -> Run:
-    """The run with the fewest microbatches that still reach the most alive at once."""
+def rows(source: str | None = None) -> list[MemoryRow]:
+    """The rows of the package, of sources whose name contains `source`, in the order of the file.
+
+    A line with a figure under `held` is two rows: the peak, then the bytes between steps.
+    """
+    return [row for cells in carried_cells("memory.csv", source) for row in _rows(cells)]
+
+
+def _rows(cells: dict[str, str]) -> list[MemoryRow]:
+    run, model = run_of_row({k: v for k, v in cells.items() if k not in _TEXT})
     run = run.resolved(model)
     few = min(run.microbatches, run.pp * run.vpp)
-    return run.model_copy(update={"global_batch_size": few * run.micro_batch_size * run.dp})
-
-
-def _held(run: Run, model: ModelConfig, last: bool) -> tuple[int, int]:
-    classes = compile(run, model).program.classes
-    of = max(classes, key=lambda c: c.pipeline_rank if last else c.memory["peak"])
-    return of.memory["peak"], sum(of.memory[s] for s in STATES)
+    short = run.model_copy(update={"global_batch_size": few * run.micro_batch_size * run.dp})
+    figures = {cells["quantity"]: cells["measured"], BETWEEN_STEPS: cells["held"]}
+    return [
+        MemoryRow(
+            source=cells["source"],
+            row=cells["row"],
+            url=cells["url"],
+            hardware=cells["hardware"],
+            quantity=quantity,
+            measured=int(measured),
+            reason=cells["reason"],
+            run=short,
+            model=model,
+            last=cells["quantity"] == "allocated",
+            workspace=int(cells["workspace"] or 0),
+        )
+        for quantity, measured in figures.items()
+        if measured
+    ]

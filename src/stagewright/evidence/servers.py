@@ -1,29 +1,315 @@
-"""How measured servers were started and their clients sent requests: `data/measured/servers.yaml`.
+"""Measured servers under load, whose requests are simulated one by one.
 
-Each entry has the place that says so. An entry is of all rows of a source that were measured alike,
-never of a single one.
+Two kinds of loads. Runs of `data/measured/serving.yaml` have stages of constant rates. Rows of
+`inference.csv` and `serving.csv` with a number of users are closed loops: each user sends the next
+request when the last one ended, all begin at once, lengths are uniform between the shortest and the
+longest, and no prefixes are shared. `data/measured/servers.yaml` says, with the place that says so,
+how these servers were started and how many requests each user sent. Nothing is fitted to times per
+token; what was fitted of hosts, `serving.host` says.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 from typing import Any, NamedTuple
 
-from stagewright.evidence.inference import ServedRow
+import numpy as np
+
+from stagewright.evidence.inference import SCHEDULERS, Engine, ServedRow, model_of_row
+from stagewright.evidence.inference import rows as inference_rows
+from stagewright.evidence.rows import Row, carried_text, within
 from stagewright.files import own_yaml
+from stagewright.run.sections.execution import Execution
+from stagewright.run.sections.serving.engines import EngineSection
+from stagewright.serving.deployment import InstanceGroup
+from stagewright.serving.instance import Instance, instance
+from stagewright.serving.metrics import RequestTimes, ServingSummary, Slo
+from stagewright.serving.schedulers.named import batch_limits, scheduler_of
+from stagewright.serving.workloads.synthetic import (
+    Lengths,
+    LoadStage,
+    SharedPrefix,
+    closed_loop,
+    staged,
+)
+from stagewright.time.hardware import resolve as hardware_of
+from stagewright.time.network import Machine
+
+PEERS = (
+    "Other simulators on runs of the same kind (inference-sim/sim-to-real-accuracy-validation@"
+    "dcec3fd4, different subsets): mean error end to end BLIS 23.2%, AIConfigurator 0.9 17.2%, "
+    "LLM-Optimizer 42.2%, LLMServingSim 2.0 38.4%; to the first token 23.6%, 808%, 709%, 1,629%."
+)
+
+
+def rows(source: str | None = None) -> list[StageRow | ClosedLoopRow]:
+    """The rows of the package, of sources whose name contains `source`."""
+    return [*stages(source), *closed_loops(source)]
+
+
+# ---- stages of constant rates --------------------------------------------------------------------
+
+OVERLOADED = "overloaded: some of its requests ended in no answer, and ours wait without end"
+FITTED = "the host"
+"""`serving.host.HOSTS`: 6.5 ms until a request is in the queue, for all servers."""
+STAGE_QUANTITIES = {
+    "ttft_ms": "mean milliseconds to the first token",
+    "ttft_p99_ms": "99th percentile of these",
+    "tpot_ms": "mean milliseconds per token after the first",
+    "e2e_ms": "mean milliseconds to the last token",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedServer:
+    """A server, and the stages of its load."""
+
+    name: str
+    hardware: str
+    engine: Engine
+    settings: Mapping[str, Any]
+    options: Mapping[str, Any]
+    prompts: SharedPrefix
+    stages: tuple[LoadStage, ...]
+
+    def serve(self) -> list[dict[str, float]]:
+        """Milliseconds of each stage by quantity."""
+        options = dict(self.options)
+        settings = {**self.settings, "max_model_len": options.pop("max_model_len")}
+        engines = EngineSection(scheduler=SCHEDULERS[self.engine], **options)
+        group = _group(self.hardware, self.engine, settings, engines)
+        work = staged(self.stages, self.prompts, poisson=False)
+        outcome = group.serve(work, Slo()).outcome
+        times = RequestTimes.of(outcome)
+        arrival = np.array(outcome.records.arrival)[times.number]
+        stage_of = np.searchsorted(work.stages, arrival, side="right") - 1
+        return [
+            {
+                "ttft_ms": float(times.ttft[stage_of == stage].mean()) * 1e3,
+                "ttft_p99_ms": float(np.quantile(times.ttft[stage_of == stage], 0.99)) * 1e3,
+                "tpot_ms": float(times.tpot[stage_of == stage].mean()) * 1e3,
+                "e2e_ms": float(times.e2e[stage_of == stage].mean()) * 1e3,
+            }
+            for stage in range(len(self.stages))
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRow(Row):
+    """What clients measured in a stage of the load of a server."""
+
+    server: LoadedServer
+    stage: int
+
+    @property
+    def experiment(self) -> str:
+        """The server and all stages of its load."""
+        return repr(self.server)
+
+    def simulate(self) -> list[dict[str, float]]:
+        """Milliseconds of each stage by quantity."""
+        return self.server.serve()
+
+    def predict(self, outcome: list[dict[str, float]]) -> float:
+        """Milliseconds of the stage."""
+        return outcome[self.stage][self.quantity]
+
+
+def stages(source: str | None = None) -> list[StageRow]:
+    """The rows of `serving.yaml`: each quantity of each stage of each server."""
+    entry: Any = own_yaml(carried_text("serving.yaml"))
+    if not within(entry["source"], source):
+        return []
+    result: list[StageRow] = []
+    for run in entry["runs"]:
+        server = LoadedServer(
+            run["row"], entry["hardware"], entry["engine"], run["settings"], entry["options"],
+            SharedPrefix(**run["prompts"]),
+            tuple(LoadStage(stage["rate"], stage["duration"]) for stage in run["stages"]),
+        )  # fmt: skip
+        for number, stage in enumerate(run["stages"]):
+            overloaded = bool(stage["failed"])
+            result += [
+                StageRow(
+                    source=f"{entry['source']}, overloaded" if overloaded else entry["source"],
+                    row=f"{server.name} {server.stages[number].rate:g}/s",
+                    url=entry["url"],
+                    hardware=server.hardware,
+                    quantity=quantity,
+                    measured=float(measured),
+                    fitted=FITTED if quantity == "ttft_ms" else "",
+                    reason=OVERLOADED if overloaded else "",
+                    server=server,
+                    stage=number,
+                )
+                for quantity, measured in stage.items()
+                if quantity.endswith("_ms")
+            ]
+    return result
+
+
+# ---- closed loops of users -----------------------------------------------------------------------
+
+LOOP_QUANTITIES = {
+    "tpot_ms": "mean milliseconds per token after the first",
+    "ttft_ms": "mean milliseconds to the first token",
+    "ttft_p50_ms": "median of these",
+    "output_tokens_s_gpu": "output tokens per second and GPU",
+}
+MOST_TOKENS = 8192
+"""Of a step, at least, so that servers which differ in nothing else have one table of times."""
+HARDWARE = ("h100-sxm", "h200")
+"""Of the rows of AIConfigurator that are simulated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedLoopRow(Row):
+    """What clients measured of a server whose users send one request after the other."""
+
+    served: ServedRow
+    """The server and its load."""
+
+    @property
+    def experiment(self) -> str:
+        """The server, its users, and where they are described."""
+        return repr((self.served.experiment, self.url))
+
+    def simulate(self) -> ServingSummary:
+        """Figures of all requests."""
+        row, client = self.served, client_of(self.served)
+        assert row.concurrency is not None
+        # Clients ask for all tokens: `--ignore-eos`, `ignore_eos:true`.
+        options: dict[str, Any] = {"ignore_eos": True, **client.options}
+        options["scheduler"] = SCHEDULERS[row.engine]
+        engines = EngineSection(enable_prefix_caching=False, **options)
+        settings = {**row.settings, **client.settings}
+        group = _group(
+            row.hardware, row.engine, settings, engines, row.checkpoint, least_tokens=MOST_TOKENS
+        )
+        users = round(row.concurrency)
+        lengths = Lengths(isl=row.isl, osl=row.osl, range_ratio=row.shortest)
+        work = closed_loop(client.requests_per_user * users, users, lengths)
+        # Clients measure from the first request to the last token.
+        return group.serve(work, Slo(), whole_run=True).summary
+
+    def predict(self, outcome: ServingSummary) -> float:
+        """The figure that was measured.
+
+        Where the first step of a server took longer, the first request of each user waited for it:
+        a share of the mean that is 1 over its requests.
+        """
+        client = client_of(self.served)
+        late = client.first_step / client.requests_per_user
+        slower = outcome.seconds / (outcome.seconds + client.first_step)
+        values = {
+            "tpot_ms": outcome.tpot.mean * 1e3,
+            "ttft_ms": (outcome.ttft.mean + late) * 1e3,
+            "ttft_p50_ms": outcome.ttft.p50 * 1e3,
+            "output_tokens_s_gpu": outcome.output_rate * slower / outcome.gpus,
+        }
+        return values[self.quantity]
+
+
+def closed_loops(source: str | None = None) -> list[ClosedLoopRow]:
+    """The rows of closed loops, those of one server in succession."""
+    result: list[ClosedLoopRow] = []
+    for row in (*inference_rows(source), *inference_rows(source, "serving.csv")):
+        known = row.quantity in LOOP_QUANTITIES and row.concurrency is not None
+        if not known or row.cached:
+            continue
+        if "InferenceX" not in row.source and row.hardware not in HARDWARE:
+            continue
+        result.append(
+            ClosedLoopRow(
+                source=row.source,
+                row=row.row if row.hardware in row.row else f"{row.hardware} {row.row}",
+                url=row.url,
+                hardware=row.hardware,
+                quantity=row.quantity,
+                measured=row.measured,
+                reason=row.reason,
+                served=row,
+            )
+        )
+    return sorted(result, key=_server)
+
+
+def _server(loop: ClosedLoopRow) -> str:
+    row = loop.served
+    return f"{row.hardware} {row.engine} {row.checkpoint} {sorted(row.settings.items())}"
+
+
+# ---- engines -------------------------------------------------------------------------------------
+
+
+def _group(
+    hardware: str,
+    engine: Engine,
+    settings: Mapping[str, Any],
+    engines: EngineSection,
+    checkpoint: str = "",
+    least_tokens: int = 0,
+) -> InstanceGroup:
+    """The server of an engine with such settings of its run and options of its scheduler.
+
+    Step times are computed for at least `least_tokens` tokens.
+    """
+    limits = batch_limits(engines, hardware_of(hardware))
+    engine_instance = _instance(
+        hardware, engine, tuple(sorted(settings.items())), checkpoint,
+        max(limits.tokens, least_tokens), limits.requests, engines.gpu_memory_utilization,
+    )  # fmt: skip
+    ahead = replace(
+        engines, async_scheduling=engines.async_scheduling and engine_instance.run.pp == 1
+    )
+    return InstanceGroup(engine_instance, engines, limits, scheduler_of(ahead, limits))
+
+
+@cache
+def _instance(
+    hardware: str,
+    engine: Engine,
+    settings: tuple[tuple[str, Any], ...],
+    checkpoint: str,
+    tokens: int,
+    requests: int,
+    gpu_memory_utilization: float,
+) -> Instance:
+    """The instance of a server, whose table of step times is kept."""
+    run, model = model_of_row(dict(settings), checkpoint)
+    run = run.model_copy(update={"mode": "decode"})
+    return instance(
+        run, model, Machine.of(hardware_of(hardware), gpus=run.world_size),
+        Execution(serving_engine=engine), most_tokens=tokens, most_requests=requests,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )  # fmt: skip
+
+
+# ---- how servers were started --------------------------------------------------------------------
 
 REQUESTS_PER_USER = 10
 """InferenceX's `--num-prompts` over `--max-concurrency` (SemiAnalysisAI/InferenceX,
 `benchmarks/benchmark_lib.sh`)."""
 
 
+class Client(NamedTuple):
+    """Requests of a client, and how its server was started."""
+
+    requests_per_user: int
+    settings: Mapping[str, Any]
+    """Of the run, beside the row's."""
+    options: Mapping[str, Any]
+    """Of the engine."""
+    first_step: float = 0.0
+    """Seconds that the server takes longer for its first step, since no requests came before."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fits:
-    """Which rows an entry is of; what is empty fits all."""
+class RowFilter:
+    """Which rows an entry of `servers.yaml` is of; what is empty fits all."""
 
     source: str = ""
     engine: str = ""
@@ -39,7 +325,7 @@ class Fits:
     """A day; rows whose names end with none fit."""
 
     def __call__(self, row: ServedRow) -> bool:
-        """Whether a row is one of them."""
+        """Check whether a row is one of them."""
         day = re.search(r"\d{4}-\d\d-\d\d$", row.row)
         return (
             self.source in row.source
@@ -54,42 +340,30 @@ class Fits:
         )
 
 
-class Client(NamedTuple):
-    """How a row was measured."""
-
-    requests_per_user: int
-    settings: Mapping[str, Any]
-    """Of the run, beside the row's."""
-    options: Mapping[str, Any]
-    """Of the engine."""
-    first_step: float = 0.0
-    """Seconds that the server takes longer for its first step, since no requests came before."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredServer:
-    """An entry of the file."""
+    """An entry of `servers.yaml`: of all rows of a source that were measured alike."""
 
-    fits: Fits
+    fits: RowFilter
     cited: str
+    """The place that says so."""
     requests_per_user: int = REQUESTS_PER_USER
     max_tokens: int | None = None
     """`max_num_batched_tokens` beyond a prompt and the users' tokens."""
-    least: int = 0
-    """Its least value."""
+    min_tokens: int = 0
+    """Its lower limit."""
     prefill_tokens: int | None = None
     """`max_prefill_tokens` beyond a prompt."""
     first_step: float = 0.0
-    """As of `Client`."""
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     def client(self, row: ServedRow) -> Client:
-        """How a row of this entry was measured."""
+        """Client of a row of this entry."""
         options = dict(self.options)
         if self.max_tokens is not None:
             tokens = row.isl + round(row.concurrency or 0) + self.max_tokens
-            options["max_num_batched_tokens"] = max(self.least, tokens)
+            options["max_num_batched_tokens"] = max(self.min_tokens, tokens)
         if self.prefill_tokens is not None:
             options["max_prefill_tokens"] = row.isl + self.prefill_tokens
         return Client(self.requests_per_user, self.settings, options, self.first_step)
@@ -97,27 +371,22 @@ class MeasuredServer:
 
 @cache
 def entries() -> tuple[MeasuredServer, ...]:
-    """All entries, in the order in which they count."""
-    text = (files("stagewright") / "data" / "measured" / "servers.yaml").read_text("utf-8")
-    of: Any = own_yaml(text)
-    return tuple(_entry(dict(entry)) for entry in of)
+    """All entries; the first one that fits a row counts."""
+    listed: Any = own_yaml(carried_text("servers.yaml"))
+    return tuple(map(_entry, listed))
 
 
-def _entry(values: dict[str, Any]) -> MeasuredServer:
-    values["fits"] = _fits(values["fits"])
-    return MeasuredServer(**values)
-
-
-def _fits(of: Mapping[str, Any]) -> Fits:
-    values: dict[str, Any] = dict(of)
-    for name in ("models", "hardware", "tokens"):
-        values[name] = tuple(of.get(name, ()))
-    return Fits(**values)
+def _entry(values: Mapping[str, Any]) -> MeasuredServer:
+    fits: dict[str, Any] = dict(values["fits"])
+    for name in fits.keys() & {"models", "hardware", "tokens"}:
+        fits[name] = tuple(fits[name])
+    others: dict[str, Any] = {name: value for name, value in values.items() if name != "fits"}
+    return MeasuredServer(fits=RowFilter(**fits), **others)
 
 
 def client_of(row: ServedRow) -> Client:
-    """How a row was measured, as far as a source says."""
-    found = next((entry for entry in entries() if entry.fits(row)), None)
-    if found is None:
+    """Client of a row, as far as a source says; else InferenceX's requests per user."""
+    entry = next((entry for entry in entries() if entry.fits(row)), None)
+    if entry is None:
         return Client(REQUESTS_PER_USER, {}, {"max_num_batched_tokens": row.chunk})
-    return found.client(row)
+    return entry.client(row)

@@ -40,12 +40,6 @@ class Attribute(NamedTuple):
         """Whether a text that names the op has to say the attribute."""
         return self.required and self.implied is None
 
-    def to_json(self) -> dict[str, Any]:
-        """The attribute as a value of JSON."""
-        own = {"default": self.implied} if self.implied is not None else {}
-        choices = {"choices": list(self.choices)} if self.choices else {}
-        return {"type": [t.__name__ for t in self.types], "required": self.asked, **own, **choices}
-
     def accepts(self, value: object) -> bool:
         """Whether a node may have this value; a whole number may stand for any number."""
         kind = type(value)

@@ -282,7 +282,7 @@ ILL = [
     ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,st->br](x, w)", "line 3, column 20: einsum: no "),
     ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,st->br](x, w)", "use one of b, s, t, or name"),
     ("input x[B, S]\nparam w[S, S]\ny = einsum[bs,s7->b](x, w)", "column 12: einsum: cannot read"),
-    ("input x[B, S]\ny = matmul(x, x)", "no op 'matmul'; `stagewright ops` lists those that"),
+    ("input x[B, S]\ny = matmul(x, x)", "no op 'matmul'; docs/reference/ops.md lists those that"),
     ("input x[B, S]\ny = add(x, x)\nmodel m like mine.stg", "mine.stg is like itself; name a"),
     ("input x[B, S]\ny[B] = add(x, x)", "y is [B, S] here, wanted [B] as written"),
 ]

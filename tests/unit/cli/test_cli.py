@@ -174,22 +174,6 @@ def test_some_models(call: Call):
     assert "did you mean 'llama3.1-70b'?" in nothing.err
 
 
-def test_ops_are_those_that_a_text_may_name(call: Call):
-    found = json.loads(call("ops", "--json").out)
-    assert {"einsum", "act", "attention", "pscan"} <= found["ops"].keys()
-    assert not {name for name in found["ops"] if name.endswith("_bwd")}
-    assert all(op["computes"].endswith(".") for op in found["ops"].values())
-    assert found["ops"]["norm"]["attributes"]["fn"] == {
-        "type": ["str"],
-        "required": False,
-        "default": "rmsnorm",
-        "choices": ["rmsnorm", "layernorm"],
-    }
-    shown = call("ops").out
-    assert "act[fn=...]: one of gelu" in shown
-    assert all(len(line) <= 80 for line in shown.split("An attribute in []")[0].splitlines())
-
-
 def test_a_long_word_is_cut(call: Call):
     for setting in ("--schedule", "--framework", "--hardware"):
         error = call("simulate", "gpt2", setting, "x" * 3000).err

@@ -17,10 +17,8 @@ COMMANDS = {
     "report": ("report", *RUN, "-o"),
     "simulate": ("simulate", *RUN, "--hardware", "h100-sxm", "--perfetto"),
     "show": ("show", *RUN, "--memory-plot"),
-    "reproduce": ("reproduce", "stage-paper", "-o"),
     "generate": ("generate", *RUN, "-o"),
 }
-SLOW = {"reproduce"}
 
 
 def code(*arguments: object) -> int:
@@ -29,13 +27,7 @@ def code(*arguments: object) -> int:
     return int(str(stop.value.code))
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *sorted(COMMANDS.keys() - SLOW),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-    ],
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_outputs_are_replaced_only_by_force(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

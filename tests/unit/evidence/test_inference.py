@@ -9,6 +9,7 @@ import pytest
 
 from stagewright.evidence import inference
 from stagewright.evidence.inference import ServedRow
+from stagewright.evidence.rows import Prediction, compare
 from stagewright.lower.compile import compile
 from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
@@ -46,7 +47,7 @@ def seconds(engine: Any = None, **more: object) -> float:
 
 def test_one_user_is_alone() -> None:
     """Its tokens take decode steps, and its first token a prefill step."""
-    found = inference.loaded(ROW)
+    found = inference.steady_state(ROW)
     assert found.tpot == seconds(mode="decode", batch_size=1, context_length=256 + 32)
     steps = seconds(mode="prefill", batch_size=1, prompt_length=256, context_length=0)
     assert found.ttft == pytest.approx(steps + inference.host_seconds(ROW))
@@ -54,7 +55,7 @@ def test_one_user_is_alone() -> None:
 
 def test_users_see_the_prompts_of_the_others() -> None:
     """Each request sees a prompt of each other request: c - 1 of them in its 64 steps."""
-    found = inference.loaded(dataclasses.replace(ROW, concurrency=8.0))
+    found = inference.steady_state(dataclasses.replace(ROW, concurrency=8.0))
     n = max(1, round(found.requests))
     alone = seconds(mode="decode", batch_size=n, context_length=288)
     both = seconds(mode="decode", batch_size=n, context_length=288, prompt_length=256)
@@ -66,15 +67,15 @@ def test_users_see_the_prompts_of_the_others() -> None:
 def test_prompts_alone_take_longer_than_beside_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference, "HOST_MS", {})
     users = dataclasses.replace(ROW, concurrency=8.0, shortest=0.9)
-    beside = inference.loaded(users)
-    alone = inference.loaded(dataclasses.replace(users, engine="sglang"))
+    beside = inference.steady_state(users)
+    alone = inference.steady_state(dataclasses.replace(users, engine="sglang"))
     assert alone.tpot > beside.tpot
 
 
 def test_users_in_step_wait_for_half_of_the_prompts() -> None:
     """Equally long requests, prompts in steps of their own: all users send prompts at once. 32 of
     them fit into a step of 8,192 tokens, and the time of seven others is halved."""
-    found = inference.loaded(dataclasses.replace(ROW, concurrency=8.0, engine="sglang"))
+    found = inference.steady_state(dataclasses.replace(ROW, concurrency=8.0, engine="sglang"))
     decode = seconds("sglang", mode="decode", batch_size=8, context_length=288)
     prompts = (
         seconds("sglang", mode="prefill", batch_size=32, prompt_length=256, context_length=0) / 32
@@ -86,23 +87,23 @@ def test_users_in_step_wait_for_half_of_the_prompts() -> None:
 
 def test_the_host_of_an_engine_counts_until_the_first_token() -> None:
     """35 ms and 12 ms per 1,024 tokens of vLLM's."""
-    hosted = inference.loaded(dataclasses.replace(ROW, engine="vllm"))
-    alone = inference.loaded(ROW)
+    hosted = inference.steady_state(dataclasses.replace(ROW, engine="vllm"))
+    alone = inference.steady_state(ROW)
     assert hosted.ttft - alone.ttft == pytest.approx(0.035 + 0.012 / 4)
 
 
 def test_the_host_of_a_step_runs_beside_the_gpu_or_after_it() -> None:
     """A token of two layers takes TensorRT-LLM's host longer than the GPU; vLLM's is added."""
-    alone = inference.loaded(ROW)
-    found = inference.loaded(dataclasses.replace(ROW, engine="trtllm"))
+    alone = inference.steady_state(ROW)
+    found = inference.steady_state(dataclasses.replace(ROW, engine="trtllm"))
     assert found.tpot == pytest.approx(1.6e-3, abs=0.1e-3)
-    added = inference.loaded(dataclasses.replace(ROW, engine="vllm"))
+    added = inference.steady_state(dataclasses.replace(ROW, engine="vllm"))
     assert added.tpot == pytest.approx(alone.tpot + 128e-6, abs=3e-6)
 
 
 def test_requests_count_at_their_mean_lengths() -> None:
     """Lengths from 0.5 to 1 of the longest: 0.75 on average."""
-    found = inference.loaded(dataclasses.replace(ROW, shortest=0.5))
+    found = inference.steady_state(dataclasses.replace(ROW, shortest=0.5))
     assert found.tpot == seconds(mode="decode", batch_size=1, context_length=192 + 24)
 
 
@@ -120,13 +121,13 @@ def test_checkpoints_are_stored_as_published() -> None:
 
 
 def test_requests_of_a_rate_follow_littles_law() -> None:
-    found = inference.loaded(dataclasses.replace(ROW, concurrency=None, request_rate=800.0))
+    found = inference.steady_state(dataclasses.replace(ROW, concurrency=None, request_rate=800.0))
     assert found.requests == pytest.approx(800 * 64 * found.tpot, rel=0.1)
 
 
 def test_a_step_has_so_many_tokens_of_prompts_at_most() -> None:
     """256 tokens a step are one prompt a step: 64 requests end as fast as prompts come in."""
-    found = inference.loaded(dataclasses.replace(ROW, concurrency=4096.0, chunk=256))
+    found = inference.steady_state(dataclasses.replace(ROW, concurrency=4096.0, chunk=256))
     assert found.requests == pytest.approx(64, abs=1)
 
 
@@ -141,14 +142,15 @@ def test_rows_that_the_package_carries_can_be_read() -> None:
 def test_power_of_a_run_is_that_of_its_busy_and_its_idle_time() -> None:
     """An idle H100 draws a fifth of its TDP."""
     row = dataclasses.replace(ROW, quantity="watts")
-    busy = inference._predicted((0, row))[1]
-    half = inference._predicted((0, dataclasses.replace(row, busy=0.5)))[1]
+    found = row.simulate()
+    busy, half = row.predict(found), dataclasses.replace(row, busy=0.5).predict(found)
     assert half == pytest.approx((busy + 140) / 2)
 
 
 @pytest.mark.slow
 def test_servers_under_load_are_near() -> None:
     """vLLM under a constant rate: 9 of 10 stages within 6%, the median within 4%."""
-    errors = sorted(abs(o.error) for o in inference.validate("vLLM under load"))
+    outcomes = compare(inference.rows("vLLM under load"))
+    errors = sorted(abs(o.error) for o in outcomes if isinstance(o, Prediction))
     assert errors[len(errors) // 2] < 0.04
     assert errors[-2] < 0.08

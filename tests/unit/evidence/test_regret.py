@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from stagewright.cli.main import commands
-from stagewright.errors import UserError
-from stagewright.evidence import measurements as published
-from stagewright.evidence import regret
-from stagewright.evidence.groups import held_out, traits
-from stagewright.evidence.measurements import Measurement
-from stagewright.evidence.predictions import LOW, SWEEP, Prediction
+import regret
+from stagewright.evidence.rows import Prediction, prediction
+from stagewright.evidence.statistics import LOW, SWEEP
+from stagewright.evidence.training import Measurement, held_out, read
 
 HEADER = (
     "source,row,hardware,quantity,measured,low_utilization,model,layers,tp,dp,pp,"
@@ -34,7 +27,7 @@ def rows(
         f"{low},llama3-8b,2,{tp},{dp},{pp},{batch},1024"
         for n, ((tp, dp, pp), seconds) in enumerate(zip(LAYOUTS, MEASURED, strict=True))
     ]
-    return published.read("\n".join([HEADER, *lines]), "rows.csv")
+    return read("\n".join([HEADER, *lines]), "rows.csv")
 
 
 def predicted(
@@ -44,9 +37,7 @@ def predicted(
 
 
 def _prediction(m: Measurement, seconds: float) -> Prediction:
-    value = seconds if m.quantity == "step_s" else 1 / seconds
-    error = value / m.measured - 1
-    return Prediction(m.source, m.row, m.quantity, m.measured, value, error, "", "", traits(m))
+    return prediction(m, seconds if m.quantity == "step_s" else 1 / seconds)
 
 
 @pytest.mark.parametrize("quantity", ["step_s", "tokens_s_gpu"])
@@ -79,9 +70,7 @@ def test_what_is_new_to_the_package_changes_no_job() -> None:
 
 
 def test_repeated_measurements_of_a_layout_count_once() -> None:
-    again = published.read(
-        f"{HEADER}\nmine,again,h100-sxm,step_s,4,,llama3-8b,2,2,4,1,16,1024", "rows.csv"
-    )
+    again = read(f"{HEADER}\nmine,again,h100-sxm,step_s,4,,llama3-8b,2,2,4,1,16,1024", "rows.csv")
     (found,) = regret.regrets(predicted([*rows(), *again], (5, 3, 2, 8, 6, 3)))
     assert found.layouts == 5
     assert found.rank == 1  # the second layout took 2 and 4 seconds: 3 on average, like the third
@@ -112,18 +101,3 @@ def test_totals_by_source() -> None:
     assert regret.summary(regret.regrets(pairs)[:2]).mean == pytest.approx(0.25)
     assert "50.0%" in str(regret.totals(regret.regrets(pairs)))
     assert "2 x 4096" in str(regret.listed(regret.regrets(pairs)))
-
-
-@pytest.mark.numerics
-def test_regret_of_ones_own_rows(tmp_path: Path) -> None:
-    path = tmp_path / "mine.csv"
-    line = "mine,{tp},h100-sxm,step_s,{tp},,llama3-8b,1,{tp},{dp},1,8,512"
-    lines = [line.format(tp=tp, dp=8 // tp) for tp in (1, 2, 4)]
-    path.write_text("\n".join([HEADER, *lines]))
-    result = CliRunner().invoke(commands, ["validate", "--rows", str(path), "--regret", "--json"])
-    (found,) = json.loads(result.output)["jobs"]
-    assert (found["layouts"], found["best"]) == (3, "1")
-    path.write_text("\n".join([HEADER, *lines[:2]]))
-    result = CliRunner().invoke(commands, ["validate", "--rows", str(path), "--regret"])
-    assert isinstance(result.exception, UserError)
-    assert "in 3 layouts or more" in str(result.exception)

@@ -4,17 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.evidence import closed_loops as loops_of
 from stagewright.evidence import servers
-from stagewright.evidence.closed_loops import SCHEDULERS, closed_loops
-from stagewright.evidence.inference import ServedRow, rows
-from stagewright.evidence.servers import REQUESTS_PER_USER, client_of
+from stagewright.evidence.inference import SCHEDULERS, ServedRow, rows
+from stagewright.evidence.servers import REQUESTS_PER_USER, client_of, closed_loops
 from stagewright.run.sections.serving.engines import EngineSection
 
 ROW = ServedRow(
-    "aiconfigurator, vLLM", "a row", "", "h100-sxm", "ttft_ms", 1.0, "vllm", 32.0, None,
+    source="aiconfigurator, vLLM", row="a row", hardware="h100-sxm", quantity="ttft_ms",
+    measured=1.0, engine="vllm", concurrency=32.0, request_rate=None,
     isl=1024, cached=0, osl=256, shortest=1.0, chunk=8192, checkpoint="",
-    settings={"model": "qwen3-32b"}, reason="",
+    settings={"model": "qwen3-32b"},
 )  # fmt: skip
 
 
@@ -68,10 +67,10 @@ def test_prompts_wait_where_the_script_says_so():
 
 def test_every_entry_is_cited_and_of_several_rows(monkeypatch: pytest.MonkeyPatch):
     # Those that the package carries, on hardware that is not compared, too.
-    monkeypatch.setattr(loops_of, "HARDWARE", {row.hardware for row in rows()})
+    monkeypatch.setattr(servers, "HARDWARE", {row.hardware for row in rows()})
     loops = closed_loops()
     for entry in servers.entries():
         assert entry.cited
-        assert sum(entry.fits(of.row) for of in loops) > 1
+        assert len({of.experiment for of in loops if entry.fits(of.served)}) > 1
     for of in loops:
-        EngineSection(scheduler=SCHEDULERS[of.row.engine], **client_of(of.row).options)
+        EngineSection(scheduler=SCHEDULERS[of.served.engine], **client_of(of.served).options)

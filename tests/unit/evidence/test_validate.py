@@ -11,29 +11,26 @@ from click.testing import CliRunner
 
 from stagewright.cli.main import commands
 from stagewright.errors import UserError
-from stagewright.evidence import kernels as validate_kernels
-from stagewright.evidence import measurements as published
-from stagewright.evidence import validate
-from stagewright.evidence.groups import held_out
-from stagewright.evidence.predictions import LOW, Prediction, errors_by_source, grouped
-from stagewright.evidence.sources import Assumption, Source, sources
+from stagewright.evidence import kernels, training
+from stagewright.evidence.rows import NotCompared, Prediction, compare, prediction
+from stagewright.evidence.statistics import LOW, errors_by_source, grouped
+from stagewright.evidence.training import Assumption, Source, held_out, sources
 from stagewright.time import hardware
-from stagewright.time.network import Machine
 
 HEADER = "source,row,url,hardware,quantity,measured,model,layers,tp,dp,global_batch_size,seq_length"
 ROW = "mine,small,https://example.org,h100-sxm,{quantity},2.0,llama3-8b,1,2,4,8,1024"
 
 
-def row(quantity: str, header: str = HEADER) -> published.Measurement:
-    (found,) = published.read(f"{header}\n{ROW.format(quantity=quantity)}", "rows.csv")
+def row(quantity: str, header: str = HEADER) -> training.Measurement:
+    (found,) = training.read(f"{header}\n{ROW.format(quantity=quantity)}", "rows.csv")
     return found
 
 
 def test_one_line_is_a_row() -> None:
     m = row("step_s")
     assert (m.source, m.measured, m.run.world_size, m.run.layers) == ("mine", 2.0, 8, 1)
-    assert validate.in_quantity(m, 0.5) == 0.5
-    assert validate.in_quantity(row("tokens_s_gpu"), 0.5) == 8 * 1024 / 0.5 / 8
+    assert m.predict(0.5) == 0.5
+    assert row("tokens_s_gpu").predict(0.5) == 8 * 1024 / 0.5 / 8
 
 
 def test_wrong_columns_and_quantities_are_refused() -> None:
@@ -52,70 +49,68 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     assert found["predicted"] > 0
     path.write_text(f"{HEADER}\n{ROW.format(quantity='step_s').replace('2.0', 'two')}\n")
     with pytest.raises(UserError, match="line 2: measured is 'two', wanted a number above 0"):
-        published.load(path)
+        training.load(path)
+    path.write_text(f"{HEADER},pp\n{ROW.format(quantity='step_s')},2\n")
+    result = CliRunner().invoke(commands, ["validate", "--rows", str(path)])
+    with pytest.raises(UserError, match=r"mine, small: .*layers"):
+        raise result.exception or AssertionError
     path.write_text("source,row\na,b\n")
     with pytest.raises(UserError, match="the column hardware is missing"):
-        published.load(path)
+        training.load(path)
     with pytest.raises(UserError, match="cannot be read"):
-        published.load(tmp_path / "none.csv")
+        training.load(tmp_path / "none.csv")
 
 
 @pytest.mark.numerics
 def test_carried_rows_have_sources_and_known_hardware() -> None:
-    rows = published.measurements()
+    rows = training.rows()
     assert len(rows) > 1900
     for m in rows:
         assert m.url.startswith("https://"), m.row
         assert m.hardware in hardware.names()
-    others = published.not_compared()
+    others = training.not_compared()
     assert len({(m.source, m.row) for m in (*rows, *others)}) == len(rows) + len(others)
     assert {m.source for m in rows} <= set(sources())
 
 
 @pytest.mark.numerics
 def test_rows_without_a_prediction_say_why() -> None:
-    others = published.not_compared()
+    others = training.not_compared()
     assert len(others) < 330
     assert all(o.reason for o in others)
 
 
 @pytest.mark.numerics
 def test_seven_tenths_of_the_configurations_may_be_fitted_to() -> None:
-    rows = published.measurements()
+    rows = training.rows()
     held = sum(held_out(m) for m in rows) / len(rows)
     assert held == pytest.approx(0.3, abs=0.05)
 
 
-def test_predictions_may_come_from_elsewhere() -> None:
-    rows = [row("step_s"), replace(row("step_s"), row="again", measured=4.0)]
-    outcomes = list(validate.validate("mine", lambda m, machine: 4.0, rows=rows))
-    assert [o.error for o in outcomes] == pytest.approx([1.0, 0.0])
-
-
-def test_rows_of_one_run_are_simulated_once() -> None:
+def test_rows_of_one_run_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
 
-    def predict(m: published.Measurement, machine: Machine) -> float:
+    def step_seconds(m: training.Measurement, machine: object) -> float:
         runs.append(m.row)
-        return 1.0
+        return 4.0
 
-    rows = [row("step_s"), replace(row("step_s"), row="of another release")]
-    assert len(list(validate.compare(rows, predict=predict))) == 2
+    monkeypatch.setattr(training, "step_seconds", step_seconds)
+    rows = [row("step_s"), replace(row("step_s"), row="of another release", measured=4.0)]
+    errors = [o.error for o in compare(rows) if isinstance(o, Prediction)]
+    assert errors == pytest.approx([1.0, 0.0])
     assert runs == ["of another release"]
 
 
 def test_a_row_that_no_program_is_made_of_is_counted() -> None:
     header = f"{HEADER},pp"
     text = f"{header}\n{ROW.format(quantity='step_s')},2"
-    rows = published.read(text, "rows.csv")
-    (outcome,) = validate.compare(rows)
-    assert isinstance(outcome, published.NotCompared)
+    rows = training.read(text, "rows.csv")
+    (outcome,) = compare(rows)
+    assert isinstance(outcome, NotCompared)
     assert "layers" in outcome.reason
-    with pytest.raises(UserError, match=r"mine, small: .*layers"):
-        list(validate.validate(rows=rows))
-    (left,) = [*published.read(f"{HEADER},not_compared\n{ROW.format(quantity='step_s')},", "r")]
+    (left,) = [*training.read(f"{HEADER},not_compared\n{ROW.format(quantity='step_s')},", "r")]
     assert left.row == "small"
-    assert not published.read(f"{HEADER},not_compared\n{ROW.format(quantity='step_s')},why", "r")
+    assert not training.read(f"{HEADER},not_compared\n{ROW.format(quantity='step_s')},why", "r")
 
 
 def test_a_source_fills_cells_that_its_rows_leave_open() -> None:
@@ -129,17 +124,17 @@ def test_a_source_fills_cells_that_its_rows_leave_open() -> None:
 
 def test_a_network_of_its_own() -> None:
     header = f"{HEADER},network_gb_s"
-    (m,) = published.read(f"{header}\n{ROW.format(quantity='step_s')},6.25", "rows.csv")
-    assert validate.machine_of(m).hardware.scale_out.bandwidth_gb_s == 6.25
+    (m,) = training.read(f"{header}\n{ROW.format(quantity='step_s')},6.25", "rows.csv")
+    assert training.machine_of(m).hardware.scale_out.bandwidth_gb_s == 6.25
     with pytest.raises(UserError, match="line 2: network_gb_s is '-1', wanted a number above 0"):
-        published.read(f"{header}\n{ROW.format(quantity='step_s')},-1", "rows.csv")
+        training.read(f"{header}\n{ROW.format(quantity='step_s')},-1", "rows.csv")
 
 
 def test_groups_count_errors_of_time_and_set_low_utilization_apart() -> None:
     """A rate that is predicted twice as high is a time that is predicted half as long."""
     fast = replace(row("tokens_s_gpu"), measured=1.0)
     low = replace(row("step_s"), row="low", low_utilization=True)
-    (rate, time) = validate.validate(rows=[fast, low], predict=lambda m, machine: 512.0)
+    (rate, time) = (prediction(m, m.predict(512.0)) for m in (fast, low))
     assert (rate.error, rate.error_of_time) == pytest.approx((1.0, -0.5))
     by_source = grouped([rate, time], "source")
     assert [g.group for g in by_source] == ["mine, dense", f"mine, dense, {LOW}"]
@@ -153,21 +148,21 @@ def test_few_microbatches_stand_for_many() -> None:
     """Once the pipeline is full, a step is linear in its microbatches."""
     settings = "tp,dp,pp,global_batch_size,seq_length,layers,model,source,row,url,hardware,quantity"
     values = "1,1,2,8,512,4,llama3-8b,s,r,https://x,h100-sxm,step_s"
-    (m,) = published.read(f"{settings},measured\n{values},1", "rows.csv")
+    (m,) = training.read(f"{settings},measured\n{values},1", "rows.csv")
     whole = m.run.model_copy(update={"global_batch_size": 4})
-    machine = validate.machine_of(m)
-    eight = validate.step_seconds(m, machine)
+    machine = training.machine_of(m)
+    eight = training.step_seconds(m, machine)
     object.__setattr__(m, "run", whole)
-    four = validate.step_seconds(m, machine)
+    four = training.step_seconds(m, machine)
     object.__setattr__(m, "run", whole.model_copy(update={"global_batch_size": 2}))
-    two = validate.step_seconds(m, machine)
+    two = training.step_seconds(m, machine)
     assert eight == pytest.approx(four + 2 * (four - two))
 
 
 def test_summary_counts_per_source() -> None:
-    rows = [Prediction("a", str(e), "s", 1.0, 1.0 + e, e, "", "") for e in (0.1, -0.3, 0.2)]
+    rows = [Prediction("a", str(e), "s", 1.0, 1.0 + e) for e in (0.1, -0.3, 0.2)]
     (total,) = errors_by_source(rows)
-    assert (total.rows, total.worst) == (3, ("-0.3", -0.3))
+    assert (total.rows, total.worst) == (3, ("-0.3", pytest.approx(-0.3)))
     assert total.mape == pytest.approx(0.2)
     assert total.median == pytest.approx(0.2)
     assert total.bias == pytest.approx(0.0)
@@ -189,7 +184,8 @@ def test_summary_counts_per_source() -> None:
 def test_held_out_kernels_are_near(source: str, most: float) -> None:
     """Half of the rows that nothing was fitted to are within the error that we state."""
     name = f"aiconfigurator, {source}"
-    every = errors_by_source(validate_kernels.validate(name))
+    outcomes = compare(kernels.rows(name))
+    every = errors_by_source(o for o in outcomes if isinstance(o, Prediction))
     (total,) = [found for found in every if source == "NCCL" or found.source == name]
     assert total.median <= most
 

@@ -9,8 +9,7 @@ import pytest
 
 import stagewright as sw
 from stagewright.errors import UserError
-from stagewright.evidence import validate
-from stagewright.evidence.measurements import measurements
+from stagewright.evidence import training
 from stagewright.program.columns import COLLECTIVES, Program, TaskKind, Tasks
 from stagewright.run.sections.execution import Execution
 from stagewright.time.dispatch import exchanges_tokens
@@ -131,9 +130,9 @@ def test_refused_as_megatron_does(settings: dict[str, Any], message: str) -> Non
 def test_gain_of_published_pairs() -> None:
     """Qwen3 30B-A3B on 16 H100 with ep=16, by NCCL from 41.25 to 31.31 s, by HybridEP from 24.71 to
     20.99 s (Megatron-Bridge): ours gains as much within 7 points."""
-    rows = [m for m in measurements("megatron-bridge") if "16 h100-sxm, bf16" in m.row]
+    rows = [m for m in training.rows("megatron-bridge") if "16 h100-sxm, bf16" in m.row]
     pairs = [[m for m in rows if name in m.row] for name in ("alltoall", "HybridEP")]
     for off, on in pairs:
-        seconds = [validate.step_seconds(m, validate.machine_of(m)) for m in (off, on)]
+        seconds = [training.step_seconds(m, training.machine_of(m)) for m in (off, on)]
         ours, theirs = seconds[1] / seconds[0], on.measured / off.measured
         assert ours == pytest.approx(theirs, abs=0.07)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stagewright.evidence import validate
-from stagewright.evidence.measurements import measurements
+from stagewright.evidence import training
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 from stagewright.run.sections.execution import Execution
@@ -95,12 +94,12 @@ def test_a_step_is_shorter() -> None:
 @pytest.mark.numerics
 def test_gain_of_async_tp() -> None:
     """torchtitan's pairs of runs with and without it: ours is as much faster, within 7 points."""
-    rows = {m.row: m for m in measurements("torchtitan")}
+    rows = {m.row: m for m in training.rows("torchtitan")}
     pairs = [(row, row.replace("async_tp=1", "async_tp=0")) for row in rows
              if "async TP 8B, async_tp=1" in row]  # fmt: skip
     assert len(pairs) == 2
     for with_, without in pairs:
-        seconds = [validate.step_seconds(rows[r], validate.machine_of(rows[r]))
+        seconds = [training.step_seconds(rows[r], training.machine_of(rows[r]))
                    for r in (without, with_)]  # fmt: skip
         measured = rows[with_].measured / rows[without].measured
         assert seconds[0] / seconds[1] == pytest.approx(measured, abs=0.07)

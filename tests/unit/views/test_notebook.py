@@ -15,7 +15,8 @@ from extras import needed
 from notebooks import execute, notebook, text
 from pages import check
 from paths import EXAMPLES
-from stagewright.evidence.predictions import Prediction, table, totals
+from stagewright.evidence.rows import Prediction
+from stagewright.evidence.statistics import table, totals
 from stagewright.program.columns import TaskKind
 from stagewright.texttable import SHOWN, Table
 from stagewright.views.pages.templates import render
@@ -180,12 +181,16 @@ def test_long_tables_are_cut_in_notebooks(compiled: sw.Compiled):
 
 def test_outcomes_are_tables():
     some = [
-        Prediction("a", "r1", "step_s", 2.0, 2.2, 0.1, "", ""),
-        Prediction("a", "r2", "step_s", 4.0, 3.0, -0.25, "", ""),
+        Prediction("a", "r1", "step_s", 2.0, 2.2),
+        Prediction("a", "r2", "step_s", 4.0, 3.0),
     ]
     assert table(some).cells("error") == ["+10.0%", "-25.0%"]
     (row,) = totals(some).rows
-    assert (row["rows"], row["mean error"], row["bias"]) == (2, pytest.approx(0.175), -0.075)
+    assert (row["rows"], row["mean error"], row["bias"]) == (
+        2,
+        pytest.approx(0.175),
+        pytest.approx(-0.075),
+    )
 
 
 # ---- the example ---------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ class _Parser:
             return Reference(self.known(name), name.at)
         if name.name not in {*COLLECTIVES, *OPS_OF_TEXTS, *PARTS}:
             hint = did_you_mean(name.name, (*OPS_OF_TEXTS, *COLLECTIVES, *PARTS))
-            hint = hint or "; `stagewright ops` lists those that there are"
+            hint = hint or "; docs/reference/ops.md lists those that there are"
             raise NotationError(f"no op {name.name!r}{hint}", name.at)
         self.take("(", "")
         arguments: list[Reference | Call] = []

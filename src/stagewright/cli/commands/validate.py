@@ -16,41 +16,32 @@ from stagewright.cli.options import JSON
 from stagewright.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
-    from stagewright.evidence.measurements import Measurement, NotCompared
-    from stagewright.evidence.predictions import Prediction
+    from stagewright.evidence.rows import NotCompared, Prediction, Row
+
+NEEDS_REASON = 0.25
+"""Absolute error beyond which a prediction is printed with its reason."""
 
 
 @command
 @click.option("--source", metavar="TEXT", help="Only measurements of this source. [all]")
-@click.option("--rows", metavar="FILE", help="Measurements of your own (CSV), and no others.")
+@click.option("--rows", "path", metavar="FILE", help="Measurements of your own (CSV) alone.")
 @click.option("--list", "listed", is_flag=True, help="Print each row, too. [with a source or rows]")
 @click.option(
     "--every",
     metavar="N",
     type=click.IntRange(1),
     default=1,
-    help="Only every Nth row of steps, spread over all sources. [1: all rows]",
+    help="Only every Nth row of each table. [1: all rows]",
 )
-@click.option(
-    "--regret",
-    "instead",
-    flag_value="regret",
-    help="What picking a layout by prediction costs where several were measured.",
-)
-@click.option(
-    "--serving",
-    "instead",
-    flag_value="serving",
-    help="Servers under load, served request by request.",
-)
+@click.option("--serving", is_flag=True, help="Servers under load, simulated request by request.")
 @click.option("--jobs", metavar="N", type=click.IntRange(1), help="Processes. [one per core]")
 @JSON
 def validate(
     source: str | None,
-    rows: str | None,
+    path: str | None,
     listed: bool,
     every: int,
-    instead: str | None,
+    serving: bool,
     jobs: int | None,
     as_json: bool,
 ) -> None:
@@ -59,134 +50,60 @@ def validate(
     The thousands of rows are listed only where --source or --list asks for them. All rows take
     some minutes. Errors in tables of groups are those of the time of a step: + is predicted slow.
 
-    With --regret: jobs (one model, batch and number of GPUs) that were measured in three or more
-    layouts. In each the layout with the shortest predicted step is picked; its regret is its
-    measured step / the shortest measured step - 1. --every N takes every Nth job.
-
     With --serving: times to the first token, per token and to the last that clients measured, and
-    tokens per second, beside those of the same load served request by request.
+    tokens per second, beside those of the same load simulated request by request.
     """
-    from stagewright.evidence import inference, measurements, validate
-    from stagewright.evidence import kernels as validate_kernels
-    from stagewright.evidence.predictions import Prediction
+    from stagewright.evidence.rows import Prediction, compare
+    from stagewright.evidence.training import not_compared
     from stagewright.executors import cores
 
-    if instead == "serving":
-        _serving(source, every=every, as_json=as_json)
-        return
-    own = None if rows is None else measurements.load(rows)
-    if instead == "regret":
-        _regret(own, source, every=every, jobs=jobs or cores(), listed=listed, as_json=as_json)
-        return
-    kernels = list(validate_kernels.validate(source)) if own is None else []
-    carried = measurements.measurements(source) if own is None else own
-    chosen = measurements.select(carried, source)[::every]
+    rows = [row for table in _tables(path, serving) for row in table(source)[::every]]
     with _progress() as progress:
-        outcomes = list(validate.compare(chosen, progress=progress, jobs=jobs or cores()))
-        if own is None:
-            served = inference.validate(
-                source, every=every, jobs=jobs or cores(), progress=progress
-            )
-            kernels += served
+        # Loads of one server share a table of step times, which one process keeps.
+        processes = 1 if serving else jobs or cores()
+        outcomes = list(compare(rows, jobs=processes, progress=progress))
     predictions = [o for o in outcomes if isinstance(o, Prediction)]
     refused = [o for o in outcomes if not isinstance(o, Prediction)]
-    if own is not None and refused:
+    if path is not None and refused:
         raise UserError(f"{refused[0].source}, {refused[0].row}: {refused[0].reason}")
-    if own is None:
-        refused += measurements.not_compared(source)
-    if not kernels and not predictions and not refused:
-        raise _unknown(source, own)
+    if path is None and not serving:
+        refused += not_compared(source)
+    if not predictions and not refused:
+        raise _unknown(source, path, serving)
     if as_json:
-        shared.print_json(_as_json([*predictions, *kernels], refused))
+        shared.print_json(_as_json(predictions, refused))
         return
-    shown = [*predictions, *kernels] if source is not None else predictions
-    if listed or source is not None or own is not None:
-        _print_predictions(shown)
-    _print_groups(predictions, whole=source is None)
-    _print_totals(kernels)
+    steps = [o for o in predictions if o.traits is not None]
+    others = [o for o in predictions if o.traits is None]
+    if listed or serving or source is not None or path is not None:
+        _print_predictions(predictions if serving or source is not None else steps)
+    _print_groups(steps, whole=source is None)
+    if serving:
+        named = [o._replace(source=f"{o.source}, {o.quantity}") for o in others]
+        others = sorted(named, key=lambda o: o.source)
+    _print_totals(others)
     _print_not_compared(refused)
+    if serving:
+        from stagewright.evidence.servers import PEERS
+
+        shared.console().print(PEERS)
 
 
-def _serving(source: str | None, *, every: int, as_json: bool) -> None:
-    """Prints servers under load beside what their clients measured."""
-    from stagewright.evidence import closed_loops, replayed, serving
-    from stagewright.evidence.measurements import NotCompared
-    from stagewright.evidence.predictions import totals
-    from stagewright.texttable import print_table
+def _tables(path: str | None, serving: bool) -> list[Callable[[str | None], Sequence[Row]]]:
+    """The tables of rows that are compared, each a function of the source."""
+    from stagewright.evidence import inference, kernels, servers, training
+    from stagewright.evidence.rows import within
 
-    with _progress() as progress:
-        outcomes: list[Prediction | NotCompared] = [
-            *serving.validate(source, every=every, progress=progress),
-            *replayed.validate(source, every=every, progress=progress),
-            *closed_loops.validate(source, every=every, progress=progress),
-        ]
-    found = [o for o in outcomes if not isinstance(o, NotCompared)]
-    refused = [o for o in outcomes if isinstance(o, NotCompared)]
-    if not outcomes:
-        loops = closed_loops.sources(closed_loops.closed_loops())
-        others = (*serving.servers(), *replayed.replayed_servers())
-        known = dict.fromkeys([*(server.source for server in others), *loops])
-        raise UserError(f"no servers of source {source!r}; known: {'; '.join(known)}")
-    if as_json:
-        shared.print_json(_as_json(found, refused))
-        return
-    _print_predictions(found)
-    _print_not_compared(refused)
-    each = [o._replace(source=f"{o.source}, {o.quantity}") for o in found]
-    print_table(totals(sorted(each, key=lambda o: o.source)), shared.console())
-    shared.console().print(serving.PEERS)
+    if serving:
+        return [servers.rows]
+    if path is not None:
+        own = training.load(path)
+        return [lambda source: [row for row in own if within(row.source, source)]]
+    return [training.rows, kernels.rows, inference.rows]
 
 
-def _regret(
-    own: Sequence[Measurement] | None,
-    source: str | None,
-    *,
-    every: int,
-    jobs: int,
-    listed: bool,
-    as_json: bool,
-) -> None:
-    """Prints what picking a layout by prediction costs."""
-    from stagewright.evidence import measurements, regret, validate
-    from stagewright.evidence.predictions import Prediction
-    from stagewright.texttable import print_table
-
-    carried = measurements.measurements(source) if own is None else own
-    found = measurements.select(carried, source)
-    if not found:
-        raise _unknown(source, own)
-    chosen = regret.rows_of_jobs(found, every=every)
-    if not chosen:
-        raise UserError(
-            f"--regret: of {len(found)} rows none are of one model, batch, precision and number of "
-            f"GPUs in {regret.FEWEST} layouts or more; add layouts, or leave --regret out"
-        )
-    with _progress() as progress:
-        outcomes = list(validate.compare(chosen, progress=progress, jobs=jobs))
-    pairs = [(m, o) for m, o in zip(chosen, outcomes, strict=True) if isinstance(o, Prediction)]
-    every_job, held_out = regret.regrets(pairs), regret.regrets(pairs, only_held_out=True)
-    if as_json:
-        both = {"jobs": every_job, "held_out_layouts": held_out}
-        shared.print_json({key: [r._asdict() for r in jobs] for key, jobs in both.items()})
-        return
-    out = shared.console()
-    if listed or source is not None or own is not None:
-        print_table(regret.listed(every_job), out)
-    print_table(regret.totals(every_job), out)
-    if held_out:
-        out.print("Choices among layouts alone to which no constant may be fitted:")
-        print_table(regret.totals(held_out).only(*regret.OF_ALL), out)
-
-
-def _unknown(source: str | None, own: Iterable[Measurement] | None) -> UserError:
-    from stagewright.evidence import inference, kernels
-    from stagewright.evidence.sources import sources
-
-    if own is None:
-        others = (*kernels.validate(), *inference.rows())
-        known = dict.fromkeys([*sources(), *(o.source for o in others)])
-    else:
-        known = dict.fromkeys(m.source for m in own)
+def _unknown(source: str | None, path: str | None, serving: bool) -> UserError:
+    known = dict.fromkeys(row.source for table in _tables(path, serving) for row in table(None))
     return UserError(
         f"no measurements of source {source!r}{did_you_mean(str(source), known)}; "
         f"known: {'; '.join(known)}"
@@ -194,7 +111,7 @@ def _unknown(source: str | None, own: Iterable[Measurement] | None) -> UserError
 
 
 def _as_json(rows: Sequence[Prediction], refused: Sequence[NotCompared]) -> dict[str, Any]:
-    from stagewright.evidence.predictions import GROUPS, grouped
+    from stagewright.evidence.statistics import GROUPS, grouped
 
     keys = ("source", "row", "quantity", "measured", "predicted", "error", "fitted", "reason")
     listed = [
@@ -203,20 +120,19 @@ def _as_json(rows: Sequence[Prediction], refused: Sequence[NotCompared]) -> dict
     ]
     groups = [
         {
-            "by": each.by,
-            "group": each.group,
-            "all": each.every._asdict(),
-            "held_out": each.held_out._asdict() if each.held_out else None,
+            "by": group.by,
+            "group": group.group,
+            "all": group.every._asdict(),
+            "held_out": group.held_out._asdict() if group.held_out else None,
         }
         for by in GROUPS
-        for each in grouped(rows, by)
+        for group in grouped(rows, by)
     ]
     return {"rows": listed, "groups": groups, "not_compared": [o._asdict() for o in refused]}
 
 
 def _print_predictions(predictions: Iterable[Prediction]) -> None:
-    from stagewright.evidence.predictions import table
-    from stagewright.evidence.validate import NEEDS_REASON
+    from stagewright.evidence.statistics import table
     from stagewright.texttable import print_table
 
     out = shared.console()
@@ -224,30 +140,30 @@ def _print_predictions(predictions: Iterable[Prediction]) -> None:
     for o in predictions:
         by_source.setdefault(o.source, []).append(o)
     shown = ("row", "quantity", "measured", "predicted", "error", "fitted")
-    for source, some in by_source.items():
-        print_table(table(some, source).only(*shown), out)
+    for source, rows in by_source.items():
+        print_table(table(rows, source).only(*shown), out)
         _print_assumptions(source)
-        for o in some:
+        for o in rows:
             if abs(o.error) > NEEDS_REASON and o.quantity != "us" and o.reason:
                 out.print(f"  {o.error:+.0%} {o.row}: {o.reason}")
 
 
 def _print_assumptions(source: str) -> None:
-    """What is assumed of all rows of a source, or known of their errors."""
-    from stagewright.evidence.sources import sources
+    """Print what is assumed of all rows of a source, or known of their errors."""
+    from stagewright.evidence.training import sources
 
     entry = sources().get(source)
     if entry is None:
         return
     out = shared.console()
-    for name, each in entry.assumed.items():
-        out.print(f"  assumed: {name} {each.value}: {each.reason}")
+    for name, assumption in entry.assumed.items():
+        out.print(f"  assumed: {name} {assumption.value}: {assumption.reason}")
     for note in entry.notes:
         out.print(f"  {note}")
 
 
 def _print_groups(predictions: Sequence[Prediction], *, whole: bool) -> None:
-    from stagewright.evidence.predictions import GROUPS, errors_by_group
+    from stagewright.evidence.statistics import GROUPS, errors_by_group
     from stagewright.texttable import print_table
 
     for by in GROUPS if whole else ["source"]:
@@ -256,7 +172,7 @@ def _print_groups(predictions: Sequence[Prediction], *, whole: bool) -> None:
 
 
 def _print_totals(predictions: Sequence[Prediction]) -> None:
-    from stagewright.evidence.predictions import totals
+    from stagewright.evidence.statistics import totals
     from stagewright.texttable import print_table
 
     if predictions:
@@ -264,7 +180,7 @@ def _print_totals(predictions: Sequence[Prediction]) -> None:
 
 
 def _print_not_compared(refused: Sequence[NotCompared]) -> None:
-    """How many rows have no prediction, by source and reason."""
+    """Print how many rows have no prediction, by source and reason."""
     if not refused:
         return
     out = shared.console()
@@ -275,7 +191,7 @@ def _print_not_compared(refused: Sequence[NotCompared]) -> None:
 
 @contextmanager
 def _progress() -> Generator[Callable[[int, int], None] | None]:
-    """Shows, on a terminal, how many rows of how many are predicted."""
+    """Show, on a terminal, how many rows of how many are predicted."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -298,7 +214,6 @@ ENTRY = Entry(
         "stagewright validate --source bloomberg",
         "stagewright validate --source nccl-tests",
         "stagewright validate --source korthikanti --json",
-        "stagewright validate --source simumax --regret",
         "stagewright validate --serving --every 100",
     ),
 )

@@ -3,7 +3,7 @@
 The draws are seeded: the same runs every time. A run that is refused by a `UserError` counts for
 nothing. `tests/slow/test_sweep.py` tries the first runs; for more, with another seed:
 
-    python tests/sweep.py 100000 7
+    python tools/sweep.py 100000 7
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import stagewright
 from invariants import check

@@ -5,10 +5,10 @@ exception, more than `SECONDS`, or more memory than `MEMORY`.
 
 To add a parser, add a row: its name, the name of its file, the function that reads a path, files
 that it accepts, and how such a file is changed (`havoc` suits everything, `lines`, `data` and
-`frames` know text, JSON or YAML, and traces). `tests/test_fuzz.py` then runs some hundred changed
-files in CI, and this a campaign as long as you like:
+`frames` know text, JSON or YAML, and traces). `tests/slow/test_fuzz.py` then runs some hundred
+changed files in CI, and this a campaign as long as you like:
 
-    PYTHONPATH=src python tests/fuzz.py run.yaml --seconds 600
+    python tools/fuzz.py run.yaml --seconds 600
 
 It prints each failure with its traceback and keeps the file. With `--coverage`, atheris (if
 installed) looks for files that reach new code. Add the file that failed to `hostile` of the row.
@@ -41,11 +41,11 @@ from typing import Any, NamedTuple
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import stagewright
-from paths import EXAMPLES, ROOT
 from stagewright.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 SECONDS = 10  # of a core, for one file
 MEMORY = 3 << 30  # of address space, in a process of its own
@@ -424,7 +424,7 @@ def _requests(path: Path) -> object:
 
 
 def _measurements(path: Path) -> object:
-    from stagewright.evidence.measurements import load
+    from stagewright.evidence.training import load
 
     return load(path)
 

@@ -1,5 +1,7 @@
 """Recorded workloads replayed on the servers that answered them, beside what was measured there.
 
+    python benchmarks/replayed.py
+
 The requests are ShareGPT's as casys-kaist/LLMServingSim@5daddb21 (MIT) sent them to vLLM 0.19; the
 measured figures are of all requests of a run. Engines have the arguments, and the blocks of the
 cache, that the server's log gives. The servers are overloaded: most requests wait, and times to
@@ -8,11 +10,11 @@ first tokens are how fast the server works.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from importlib.resources import as_file, files
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from stagewright.evidence.predictions import Prediction
+from stagewright.evidence.rows import Prediction
 from stagewright.files import own_yaml
 from stagewright.model.catalog import resolve as model_of
 from stagewright.run.sections.execution import Execution
@@ -23,11 +25,12 @@ from stagewright.serving.deployment import InstanceGroup
 from stagewright.serving.instance import instance
 from stagewright.serving.metrics import RequestTimes, Slo
 from stagewright.serving.schedulers.named import batch_limits, scheduler_of
-from stagewright.serving.workload import Workload
 from stagewright.serving.workloads import traces
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.network import Machine
+
+DATA = Path(__file__).parent / "data"
 
 
 class ReplayedServer(NamedTuple):
@@ -40,15 +43,14 @@ class ReplayedServer(NamedTuple):
     measured: Mapping[str, float]
     reason: str
     requests: str
-    """The file of its requests in `data/measured`."""
+    """The file of its requests in `data`."""
     links: Mapping[str, float] = {}
     """`bandwidth_gb_s` and `latency_us` of each step between its GPUs; none: the hardware's."""
 
 
 def replayed_servers() -> list[ReplayedServer]:
-    """The servers that the package carries."""
-    text = (files("stagewright") / "data" / "measured" / "replayed.yaml").read_text("utf-8")
-    of: Any = own_yaml(text)
+    """All servers."""
+    of: Any = own_yaml((DATA / "replayed.yaml").read_text("utf-8"))
     return [
         ReplayedServer(
             of["source"],
@@ -64,20 +66,6 @@ def replayed_servers() -> list[ReplayedServer]:
     ]
 
 
-def validate(
-    source: str | None = None,
-    *,
-    every: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Prediction]:
-    """Predictions of all servers, or of those whose source contains the text `source`."""
-    known = [s for s in replayed_servers() if not source or source.lower() in s.source.lower()]
-    for nth, server in enumerate(known[::every]):
-        yield from predictions(server)
-        if progress is not None:
-            progress(nth + 1, len(known[::every]))
-
-
 def predictions(of: ReplayedServer) -> list[Prediction]:
     """What the users of a server would see."""
     times = replay(of)
@@ -85,11 +73,8 @@ def predictions(of: ReplayedServer) -> list[Prediction]:
     for quantity, measured in of.measured.items():
         name, figure, _ = quantity.split("_")
         predicted = figure_of(getattr(times, name), figure) * 1e3
-        error = predicted / measured - 1
         row = f"{of.hardware} {of.settings['model']}"
-        found.append(
-            Prediction(of.source, row, quantity, measured, predicted, error, "", of.reason)
-        )
+        found.append(Prediction(of.source, row, quantity, measured, predicted, "", of.reason))
     return found
 
 
@@ -106,7 +91,7 @@ def replay(of: ReplayedServer) -> RequestTimes:
         gpu_memory_utilization=engines.gpu_memory_utilization,
     )  # fmt: skip
     group = InstanceGroup(made, engines, limits, scheduler_of(engines, limits))
-    return RequestTimes.of(group.serve(_requests(of.requests), Slo()).outcome)
+    return RequestTimes.of(group.serve(traces.read(DATA / of.requests), Slo()).outcome)
 
 
 def _with_links(hardware: Hardware, links: Mapping[str, float]) -> Hardware:
@@ -120,6 +105,11 @@ def _with_links(hardware: Hardware, links: Mapping[str, float]) -> Hardware:
     return hardware.model_copy(update={"scale_up": scale_up})
 
 
-def _requests(name: str) -> Workload:
-    with as_file(files("stagewright") / "data" / "measured" / name) as path:
-        return traces.read(path)
+if __name__ == "__main__":
+    for server in replayed_servers():
+        for p in predictions(server):
+            print(
+                f"{p.row:30} {p.quantity:14} {p.predicted:10,.1f} measured {p.measured:10,.1f} "
+                f"{p.error:+.1%}",
+                flush=True,
+            )

@@ -1,51 +1,14 @@
-"""Predictions beside measurements, and statistics of their errors by group."""
+"""Statistics of the errors of predictions, by group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from stagewright.evidence.groups import GPUS, TOKENS, Traits, bounded
+from stagewright.evidence.rows import Prediction, Traits
 from stagewright.texttable import Table
-
-RATES = ("tokens_s_gpu", "tflops_gpu", "tflops_gpu_full")
-"""Quantities that are larger where a step is shorter."""
-
-
-class Prediction(NamedTuple):
-    """A measurement and its prediction; `error` is predicted / measured - 1."""
-
-    source: str
-    row: str
-    quantity: str
-    measured: float
-    predicted: float
-    error: float
-    fitted: str
-    """Constants of Stagewright that were fitted to this row; empty: none."""
-    reason: str
-    """What the run assumes, or why the prediction misses the measurement."""
-    traits: Traits | None = None
-    """What the row is grouped by; None: of a kernel or a collective."""
-
-    @property
-    def error_of_time(self) -> float:
-        """The error of the time: positive where the prediction is slow, whatever was measured."""
-        rate = self.quantity in RATES
-        return self.measured / self.predicted - 1 if rate else self.error
-
-
-class _Compared(Protocol):
-    """A prediction of any quantity beside its measurement."""
-
-    @property
-    def source(self) -> str: ...
-    @property
-    def row(self) -> str: ...
-    @property
-    def error(self) -> float: ...
 
 
 class ErrorSummary(NamedTuple):
@@ -69,6 +32,18 @@ def _kind(t: Traits) -> str:
     return "LoRA" if t.adapters else "MoE" if t.experts else "dense"
 
 
+TOKENS = ((1024, "up to 1,024"), (4096, "up to 4,096"), (16384, "up to 16,384"))
+GPUS = ((8, "up to 8"), (64, "9 to 64"), (512, "65 to 512"))
+
+
+def _bounded(value: int, bounds: tuple[tuple[int, str], ...]) -> str:
+    """The range that a number lies in, in words."""
+    for most, words in bounds:
+        if value <= most:
+            return words
+    return f"above {bounds[-1][0]:,}"
+
+
 SWEEP = "nanotron"
 """The source with more than half of all rows, which would hide the others in a mean."""
 GROUPS: dict[str, Callable[[Prediction, Traits], str]] = {
@@ -76,8 +51,8 @@ GROUPS: dict[str, Callable[[Prediction, Traits], str]] = {
     "model": lambda o, t: f"{_kind(t)}, {SWEEP}" if o.source == SWEEP else _kind(t),
     "accelerator": lambda o, t: t.hardware,
     "accelerator and precision": lambda o, t: f"{t.hardware}, {t.precision}, {_kind(t)}",
-    "GPUs": lambda o, t: bounded(t.gpus, GPUS),
-    "tokens of a kernel": lambda o, t: bounded(t.tokens, TOKENS),
+    "GPUs": lambda o, t: _bounded(t.gpus, GPUS),
+    "tokens of a kernel": lambda o, t: _bounded(t.tokens, TOKENS),
 }
 """What training rows are grouped by, a table for each."""
 LOW = "under a tenth of the peak"
@@ -86,7 +61,7 @@ LOW = "under a tenth of the peak"
 def table(predictions: Iterable[Prediction], title: str = "Predictions") -> Table:
     """The predictions as a table, one row each, without the reasons."""
     rows = [*predictions]
-    names = [name for name in Prediction._fields if name not in ("reason", "traits")]
+    names = ("source", "row", "quantity", "measured", "predicted", "error", "fitted")
     columns = {name: [getattr(row, name) for row in rows] for name in names}
     return Table(title, columns, {"measured": "figure", "predicted": "figure", "error": "error"})
 
@@ -120,7 +95,7 @@ class GroupErrors(NamedTuple):
 def grouped(predictions: Iterable[Prediction], by: str) -> list[GroupErrors]:
     """The errors of time of training rows by one of `GROUPS`.
 
-    Rows of low utilization stand by themselves, behind the others.
+    Rows of low utilization are groups of their own, after the others.
     """
     groups: dict[tuple[bool, str], list[Prediction]] = {}
     for o in predictions:
@@ -140,7 +115,7 @@ def grouped(predictions: Iterable[Prediction], by: str) -> list[GroupErrors]:
 
 
 def _of_time(group: str, rows: Sequence[Prediction]) -> ErrorSummary:
-    return _statistics(group, [o.row for o in rows], [o.error_of_time for o in rows])
+    return _summary(group, rows, [o.error_of_time for o in rows])
 
 
 def _order(group: str) -> tuple[int, str]:
@@ -170,19 +145,15 @@ def errors_by_group(predictions: Sequence[Prediction], by: str) -> Table:
     )
 
 
-def errors_by_source(predictions: Iterable[_Compared]) -> list[ErrorSummary]:
+def errors_by_source(predictions: Iterable[Prediction]) -> list[ErrorSummary]:
     """The errors of the predictions of each source, in the order of the predictions."""
-    by_source: dict[str, list[_Compared]] = {}
+    by_source: dict[str, list[Prediction]] = {}
     for prediction in predictions:
         by_source.setdefault(prediction.source, []).append(prediction)
-    return [_summarize(source, group) for source, group in by_source.items()]
+    return [_summary(source, rows, [o.error for o in rows]) for source, rows in by_source.items()]
 
 
-def _summarize(source: str, predictions: Sequence[_Compared]) -> ErrorSummary:
-    return _statistics(source, [o.row for o in predictions], [o.error for o in predictions])
-
-
-def _statistics(group: str, rows: Sequence[str], signed: Sequence[float]) -> ErrorSummary:
+def _summary(group: str, rows: Sequence[Prediction], signed: Sequence[float]) -> ErrorSummary:
     errors = np.array(signed)
     worst = int(np.abs(errors).argmax())
     return ErrorSummary(
@@ -191,6 +162,6 @@ def _statistics(group: str, rows: Sequence[str], signed: Sequence[float]) -> Err
         float(np.abs(errors).mean()),
         float(np.median(np.abs(errors))),
         float(errors.mean()),
-        (rows[worst], float(errors[worst])),
+        (rows[worst].row, float(errors[worst])),
         float(np.quantile(np.abs(errors), 0.9)),
     )

@@ -1,23 +1,27 @@
-"""The tables of STAGE's paper beside figures that Stagewright computes.
+"""Writes docs/stage-paper.md: the tables of STAGE's paper beside figures that Stagewright computes.
 
-`data/published/stage-paper.yaml` has the paper's figures and, for each case, its run, what the run
-assumes, and why a computed figure differs.
+    python benchmarks/stage_paper.py
+
+`data/stage-paper.yaml` has the paper's figures and, for each case, its run, what the run assumes,
+and why a computed figure differs. A test computes the page again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import yaml
 
-from stagewright.evidence.measurements import run_of_values
+from stagewright.evidence.training import run_of_values
 from stagewright.graph.node import BYTES
 from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
-from stagewright.run.settings import Run
+
+FIGURES = Path(__file__).parent / "data" / "stage-paper.yaml"
+PAGE = Path(__file__).parent.parent / "docs" / "stage-paper.md"
 
 VOLUMES = {
     "send": ("send", "all_to_all"),
@@ -78,8 +82,7 @@ def _error(value: float, figure: float) -> float | None:
 
 def paper() -> dict[str, Any]:
     """The contents of the file of figures."""
-    text = files("stagewright") / "data" / "published" / "stage-paper.yaml"
-    return yaml.safe_load(text.read_text(encoding="utf-8"))
+    return yaml.safe_load(FIGURES.read_text(encoding="utf-8"))
 
 
 def stage_paper() -> Iterator[tuple[Case, list[Row]]]:
@@ -89,7 +92,7 @@ def stage_paper() -> Iterator[tuple[Case, list[Row]]]:
 
 
 def _case(case: Mapping[str, Any]) -> tuple[Case, list[Row]]:
-    run, model = run_of_values({**case["run"], **case.get("model", {})}, set(Run.model_fields))
+    run, model = run_of_values({**case["run"], **case.get("model", {})})
     compiled = compile(run, model)
     program = compiled.program
     why = case.get("why", {})
@@ -139,8 +142,8 @@ _INTRODUCTION = """\
 # STAGE's tables, reproduced
 
 What stagewright computes beside what {paper} ({url})
-measured and computed. Written by `stagewright reproduce stage-paper -o docs/stage-paper.md`;
-figures and runs are in `src/stagewright/data/published/stage-paper.yaml`.
+measured and computed. Written by `python benchmarks/stage_paper.py`; figures and runs are in
+`benchmarks/data/stage-paper.yaml`.
 
 An all-gather counts its input shard, a reduce-scatter its whole input, an all-to-all is sends and
 receives. What is reduced over data parallelism is in no column of the paper but for FSDP=8 and
@@ -189,3 +192,7 @@ def _percent(error: float | None, same: bool) -> str:
     if same:
         return "same"
     return "" if error is None else f"{error:+.2%}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(markdown(list(stage_paper())), encoding="utf-8")

@@ -1,5 +1,7 @@
 """What a choice by prediction costs where every layout of a job was measured.
 
+    python benchmarks/regret.py [--source TEXT] [--rows FILE] [--every N] [--jobs N]
+
 Rows of one model, batch, precision, framework and accelerator on equally many GPUs that differ in
 their layout are one job. The layout with the shortest predicted step is picked; its regret is how
 much longer its measured step is than the shortest measured one.
@@ -7,6 +9,7 @@ much longer its measured step is than the shortest measured one.
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -16,9 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.evidence.groups import held_back, held_out
-from stagewright.evidence.measurements import Measurement
-from stagewright.evidence.predictions import LOW, RATES, SWEEP, Prediction
+from stagewright.evidence import training
+from stagewright.evidence.rows import RATES, Prediction, compare, within
+from stagewright.evidence.statistics import LOW, SWEEP
+from stagewright.evidence.training import Measurement, held_back, held_out
+from stagewright.executors import cores
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
 from stagewright.run.settings import Run
@@ -259,3 +264,34 @@ def listed(jobs: Sequence[Regret]) -> Table:
     columns = {shown.get(name, name): values for name, values in columns.items()}
     units = {shown.get(name, name): unit for name, unit in units.items()}
     return Table("", columns | figures, units)
+
+
+def main() -> None:
+    """Print the regret of each job that was asked for, and totals by source."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--source", help="only measurements of this source")
+    parser.add_argument("--rows", help="measurements of your own (CSV), and no others")
+    parser.add_argument("--every", type=int, default=1, help="only every Nth job")
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes")
+    asked = parser.parse_args()
+    rows = training.rows() if asked.rows is None else training.load(asked.rows)
+    rows = [row for row in rows if within(row.source, asked.source)]
+    chosen = rows_of_jobs(rows, every=asked.every)
+    if not chosen:
+        parser.error(
+            f"of {len(rows)} rows none are of one model, batch, precision and number of GPUs in "
+            f"{FEWEST} layouts or more"
+        )
+    outcomes = compare(chosen, jobs=asked.jobs)
+    pairs = [(m, o) for m, o in zip(chosen, outcomes, strict=True) if isinstance(o, Prediction)]
+    every_job, only_held_out = regrets(pairs), regrets(pairs, only_held_out=True)
+    if asked.source is not None or asked.rows is not None:
+        print(listed(every_job))
+    print(totals(every_job))
+    if only_held_out:
+        print("Choices among layouts alone to which no constant may be fitted:")
+        print(totals(only_held_out).only(*OF_ALL))
+
+
+if __name__ == "__main__":
+    main()
