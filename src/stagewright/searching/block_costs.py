@@ -124,10 +124,12 @@ def pass_costs(
 ) -> BlockCosts:
     """Costs of passes; `halves`: also of the halves of backward passes, and of overlapped passes.
 
-    The effect of attention is assumed additive to that of experts and recomputation: both are
-    measured against a base candidate, so their product is never run. Weight gradients and overlap
-    are measured without recomputation. With `variants`, columns are [kinds, kinds without
-    recompute, both offloaded].
+    Settings of passes are of four sets: the core (such as tp), `ATTENTION`, `EXPERTS`, `RECOMPUTE`.
+    The effect of attention is assumed additive to those of experts and recomputation, so that their
+    product is never run: costs with cp_comm_type=a2a and ep=8 are those of a2a with the ep of the
+    base, the first candidate of the core, and what ep=8 adds with the cp_comm_type of the base.
+    Weight gradients and overlap are measured without recomputation. With `variants`, columns are
+    [kinds, kinds without recompute, both offloaded].
     """
     names = {*candidates.columns} - {*PIPELINE, *STATES, *LIMITS}
     core = names - {*ATTENTION, *EXPERTS, *RECOMPUTE}
@@ -138,7 +140,7 @@ def pass_costs(
     tiny_runs = _TinyRuns(candidates, blocks)
 
     def tables(group: Iterable[str], indices: Int = examples) -> dict[str, Float]:
-        """Costs where settings outside `group` and the core are those of the base: [indices]."""
+        """Costs with the core and `group` of each candidate, and else settings of its base."""
         first, tuple_of = _distinct(candidates, core | {*group}, tp_stride)
         runs = [_pass_run(candidates, n, int(base[n]), group, halves) for n in first.tolist()]
         costs = tiny_runs.costs(runs)

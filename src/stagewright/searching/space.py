@@ -102,7 +102,7 @@ class Space:
     model: ModelConfig
     fleets: tuple[Fleet, ...]
     axes: Mapping[str, tuple[Any, ...]]
-    """Values by name of a run's, machine's or execution's setting, in the order of partial."""
+    """Values by name of a run's, machine's or execution's setting, in the order of crossing."""
     extra_constraints: tuple[Constraint, ...] = ()
     """Constraints of the default space, besides those of runs."""
     headroom: float = 0.0

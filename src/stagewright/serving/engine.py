@@ -160,7 +160,8 @@ class Engine:
         # Decoding requests that begin a block in a step, by the step modulo the block size.
         self._new_blocks = [0] * self.block_size
         self._draft_blocks: dict[int, int] = {}  # blocks of decoding requests with drafts
-        self._token_time = 0.0  # time of the last token of decoding requests, except of these:
+        # Time of the last token of decoding requests, and of those for which it differs.
+        self._token_time = 0.0
         self._token_time_of: dict[int, float] = {}
         # Preempted requests: time of the last token, and tokens that had been computed.
         self._preempted: dict[int, tuple[float, int]] = {}

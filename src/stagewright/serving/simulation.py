@@ -202,7 +202,10 @@ class ServingSimulation:
         return bool(self.events)
 
     def _process_events(self) -> None:
-        """Process events in order of time; at one time, the ends of batches last."""
+        """Process events in order of time; at one time, the ends of batches last.
+
+        Independent engines whose router does not read them have all their arrivals first.
+        """
         if self._independent and not self._front.router.reads_engines:
             for at, request in self._arrivals:
                 self._arrive(at, request)
@@ -334,7 +337,7 @@ class ServingSimulation:
     def _end_batch(self, at: float, index: int) -> None:
         """End the current batch of a clock, and start the next one.
 
-        An engine that only arrivals influence runs ahead, up to the next arrival.
+        An engine that only arrivals influence runs ahead, up to the next arrival if there is one.
         """
         if self._scheduled[index] != at:
             return  # outdated

@@ -119,7 +119,7 @@ def limit(ranking: Ranking, row: int) -> str:
     if not ranking.figures.fits[row]:
         return f"{text}, {_too_large(ranking, row)}"
     held = _tensors(ranking, row)
-    return f"{text}, memory {held:.0%}" if held > NEARLY_FULL else text
+    return f"{text}, tensors {held:.0%} of memory" if held > NEARLY_FULL else text
 
 
 def _tensors(ranking: Ranking, row: int) -> float:
@@ -136,7 +136,7 @@ def _too_large(ranking: Ranking, row: int) -> str:
     return f"does not fit: needs {held} of {room}"
 
 
-def choice(ranking: Ranking) -> str:
+def tie(ranking: Ranking) -> str:
     """Sentence on why the first of the best is not the fastest; empty if it is."""
     if len(ranking.options.objectives) > 1 or len(ranking.best) < 2:
         return ""
@@ -146,12 +146,13 @@ def choice(ranking: Ranking) -> str:
         return ""
     more = abs(values[first] / values[fastest] - 1)
     peaks = ranking.figures.peak
+    unlisted = "" if fastest in ranking.listed else " (not listed; --all-variants)"
     why = "shards optimizer states, as recipes do"
     if ranking.saves_memory(first, fastest):
         why = f"takes {quantity(int(peaks[fastest] - peaks[first]), 'B')} less"
     return (
         f"candidates within {TIE:.0%} count as equal: run 1 is {more:.1%} behind "
-        f"{words(ranking.candidates, fastest)}, and {why}"
+        f"{words(ranking.candidates, fastest)}{unlisted}, and {why}"
     )
 
 

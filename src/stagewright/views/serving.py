@@ -16,7 +16,7 @@ _TIMES = {
     "queue": "until the first step",
     "transfer": "of the KV cache",
     "ttft": "to the first token",
-    "tpot": "per token behind it",
+    "tpot": "per token after it",
     "itl": "between two tokens",
     "e2e": "to the last token",
 }

@@ -39,7 +39,7 @@ def page(enumeration: Enumeration, ranking: Ranking, notes: tuple[str, ...]) -> 
         first = f"The best {tables.in_words(names[:1])} of the front: " if names[1:] else ""
         run = f"{first}{ranking.candidates.describe(best)} on {ranking.candidates.machine(best)}"
         linked = np.unique(np.concatenate([linked, points[_on_front(ranking, points)]]))
-        sentences += [tables.choice(ranking), tables.headroom(ranking)]
+        sentences += [tables.tie(ranking), tables.headroom(ranking)]
     sentences.append(tables.expected_error(ranking))
     what = f"Pareto front of {tables.in_words(names)}" if names[1:] else "best execution"
     return render(

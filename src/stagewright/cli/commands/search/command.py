@@ -252,11 +252,11 @@ def _report(result: Search, seconds: float) -> None:
     from stagewright.texttable import print_table
     from stagewright.views.search import (
         UNTIL_STOPPED,
-        choice,
         expected_error,
         headroom,
         in_words,
         missing_hardware,
+        tie,
     )
 
     ranking = result.ranking
@@ -275,7 +275,7 @@ def _report(result: Search, seconds: float) -> None:
     choices = result.choices()
     if len(choices):
         print_table(choices, out)
-    for say in (headroom, choice, expected_error, missing_hardware):
+    for say in (headroom, tie, expected_error, missing_hardware):
         if sentence := say(ranking):
             out.print(sentence)
     out.print(
