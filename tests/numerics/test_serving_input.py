@@ -7,6 +7,7 @@ import pytest
 
 import stagewright as sw
 from stagewright.cli import main as cli
+from stagewright.errors import UserError
 
 pytestmark = pytest.mark.numerics
 
@@ -43,7 +44,7 @@ def test_a_search_takes_the_names_of_clients():
 
 def test_limits_that_none_keeps_say_what_came_closest(capfd):
     words = ("--rate", "50", "--isl", "300", "--osl", "20", "--num-requests", "30", "--tpot")
-    assert "the fastest requests had TPOT of " in printed(capfd, *words, "1us")
+    assert "the least of all requests: TPOT " in printed(capfd, *words, "1us")
     assert "the fastest" not in printed(capfd, *words, "1s")
     error = printed(capfd, *words, "0.05", code=2)
     assert "were seconds meant? Write 0.05s, or 0.05ms" in error
@@ -113,3 +114,11 @@ def test_conversations_of_agents_hold_their_lanes(capfd, tmp_path):
     text = printed(capfd, "--requests", str(tmp_path), "--concurrency", "1")
     assert f"{tmp_path.name}, 1 conversation, at most 1 in flight" in text
     assert "interactivity: " in text
+
+
+def test_a_cached_share_needs_the_prefix_cache():
+    with pytest.raises(UserError, match="--prefix-cache-hit-rate needs the prefix cache"):
+        sw.serve(
+            "gpt2", "h100-sxm", rate=5, isl=100, osl=4, num_requests=3,
+            prefix_cache_hit_rate=0.5, enable_prefix_caching=False,
+        )  # fmt: skip

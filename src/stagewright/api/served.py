@@ -136,12 +136,13 @@ class Serving(ServedRun):
             return ""
         times = RequestTimes.of(self.outcome)
         least = [
-            f"{name.upper()} of {duration(float(np.nanmin(values)))}"
+            f"{name.upper()} {duration(float(np.nanmin(values)))}"
             for name in ("ttft", "tpot", "e2e")
             if getattr(self.slo, name) is not None
             and np.isfinite(values := getattr(times, name)).any()
         ]
-        return f"the fastest requests had {', '.join(least)}" if least else ""
+        all_at_once = ", but no request has all of these" if len(least) > 1 else ""
+        return f"the least of all requests: {', '.join(least)}{all_at_once}" if least else ""
 
     def expense(self) -> ServingExpense:
         """Energy of the measured window, and its cost at the price of a GPU-hour."""
@@ -296,6 +297,10 @@ def served(
     Raises UserError, before anything is served, where there is no such `instance`.
     """
     given = given or Given()
+    if asked.workload.prefix_cache_hit_rate and not asked.engines.enable_prefix_caching:
+        raise UserError(
+            "--prefix-cache-hit-rate needs the prefix cache; leave out --no-enable-prefix-caching"
+        )
     work = given.workload or workload_of(asked.workload, given.classes)
     slo, cluster = slo_of(asked.workload), experiment.cluster
     if cluster.costs is not None:

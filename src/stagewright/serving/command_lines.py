@@ -62,6 +62,12 @@ def _model(group: InstanceGroup) -> str:
     return group.instance.run.model
 
 
+def _max_model_len(group: InstanceGroup) -> int:
+    """Longest request: engines do not start where the cache of one has no room for it."""
+    cache = group.instance.cache
+    return min(group.max_model_len, cache.blocks * cache.block_size)
+
+
 def _line(command: str, options: Mapping[str, Any]) -> str:
     """A command with its options: True alone, None left out."""
     words = [command]
@@ -95,7 +101,7 @@ def _vllm(group: InstanceGroup) -> Iterator[str]:
                 run.kv_cache_dtype, run.kv_cache_dtype
             ),
             "--block-size": run.kv_block_size,
-            "--max-model-len": group.max_model_len,
+            "--max-model-len": _max_model_len(group),
             "--max-num-batched-tokens": group.limits.tokens,
             "--max-num-seqs": group.limits.requests,
             "--gpu-memory-utilization": engines.gpu_memory_utilization,
@@ -131,7 +137,7 @@ def _sglang(group: InstanceGroup) -> Iterator[str]:
                 run.kv_cache_dtype, run.kv_cache_dtype
             ),
             "--page-size": run.kv_block_size,
-            "--context-length": group.max_model_len,
+            "--context-length": _max_model_len(group),
             "--chunked-prefill-size": group.limits.prompt_tokens,
             "--max-prefill-tokens": engines.max_prefill_tokens,
             "--max-running-requests": group.limits.requests * replicas,
@@ -180,7 +186,7 @@ def _trtllm(group: InstanceGroup) -> Iterator[str]:
             "--ep_size": run.ep if run.ep > 1 else None,
             "--max_batch_size": group.limits.requests,
             "--max_num_tokens": group.limits.tokens,
-            "--max_seq_len": group.max_model_len,
+            "--max_seq_len": _max_model_len(group),
             "--config": "config.yaml",
         },
     )

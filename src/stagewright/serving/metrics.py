@@ -233,6 +233,8 @@ class ServingSummary:
     """Requests per second that arrived and kept the limits."""
     request_rate: float
     """Requests that were done per second."""
+    token_rate: float
+    """Requests per second by their output tokens: those that are not done yet count, too."""
     output_rate: float
     """Output tokens per second."""
     total_rate: float
@@ -273,7 +275,8 @@ class ServingSummary:
     @property
     def verdict(self) -> str:
         """Whether the run is steady or overloaded, in a sentence."""
-        return self.steadiness.sentence(self.request_rate)
+        overloaded = self.steadiness.overloaded
+        return self.steadiness.sentence(self.token_rate if overloaded else self.request_rate)
 
     def values(self) -> dict[str, Any]:
         """Return one object for JSON."""
@@ -372,6 +375,7 @@ def summarize(
         binding=missed.binding,
         goodput=good * per_second,
         request_rate=float(window.contains(finish).sum()) * per_second,
+        token_rate=output_tokens * per_second / max(float(np.mean(work.output)), 1.0),
         output_rate=output_tokens * per_second,
         total_rate=(output_tokens + prompt_tokens) * per_second,
         gpus=gpus,

@@ -117,7 +117,10 @@ class Steadiness:
     """Requests that are enough, and arrive for `SPAN` times as long as one takes."""
 
     def sentence(self, served_rate: float) -> str:
-        """Verdict in words; `served_rate` is that of the whole window (requests per second)."""
+        """Verdict in words; `served_rate` is that of the whole window (requests per second).
+
+        Where more come than are served, those in flight have tokens, too: count these.
+        """
         if self.overloaded:
             return (
                 f"overloaded: {self.arrival_rate:.3g} requests/s come, {served_rate:.3g} are "

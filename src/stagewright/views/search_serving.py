@@ -120,7 +120,7 @@ def remarks(of: ServingRanking) -> list[str]:
 
 def _share(share: float) -> str:
     """Share of requests, of which few that miss stay visible."""
-    return f"{share:.0%}" if share < 0.995 or share == 1 else f"{math.floor(share * 1e3) / 10:g}%"
+    return f"{share:.0%}" if share < 0.9 or share == 1 else f"{math.floor(share * 1e3) / 10:.1f}%"
 
 
 def deployment_words(of: ServingRanking, choice: ServingChoice) -> str:
@@ -237,6 +237,10 @@ def every_choice(of: ServingRanking) -> Table:
     loads: Iterable[Any] = [each.simulated for each in of.choices]
     columns["requests"] = [each.summary.requests for each in loads]
     columns["binds"] = [each.binding for each in loads]
+    columns["keep limits"] = [None if each.stopped else each.good for each in loads]
+    columns["keep at most"] = [each.good if each.stopped else None for each in loads]
     columns["stopped"] = [each.stopped for each in loads]
     columns["meets"] = [each.meets for each in loads]
-    return Table("Simulated", columns, dict(table.units) | {"requests": "count"})
+    return Table(
+        "Simulated", columns, dict(table.units) | {"requests": "count", "keep at most": "share"}
+    )

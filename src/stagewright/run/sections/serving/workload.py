@@ -119,9 +119,7 @@ class WorkloadSection:
         unset="1000; a trace: all",
         names=("num-prompts", "request-count"),
     )
-    range_ratio: Share = setting(
-        1.0, "Lengths are uniform in [X, 1] of isl and osl.", names=("random-range-ratio",)
-    )
+    range_ratio: Share = setting(1.0, "Lengths are uniform in [X, 1] of isl and osl.")
     arrival: Literal["poisson", "gamma", "constant"] = setting(
         "poisson", "How requests of --rate arrive.", names=("arrival-pattern",)
     )
