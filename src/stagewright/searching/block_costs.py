@@ -82,8 +82,8 @@ class BlockCosts:
     NaN where a tiny run was refused. Names of `pass_costs`:
 
     - `F`, `B`, and if a schedule halves backward passes `I`, `W`: seconds of an action with the
-      communication it waits for, without launches. `F kernels`, `F experts` (communication over
-      ep) and the same of `B`: parts of these.
+      communication it waits for, without launches unless these wait for kernels. `F kernels`,
+      `F experts` (communication over ep) and the same of `B`: parts of these.
     - `F host` and others: seconds of launches. `F waits`: how often a forward pass's launches wait
       for kernels.
     - `overlap exposed`: overlapped passes take from the least they can (0) to both in turn (1).
@@ -353,10 +353,13 @@ class _TinyRuns:
             execution = tiny.execution
             if launch_mode(program.run, execution, machine.hardware) != "blocking":
                 execution = replace(execution, launch_mode="ahead", cuda_graph_modules=frozenset())
-            step = simulate(program, machine, execution)
+            costs = tiny_step_costs(simulate(program, machine, execution), hosts, self.blocks)
+            if costs["F waits"].any():  # the host is not ahead: spans with launches
+                launched = simulate(program, machine, tiny.execution)
+                costs["F"] = tiny_step_costs(launched, hosts, self.blocks)["F"]
         except UserError:
             return {}
-        return tiny_step_costs(step, hosts, self.blocks)
+        return costs
 
 
 def _defaults(names: Iterable[str], run: Run) -> dict[str, Any]:
