@@ -178,10 +178,17 @@ def read_file(path: str | Path) -> TraceFile:
 
 
 def summary_of(path: str | Path) -> Mapping[str, Any] | None:
-    """Totals of a client's result; None for a file that has requests."""
-    for _, entry in objects(path):
-        return entry if is_summary(entry) and not is_detailed(entry) else None
-    return None
+    """Totals of a client's result; None for a file that has requests.
+
+    Raises UserError for several results in one file.
+    """
+    entries = objects(path)
+    _, first = next(entries, ("", {}))
+    if not is_summary(first) or is_detailed(first):
+        return None
+    for where, _ in entries:
+        raise UserError(f"{where}: is a second result; wanted one result in a file")
+    return first
 
 
 # ---- files ---------------------------------------------------------------------------------------
