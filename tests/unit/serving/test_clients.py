@@ -191,7 +191,7 @@ def test_infinite_totals_are_left_out(written, key: str):
     assert len(workload_of(WorkloadSection(requests=path, isl=9))) in (4, 1000)
 
 
-def test_two_totals_in_a_file_are_refused(tmp_path: Path):
+def test_two_totals_in_a_file_are_refused(tmp_path):
     file = tmp_path / "results.jsonl"
     file.write_text("\n".join(json.dumps(SGLANG) for _ in range(2)))
     with pytest.raises(UserError, match="is a second result; wanted one result in a file"):

@@ -182,13 +182,14 @@ def summary_of(path: str | Path) -> Mapping[str, Any] | None:
 
     Raises UserError for several results in one file.
     """
-    entries = objects(path)
-    _, first = next(entries, ("", {}))
-    if not is_summary(first) or is_detailed(first):
-        return None
-    for where, _ in entries:
-        raise UserError(f"{where}: is a second result; wanted one result in a file")
-    return first
+    totals: Mapping[str, Any] | None = None
+    for where, entry in objects(path):
+        if totals is not None:
+            raise UserError(f"{where}: is a second result; wanted one result in a file")
+        if not is_summary(entry) or is_detailed(entry):
+            return None
+        totals = entry
+    return totals
 
 
 # ---- files ---------------------------------------------------------------------------------------
