@@ -173,10 +173,13 @@ def table_of_choices(
 ) -> Table:
     """Some of the choices that were simulated, in order; rows are numbered as in `best`.
 
-    If `brief`, without what follows from the other columns for a load that is the same for all.
+    If `brief`, without what follows from the other columns for a load that is the same for all, and
+    figures of winners are those of the longer run that confirmed them.
     """
     choices = [of.choices[number] for number in numbers]
     loads = [each.simulated for each in choices]
+    if brief:
+        loads = [of.confirmed.get(n, load) for n, load in zip(numbers, loads, strict=True)]
     places = {number: place + 1 for place, number in enumerate(of.best)}
     columns: dict[str, list[Any]] = {"#": [places.get(number) for number in numbers]}
     if any(each.prompts is not None for each in choices):
@@ -192,7 +195,16 @@ def table_of_choices(
         columns["instances"] = [_count_and_layout(of, each, -1, each.layout) for each in choices]
     columns["GPUs"] = [each.gpus for each in loads]
     if len({of.rows.hardware(row).name for row in range(len(of.rows))}) > 1:
-        columns["hardware"] = [of.rows.hardware(each.layout).name for each in choices]
+        columns["hardware"] = [
+            " + ".join(
+                dict.fromkeys(
+                    of.rows.hardware(row).name
+                    for row in (each.prompts, each.layout)
+                    if row is not None
+                )
+            )
+            for each in choices
+        ]
     if any(each.usd_per_hour == each.usd_per_hour for each in choices):
         columns["USD/h"] = [_known(each.usd_per_hour) for each in choices]
         if of.closed or not brief:
