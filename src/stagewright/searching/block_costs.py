@@ -31,6 +31,7 @@ from stagewright.searching.tiny_step import (
     COSTS,
     BlockKind,
     Blocks,
+    forward_seconds,
     tiny_step_costs,
 )
 from stagewright.time.simulate.launches import host_work, launch_mode
@@ -354,9 +355,9 @@ class _TinyRuns:
             if launch_mode(program.run, execution, machine.hardware) != "blocking":
                 execution = replace(execution, launch_mode="ahead", cuda_graph_modules=frozenset())
             costs = tiny_step_costs(simulate(program, machine, execution), hosts, self.blocks)
-            if costs["F waits"].any():  # the host is not ahead: spans with launches
-                launched = simulate(program, machine, tiny.execution)
-                costs["F"] = tiny_step_costs(launched, hosts, self.blocks)["F"]
+            if costs["F waits"].any() and execution != tiny.execution:  # the host is not ahead
+                with_launches = simulate(program, machine, tiny.execution)
+                costs["F"] = forward_seconds(with_launches, self.blocks)
         except UserError:
             return {}
         return costs

@@ -419,7 +419,7 @@ class _SamePipeline:
         head, tail = (np.array(kinds) for kinds in zip(*ends, strict=True))
         costs: dict[str, Float] = {}
         gathers: dict[str, Float] = {}
-        for kind in (kind for kind in "FBIW" if kind in passes.tables):
+        for kind in "FBIW" if "I" in passes.tables else "FB":
             compute = passes[kind][pass_of] * slowdown
             host = passes[f"{kind} host"][pass_of]
             if kind in "FB":  # what ZeRO adds, and what overlap of experts hides

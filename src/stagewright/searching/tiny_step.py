@@ -73,7 +73,7 @@ def tiny_step_costs(
 ) -> dict[str, Float]:
     """All costs by name (`block_costs.BlockCosts`): [kinds] each.
 
-    `hosts`: launches, which the step leaves out.
+    `hosts`: launches; the step is simulated without them.
     """
     tiny = _TinyStep(step, hosts, blocks)
     costs = _passes(tiny) | _activations(tiny) | _states(tiny) | _dp_bytes(tiny)
@@ -120,13 +120,18 @@ class _TinyStep:
         """Duration of each task."""
         self.issued = np.zeros(len(self.tasks))
         """Seconds of all kernels that are issued before each task."""
+        self.issued[rows] = np.cumsum(np.where(lane.main, self.seconds[rows], 0.0))
+        phase, in_block = self.tasks.phase, self.block >= 0
+        self.forward = in_block & (phase == FORWARD_PHASE)
+        """Mask of tasks of blocks in forward passes."""
+        self.backward = in_block & (phase != FORWARD_PHASE) & (phase != OPTIMIZER_PHASE)
+        """Mask of tasks of blocks in backward passes, recomputation included."""
         self.launches, self.waits = np.zeros((2, len(self.tasks)))
         """Seconds of each task's launch, and 1 where launches then wait for the task."""
         if hosts is not None:
             of_task = table_rows(self.program.classes[0].work)
             self.launches = hosts[0].seconds[of_task]
             self.waits = hosts[0].waits[of_task].astype(np.float64)
-        self.issued[rows] = np.cumsum(np.where(lane.main, self.seconds[rows], 0.0))
 
     def block_indices(self, names: Sequence[str]) -> Int:
         """Index of the block that each name begins with; -1: none."""
@@ -166,10 +171,8 @@ def _passes(tiny: _TinyStep) -> dict[str, Float]:
     There is no warm-up in the former, and no reduction in the latter.
     """
     tasks = tiny.tasks
-    in_block = tiny.block >= 0
-    forward = in_block & (tasks.phase == FORWARD_PHASE) & (tasks.microbatch == 1)
-    backward = in_block & (tasks.phase != FORWARD_PHASE) & (tasks.phase != OPTIMIZER_PHASE)
-    backward &= tasks.microbatch == 0
+    forward = tiny.forward & (tasks.microbatch == 1)
+    backward = tiny.backward & (tasks.microbatch == 0)
     main, over_ep = tiny.main, _communicates_over(tiny, "ep")
     energy = np.zeros(len(tasks))
     kernels = np.flatnonzero((tasks.kind == TaskKind.COMPUTE) & (tiny.end > tiny.begin))
@@ -180,7 +183,7 @@ def _passes(tiny: _TinyStep) -> dict[str, Float]:
         return tiny.mean_of_kind(tiny.block[rows], amounts[rows])
 
     return {
-        "F": tiny.spans(forward, backward=False),
+        "F": _forward_spans(tiny),
         "B": tiny.spans(backward),
         "F kernels": total(forward & main, tiny.seconds),
         "B kernels": total(backward & main, tiny.seconds),
@@ -193,18 +196,25 @@ def _passes(tiny: _TinyStep) -> dict[str, Float]:
     }
 
 
+def _forward_spans(tiny: _TinyStep) -> Float:
+    """Seconds of a forward pass by kind."""
+    return tiny.spans(tiny.forward & (tiny.tasks.microbatch == 1), backward=False)
+
+
+def forward_seconds(step: SimulatedStep, blocks: Blocks) -> Float:
+    """Seconds of the blocks of a forward pass in a simulated step, launches included: [kinds]."""
+    return _forward_spans(_TinyStep(step, None, blocks))
+
+
 def _halves_and_overlap(tiny: _TinyStep, costs: Mapping[str, Float]) -> dict[str, Float]:
     """Costs of weight gradients in halved passes, and the exposed share of overlapped passes.
 
     Two overlapped passes take at least as long as the longer and as the kernels of both, and at
     most as long as both in turn. The share is 0 at the former and 1 at the latter.
     """
-    tasks, main = tiny.tasks, tiny.main
-    in_block = tiny.block >= 0
-    forward = in_block & (tasks.phase == FORWARD_PHASE)
-    backward = in_block & (tasks.phase != FORWARD_PHASE) & (tasks.phase != OPTIMIZER_PHASE)
-    weights = _weight_half(tiny, backward & main & (tasks.microbatch == 1))
-    both = (forward & (tasks.microbatch == 3)) | (backward & (tasks.microbatch == 2))
+    microbatch = tiny.tasks.microbatch
+    weights = _weight_half(tiny, tiny.backward & tiny.main & (microbatch == 1))
+    both = (tiny.forward & (microbatch == 3)) | (tiny.backward & (microbatch == 2))
     num_blocks = np.bincount(tiny.kinds, minlength=tiny.num_kinds)
     of_forward, of_backward = (float(costs[name] @ num_blocks) for name in "FB")
     kernels = float((costs["F kernels"] + costs["B kernels"]) @ num_blocks)
@@ -248,10 +258,7 @@ def _activations(tiny: _TinyStep) -> dict[str, Float]:
     np.add.at(live, np.maximum(first, 0), size)
     np.add.at(live, last + 1, -size)
     live = np.cumsum(live)[: len(tasks)]
-    backward = (
-        (tasks.phase != OPTIMIZER_PHASE) & (tasks.phase != FORWARD_PHASE) & (tasks.microbatch == 0)
-    )
-    rows = np.flatnonzero((tiny.block >= 0) & backward)
+    rows = np.flatnonzero(tiny.backward & (tasks.microbatch == 0))
     transient = np.zeros(len(saved))
     np.maximum.at(transient, tiny.block[rows], live[rows] - np.cumsum(saved)[tiny.block[rows]])
     return {"saved": tiny.last_of_kind(saved), "transient": tiny.last_of_kind(transient)}
@@ -296,8 +303,7 @@ def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
             costs[f"{group} {use}"] += tiny.mean_of_kind(tiny.block[rows], sizes)
             if use == "reduce":
                 np.maximum.at(issued[group], tiny.block[rows], tiny.issued[rows])
-    backward = tiny.main & (tiny.block >= 0) & (tasks.phase != FORWARD_PHASE)
-    backward &= (tasks.phase != OPTIMIZER_PHASE) & (tasks.microbatch == 1)
+    backward = tiny.backward & tiny.main & (tasks.microbatch == 1)
     of_block = _sums(tiny.block[backward], tiny.seconds[backward], len(tiny.kinds))
     apart = (issued["dense"] - issued["expert"]) / np.where(of_block > 0, of_block, 1.0)
     apart = np.where(issued["expert"] > 0, apart, 0.0)
