@@ -1,11 +1,11 @@
 """Measured window of a serving run, and whether a longer run would have the same figures.
 
-At its begin a run has few requests, and after the last arrival it drains: rates and latencies of
-both are no server's. The window lies between, from the first arrival after the warm-up to the last
-arrival. Figures of a run are steady if requests arrive for much longer than one takes, the requests
-in flight do not grow, and the second half of the window has the throughput of the first. Where more
-requests come than are served, those that wait grow by what is left over each second, so waiting
-times grow along the run by the rate of arrivals over that of the server, less 1.
+A run begins with an empty server, and drains after the last arrival; neither says what the server
+sustains. The window lies between: from the first arrival after the warm-up to the last arrival. A
+run is steady if requests arrive for much longer than one takes, the number in flight does not grow,
+and both halves of the window have the same throughput. If more requests arrive than are served, the
+queue grows all the time: a request that arrives a second later waits longer by the rate of arrivals
+over that of the server, less 1.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Window(NamedTuple):
 
 
 def arrivals_measured(arrived: Float, requests: int) -> Window | None:
-    """Window of so many requests by those that have arrived; None: not known yet."""
+    """Window of a workload of `requests`, by the arrivals so far; None: still in the warm-up."""
     before = int(requests * WARM_UP)
     if len(arrived) <= before:
         return None
