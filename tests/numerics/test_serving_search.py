@@ -292,6 +292,28 @@ def test_limits_that_nothing_keeps(capfd, tmp_path):
     assert json.loads(capfd.readouterr().out)["removed"]
 
 
+def test_the_closest_is_ranked_by_shares_that_are_known():
+    question = asked_serving(
+        {
+            "model": "llama3.1-8b", "layers": 4, "gpus": 4, "rate": 300, "isl": 2048, "osl": 64,
+            "ttft": 60, "tpot": 3, "num_requests": 300, "pairs": 0,
+        },
+        hardware=["h100-sxm"],
+    )  # fmt: skip
+    found = searched_serving(question).ranking
+    assert not found.best
+    assert found.closest is not None
+    assert not found.closest.simulated.stopped
+    slo = question.target.slo
+    good = [
+        each.deployment.serve(question.loads[0].workload, slo).summary.good
+        for each in found.choices
+    ]
+    served = found.closest.deployment.serve(question.loads[0].workload, slo).summary
+    assert served.good == max(good)
+    assert any(each.simulated.stopped for each in found.choices)
+
+
 def test_what_was_simulated_until_somebody_stops_it(capfd, tmp_path, monkeypatch):
     runs, real = [], answer.simulate_long_enough
 

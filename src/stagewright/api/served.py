@@ -116,7 +116,8 @@ class Serving(ServedRun):
         (`serving.workloads.traces`, `.clients`), which was the workload:
         `stagewright.serve(..., requests=log)`.
         """
-        return tables.compared(compare(measured_run(os.fspath(log)), self.outcome))
+        measured = measured_run(os.fspath(log))
+        return tables.compared(compare(measured, self.outcome, len(self.asked)))
 
     def compare_rates(self, log: str | os.PathLike[str]) -> Table:
         """Requests/s and output tokens/s of a client's result, and those of this run, with errors.

@@ -80,11 +80,18 @@ def measured_run(path: str | Path) -> MeasuredRun:
     return MeasuredRun(figures, times, file.rates)
 
 
-def compare(log: MeasuredRun, outcome: Outcome) -> list[ComparedFigure]:
-    """Each figure of each time that the log has, measured and predicted.
+def compare(log: MeasuredRun, outcome: Outcome, requests: int) -> list[ComparedFigure]:
+    """Figures of request times, measured and predicted.
 
-    Requests without a time in the log do not count; where some were rejected here, all do.
+    Requests without a time in the log do not count; where some were rejected here, all do. Raises
+    UserError if the workload had fewer `requests` than the log.
     """
+    logged = max(map(len, log.times.values()), default=0)
+    if requests < logged:
+        raise UserError(
+            f"the log has {logged} requests, {requests} were served; leave out --num-prompts, so "
+            "that the same requests are compared"
+        )
     times, figures = RequestTimes.of(outcome), log.figures
     compared: list[ComparedFigure] = []
     for time in TIMES:

@@ -230,7 +230,7 @@ class ServingSummary:
     binding: str
     """The limit that most requests missed: TTFT, TPOT or E2E; empty if none was missed."""
     goodput: float
-    """Requests per second that arrived and kept the limits."""
+    """Requests that were done per second and kept the limits."""
     request_rate: float
     """Requests that were done per second."""
     token_rate: float
@@ -325,7 +325,6 @@ def summarize(
 ) -> ServingSummary:
     """The numbers of a run; `gpus` of all engines."""
     window = window_of(outcome.records, whole_run=whole_run)
-    steadiness = steadiness_of(outcome)
     work, records = outcome.workload, outcome.records
     finite = np.isfinite(np.frombuffer(records.finish))
     finished = slice(None) if finite.all() else finite  # all of them: no copies
@@ -339,12 +338,14 @@ def summarize(
     prompt_tokens = float(window.share(scheduled, first) @ prompt)
     running = float(window.overlap(scheduled, finish).sum())
     waiting = float(window.overlap(arrival, scheduled).sum())
-    times, inside = RequestTimes.of(outcome), window.measures(arrival)
+    times, limits = RequestTimes.of(outcome), RequestLimits.of(work, slo)
+    keeps = ~times.missed(limits).any_limit
+    inside = window.measures(arrival)
     times = times if inside.all() else times.take(inside)
     per_second = 1 / window.seconds if window.seconds else 0.0
     early = np.frombuffer(records.arrival) < window.begins
     measured = len(work) - int(early.sum())
-    missed = times.missed(RequestLimits.of(work, slo))
+    missed = times.missed(limits)
     good = int((~missed.any_limit).sum())
     total = measured * (1 + sum(rejected.values()) / max(1, len(work)))
     samples = [_use_of_cache(engine, window) for engine in outcome.engines]
@@ -359,7 +360,7 @@ def summarize(
         seconds=float(finish.max() - np.nanmin(records.arrival)) if len(finish) else 0.0,
         window=window,
         measured=measured,
-        steadiness=steadiness,
+        steadiness=steadiness_of(outcome, keeps),
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
@@ -373,7 +374,7 @@ def summarize(
         e2e=Spread.of(times.e2e),
         good=good / total if total else 0.0,
         binding=missed.binding,
-        goodput=good * per_second,
+        goodput=float((keeps & window.contains(finish)).sum()) * per_second,
         request_rate=float(window.contains(finish).sum()) * per_second,
         token_rate=output_tokens * per_second / max(float(np.mean(work.output)), 1.0),
         output_rate=output_tokens * per_second,

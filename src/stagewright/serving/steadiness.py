@@ -3,7 +3,8 @@
 A run begins with an empty server, and drains after the last arrival; neither says what the server
 sustains. The window lies between: from the first arrival after the warm-up to the last arrival. A
 run is steady if requests arrive for much longer than one takes, the number in flight does not grow,
-and both halves of the window have the same throughput. If more requests arrive than are served, the
+and both halves of the window have the same throughput and the same share of requests that keep the
+limits. If more requests arrive than are served, the
 queue grows all the time: a request that arrives a second later waits longer by the rate of arrivals
 over that of the server, less 1.
 """
@@ -27,7 +28,8 @@ SPAN = 5.0
 """Mean times of a request for which requests of a steady run arrive at least: the warm-up then
 takes one of them, after which as many requests finish as arrive."""
 MAX_CHANGE = 0.1
-"""Change of throughput between the halves of the window of a steady run."""
+"""Change of throughput, and of the share of requests that keep the limits, between the halves of
+the window of a steady run."""
 MAX_GROWTH = 0.05
 """Growth of the requests in flight, in requests that arrive, of a steady run; also how much more
 requests may come than are served, where this can be told from chance."""
@@ -134,8 +136,8 @@ class Steadiness:
         )
 
 
-def steadiness_of(outcome: Outcome) -> Steadiness:
-    """Steadiness of the finished requests of a run."""
+def steadiness_of(outcome: Outcome, keeps: Bool) -> Steadiness:
+    """Steadiness of the finished requests of a run; `keeps`: those that keep the limits."""
     records, closed = outcome.records, outcome.workload.concurrency is not None
     finite = np.isfinite(np.frombuffer(records.finish))
     done = slice(None) if finite.all() else finite  # all of them: no copies
@@ -162,6 +164,10 @@ def steadiness_of(outcome: Outcome) -> Steadiness:
     second_half = int(((finish > middle) & (finish <= last)).sum())
     change = second_half / first_half - 1 if first_half else math.inf
     begin, end = (int(((arrival <= at) & (finish > at)).sum()) for at in (first, last))
+    shares = [
+        float(keeps[half].mean()) if half.any() else 0.0
+        for half in (inside & (arrival <= middle), inside & (arrival > middle))
+    ]
     waiting_growth = _slope(arrival[inside], waits[inside])
     overloaded = not closed and waiting_growth > max(MAX_GROWTH, noise)
     mean, span = float((finish - arrival).mean()), last - float(arrival.min())
@@ -183,6 +189,8 @@ def steadiness_of(outcome: Outcome) -> Steadiness:
         reason = f"{begin:,} requests are in flight at the begin, {end:,} at the end"
     elif abs(change) > max(MAX_CHANGE, 2 * noise):  # of halves, each with half of the requests
         reason = f"the second half has {change:+.1%} throughput"
+    elif abs(shares[1] - shares[0]) > max(MAX_CHANGE, noise):  # deviation of a share: 0.5 at most
+        reason = f"{shares[0]:.0%} of the first half keep the limits, {shares[1]:.0%} of the second"
     return Steadiness(
         not reason, overloaded, count / window.seconds, change, (begin, end), reason, wanted
     )

@@ -65,11 +65,9 @@ def _nothing(of: ServingRanking) -> str:
     if closest is None or not closest.simulated.good:
         return text
     found = closest.simulated
-    most = "at most " if found.stopped else ""
     return (
         f"{text}; the closest: {deployment_words(of, closest)}, "
-        f"{plural(found.gpus, 'GPU', 'GPUs')}, keep {most}{_share(found.good)}, "
-        f"{found.binding} binds"
+        f"{plural(found.gpus, 'GPU', 'GPUs')}, keep {_share(found.good)}, {found.binding} binds"
     )
 
 

@@ -108,6 +108,7 @@ def test_requests_of_vllm(written):
 
 def test_requests_without_their_times(written):
     work = traces.read(written(VLLM | DETAILS))  # older versions
+    assert work.name.endswith(" (arrivals drawn at its rate)")
     assert work.arrival[0] == 0.0 < work.arrival[-1]
     assert list(work.prompt) == [1000, 900, 1100]
     times = measured_run(written(VLLM | DETAILS)).times

@@ -37,12 +37,14 @@ def test_errors_are_of_the_requests_that_were_answered(tmp_path):
     records.arrival[:] = array("d", [0.0, 0.5, 1.0])
     records.first[:] = array("d", [0.2, 1.0, 9.0])
     records.finish[:] = array("d", [0.2, 3.0, 9.5])
-    found = {(each.name, each.figure): each for each in compare(log, Outcome(work, records, []))}
+    found = {(each.name, each.figure): each for each in compare(log, Outcome(work, records, []), 3)}
     assert found["ttft", "mean"].measured == pytest.approx(0.175)
     assert found["ttft", "mean"].predicted == pytest.approx(0.35)
     assert found["ttft", "mean"].error == pytest.approx(1.0)
     assert found["tpot", "p50"].error == pytest.approx(1.0)
     assert found["e2e", "p99"].predicted == pytest.approx(0.2 + 0.99 * 2.3)
+    with pytest.raises(UserError, match="the log has 3 requests, 2 were served; leave out --num"):
+        compare(log, Outcome(work, records, []), 2)
 
 
 @pytest.mark.parametrize(

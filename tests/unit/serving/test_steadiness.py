@@ -21,11 +21,11 @@ TIMES = LinearTimes(0.01, 1e-4, 1e-5, 1e-9)
 """A step takes 10 ms, and 10 ms for a prompt: some 80 requests/s at the most."""
 
 
-def served(work: Workload, blocks: int = 100_000, **options) -> ServingSummary:
+def served(work: Workload, slo: Slo = Slo(ttft=0.2), **options) -> ServingSummary:
     def engine(workload, records):
-        return Engine(workload, records, PagedKvCache(blocks), Vllm(), TIMES, 0.05)
+        return Engine(workload, records, PagedKvCache(100_000), Vllm(), TIMES, 0.05)
 
-    return summarize(serve(work, engine, 1, RoundRobin()), Slo(ttft=0.2), 1, {}, **options)
+    return summarize(serve(work, engine, 1, RoundRobin()), slo, 1, {}, **options)
 
 
 def loaded(rate: float, requests: int, **options) -> ServingSummary:
@@ -112,6 +112,18 @@ def test_load_that_grows_is_not_steady():
     assert not of.steadiness.steady
     assert not of.steadiness.overloaded
     assert of.verdict.startswith("not steady: 9 requests are in flight at the begin, ")
+
+
+def test_a_share_of_good_requests_that_falls_is_not_steady():
+    """Prompts grow in the middle of the run: throughput stays, some latencies miss their limit."""
+    prompts = array("i", [100] * 600 + [4000] * 400)
+    arrival = array("d", np.arange(1000) / 2)
+    work = Workload("longer", arrival, prompts, array("i", [50] * 1000))
+    assert served(work, slo=Slo(ttft=9.0)).steadiness.steady
+    of = served(work, slo=Slo(ttft=0.05))
+    assert of.verdict == "not steady: 100% of the first half keep the limits, 0% of the second"
+    assert of.good == pytest.approx(0.5)
+    assert of.goodput == pytest.approx(of.request_rate / 2, rel=0.01)
 
 
 def test_verdicts_are_fields_of_json_without_nan():

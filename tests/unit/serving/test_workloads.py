@@ -88,6 +88,8 @@ def test_rows_that_are_no_requests_are_counted(tmp_path):
         ('{"arrival": 1, "isl": 2, "osl": 3, "hash_ids": [1, 2.5]}', "hash_ids is [1, 2.5]"),
         ('{"arrival": 1, "isl": 600, "osl": 3, "hash_ids": [1]}', "hash_ids has 1 ids, wanted 2"),
         ("arrival,isl,osl\n1,0,3\n", "1 rows with no prompt tokens"),
+        ("timestamp,isl,osl\n1764000000000,5,3\n", "in milliseconds are a column timestamp_ms"),
+        ("arrival,isl,osl\n2026-13-01 00:00:00,5,3\n", "wanted a time: a number, or a date"),
     ],
 )
 def test_bad_traces_are_one_line(tmp_path, text: str, says: str):
@@ -95,6 +97,12 @@ def test_bad_traces_are_one_line(tmp_path, text: str, says: str):
         traces.read(written(tmp_path, text))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_dates_have_zones(tmp_path):
+    dates = ["2026-11-30T12:00:00Z", "2026-11-30 13:00:00.5+01:00", "2026-11-30 12:00:02.25"]
+    rows = "\n".join(["arrival,isl,osl", *(f"{date},5,3" for date in dates)])
+    assert list(traces.read(written(tmp_path, rows)).arrival) == [0.0, 0.5, 2.25]
 
 
 def test_a_seed_gives_the_same_bytes():

@@ -122,6 +122,8 @@ class ServingRanking:
     """Number of layouts with each number of instances (or of users)."""
     stopped: bool = False
     """Interrupted by the user."""
+    closest: ServingChoice | None = None
+    """Where no choice keeps the limits: the one of which most requests do, served to the end."""
 
     @property
     def best(self) -> list[int]:
@@ -135,11 +137,6 @@ class ServingRanking:
         """What the objective counts of a choice, then slowness of its tokens: less is better."""
         of = self.choices[choice]
         return (*_cost(of, self.closed, self.target.by_cost), choice)
-
-    @property
-    def closest(self) -> ServingChoice | None:
-        """The choice of which most requests keep the limits; None: none was simulated."""
-        return max(self.choices, key=lambda each: each.simulated.good, default=None)
 
 
 def _cost(choice: ServingChoice, closed: bool, by_cost: bool) -> tuple[float, float]:
@@ -291,10 +288,31 @@ class _LayoutSearch:
         deployment = self._neighbour(choice, -1)
         if deployment is None:
             return None
-        whole = replace(self.loads[0].totals, share=0.0)  # nothing ends it before its end
-        load = self.loads[0]._replace(totals=whole)
-        simulated = simulate_load(deployment, load, self.target.slo)
-        return SmallerDeployment(deployment, simulated)
+        return SmallerDeployment(deployment, self._served_whole(deployment, self.loads[0]))
+
+    def closest(self) -> ServingChoice | None:
+        """The choice of which most requests keep the limits; None: none was simulated.
+
+        Where a simulation was stopped, its share is a bound: those with the highest bounds serve
+        the load to its end, until no other bound is above a share.
+        """
+        closest: ServingChoice | None = None
+        for choice in sorted(self.choices, key=lambda each: -each.simulated.good):
+            if closest is not None and closest.simulated.good >= choice.simulated.good:
+                break
+            if choice.simulated.stopped:
+                users = choice.simulated.concurrency
+                load = next(each for each in self.loads if each.workload.concurrency == users)
+                simulated = self._served_whole(choice.deployment, load)
+                choice = choice._replace(simulated=simulated)
+            if closest is None or choice.simulated.good > closest.simulated.good:
+                closest = choice
+        return closest
+
+    def _served_whole(self, deployment: Deployment, load: ServingLoad) -> SimulatedLoad:
+        """Simulation that no number of missed limits ends."""
+        load = load._replace(totals=replace(load.totals, share=0.0))
+        return simulate_load(deployment, load, self.target.slo)
 
     def _neighbour(self, choice: ServingChoice, change: int) -> Deployment | None:
         """The deployment with an instance more or less: of a pair, of the larger kind.
@@ -422,9 +440,12 @@ def search_serving(
 
 
 def _explained(ranking: ServingRanking, search: _LayoutSearch) -> ServingRanking:
-    """The ranking with ties of the winner, and with deployments of an instance less."""
+    """The ranking with ties of the winner and deployments of an instance less, or the closest."""
     if not ranking.best:
-        return ranking
+        try:
+            return ranking if ranking.stopped else replace(ranking, closest=search.closest())
+        except KeyboardInterrupt:
+            return replace(ranking, stopped=True)
     first, choices = ranking.best[0], ranking.choices
     ties = {
         each.kind: index

@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import math
+import re
 import zlib
 from array import array
 from collections import Counter
@@ -89,6 +90,10 @@ NEGATIVE = "a time before the trace begins"
 UNANSWERED = "the server did not answer"
 WARM_UP = "a request of the warm-up"
 
+LATEST = 32503680000.0
+"""Seconds from 1970 to the year 3000: later times are in another unit."""
+
+_DATE = re.compile(r"(\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?)?)(\.\d+)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
 _SECONDS = {"s": 1.0, "ms": 1e-3, "ns": 1e-9}
 
 
@@ -118,6 +123,8 @@ class TraceFile(NamedTuple):
     """Settings of the client, where the file is the result of one."""
     rates: Mapping[str, float]
     """Rates that the client measured (1/s)."""
+    drawn: bool
+    """The client does not say when it sent requests: arrivals are drawn at its rate."""
 
 
 def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> Workload:
@@ -133,8 +140,9 @@ def read(path: str | Path, *, speed: float = 1.0, limit: int | None = None) -> W
     rows, users = file.rows[:limit], file.load.get("concurrency")
     first, closed_loop = rows[0].at, users is not None and "rate" not in file.load
     sessions = {name: nth for nth, name in enumerate(dict.fromkeys(row.session for row in rows))}
+    drawn = " (arrivals drawn at its rate)" if file.drawn and not closed_loop else ""
     return Workload(
-        Path(path).name,
+        Path(path).name + drawn,
         array("d", (0.0 if closed_loop else (row.at - first) / speed for row in rows)),
         array("i", (row.prompt for row in rows)),
         array("i", (row.output for row in rows)),
@@ -151,6 +159,7 @@ def read_file(path: str | Path) -> TraceFile:
     rows: list[TraceRow] = []
     load: dict[str, Any] = {}
     rates: dict[str, float] = {}
+    drawn = False
     for where, entry in objects(path):
         if is_summary(entry) and (rows or not is_detailed(entry)):
             raise UserError(
@@ -160,6 +169,7 @@ def read_file(path: str | Path) -> TraceFile:
         several = [(where, entry)]
         if is_detailed(entry):
             several, load, rates = rows_of_result(entry, where), load_of(entry), rates_of(entry)
+            drawn = entry.get("start_times") is None
         for place, cells in several:
             row = _row(cells, place)
             if isinstance(row, str):
@@ -174,7 +184,12 @@ def read_file(path: str | Path) -> TraceFile:
         why = "; ".join(f"{count} rows with {what}" for what, count in rejected.items())
         raise UserError(f"{path}: has no requests{': ' + why if why else ''}; wanted {WANTED}")
     rows.sort(key=lambda row: row.at)
-    return TraceFile(rows, rejected, load, rates)
+    if rows[0].at > LATEST:
+        raise UserError(
+            f"{path}: the first request arrives at {rows[0].at:.6g} s, after the year 3000; "
+            "timestamps in milliseconds are a column timestamp_ms, in nanoseconds arrival_time_ns"
+        )
+    return TraceFile(rows, rejected, load, rates, drawn)
 
 
 def summary_of(path: str | Path) -> Mapping[str, Any] | None:
@@ -342,7 +357,7 @@ def tokens(cells: Mapping[str, Any], name: str, where: str) -> int:
 
 
 def seconds(value: Any, name: str, where: str) -> float:
-    """A number, or a date and time such as `2023-11-16 18:15:46.6805900`."""
+    """A number, or a date and time such as `2023-11-16 18:15:46.6805900` (UTC without a zone)."""
     try:
         at = float(value)
     except (TypeError, ValueError):
@@ -353,13 +368,16 @@ def seconds(value: Any, name: str, where: str) -> float:
 
 
 def _date(value: Any) -> float | None:
-    """Seconds since 1970 of a date, of which Azure's have seven digits behind the point."""
-    whole, _, fraction = str(value).partition(".")
-    try:
-        seconds = (datetime.fromisoformat(whole) - datetime(1970, 1, 1)).total_seconds()
-        return seconds + float(f"0.{fraction or 0}")
-    except (ValueError, TypeError):
+    """Seconds since 1970 of a date; Azure's have seven digits after the point."""
+    parts = _DATE.fullmatch(str(value).strip())
+    if parts is None:
         return None
+    whole, fraction, zone = parts.groups()
+    try:
+        date = datetime.fromisoformat(f"{whole}{zone or '+00:00'}")
+    except ValueError:
+        return None
+    return date.timestamp() + float(fraction or 0)
 
 
 def _duration(cells: Mapping[str, Any], name: str, unit: float, where: str) -> float:

@@ -15,6 +15,7 @@ their ids; here these requests follow each other.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,7 @@ from typing import Any, cast
 from stagewright.errors import UserError
 from stagewright.serving.workload import NO_CHAIN, Chain, Workload, folded
 from stagewright.serving.workloads.synthetic import Arrivals, check_count
-from stagewright.serving.workloads.traces import NO_TOKENS, block_ids, objects, seconds, tokens
+from stagewright.serving.workloads.traces import NO_TOKENS, block_ids, objects, tokens
 
 BLOCK = 64
 """Tokens of a block where a conversation does not say it."""
@@ -103,18 +104,17 @@ class Conversation:
             elif min(tokens(cells, "in", place), tokens(cells, "out", place)) < 1:
                 self.rejected[NO_TOKENS] += 1
             else:
-                begin = seconds(cells.get("t"), "t", place)
+                begin = _seconds(cells, "t", place)
                 ended = [(end, last) for end, last in running if end <= begin]
                 running = [(end, last) for end, last in running if end > begin]
                 if ended:
                     self.joins[len(self.prompt)] = tuple(last for _, last in ended)
                 known_end = max([previous_end, *(end for end, _ in ended)])
                 self._add(cells, place, previous, begin - known_end)
-                duration: Any = cells.get("api_time")
                 previous, previous_end = len(self.prompt) - 1, begin
                 turns.append((begin, previous))
-                if duration is not None:
-                    previous_end += max(0.0, seconds(duration, "api_time", place))
+                if cells.get("api_time") is not None:
+                    previous_end += _seconds(cells, "api_time", place)
         return previous, previous_end
 
     def _add(self, cells: Mapping[str, Any], where: str, previous: int, pause: float) -> None:
@@ -155,6 +155,14 @@ class Conversation:
                 if request > first
             },
         )
+
+
+def _seconds(cells: Mapping[str, Any], key: str, where: str) -> float:
+    """A number of seconds since the conversation began; raises UserError for anything else."""
+    value: Any = cells.get(key)
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise UserError(f"{where}: {key} is {shown(value)}, wanted a number of seconds, 0 or more")
+    return float(value)
 
 
 def is_agentic(path: str | Path) -> bool:
