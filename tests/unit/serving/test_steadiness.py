@@ -17,11 +17,12 @@ from stagewright.serving.workload import Workload
 from stagewright.serving.workloads.synthetic import Arrivals, Lengths, closed_loop, open_loop
 
 LENGTHS = Lengths(isl=100, osl=50)
+SLO = Slo(ttft=0.2)
 TIMES = LinearTimes(0.01, 1e-4, 1e-5, 1e-9)
 """A step takes 10 ms, and 10 ms for a prompt: some 80 requests/s at the most."""
 
 
-def served(work: Workload, slo: Slo = Slo(ttft=0.2), **options) -> ServingSummary:
+def served(work: Workload, slo: Slo = SLO, **options) -> ServingSummary:
     def engine(workload, records):
         return Engine(workload, records, PagedKvCache(100_000), Vllm(), TIMES, 0.05)
 

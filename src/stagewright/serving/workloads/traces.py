@@ -93,7 +93,9 @@ WARM_UP = "a request of the warm-up"
 LATEST = 32503680000.0
 """Seconds from 1970 to the year 3000: later times are in another unit."""
 
-_DATE = re.compile(r"(\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?)?)(\.\d+)?(Z|[+-]\d\d:?\d\d)?", re.ASCII)
+_DATE = re.compile(
+    r"(\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?)?)(\.\d+)?(Z|[+-]\d\d:?\d\d)?", re.ASCII
+)
 _SECONDS = {"s": 1.0, "ms": 1e-3, "ns": 1e-9}
 
 
