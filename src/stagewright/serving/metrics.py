@@ -326,6 +326,9 @@ def summarize(
     """The numbers of a run; `gpus` of all engines."""
     window = window_of(outcome.records, whole_run=whole_run)
     work, records = outcome.workload, outcome.records
+    limits = RequestLimits.of(work, slo)
+    keeps = ~RequestTimes.of(outcome).missed(limits).any_limit
+    steadiness = steadiness_of(outcome, keeps)
     finite = np.isfinite(np.frombuffer(records.finish))
     finished = slice(None) if finite.all() else finite  # all of them: no copies
     arrival, scheduled, first, finish = (
@@ -338,9 +341,7 @@ def summarize(
     prompt_tokens = float(window.share(scheduled, first) @ prompt)
     running = float(window.overlap(scheduled, finish).sum())
     waiting = float(window.overlap(arrival, scheduled).sum())
-    times, limits = RequestTimes.of(outcome), RequestLimits.of(work, slo)
-    keeps = ~times.missed(limits).any_limit
-    inside = window.measures(arrival)
+    times, inside = RequestTimes.of(outcome), window.measures(arrival)
     times = times if inside.all() else times.take(inside)
     per_second = 1 / window.seconds if window.seconds else 0.0
     early = np.frombuffer(records.arrival) < window.begins
@@ -360,7 +361,7 @@ def summarize(
         seconds=float(finish.max() - np.nanmin(records.arrival)) if len(finish) else 0.0,
         window=window,
         measured=measured,
-        steadiness=steadiness_of(outcome, keeps),
+        steadiness=steadiness,
         queue=Spread.of(times.queue),
         ttft=Spread.of(times.ttft),
         tpot=tpot,
