@@ -201,7 +201,7 @@ def search_record(name: str) -> dict[str, Any]:
                 **{key: float(getattr(figures, key)[row]) for key in columns[1:]},
                 "launches": ranking.launches[row],
             }
-            for row in figures.exact.nonzero()[0].tolist() if row in ranking.launches
+            for row in figures.simulated.nonzero()[0].tolist() if row in ranking.launches
         ],
     }  # fmt: skip
 

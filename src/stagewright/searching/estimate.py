@@ -37,13 +37,13 @@ from stagewright.searching.block_costs import (
 from stagewright.searching.candidates import ABSENT, HARDWARE, Candidates, Column
 from stagewright.searching.figures import Figures
 from stagewright.searching.pipelines import (
+    ActionCosts,
     Pipeline,
     PipelineTimes,
     occupancies,
     pairs_ranks,
     pipelines,
     simulate_order,
-    work,
 )
 from stagewright.searching.simulated import simulate_all
 from stagewright.searching.tiny_step import GROUPS, USES
@@ -317,7 +317,7 @@ class _Estimates:
             tflops=full * rate / 1e12,
             joules=watts * gpus * self.seconds,
             usd=usd * gpus * self.seconds,
-            exact=np.zeros(len(candidates), dtype=bool),
+            simulated=np.zeros(len(candidates), dtype=bool),
         )
 
 
@@ -359,26 +359,9 @@ class _SamePipeline:
         message_id = np.unique(message, return_inverse=True)[1]
         comm_id = np.where(overlaps_passes[self.comm], self.comm + 1, 0)
         first, of = distinct_numbers([self.passes, comm_id, message_id], len(at))
-        costs, gathers = self._costs(first)
-        pass_of, state_of = self.passes[first], self.states[first]
-
-        def total(name: str) -> Float:
-            return self.blocks @ (passes[name][pass_of] + estimates.states[name][state_of]).T
-
-        kernels, launches = (
-            {kind: total(f"{kind} {n}") for kind in "FB"} for n in ("kernels", "host")
-        )
-        exposed = passes["overlap exposed"][pass_of, 0]
+        costs = self._costs(first)
         simulated = [
-            simulate_order(
-                self.pipeline.order(count),
-                costs,
-                kernels,
-                launches,
-                exposed,
-                message[first],
-                gathers,
-            )
+            simulate_order(self.pipeline.order(count), costs, message[first])
             for count in self.counts
         ]
         times, count = simulated[-1], self.counts[-1]
@@ -386,10 +369,12 @@ class _SamePipeline:
         if len(simulated) > 1:
             periods = (microbatches - count) / self.pipeline.period
             ends = ends + periods * (times.ranks - simulated[0].ranks).max(axis=0)[of]
-        span, step = ends.max(axis=0), self._reduction_ends(times, costs, of, ends).max(axis=0)
-        mean = work(self.order, costs, kernels, launches, exposed).mean(axis=0)[of] * (
-            microbatches / count
+        span, step = (
+            ends.max(axis=0),
+            self._reduction_ends(times, costs.seconds, of, ends).max(axis=0),
         )
+        work = np.array([costs.of_rank(steps) for steps in self.order])
+        mean = work.mean(axis=0)[of] * (microbatches / count)
         optimizer, update = self._optimizer_and_update()
         per_rank = self.blocks.sum(axis=0) / self.pipeline.pp
         kernel_seconds = (passes["F kernels"] + passes["B kernels"])[self.passes] @ per_rank
@@ -401,11 +386,8 @@ class _SamePipeline:
         energy = passes["energy over TDP"][self.passes] @ per_rank * microbatches
         estimates.energy_over_tdp[at] = energy + OPTIMIZER_POWER * optimizer
 
-    def _costs(self, first: Int) -> tuple[dict[str, Float], dict[str, Float]]:
-        """Seconds of actions by kind: [stages, candidates].
-
-        Second result: exposed gathers before the first block.
-        """
+    def _costs(self, first: Int) -> ActionCosts:
+        """Seconds of actions of candidates."""
         estimates = self.estimates
         passes, states, comm = estimates.passes, estimates.states, estimates.dp_comm
         pass_of, state_of, comm_of = self.passes[first], self.states[first], self.comm[first]
@@ -450,7 +432,15 @@ class _SamePipeline:
             gathers[kind] = exposed * overlaps.T
             launches = self.blocks @ host.T
             costs[kind] = np.maximum(self.blocks @ block.T, launches) + gathers[kind]
-        return costs, gathers
+
+        def total(name: str) -> Float:
+            return self.blocks @ (passes[name][pass_of] + states[name][state_of]).T
+
+        kernels, launches = (
+            {kind: total(f"{kind} {n}") for kind in "FB"} for n in ("kernels", "host")
+        )
+        exposed = passes["overlap exposed"][pass_of, 0]
+        return ActionCosts(costs, gathers, kernels, launches, exposed)
 
     def _outstanding(self, reduce: Float, compute: Float, kernels: Float, states: Int) -> Float:
         """Seconds that kernels of a block wait for reductions: [candidates, kinds].

@@ -56,14 +56,14 @@ class Figures:
     """Energy of a step over all GPUs."""
     usd: Float
     """Cost of a step over all GPUs; NaN without a price."""
-    exact: Bool
+    simulated: Bool
     """True for metrics of `simulate`, false for estimates."""
 
     def __len__(self) -> int:
         return len(self.seconds)
 
     def __repr__(self) -> str:
-        return f"<figures of {len(self)} candidates, {int(self.exact.sum())} exact>"
+        return f"<figures of {len(self)} candidates, {int(self.simulated.sum())} simulated>"
 
     @property
     def peak(self) -> Int:
@@ -101,11 +101,11 @@ class Figures:
         """Estimates: these metrics plus `times` the difference to `other`; absent columns are 0."""
         columns, ends, zeros = self._columns(), other._columns(), 0 * self.tokens
         for name in {**columns, **ends}:
-            if name[0] not in ("exact", "tokens", "device_memory"):
+            if name[0] not in ("simulated", "tokens", "device_memory"):
                 start, end = columns.get(name, zeros), ends.get(name, zeros)
                 values = start + times * (end - start)
                 columns[name] = np.ceil(values).astype(np.int64) if name[0] == "memory" else values
-        columns["exact", ""] = np.zeros(len(self), dtype=bool)
+        columns["simulated", ""] = np.zeros(len(self), dtype=bool)
         return self._of(columns)
 
     @classmethod
@@ -146,7 +146,7 @@ class Figures:
         names = "seconds", "bubble", "mfu", "mfu_causal", "tflops", "joules", "usd"
         columns: dict[str, Any] = {name: np.full(count, np.nan) for name in names}
         columns |= {name: np.zeros(count, dtype=np.int64) for name in ("device_memory", "tokens")}
-        return cls(**columns, memory={}, exposed={}, exact=np.zeros(count, dtype=bool))
+        return cls(**columns, memory={}, exposed={}, simulated=np.zeros(count, dtype=bool))
 
 
 def with_costs(candidates: Candidates, figures: Figures) -> Figures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -74,6 +75,47 @@ class PipelineTimes(NamedTuple):
     """Stage, kind and end of the last backward pass of each stage, by rank, in order of time."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ActionCosts:
+    """Seconds of actions by kind: [stages, candidates]."""
+
+    seconds: Mapping[str, Float]
+    gathers: Mapping[str, Float]
+    """Part of `seconds` before the first block: gathers, which may overlap its message."""
+    kernels: Mapping[str, Float]
+    """Kernels of forward and backward passes, which overlapping passes run in turn."""
+    launches: Mapping[str, Float]
+    """Launches of the same, in turn as well."""
+    overlap_exposed: Float
+    """Share of what overlapping passes could hide that they do not: [candidates]."""
+
+    def of_step(self, step: ScheduleStep, chunk: slice = slice(None)) -> Float:
+        """Seconds of an action, or of two that overlap."""
+        if not isinstance(step, Overlap):
+            return self.seconds[step.kind][step.stage, chunk]
+        f, b = step.forward.stage, step.backward.stage
+        in_turn = [
+            table["F"][f, chunk] + table["B"][b, chunk] for table in (self.kernels, self.launches)
+        ]
+        passes = self.seconds["F"][f, chunk], self.seconds[step.backward.kind][b, chunk]
+        least, most = latest([*in_turn, *passes]), sum(passes)
+        return least + self.overlap_exposed[chunk] * np.maximum(most - least, 0.0)
+
+    def of_rank(self, steps: Sequence[ScheduleStep]) -> Float:
+        """Seconds of all steps of a rank in total: [candidates]."""
+        keys = [tuple((action.kind, action.stage) for action in parts(step)) for step in steps]
+        examples = dict(zip(keys, steps, strict=True))
+        return sum(
+            (count * self.of_step(examples[key]) for key, count in Counter(keys).items()),
+            np.zeros_like(self.overlap_exposed),
+        )
+
+    def delay(self, step: ScheduleStep, message: Float, chunk: slice) -> Float:
+        """Seconds of a message to a step, less the gather that overlaps it."""
+        action = step.forward if isinstance(step, Overlap) else step
+        return message[chunk] - self.gathers[action.kind][action.stage, chunk]
+
+
 class Occupancy(NamedTuple):
     """Microbatches in flight on each stage of a rank during a backward pass."""
 
@@ -130,40 +172,19 @@ def _kind(run: Run, placed: PlacedVariant, blocks: Blocks) -> int:
     return blocks.kind(placed) + len(blocks.kinds) * sets
 
 
-def simulate_order(
-    order: Order,
-    costs: Mapping[str, Float],
-    kernels: Mapping[str, Float],
-    launches: Mapping[str, Float],
-    exposed: Float,
-    message: Float,
-    gathers: Mapping[str, Float],
-) -> PipelineTimes:
-    """Simulate an order on seconds of actions by kind: [stages, candidates].
-
-    Overlapping actions take at least the sum of their `kernels`, and of their `launches`; `exposed`
-    [candidates] is how far above the least they are (`BlockCosts`). A `message` [candidates] goes
-    from rank to rank. `gathers`, a part of `costs`, may overlap it.
-    """
+def simulate_order(order: Order, costs: ActionCosts, message: Float) -> PipelineTimes:
+    """Simulate an order of actions; a `message` [candidates] goes from rank to rank."""
     planned, count = plan(order), len(message)
     last_of_rank, last_backwards = _last_steps(planned, len(order))
     reported = {*last_of_rank, *(n for of_stage in last_backwards for n in of_stage.values())}
     step_ends = {n: np.zeros(count) for n in reported}
-    delays = {kind: message - table for kind, table in gathers.items()}
     size = max(1, _CHUNK // len(planned))
     for begin in range(0, count, size):
         chunk = slice(begin, begin + size)
         chunk_ends = ends(
             planned,
-            partial(
-                step_seconds,
-                costs=costs,
-                kernels=kernels,
-                launches=launches,
-                exposed=exposed,
-                chunk=chunk,
-            ),
-            partial(_delay, delays=delays, chunk=chunk),
+            partial(costs.of_step, chunk=chunk),
+            partial(costs.delay, message=message, chunk=chunk),
         )
         for n, column in step_ends.items():
             column[chunk] = chunk_ends[n]
@@ -172,12 +193,6 @@ def simulate_order(
         for of_stage in last_backwards
     ]
     return PipelineTimes(np.array([step_ends[n] for n in last_of_rank]), last)
-
-
-def _delay(step: ScheduleStep, *, delays: Mapping[str, Float], chunk: slice) -> Float:
-    """Message seconds minus the gather that overlaps it."""
-    action = step.forward if isinstance(step, Overlap) else step
-    return delays[action.kind][action.stage, chunk]
 
 
 def _last_steps(
@@ -195,44 +210,6 @@ def _last_steps(
                     backwards[rank].pop((action.stage, "W"), None)
                     backwards[rank][action.stage, action.kind] = n
     return last, backwards
-
-
-def step_seconds(
-    step: ScheduleStep,
-    costs: Mapping[str, Float],
-    kernels: Mapping[str, Float],
-    launches: Mapping[str, Float],
-    exposed: Float,
-    chunk: slice = slice(None),
-) -> Float:
-    """Seconds of a step; the kernels of overlapping actions run in turn, and so do launches."""
-    if not isinstance(step, Overlap):
-        return costs[step.kind][step.stage, chunk]
-    f, b = step.forward.stage, step.backward.stage
-    sums = [table["F"][f, chunk] + table["B"][b, chunk] for table in (kernels, launches)]
-    passes = costs["F"][f, chunk], costs[step.backward.kind][b, chunk]
-    least, most = latest([*sums, *passes]), sum(passes)
-    return least + exposed[chunk] * np.maximum(most - least, 0.0)
-
-
-def work(
-    order: Order,
-    costs: Mapping[str, Float],
-    kernels: Mapping[str, Float],
-    launches: Mapping[str, Float],
-    exposed: Float,
-) -> Float:
-    """Seconds of all steps of each rank: [ranks, candidates]."""
-
-    def total(steps: Sequence[ScheduleStep]) -> Float | int:
-        keys = [tuple((action.kind, action.stage) for action in parts(step)) for step in steps]
-        examples, counts = dict(zip(keys, steps, strict=True)), Counter(keys)
-        return sum(
-            n * step_seconds(examples[key], costs, kernels, launches, exposed)
-            for key, n in counts.items()
-        )
-
-    return np.array([total(steps) for steps in order])
 
 
 @lru_cache(maxsize=256)

@@ -73,7 +73,7 @@ class Ranking:
     @property
     def winners(self) -> Int:
         """Simulated candidates that fit, best first; of several objectives, the front."""
-        return best_of(self.figures, self.figures.exact & self.fits, self.options.objectives)
+        return best_of(self.figures, self.figures.simulated & self.fits, self.options.objectives)
 
     def rows(self) -> Int:
         """The best of each layout, best first; of several objectives, the front."""
@@ -129,12 +129,12 @@ class Ranking:
     @property
     def simulated(self) -> int:
         """Number of simulated candidates."""
-        return int(self.figures.exact.sum())
+        return int(self.figures.simulated.sum())
 
     @property
     def attempted(self) -> Bool:
         """Mask of candidates that were simulated, or refused."""
-        mask = self.figures.exact.copy()
+        mask = self.figures.simulated.copy()
         mask[[*self.refused]] = True
         return mask
 
@@ -145,7 +145,7 @@ class Ranking:
 
     def errors(self, objective: str) -> Float:
         """Simulated over estimated objective, of candidates that have both."""
-        both = self.figures.exact & ~np.isnan(self.estimates.seconds)
+        both = self.figures.simulated & ~np.isnan(self.estimates.seconds)
         column = objectives.OBJECTIVES[objective]
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = column(self.figures.take(both)) / column(self.estimates.take(both))
@@ -163,7 +163,7 @@ class Ranking:
         for n, name in enumerate(names):
             slack = MEMORY_SLACK if name == "memory" else SLACK
             column = values[:, n]
-            both = self.figures.exact & np.isfinite(column) & np.isfinite(simulated[:, n])
+            both = self.figures.simulated & np.isfinite(column) & np.isfinite(simulated[:, n])
             ratio = np.where(both, simulated[:, n], 1.0) / np.where(both, column, 1.0)
             ratio = ratio if name != "mfu" else 1 / ratio  # the objective is -MFU
             for stage in np.unique(zero).tolist():
@@ -276,7 +276,7 @@ def nothing_found(ranking: Ranking) -> NothingFound:
     if ranking.stopped and not ranking.simulated:
         return NothingFound("stopped before any candidate was simulated", ranking, too_large=False)
     large = np.flatnonzero(~np.isnan(figures.seconds) & ~figures.fits)
-    if not len(large) or (figures.exact & ranking.fits).any():
+    if not len(large) or (figures.simulated & ranking.fits).any():
         names = ranking.options.objectives
         missing = [name for name in names if ranking.missing_objective(name).any()]
         name = (missing or names)[0]
@@ -286,7 +286,7 @@ def nothing_found(ranking: Ranking) -> NothingFound:
         )
         return NothingFound(message, ranking, too_large=False)
     nearest = int(large[np.argmin((figures.peak - figures.device_memory)[large])])
-    source = "" if figures.exact[nearest] else " by its estimate"
+    source = "" if figures.simulated[nearest] else " by its estimate"
     peak, limit = figures.peak[nearest] / 1e9, figures.device_memory[nearest] / 1e9
     message = (
         f"none of the {len(candidates):,} candidates fits: the least takes {peak:.4g} GB of "

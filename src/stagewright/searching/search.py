@@ -182,11 +182,11 @@ def _simulate_choices(simulator: _Simulator) -> None:
         values = objectives.values(ranking.figures, names)[:, 0]
         attempted, usable = ranking.attempted, ranking.fits & np.isfinite(values)
         estimated = np.where(usable & ~attempted, values, np.inf)
-        exact = np.where(usable & ranking.figures.exact, values, np.inf)
+        simulated_values = np.where(usable & ranking.figures.simulated, values, np.inf)
         indices: dict[int, None] = {}
         for choice in choices_of(ranking.candidates):
             index = int(np.argmin(np.where(choice.mask, estimated, np.inf)))
-            simulated = float(exact[choice.mask].min(initial=np.inf))
+            simulated = float(simulated_values[choice.mask].min(initial=np.inf))
             if _is_less(float(estimated[index]), simulated):
                 indices[index] = None
         selected = [*indices][: min(remaining, simulator.remaining)]

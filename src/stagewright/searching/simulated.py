@@ -114,5 +114,5 @@ def _step_figures(step: SimulatedStep, price: float | None = None) -> Figures:
         tflops=np.array([step.mfu * peak / 1e12 if trains else np.nan]),
         joules=np.array([expense.joules]),
         usd=np.array([np.nan if usd is None else usd * step.tokens / 1e6]),
-        exact=np.array([True]),
+        simulated=np.array([True]),
     )

@@ -224,11 +224,11 @@ def _price(ranking: Ranking, mask: Bool) -> tuple[str, str, str]:
     usable = mask & ranking.fits & np.isfinite(values)
     if not usable.any():
         return _why_none(ranking, mask)
-    simulated = usable & figures.exact
+    simulated = usable & figures.simulated
     row = int(np.argmin(np.where(simulated if simulated.any() else usable, values, np.inf)))
     if mask[first] and values[row] >= values[first] - TIE * abs(values[first]):
         row = first
-    mark = "" if figures.exact[row] else "~"
+    mark = "" if figures.simulated[row] else "~"
     value = f"{mark}{abs(values[row]):.3g}"
     if names[0] == "time":
         value = mark + duration(float(figures.seconds[row]))

@@ -118,7 +118,7 @@ def every(ranking: Ranking, indices: Int | None = None) -> Table:
         "fits": numbers(figures.fits, present=evaluated),
         "joules": numbers(figures.joules),
         "usd": numbers(figures.usd),
-        "simulated": figures.exact.tolist(),
+        "simulated": figures.simulated.tolist(),
         "estimated_seconds": numbers(ranking.estimates.seconds[rows]),
         "best": [place.get(index) for index in rows.tolist()],
     }

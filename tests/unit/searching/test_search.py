@@ -56,13 +56,13 @@ def candidates(**settings: Any) -> Candidates:
     return request.space.enumerate().candidates
 
 
-def figures(seconds: list[float], peak: list[int], *, exact: bool = False) -> Figures:
+def figures(seconds: list[float], peak: list[int], *, simulated: bool = False) -> Figures:
     """Figures of which only time and memory count."""
     count = len(seconds)
     return replace(
         Figures.missing(count), seconds=np.array(seconds), memory={"parameters": np.array(peak)},
         device_memory=np.full(count, 10), bubble=np.zeros(count),
-        tokens=np.ones(count, dtype=np.int64), exact=np.full(count, exact),
+        tokens=np.ones(count, dtype=np.int64), simulated=np.full(count, simulated),
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def truth(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[float, int]]:
     def fake(job: Any) -> Any:
         number, candidate = job
         seconds, peak = table[candidate.run(0).micro_batch_size]
-        return simulated._Result(number, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+        return simulated._Result(number, figures([seconds], [peak], simulated=True), "")  # pyright: ignore[reportPrivateUsage]
 
     monkeypatch.setattr(simulated, "_simulate_job", fake)
     return table
@@ -485,7 +485,7 @@ def test_choices_hold_simulated_figures(monkeypatch: pytest.MonkeyPatch):
     def fake(job: Any) -> Any:
         number, candidate = job
         seconds, peak = table[candidate.run(0).zero]
-        return simulated._Result(number, figures([seconds], [peak], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+        return simulated._Result(number, figures([seconds], [peak], simulated=True), "")  # pyright: ignore[reportPrivateUsage]
 
     monkeypatch.setattr(simulated, "_simulate_job", fake)
     columns = estimated([2.0, 3.0, 4.0], [5, 5, 5])
@@ -503,7 +503,7 @@ def test_a_refused_choice_says_why(monkeypatch: pytest.MonkeyPatch):
         number, candidate = job
         if candidate.run(0).zero == 3:
             return simulated._Result(number, Figures.missing(1), "zero=3: deadlock")  # pyright: ignore[reportPrivateUsage]
-        return simulated._Result(number, figures([1.0], [5], exact=True), "")  # pyright: ignore[reportPrivateUsage]
+        return simulated._Result(number, figures([1.0], [5], simulated=True), "")  # pyright: ignore[reportPrivateUsage]
 
     monkeypatch.setattr(simulated, "_simulate_job", fake)
     table = choices(search(rows))

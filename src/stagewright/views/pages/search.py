@@ -134,7 +134,7 @@ def _on_front(ranking: Ranking, rows: Int) -> Int:
 
 def _words(ranking: Ranking, row: int) -> str:
     seconds, peak = float(ranking.figures.seconds[row]), int(ranking.figures.peak[row])
-    mark = "" if ranking.figures.exact[row] else ", estimated"
+    mark = "" if ranking.figures.simulated[row] else ", estimated"
     settings = tables.words(ranking.candidates, row)
     return f"{settings}: {duration(seconds)}, {quantity(peak, 'B')}{mark}"
 
