@@ -1,4 +1,4 @@
-"""Where a tensor lives on a mesh of ranks, and which collectives change its layout.
+"""Layouts of tensors on a mesh of ranks, and the collectives that change them.
 
 An axis of the mesh either splits one dim of a tensor (the axis is named in `dims`), leaves an
 unreduced sum (named in `partial`), or is not mentioned: then every rank along the axis holds the
@@ -121,7 +121,7 @@ class Layout:
             )
 
     def of(self, axis: str) -> int | str | None:
-        """What `axis` does: the index of the dim it splits, "sum" if partial, or None."""
+        """Role of `axis`: the index of the dim it splits, "sum" if partial, or None."""
         if axis in self.partial:
             return "sum"
         return next((i for i, axes in enumerate(self.dims) if axis in axes), None)

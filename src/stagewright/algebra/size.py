@@ -99,7 +99,7 @@ class Size:
 
     @property
     def is_number(self) -> bool:
-        """Whether the size is a constant, whole or not."""
+        """True for a constant, whole or not."""
         return not any(term for term, _ in self.terms)
 
     def subs(self, values: Mapping[str, SizeLike]) -> Size:
@@ -151,7 +151,7 @@ class Size:
         return {name: values[name] for name in sorted(self.symbols)}
 
     def __eq__(self, other: object) -> bool:
-        """Whether the normal forms are the same; whole numbers and fractions compare too."""
+        """True if the normal forms are equal; whole numbers and fractions compare too."""
         b = _operand(other)
         if b is None:
             return NotImplemented
@@ -163,7 +163,7 @@ class Size:
         return self._hash
 
     def __bool__(self) -> bool:
-        """Whether the size is not the constant 0."""
+        """True if the size is not the constant 0."""
         return bool(self.terms)
 
     __add__ = __radd__ = _operator(lambda a, b: total([a, b]))
@@ -335,7 +335,7 @@ def _constant(x: Size) -> Number:
 
 
 def is_whole(x: Size) -> bool:
-    """Whether the value is whole for all whole symbols, as far as the form shows."""
+    """True if the form shows that the value is whole for all whole symbols."""
     return all(type(c) is int and all(map(_is_whole_factor, term)) for term, c in x.terms)
 
 
@@ -485,7 +485,7 @@ _TOKEN = re.compile(rf"\s*({_POWER}|(?:ceil|max)?\s*\(|[-+*/,)]|[^-+*/,()^\s]+|\
 
 @dataclass(slots=True)
 class _Open:
-    """What the parser has read since a parenthesis opened."""
+    """State of the parser since a parenthesis opened."""
 
     fn: str = ""
     args: list[Size] = field(default_factory=list[Size])

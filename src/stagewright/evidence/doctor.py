@@ -47,7 +47,7 @@ class Package(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What is wrong, and what to do."""
+        """Problem and remedy."""
         what = f"is {self.version}" if self.version else "is not installed"
         remedy = f"pip install '{self.name}{self.wanted}'"
         return f"{self.name} {what}, wanted {self.wanted or 'any version'}; {remedy}"
@@ -55,7 +55,7 @@ class Package(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """How fast traces of 64 ranks are made and written in a directory."""
+    """Speed of generating and writing traces of 64 ranks in a directory."""
 
     directory: str
     free_bytes: int
@@ -168,7 +168,7 @@ def needed(requirements: Sequence[str]) -> tuple[list[Package], dict[str, list[P
 
 
 def _satisfies(version: str, bound: str) -> bool:
-    """Whether a version satisfies a bound such as `>=5` or `<8`; other bounds are not looked at."""
+    """True if a version satisfies a bound such as `>=5` or `<8`; other bounds are ignored."""
     got, limit = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (version, bound))
     match bound.strip()[:2]:
         case ">=":

@@ -39,7 +39,7 @@ class MemoryRow(Row):
     """With the fewest microbatches that still reach the most alive at once."""
     model: ModelConfig
     last: bool
-    """Whether the row is of the last pipeline rank, as Megatron-LM's logs; else of the fullest."""
+    """True for the last pipeline rank, as in Megatron-LM's logs; else the fullest rank."""
     workspace: int
 
     @property

@@ -23,19 +23,19 @@ RATES = ("tokens_s_gpu", "tflops_gpu", "tflops_gpu_full")
 
 
 class Traits(NamedTuple):
-    """What errors of training rows are grouped by."""
+    """Properties that group the errors of training rows."""
 
     hardware: str
     precision: str
     experts: bool
-    """Whether the model is a mixture of experts."""
+    """True for a mixture of experts."""
     adapters: bool
-    """Whether adapters train beside frozen weights."""
+    """True if adapters train beside frozen weights."""
     gpus: int
     tokens: int
     """Tokens of a kernel: of a microbatch, on a rank of tensor and of context parallelism."""
     held_out: bool
-    """Whether constants may not be fitted to the row."""
+    """True if constants may not be fitted to the row."""
     low_utilization: bool
 
 
@@ -52,12 +52,12 @@ class Row(ABC):
     fitted: str = ""
     """Constants of Stagewright that were fitted to this row; empty: none."""
     reason: str = ""
-    """What the run assumes, or why the prediction misses the measurement."""
+    """Assumptions of the run, or the reason why the prediction misses the measurement."""
 
     @property
     @abstractmethod
     def experiment(self) -> Hashable:
-        """What is simulated; rows with equal experiments share one simulation."""
+        """Simulated experiment; rows with equal ones share a simulation."""
 
     @abstractmethod
     def simulate(self) -> Any:
@@ -69,7 +69,7 @@ class Row(ABC):
 
     @property
     def traits(self) -> Traits | None:
-        """What the error is grouped by besides the source; None: nothing."""
+        """Group of the error besides the source; None: none."""
         return None
 
 
@@ -154,7 +154,7 @@ def _simulate(experiment: tuple[Hashable, Row]) -> tuple[Hashable, Any]:
 
 
 def within(name: str, source: str | None) -> bool:
-    """Whether the name of a source contains the text `source`, in any case of letters."""
+    """True if the name of a source contains the text `source`, in any case of letters."""
     return source is None or source.lower() in name.lower()
 
 

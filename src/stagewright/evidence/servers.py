@@ -99,7 +99,7 @@ class LoadedServer:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRow(Row):
-    """What clients measured in a stage of the load of a server."""
+    """Measurements of clients in a stage of the load of a server."""
 
     server: LoadedServer
     stage: int
@@ -167,7 +167,7 @@ HARDWARE = ("h100-sxm", "h200")
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedLoopRow(Row):
-    """What clients measured of a server whose users send one request after the other."""
+    """Measurements of clients of a server whose users send one request after the other."""
 
     served: ServedRow
     """The server and its load."""
@@ -309,14 +309,14 @@ class Client(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFilter:
-    """Which rows an entry of `servers.yaml` is of; what is empty fits all."""
+    """Rows that an entry of `servers.yaml` selects; empty fields fit all."""
 
     source: str = ""
     engine: str = ""
     models: tuple[str, ...] = ()
     hardware: tuple[str, ...] = ()
     equal: bool | None = None
-    """Whether all requests are equally long."""
+    """True if all requests are equally long."""
     tokens: tuple[int, ...] = ()
     """Of a prompt and of an output, of the longest request."""
     below_tp: float = float("inf")

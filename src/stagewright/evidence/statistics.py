@@ -54,7 +54,7 @@ GROUPS: dict[str, Callable[[Prediction, Traits], str]] = {
     "GPUs": lambda o, t: _bounded(t.gpus, GPUS),
     "tokens of a kernel": lambda o, t: _bounded(t.tokens, TOKENS),
 }
-"""What training rows are grouped by, a table for each."""
+"""Groupings of training rows, a table for each."""
 LOW = "under a tenth of the peak"
 
 
@@ -85,7 +85,7 @@ class GroupErrors(NamedTuple):
     """The errors of one group, and those of its rows that no constant may be fitted to."""
 
     by: str
-    """What rows are grouped by, a key of `GROUPS`."""
+    """Grouping of rows, a key of `GROUPS`."""
     group: str
     every: ErrorSummary
     held_out: ErrorSummary | None

@@ -67,7 +67,7 @@ class Measurement(Row):
     network_gb_s: float | None = None
     """Network between nodes in GB/s per GPU, one way; None: as the file of the hardware has it."""
     low_utilization: bool = False
-    """Whether the run reaches less than a tenth of the peak: such rows have totals of their own."""
+    """True if the run reaches less than a tenth of the peak: such rows have their own totals."""
     execution: Execution
     """The framework's overlaps: columns named as settings of `Execution`, axes such as `dp+pp`."""
     run: Run
@@ -97,7 +97,7 @@ class Measurement(Row):
 
     @property
     def traits(self) -> Traits:
-        """What the error is grouped by."""
+        """Group of the error."""
         run = self.run
         return Traits(
             hardware=self.hardware,
@@ -181,14 +181,14 @@ class Assumption(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the rows of a source stand, and what is assumed of all of them."""
+    """Location of the rows of a source, and what is assumed of all of them."""
 
     address: str
     """Address of every row; a row's own `url` follows it, or replaces it if it is whole."""
     assumed: Mapping[str, Assumption]
     """By column of the rows."""
     notes: tuple[str, ...]
-    """What is assumed besides, and what is not known."""
+    """Further assumptions, and unknowns."""
 
     def complete(self, row: Mapping[str, str]) -> dict[str, str]:
         """The cells of a row with the source's address and assumptions where the row has none."""

@@ -1,4 +1,4 @@
-"""What a node costs: floating-point operations, and bytes of device memory.
+"""Costs of a node: floating-point operations, and bytes of device memory.
 
 `extent` says how large an index is on one rank: symbolically for closed forms, as an integer when
 lowering.
@@ -159,7 +159,7 @@ def _bytes(elements: Any, n: Node, extent: Callable[[Size, tuple[str, ...]], Any
 
 
 def _whole(count: Any) -> Any:
-    """As a whole number: a fraction, of rows that experts share evenly or of bytes, rounded up."""
+    """Round up: rows that experts share evenly, and bytes, may be fractions."""
     if isinstance(count, int):  # most are, and asking whether one is a Fraction takes longer
         return count
     if isinstance(count, float):

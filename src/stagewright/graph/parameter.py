@@ -1,4 +1,4 @@
-"""What a parameter declares where it is created: its name, and which degrees split which dims.
+"""Declaration of a parameter: its name, and the degrees that split its dims.
 
 A declaration is an annotation, like the logical axis names of JAX's models. The model's code reads
 no degree of parallelism and does not depend on one; the same block serves one device and 100,000.
@@ -35,15 +35,15 @@ class Parameter(NamedTuple):
     """The dim that PyTorch has first and FSDP2 shards: what a matrix leads to, entries of a table.
     """
     stored: Stored | None = None
-    """How a matrix lies in memory where it is served in fewer bits than it is computed in."""
+    """Storage of a matrix in fewer bits than it is computed in."""
 
     @property
     def of_expert(self) -> bool:
-        """Whether this is a weight of routed experts, of which a token uses `top_k`."""
+        """True for a weight of routed experts, of which a token uses `top_k`."""
         return "ep" in self.placement.axes[0] if self.placement.axes else False
 
     def inputs(self) -> tuple[int, ...]:
-        """Which dims of a matrix its product sums over; the others are outputs, and experts.
+        """Dims of a matrix that its product sums over; the others are outputs, and experts.
 
         >>> Parameter.declare("wo", "A/tp", "D", "M").inputs()
         (0, 1)

@@ -1,4 +1,4 @@
-"""What backward computes or gathers again instead of keeping it: one pass, several predicates."""
+"""Recomputation: values that backward computes or gathers again instead of saving them."""
 
 from __future__ import annotations
 

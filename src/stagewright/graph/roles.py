@@ -1,4 +1,4 @@
-"""What a node stands for in the model, besides what it computes: its role, and what it is bound to.
+"""Roles of nodes in the model, besides what they compute, and what they are bound to.
 
 Ops compute the same whatever a node stands for. Placement reads roles to say where a value lives,
 the lowering to tell parameters, gradients, caches and optimizer states apart.
@@ -65,7 +65,7 @@ class Role(Enum):
 
     # Buffers: parameters that counts update, and no gradient.
     COUNT = "count"
-    """What a rank's tokens of a step add up to."""
+    """Sums over a rank's tokens of a step."""
     COUNTED = "counted"
     """The same over all ranks."""
 
@@ -79,7 +79,7 @@ class Role(Enum):
     LOGITS = "logits"
     """Scores over the vocabulary: what a model returns before its loss."""
     CACHE = "cache"
-    """What a layer keeps of each request between steps of inference."""
+    """State that a layer keeps of each request between steps of inference."""
 
 
 STREAM, TABLE, MEMORY, CLIP = "x", "wte", "memory", "clip_scale"
@@ -106,20 +106,20 @@ class Asked(NamedTuple):
 
 
 class Binding(NamedTuple):
-    """What a value is bound to in the model, by name; empty where it is bound to nothing."""
+    """Names in the model that a value is bound to; empty if to nothing."""
 
     param: Parameter | None = None
     """The parameter that the value is, or whose copy, gradient or state it is."""
     tied: str = ""
-    """Of a parameter: the table with copies in other blocks that it is one of."""
+    """Table of which a parameter is one of several copies."""
     buffer: bool = False
-    """Whether the parameter is a buffer, which no gradient reaches and all ranks hold whole."""
+    """True for a buffer, which no gradient reaches and all ranks hold whole."""
     live_in: str = ""
-    """Of an input: the value, or its gradient, that other blocks hand to this one."""
+    """Value, or gradient, that other blocks pass to an input."""
     split_as: Parameter | None = None
-    """Of a state per request: what its last dims are declared as, like those of a parameter."""
+    """Declaration of the last dims of a state per request, like a parameter's."""
     like: str = ""
-    """Of an input: the value whose row in the strategy's table is its own, too."""
+    """Value whose row in the strategy's table an input shares."""
     asked: Asked | None = None
 
     @property

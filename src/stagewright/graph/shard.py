@@ -32,7 +32,7 @@ class Offer(NamedTuple):
     letter: str
     axes: tuple[str, ...]
     weight: bool = False
-    """Whether the operand is a weight."""
+    """True for a weight."""
     summed: frozenset[str] = frozenset()
     """The axes over which the operand is a partial sum that the op reduces."""
 
@@ -171,7 +171,7 @@ class _Sharding:
         return {a: i for i, axes in enumerate(layout.dims) for a in axes} if layout else {}
 
     def of_primal(self, old: Node) -> Layout | None:
-        """Where a gradient lives whose primal is a complete value: with it."""
+        """Layout of the gradient of a complete value: that of the value."""
         layout = self.layout.get(self.primal[old]) if old in self.primal else None
         return None if layout is None else Layout(layout.dims)
 
@@ -243,7 +243,7 @@ class _Sharding:
         return offer._replace(axes=max(further, key=len, default=offer.axes))
 
     def per_letter(self, dim: Dim, axes: tuple[str, ...]) -> list[tuple[str, tuple[str, ...]]]:
-        """Who of a dim's indices the axes split."""
+        """Letters of a dim, each with the axes that split it."""
         if len(dim) == 1:
             return [(dim[0], axes)]
         inner = tuple(a for a in axes if a in self.inner)
@@ -308,7 +308,7 @@ def _of_weight(n: Node) -> bool:
 
 
 def _refines(finer: Layout, layout: Layout) -> bool:
-    """Whether every dim is split at least as in the other layout, and in the same order."""
+    """True if every dim is split at least as in the other layout, in the same order."""
     pairs = zip(finer.dims, layout.dims, strict=True)
     return all(now[: len(then)] == then for now, then in pairs)
 
@@ -321,5 +321,5 @@ def _is_weight(n: Node) -> bool:
 
 
 def _free(used: Mapping[str, str], letter: str, ring: tuple[str, str] | None, axis: str) -> bool:
-    """Whether `axis` may split `letter` besides what it splits already."""
+    """True if `axis` may split `letter` in addition."""
     return axis not in used or (ring is not None and {used[axis], letter} == set(ring))

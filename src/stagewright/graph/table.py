@@ -21,7 +21,7 @@ Cost = Callable[[Node, Sizes], Any]
 
 
 class Attribute(NamedTuple):
-    """What an attribute of an op may be."""
+    """Type and limits of an attribute of an op."""
 
     types: tuple[type, ...]
     required: bool = True
@@ -37,11 +37,11 @@ class Attribute(NamedTuple):
 
     @property
     def asked(self) -> bool:
-        """Whether a text that names the op has to say the attribute."""
+        """True if a text that names the op must give the attribute."""
         return self.required and self.implied is None
 
     def accepts(self, value: object) -> bool:
-        """Whether a node may have this value; a whole number may stand for any number."""
+        """True if a node may have this value; a whole number may stand for any number."""
         kind = type(value)
         known = kind in self.types or (kind is int and float in self.types)
         return known and (not self.choices or value in self.choices)
@@ -115,7 +115,7 @@ class Op(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """What the op computes."""
+        """Description of the op."""
         return self.summary or (self.run.__doc__ or "").partition("\n")[0]
 
     moments: tuple[str, ...] = ()  # an optimizer: the states that it keeps of each parameter
@@ -126,7 +126,7 @@ OPS: dict[str, Op] = {}
 
 
 def is_view(n: Node) -> bool:
-    """Whether a value has no bytes of its own, but those of its operand."""
+    """True for a value that shares the bytes of its operand."""
     return n.op in OPS and (OPS[n.op].view or bool(n.get("view")))
 
 
@@ -138,7 +138,7 @@ _STEP = {"axes": need(tuple), "src": need(int, str, type(None)), "dst": need(int
 
 
 def attributes_of(op: str) -> Mapping[str, Attribute]:
-    """What nodes of an op, of a move or of a kind of leaf are told; a KeyError for no such thing.
+    """Attributes of an op, a move or a kind of leaf; raises KeyError for any other name.
 
     `axes`, `src` and `dst` of a move are those of `algebra.layout.Step`.
     """
@@ -180,12 +180,12 @@ _BATCH_AND_HEADS = "bagr"
 
 
 def heads(sizes: Sizes) -> dict[str, Any]:
-    """Of the letters of an attention, those of heads."""
+    """Letters of heads among those of an attention."""
     return {x: n for x, n in sizes.items() if x != "b" and x not in _POSITIONS_AND_WIDTHS}
 
 
 def batch_and_heads(sizes: Sizes) -> Any:
-    """How many heads of sequences an attention is of; stripes count, as each has its own sums."""
+    """Number of heads of sequences of an attention; stripes count, as each has its own sums."""
     return math.prod([n for x, n in sizes.items() if x not in _POSITIONS_AND_WIDTHS], start=1)
 
 

@@ -1,4 +1,4 @@
-"""What must hold of a graph between passes; what does not is a fault of the pass before.
+"""Invariants of a graph between passes; a violation is a fault of the previous pass.
 
 Everything that a node says is held against the op table: a pass that makes an ill-formed node is
 named, before another pass reads it. Nodes are immutable, so one that was found well-formed is not

@@ -39,7 +39,7 @@ _Section = TypeVar(
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What a run file may hold."""
+    """Settings of a run file: the run, its cluster and its execution."""
 
     run: Run
     cluster: ClusterSection
@@ -135,7 +135,7 @@ def section_of(
 
 @cache
 def _reader(section: type[_Section]) -> TypeAdapter[_Section]:
-    """What reads a section; to make one takes milliseconds, and a search reads many values."""
+    """Validator of a section; making one takes milliseconds, and a search reads many values."""
     return TypeAdapter(section)
 
 

@@ -28,7 +28,7 @@ RECORDED = ("cluster", "execution")
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:
-    """What a run file in YAML or an earlier run's manifest holds."""
+    """Settings in a run file in YAML, or in the manifest of an earlier run."""
     # A manifest lists every file: json reads in a second what yaml reads in a minute.
     if Path(path).suffix == ".json":
         values = manifest_head(path, "a run file, or the manifest of an earlier run")
@@ -74,7 +74,7 @@ def _refuse_toml(text: str, path: str | Path) -> None:
 
 
 def is_manifest(values: Mapping[str, Any]) -> bool:
-    """Whether a file holds what an earlier run has recorded, not settings."""
+    """True for a record of an earlier run: it holds results besides settings."""
     return "stagewright" in values and isinstance(values.get("run"), dict)
 
 

@@ -34,7 +34,7 @@ MOST_BYTES = 64_000_000
 
 
 class Cache(NamedTuple):
-    """How the cache keeps tokens: in blocks, as vLLM's paged cache, or in a place of one length."""
+    """Storage of the cache: in blocks, as vLLM's paged cache, or in contiguous places."""
 
     block_size: int
     """Tokens of a block; 0: not paged."""
@@ -141,7 +141,7 @@ def merge_groups(groups: Sequence[Group], where: str) -> Groups:
 
 
 def count_requests(groups: Sequence[Group]) -> int:
-    """How many requests the groups have."""
+    """Number of requests in the groups."""
     return sum(g.count for g in groups)
 
 
@@ -286,7 +286,7 @@ def sources(groups: Sequence[Group], tokens: int, cache: Cache) -> Int:
 
 
 def _tokens_of_stripe(tokens: Int, stripes: int, stripe: int) -> Int:
-    """How many of a request's tokens one stripe holds.
+    """Tokens of a request that one stripe holds.
 
     >>> [int(_tokens_of_stripe(np.int64(10), 4, stripe)) for stripe in range(4)]
     [3, 3, 2, 2]

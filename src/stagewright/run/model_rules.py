@@ -1,4 +1,4 @@
-"""What a model allows: which degrees divide its heads, widths and experts, and its routing."""
+"""Rules of the model: degrees that divide its heads, widths and experts, and its routing."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ MODEL = (
 
 
 def _own_divisor(model: ModelConfig) -> int:
-    """What divides the heads and the width of the MLP of every layer."""
+    """Greatest divisor of the heads and of the MLP's width in all layers."""
     own = [(of.num_attention_heads or 0, of.ffn_hidden_size or 0) for of in model.own_sizes]
     sizes = [size for pair in own for size in pair]
     return math.gcd(model.num_attention_heads, model.ffn_hidden_size, *sizes)
 
 
 def _splits_queries(model: ModelConfig, tp: int) -> bool:
-    """Whether so many ranks split the query heads of a key-value head in every kind of layer."""
+    """True if `tp` ranks split the query heads of a key-value head in every kind of layer."""
     copies = tp // math.gcd(tp, model.shared_query_groups)
     return all(heads % tp == 0 == heads // groups % copies for heads, groups in model.head_counts)
 

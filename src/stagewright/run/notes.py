@@ -26,7 +26,7 @@ def notes(experiment: Experiment) -> list[str]:
 
 
 def beyond_positions(run: Run, model: ModelConfig) -> list[str]:
-    """That sequences of a resolved run are longer than the model's positions reach.
+    """Note that sequences of a resolved run are longer than the model's positions.
 
     Nothing where no layer knows positions. A config.json that says nothing of positions has its
     own note.

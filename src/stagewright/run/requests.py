@@ -1,4 +1,4 @@
-"""What an inference run asks for: the requests of its step, and the cache that holds them."""
+"""Requests of an inference step, and the cache that holds them."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ STORED: Mapping[str, Stored | None] = {
     "nvfp4": Stored("fp4", 8, 1, 16, "fp4"),  # inputs, too
     "mxfp4": Stored("fp4", 8, 1, 32),  # OCP MX 1.0: an exponent of 8 bits
 }
-"""How the matrices of layers are stored, by `weight_precision`; None: in 16 bits."""
+"""Storage of the matrices of layers by `weight_precision`; None: in 16 bits."""
 
 FROZEN: Mapping[str, Stored] = {
     "fp8": Stored("fp8", 32),
     "nf4": Stored("fp4", 32, 1, 64),
     "nf4-double": Stored("fp4", Fraction(65, 8), 1, 64),
 }
-"""How frozen matrices are stored, by `quantize_base`: in fp8 with a scale for each matrix. NF4 of
+"""Storage of frozen matrices by `quantize_base`: in fp8 with a scale for each matrix. NF4 of
 bitsandbytes has an fp32 maximum for 64 values, which double quantization holds in 8 bits, with an
 fp32 scale for 256 of these maxima (QLoRA, arXiv 2305.14314, section 3)."""
 
@@ -260,7 +260,7 @@ def padding(run: Settings) -> int:
 
 
 def prefixed(run: Settings) -> bool:
-    """Whether requests may have tokens in the cache before the step, however many there are."""
+    """True if requests may have tokens in the cache before the step."""
     rows = _rows(run) or (Group(),)
     known = [run.context_length if g.context_length is None else g.context_length for g in rows]
     return run.mode == "decode" or any(known)

@@ -10,7 +10,7 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
 
 MOST_FLOPS = 2**56
-"""Of one kernel: sums over a step then stay within 64 bits."""
+"""Limit of one kernel: sums over a step then stay within 64 bits."""
 
 Facts = Callable[[Run, ModelConfig], Mapping[str, object]]
 
@@ -46,7 +46,7 @@ class Divide:
     """A setting by name."""
     size: Callable[[ModelConfig], int]
     of: str
-    """What the size counts: a format string over `model`."""
+    """Unit that the size counts: a format string over `model`."""
     when: Callable[[Run, ModelConfig], object] = _always
     fit: Callable[[ModelConfig], int] | None = None
     """A number whose divisors are proposed. None: the size."""
@@ -61,19 +61,19 @@ class Divide:
 
 
 ALL: tuple[str, ...] = ("*",)
-"""Said of a check that may read any setting."""
+"""Marks a check that may read any setting."""
 
 EACH: tuple[str, ...] = ("+",)
-"""Said of a check that looks at each setting by itself."""
+"""Marks a check that looks at each setting by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunCheck:
-    """One of the checks of a run, and what decides it: a search makes it once for all runs that
+    """A check of a run and the settings that decide it: a search makes it once for all runs that
     have the same values there."""
 
     name: str
-    """What it asks for, in words."""
+    """Requirement in words."""
     reads: tuple[str, ...]
     """The settings of a run that decide it, beside the model and the mode; or `ALL`, or `EACH`."""
     check: Callable[[Run, ModelConfig], None]
@@ -95,7 +95,7 @@ def require_divides(
 
 
 def apply(rows: Iterable[Refuse | Divide], run: Run, model: ModelConfig) -> None:
-    """RunCheck all rows, in order."""
+    """Check all rows in order."""
     for row in rows:
         row.check(run, model)
 

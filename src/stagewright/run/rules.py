@@ -1,4 +1,4 @@
-"""What a run cannot be: `check` says what to change where it contradicts itself or its model.
+"""Checks of a run: errors say what to change where it contradicts itself or its model.
 
 Rows are `rule.Refuse` and `rule.Divide`; what takes more arithmetic than a row holds is a function.
 Modes and needs of settings are declared with them, in `sections`. What the model allows:

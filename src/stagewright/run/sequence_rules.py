@@ -1,4 +1,4 @@
-"""What sequences allow: positions of the model, and pieces over cp and tp."""
+"""Rules of sequences: positions of the model, and pieces over cp and tp."""
 
 from __future__ import annotations
 

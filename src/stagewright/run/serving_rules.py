@@ -1,4 +1,4 @@
-"""What an inference run cannot be."""
+"""Rules of inference runs."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _shortest(run: Run) -> int:
 
 
 def _all_give(run: Run, length: str) -> bool:
-    """Whether every row of the requests has this length."""
+    """True if every row of the requests has this length."""
     assert length in LENGTHS
     rows = run.requests
     if not rows or isinstance(rows, str):

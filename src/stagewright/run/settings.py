@@ -135,7 +135,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         overrides: Mapping[str, Any] | None = None,
         path: str | Path | None = None,
     ) -> Self:
-        """As `of`, before `completed` adds what follows from all of the run."""
+        """Like `of`, before `completed` adds what follows from all of the run."""
         try:
             if is_manifest(values):
                 values = {**values, "run": cls._asked_for(values["run"], overrides or {})}

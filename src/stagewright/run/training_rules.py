@@ -1,4 +1,4 @@
-"""What a training run cannot be: its batch, stages, sharded state, recomputation and size.
+"""Rules of training runs: batch, stages, sharded state, recomputation and size.
 
 Rows are `rule.Refuse`; what takes more arithmetic than a row holds is a function.
 """

@@ -73,13 +73,13 @@ def _plain(end: float) -> str:
 
 
 def _unit(name: str) -> str:
-    """What a number of a setting counts, in brackets."""
+    """Unit of a setting's number, in brackets."""
     unit = EXPERIMENT[name].unit if name in EXPERIMENT else ""
     return f" ({unit})" if unit and unit != BYTES else ""
 
 
 def hint_of_setting(name: str, known: Iterable[str] = EXPERIMENT) -> str:
-    """What an unknown name may have meant, or where all names are."""
+    """Suggestion for an unknown name, or the place of all names."""
     said = FOREIGN.get(canonical(name))
     if said is not None:
         return f": {said}"

@@ -54,10 +54,10 @@ class Ranking:
 
     candidates: Candidates
     estimates: Figures
-    """Of all candidates; `seconds` is NaN without an estimate."""
+    """Estimates of all candidates; `seconds` is NaN without one."""
     options: SearchOptions
     figures: Figures
-    """Of all candidates: simulated where `exact`, else their estimates."""
+    """Figures of all candidates: simulated, or else estimates."""
     launches: dict[int, float] = field(default_factory=dict[int, float])
     """Seconds of a step in which the mean GPU waits for launches, of simulated candidates."""
     refused: dict[int, str] = field(default_factory=dict[int, str])

@@ -274,7 +274,7 @@ class ServingSummary:
 
     @property
     def verdict(self) -> str:
-        """Whether the run is steady or overloaded, in a sentence."""
+        """Sentence that says whether the run is steady or overloaded."""
         overloaded = self.steadiness.overloaded
         return self.steadiness.sentence(self.token_rate if overloaded else self.request_rate)
 

@@ -29,7 +29,7 @@ class StepLog:
         self.add_step = self._prefill_steps.extend
 
     def end(self, seconds: float) -> LogPosition:
-        """Where the log ends now; `seconds`: the end of its last step."""
+        """Current end of the log; `seconds`: the end of its last step."""
         return LogPosition(
             seconds, len(self._steps) // 4, len(self._gaps) // 4, len(self._prefill_steps) // 4
         )

@@ -71,7 +71,7 @@ class IvfPq:
     vectors: int
     """Vectors of the whole index."""
     candidates: int
-    """Whose exact distances are computed."""
+    """Vectors whose exact distances are computed."""
 
     @property
     def index_bytes(self) -> float:

@@ -59,7 +59,7 @@ def _opaque_vjp(n: Node, g: Node) -> Grads:
 
 
 def _kept(n: Node, terms: Sequence[str], out: str) -> list[tuple[Node, str]]:
-    """What backward reads of an opaque op, and the indices of each; of one untold, all operands."""
+    """Operands that backward of an opaque op reads, and their indices; by default all."""
     if n.get("keeps") is None:
         return list(zip(n.srcs, terms, strict=True))
     at = {str(i): (s, term) for i, (s, term) in enumerate(zip(n.srcs, terms, strict=True))}

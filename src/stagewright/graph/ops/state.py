@@ -63,7 +63,7 @@ def scan_flops(n: Node, here: Sizes) -> Any:
 
 
 def conv1d_served_flops(n: Node, here: Sizes) -> Any:
-    """As in training; that states are kept costs nothing."""
+    """FLOPs as in training; keeping states costs nothing."""
     if n["part"] == "state":
         return 0
     outputs = math.prod([size for letter, size in here.items() if letter not in "tur"], start=1)
@@ -71,7 +71,7 @@ def conv1d_served_flops(n: Node, here: Sizes) -> Any:
 
 
 def scan_served_flops(n: Node, here: Sizes) -> Any:
-    """As in training: 9 per element of the state."""
+    """FLOPs as in training: 9 per element of the state."""
     return 0 if n["part"] == "state" else scan_flops(n, here)
 
 
@@ -143,7 +143,7 @@ _KERNELS = {"ssd": _SSD, "linear": _LINEAR, "delta": _DELTA, "kimi": _KIMI}
 
 
 KERNELS = tuple(_KERNELS)
-"""Whose kernels an op of this module is run by: its attribute `kernel`."""
+"""Kernels that may run an op of this module: its attribute `kernel`."""
 
 
 def chunked_flops(n: Node, here: Sizes) -> Any:

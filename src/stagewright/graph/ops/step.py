@@ -1,4 +1,4 @@
-"""What happens once per step: gradients of copies, norms of gradients, optimizers."""
+"""Ops once per step: gradients of copies, norms of gradients, optimizers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def _weights_flops(n: Node, here: Sizes) -> object:
 
 
 def _compress_flops(n: Node, here: Sizes) -> object:
-    """Of each element of the rows an exponential, and a product with it; in backward twice that."""
+    """FLOPs per element of the rows: an exponential and a product; in backward twice that."""
     return math.prod([here[x] for x in "bse"]) * (12 if n.op == "compress_bwd" else 8)
 
 

@@ -55,7 +55,7 @@ def _log_sum_exp_vjp(n: Node, g: Node) -> Grads:
 
 
 def _with_gradient_vjp(n: Node, g: Node) -> Grads:
-    """Of the value as it comes, and of `x` the product with the derivative that forward made."""
+    """Gradients: the incoming one, and for `x` its product with forward's derivative."""
     _, x, of_x = n.srcs
     value, of, by = str(n["spec"]).lower().split("->")[0].split(",")
     own: dict[str, Any] = {"phase": "backward", "dtype": x.dtype}

@@ -26,7 +26,7 @@ def _mask(ctx: Context, queries: int, keys: int) -> Any:
 
 
 def chosen_keys(chosen: Any, place: Any, block: int) -> Any:
-    """Whether a query may see a key, [B, queries, (groups,) keys].
+    """Mask of the keys that a query may see: [B, queries, (groups,) keys].
 
     `chosen` has numbers of blocks of positions, [B, queries, (groups,) top], -1 where a query has
     fewer; `place` the positions of keys, [B, keys].
@@ -55,7 +55,7 @@ def softmax_bwd(ctx: Context, g: Any, y: Any) -> Any:
 
 
 def _width(ctx: Context, q: Any) -> float:
-    """What scores are divided by: a head of latents is wider than the head they stand for."""
+    """Divisor of scores: a head of latents is wider than the head it stands for."""
     return math.sqrt(ctx.get("width", q.shape[-1]))
 
 
@@ -66,7 +66,7 @@ def attention(ctx: Context, q: Any, *keys: Any) -> Any:
 
 
 MORE = ("compressed", "table", "bias", "sinks", "chosen")
-"""What may follow keys and values, in this order; an attribute of the same name says whether."""
+"""Optional operands after keys and values, in order; an attribute of the same name selects each."""
 
 
 def _apart(ctx: Context, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -284,7 +284,7 @@ def striped_attention(ctx: Context, q: Any, *rest: Any) -> Any:
 
 
 def merge_stripes(ctx: Context, o: Any, sums: Any, sinks: Any = None) -> Any:
-    """Of each stripe's result what it counts for: its part of the sum of exponentials."""
+    """Sum of the stripes' results, each weighted by its part of the sum of exponentials."""
     whole = np.exp(sums).sum(0) + (0.0 if sinks is None else np.exp(sinks))
     own = sums[ctx.start("n") :][: len(o)]
     return (o * (np.exp(own) / whole)[..., None]).sum(0)

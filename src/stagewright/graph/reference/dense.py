@@ -191,7 +191,7 @@ def act_bwd(ctx: Context, g: Any, x: Any) -> Any:
 
 
 def _weighed(ctx: Context, up: Any) -> Any:
-    """What a gate weighs: within limits, and with an offset."""
+    """Factor that a gate multiplies: within limits, and with an offset."""
     most = ctx.get("clamp")
     return (up if most is None else np.clip(up, -most, most)) + ctx.get("offset", 0.0)
 

@@ -34,7 +34,7 @@ def _routes(ctx: Context, rows: int) -> Any:
 
 
 def _score(ctx: Context, logits: Any) -> Any:
-    """Of each expert by itself, where scores are no softmax over all."""
+    """Scores of each expert by itself, not a softmax over all."""
     return sigmoid(logits) if ctx["fn"] == "sigmoid" else np.sqrt(np.log1p(np.exp(logits)))
 
 
@@ -46,7 +46,7 @@ def _slope(ctx: Context, logits: Any) -> Any:
 
 
 def _gates(ctx: Context, logits: Any) -> Any:
-    """Of the chosen experts, with or without weights that add up to one."""
+    """Weights of the chosen experts, normalized or not."""
     chosen = _chosen(ctx, logits.shape[-1]).reshape(logits.shape)
     if not ctx["norm"]:
         return chosen * (probabilities(logits) if ctx["fn"] == "softmax" else _score(ctx, logits))

@@ -16,7 +16,7 @@ def shift(ctx: Context, x: Any) -> Any:
 
 
 def slid(spec: Spec) -> tuple[str, str, str]:
-    """Of a convolution's index expression: places of the input, taps, and places of the result."""
+    """Letters of a convolution's index expression: input positions, taps, and output positions."""
     x, w = ({d[0] for d in dims} for dims in spec.ins)
     out = [d[0] for d in spec.out]
     places = [d[0] for d in spec.ins[0] if d[0] not in w and d[0] not in out]

@@ -22,7 +22,7 @@ def _products(ctx: Context, q: Any, k: Any) -> Any:
 
 
 def _scores(ctx: Context, q: Any, k: Any, w: Any) -> Any:
-    """Of every key, [B, queries, groups, keys]: a weighed sum over heads, or of each head."""
+    """Scores of every key, [B, queries, groups, keys]: summed over heads, or of each head."""
     x = _products(ctx, q, k)
     return x if w is None else np.einsum("bqak,bqa->bqk", np.maximum(x, 0), w)[:, :, None]
 
@@ -135,7 +135,7 @@ def index_scores_bwd(ctx: Context, g: Any, q: Any, k: Any, *rest: Any) -> Any:
 
 
 def index_target(ctx: Context, q: Any, k: Any, chosen: Any) -> Any:
-    """How much attention each chosen key or block gets from the heads at hand.
+    """Attention that each chosen key or block gets from the heads of this rank.
 
     The result is [B, queries, top], of all heads, or [B, queries, groups, top].
     """

@@ -1,4 +1,4 @@
-"""What the meanings of several families share; a `Context` says where in an op a rank is."""
+"""Helpers of several families; a `Context` says where in an op a rank is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Context(Protocol):
         ...
 
     def leads(self, axes: tuple[str, ...]) -> bool:
-        """Whether the rank is the first along some axes: of equal copies, one counts."""
+        """True for the first rank along some axes: of equal copies, one counts."""
         ...
 
     def __getitem__(self, attr: str) -> Any:

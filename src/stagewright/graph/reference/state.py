@@ -57,7 +57,7 @@ class _Gates(NamedTuple):
 
 
 def _recur(q: Any, k: Any, v: Any, gates: _Gates, delta: bool) -> tuple[Any, list[Any]]:
-    """What is read at every position, and (decayed state, u, state) there."""
+    """Values read at every position, and (decayed state, u, state) there."""
     state = np.zeros((*v.shape[:1], *v.shape[2:4], k.shape[-1], v.shape[-1]))
     read: list[Any] = []
     passed: list[Any] = []
@@ -180,7 +180,7 @@ def conv1d_served(ctx: Context, x: Any, w: Any, *rest: Any) -> Any:
 
 
 def _served(ctx: Context, q: Any, k: Any, v: Any, gates: _Gates, state: Any, ids: Any) -> Any:
-    """What is read at every position, or the states [b, r, g, h, n, p] after all."""
+    """Values read at every position, or the final states [b, r, g, h, n, p]."""
     delta = ctx.get("kernel") in ("delta", "kimi")
     now, read = np.array(state, dtype=float), np.zeros(v.shape)
     for b, t in np.ndindex(*ids.shape):

@@ -1,4 +1,4 @@
-"""What happens once per step: norms of gradients, biases of experts: what it computes, in numpy."""
+"""Meaning of ops once per step, in numpy: norms of gradients, biases of experts."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from stagewright.graph.reference.shared import Context, sigmoid
 _FLOOR = 1e-6
 """Added to sums that weights are divided by."""
 _STEP = 1e-20
-"""Of the complex step that derivatives are taken with, exact to the last digit."""
+"""Size of the complex step for derivatives, which are exact to the last digit."""
 
 
 def stream_weights(ctx: Context, mixes: Any, scale: Any, base: Any) -> Any:

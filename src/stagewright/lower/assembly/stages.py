@@ -103,7 +103,7 @@ class StageKey:
 
     @property
     def labels(self) -> StageLabels:
-        """What stages with equal keys differ in."""
+        """Differences between stages with equal keys."""
         layers, labels = (tuple(p.layer for p in self.blocks), tuple(p.label for p in self.blocks))
         return StageLabels(self.place.stage, layers, labels, self.shifts)
 

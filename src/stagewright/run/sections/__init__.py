@@ -61,7 +61,7 @@ SECTIONS: Mapping[str, tuple[str, type]] = MappingProxyType(
         "execution": ("Execution", Execution),
     }
 )
-"""Those and the sections that say where and how a step is executed: all of an experiment."""
+"""Sections of an experiment: of a run, its cluster and its execution."""
 
 
 def _declared(sections: Mapping[str, tuple[str, type]]) -> Mapping[str, Setting]:

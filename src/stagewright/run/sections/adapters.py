@@ -1,4 +1,4 @@
-"""What trains: frozen weights, and low-rank adapters beside them."""
+"""Settings of what trains: frozen weights, and low-rank adapters."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

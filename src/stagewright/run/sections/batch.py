@@ -10,7 +10,7 @@ _LENGTHS = "use prompt_length and context_length"
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSection:
-    """What a step trains on, and the order in which stages work on microbatches."""
+    """Settings of the batch, and of the order in which stages process microbatches."""
 
     seq_length: Count | None = setting(
         None,

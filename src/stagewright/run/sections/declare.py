@@ -1,4 +1,4 @@
-"""How a setting is declared: one field of a section, with all that follows from it.
+"""Declaration of a setting: one field of a section, with all that follows from it.
 
 A section is a dataclass whose fields are made by `setting`. `Run` inherits from the sections and
 validates them; the command line, the checks of modes and needs, the profiles of frameworks, run
@@ -101,7 +101,7 @@ class Setting:
     """One sentence: what the setting says."""
     default: Any = None
     unset: str = ""
-    """What None stands for."""
+    """Meaning of None."""
     modes: tuple[str, ...] = ALL_MODES
     """Modes in which the setting means something."""
     elsewhere: str = ""
@@ -111,7 +111,7 @@ class Setting:
     idle: tuple[Mapping[str, Any], ...] = ()
     """Values of other settings; where a run has all of one mapping, this setting does nothing."""
     unit: str = ""
-    """What a number of the setting counts, for errors about its size."""
+    """Unit of the setting's number, for errors about its size."""
     habits: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of frameworks that differ from `default`, by framework."""
     names: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""How a framework runs a step: what it overlaps, and what that costs."""
+"""Settings of the execution: what a framework overlaps, and what that costs."""
 
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -30,7 +30,7 @@ _NOT_SHARDED = idle_axes("dp", "cp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How a framework runs a program; the defaults overlap whatever the program lets overlap."""
+    """Execution of a program by a framework; the defaults overlap all that the program allows."""
 
     streams: Literal["separate", "one"] = "separate"
     """`one`: kernels on one stream, all else on another, as written in traces for ASTRA-sim.

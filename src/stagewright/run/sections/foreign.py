@@ -14,7 +14,7 @@ class OtherName(NamedTuple):
     """An option of another tool whose setting follows from its value and from other settings."""
 
     name: str
-    """As a keyword spells it: with underscores."""
+    """Name as a keyword, with underscores."""
     flag: str
     help: str
     kind: type | tuple[str, ...]
@@ -56,7 +56,7 @@ REMAT_POLICIES: Mapping[str, tuple[str, ...] | None] = {
 }
 """MaxText's policies (`Decoder.get_remat_policy`) and what each keeps; None: everything."""
 OFFLOADED_POLICIES = ("minimal_offloaded", "qkv_proj_offloaded")
-"""Those of them that keep it in the host's memory."""
+"""Policies that keep it in host memory."""
 
 OTHERS: Mapping[str, OtherName] = {
     of.name: of
@@ -245,4 +245,4 @@ FOREIGN: Mapping[str, str] = {
     **dict.fromkeys(_MODEL.split(), OF_MODEL),
     **_MEANT,
 }
-"""What to say of an option, by name."""
+"""Advice on an option, by name."""

@@ -28,7 +28,7 @@ def habit(default: _Value, help: str, **more: Any) -> _Value:
 
 @dataclass(frozen=True, kw_only=True)
 class HabitSection:
-    """Where frameworks differ; `torchtitan` is PyTorch 2.13's FSDP2, DDP, DTensor and AdamW."""
+    """Habits of frameworks; `torchtitan` is PyTorch 2.13's FSDP2, DDP, DTensor and AdamW."""
 
     framework: Literal["megatron", "torchtitan"] = setting(
         "megatron",

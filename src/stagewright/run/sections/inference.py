@@ -61,7 +61,7 @@ class PrefillRanks:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceSection:
-    """What a step of prefill or decode serves, and how."""
+    """Settings of a step of prefill or decode."""
 
     batch_size: Count | None = setting(
         None,

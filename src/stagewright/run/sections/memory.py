@@ -1,4 +1,4 @@
-"""What backward computes again, what the host holds, and what a rank holds besides tensors."""
+"""Settings of recomputation, of offload, and of memory besides tensors."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -50,7 +50,7 @@ _SHARD_DEGREE = "parallelism_data_parallel_shard_degree"
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What follows once all of a run is known, and is given in the same place by our names."""
+    """Settings that follow once all of a run is known."""
 
     enable_expert_parallel: bool = False
     stages: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -60,7 +60,7 @@ class Pending:
     """dp is all ranks that are left of the nodes."""
 
     def without(self, names: Mapping[str, Any]) -> Pending:
-        """What follows, less the settings in `names`: given elsewhere, these take precedence."""
+        """Settings that follow, without those in `names`, which take precedence."""
         return Pending(
             self.enable_expert_parallel and "ep" not in names,
             {
@@ -87,7 +87,7 @@ class Pending:
 
 
 def known(name: str) -> bool:
-    """Whether a canonical name belongs to a setting, in any tool."""
+    """True if a name belongs to a setting of any tool."""
     return name in EXPERIMENT or name in SAME or name in SWITCHES or name in SPELLINGS
 
 

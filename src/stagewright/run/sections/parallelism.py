@@ -18,7 +18,7 @@ from stagewright.run.sections.declare import (
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSection:
-    """How ranks split the model, the batch and the sequence. World size: tp * cp * dp * pp."""
+    """Degrees that split the model, the batch and the sequence. World size: tp * cp * dp * pp."""
 
     tp: Count = setting(
         1,

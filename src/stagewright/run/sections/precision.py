@@ -16,7 +16,7 @@ _MOMENT: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSection:
-    """What is computed in which data type, and by which kernels."""
+    """Settings of data types and kernels."""
 
     precision: Literal["bf16", "fp32", "fp8", "nvfp4", "int8"] = setting(
         "bf16",

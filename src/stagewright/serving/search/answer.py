@@ -34,7 +34,7 @@ MODELED = "the layout has step times"
 BEATEN = "no other choice has fewer GPUs and faster tokens than the layout could have"
 
 CONFIRMATION = 5
-"""How many times as many requests the winner serves once more."""
+"""Factor by which the winner's final simulation has more requests."""
 
 SearchProgress = Callable[[int, int], None]
 """Called with the number of finished steps of the search, and of all."""
@@ -123,7 +123,7 @@ class ServingRanking:
     stopped: bool = False
     """Interrupted by the user."""
     closest: ServingChoice | None = None
-    """Where no choice keeps the limits: the one of which most requests do, served to the end."""
+    """If no choice keeps the limits: the choice that comes closest, simulated to the end."""
 
     @property
     def best(self) -> list[int]:
@@ -134,7 +134,7 @@ class ServingRanking:
         return [*tables[0], *tables[1]]
 
     def cost(self, choice: int) -> tuple[float, float, int]:
-        """What the objective counts of a choice, then slowness of its tokens: less is better."""
+        """Sort key of a choice: its objective, then the slowness of its tokens; less is better."""
         of = self.choices[choice]
         return (*_cost(of, self.closed, self.target.by_cost), choice)
 

@@ -62,7 +62,7 @@ class SimulatedLoad:
     binding: str
     """The limit that most requests missed: TTFT, TPOT or E2E; empty if none was missed."""
     too_short: float
-    """How many times as many requests would have to arrive to tell; at most 1: these suffice."""
+    """Factor of the number of requests needed to tell; at most 1: these suffice."""
     concurrency: int | None
     """Users of a closed loop."""
 
@@ -99,7 +99,7 @@ class _Missed:
     """Share of requests that may still keep the limits."""
 
     def __call__(self, work: Workload, records: Records, at: float) -> bool:
-        """Whether too many have missed, in the window and of all."""
+        """True if too many requests have missed, of the window and of all."""
         arrival = np.frombuffer(records.arrival)
         window = arrivals_measured(arrival[np.isfinite(arrival)], len(work))
         if window is None:

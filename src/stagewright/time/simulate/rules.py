@@ -61,7 +61,7 @@ class Register(IntEnum):
     AWAITED = 5
     """The last transfer of the group before, for which kernels wait."""
     OPENED = 6
-    """What kernels wait for after the next transfer: `AWAITED` if a group is open, else `FREED`."""
+    """Register that kernels wait for after the next transfer: `AWAITED` or `FREED`."""
 
 
 RegisterKey = tuple[Register, int, int]

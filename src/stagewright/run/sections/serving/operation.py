@@ -1,4 +1,4 @@
-"""What happens to instances while they serve: full queues, failures, more and fewer of them."""
+"""Settings of events during serving: full queues, failures, autoscaling."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ Interval = Annotated[float, Real(gt=0, le=1e9)]
 
 @dataclass(frozen=True, kw_only=True)
 class OperationSection:
-    """What happens to instances while they serve; SGLang's and Dynamo's names."""
+    """Events of instances during serving, by SGLang's and Dynamo's names."""
 
     max_queued_requests: Count | None = setting(
         None,

@@ -6,12 +6,12 @@ from typing import Literal
 from stagewright.run.sections.declare import Count, Text, setting
 
 KvPush = Literal["prompt", "chunk", "layer"]
-"""What of a prompt's cache leaves a prefill instance as soon as it is computed."""
+"""Part of a prompt's cache that leaves a prefill instance as soon as it is computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSection:
-    """Which instances there are besides the ones of the layout, and what each kind is for."""
+    """Settings of instances besides those of the layout, and of their roles."""
 
     prefill_instances: Count | None = setting(
         None,
