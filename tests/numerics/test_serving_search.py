@@ -78,9 +78,9 @@ def test_the_fewest_instances_are_not_below_the_bound(group: InstanceGroup):
             if not found.stopped:
                 assert found.summary == whole
             assert not meets or not bounds.why
-            assert not meets or count >= bounds.least
+            assert not meets or count >= bounds.fewest
             stopped += found.stopped
-            bounded += bool(bounds.why) or bounds.least > count
+            bounded += bool(bounds.why) or bounds.fewest > count
     assert stopped
     assert bounded
 

@@ -121,21 +121,23 @@ def diff(one: Path | str, two: Path | str) -> Difference:
     for here, there, name in ((a, b, "A"), (b, a, "B")):
         only = here.groups.keys() - there.groups.keys()
         if only:
-            difference.notes.append(f"{len(only)} groups are only in {name}, such as {_some(only)}")
+            difference.notes.append(
+                f"{len(only)} groups are only in {name}, such as {_example(only)}"
+            )
     changed_groups = [key for key in a.groups if b.groups.get(key, a.groups[key]) != a.groups[key]]
     if changed_groups:
         first = min(changed_groups)
         (count_a, size_a), (count_b, size_b) = a.groups[first], b.groups[first]
         difference.notes.append(
             f"{len(changed_groups)} groups carry other collectives, such as "
-            f"{_some(changed_groups)}: {count_a:,} of {size_a:,} bytes -> {count_b:,} of "
+            f"{_example(changed_groups)}: {count_a:,} of {size_a:,} bytes -> {count_b:,} of "
             f"{size_b:,} bytes"
         )
     only_a, only_b = a.pairs.beyond(b.pairs), b.pairs.beyond(a.pairs)
     if only_a or only_b:
         difference.notes.append(
-            f"messages differ in who sends to whom: A has {_some(only_a)} that B has not, B has "
-            f"{_some(only_b)} that A has not"
+            f"messages differ in who sends to whom: A has {_example(only_a)} that B has not, B has "
+            f"{_example(only_b)} that A has not"
         )
     changed = _changed(a, b)
     if len(changed):
@@ -163,7 +165,7 @@ def _changed(a: DiffSide, b: DiffSide) -> Int:
     return both[codes_a[here] != codes_b[there]]
 
 
-def _some(keys: Collection[tuple[int, ...]]) -> str:
+def _example(keys: Collection[tuple[int, ...]]) -> str:
     if not keys:
         return "none"
     first = min(keys)

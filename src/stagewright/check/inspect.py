@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.check.files.findings import Findings
 from stagewright.check.files.groups import default_groups, read_groups
-from stagewright.check.files.profile import TYPES, Profile, plain, profile
+from stagewright.check.files.profile import TYPES, Profile, json_value, profile
 from stagewright.check.files.reader import TraceReader
 from stagewright.errors import UserError
 from stagewright.files import open_regular
@@ -64,7 +64,7 @@ def nodes(path: Path | str, first: int = 0, last: int | None = None) -> Iterator
 
 
 def _value(value: Any) -> Any:
-    return [plain(item) for item in value] if isinstance(value, list) else plain(value)  # pyright: ignore
+    return [json_value(item) for item in value] if isinstance(value, list) else json_value(value)  # pyright: ignore
 
 
 def print_profile(result: Profile, console: Console) -> None:

@@ -248,7 +248,7 @@ def _check_manifest(
     _report_files(findings, "extra-file", extra, f"is not of this run: {MANIFEST} does not list it")
     report.checks.append("checksums")
     if not wrong and digests.keys() >= {path.name for path in files.traces.values()}:
-        _check_made(files, classes, findings, report)
+        _check_reproduced(files, classes, findings, report)
 
 
 def _digests(path: Path) -> dict[str, str]:
@@ -265,7 +265,7 @@ def _report_files(findings: Findings, code: str, names: Sequence[str], text: str
         findings.error(code, f"{shown!a} {text}", len(names))
 
 
-def _check_made(
+def _check_reproduced(
     files: TraceFiles, classes: Sequence[TraceClass], findings: Findings, report: Report
 ) -> None:
     """The files are what this version makes of the run that the manifest names."""

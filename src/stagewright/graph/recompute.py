@@ -49,7 +49,7 @@ def remat(
     outputs = {**new.outputs, **{f"rerun.{i}": copy[n] for i, n in enumerate(forced)}}
     order: list[Node] = []
     copies = set(copy.values())
-    waiting = [(copy[n], _made_of(copy[n], copies)) for n in forced]
+    waiting = [(copy[n], _copies_with_operands(copy[n], copies)) for n in forced]
     for n in new:
         if n.phase != "forward":
             order += [c for c, made_of in waiting if not made_of.isdisjoint((n, *n.srcs))]
@@ -59,7 +59,7 @@ def remat(
     }
 
 
-def _made_of(result: Node, copies: set[Node]) -> set[Node]:
+def _copies_with_operands(result: Node, copies: set[Node]) -> set[Node]:
     """The copies that a copy needs, and all that they read."""
     found = [n for n in toposort([result]) if n in copies]
     return {*found, *(s for n in found for s in n.srcs)}

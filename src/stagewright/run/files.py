@@ -43,11 +43,11 @@ def read_settings(path: str | Path) -> dict[str, Any]:
             f"{path}: got {shown(values)}, wanted settings, one per line, such as tp: 8"
         )
     found = {str(key): value for key, value in cast("dict[object, Any]", values).items()}
-    found["hardware"] = _beside(found.get("hardware"), path)
+    found["hardware"] = _sibling_hardware(found.get("hardware"), path)
     return {key: value for key, value in found.items() if value is not None or key != "hardware"}
 
 
-def _beside(hardware: object, path: str | Path) -> object:
+def _sibling_hardware(hardware: object, path: str | Path) -> object:
     """The path of a hardware file that lies beside the run file, and not in the working directory.
 
     `search` writes the two beside each other.

@@ -45,11 +45,11 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
             hint = did_you_mean(str(error["input"]), words)
             return f"{name} is {got}, wanted {expected}{hint}"
         case "greater_than_equal":
-            wanted = f"{_plain(context['ge'])} or more"
+            wanted = f"{_without_point(context['ge'])} or more"
         case "less_than_equal":
-            wanted = f"at most {_plain(context['le'])}"
+            wanted = f"at most {_without_point(context['le'])}"
         case "greater_than":
-            wanted = f"more than {_plain(context['gt'])}"
+            wanted = f"more than {_without_point(context['gt'])}"
         case "finite_number":
             wanted = "a finite number"
         case "float_type" | "float_parsing":
@@ -67,7 +67,7 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
     return f"{name} is {got}, wanted {wanted}{_unit(name)}"
 
 
-def _plain(end: float) -> str:
+def _without_point(end: float) -> str:
     """An end of a range; a whole number without its decimal point."""
     return str(int(end)) if end == int(end) else str(end)
 

@@ -178,7 +178,7 @@ class ServingSimulation:
             stopped = True
         if self._stopped_at is not None and self._transfers is not None:
             # A prefill engine notes a first token, too, which no user sees before the decode.
-            records = records.known(self._transfers.handover.prefilled, self._stopped_at)
+            records = records.with_lower_bounds(self._transfers.handover.prefilled, self._stopped_at)
         stages: dict[str, array[float]] = {}
         if self._queues is not None:
             stages |= self._queues.seconds
@@ -380,7 +380,7 @@ class ServingSimulation:
         if self._stop_early is not None:
             records = self.records
             if self._transfers is not None:
-                records = records.known(self._transfers.handover.prefilled, at)
+                records = records.with_lower_bounds(self._transfers.handover.prefilled, at)
             if self._stop_early(self.workload, records, at):
                 self._stopped_at = at
                 raise _EndSimulation

@@ -319,7 +319,7 @@ class Records:
             zero * requests,
         )
 
-    def known(self, least: array[float], at: float) -> Records:
+    def with_lower_bounds(self, least: array[float], at: float) -> Records:
         """Records known at time `at`, with lower bounds of first tokens.
 
         `least`: before this no first token can be there, nan where nothing is known; one that

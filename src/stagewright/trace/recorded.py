@@ -61,11 +61,11 @@ def _given(**sections: ClusterSection | Execution | None) -> dict[str, dict[str,
         section = sections.get(setting.section)
         value = setting.default if section is None else getattr(section, setting.name)
         if value != setting.default and setting.name != "nodes":
-            sections_given.setdefault(setting.section, {})[setting.name] = _plain(value)
+            sections_given.setdefault(setting.section, {})[setting.name] = _json_value(value)
     return sections_given
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """A value as JSON has it: sets in order."""
     return sorted(cast("frozenset[str]", value)) if isinstance(value, frozenset) else value
 

@@ -80,7 +80,7 @@ def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
     result = Profile(str(path), reader.size)
     result.metadata = {
         "version": reader.metadata.version,
-        **{name: plain(value) for name, (_, value) in et_def.values(reader.metadata).items()},
+        **{name: json_value(value) for name, (_, value) in et_def.values(reader.metadata).items()},
     }
     columns: list[tuple[Any, ...]] = []
     edges: list[tuple[Int, Words]] = []
@@ -100,7 +100,7 @@ def profile(path: Path, group_sizes: Mapping[int, int]) -> Profile:
     return result
 
 
-def plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """A value as JSON can hold it."""
     return value.hex() if isinstance(value, bytes) else value
 

@@ -10,7 +10,7 @@ from typing import Any
 from stagewright.algebra.index import parse
 from stagewright.graph.make import apply, cast, elementwise, identity, letters
 from stagewright.graph.node import LOW, Node
-from stagewright.graph.ops.shared import joint_gradients, no_gradient, of_what_it_is_made, sum_to
+from stagewright.graph.ops.shared import joint_gradients, no_gradient, not_differentiated, sum_to
 from stagewright.graph.reference import dense as meaning
 from stagewright.graph.reference import shared
 from stagewright.graph.table import NUMBER, SIZE, Grads, Op, choose, may, need, own_attributes
@@ -290,7 +290,7 @@ ROWS: dict[str, Op] = {
     "rms_scale_bwd": Op(
         meaning.rms_scale_bwd, flops=3, fuses=True, joint=True, attrs={"wrt": need(int)}
     ),
-    "inverse_norm": Op(meaning.inverse_norm, of_what_it_is_made, flops=2, fuses=True),
+    "inverse_norm": Op(meaning.inverse_norm, not_differentiated, flops=2, fuses=True),
     "unit": Op(meaning.unit, _unit_vjp, fuses=True),
     "unit_bwd": Op(meaning.unit_bwd, flops=5, fuses=True),
     "repeat": Op(meaning.repeat, _repeat_vjp, flops=0, linear=True, fuses=True),

@@ -45,7 +45,7 @@ def _opaque_vjp(n: Node, g: Node) -> Grads:
     terms = ins.split(",")
     if n.get("keeps") == "constant":  # no operand has a part in its values
         return (None,) * len(n.srcs)
-    kept = _kept(n, terms, out)
+    kept = _saved_operands(n, terms, out)
     found: list[Node | None] = []
     for i, (term, s) in enumerate(zip(terms, n.srcs, strict=True)):
         if s.dtype in INTEGERS or n.dtype in INTEGERS:
@@ -58,7 +58,7 @@ def _opaque_vjp(n: Node, g: Node) -> Grads:
     return tuple(found)
 
 
-def _kept(n: Node, terms: Sequence[str], out: str) -> list[tuple[Node, str]]:
+def _saved_operands(n: Node, terms: Sequence[str], out: str) -> list[tuple[Node, str]]:
     """Operands that backward of an opaque op reads, and their indices; by default all."""
     if n.get("keeps") is None:
         return list(zip(n.srcs, terms, strict=True))

@@ -30,7 +30,7 @@ def joint_gradients(n: Node, g: Node) -> Grads:
     )
 
 
-def of_what_it_is_made(n: Node, g: Node) -> Grads:
+def not_differentiated(n: Node, g: Node) -> Grads:
     """No gradient: the value only exists for a kernel that differentiates what it is made of."""
     raise AssertionError(
         f"{n} is no variable of its own: its user differentiates what it is made of"

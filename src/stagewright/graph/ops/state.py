@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from stagewright.graph.make import apply
 from stagewright.graph.node import Node
-from stagewright.graph.ops.shared import joint_gradients, of_what_it_is_made
+from stagewright.graph.ops.shared import joint_gradients, not_differentiated
 from stagewright.graph.reference import state as meaning
 from stagewright.graph.reference.dense import ACTIVATIONS
 from stagewright.graph.table import NUMBER, Grads, Op, Sizes, Timing, choose, need, own_attributes
@@ -231,9 +231,9 @@ ROWS: dict[str, Op] = {
     "delta_rule_bwd": Op(
         meaning.delta_rule_bwd, **_CHUNKED, joint=True, attrs={**_RECURRENCE, **_WRT}
     ),
-    "delta_scores": Op(meaning.delta_scores, of_what_it_is_made, flops=within_flops, attrs=_CHUNK),
+    "delta_scores": Op(meaning.delta_scores, not_differentiated, flops=within_flops, attrs=_CHUNK),
     "delta_inverse": Op(
-        meaning.delta_inverse, of_what_it_is_made, flops=within_flops, attrs=_CHUNK
+        meaning.delta_inverse, not_differentiated, flops=within_flops, attrs=_CHUNK
     ),
     "conv1d_served": Op(
         meaning.conv1d_served,

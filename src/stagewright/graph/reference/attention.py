@@ -61,7 +61,7 @@ def _width(ctx: Context, q: Any) -> float:
 
 def attention(ctx: Context, q: Any, *keys: Any) -> Any:
     """Fused attention of queries, keys and values (FlashAttention)."""
-    keys, more = _apart(ctx, keys)
+    keys, more = _split_operands(ctx, keys)
     return _attend(ctx, q, *_rows(keys, more, ctx.shape[-1]), more)[1]
 
 
@@ -69,7 +69,9 @@ MORE = ("compressed", "table", "bias", "sinks", "chosen")
 """Optional operands after keys and values, in order; an attribute of the same name selects each."""
 
 
-def _apart(ctx: Context, operands: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _split_operands(
+    ctx: Context, operands: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Keys and values, and what follows them: a bias of scores, the scores of sinks."""
     names = [name for name in MORE if ctx.get(name)]
     first = len(operands) - len(names)
@@ -133,7 +135,7 @@ def _cap(ctx: Context, x: Any) -> Any:
 
 
 def attention_bwd(ctx: Context, g: Any, o: Any, q: Any, *keys: Any) -> Any:
-    keys, more = _apart(ctx, keys)
+    keys, more = _split_operands(ctx, keys)
     k, v = _rows(keys, more, g.shape[-1])
     p, _ = _attend(ctx, q, k, v, more)
     g5, q5 = _grouped(g, k), _grouped(q, k)
@@ -207,7 +209,7 @@ def cached_attention(ctx: Context, q: Any, *rest: Any) -> Any:
 
     Rows gathered from the cache come with their slots; there are as many as slots where this runs.
     """
-    rest, more = _apart(ctx, rest)
+    rest, more = _split_operands(ctx, rest)
     many = 1 if ctx.get("latent") else 2
     slots, table, *gathered = rest[many:]
     places = ctx.start("k") + np.arange(int(rest[0].shape[1]))[None, :]

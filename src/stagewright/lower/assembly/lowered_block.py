@@ -336,20 +336,22 @@ def crossings(stages: Sequence[Sequence[StageBlock]]) -> list[tuple[Crossing, ..
     result: list[tuple[Crossing, ...]] = []
     made: set[str] = set()
     for stage, later in zip(stages, live_before[-2::-1], strict=False):
-        made |= {name for block in {block for block, _, _ in stage} for name in _made(block)}
+        made |= {
+            name for block in {block for block, _, _ in stage} for name in _forward_outputs(block)
+        }
         names = sorted(made & later.keys(), key=lambda n: (n != STREAM, n))
         result.append(tuple(later[n] for n in names))
     return result
 
 
-def _made(block: LoweredBlock) -> set[str]:
+def _forward_outputs(block: LoweredBlock) -> set[str]:
     """Names of the outputs of a block in forward."""
     return {c.name for c in block.makers if not c.gradient}
 
 
 def _live_before(block: LoweredBlock, live: Mapping[str, Crossing]) -> dict[str, Crossing]:
     """Values live before a block, from those live after it."""
-    made = _made(block)
+    made = _forward_outputs(block)
     passed = {n: x for n, x in live.items() if n not in made}
     before = {n: Crossing(n, *x, False) for n, x in block.inputs.items()} | passed
     return {

@@ -197,8 +197,8 @@ class _LayoutSearch:
         name, gpus = self.rows.describe(layout.row), layout.group.gpus
         if layout.bounds.why:
             self.refuse(KEEPS, f"{name}: {layout.bounds.why}")
-        elif layout.bounds.least * gpus > self.target.most_gpus:
-            self.refuse(ENOUGH, f"{name} needs {layout.bounds.least * gpus} GPUs or more")
+        elif layout.bounds.fewest * gpus > self.target.most_gpus:
+            self.refuse(ENOUGH, f"{name} needs {layout.bounds.fewest * gpus} GPUs or more")
         else:
             return True
         return False
@@ -214,7 +214,7 @@ class _LayoutSearch:
         gpus = layout.group.gpus
         name = self.rows.describe(layout.row)
         if self._beaten(layout):
-            self.refuse(BEATEN, f"{name} needs {layout.bounds.least * gpus} GPUs or more")
+            self.refuse(BEATEN, f"{name} needs {layout.bounds.fewest * gpus} GPUs or more")
             return
         limit = self.target.most_gpus // gpus
         met = False
@@ -336,7 +336,7 @@ class _LayoutSearch:
 
         It has no more GPUs, no higher price and faster tokens.
         """
-        gpus = layout.bounds.least * layout.group.gpus
+        gpus = layout.bounds.fewest * layout.group.gpus
         usd = self._price(layout.row) * gpus
         fastest = 1 / layout.bounds.least_tpot
         return any(
@@ -478,7 +478,7 @@ class _Try:
 
 def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
     """Numbers of instances to simulate until the fewest are known; begins with the guess."""
-    low, high, step = bounds.least - 1, limit + 1, 1
+    low, high, step = bounds.fewest - 1, limit + 1, 1
     count = min(bounds.guess, limit)
     failed = 0
     while high - low > 1:
@@ -486,7 +486,7 @@ def _tried(bounds: LayoutBounds, limit: int) -> Iterator[_Try]:
         yield attempt
         if attempt.meets:
             high = count
-            count = max(low + 1, high - step) if low == bounds.least - 1 else (low + high) // 2
+            count = max(low + 1, high - step) if low == bounds.fewest - 1 else (low + high) // 2
             step *= 2
         else:
             low, failed = count, failed + 1

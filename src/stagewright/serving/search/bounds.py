@@ -91,15 +91,15 @@ class LayoutBounds:
     """Bounds of a layout."""
 
     least_tpot: float
-    """Seconds between the tokens of a request, at least."""
+    """Lower bound of the seconds between the tokens of a request."""
     per_token: float
-    """Seconds of an engine for an output token, at least."""
+    """Lower bound of the seconds of an engine for an output token."""
     per_prompt_token: float
-    """Seconds of an engine for a token of a prompt, at least."""
+    """Lower bound of the seconds of an engine for a token of a prompt."""
     least_ttft: float
     """Seconds to the first token of the longest prompt that must keep its limit, alone."""
-    least: int
-    """Instances, at least; 0: no number of them keeps the limits."""
+    fewest: int
+    """Lower bound of the number of instances; 0: no number of them keeps the limits."""
     why: str
     """Why no number of instances does."""
     guess: int
@@ -128,7 +128,7 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     replicas, drafts = group.instance.replicas, group.drafts
     tokens_of_step = 1 if drafts is None else drafts.most
 
-    def least(seconds: float, tokens: int, requests: int) -> float:
+    def alone_seconds(seconds: float, tokens: int, requests: int) -> float:
         """Seconds of a step while all other replicas are idle."""
         plan = BatchPlan(DecodeRun(1, seconds, 0.0), tokens, requests)
         return times.group_runs([plan], tokens / replicas)[0].seconds
@@ -138,7 +138,7 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     keys = [shortest + new, *(few for few in _FEW_KEYS if shortest + new < few and new > 1)]
     decode = np.array(
         [
-            min(least(times.decode(n, n * each), n * new, n) for each in keys)
+            min(alone_seconds(times.decode(n, n * each), n * new, n) for each in keys)
             for n in requests.tolist()
         ]
     )
@@ -149,7 +149,7 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     top = int(load.prompt.max())
     lengths = [*(1 << n for n in range(top.bit_length())), top]
     prompts = [
-        least(times.step(few, few * (length + 1) // 2, few, some), few, some) / many
+        alone_seconds(times.step(few, few * (length + 1) // 2, few, some), few, some) / many
         for few, many in pairwise(chunks)
         for some in (-(-few // top),)
         for length in lengths
@@ -160,7 +160,7 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     least_ttft = 0.0
     if not load.shared and longest <= group.limits.tokens:
         pairs = longest * (longest + 1) // 2
-        least_ttft = least(times.step(longest, pairs, longest, 1), longest, 1)
+        least_ttft = alone_seconds(times.step(longest, pairs, longest, 1), longest, 1)
         least_ttft += group.host.before_prefill(longest)
     least_tpot = float(decode.min()) / tokens_of_step
     bounds = LayoutBounds(least_tpot, per_token, per_prompt_token, least_ttft, 0, "", 0)
@@ -174,7 +174,7 @@ def layout_bounds(group: InstanceGroup, load: LoadTotals, slo: Slo) -> LayoutBou
     room_in_time = load.span + _slack(load, slo)
     fewest = max(1, math.ceil(busy / room_in_time / group.instance.replicas - 1e-9))
     guess = _guess(group, load, slo, requests, mean_prompt)
-    return replace(bounds, least=fewest, guess=max(fewest, guess))
+    return replace(bounds, fewest=fewest, guess=max(fewest, guess))
 
 
 def _too_long(group: InstanceGroup, load: LoadTotals) -> str:

@@ -404,9 +404,9 @@ def step_table(
         sends = rows.ranks[rank].tasks.kind == TaskKind.SEND
         ranks.append(
             RankTable(
-                [Path(at_each(max_tokens, rows.grid, path), key) for key, path in paths],
-                at_each(max_logits, rows.grid, head),
-                at_each(max_tokens, rows.grid, seconds[rank][sends].sum(axis=0)),
+                [Path(interpolated(max_tokens, rows.grid, path), key) for key, path in paths],
+                interpolated(max_logits, rows.grid, head),
+                interpolated(max_tokens, rows.grid, seconds[rank][sends].sum(axis=0)),
             )
         )
     knots = _knots(rows.step.model, new)
@@ -414,7 +414,7 @@ def step_table(
     return StepTable(ranks, [t for t, _ in values], [r for _, r in values], knots, new, logits)
 
 
-def at_each(last: int, at: Int, values: Float) -> list[float]:
+def interpolated(last: int, at: Int, values: Float) -> list[float]:
     """Values at each whole number up to `last`, given those at some: linear between these."""
     numbers = np.arange(last + 1, dtype=np.float64)
     return np.interp(numbers, at.astype(np.float64), values).tolist()

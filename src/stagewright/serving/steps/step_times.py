@@ -26,7 +26,7 @@ from stagewright.serving.steps.rows import StepRows
 from stagewright.serving.steps.step_table import (
     BatchSums,
     StepTable,
-    at_each,
+    interpolated,
     step_table,
     total_seconds,
 )
@@ -120,7 +120,7 @@ def _shared_experts(rows: StepRows, most_tokens: int) -> list[float] | None:
         sent = rank.tasks.collective == COLLECTIVES.index("all_to_all")
         exchanges = total_seconds(rows.seconds()[0] * sent[:, None], rank.block, rows.kept[0])
         total = total + np.interp(grid.astype(np.float64), rows.grid.astype(np.float64), exchanges)
-    return at_each(most_tokens, grid, total - total[0])
+    return interpolated(most_tokens, grid, total - total[0])
 
 
 class DecodePieces(NamedTuple):
