@@ -19,7 +19,7 @@ from stagewright.searching.objectives import check_objectives
 from stagewright.searching.ranking import Ranking, SearchOptions
 from stagewright.searching.request import SearchRequest, search_request
 from stagewright.searching.run_file import printed_run_file, write_run_file
-from stagewright.searching.search import Estimate
+from stagewright.searching.search import Estimator
 from stagewright.searching.search import search as search_candidates
 from stagewright.searching.simulated import Progress
 from stagewright.searching.space import Enumeration
@@ -229,12 +229,12 @@ def run_search(
     executor: Executor | None = None,
     progress: Progress | None = None,
     enumeration: Enumeration | None = None,
-    estimates: Estimate = estimate,
+    estimator: Estimator = estimate,
 ) -> Search:
     """Search a space; `enumeration`: its candidates, if they are known."""
     enumeration = enumeration or request.space.enumerate()
     ranking = search_candidates(
-        enumeration.candidates, options, estimates=estimates, executor=executor, progress=progress
+        enumeration.candidates, options, estimator=estimator, executor=executor, progress=progress
     )
     return Search(enumeration, ranking, request.notes)
 

@@ -37,25 +37,25 @@ from stagewright.searching.tiny_step import (
 from stagewright.time.simulate.launches import host_work, launch_mode
 from stagewright.time.simulate.step import simulate
 
-PIPELINE = (
+PIPELINE_SETTINGS = (
     *("pp", "vpp", "schedule", "microbatch_group_size_per_vp_stage", "layers_per_stage"),
     *("first_stage_less_layers", "last_stage_less_layers", "pipeline_split", "global_batch_size"),
     *("recompute_num_layers", "cpu_offloading_num_layers"),
 )
 """Settings that decide which blocks run where and when, without effect on a block."""
-PER_LAYER = ("recompute_num_layers", "cpu_offloading_num_layers")
-"""`PIPELINE` settings that apply to some layers of a stage."""
-STATES = (
+PER_LAYER_SETTINGS = ("recompute_num_layers", "cpu_offloading_num_layers")
+"""`PIPELINE_SETTINGS` settings that apply to some layers of a stage."""
+STATE_SETTINGS = (
     *("dp", "zero", "dp_shard", "optimizer_cpu_offload", "optimizer_offload_fraction", "order"),
     *("overlap_param_gather", "grad_reduce", "overlap_moe_expert_parallel_comm"),
 )
 """Settings of a step, without effect on a pass of one microbatch."""
-PASSES = (
+PASS_SETTINGS = (
     *("micro_batch_size", "cp", "cp_comm_type", "recompute", "recompute_modules"),
     *("moe_flex_dispatcher", "tp_comm_overlap"),
 )
 """Settings of a pass, without effect on the states of a model."""
-LIMITS = ("device_memory", "memory_allowance")
+LIMIT_SETTINGS = ("device_memory", "memory_allowance")
 """Settings without effect on costs."""
 EXPERTS = ("ep", "etp", "moe_token_dispatcher_type", "moe_flex_dispatcher")
 ATTENTION = ("cp_comm_type",)
@@ -66,7 +66,9 @@ RECOMPUTE = ("recompute", "recompute_modules")
 def blocks_of(candidates: Candidates) -> Blocks:
     """Blocks of the candidates' model."""
     run = candidates.run(0)
-    unsplit = run.model_copy(update=_defaults(PIPELINE, run) | {"pp": 1, "vpp": 1, "dp": 1})
+    unsplit = run.model_copy(
+        update=_defaults(PIPELINE_SETTINGS, run) | {"pp": 1, "vpp": 1, "dp": 1}
+    )
     (placed,) = place_blocks(unsplit.resolved(candidates.model), candidates.model)
     first: dict[BlockKind, int] = {}
     for variant, layer in placed:
@@ -97,13 +99,13 @@ class BlockCosts:
     - `parameters`, `gradients`, `optimizer`: bytes on a rank of the tiny run, which has `shards`.
     - `optimizer seconds`: of kernels and of stores to the host, in the tiny run.
     - `F kernels`, `F host` and the same of `B`: seconds that ZeRO-2 and 3 add to a pass.
-    - `dense reduce` and others: bytes of unsharded tensors in dp communication, by group
-      (`GROUPS`) and use (`USES`).
+    - `dense reduce` and others: bytes of unsharded tensors in dp communication, by kind of weights
+      (`WEIGHTS`) and use (`USES`).
     - `expert to dense reduce`: share of a backward pass's kernels between these reductions.
     """
 
-    of: Int
-    """Tuple of each candidate."""
+    tuple_of: Int
+    """Index of each candidate\'s row in the tables: [candidates]."""
     tables: Mapping[str, Float]
     shards: Int
     """Ranks of dp in the tiny run, over which ZeRO shards states: [tuples]."""
@@ -121,23 +123,25 @@ class BlockCosts:
 
 
 def pass_costs(
-    candidates: Candidates, blocks: Blocks, *, halves: bool = False, variants: bool = False
+    candidates: Candidates, blocks: Blocks, *, halves: bool = False, per_layer: bool = False
 ) -> BlockCosts:
     """Costs of passes; `halves`: also of the halves of backward passes, and of overlapped passes.
 
-    Settings of passes are of four sets: the core (such as tp), `ATTENTION`, `EXPERTS`, `RECOMPUTE`.
-    The effect of attention is assumed additive to those of experts and recomputation, so that their
-    product is never run: costs with cp_comm_type=a2a and ep=8 are those of a2a with the ep of the
-    base, the first candidate of the core, and what ep=8 adds with the cp_comm_type of the base.
-    Weight gradients and overlap are measured without recomputation. With `variants`, columns are
-    [kinds, kinds without recompute, both offloaded].
+    Settings of passes are of four groups: `ATTENTION`, `EXPERTS`, `RECOMPUTE`, and the core, which
+    is all others. The base of a core is its first candidate. Effects of attention are added to
+    those of experts and recomputation, so that their product is never run: cost(attention, experts)
+    = cost(attention, base) + cost(base, experts) - cost(base, base). Weight gradients and overlap
+    are measured without recomputation.
+
+    Columns are kinds of blocks; with `per_layer` four sets of them: as the run recomputes, without
+    recomputation, and both with saved bytes on the host.
     """
-    names = {*candidates.columns} - {*PIPELINE, *STATES, *LIMITS}
+    names = {*candidates.columns} - {*PIPELINE_SETTINGS, *STATE_SETTINGS, *LIMIT_SETTINGS}
     core = names - {*ATTENTION, *EXPERTS, *RECOMPUTE}
     tp_stride = _tp_stride(candidates)
     _, core_of = _distinct(candidates, core, tp_stride)
     base = np.unique(core_of, return_index=True)[1][core_of]  # first candidate of the same core
-    examples, of = _distinct(candidates, names, tp_stride)
+    examples, row_of = _distinct(candidates, names, tp_stride)
     tiny_runs = _TinyRuns(candidates, blocks)
 
     def tables(group: Iterable[str], indices: Int = examples) -> dict[str, Float]:
@@ -168,8 +172,8 @@ def pass_costs(
         for part in ("", " host"):
             for table in (costs, without_recompute):
                 table[f"I{part}"] = table[f"B{part}"] - costs[f"W{part}"]
-    result = BlockCosts(of, costs, np.ones(len(examples), dtype=np.int64))
-    if not variants:
+    result = BlockCosts(row_of, costs, np.ones(len(examples), dtype=np.int64))
+    if not per_layer:
         return result
     rates = [candidates.hardware(n).host_bandwidth_gb_s * 1e9 for n in examples.tolist()]
     return _with_offload(result.with_kinds(without_recompute), np.array(rates))
@@ -223,7 +227,7 @@ def _pass_run(
     `RECOMPUTE` recomputes, except full recomputation, which `_with_forward` derives.
     """
     run, execution = candidates.run(index), candidates.execution(index)
-    update: dict[str, Any] = _defaults((*PIPELINE, *STATES, *LIMITS), run)
+    update: dict[str, Any] = _defaults((*PIPELINE_SETTINGS, *STATE_SETTINGS, *LIMIT_SETTINGS), run)
     derived = run.recompute == "full" and _recomputes_all(candidates)
     if "recompute" not in group or derived:
         update |= _defaults(RECOMPUTE, run) | {"recompute": "none"}
@@ -268,10 +272,17 @@ def _min_dp_of_experts(run: Run, cp: int) -> int:
 # ---- costs of states -----------------------------------------------------------------------------
 
 
-def state_costs(candidates: Candidates, blocks: Blocks, *, variants: bool = False) -> BlockCosts:
-    """Costs of states; `variants`: repeated for the columns of `pass_costs`."""
-    excluded = {*PIPELINE, *PASSES, *LIMITS, "dp", "dp_shard", "sequence_parallel"}
-    first, of = _distinct(candidates, {*candidates.columns} - excluded)
+def state_costs(candidates: Candidates, blocks: Blocks, *, per_layer: bool = False) -> BlockCosts:
+    """Costs of states; with `per_layer` in the four sets of columns of `pass_costs`."""
+    excluded = {
+        *PIPELINE_SETTINGS,
+        *PASS_SETTINGS,
+        *LIMIT_SETTINGS,
+        "dp",
+        "dp_shard",
+        "sequence_parallel",
+    }
+    first, tuple_of = _distinct(candidates, {*candidates.columns} - excluded)
     runs = [_state_run(candidates, index) for index in first.tolist()]
     unsharded = [
         tiny._replace(run=tiny.run.model_copy(update={"zero": 0})) if tiny.run.zero >= 2 else tiny
@@ -281,17 +292,21 @@ def state_costs(candidates: Candidates, blocks: Blocks, *, variants: bool = Fals
     costs, without_zero = tiny_runs.costs(runs), tiny_runs.costs(unsharded)
     for name in ("F kernels", "F host", "B kernels", "B host"):
         costs[name] = costs[name] - without_zero[name]
-    result = BlockCosts(of, costs, np.array([tiny.run.dp for tiny in runs]))
-    if variants:
-        result = result.with_kinds(result.tables)
-        result = result.with_kinds(result.tables)
+    result = BlockCosts(tuple_of, costs, np.array([tiny.run.dp for tiny in runs]))
+    if per_layer:  # states depend neither on recomputation nor on offloading
+        twice = result.with_kinds(result.tables)
+        result = twice.with_kinds(twice.tables)
     return result
 
 
 def _state_run(candidates: Candidates, index: int) -> _TinyRun:
     """Tiny run of the states of one candidate."""
     run = candidates.run(index)
-    run = run.model_copy(update=_defaults((*PIPELINE, *PASSES, *LIMITS, "dp_shard", "order"), run))
+    run = run.model_copy(
+        update=_defaults(
+            (*PIPELINE_SETTINGS, *PASS_SETTINGS, *LIMIT_SETTINGS, "dp_shard", "order"), run
+        )
+    )
     dp = 2 * _min_dp_of_experts(run, 1)
     update = {"dp": dp, "global_batch_size": 2 * dp, "recompute": "none", "micro_batch_size": 1}
     execution = replace(
@@ -373,4 +388,4 @@ def _distinct(candidates: Candidates, names: Iterable[str], *numbers: Int) -> tu
     """First candidate of each distinct tuple of settings, and the tuple of each candidate."""
     selected = {*names}
     ordered = [name for name in candidates.columns if name in selected]
-    return distinct_numbers([candidates.distinct(*ordered).of, *numbers], len(candidates))
+    return distinct_numbers([candidates.distinct(*ordered).tuple_of, *numbers], len(candidates))

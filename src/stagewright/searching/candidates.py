@@ -15,8 +15,10 @@
 (4, [1, 2, 4, 4], [1, 1, 1, 1])
 >>> candidates.run(1).describe(), candidates.execution(3).no_overlap
 ('gpt2 tp=2 recompute=full', frozenset({'tp'}))
->>> candidates.distinct("tp", "recompute").first.tolist(), candidates.distinct("tp").of.tolist()
-([0, 1, 2], [0, 1, 2, 2])
+>>> candidates.distinct("tp", "recompute").first.tolist()
+[0, 1, 2]
+>>> candidates.distinct("tp").tuple_of.tolist()
+[0, 1, 2, 2]
 """
 
 from __future__ import annotations
@@ -118,8 +120,8 @@ class Distinct(NamedTuple):
 
     first: Int
     """First candidate of each tuple: [tuples]."""
-    of: Int
-    """Tuple of each candidate: [candidates]."""
+    tuple_of: Int
+    """Index of the tuple of each candidate: [candidates]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,10 +193,10 @@ class Candidates:
         return counts
 
     @property
-    def machines(self) -> Int:
-        """Id of (hardware, cluster, execution, world size): [candidates]."""
+    def machine_ids(self) -> Int:
+        """Number of each distinct (hardware, cluster, execution, world size): [candidates]."""
         names = {HARDWARE, *_names_in("cluster"), *_names_in("execution")}
-        systems = self.distinct(*(name for name in self.columns if name in names)).of
+        systems = self.distinct(*(name for name in self.columns if name in names)).tuple_of
         return distinct_numbers([systems, self.world_size], self.count)[1]
 
     @property
@@ -257,8 +259,8 @@ class Candidates:
 
         `compute` takes the index of the tuple's first candidate.
         """
-        first, of = self.distinct(*names)
-        return np.array([compute(index) for index in first.tolist()])[of]
+        first, tuple_of = self.distinct(*names)
+        return np.array([compute(index) for index in first.tolist()])[tuple_of]
 
     def run(self, index: int) -> Run:
         """Run of one candidate, not resolved."""

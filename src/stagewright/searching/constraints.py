@@ -6,7 +6,7 @@ tuple of the settings that it reads is checked once, on one run. Errors are thos
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,13 +43,17 @@ class Constraint:
     """Columns that decide the check; `ALL`: any."""
     check: Check
     errors: dict[str, int] = field(default_factory=dict[str, int])
-    """Numbers of error messages, in order."""
+    """Error messages of refused candidates, numbered by first occurrence."""
     _cache: dict[tuple[Any, ...], int] = field(default_factory=dict[tuple[Any, ...], int])
 
-    def refused(self, candidates: Candidates, uncrossed: int = 1) -> Int:
+    def reads_any_of(self, settings: Set[str]) -> bool:
+        """True if some of these settings decide the check."""
+        return bool(settings if self.reads == ALL else settings & {*self.reads})
+
+    def refused(self, candidates: Candidates, combinations_left: int = 1) -> Int:
         """Number of the error that refuses each candidate, or -1.
 
-        UserError for too many checks; `uncrossed`: combinations that each candidate stands for.
+        UserError for too many checks, of candidates that stand for `combinations_left` each.
         """
         reads = tuple(candidates.columns) if self.reads == ALL else self.reads
         names = [name for name in reads if name in candidates.columns]
@@ -57,7 +61,7 @@ class Constraint:
         if len(first) > MOST_CHECKS:
             vary = [name for name in names if len(candidates.columns[name].values) > 1]
             raise UserError(
-                f"the space has up to {len(candidates) * uncrossed:.2g} combinations: "
+                f"the space has up to {len(candidates) * combinations_left:.2g} combinations: "
                 f"{' x '.join(vary)} alone are {len(first):,}, wanted at most {MOST_CHECKS:,}; "
                 "give fewer values"
             )
@@ -102,7 +106,7 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
         Constraint(
             "axes of experts and heads fit the ranks",
             mesh if model.num_experts else ("tp", "cp", "dcp"),
-            lambda rows, row: parallelization(rows.run(row).resolved(model), model),
+            lambda candidates, n: parallelization(candidates.run(n).resolved(model), model),
         ),
         Constraint(
             "expert_load suits the ranks of experts",
@@ -125,19 +129,20 @@ def constraints(mode: str, model: ModelConfig) -> list[Constraint]:
         Constraint(
             "cuda_graph_modules are captured",
             ("launch_mode", "cuda_graph_modules"),
-            lambda rows, row: rows.execution(row),
+            lambda candidates, n: candidates.execution(n),
         ),
-        Constraint("the hardware has the precision", (HARDWARE, "precision"), _check_precision),
     ]
-    if mode != "train":
-        beyond_runs.pop()
+    if mode == "train":  # in inference weights are converted where the hardware lacks a precision
+        beyond_runs.append(
+            Constraint("the hardware has the precision", (HARDWARE, "precision"), _check_precision)
+        )
     return as_given + unresolved + beyond_runs
 
 
 def _on_run(
     check: Callable[[Run, ModelConfig], None], prepare: Callable[[Run], Run] = lambda run: run
 ) -> Check:
-    return lambda rows, row: check(prepare(rows.run(row)), rows.model)
+    return lambda candidates, n: check(prepare(candidates.run(n)), candidates.model)
 
 
 def _expert_load_check() -> Check:

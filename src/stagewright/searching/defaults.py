@@ -23,7 +23,7 @@ from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.constraints import Constraint
 from stagewright.searching.flags import recompute_names
 from stagewright.searching.machines import Fleet, divisors_of
-from stagewright.searching.space import tried_once
+from stagewright.searching.space import idle_conditions
 
 Axes = dict[str, Sequence[Any]]
 """Values to try by setting."""
@@ -36,13 +36,14 @@ TOKENS_PER_GPU = 1024
 MIN_TOKENS_PER_CP_RANK = 4096
 """Minimum tokens of a sequence per rank of cp."""
 MOST_MICRO_BATCH = 16
+"""Largest micro_batch_size."""
 FINE_GRAINED = 4
 """Minimum top-k of a fine-grained MoE.
 
 Megatron-LM's recipes send a token once per rank for DeepSeek-V3 and Qwen3 (top-k 8), not for
 Mixtral (top-k 2)."""
 MOST_CHUNKS = 8
-"""Limit of virtual stages per rank that need not divide the layers."""
+"""Virtual stages per rank that are tried whether or not they divide the layers."""
 HEADROOM = 0.05
 """Share of device memory for the CUDA context, libraries and fragmentation."""
 
@@ -103,6 +104,7 @@ def default_axes(run: Run, model: ModelConfig, fleets: Sequence[Fleet]) -> Axes:
     axes["schedule"] = SCHEDULES.get(run.framework, SCHEDULES["megatron"])
     axes["zero"] = (0, 1, 2, 3)
     axes["sequence_parallel"] = (False, True)
+    # The run's first, which is the one that remains where the setting has no effect.
     axes["cp_comm_type"] = (run.cp_comm_type, "p2p", "all_gather", "a2a")
     axes["recompute"] = ("none", "selective", "full")
     if run.flash_attention:
@@ -142,18 +144,18 @@ def not_tried(run: Run, axes: Mapping[str, Sequence[Any]], model: ModelConfig) -
 
 
 def without_effect(names: Iterable[str], values: Mapping[str, Sequence[Any]]) -> set[str]:
-    """Settings that no combination of values lets have an effect.
+    """Settings that have no effect in any combination of `values`.
 
     >>> values = {"pp": (1,), "tp": (1, 2), "recompute": ("none",)}
     >>> sorted(without_effect(["schedule", "sequence_parallel", "recompute_modules"], values))
     ['recompute_modules', 'schedule']
     """
 
-    def has_none(name: str) -> bool:
+    def has_no_effect(name: str) -> bool:
         needs = EXPERIMENT[name].needs
         idle = any(
             all(tuple(values.get(other, ())) == (value,) for other, value in condition.items())
-            for condition in tried_once(name)
+            for condition in idle_conditions(name)
         )
         lacks = any(
             not {*values.get(other, allowed)} & {*allowed} for other, allowed in needs.items()
@@ -161,7 +163,7 @@ def without_effect(names: Iterable[str], values: Mapping[str, Sequence[Any]]) ->
         single_stage = name == "vpp" and tuple(values.get("pp", ())) == (1,)  # refused there
         return idle or lacks or single_stage
 
-    return set(filter(has_none, names))
+    return set(filter(has_no_effect, names))
 
 
 def default_constraints(fixed: Collection[str]) -> list[Constraint]:
@@ -174,7 +176,7 @@ def default_constraints(fixed: Collection[str]) -> list[Constraint]:
             _check_modules,
         ),
         "dp_shard": Constraint(
-            "by default copies of sharded states fill whole domains",
+            "by default each shard group of HSDP fills whole scale-up domains",
             ("dp_shard", "tp", "cp", "dp", HARDWARE),
             _check_hsdp,
         ),

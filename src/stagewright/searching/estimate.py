@@ -3,10 +3,14 @@
 A stage's forward pass takes as long as its blocks (`block_costs`). Each distinct pipeline's order
 of actions is simulated once, on arrays over all candidates that have it (`pipelines`). After the
 last backward pass follow the remaining reductions, the optimizer, and the gather of updated
-parameters. ZeRO-2/3: a block takes max(compute, gathers, reductions).
+parameters. With ZeRO-2/3 a block takes the longest of its kernels, its gathers and its reductions,
+since they overlap; without overlap, their sum.
 
 Memory is that of the fullest pipeline rank: states as ZeRO shards them, and for each microbatch in
 flight the bytes that blocks save for backward.
+
+Candidates that agree in the settings that matter share a row ("tuple") of a table; `tuple_of` has
+the index of each candidate's row.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from stagewright.program.communicators import Communicator
 from stagewright.run.requests import allowance_of
 from stagewright.schedule.actions import flat, halved
 from stagewright.searching.block_costs import (
-    PER_LAYER,
+    PER_LAYER_SETTINGS,
     BlockCosts,
     blocks_of,
     input_bytes,
@@ -46,7 +50,7 @@ from stagewright.searching.pipelines import (
     simulate_order,
 )
 from stagewright.searching.simulated import simulate_all
-from stagewright.searching.tiny_step import GROUPS, USES
+from stagewright.searching.tiny_step import USES, WEIGHTS
 from stagewright.time.collectives import collective_seconds, message_seconds
 from stagewright.time.network import Machine, Placement, placements, tier_of
 from stagewright.time.power import RUNNING_FRACTION, watts_per_gpu
@@ -55,7 +59,7 @@ from stagewright.time.simulate.utilization import sequence_flops
 
 OPTIMIZER_POWER = 0.7
 """Power over TDP of an optimizer's kernels, which stream bytes."""
-_STATES = {"parameters": 3, "gradients": 2, "optimizer": 1}
+_SHARDED_FROM_ZERO = {"parameters": 3, "gradients": 2, "optimizer": 1}
 """Minimum ZeRO stage that shards each category of states."""
 
 
@@ -64,17 +68,17 @@ def estimate(candidates: Candidates, executor: Executor | None = None) -> Figure
     if candidates.base.run.mode != "train":
         return _extrapolate_layers(candidates, executor)
     blocks = blocks_of(candidates)
-    groups = list(pipelines(candidates, blocks))
-    halves = any(halved(pipeline.order(counts[0])) for pipeline, counts, _ in groups)
-    variants = any((candidates.numbers(name) > 0).any() for name in PER_LAYER)
+    same_pipeline = list(pipelines(candidates, blocks))
+    halves = any(halved(pipeline.order(counts[0])) for pipeline, counts, _ in same_pipeline)
+    per_layer = any((candidates.numbers(name) > 0).any() for name in PER_LAYER_SETTINGS)
     merged = candidates.merge_memory_sizes()
-    passes = pass_costs(merged, blocks, halves=halves, variants=variants)
-    states = state_costs(merged, blocks, variants=variants)
+    passes = pass_costs(merged, blocks, halves=halves, per_layer=per_layer)
+    states = state_costs(merged, blocks, per_layer=per_layer)
     estimates = _Estimates.of(candidates, passes, states)
-    for pipeline, counts, at in groups:
-        group = _SamePipeline(estimates, pipeline, counts, at)
-        group.write_times()
-        group.write_memory()
+    for pipeline, counts, at in same_pipeline:
+        part = _SamePipeline(estimates, pipeline, counts, at)
+        part.write_times()
+        part.write_memory()
     return estimates.figures()
 
 
@@ -106,7 +110,7 @@ def lower_bounds(candidates: Candidates) -> Float:
     kinds = [blocks.kind(block) for block in placed if block[1] >= 0]
     layers = np.bincount(kinds, minlength=len(blocks.kinds))
     per_microbatch = (passes["F kernels"] + passes["B kernels"]) @ layers
-    return per_microbatch[passes.of] * candidates.microbatches / candidates.numbers("pp")
+    return per_microbatch[passes.tuple_of] * candidates.microbatches / candidates.numbers("pp")
 
 
 # ---- dp communication ----------------------------------------------------------------------------
@@ -171,9 +175,9 @@ class _DpGroup(NamedTuple):
             level=level,
         )
 
-    def seconds(self, group: str, use: str, sizes: Float) -> Float:
+    def seconds(self, weights: str, use: str, sizes: Float) -> Float:
         """Seconds to communicate unsharded tensors of `sizes` bytes."""
-        place = self.shard if group == "dense" else self.experts
+        place = self.shard if weights == "dense" else self.experts
         if place is None or (use == "update" and not self.updates):
             return np.zeros_like(sizes)
         if use != "reduce":
@@ -182,7 +186,7 @@ class _DpGroup(NamedTuple):
             return collective_seconds("all_gather", sizes / place.ranks, place, self.machine)
         op = "reduce_scatter" if self.zero else "all_reduce"
         seconds = collective_seconds(op, sizes, place, self.machine)
-        if self.replicas is not None and group == "dense":
+        if self.replicas is not None and weights == "dense":
             shard = sizes / place.ranks
             seconds = seconds + collective_seconds("all_reduce", shard, self.replicas, self.machine)
         return seconds
@@ -190,15 +194,14 @@ class _DpGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _DpComm:
-    """Seconds of dp communication by block: [groups of ranks, tuples, kinds] each.
+    """Seconds of dp communication by block: [kinds of weights, tuples, kinds of blocks] each.
 
-    Dense and expert weights (`GROUPS`) use one stream each.
+    Each kind of weights (`WEIGHTS`) has a stream of its own.
     """
 
-    of: Int
-    """Tuple of each candidate."""
-    groups: Sequence[_DpGroup]
-    """Ranks by tuple."""
+    tuple_of: Int
+    """Index of each candidate\'s tuple: [candidates]."""
+    ranks_of_tuple: Sequence[_DpGroup]
     forward: Float
     """Gathers of a microbatch's forward pass."""
     backward: Float
@@ -209,7 +212,7 @@ class _DpComm:
     """Gathers of updated parameters, per step."""
 
     @classmethod
-    def of_candidates(cls, candidates: Candidates, states: BlockCosts) -> Self:
+    def of(cls, candidates: Candidates, states: BlockCosts) -> Self:
         """Communication of candidates with these states."""
         names = (
             *("tp", "cp", "dp", "pp", "ep", "etp", "order", "dp_shard", "zero", "schedule"),
@@ -217,22 +220,24 @@ class _DpComm:
             *(HARDWARE, "topology", "algorithm"),
         )
         placed = candidates.distinct(*names)
-        first, of = distinct_numbers([placed.of, states.of], len(candidates))
+        first, tuple_of = distinct_numbers([placed.tuple_of, states.tuple_of], len(candidates))
         by_tuple = [_DpGroup.of(candidates, index) for index in placed.first.tolist()]
-        numbers: list[int] = placed.of[first].tolist()
-        groups = [by_tuple[n] for n in numbers]
-        tables = np.zeros((4, len(GROUPS), len(first), states["optimizer"].shape[1]))
-        for n, (ranks, state) in enumerate(zip(groups, states.of[first].tolist(), strict=True)):
-            for g, group in enumerate(GROUPS):
+        numbers: list[int] = placed.tuple_of[first].tolist()
+        ranks_of_tuple = [by_tuple[n] for n in numbers]
+        tables = np.zeros((4, len(WEIGHTS), len(first), states["optimizer"].shape[1]))
+        for n, (ranks, state) in enumerate(
+            zip(ranks_of_tuple, states.tuple_of[first].tolist(), strict=True)
+        ):
+            for w, weights in enumerate(WEIGHTS):
                 forward, recompute, backward, reduce, update = (
-                    ranks.seconds(group, use, states[f"{group} {use}"][state]) for use in USES
+                    ranks.seconds(weights, use, states[f"{weights} {use}"][state]) for use in USES
                 )
-                tables[:, g, n] = forward, recompute + backward, reduce, update
-        return cls(of, groups, *tables)
+                tables[:, w, n] = forward, recompute + backward, reduce, update
+        return cls(tuple_of, ranks_of_tuple, *tables)
 
     def flags(self, name: str) -> Int:
         """Field of `_DpGroup` per tuple."""
-        return np.array([int(getattr(group, name)) for group in self.groups])
+        return np.array([int(getattr(group, name)) for group in self.ranks_of_tuple])
 
 
 # ---- estimates of training -----------------------------------------------------------------------
@@ -264,16 +269,22 @@ class _Estimates:
     @classmethod
     def of(cls, candidates: Candidates, passes: BlockCosts, states: BlockCosts) -> Self:
         """Estimates of zero."""
-        dp_comm = _DpComm.of_candidates(candidates, states)
+        dp_comm = _DpComm.of(candidates, states)
         sent = input_bytes(candidates)
         message = np.zeros(len(candidates))
-        level = dp_comm.flags("level")[dp_comm.of]
-        first, of = distinct_numbers([candidates.machines, level], len(candidates))
+        level = dp_comm.flags("level")[dp_comm.tuple_of]
+        first, tuple_of = distinct_numbers([candidates.machine_ids, level], len(candidates))
         for n, index in enumerate(first.tolist()):
-            mask = of == n
+            mask = tuple_of == n
             machine = candidates.machine(index)
             message[mask] = message_seconds(sent[mask], int(level[index]), machine)
-        categories = (*_STATES, "gathered_parameters", "activations", "workspace", "communication")
+        categories = (
+            *_SHARDED_FROM_ZERO,
+            "gathered_parameters",
+            "activations",
+            "workspace",
+            "communication",
+        )
         memory = {name: np.zeros(len(candidates)) for name in categories}
         zeros = np.zeros((6, len(candidates)))
         return cls(candidates, passes, states, dp_comm, message, sent, *zeros, memory=memory)
@@ -293,13 +304,13 @@ class _Estimates:
         exposed = self.exposed_dp + self.exposed_layers
         running = np.minimum((self.kernels + exposed) / self.seconds, 1.0)
         power_over_tdp = (self.energy_over_tdp + RUNNING_FRACTION * exposed) / self.seconds
-        full, causal, peak, watts, usd = np.zeros((5, len(candidates)))
-        first, of = candidates.distinct("seq_length", HARDWARE, "precision")
+        full, causal, peak_rate, watts, usd = np.zeros((5, len(candidates)))
+        first, tuple_of = candidates.distinct("seq_length", HARDWARE, "precision")
         for n, index in enumerate(first.tolist()):
-            mask, hardware = of == n, candidates.hardware(index)
+            mask, hardware = tuple_of == n, candidates.hardware(index)
             run = candidates.run(index).resolved(candidates.model)
             full[mask], causal[mask] = sequence_flops(run, candidates.model).of_step(1)
-            peak[mask] = peak_flops(hardware, PRECISIONS[run.precision].product)
+            peak_rate[mask] = peak_flops(hardware, PRECISIONS[run.precision].product)
             watts[mask] = watts_per_gpu(hardware, running[mask], power_over_tdp[mask])
             price = candidates.cluster(index).price
             price = hardware.price_usd_per_gpu_hour if price is None else price
@@ -312,8 +323,8 @@ class _Estimates:
             exposed={"dp": self.exposed_dp, "layers": self.exposed_layers},
             bubble=self.bubble,
             tokens=batch * candidates.seq_length,
-            mfu=full * rate / peak,
-            mfu_causal=causal * rate / peak,
+            mfu=full * rate / peak_rate,
+            mfu_causal=causal * rate / peak_rate,
             tflops=full * rate / 1e12,
             joules=watts * gpus * self.seconds,
             usd=usd * gpus * self.seconds,
@@ -340,9 +351,9 @@ class _SamePipeline:
         """Blocks of each kind on each rank."""
         self.microbatches = estimates.candidates.microbatches[at]
         self.zero = estimates.candidates.numbers("zero")[at]
-        self.passes = estimates.passes.of[at]
-        self.states = estimates.states.of[at]
-        self.comm = estimates.dp_comm.of[at]
+        self.passes = estimates.passes.tuple_of[at]
+        self.states = estimates.states.tuple_of[at]
+        self.comm = estimates.dp_comm.tuple_of[at]
 
     def flags(self, name: str) -> Int:
         """Field of `_DpGroup` per candidate."""
@@ -358,23 +369,23 @@ class _SamePipeline:
         overlaps_passes = comm.forward.any(axis=(0, 2)) | (comm.flags("reduces") > 0)
         message_id = np.unique(message, return_inverse=True)[1]
         comm_id = np.where(overlaps_passes[self.comm], self.comm + 1, 0)
-        first, of = distinct_numbers([self.passes, comm_id, message_id], len(at))
+        first, tuple_of = distinct_numbers([self.passes, comm_id, message_id], len(at))
         costs = self._costs(first)
         simulated = [
             simulate_order(self.pipeline.order(count), costs, message[first])
             for count in self.counts
         ]
         times, count = simulated[-1], self.counts[-1]
-        ends = times.ranks[:, of]
+        ends = times.rank_ends[:, tuple_of]
         if len(simulated) > 1:
             periods = (microbatches - count) / self.pipeline.period
-            ends = ends + periods * (times.ranks - simulated[0].ranks).max(axis=0)[of]
+            ends = ends + periods * (times.rank_ends - simulated[0].rank_ends).max(axis=0)[tuple_of]
         span, step = (
             ends.max(axis=0),
-            self._reduction_ends(times, costs.seconds, of, ends).max(axis=0),
+            self._reduction_ends(times, costs.seconds, tuple_of, ends).max(axis=0),
         )
         work = np.array([costs.of_rank(steps) for steps in self.order])
-        mean = work.mean(axis=0)[of] * (microbatches / count)
+        mean = work.mean(axis=0)[tuple_of] * (microbatches / count)
         optimizer, update = self._optimizer_and_update()
         per_rank = self.blocks.sum(axis=0) / self.pipeline.pp
         kernel_seconds = (passes["F kernels"] + passes["B kernels"])[self.passes] @ per_rank
@@ -397,8 +408,8 @@ class _SamePipeline:
         stragglers = estimates.candidates.base.cluster.stragglers or {}
         slowdown = max(max(stragglers.values(), default=1.0), 1.0)
         reduce = comm.reduce[:, comm_of] * self.flags("reduces")[first, None]
-        ends = [(stage[0], stage[-1]) if stage else (0, 0) for stage in self.pipeline.stages]
-        head, tail = (np.array(kinds) for kinds in zip(*ends, strict=True))
+        stages = [stage or (0,) for stage in self.pipeline.stages]
+        first_kind, last_kind = (np.array([stage[n] for stage in stages]) for n in (0, -1))
         costs: dict[str, Float] = {}
         gathers: dict[str, Float] = {}
         for kind in "FBIW" if "I" in passes.tables else "FB":
@@ -415,7 +426,7 @@ class _SamePipeline:
             gather = comm.forward[:, comm_of] if kind == "F" else comm.backward[:, comm_of]
             if kind == "W":
                 gather = np.zeros_like(gather)
-            begin, end = (head, tail) if kind == "F" else (tail, head)
+            begin, end = (first_kind, last_kind) if kind == "F" else (last_kind, first_kind)
             first_gather = gather.max(axis=0)[:, begin]
             per_block, overlapped = gather, compute
             if kind in "BW":
@@ -456,7 +467,7 @@ class _SamePipeline:
         return expert_wait + np.maximum(dense - to_expert, 0.0)
 
     def _reduction_ends(
-        self, times: PipelineTimes, costs: Mapping[str, Float], of: Int, ends: Float
+        self, times: PipelineTimes, costs: Mapping[str, Float], tuple_of: Int, ends: Float
     ) -> Float:
         """End of the last gradient reduction of each rank: [ranks, candidates].
 
@@ -465,8 +476,8 @@ class _SamePipeline:
         finished = ends.copy()
         once_per_step = self.flags("reduces") == 0
         overlaps = self.flags("overlaps") > 0
-        for group in self.estimates.dp_comm.reduce:
-            reduce = group[self.comm]
+        for of_weights in self.estimates.dp_comm.reduce:
+            reduce = of_weights[self.comm]
             if not reduce.any():
                 continue
             of_stages = self.blocks @ reduce.T
@@ -476,9 +487,9 @@ class _SamePipeline:
                     blocks = self.pipeline.stages[stage]
                     if not blocks:
                         continue
-                    pass_end: Float = ends[rank] - times.ranks[rank][of] + end[of]
+                    pass_end: Float = ends[rank] - times.rank_ends[rank][tuple_of] + end[tuple_of]
                     # The first block in the order of backward passes ends before the others.
-                    begin: Float = pass_end - costs[kind][stage][of] * (1 - 1 / len(blocks))
+                    begin: Float = pass_end - costs[kind][stage][tuple_of] * (1 - 1 / len(blocks))
                     begin[~overlaps] = ends[rank][~overlaps]
                     all_blocks = np.maximum(queue_end, begin) + of_stages[stage]
                     last_block = pass_end + reduce[:, blocks[0]]
@@ -516,7 +527,7 @@ class _SamePipeline:
         state_bytes = [
             {
                 name: states[name][self.states] @ blocks * np.where(self.zero >= n, self._shard, 1)
-                for name, n in _STATES.items()
+                for name, n in _SHARDED_FROM_ZERO.items()
             }
             for blocks in self.blocks_of_ranks
         ]
@@ -563,7 +574,7 @@ class _SamePipeline:
     def _bytes(self, use: str) -> Float:
         """Bytes of dp communication of each kind of block: [candidates, kinds]."""
         states = self.estimates.states
-        return np.sum([states[f"{group} {use}"] for group in GROUPS], axis=0)[self.states]
+        return np.sum([states[f"{weights} {use}"] for weights in WEIGHTS], axis=0)[self.states]
 
     def _largest(self, stage: Sequence[int], use: str, num_blocks: int) -> Float:
         """Maximum bytes of dp communication of `num_blocks` adjacent blocks of a stage."""

@@ -16,7 +16,7 @@ from stagewright.run.settings import Run
 from stagewright.schedule.actions import Action, Order, Overlap, ScheduleStep, flat, parts
 from stagewright.schedule.play import PlannedStep, ends, plan
 from stagewright.schedule.schedules import SCHEDULES, make
-from stagewright.searching.block_costs import PER_LAYER, PIPELINE, Blocks
+from stagewright.searching.block_costs import PER_LAYER_SETTINGS, PIPELINE_SETTINGS, Blocks
 from stagewright.searching.candidates import Candidates
 
 _CHUNK = 1 << 24
@@ -69,7 +69,7 @@ def pairs_ranks(schedule: str) -> bool:
 class PipelineTimes(NamedTuple):
     """Simulated times of an order of actions, per candidate."""
 
-    ranks: Float
+    rank_ends: Float
     """End of the last action of each rank: [ranks, candidates]."""
     last: list[list[tuple[int, str, Float]]]
     """Stage, kind and end of the last backward pass of each stage, by rank, in order of time."""
@@ -132,44 +132,46 @@ def pipelines(
     candidates: Candidates, blocks: Blocks
 ) -> Iterator[tuple[Pipeline, tuple[int, ...], Int]]:
     """Groups of candidates with one pipeline and one tuple of simulated microbatch counts."""
-    per_layer = [name for name in PER_LAYER if name in candidates.columns]
-    names = {*PIPELINE, *(("recompute", *per_layer) if per_layer else ())} - {"global_batch_size"}
+    per_layer = [name for name in PER_LAYER_SETTINGS if name in candidates.columns]
+    names = {*PIPELINE_SETTINGS, *(("recompute", *per_layer) if per_layer else ())} - {
+        "global_batch_size"
+    }
     placed = candidates.distinct(*(name for name in candidates.columns if name in names))
     runs: list[Run] = []
     stages_of_tuple: list[tuple[tuple[int, ...], ...]] = []
     for index in placed.first.tolist():
         run = candidates.run(index).resolved(candidates.model)
         stages = [
-            tuple(_kind(run, block, blocks) for block in stage)
+            tuple(_cost_column(run, block, blocks) for block in stage)
             for stage in place_blocks(run, candidates.model)
         ]
         runs.append(run)
         stages_of_tuple.append(tuple(stages))
     microbatches = candidates.microbatches
-    first, of = distinct_numbers([placed.of, microbatches], len(candidates))
+    first, tuple_of = distinct_numbers([placed.tuple_of, microbatches], len(candidates))
     number_of: dict[tuple[Pipeline, tuple[int, ...]], int] = {}
     number = np.zeros(len(first), dtype=np.int64)
     for n, index in enumerate(first.tolist()):
-        count, tuple_index = int(microbatches[index]), int(placed.of[index])
+        count, tuple_index = int(microbatches[index]), int(placed.tuple_of[index])
         run = runs[tuple_index]
         pipeline = Pipeline(
             str(run.schedule), run.pp, run.vpp, run.group_of(count), stages_of_tuple[tuple_index]
         )
         key = pipeline, pipeline.simulated_counts(count)
         number[n] = number_of.setdefault(key, len(number_of))
-    group = number[of]
+    group = number[tuple_of]
     order = np.argsort(group, kind="stable")
     bounds = np.searchsorted(group[order], np.arange(len(number_of) + 1))
     for n, (pipeline, counts) in enumerate(number_of):
         yield pipeline, counts, order[bounds[n] : bounds[n + 1]]
 
 
-def _kind(run: Run, placed: PlacedVariant, blocks: Blocks) -> int:
-    """Column of the costs of a block (`pass_costs`)."""
+def _cost_column(run: Run, placed: PlacedVariant, blocks: Blocks) -> int:
+    """Column of a block in `pass_costs`: its kind, in the set of columns that applies."""
     variant, layer = placed
     without_recompute = run.recompute == "full" and layer >= 0 and not variant.recomputed
-    sets = 2 * variant.activations_on_host + without_recompute
-    return blocks.kind(placed) + len(blocks.kinds) * sets
+    column_set = 2 * variant.activations_on_host + without_recompute
+    return blocks.kind(placed) + len(blocks.kinds) * column_set
 
 
 def simulate_order(order: Order, costs: ActionCosts, message: Float) -> PipelineTimes:
@@ -214,7 +216,7 @@ def _last_steps(
 
 @lru_cache(maxsize=256)
 def occupancies(order: Order) -> tuple[Occupancy, ...]:
-    """Undominated in-flight microbatch counts at backward passes."""
+    """Occupancies at backward passes that no other one exceeds on every stage of the rank."""
     result: list[Occupancy] = []
     for rank, steps in enumerate(order):
         stages = tuple(sorted({action.stage for action in flat(steps)}))

@@ -16,7 +16,7 @@ from stagewright.searching.candidates import HARDWARE, Candidates
 from stagewright.searching.figures import Figures
 
 TOP = 20
-"""Default number of candidates to list."""
+"""Default number of layouts to list."""
 MOST = 200
 """Default limit of candidates to simulate."""
 SLACK = 0.03
@@ -37,7 +37,7 @@ class SearchOptions:
 
     objectives: tuple[str, ...] = ("time",)
     top: int = TOP
-    """Candidates to list, and layouts of which the best variant is simulated."""
+    """Layouts to list; with `all_variants` or several objectives, candidates."""
     most: int = MOST
     """Limit of candidates to simulate."""
     exact: bool = False
@@ -152,10 +152,10 @@ class Ranking:
         return ratio[np.isfinite(ratio)]
 
     def optimistic_values(self, names: Sequence[str]) -> Float:
-        """Estimates times the lowest simulated/estimated ratio of their ZeRO stage.
+        """Objectives if each estimate were as much too high as the worst of its ZeRO stage so far.
 
-        The ratio is at most 1 - `SLACK`, of bytes 1 - `MEMORY_SLACK`. ZeRO 0 and 1 share one error.
-        Returns [candidates, objectives].
+        The factor is the lowest ratio of simulated to estimated values, and at most 1 - `SLACK`
+        (of bytes 1 - `MEMORY_SLACK`). ZeRO 0 and 1 count as one stage. [candidates, objectives].
         """
         zero = np.maximum(self.candidates.numbers("zero"), 1)
         values = objectives.values(self.estimates, names)
@@ -216,7 +216,9 @@ class Ranking:
 
 def layouts(candidates: Candidates) -> Int:
     """Number of each candidate's layout: [candidates]."""
-    settings = candidates.distinct(*(name for name in LAYOUT if name in candidates.columns)).of
+    settings = candidates.distinct(
+        *(name for name in LAYOUT if name in candidates.columns)
+    ).tuple_of
     return distinct_numbers([settings, candidates.world_size], len(candidates))[1]
 
 

@@ -1,9 +1,13 @@
-"""Estimate all candidates, then simulate best first until none can win.
+"""Search: estimate all candidates, then simulate the most promising until none can win.
 
-First the best variant of each of the best layouts is simulated. Then candidates are simulated in
-the order of their estimates, until no estimate, reduced by the worst error at its ZeRO stage so
-far, beats the best. At the end follow candidates of rows that are printed: the best of each choice,
-and variants of a listed layout that may take less memory. A small space is simulated whole.
+1. The best variant of each of the `top` layouts, by estimate.
+2. Candidates in the order of estimates, until none beats the best even if its estimate is too slow
+   by the worst error seen at its ZeRO stage.
+3. For the printed tables: the best of each choice (`choices`), and smaller variants of listed
+   layouts.
+4. Step 2 again.
+
+Spaces of at most `SMALL` candidates are simulated whole, without estimates.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ CHOICE_ROUNDS = 2
 MOST_CHOICES = 40
 """Limit of simulations for choices."""
 
-Estimate = Callable[[Candidates, Executor | None], Figures]
+Estimator = Callable[[Candidates, Executor | None], Figures]
+"""Returns estimated figures of all candidates."""
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +96,7 @@ def search(
     candidates: Candidates,
     options: SearchOptions | None = None,
     *,
-    estimates: Estimate = estimate,
+    estimator: Estimator = estimate,
     executor: Executor | None = None,
     progress: Progress | None = None,
 ) -> Ranking:
@@ -109,12 +114,13 @@ def search(
     if small:
         estimated = Figures.missing(len(candidates))
     else:
-        estimated = with_costs(candidates, estimates(candidates, executor))
-    every = np.arange(len(candidates))
-    ranking = Ranking(candidates, estimated, options, estimated.take(every))
+        estimated = with_costs(candidates, estimator(candidates, executor))
+    indices = np.arange(len(candidates))
+    figures = estimated.take(indices)  # a copy: simulations overwrite it
+    ranking = Ranking(candidates, estimated, options, figures)
     simulator = _Simulator(ranking, executor, progress)
     if small:
-        simulator.simulate(every)
+        simulator.simulate(indices)
     else:
         ranking.bounds = lower_bounds(candidates) if options.exact else None
         _simulate_layouts(simulator)
@@ -170,9 +176,9 @@ def _simulate_promising(simulator: _Simulator) -> None:
 
 
 def _simulate_choices(simulator: _Simulator) -> None:
-    """Simulate the best estimate of each choice that beats what is simulated of the choice.
+    """Simulate the best estimate of each row of the table of choices that may be a better answer.
 
-    Differences below `SLACK` do not count.
+    That is one below the row's best simulated candidate by more than `SLACK`.
     """
     ranking, names = simulator.ranking, simulator.ranking.options.objectives[:1]
     remaining = MOST_CHOICES

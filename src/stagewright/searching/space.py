@@ -1,8 +1,9 @@
 """Space of a search: values per setting, whose combinations that can run are the candidates.
 
 Settings are crossed one by one. A constraint is applied once all settings that it reads are
-crossed, so that refused combinations are not multiplied. Of candidates that differ in a setting
-without effect, one remains.
+crossed, so that refused combinations are not multiplied. A setting without effect keeps its first
+value (`idle_conditions`), and of settings that say the same in other words one remains
+(`_EQUIVALENT`).
 
 >>> from stagewright.run.sections.cluster import ClusterSection
 >>> from stagewright.run.sections.execution import Execution
@@ -37,7 +38,6 @@ from stagewright.model.config import ModelConfig
 from stagewright.numbers import many
 from stagewright.run.experiment import Experiment, with_settings
 from stagewright.run.requests import LEAST_MEMORY
-from stagewright.run.rule import ALL
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.settings import Run
 from stagewright.searching.candidates import HARDWARE, Candidates, Column
@@ -60,8 +60,8 @@ _FIRST = (
 )
 """Settings that are crossed first, in this order: many constraints read them."""
 
-_TRIED_ONCE: Mapping[str, tuple[Mapping[str, Any], ...]] = {"schedule": ({"pp": 1},)}
-"""Values of other settings with which only the first value of a setting is tried."""
+_IDLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {"schedule": ({"pp": 1},)}
+"""Conditions under which a setting has no effect on a search, besides `Setting.idle`."""
 
 _SHARED = frozenset({
     "model", "as_family", "layers", "vocab", "mtp_num_layers", "mode", "framework",
@@ -160,9 +160,9 @@ class Space:
                 partial.fill_dp(values)
             else:
                 partial.cross(name, values)
-            partial.drop_same_runs()
+            partial.drop_equivalent()
         if not len(partial.candidates):
-            raise partial.nothing_runs(self.combinations)
+            raise partial.no_run_error(self.combinations)
         columns = {n: of.compact() for n, of in partial.candidates.columns.items() if n != _GPUS}
         candidates = replace(partial.candidates, columns=columns)
         return Enumeration(
@@ -175,12 +175,9 @@ def is_searched(name: str) -> bool:
     return name in EXPERIMENT and name not in _SHARED
 
 
-def tried_once(name: str) -> tuple[Mapping[str, Any], ...]:
-    """Values of other settings with which one value of a setting is enough.
-
-    Mostly those with which it has no effect (`Setting.idle`).
-    """
-    return (*EXPERIMENT[name].idle, *_TRIED_ONCE.get(name, ()))
+def idle_conditions(name: str) -> tuple[Mapping[str, Any], ...]:
+    """Conditions (values of other settings) under which only the first value is tried."""
+    return (*EXPERIMENT[name].idle, *_IDLE.get(name, ()))
 
 
 def check_searched(axes: Mapping[str, Sequence[Any]]) -> None:
@@ -230,15 +227,16 @@ def _with_headroom(candidates: Candidates, share: float) -> Candidates:
         return f"{size / 1e9:.4g}GB" if size >= LEAST_MEMORY else None
 
     memory = candidates.device_memory
-    first, of = candidates.distinct(HARDWARE, "device_memory")
+    first, tuple_of = candidates.distinct(HARDWARE, "device_memory")
     column = Column.of(map(allowance, first.tolist()))
-    return candidates.with_column("memory_allowance", Column(column.codes[of], column.values))
+    codes = column.codes[tuple_of]
+    return candidates.with_column("memory_allowance", Column(codes, column.values))
 
 
 # ---- crossing ------------------------------------------------------------------------------------
 
 
-class _SameRun(NamedTuple):
+class _EquivalentSettings(NamedTuple):
     """Settings whose values may say the same in other words."""
 
     settings: tuple[str, ...]
@@ -258,9 +256,9 @@ def _layers_per_stage(candidates: Candidates, index: int) -> object:
     return candidates.run(index).resolved(candidates.model).layers_per_stage
 
 
-_SAME_RUNS = (
-    _SameRun(("order",), ("tp", "cp", "dp", "pp", "ep"), _order_of_axes),
-    _SameRun(
+_EQUIVALENT = (
+    _EquivalentSettings(("order",), ("tp", "cp", "dp", "pp", "ep"), _order_of_axes),
+    _EquivalentSettings(
         ("first_stage_less_layers", "last_stage_less_layers"),
         ("pp", "vpp", "layers_per_stage", "pipeline_split"),
         _layers_per_stage,
@@ -279,17 +277,18 @@ class _PartialCandidates:
         self.dp_fills = any(fleet.gpus for fleet in fleets)
         if self.dp_fills:
             columns[_GPUS] = Column.of(fleet.gpus for fleet in fleets)
+            # dp follows pp, tp and cp, also where it is not an axis: it fills the GPUs.
             degrees = {
                 name: self.axes.pop(name) for name in ("pp", "tp", "cp") if name in self.axes
             }
             self.axes = {**degrees, "dp": self.axes.pop("dp", (None,)), **self.axes}
         varied = {fleet.hardware.name: fleet.varied for fleet in fleets if fleet.varied}
-        self.uncrossed = math.prod(map(len, self.axes.values()))
-        """Combinations of the axes that have not been crossed."""
+        self.combinations_left = math.prod(map(len, self.axes.values()))
+        """Combinations of the axes still to be crossed: what one candidate stands for."""
         of_runs = constraints(space.base.run.mode, space.model)
         self.constraints = [*of_runs, *space.extra_constraints]
         """Constraints that have not been applied."""
-        self.same_runs = [of for of in _SAME_RUNS if self.axes.keys() & {*of.settings}]
+        self.equivalent = [of for of in _EQUIVALENT if self.axes.keys() & {*of.settings}]
         """Settings whose values may say the same, and that are not crossed yet."""
         self._counts = Counter[tuple[str, str]]()
         """Removed combinations by requirement and wording of the message."""
@@ -300,10 +299,10 @@ class _PartialCandidates:
 
     def cross(self, name: str, values: tuple[Any, ...]) -> None:
         """Combine all candidates with the values of a setting; remove those that are refused."""
-        self.uncrossed //= len(values)
+        self.combinations_left //= len(values)
         total, count = len(self.candidates), 0
         if total * len(values) > 4 * MOST_CANDIDATES:
-            raise _too_many(total * len(values) * self.uncrossed)
+            raise _too_many(total * len(values) * self.combinations_left)
         applicable = self._pop_applicable(name)
         chunks: list[Candidates] = []
         step = max(1, CHUNK // len(values))
@@ -311,19 +310,19 @@ class _PartialCandidates:
             chunk = self.candidates.take(slice(begin, begin + step)).crossed(name, values)
             allowed = self._allowed(chunk, applicable)
             chunk, parents = chunk.take(allowed), allowed // len(values)
-            # Where the setting changes nothing, its first value remains.
-            same = np.zeros(len(chunk), dtype=bool)
-            once = np.flatnonzero(self._is_tried_once(chunk, name))
-            same[once[1:]] = parents[once[1:]] == parents[once[:-1]]
-            chunks.append(self._without_same(chunk, same, (name,)))
+            # Of candidates without effect, those with the parent of the one before are copies.
+            redundant = np.zeros(len(chunk), dtype=bool)
+            idle = np.flatnonzero(self._is_idle(chunk, name))
+            redundant[idle[1:]] = parents[idle[1:]] == parents[idle[:-1]]
+            chunks.append(self._without_redundant(chunk, redundant, (name,)))
             count += len(chunks[-1])
             if count > MOST_CANDIDATES:
-                raise _too_many(count / min(1.0, (begin + step) / total) * self.uncrossed)
+                raise _too_many(count / min(1.0, (begin + step) / total) * self.combinations_left)
         self.candidates = Candidates.concatenated(chunks)
 
     def fill_dp(self, values: tuple[Any, ...]) -> None:
         """Give each candidate the dp that fills its GPUs, where it is one of the values."""
-        self.uncrossed //= len(values)
+        self.combinations_left //= len(values)
         candidates = self.candidates
         gpus = candidates.numbers(_GPUS) - candidates.prefill_gpus
         ranks = np.prod([candidates.numbers(name) for name in ("tp", "cp", "pp")], axis=0)
@@ -348,25 +347,27 @@ class _PartialCandidates:
         candidates = candidates.take(wanted)
         self.candidates = candidates.take(self._allowed(candidates, self._pop_applicable("dp")))
 
-    def drop_same_runs(self) -> None:
+    def drop_equivalent(self) -> None:
         """Keep one of the candidates that are the same run in other words."""
         waiting = self._waiting()
-        for of in self.same_runs:
+        for of in self.equivalent:
             if not waiting & {*of.settings, *of.reads}:
-                self._drop_same(of)
-        self.same_runs = [of for of in self.same_runs if waiting & {*of.settings, *of.reads}]
+                self._drop_equivalent(of)
+        self.equivalent = [of for of in self.equivalent if waiting & {*of.settings, *of.reads}]
 
-    def _drop_same(self, of: _SameRun) -> None:
+    def _drop_equivalent(self, of: _EquivalentSettings) -> None:
         candidates, number = self.candidates, dict[object, int]()
 
         def meaning(index: int) -> int:
             return number.setdefault(of.meaning(candidates, index), len(number))
 
-        others = candidates.distinct(*(n for n in candidates.columns if n not in of.settings)).of
+        others = candidates.distinct(
+            *(n for n in candidates.columns if n not in of.settings)
+        ).tuple_of
         meanings = candidates.map_distinct((*of.settings, *of.reads), meaning)
-        same = np.ones(len(candidates), dtype=bool)
-        same[np.unique(others * len(number) + meanings, return_index=True)[1]] = False
-        self.candidates = self._without_same(candidates, same, of.settings)
+        redundant = np.ones(len(candidates), dtype=bool)
+        redundant[np.unique(others * len(number) + meanings, return_index=True)[1]] = False
+        self.candidates = self._without_redundant(candidates, redundant, of.settings)
 
     def _waiting(self, crossed: str = "") -> set[str]:
         """Axes that are not crossed, except one that is about to be."""
@@ -375,11 +376,7 @@ class _PartialCandidates:
     def _pop_applicable(self, name: str = "") -> list[Constraint]:
         """Pop constraints whose settings are all crossed, once `name` is."""
         waiting = self._waiting(name)
-        applicable = [
-            of
-            for of in self.constraints
-            if not waiting & (waiting if of.reads == ALL else {*of.reads})
-        ]
+        applicable = [of for of in self.constraints if not of.reads_any_of(waiting)]
         self.constraints = [of for of in self.constraints if of not in applicable]
         return applicable
 
@@ -388,39 +385,39 @@ class _PartialCandidates:
         allowed = np.arange(len(candidates))
         for constraint in applicable:
             subset = candidates.take(allowed) if len(allowed) < len(candidates) else candidates
-            refused = constraint.refused(subset, self.uncrossed)
+            refused = constraint.refused(subset, self.combinations_left)
             messages = [*constraint.errors]
             for number, count in enumerate(np.bincount(refused + 1)[1:].tolist()):
                 self._remove(constraint.requirement, count, messages[number])
             allowed = allowed[refused < 0]
         return allowed
 
-    def _is_tried_once(self, candidates: Candidates, name: str) -> Bool:
-        """Mask of candidates with `tried_once`, by the settings crossed so far."""
+    def _is_idle(self, candidates: Candidates, name: str) -> Bool:
+        """Mask of candidates in which a setting has no effect, by the settings crossed so far."""
         mask = np.zeros(len(candidates), dtype=bool)
-        for condition in tried_once(name):
+        for condition in idle_conditions(name):
             if not self.axes.keys() & condition.keys() - candidates.columns.keys():
                 equal = [candidates.column(n).is_one_of(value) for n, value in condition.items()]
                 mask |= np.logical_and.reduce(equal)
         return mask
 
-    def _without_same(
-        self, candidates: Candidates, same: Bool, settings: tuple[str, ...]
+    def _without_redundant(
+        self, candidates: Candidates, redundant: Bool, settings: tuple[str, ...]
     ) -> Candidates:
-        """Candidates without those that some settings leave the same as an earlier one."""
-        if not same.any():
+        """Candidates without those that only differ from an earlier one in `settings`."""
+        if not redundant.any():
             return candidates
         name = " or ".join(settings)
-        example = f"{candidates.describe(int(np.argmax(same)))}: the same as without {name}"
-        self._remove(f"{name} changes something", int(same.sum()), example)
-        return candidates.take(~same)
+        example = f"{candidates.describe(int(np.argmax(redundant)))}: the same as without {name}"
+        self._remove(f"{name} changes something", int(redundant.sum()), example)
+        return candidates.take(~redundant)
 
     def _remove(self, requirement: str, count: int, example: str) -> None:
         """Count removed combinations by requirement and wording, whatever its numbers."""
         if count:
             key = requirement, re.sub(r"[0-9]+", "", example)
             self._examples.setdefault(key, example)
-            self._counts[key] += count * self.uncrossed
+            self._counts[key] += count * self.combinations_left
 
     @property
     def removed(self) -> tuple[Removed, ...]:
@@ -433,7 +430,7 @@ class _PartialCandidates:
         ordered = sorted(dict.fromkeys(of for of, _ in self._counts), key=lambda of: -totals[of])
         return tuple(Removed(of, totals[of], examples[of]) for of in ordered)
 
-    def nothing_runs(self, combinations: int) -> UserError:
+    def no_run_error(self, combinations: int) -> UserError:
         """Error of a space in which nothing can run: the most frequent reasons."""
         why = "; ".join(
             f"{self._examples[key]} ({count:,} such)" for key, count in self._counts.most_common(2)

@@ -26,8 +26,8 @@ from stagewright.time.simulate.launches import HostWork
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.timeline import TICK, table_rows
 
-GROUPS = ("dense", "expert")
-"""Weights: each group is replicated over its own ranks."""
+WEIGHTS = ("dense", "expert")
+"""Kinds of weights, each replicated over ranks of its own."""
 USES = ("gather_forward", "gather_recompute", "gather_backward", "reduce", "update")
 """Gathers of parameters for a pass, reductions of gradients, gathers of updated parameters."""
 _STATE_CATEGORIES = ("parameters", "gradients", "optimizer")
@@ -41,7 +41,7 @@ COSTS = (
     *("F waits", "W host"),
     *("overlap exposed", "energy over TDP", "saved", "transient", *_STATE_CATEGORIES),
     *("optimizer seconds", "expert to dense reduce"),
-    *(f"{group} {use}" for group in GROUPS for use in USES),
+    *(f"{weights} {use}" for weights in WEIGHTS for use in USES),
 )
 """Names of all costs of a tiny run."""
 
@@ -76,7 +76,7 @@ def tiny_step_costs(
     `hosts`: launches; the step is simulated without them.
     """
     tiny = _TinyStep(step, hosts, blocks)
-    costs = _passes(tiny) | _activations(tiny) | _states(tiny) | _dp_bytes(tiny)
+    costs = _pass_costs(tiny) | _activations(tiny) | _state_costs(tiny) | _dp_bytes(tiny)
     if step.compiled.run.schedule == ALL_ACTIONS:
         costs |= _halves_and_overlap(tiny, costs)
     return costs
@@ -165,7 +165,7 @@ class _TinyStep:
         return _sums(self.kinds[block], amounts, self.num_kinds) / num_blocks
 
 
-def _passes(tiny: _TinyStep) -> dict[str, Float]:
+def _pass_costs(tiny: _TinyStep) -> dict[str, Float]:
     """Pass costs. Forward is read off microbatch 1, backward off microbatch 0.
 
     There is no warm-up in the former, and no reduction in the latter.
@@ -264,7 +264,7 @@ def _activations(tiny: _TinyStep) -> dict[str, Float]:
     return {"saved": tiny.last_of_kind(saved), "transient": tiny.last_of_kind(transient)}
 
 
-def _states(tiny: _TinyStep) -> dict[str, Float]:
+def _state_costs(tiny: _TinyStep) -> dict[str, Float]:
     """Bytes of states by category, and seconds of the optimizer."""
     values, tasks = tiny.values, tiny.tasks
     value = values.value[values.microbatch < 0]
@@ -280,19 +280,19 @@ def _states(tiny: _TinyStep) -> dict[str, Float]:
 
 
 def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
-    """Bytes of unsharded tensors in dp communication, by group and use.
+    """Bytes of unsharded tensors in dp communication, by kind of weights and use.
 
     `expert to dense reduce`: share of a backward pass's kernels between these reductions.
     """
     program, tasks = tiny.program, tiny.tasks
     axes = comm_axes(program, tasks)
-    costs = {f"{group} {use}": np.zeros(tiny.num_kinds) for group in GROUPS for use in USES}
-    issued = {group: np.zeros(len(tiny.kinds)) for group in GROUPS}
+    costs = {f"{weights} {use}": np.zeros(tiny.num_kinds) for weights in WEIGHTS for use in USES}
+    issued = {weights: np.zeros(len(tiny.kinds)) for weights in WEIGHTS}
     collectives = (tasks.kind == TaskKind.COLLECTIVE) & (tiny.block >= 0) & (tasks.microbatch != 0)
     for (_, slot, collective), axis, degree in zip(axes.keys, axes.axes, axes.degrees, strict=True):
         if degree != "dp":
             continue
-        group = "expert" if "edp" in axis.degrees else "dense"
+        weights = "expert" if "edp" in axis.degrees else "dense"
         gathers = COLLECTIVES[collective] == "all_gather"
         ranks = program.mesh.size(*program.communicators[slot].axes) if gathers else 1
         in_class = collectives & (tasks.slot == slot) & (tasks.collective == collective)
@@ -300,9 +300,9 @@ def _dp_bytes(tiny: _TinyStep) -> dict[str, Float]:
             rows = in_class & (tasks.phase == phase)
             use = ("update" if name == "optimizer" else f"gather_{name}") if gathers else "reduce"
             sizes = tasks.comm_bytes[rows].astype(np.float64) * ranks
-            costs[f"{group} {use}"] += tiny.mean_of_kind(tiny.block[rows], sizes)
+            costs[f"{weights} {use}"] += tiny.mean_of_kind(tiny.block[rows], sizes)
             if use == "reduce":
-                np.maximum.at(issued[group], tiny.block[rows], tiny.issued[rows])
+                np.maximum.at(issued[weights], tiny.block[rows], tiny.issued[rows])
     backward = tiny.backward & tiny.main & (tasks.microbatch == 1)
     of_block = _sums(tiny.block[backward], tiny.seconds[backward], len(tiny.kinds))
     apart = (issued["dense"] - issued["expert"]) / np.where(of_block > 0, of_block, 1.0)

@@ -178,7 +178,9 @@ class ServingSimulation:
             stopped = True
         if self._stopped_at is not None and self._transfers is not None:
             # A prefill engine notes a first token, too, which no user sees before the decode.
-            records = records.with_lower_bounds(self._transfers.handover.prefilled, self._stopped_at)
+            records = records.with_lower_bounds(
+                self._transfers.handover.prefilled, self._stopped_at
+            )
         stages: dict[str, array[float]] = {}
         if self._queues is not None:
             stages |= self._queues.seconds

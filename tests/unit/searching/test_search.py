@@ -104,17 +104,17 @@ def test_the_best_is_the_fastest_that_fits(truth: dict[int, tuple[float, int]]):
 @pytest.mark.usefixtures("truth", "large")
 def test_candidates_are_simulated_until_no_estimate_can_win():
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
-    result = search(rows, estimates=estimated([4.2, 2.9, 3.0, 9.1], [5, 6, 7, 20]))
+    result = search(rows, estimator=estimated([4.2, 2.9, 3.0, 9.1], [5, 6, 7, 20]))
     # 2.9 is simulated as 3.0, so that 3.0 may be the best; 4.2 cannot, and 9.1 does not fit.
     assert result.simulated == 2
     assert rows.run(int(result.best[0])).micro_batch_size == 4
     assert result.errors("time").tolist() == pytest.approx([3.0 / 2.9, 2.0 / 3.0])
     assert len(result.open) == 0
     # Once an estimate was 33% off, others may be, too.
-    result = search(rows, estimates=estimated([2.9, 9.9, 3.0, 9.1], [5, 6, 7, 20]))
+    result = search(rows, estimator=estimated([2.9, 9.9, 3.0, 9.1], [5, 6, 7, 20]))
     assert result.simulated == 2
     result = search(
-        rows, SearchOptions(most=1), estimates=estimated([2.9, 3.0, 3.0, 9.1], [5, 6, 7, 20])
+        rows, SearchOptions(most=1), estimator=estimated([2.9, 3.0, 3.0, 9.1], [5, 6, 7, 20])
     )
     assert (result.simulated, len(result.open)) == (1, 2)
 
@@ -122,9 +122,9 @@ def test_candidates_are_simulated_until_no_estimate_can_win():
 @pytest.mark.usefixtures("truth", "large")
 def test_candidates_whose_memory_is_nearly_too_large_are_simulated():
     rows = candidates(micro_batch_size=[1, 2, 4], tp=1)
-    result = search(rows, estimates=estimated([4.0, 3.0, 2.0], [5, 6, 11]))
+    result = search(rows, estimator=estimated([4.0, 3.0, 2.0], [5, 6, 11]))
     assert rows.run(int(result.best[0])).micro_batch_size == 2  # 11 of 10 is more than 5% too much
-    result = search(rows, estimates=estimated([4.0, 3.0, 2.0], [5, 8, 11]))
+    result = search(rows, estimator=estimated([4.0, 3.0, 2.0], [5, 8, 11]))
     assert rows.run(int(result.best[0])).micro_batch_size == 4  # an estimate was 25% too large
 
 
@@ -167,7 +167,7 @@ def test_a_smaller_variant_of_a_listed_layout_is_simulated(truth: dict[int, tupl
     truth[4], truth[2] = (2.0, 9), (2.01, 5)
     slow = [2.02, 2.0, 2.0]
     columns = estimated([3.0, 2.0, 2.0, *slow], [5, 5, 9, 5, 5, 9])
-    result = search(rows, estimates=columns)
+    result = search(rows, estimator=columns)
     assert [rows.run(row).micro_batch_size for row in result.listed.tolist()] == [2, 2]
 
 
@@ -177,7 +177,7 @@ def test_a_search_ends_where_two_batches_do_not_fit():
     columns = estimated([1.0] * 6, [14, 12, 13, 11, 15, 16])
     advice = "try --zero 3, a larger --tp, a larger --pp, --micro-batch-size 1, more GPUs or more"
     with pytest.raises(NothingFound, match=advice) as nothing:
-        search(rows, estimates=columns)
+        search(rows, estimator=columns)
     assert nothing.value.ranking.simulated == 2
 
 
@@ -252,7 +252,7 @@ def test_every_candidate_below_its_bound_is_simulated(monkeypatch: pytest.Monkey
     rows = candidates(micro_batch_size=[1, 2, 4], tp=1)
     monkeypatch.setattr(searching, "lower_bounds", lambda _: np.array([3.5, 0.5, 1.9]))
     result = search(
-        rows, SearchOptions(exact=True, most=1), estimates=estimated([4.0, 3.0, 9.0], [5, 5, 5])
+        rows, SearchOptions(exact=True, most=1), estimator=estimated([4.0, 3.0, 9.0], [5, 5, 5])
     )
     assert (result.simulated, result.proven) == (2, True)
     assert rows.run(int(result.best[0])).micro_batch_size == 4
@@ -289,7 +289,7 @@ def test_nothing_fits_or_runs(truth: dict[int, tuple[float, int]]):
 @pytest.mark.usefixtures("truth", "large")
 def test_where_no_estimate_fits_the_nearest_are_simulated():
     rows = candidates(micro_batch_size=[1, 2, 4, 8], tp=1)
-    result = search(rows, estimates=estimated([1.0, 2.0, 3.0, 4.0], [14, 12, 13, 11]))
+    result = search(rows, estimator=estimated([1.0, 2.0, 3.0, 4.0], [14, 12, 13, 11]))
     assert rows.run(int(result.best[0])).micro_batch_size == 4
 
 
@@ -489,10 +489,10 @@ def test_choices_hold_simulated_figures(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(simulated, "_simulate_job", fake)
     columns = estimated([2.0, 3.0, 4.0], [5, 5, 5])
-    ranking = search(rows, estimates=columns)
+    ranking = search(rows, estimator=columns)
     assert ranking.simulated == 3
     assert choices(ranking).columns["step"] == ["2.00 s", "5.00 s", "does not fit"]
-    ranking = search(rows, SearchOptions(most=1, top=1), estimates=columns)
+    ranking = search(rows, SearchOptions(most=1, top=1), estimator=columns)
     assert choices(ranking).columns["step"] == ["2.00 s", "~3.00 s", "~4.00 s"]
 
 
@@ -531,7 +531,7 @@ def test_how_sure_the_answer_is():
     columns = estimated([4.0, 3.0, 2.5, 9.9], [5, 6, 8, 20])
 
     def said(*names: str, most: int = 200) -> str:
-        return certainty(search(rows, SearchOptions(names, most=most), estimates=columns))
+        return certainty(search(rows, SearchOptions(names, most=most), estimator=columns))
 
     assert said("memory") == (
         "simulated memory is 0.0% off the estimate; no proof: a candidate not simulated can take "
@@ -542,7 +542,7 @@ def test_how_sure_the_answer_is():
         "faster only if its estimate is further off; --exact gives proof"
     )
     assert certainty(
-        search(rows, estimates=columns, options=SearchOptions(top=9, most=9))
+        search(rows, estimator=columns, options=SearchOptions(top=9, most=9))
     ).startswith("simulated times are -20.0%")
 
 
