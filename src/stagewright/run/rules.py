@@ -110,7 +110,7 @@ AS_GIVEN = (
         _all(training_rules.PIPELINE_SPLIT),
     ),
 )
-"""RunChecks of a run as it was given; `checks` are of one that is unresolved."""
+"""Checks of a run before `unresolved`, which drops what they look at."""
 
 _STAGES = ("pp", "vpp", "schedule", "global_batch_size", "micro_batch_size", "dp")
 _SEQUENCE = ("seq_length", "cp", "tp", "sequence_parallel", "cp_comm_type")

@@ -239,7 +239,7 @@ class Run(BaseModel, Settings, frozen=True, extra="forbid"):
         return self.model_copy(update=absent)
 
     def unresolved(self, model: ModelConfig | None = None) -> Self:
-        """The other way: settings that are what their default would be are `None` again.
+        """Replace settings that have their default value by `None`: the reverse of `resolved`.
 
         A resolved run with another pp contradicts itself; an unresolved one does not. Of lengths
         the default follows from the model, if that is given.

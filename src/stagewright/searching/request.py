@@ -66,22 +66,22 @@ def search_request(
     where = "" if path is None else f"{path}: "
     values = {} if path is None else read_settings(path)
     axes: dict[str, tuple[Any, ...]] = {}
-    extras: dict[str, Any] = {}
+    search_only: dict[str, Any] = {}
     if is_manifest(values):
         model = model or recorded_model(values, path or "")
     else:
         values = flat(values, path)
-        extras = {name: values.pop(name) for name in [*values] if _is_extra(name)}
+        search_only = {name: values.pop(name) for name in [*values] if _is_search_only(name)}
         values = _pop_axes(values, axes, where)
     # Options override the run file, and --vary adds lists.
     from_file = {*axes}
     given = {name: value for name, value in settings.items() if value is not None}
     options = _pop_axes(given, axes)
-    taken = {*map(setting_of, given), *(("hardware",) if hardware else ())}
-    vary_axes, specs = _split_vary(vary or {}, taken)
+    named_by_options = {*map(setting_of, given), *(("hardware",) if hardware else ())}
+    vary_axes, specs = _split_vary(vary or {}, named_by_options)
     axes |= vary_axes
-    origins = dict.fromkeys(from_file - taken - vary_axes.keys(), where)
-    without_allowance = _drop_zero_allowance(options) or _drop_zero_allowance(values)
+    origins = dict.fromkeys(from_file - named_by_options - vary_axes.keys(), where)
+    without_allowance = _pop_zero_allowance(options) or _pop_zero_allowance(values)
     # What is left is one experiment, and axes of settings.
     listed_hardware, nodes = axes.pop("hardware", ()), axes.pop("nodes", ())
     check_searched(axes)
@@ -104,27 +104,27 @@ def search_request(
         nodes = (cluster.nodes,)
     fixed = {setting_of(name) for name in (*values, *options)} | {*axes}
     fixed |= {"memory_allowance"} if without_allowance else set()
-    file_gpus = extras.pop("gpus", None)
-    specs = _with_file_specs(specs, extras, systems, where)
+    file_gpus = search_only.pop("gpus", None)
+    specs = _with_file_specs(specs, search_only, systems, where)
     counts = _gpu_counts(gpus, file_gpus, nodes, fixed, where)
     added = families_of(families)
     fleets = _fleets([pair for system in systems for pair in varied(system, specs)], counts, nodes)
     if "dp" in fixed and "dp" not in axes:
         axes["dp"] = (base.run.dp,)
     model = model or resolve_model(base.run.model, base.run.as_family or "")
-    return _completed(base, model, fleets, axes, fixed, added, origins)
+    return _with_defaults(base, model, fleets, axes, fixed, added, origins)
 
 
-def _drop_zero_allowance(values: dict[str, Any]) -> bool:
-    """Drop a `memory_allowance` of 0, which no run has; True if there was one."""
+def _pop_zero_allowance(values: dict[str, Any]) -> bool:
+    """Pop a `memory_allowance` of 0: runs say None; True if there was one: no headroom then."""
     if str(values.get("memory_allowance")) in ("0", "0.0"):
         del values["memory_allowance"]
         return True
     return False
 
 
-def _is_extra(name: str) -> bool:
-    """True for what only a search takes from a run file: `gpus`, and hardware specs."""
+def _is_search_only(name: str) -> bool:
+    """True for entries of a run file that only a search takes: `gpus`, and hardware specs."""
     return name == "gpus" or ("." in name and not known_name(canonical(name)))
 
 
@@ -232,7 +232,7 @@ def _fleets(
     ]
 
 
-def _completed(
+def _with_defaults(
     base: Experiment,
     model: ModelConfig,
     fleets: Sequence[Fleet],
@@ -241,7 +241,7 @@ def _completed(
     families: Sequence[str],
     origins: Mapping[str, str],
 ) -> SearchRequest:
-    """Space with default values and a batch; `origins` as in `Space.of`."""
+    """Request with default values of settings left open; `origins`: prefixes of errors by setting."""
     run, notes = base.run, list[str]()
     config = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
     check_value(run, config)
