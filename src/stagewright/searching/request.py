@@ -241,7 +241,7 @@ def _with_defaults(
     families: Sequence[str],
     origins: Mapping[str, str],
 ) -> SearchRequest:
-    """Request with default values of settings left open; `origins`: prefixes of errors by setting."""
+    """Request with default values of open settings; `origins`: prefixes of errors by setting."""
     run, notes = base.run, list[str]()
     config = model.with_overrides(run.layers, run.vocab, run.mtp_num_layers)
     check_value(run, config)
