@@ -18,7 +18,6 @@ from stagewright.blocks.ends import (
     positions,
     tied,
 )
-from stagewright.blocks.families.diffusion import conditioned_layer, denoiser, noisy_patches
 from stagewright.blocks.families.drafts import EMBEDDED, draft_input
 from stagewright.blocks.families.encoder_decoder import (
     decoder_layer,
@@ -27,7 +26,6 @@ from stagewright.blocks.families.encoder_decoder import (
     source_embedding,
 )
 from stagewright.blocks.families.mtp import final_norm, mtp, mtp_name
-from stagewright.blocks.families.recommendation import ranking
 from stagewright.blocks.families.shared import shared_tables
 from stagewright.blocks.families.vision import classifier, patches, projector, tower
 from stagewright.blocks.layers import layer
@@ -74,10 +72,6 @@ BLOCKS: dict[str, Make] = {
     "tower.patches": _in_tower(patches),
     "tower.layer": _in_tower(layer),
     "projector": projector,
-    "noisy_patches": noisy_patches,
-    "conditioned_layer": conditioned_layer,
-    "denoiser": denoiser,
-    "ranking": ranking,
     "module": chained,
 }
 """The kinds of blocks that a model is a chain of, by name."""
@@ -102,8 +96,6 @@ def chain(config: ModelConfig) -> tuple[PlacedBlock, ...]:
 
 
 def _of_kind(config: ModelConfig) -> list[PlacedBlock]:
-    if config.recommendation:
-        return [PlacedBlock("ranking", 0)]
     if config.chain:
         return _of_modules(config)
     tower = config.tower
@@ -113,9 +105,6 @@ def _of_kind(config: ModelConfig) -> list[PlacedBlock]:
     layers = [PlacedBlock("layer", first + i, config.layer(i)) for i in range(config.num_layers)]
     if config.bare:
         return layers
-    if config.diffusion:
-        layers = [part._replace(block="conditioned_layer") for part in layers]
-        return [PlacedBlock("noisy_patches"), *layers, PlacedBlock("denoiser")]
     if config.vision:
         return [
             PlacedBlock("patches"),

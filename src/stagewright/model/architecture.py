@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from stagewright.model.fields import FRACTION, POSITIVE, PROBABILITY, Count, Excludes, Needs
-from stagewright.model.images import Diffusion, Vision
+from stagewright.model.images import Vision
 from stagewright.model.layers import (
     ATTENTIONS,
     COMPRESSED,
@@ -24,7 +24,6 @@ from stagewright.model.layers import (
     module_of,
 )
 from stagewright.model.quantization import Quantization
-from stagewright.model.recommendation import Recommendation
 from stagewright.model.shared_blocks import SharedBlocks
 from stagewright.model.state_space import StateSpace
 
@@ -262,10 +261,6 @@ class Architecture:
     """Reads images and no text."""
     tower: Annotated[Architecture | None, Excludes("shared blocks")] = None
     """A vision model whose output stands before the text (LLaVA, arXiv 2310.03744)."""
-    diffusion: Annotated[Diffusion | None, Excludes("shared blocks")] = None
-    """Removes noise from images."""
-    recommendation: Recommendation | None = None
-    """No transformer at all: tables and MLPs."""
 
     hidden_dropout: _Probability = 0.0
     attention_dropout: _Probability = 0.0
@@ -374,7 +369,7 @@ class Architecture:
     @property
     def predicts_tokens(self) -> bool:
         """Whether this is a decoder that reads and predicts text, with no encoder before it."""
-        other = self.vision or self.diffusion or self.recommendation or self.encoder or self.bare
+        other = self.vision or self.encoder or self.bare
         return not (other or self.encoder_num_layers or self.embedding_size)
 
     @property
@@ -393,8 +388,6 @@ NESTED: Mapping[str, type] = {
     "state_space": StateSpace,
     "shared_blocks": SharedBlocks,
     "vision": Vision,
-    "diffusion": Diffusion,
-    "recommendation": Recommendation,
     "quantization": Quantization,
 }
 """Fields of a model with fields of their own; another is `tower`, a model."""

@@ -353,7 +353,7 @@ def _check_own_sizes(m: Architecture) -> None:
         raise _reject(m, "own_sizes", "a tuple of OwnSizes")
     if type(numbers) is not tuple or not numbers or not {*numbers} <= {*range(len(sizes) + 1)}:
         raise _reject(m, "layers_with_own_sizes", f"numbers from 0 to {len(sizes)}, not empty")
-    if sizes and (m.encoder_num_layers or m.diffusion or m.vision or m.bare):
+    if sizes and (m.encoder_num_layers or m.vision or m.bare):
         raise _reject(m, "own_sizes", "none but in a decoder")
     for of in sizes:
         for field, rule in rules(OwnSizes).items():

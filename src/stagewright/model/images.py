@@ -23,24 +23,3 @@ class Vision:
     def patches(self) -> int:
         """Positions of an image, besides the one that stands before them for all of it."""
         return (self.image_size // self.patch_size) ** 2
-
-
-@dataclass(frozen=True, slots=True)
-class Diffusion:
-    """Noisy images as patches, modulated by step and class (DiT, arXiv 2212.09748)."""
-
-    image_size: Annotated[int, Count(1)]
-    """Height and width of the latent image."""
-    patch_size: Annotated[int, Count(1)]
-    channels: Annotated[int, Count(1)]
-    classes: Annotated[int, Count(1)]
-    """Classes, the one that stands for no class included."""
-    out_channels: Annotated[int, Count(1)]
-    """Channels of the predicted noise, and of its variance where that is learned."""
-    waves: Annotated[int, Count(1)] = 256
-    """Sines and cosines that embed a time step."""
-
-    @property
-    def patches(self) -> int:
-        """Positions of an image; one more stands before them, for step and class."""
-        return (self.image_size // self.patch_size) ** 2

@@ -132,12 +132,8 @@ SAME = {
 }
 ALONE = {"all-minilm-l6-v2", "phi-4-mini-instruct"}  # published files without a preset
 
-LANGUAGE = {
-    name
-    for name, c in PRESETS.items()
-    if not (c.vision or c.tower or c.diffusion or c.recommendation)
-}
-"""The others are in test_beyond.py."""
+LANGUAGE = {name for name, c in PRESETS.items() if not (c.vision or c.tower)}
+"""The others are in tests/numerics/test_images.py."""
 
 
 # Billions of parameters that a token activates, as published; what is left out of the count (the
