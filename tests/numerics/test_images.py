@@ -22,7 +22,7 @@ from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
-from stagewright.model.images import Vision
+from stagewright.model.layers import Vision
 from stagewright.model.presets import PRESETS
 from stagewright.parallel.degrees import parallelization
 from stagewright.run.rules import check as check_run

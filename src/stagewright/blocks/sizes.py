@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stagewright.model.config import ModelConfig
-from stagewright.model.images import Vision
+from stagewright.model.layers import Vision
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:

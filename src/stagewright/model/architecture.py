@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from stagewright.model.fields import FRACTION, POSITIVE, PROBABILITY, Count, Excludes, Needs
-from stagewright.model.images import Vision
 from stagewright.model.layers import (
     ATTENTIONS,
     COMPRESSED,
@@ -21,11 +20,12 @@ from stagewright.model.layers import (
     OwnSizes,
     Reach,
     Recurrence,
+    SharedBlocks,
+    StateSpace,
+    Vision,
     module_of,
 )
 from stagewright.model.quantization import Quantization
-from stagewright.model.shared_blocks import SharedBlocks
-from stagewright.model.state_space import StateSpace
 
 Position = Literal["rope", "learned", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]

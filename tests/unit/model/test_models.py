@@ -32,9 +32,8 @@ from stagewright.model.catalog import from_config, resolve
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf import keys as hf_keys
 from stagewright.model.hf import read as hf
-from stagewright.model.layers import ATTENTIONS, RECURRENCES, SIDE_BY_SIDE
+from stagewright.model.layers import ATTENTIONS, RECURRENCES, SIDE_BY_SIDE, StateSpace
 from stagewright.model.presets import PRESETS
-from stagewright.model.state_space import StateSpace
 
 RECORDED: list[dict[str, Any]] = [
     json.loads(line)

@@ -230,11 +230,11 @@ class Family:
     like: str
     """The preset that says what the files do not."""
     fields: Map
-    only: Mapping[str, bool | float | str] = field(default_factory=dict[str, Any])
+    only: Mapping[str, bool | float | str]
     """Keys that are refused unless they have these values."""
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...]
     """Keys that files of the family have although the model does not read them."""
-    remark: str = ""
+    remark: str
     """In what the family differs from what is counted, a clause for a note."""
 
     def defaults(self, model_type: object) -> Json:
@@ -252,3 +252,23 @@ class Family:
         for key, value in self.only.items():
             keys.only(key, value)
         return keys.read_all(self.fields)
+
+
+def family(
+    model_types: str,
+    *maps: Map,
+    like: str = "llama2-7b",
+    only: Mapping[str, bool | float | str] | None = None,
+    unused: str = "",
+    remark: str = "",
+    **fields: Entry,
+) -> Family:
+    """A family whose fields are those of the maps, then `fields`; later entries replace earlier.
+
+    `model_types` and `unused` are words with spaces between them.
+    """
+    entries: dict[str, Entry] = {}
+    for each in (*maps, fields):
+        entries |= each
+    types = tuple(model_types.split())
+    return Family(types, like, entries, only or {}, tuple(unused.split()), remark)
