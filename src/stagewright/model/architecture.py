@@ -25,7 +25,7 @@ from stagewright.model.layers import (
     Vision,
     module_of,
 )
-from stagewright.model.quantization import Quantization
+from stagewright.stored import Quantization
 
 Position = Literal["rope", "learned", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]

@@ -144,7 +144,8 @@ FAMILIES = {
         DECODER,
         like="nemotron-h-8b",
         num_layers=_depth,
-        tied_embeddings=Fixed(False),
+        tied_embeddings=Fixed(False),  # transformers never ties them
+        # NVIDIA's own files have the second name.
         kv_channels=head_width(("num_attention_heads",), "head_dim", "attention_head_dim"),
         activation="mlp_hidden_act",
         state_space=state_heads(

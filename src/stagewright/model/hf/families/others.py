@@ -309,6 +309,7 @@ FAMILIES = {
         expert_bias=Fixed(True),
         shared_ffn_hidden_size=number_of_shared("moe_num_shared_experts"),
         mlps=_ernie_mlps,
+        # transformers has such biases in shared experts and none in routed ones
         only={"use_bias": False},
         unused="moe_use_aux_free moe_capacity moe_gate",
     ),
@@ -487,8 +488,10 @@ FAMILIES = {
         unused="attention_head_dim attention_hidden_size ffn_hidden_size kv_channels "
         "hybrid_layer_ids mamba_headdim num_query_groups",
     ),
+    # Shanghai AI Laboratory
     "InternLM2ForCausalLM": family("internlm2", DECODER, dict.fromkeys(ALL_BIASES[:2], "bias")),
-    "Jais2ForCausalLM": family("jais2", LLAMA, UNGATED, LAYER_NORM),  # G42
+    "Jais2ForCausalLM": family("jais2", LLAMA, UNGATED, LAYER_NORM),
+    # JetBrains
     "MellumForCausalLM": family(
         "mellum",
         BIASED,
@@ -498,6 +501,7 @@ FAMILIES = {
         first_dense_layers=dense_first("first_k_dense_replace"),
         mixers=windows(lambda c, i: False),
     ),
+    # Andrej Karpathy
     "NanoChatForCausalLM": family(
         "nanochat",
         BIASED,
@@ -507,11 +511,13 @@ FAMILIES = {
         embedding_norm=Fixed(True),
         logit_softcap="final_logit_softcapping",
     ),
+    # Naver
     "HyperCLOVAXForCausalLM": family(
         "hyperclovax",
         LLAMA,
         norm_placement=lambda c: "sandwich" if c.flag("use_post_norm") else "pre",
     ),
+    # Rednote
     "Dots1ForCausalLM": family(
         "dots1",
         BIASED,
@@ -522,12 +528,14 @@ FAMILIES = {
         norm_topk_prob="norm_topk_prob",
         mixers=windows(lambda c, i: i >= c.whole("max_window_layers", 0, 10**4)),
     ),
+    # Rhymes AI
     "AriaTextForCausalLM": family(
         "aria_text",
         LLAMA,
         experts("moe_num_experts", "intermediate_size", "moe_topk"),
         shared_ffn_hidden_size=number_of_shared("moe_num_shared_experts"),
     ),
+    # ByteDance
     "SeedOssForCausalLM": family(
         "seed_oss",
         DECODER,
@@ -535,6 +543,7 @@ FAMILIES = {
         attention_output_bias="attention_out_bias",
         mlp_bias="mlp_bias",
     ),
+    # Stability AI
     "StableLmForCausalLM": family(
         "stablelm",
         DECODER,
@@ -544,6 +553,7 @@ FAMILIES = {
         rotary_fraction=rotary_fraction,
         only={"qk_layernorm": False},
     ),
+    # Swiss AI
     "ApertusForCausalLM": family(
         "apertus",
         BIASED,
@@ -553,6 +563,7 @@ FAMILIES = {
         only={"hidden_act": "xielu"},
         remark="xIELU is counted as SiLU, without the two numbers that each layer learns for it",
     ),
+    # Upstage
     "SolarOpenForCausalLM": family(
         "solar_open",
         DECODER,
@@ -564,5 +575,5 @@ FAMILIES = {
         norm_topk_prob="norm_topk_prob",
         rotary_fraction=rotary_fraction,
     ),
-    "YiForCausalLM": family("Yi", LLAMA),  # 01.AI
+    "YiForCausalLM": family("Yi", LLAMA),
 }

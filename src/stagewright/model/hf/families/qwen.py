@@ -122,7 +122,7 @@ FAMILIES = {
         experts("num_experts", "moe_intermediate_size"),
         SHARED_EXPERTS,
         like="qwen3-next-80b-a3b",
-        ffn_hidden_size="moe_intermediate_size",
+        ffn_hidden_size="moe_intermediate_size",  # no layer is dense
         only={"attn_output_gate": True},
         unused="output_gate_type",
     ),
