@@ -252,14 +252,14 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
 
 
 class LatentOperands(NamedTuple):
-    """What multi-head latent attention is computed of; a head has N + Z = D channels."""
+    """Operands of multi-head latent attention; a head has N + Z = D channels."""
 
     plain: Node
     """The part of the queries without position, [B, S, A, N]."""
     turned: Node
     """The part of the queries with rotary position, [B, S, A, Z]."""
     latent: Node
-    """What keys and values of all heads are made of, [B, S, C]."""
+    """The latent of keys and values of all heads, [B, S, C]."""
     shared: Node
     """The part of the keys with rotary position, which all heads share, [B, S, Z]."""
     w_uk: Node

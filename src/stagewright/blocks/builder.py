@@ -32,7 +32,7 @@ class Block:
     graph: Graph
     primal: Mapping[Node, Node]
     trained: Mapping[str, bool] = field(default_factory=dict[str, bool])
-    """Of each live value that the block makes, whether it depends on anything that trains."""
+    """By live value that the block makes: True if it depends on anything that trains."""
 
 
 def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
@@ -151,7 +151,7 @@ class Builder:
         )
 
     def stored(self, name: str, scope: str) -> Stored | None:
-        """How a matrix is stored where it is served or frozen; None: as it is computed with."""
+        """Storage of a matrix that is served or frozen; None: the data type of the computation."""
         return self.recipe.stored(name, scope)
 
     def lowered(self, x: Node, stored: Stored | None) -> Node:
@@ -190,7 +190,7 @@ class Builder:
         return self.with_adapter(adapter, spec, *of, y) if adapter else y
 
     def _rescaling(self, w: Node) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What casts of the activations and of the weight `w` of a product move, as attributes.
+        """Attributes of the casts of a product's activations and weight: the bytes that they move.
 
         Only the gradient of a weight reads the second copies of activations.
         """

@@ -28,15 +28,15 @@ class HeadDims(NamedTuple):
     """The indices of attention's operands, in which groups of query heads share a key."""
 
     queries: str
-    """Of queries and results, but for the width: `bqa`, or `bq(gr)` for r heads to a key."""
+    """Dims of queries and results, but for the width: `bqa`, or `bq(gr)` for r heads to a key."""
     keys: str
-    """Of keys and values, but for the width: `bka`, `bkg`, or `bk` for one key of all heads."""
+    """Dims of keys and values, without the width: `bka`, `bkg`, or `bk` for one key of all heads."""
     value: str = "d"
     """The width of values."""
 
 
 class Chosen(Protocol):
-    """What an indexer chose (`blocks.indexer.Choice`)."""
+    """The choice of an indexer (`blocks.indexer.Choice`)."""
 
     @property
     def chosen(self) -> Node:
@@ -51,7 +51,7 @@ class Chosen(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionOperands:
-    """What attention is computed of."""
+    """Operands of attention."""
 
     q: Node
     """Queries [B, S, heads, D]."""
@@ -67,12 +67,12 @@ class AttentionOperands:
 
     @property
     def numbers(self) -> tuple[Node, ...]:
-        """Those of the keys that an indexer chose, where there is one."""
+        """The slots of the keys that an indexer chose, where there is one."""
         return (self.chosen.chosen,) if self.chosen else ()
 
     @property
     def latent(self) -> bool:
-        """Whether all heads read latents."""
+        """True if all heads read latents."""
         return len(self.keys) == 1
 
     def terms(self, keys: str) -> str:
@@ -93,9 +93,9 @@ class KvCache:
     suffix: str = ""
     """Ends the names of the cache's inputs and sizes, to tell the caches of one model apart."""
     striped: bool = False
-    """Whether the tokens of a request are spread over `Stripes` ranks."""
+    """The tokens of a request are spread over `Stripes` ranks."""
     compressed: bool = False
-    """Whether a slot is of a key of several tokens."""
+    """A slot is of a key of several tokens."""
 
     @staticmethod
     def of(b: Builder, reach: Reach) -> KvCache:
@@ -109,7 +109,7 @@ class KvCache:
         return size(f"{name}{self.suffix}")
 
     def state(self, name: str, rows: Sequence[str | Size], dtype: str, scope: str) -> Node:
-        """What the cache holds of tokens before this step: `k`, `v`, `latent` or `index`, [B, L,
+        """Cache of tokens before this step: `k`, `v`, `latent` or `index`, [B, L,
         ...]."""
         row = "kv_cache" if name in ("k", "v") else "latent_cache"  # without heads
         bound = Binding(like=f"striped_{row}" if self.striped else row)
@@ -142,7 +142,7 @@ def _of_requests(name: str, dim: str | Size, dtype: str = "int64") -> Node:
 
 STRIPED = KvCache("_striped", striped=True)
 SOURCE = KvCache("_source")
-"""Of an encoder and a decoder: the keys and values that the decoder's cross attention reads."""
+"""Cached keys and values of the encoder, which the decoder's cross attention reads."""
 
 
 def cached(b: Builder, new: Mapping[str, Node], reach: Reach, dtype: str = "") -> list[Node]:

@@ -86,7 +86,7 @@ class PlacedBlock(NamedTuple):
     """The index of a layer, counted through the model; -1: the block is no layer."""
     layer: Layer = Layer()
     behind: bool = False
-    """Whether a block that is no layer shares the stage of the layer before it, or of the next."""
+    """A block that is no layer shares the stage of the layer before it, not of the next."""
 
 
 @lru_cache(maxsize=16)  # every run of a search asks for the chain of its model

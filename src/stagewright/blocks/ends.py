@@ -107,7 +107,7 @@ GROUP_LSE, GROUP_PICKED = "group_lse", "group_picked"
 """Per token, of each rank's group of the vocabulary: the logarithm of the sum of the exponentials
 of its logits, and the logit of the label, 0 where the label is in another group."""
 GROUPS = "VocabularyGroups"
-"""How many ranks share the vocabulary."""
+"""Number of ranks that share the vocabulary."""
 
 
 def output(config: ModelConfig, recipe: Recipe, *, gradient_in_forward: bool = False) -> Block:

@@ -191,5 +191,5 @@ DISPATCHERS: Mapping[str, Callable[[Builder, Node, Node], Node]] = {
     "alltoall": _exchanged,
     "allgather": _gathered,
 }
-"""What a rank computes between the gates and the sum of experts' results, by
+"""Computation between the gates and the sum of experts' results, by
 `moe_token_dispatcher_type`; the layouts of the same rows are in `parallel.activations`."""

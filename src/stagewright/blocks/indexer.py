@@ -24,7 +24,7 @@ OWN: dict[str, Any] = {"scope": "attention.indexer"}
 
 
 class IndexerOperands(NamedTuple):
-    """What scores of keys are computed of."""
+    """Operands of the scores of keys."""
 
     q: Node
     """Queries of some heads, [B, S, heads, width]."""
@@ -134,7 +134,7 @@ def _cost(b: Builder, of: IndexerOperands) -> dict[str, Any]:
 
 
 def _in_blocks(b: Builder, compress: int) -> dict[str, Any]:
-    """What says that a number stands for a block of positions, or for one key of several."""
+    """Attributes of a choice whose numbers are of blocks of positions, or of compressed keys."""
     if compress > 1:
         return {"top_block": compress, "compress": compress}
     block = b.config.index_block_size

@@ -1,4 +1,4 @@
-"""What blocks are in inference: only forward, with states and weights that stay in memory.
+"""Blocks in inference: only forward, with states and weights that stay in memory.
 
 Attention over a KV cache is in `blocks.cache`.
 """
@@ -16,7 +16,7 @@ from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Binding, Role
 
 OF_REQUESTS = Binding(like="token_slots")
-"""Of an integer input about a rank's requests, [B, ...]."""
+"""Scope of an integer input about a rank's requests, [B, ...]."""
 
 
 def finish(name: str, b: Builder, y: Node | None) -> Block:

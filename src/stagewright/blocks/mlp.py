@@ -25,7 +25,7 @@ class Matrices:
     inner: str
     """Indices of what is between up and down, `bsf`."""
     biased: bool = False
-    """Whether up and gate have biases; that of down is added where ranks' results are summed."""
+    """Up and gate have biases; that of down is added where ranks' results are summed."""
 
 
 def mlp(b: Builder, h: Node) -> Node:

@@ -1,4 +1,4 @@
-"""How a block ends: in training with gradients, their accumulation and the optimizer's step."""
+"""The end of a block: in training with gradients, their accumulation and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _trained_parameters(name: str, b: Builder, *, table_comes_first: bool) -> Bl
 
 
 def has_gradient(n: Node) -> bool:
-    """Whether a live value is of real numbers; numbers of keys, for example, have no gradient."""
+    """True for a live value of real numbers; numbers of keys, for example, have no gradient."""
     return n.dtype not in INTEGERS
 
 
@@ -84,7 +84,7 @@ class Trained(NamedTuple):
     parameter: Node
     gradient: Node
     in_norm: bool
-    """Whether the gradient counts in the global norm for clipping; that of a tied copy does not."""
+    """True if the gradient counts in the global norm for clipping; that of a tied copy does not."""
 
 
 def _seeds(b: Builder, y: Node | None, passing: Node | None, *, is_loss: bool) -> dict[Node, Node]:

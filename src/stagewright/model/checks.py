@@ -45,10 +45,10 @@ def check(m: Architecture) -> None:
 
 
 def kinds(field: str, modules: Iterable[Module]) -> tuple[str, ...]:
-    """What a layer's mixer (`mixers`) or MLP (`mlps`) may be, in a model with these modules."""
+    """The kinds of mixers (`mixers`) or MLPs (`mlps`), in a model with these modules."""
     mixers = (*get_args(Attention), *RECURRENCES, *SIDE_BY_SIDE, "none")
-    own = (module.name for module in modules)
-    return (*(mixers if field == "mixers" else get_args(FeedForward)), *own)
+    usual = mixers if field == "mixers" else get_args(FeedForward)
+    return (*usual, *(module.name for module in modules))
 
 
 def _kinds(m: Architecture) -> Rules:
@@ -152,7 +152,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         "in a language model that predicts tokens",
     ),
 }
-"""What `Needs` and `Excludes` in the annotations of `Architecture` name."""
+"""The mechanisms that `Needs` and `Excludes` name in the annotations of `Architecture`."""
 
 
 def _mechanisms(m: Architecture) -> Rules:

@@ -1,5 +1,5 @@
-"""What layers consist of: kinds of mixers and MLPs and their patterns, and the values with sizes of
-their own (states, shared blocks, images, users' modules)."""
+"""Parts of a model: kinds of layers and their patterns, users' modules, and the nested sizes of
+states, shared blocks and images."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SIDE_BY_SIDE: Mapping[SideBySide, tuple[Attention, Recurrence]] = {
 
 
 class Layer(NamedTuple):
-    """What a layer is made of: how positions mix, and the MLP that works on each position.
+    """The kinds of a layer: its mixer of positions, and the MLP that works on each position.
 
     Mixer and MLP are kinds that Stagewright has, or names of the model's `modules`.
     """
@@ -95,24 +95,24 @@ def module_of(chain: tuple[str, ...], index: int) -> str:
 
 
 def shortened(chain: tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The chain with so many layers: the first ones, and more of the last kind where it has fewer.
+    """The chain with this number of layers: the first, and more of the last kind if it has fewer.
 
     >>> shortened(("embed", "3 dense", "58 moe", "head"), 5)
     ('embed', '3 dense', '2 moe', 'head')
     """
     links = [ChainLink.read(text) for text in chain]
     last = max((i for i, link in enumerate(links) if link.layers), default=-1)
-    made: list[str] = []
+    kept: list[str] = []
     for i, link in enumerate(links):
         count = layers if i == last else min(link.layers, layers)
         layers -= count if link.layers else 0
         if count or not link.layers:
-            made.append(str(link._replace(layers=count) if link.layers else link))
-    return tuple(made)
+            kept.append(str(link._replace(layers=count) if link.layers else link))
+    return tuple(kept)
 
 
 class Reach(NamedTuple):
-    """Which of the positions before it a query sees: all, those of a window, or of its chunk."""
+    """Positions before it that a query sees: all, those of a window, or of its chunk."""
 
     window: int = 0
     """Positions of the sliding window, the query's own included; 0: there is no window."""
@@ -121,9 +121,9 @@ class Reach(NamedTuple):
     top: int = 0
     """Positions that an indexer chooses for each query, of all before it; 0: there is none."""
     block: int = 1
-    """These are chosen in blocks of so many, the query's own among them."""
+    """Positions of a block; whole blocks are chosen, the query's own among them."""
     compress: int = 1
-    """So many positions have one key, which a query behind the last of them sees."""
+    """Positions that have one key together, which a query after the last of them sees."""
 
     @property
     def kind(self) -> str:
@@ -182,7 +182,7 @@ class OwnSizes:
         return {name: value for name, value in values.items() if value is not None}
 
 
-# ---- values with sizes of their own ----
+# ---- nested sizes --------------------------------------------------------------------------------
 
 InnerNorms = Literal["none", "plain", "weighted"]
 Width = Annotated[int, Count(0, 2**24)]
@@ -246,7 +246,7 @@ class SharedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Vision:
-    """Images as a sequence of square patches (ViT, arXiv 2010.11929), and what is made of them."""
+    """Images as a sequence of square patches (ViT, arXiv 2010.11929)."""
 
     image_size: Annotated[int, Count(1)]
     patch_size: Annotated[int, Count(1)]
@@ -261,7 +261,7 @@ class Vision:
         return (self.image_size // self.patch_size) ** 2
 
 
-# ---- patterns of layers ----
+# ---- patterns of layers --------------------------------------------------------------------------
 
 _Kind = TypeVar("_Kind", str, int)
 

@@ -16,7 +16,7 @@ from stagewright.graph.make import add, apply, einsum
 from stagewright.graph.node import Node
 
 STREAMS = size("Streams")
-"""How many streams there are."""
+"""Number of streams."""
 
 
 def stream_dims(streams: int) -> tuple[str | Size, ...]:
@@ -25,7 +25,7 @@ def stream_dims(streams: int) -> tuple[str | Size, ...]:
 
 
 class Weights(NamedTuple):
-    """How a part of a layer adds to the streams."""
+    """Weights with which a part of a layer adds to the streams."""
 
     add: Node
     """Weights with which the part's result is added to each stream, [B, S, Streams]."""
@@ -42,7 +42,7 @@ def copied(b: Builder, x: Node) -> Node:
 
 
 def read(b: Builder, x: Node, name: str, scope: str) -> tuple[Node, Weights | None]:
-    """What a part of a layer reads of the streams, and how its result is added to them."""
+    """The input of a part of a layer from the streams, and the function that adds its result."""
     if b.config.residual_streams == 1:
         return x, None
     numbers, scale, base = _numbers(b, x, f"{name}_streams", "StreamWeights", 3, scope)
@@ -77,7 +77,7 @@ def collapsed(b: Builder, x: Node) -> Node:
 def _numbers(
     b: Builder, x: Node, name: str, count: str, scales: int, scope: str
 ) -> tuple[Node, Node, Node]:
-    """What weights are made of: numbers of each token's streams [B, S, K], in fp32, and
+    """Operands of the weights: numbers of each token's streams [B, S, K], in fp32, and
     parameters that scale and shift these."""
     own: dict[str, Any] = {"scope": scope}
     fn = b.param(f"{name}.fn", "Streams", "M", count, **own)

@@ -76,7 +76,7 @@ class Keys:
     """Keys of the file that some reader has asked for, by their first word."""
 
     def _find(self, key: str) -> tuple[bool, object]:
-        """Whether there is a value for a key, and the value; a dotted key lies in an object."""
+        """The presence of a value for a key, and the value; a dotted key lies in an object."""
         *outer, last = key.split(".")
         self.seen.update((key, (outer or [last])[0]))
         node = self.values
@@ -90,7 +90,7 @@ class Keys:
         return key in self.values, self.values.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether the file has a key, or its family a default for it."""
+        """True if the file has a key, or its family a default for it."""
         return self._find(key)[0]
 
     def get(self, key: str) -> object:
@@ -223,7 +223,7 @@ def _defaults() -> dict[str, Json]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How files of one architecture are read."""
+    """Reader of the files of one architecture."""
 
     model_types: tuple[str, ...]
     """The model types of the files, in the words of transformers; the first one is the family's."""
@@ -235,7 +235,7 @@ class Family:
     unused: tuple[str, ...]
     """Keys that files of the family have although the model does not read them."""
     remark: str
-    """In what the family differs from what is counted, a clause for a note."""
+    """The difference between the family and what is counted, a clause for a note."""
 
     def defaults(self, model_type: object) -> Json:
         """The keys that files of a model type may leave out, or of the family's first type.
@@ -268,7 +268,7 @@ def family(
     `model_types` and `unused` are words with spaces between them.
     """
     entries: dict[str, Entry] = {}
-    for each in (*maps, fields):
-        entries |= each
+    for part in (*maps, fields):
+        entries |= part
     types = tuple(model_types.split())
     return Family(types, like, entries, only or {}, tuple(unused.split()), remark)

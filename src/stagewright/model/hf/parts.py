@@ -70,7 +70,7 @@ def query_groups(*keys: str) -> Reader:
 
 
 def all_heads(c: Keys) -> int:
-    """As many key/value heads as heads, whatever the file says."""
+    """The number of heads, for key/value heads, whatever the file says."""
     return c.fields["num_attention_heads"]
 
 

@@ -119,7 +119,7 @@ MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 _PREFIX = re.compile(
     r"(?:(?:model|language_model|text_model|backbone|transformer|llm|thinker|base_model)\.)+"
 )
-"""What stands before the layers in the names of modules."""
+"""Prefixes of layers in the names of modules."""
 
 _PREFIXES = ("", "model.", "model.language_model.", "language_model.model.", "backbone.")
 
@@ -168,7 +168,7 @@ class Modules:
     words: set[str] = field(default_factory=set[str])
     """Names without wildcards that are of no one layer."""
     wildcards: list[re.Pattern[str]] = field(default_factory=list[re.Pattern[str]])
-    """Those with wildcards, which may begin at any word of a name."""
+    """Names with wildcards, which may begin at any word of a name."""
     expressions: list[re.Pattern[str]] = field(default_factory=list[re.Pattern[str]])
     """Regular expressions, which begin at the beginning of a name."""
     of_layers: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
@@ -252,11 +252,11 @@ Rows = tuple[tuple[Modules, Stored], ...]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What a quantization_config says of modules."""
+    """The storage of modules by a quantization_config."""
 
     method: str
     rows: Rows
-    """Which modules are stored how; the first row that names a module counts."""
+    """Modules and their storage; the first row that names a module counts."""
     ignored: Modules
     head: bool = False
     """The output projection is one of the modules."""
@@ -279,7 +279,7 @@ class Scheme:
 
 
 class Unreadable(Exception):
-    """What is not understood of a quantization_config."""
+    """Raised for a quantization_config that is not understood."""
 
 
 def scheme_of(config: Json) -> Scheme:

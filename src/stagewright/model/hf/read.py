@@ -48,14 +48,14 @@ WAYS_OUT = (
 
 
 class Reading(NamedTuple):
-    """What a file says."""
+    """The content of a file."""
 
     like: str
     """The preset that the model is like."""
     fields: Fields
     """The fields of the model in which the file says otherwise."""
     notes: tuple[str, ...] = ()
-    """What was assumed, and what of the file was left out, a sentence each."""
+    """Assumptions and omissions, a sentence each."""
 
 
 def read(file: str, data: Json, as_family: str = "") -> Reading:
@@ -92,7 +92,7 @@ def read(file: str, data: Json, as_family: str = "") -> Reading:
 
 
 def _draft_head(c: Keys, names: list[str]) -> Fields:
-    """What a head that drafts for another model is besides: `LlamaForCausalLMEagle3`, for example.
+    """Fields of a head that drafts for another model, such as `LlamaForCausalLMEagle3`.
 
     Its logits may be of a smaller vocabulary (vllm-project/vllm
     `vllm/model_executor/models/llama_eagle3.py`); the embedding is that of the other model.

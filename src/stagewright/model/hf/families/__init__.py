@@ -80,4 +80,4 @@ _MISSING = {
     "modernbert-decoder",
 }
 MISSING = {name: lacking for lacking, names in _MISSING.items() for name in names.split()}
-"""What a `ModelConfig` lacks for other architectures and model types that people may try."""
+"""Mechanisms that other architectures and model types need and a `ModelConfig` lacks."""

@@ -32,7 +32,7 @@ _RATES: dict[str, tuple[str, str, int]] = {
     "compressed_indexed": ("compress_rate_csa", "compressed_sparse_attention", 4),
     "compressed": ("compress_rate_hca", "heavily_compressed_attention", 128),
 }
-"""Of layers with compressed keys: transformers' older key of the rate, the newer one inside
+"""Layers with compressed keys: transformers' older key of the rate, the newer one inside
 `compress_rates`, and the rate of files without either."""
 
 

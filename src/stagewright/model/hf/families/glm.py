@@ -37,7 +37,7 @@ def _shared_indexers(c: Keys) -> tuple[str, ...]:
         full = [words[x] for x in kinds if isinstance(x, str) and x in words]
         if not len(full) == len(kinds) == layers or not full[0]:
             c.reject(key, f"full or shared for each of the {layers} layers, full for the first")
-    return shortest(["indexed" if own else "index_shared" for own in full])
+    return shortest(["indexed" if x else "index_shared" for x in full])
 
 
 _GLM: Map = {**DECODER, "qkv_bias": "attention_bias", "rotary_fraction": rotary_fraction}
