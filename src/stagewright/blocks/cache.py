@@ -28,9 +28,9 @@ class HeadDims(NamedTuple):
     """The indices of attention's operands, in which groups of query heads share a key."""
 
     queries: str
-    """Dims of queries and results, but for the width: `bqa`, or `bq(gr)` for r heads to a key."""
+    """Dims of queries and results without the width: `bqa`, or `bq(gr)` for r heads to a key."""
     keys: str
-    """Dims of keys and values, without the width: `bka`, `bkg`, or `bk` for one key of all heads."""
+    """Dims of keys and values without the width: `bka`, `bkg`, or `bk` for one key of all heads."""
     value: str = "d"
     """The width of values."""
 

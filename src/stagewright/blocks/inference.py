@@ -16,7 +16,7 @@ from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Binding, Role
 
 OF_REQUESTS = Binding(like="token_slots")
-"""Scope of an integer input about a rank's requests, [B, ...]."""
+"""Binding of an integer input about a rank's requests, [B, ...]."""
 
 
 def finish(name: str, b: Builder, y: Node | None) -> Block:

@@ -242,7 +242,8 @@ class Architecture:
     logit_softcap: Annotated[float | None, POSITIVE] = None
 
     mlps: tuple[str, ...] = ()
-    """The MLP of each layer, repeated over them: dense, experts or none. Empty: experts where `num_experts`, `first_dense_layers` and `moe_layer_freq` have them, else dense."""
+    """The MLP of each layer, repeated over the layers: dense, experts or none. Empty: experts where
+    `num_experts`, `first_dense_layers` and `moe_layer_freq` have them, else dense."""
     modules: tuple[Module, ...] = ()
     """Users' own parts of layers, which `mixers` and `mlps` name, or the blocks of `chain`."""
     chain: Annotated[tuple[str, ...], Excludes("shared blocks", "own sizes")] = ()

@@ -42,7 +42,7 @@ def copied(b: Builder, x: Node) -> Node:
 
 
 def read(b: Builder, x: Node, name: str, scope: str) -> tuple[Node, Weights | None]:
-    """The input of a part of a layer from the streams, and the function that adds its result."""
+    """The input of a part of a layer, and the weights with which its result is added."""
     if b.config.residual_streams == 1:
         return x, None
     numbers, scale, base = _numbers(b, x, f"{name}_streams", "StreamWeights", 3, scope)
