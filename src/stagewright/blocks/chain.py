@@ -39,16 +39,16 @@ Make = Callable[[ModelConfig, Recipe, Layer], Block]
 
 
 def _in_tower(make: Make) -> Make:
-    def made(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+    def made(config: ModelConfig, recipe: Recipe, kind: Layer) -> Block:
         assert config.tower is not None
-        return tower(make(config.tower, recipe, what))
+        return tower(make(config.tower, recipe, kind))
 
     return made
 
 
 BLOCKS: dict[str, Make] = {
-    "embedding": lambda config, recipe, what: (
-        chained(config, recipe, what) if what.module else embedding(config, recipe)
+    "embedding": lambda config, recipe, kind: (
+        chained(config, recipe, kind) if kind.module else embedding(config, recipe)
     ),
     "positions": lambda config, recipe, _: positions(config, recipe),
     "layer": layer,
@@ -59,8 +59,8 @@ BLOCKS: dict[str, Make] = {
     "final_norm": final_norm,
     "mtp": mtp,
     "draft_input": lambda config, recipe, _: draft_input(config, recipe),
-    "head": lambda config, recipe, what: (
-        chained(config, recipe, what) if what.module else head(config, recipe)
+    "head": lambda config, recipe, kind: (
+        chained(config, recipe, kind) if kind.module else head(config, recipe)
     ),
     "output": lambda config, recipe, _: output(config, recipe),
     "output_with_gradient": lambda config, recipe, _: output(
@@ -144,8 +144,8 @@ def _of_modules(config: ModelConfig) -> list[PlacedBlock]:
         if not link.layers:
             placed.append(PlacedBlock(name, layer=Layer(module=link.module)))
         for _ in range(link.layers):
-            what = config.layer(number)._replace(module=link.module)
-            placed.append(PlacedBlock("layer", number, what))
+            kind = config.layer(number)._replace(module=link.module)
+            placed.append(PlacedBlock("layer", number, kind))
             number += 1
     return placed
 

@@ -56,8 +56,8 @@ def sizes(config: ModelConfig) -> dict[str, int]:
 def own_numbers(config: ModelConfig, number: int) -> dict[str, int]:
     """The sizes in which layers with sizes of their own differ from the model's other layers."""
     of_model = sizes(replace(config, own_sizes=(), layers_with_own_sizes=(0,)))
-    own = sizes(config.with_own_sizes(number))
-    return {name: size for name, size in own.items() if size != of_model[name]}
+    of_layers = sizes(config.with_own_sizes(number))
+    return {name: size for name, size in of_layers.items() if size != of_model[name]}
 
 
 def _state_sizes(config: ModelConfig) -> dict[str, int]:
