@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from reprlib import repr as shown  # short and shallow whatever the file holds
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_args
 
 from stagewright.errors import UserError
 from stagewright.files import own_yaml
@@ -33,14 +33,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """transformers' names of the activations, and ours."""
 
-ROUTERS: dict[str, Router] = {
-    "softmax": "softmax",
-    "sigmoid": "sigmoid",
-    "sqrtsoftplus": "sqrtsoftplus",
-}
-"""DeepSeek's names of the functions that make weights of a router's scores, and ours."""
-
-_WORDS: Mapping[str, Mapping[str, str]] = {"activation": ACTIVATIONS, "router": ROUTERS}
+_ROUTERS = {name: name for name in get_args(Router)}
+_WORDS: Mapping[str, Mapping[str, str]] = {"activation": ACTIVATIONS, "router": _ROUTERS}
+"""Words of files, and ours; our words for routers are DeepSeek's."""
 
 Json = dict[str, object]
 Fields = dict[str, Any]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import divisors
-from stagewright.model.architecture import LIMITS, MOST_EXPERTS
+from stagewright.model.architecture import LIMITS, MOST_EXPERTS, Architecture
+from stagewright.model.fields import rules
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, Reader
 from stagewright.model.layers import Attention, OwnSizes, Recurrence, StateSpace, every, shortest
 
@@ -134,19 +135,12 @@ ALL_BIASES = ("qkv_bias", "attention_output_bias", "mlp_bias")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts, of which transformers 5 may write another than older files."""
 
-NO_EXPERTS: Map = {
-    "num_experts": Fixed(0),
-    "top_k": Fixed(0),
-    "moe_ffn_hidden_size": Fixed(0),
-    "shared_ffn_hidden_size": Fixed(0),
-    "first_dense_layers": Fixed(0),
-    "moe_layer_freq": Fixed(1),
-    "router": Fixed("softmax"),
-    "norm_topk_prob": Fixed(True),
-    "num_expert_groups": Fixed(1),
-    "topk_groups": Fixed(1),
-    "expert_bias": Fixed(False),
-}
+_OF_EXPERTS = (
+    *("num_experts", "top_k", "moe_ffn_hidden_size", "shared_ffn_hidden_size"),
+    *("first_dense_layers", "moe_layer_freq", "router", "norm_topk_prob", "num_expert_groups"),
+    *("topk_groups", "expert_bias"),
+)
+NO_EXPERTS: Map = {name: Fixed(rules(Architecture)[name].default) for name in _OF_EXPERTS}
 
 
 def experts(count: str, width: str, *top_k: str) -> Map:
@@ -199,6 +193,16 @@ def dense_first(key: str) -> Reader:
         return {"first_dense_layers": first}
 
     return read
+
+
+def sigmoid_experts(count: str, shared: str, first: str = "first_k_dense_replace") -> Map:
+    """Experts as in DeepSeek-V3: routed by sigmoids, with shared ones, after some dense layers."""
+    return {
+        **experts(count, "moe_intermediate_size"),
+        **SIGMOID,
+        "shared_ffn_hidden_size": number_of_shared(shared),
+        "first_dense_layers": dense_first(first),
+    }
 
 
 def expert_groups(c: Keys) -> Fields:

@@ -8,13 +8,10 @@ from stagewright.model.hf.parts import (
     DEEPSEEK_EXPERTS,
     INDEXED,
     LATENT,
-    SIGMOID,
     all_heads,
-    dense_first,
     expert_groups,
-    experts,
-    number_of_shared,
     rotary_fraction,
+    sigmoid_experts,
 )
 from stagewright.model.layers import shortest
 
@@ -60,12 +57,9 @@ FAMILIES = {
     "Glm4MoeLiteForCausalLM": family(
         "glm4_moe_lite",
         LATENT,
-        experts("n_routed_experts", "moe_intermediate_size"),
-        SIGMOID,
+        sigmoid_experts("n_routed_experts", "n_shared_experts"),
         num_query_groups=all_heads,
         norm_topk_prob="norm_topk_prob",
-        shared_ffn_hidden_size=number_of_shared("n_shared_experts"),
-        first_dense_layers=dense_first("first_k_dense_replace"),
         num_expert_groups=expert_groups,
     ),
     "GlmMoeDsaForCausalLM": family(

@@ -36,6 +36,7 @@ from stagewright.model.hf.parts import (
     periodic_mixers,
     query_groups,
     rotary_fraction,
+    sigmoid_experts,
     sizes,
     state_channels,
     state_heads,
@@ -45,11 +46,6 @@ from stagewright.model.hf.parts import (
 from stagewright.model.layers import OwnSizes, SharedBlocks, shortest
 
 _LATENT_DENSE: Map = {**LATENT, "num_query_groups": all_heads}
-_DEEPSEEK_CHOICE: Map = {
-    "shared_ffn_hidden_size": number_of_shared("n_shared_experts"),
-    "first_dense_layers": dense_first("first_k_dense_replace"),
-    "num_expert_groups": expert_groups,
-}
 
 
 def _jamba_experts(c: Keys) -> Fields:
@@ -289,13 +285,10 @@ FAMILIES = {
     "AfmoeForCausalLM": family(
         "afmoe",
         BIASED,
-        experts("num_experts", "moe_intermediate_size"),
-        SIGMOID,
+        sigmoid_experts("num_experts", "num_shared_experts", first="num_dense_layers"),
         qk_norm=Fixed(True),
         attention_gate=Fixed(True),
         norm_placement=Fixed("sandwich"),
-        shared_ffn_hidden_size=number_of_shared("num_shared_experts"),
-        first_dense_layers=dense_first("num_dense_layers"),
         mixers=local_and_nope("global_attn_every_n_layers"),
     ),
     # Baidu
@@ -372,12 +365,9 @@ FAMILIES = {
     "ExaoneMoeForCausalLM": family(
         "exaone_moe",
         DECODER,
-        experts("num_experts", "moe_intermediate_size"),
-        SIGMOID,
+        sigmoid_experts("num_experts", "num_shared_experts"),
         qk_norm=Fixed(True),
         norm_topk_prob="norm_topk_prob",
-        shared_ffn_hidden_size=number_of_shared("num_shared_experts"),
-        first_dense_layers=dense_first("first_k_dense_replace"),
         num_expert_groups=expert_groups,
         mixers=local_and_nope(),
     ),
@@ -431,11 +421,8 @@ FAMILIES = {
     "HYV3ForCausalLM": family(
         "hy_v3",
         BIASED,
-        experts("num_experts", "moe_intermediate_size"),
-        SIGMOID,
+        sigmoid_experts("num_experts", "num_shared_experts"),
         qk_norm=Fixed(True),
-        shared_ffn_hidden_size=number_of_shared("num_shared_experts"),
-        first_dense_layers=dense_first("first_k_dense_replace"),
         only={"mlp_bias": False},
     ),
     "YoutuForCausalLM": family("youtu", _LATENT_DENSE),
@@ -521,12 +508,11 @@ FAMILIES = {
     "Dots1ForCausalLM": family(
         "dots1",
         BIASED,
-        experts("n_routed_experts", "moe_intermediate_size"),
-        SIGMOID,
-        _DEEPSEEK_CHOICE,
+        sigmoid_experts("n_routed_experts", "n_shared_experts"),
         qk_norm=Fixed(True),
         norm_topk_prob="norm_topk_prob",
         mixers=windows(lambda c, i: i >= c.whole("max_window_layers", 0, 10**4)),
+        num_expert_groups=expert_groups,
     ),
     # Rhymes AI
     "AriaTextForCausalLM": family(
@@ -567,13 +553,12 @@ FAMILIES = {
     "SolarOpenForCausalLM": family(
         "solar_open",
         DECODER,
-        experts("n_routed_experts", "moe_intermediate_size"),
-        SIGMOID,
-        _DEEPSEEK_CHOICE,
+        sigmoid_experts("n_routed_experts", "n_shared_experts"),
         ffn_hidden_size=("intermediate_size", "moe_intermediate_size"),
         qkv_bias="attention_bias",
         norm_topk_prob="norm_topk_prob",
         rotary_fraction=rotary_fraction,
+        num_expert_groups=expert_groups,
     ),
     "YiForCausalLM": family("Yi", LLAMA),
 }
