@@ -362,7 +362,7 @@ EXAMPLES = (
 
 
 PLACED = (
-    *("bert-base", "opt-350m", "t5-small", "deepseek-v2", "gpt-oss-20b", "dlrm", "jamba-v0.1"),
+    *("bert-base", "opt-350m", "t5-small", "deepseek-v2", "gpt-oss-20b", "jamba-v0.1"),
     *("zamba2-1.2b", "minimax-text-01", "qwen3-next-80b-a3b", "kimi-linear-48b-a3b", "olmoe-1b-7b"),
     *("minimax-m3", "deepseek-v4-pro"),
 )

@@ -27,9 +27,7 @@ from stagewright.graph.node import Graph, Node
 from stagewright.graph.table import LEAVES, MOVES, OPS
 from stagewright.lower.recipe import sizes_of
 from stagewright.model.config import ModelConfig
-from stagewright.model.layers import OwnSizes
-from stagewright.model.shared_blocks import SharedBlocks
-from stagewright.model.state_space import StateSpace
+from stagewright.model.layers import OwnSizes, SharedBlocks, StateSpace
 from stagewright.run.settings import Run
 
 Coords = tuple[int, ...]

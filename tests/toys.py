@@ -7,7 +7,7 @@ from typing import Any
 
 from spmd import TINY, ZAMBA2
 from stagewright.model.config import ModelConfig
-from stagewright.model.shared_blocks import SharedBlocks
+from stagewright.model.layers import SharedBlocks
 
 MOE = ModelConfig(
     name="moe",

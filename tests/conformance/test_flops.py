@@ -12,7 +12,7 @@ import pytest
 
 from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
-from stagewright.model.images import Vision
+from stagewright.model.layers import Vision
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 

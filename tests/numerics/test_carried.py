@@ -302,7 +302,7 @@ def test_one_message_between_stages() -> None:
     ("settings", "wanted"),
     [
         ({"model": "bert-base"}, "wanted 0 but in a language model"),
-        ({"model": "dit-xl-2"}, "wanted 0 but in a language model"),
+        ({"model": "vit-b-16"}, "wanted 0 but in a language model"),
         ({"model": "llama3-8b", "mode": "decode"}, "drafts are num_speculative_tokens"),
         ({"model": "mixtral-8x7b", "expert_load": ((1,) * 8,)}, "has no lines for the mtp_num"),
     ],

@@ -793,10 +793,6 @@ def test_hostile_rows(rows: list[Any], wanted: str) -> None:
             "bert-large is an encoder, it generates nothing; use mode=train",
         ),
         (
-            {"model": "dlrm", "mode": "decode"},
-            "dlrm is no language model, it generates nothing; use mode=train",
-        ),
-        (
             {"model": "llava-1.5-7b", "mode": "prefill", "prompt_length": 100},
             "llava-1.5-7b: images before the text are there in training only; use mode=train, or "
             "serve a preset of its language model",

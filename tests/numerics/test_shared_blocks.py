@@ -17,8 +17,8 @@ from effort import pairs, some
 from invariants import check as check_program
 from stagewright.errors import UserError
 from stagewright.lower.parameters import parameters
+from stagewright.model.layers import SharedBlocks
 from stagewright.model.presets import PRESETS
-from stagewright.model.shared_blocks import SharedBlocks
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.settings import Run
 

@@ -25,8 +25,8 @@ from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.catalog import resolve
 from stagewright.model.config import ModelConfig
+from stagewright.model.layers import StateSpace
 from stagewright.model.presets import PRESETS
-from stagewright.model.state_space import StateSpace
 from stagewright.parallel.degrees import parallelization
 from stagewright.program.columns import PHASES, TaskKind
 from stagewright.run.rules import check as check_run

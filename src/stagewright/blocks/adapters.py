@@ -131,9 +131,9 @@ class Factors(NamedTuple):
     products: tuple[str, str]
     """The index expressions of the input's product with one factor, and of that with the other."""
     reverse: bool
-    """Whether the input is multiplied with the second factor before it is with the first."""
+    """The input is multiplied with the second factor before it is with the first."""
     row_parallel: bool
-    """Whether the weight's product is a sum over the ranks that split the tokens' channels."""
+    """The weight's product is a sum over the ranks that split the tokens' channels."""
 
 
 def factors(spec: str, weight: Parameter, rank: int) -> Factors:

@@ -77,8 +77,12 @@ def _attention(b: Builder, h: Node, mixer: str, turned: bool) -> Node:
             heads[name] = _partly_turned(b, heads[name], x, f"{name}_rope")
             if c.qk_l2_norm:
                 z = f"bs{x}D"
-                own: dict[str, Any] = {"fn": "rmsnorm", "name": f"{name}_norm_out", "scope": scope}
-                heads[name] = apply("norm", f"{z}->{z}", heads[name], **own)
+                attrs: dict[str, Any] = {
+                    "fn": "rmsnorm",
+                    "name": f"{name}_norm_out",
+                    "scope": scope,
+                }
+                heads[name] = apply("norm", f"{z}->{z}", heads[name], **attrs)
     chosen = choice(b, h, None, mixer, turned=turned) if reach.top else None
     if b.recipe.operators.repeat_kv and g == "G" and not chosen:
         heads |= {n: b.repeated(heads[n], n, heads["q"]) for n in "kv"}
@@ -128,16 +132,16 @@ def relative_bias(b: Builder) -> Node:
     """
     stack = "encoder" if b.config.encoder else "decoder"
     name = f"{stack}_bias"
-    own: dict[str, Any] = {"scope": "attention"}
+    attrs: dict[str, Any] = {"scope": "attention"}
     table = f"{stack}.relative_bias"
     if b.recipe.inference:  # by distance, while scores are made
-        return b.param(table, "Buckets", "A/tp", tied=table, **own)
+        return b.param(table, "Buckets", "A/tp", tied=table, **attrs)
     if name not in b.recipe.begins:
         return b.take(name, "A", "S", "S")
-    table = b.param(table, "Buckets", "A/tp", tied=table, **own)
+    table = b.param(table, "Buckets", "A/tp", tied=table, **attrs)
     shape = (size("A"), size("S"), size("S"))
     causal = b.config.causal
-    made = apply("relative_bias", "Va->aqJ", table, out=shape, causal=causal, name=name, **own)
+    made = apply("relative_bias", "Va->aqJ", table, out=shape, causal=causal, name=name, **attrs)
     return b.make(name, made)
 
 
@@ -252,14 +256,14 @@ def _latent(b: Builder, h: Node, mixer: str, rotary: bool) -> Node:
 
 
 class LatentOperands(NamedTuple):
-    """What multi-head latent attention is computed of; a head has N + Z = D channels."""
+    """Operands of multi-head latent attention; a head has N + Z = D channels."""
 
     plain: Node
     """The part of the queries without position, [B, S, A, N]."""
     turned: Node
     """The part of the queries with rotary position, [B, S, A, Z]."""
     latent: Node
-    """What keys and values of all heads are made of, [B, S, C]."""
+    """The latent of keys and values of all heads, [B, S, C]."""
     shared: Node
     """The part of the keys with rotary position, which all heads share, [B, S, Z]."""
     w_uk: Node

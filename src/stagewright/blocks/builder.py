@@ -32,7 +32,7 @@ class Block:
     graph: Graph
     primal: Mapping[Node, Node]
     trained: Mapping[str, bool] = field(default_factory=dict[str, bool])
-    """Of each live value that the block makes, whether it depends on anything that trains."""
+    """By live value that the block makes: True if it depends on anything that trains."""
 
 
 def renamed(block: Block, name: str, rename: Callable[[Size], Size]) -> Block:
@@ -151,7 +151,7 @@ class Builder:
         )
 
     def stored(self, name: str, scope: str) -> Stored | None:
-        """How a matrix is stored where it is served or frozen; None: as it is computed with."""
+        """Storage of a matrix that is served or frozen; None: the data type of the computation."""
         return self.recipe.stored(name, scope)
 
     def lowered(self, x: Node, stored: Stored | None) -> Node:
@@ -180,8 +180,8 @@ class Builder:
             moved, of_weight = self._rescaling(of[1])
             of_norm = x.op == "norm" and self.recipe.precision.norms_cast
             x = cast(x, low, scope=x.scope, name=x.name, **({} if of_norm else moved))
-            own = {"scope": x.scope, "name": w.name, **of_weight}
-            w = cast(w, low, once=once, role=Role.LOW_PRECISION, **own)
+            attrs = {"scope": x.scope, "name": w.name, **of_weight}
+            w = cast(w, low, once=once, role=Role.LOW_PRECISION, **attrs)
             fields |= moved  # so does the cast of the gradient of the result
         if joint and (self.recipe.operators.joint_projections or "fused" in fields):
             fields["joint"] = (joint, "result")
@@ -190,7 +190,7 @@ class Builder:
         return self.with_adapter(adapter, spec, *of, y) if adapter else y
 
     def _rescaling(self, w: Node) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What casts of the activations and of the weight `w` of a product move, as attributes.
+        """Attributes of the casts of a product's activations and weight: the bytes that they move.
 
         Only the gradient of a weight reads the second copies of activations.
         """
@@ -217,21 +217,21 @@ class Builder:
         declared = w.binding.param
         assert declared is not None
         found = factors(spec, declared, adapter.rank)
-        own: dict[str, Any] = {"scope": y.scope}
-        first = self.param(adapter.first, *found.first, **own)
-        second = self.param(adapter.second(declared.name), *found.second, **own)
+        attrs: dict[str, Any] = {"scope": y.scope}
+        first = self.param(adapter.first, *found.first, **attrs)
+        second = self.param(adapter.second(declared.name), *found.second, **attrs)
         x = self.dropout(x, adapter.dropout)
         weights = (second, first) if found.reverse else (first, second)
-        low = einsum(found.products[0], x, weights[0], name=adapter.first, **own)
+        low = einsum(found.products[0], x, weights[0], name=adapter.first, **attrs)
         more = len(adapter.weights) > 1
         fields = {"joint": (f"{adapter.first}.B", "result")} if more else {}
         if len(low.shape) == 3 and not declared.of_expert:
             low = identity(low, "lora_low")
-        z = einsum(found.products[1], low, weights[1], name=second.name, **own, **fields)
-        z = elementwise("scale", z, by=adapter.scale, name=f"{y.name}_more", **own)
+        z = einsum(found.products[1], low, weights[1], name=second.name, **attrs, **fields)
+        z = elementwise("scale", z, by=adapter.scale, name=f"{y.name}_more", **attrs)
         if found.row_parallel:
             z = identity(identity(z, "lora_out"), "branch")
-        return add(y, z, name=f"{y.name}_adapted", **own)
+        return add(y, z, name=f"{y.name}_adapted", **attrs)
 
     def adapted(self, y: Node, x: Node, narrow: str, name: str, spec: str, *dims: str) -> Node:
         """The product `y` of a shared block's weight plus that of the layer's own adapter (LoRA,
@@ -240,10 +240,10 @@ class Builder:
         The adapter is two products through `Rank` channels. Several adapters of one input may share
         the first product, which `narrow` names.
         """
-        own: dict[str, Any] = {"scope": y.scope, "own": True}
-        a = self.weight(f"adapter.{narrow}", x.shape[-1], "Rank/tp", **own)
+        attrs: dict[str, Any] = {"scope": y.scope, "own": True}
+        a = self.weight(f"adapter.{narrow}", x.shape[-1], "Rank/tp", **attrs)
         low = self.linear("bsm,mr->bsr", x, a, f"{narrow}_low", scope=y.scope)
-        w = self.weight(f"adapter.{name}", "Rank", *dims, **own)
+        w = self.weight(f"adapter.{name}", "Rank", *dims, **attrs)
         more = self.linear(spec, low, w, f"{name}_more", scope=y.scope)
         return add(y, more, name=f"{name}_adapted", scope=y.scope)
 
@@ -293,9 +293,9 @@ class Builder:
 
     def repeated(self, x: Node, name: str, q: Node) -> Node:
         """Key-value heads, copied for each head of the queries `q`: [B, S, A, width]."""
-        own: dict[str, Any] = {"name": f"{name}_repeated", "scope": x.scope}
+        attrs: dict[str, Any] = {"name": f"{name}_repeated", "scope": x.scope}
         out = (*x.shape[:2], q.shape[2], x.shape[3])
-        return apply("repeat", "bsgd->bs(gr)d", x, out=out, **own)
+        return apply("repeat", "bsgd->bs(gr)d", x, out=out, **attrs)
 
     def eager_norm(self, x: Node, w: Node, name: str, **fields: Any) -> Node:
         """RMSNorm as a chain of operators: in fp32, its result in the precision of `x`."""

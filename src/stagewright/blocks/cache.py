@@ -28,15 +28,15 @@ class HeadDims(NamedTuple):
     """The indices of attention's operands, in which groups of query heads share a key."""
 
     queries: str
-    """Of queries and results, but for the width: `bqa`, or `bq(gr)` for r heads to a key."""
+    """Dims of queries and results without the width: `bqa`, or `bq(gr)` for r heads to a key."""
     keys: str
-    """Of keys and values, but for the width: `bka`, `bkg`, or `bk` for one key of all heads."""
+    """Dims of keys and values without the width: `bka`, `bkg`, or `bk` for one key of all heads."""
     value: str = "d"
     """The width of values."""
 
 
 class Chosen(Protocol):
-    """What an indexer chose (`blocks.indexer.Choice`)."""
+    """The choice of an indexer (`blocks.indexer.Choice`)."""
 
     @property
     def chosen(self) -> Node:
@@ -51,7 +51,7 @@ class Chosen(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AttentionOperands:
-    """What attention is computed of."""
+    """Operands of attention."""
 
     q: Node
     """Queries [B, S, heads, D]."""
@@ -67,12 +67,12 @@ class AttentionOperands:
 
     @property
     def numbers(self) -> tuple[Node, ...]:
-        """Those of the keys that an indexer chose, where there is one."""
+        """The slots of the keys that an indexer chose, where there is one."""
         return (self.chosen.chosen,) if self.chosen else ()
 
     @property
     def latent(self) -> bool:
-        """Whether all heads read latents."""
+        """True if all heads read latents."""
         return len(self.keys) == 1
 
     def terms(self, keys: str) -> str:
@@ -93,9 +93,9 @@ class KvCache:
     suffix: str = ""
     """Ends the names of the cache's inputs and sizes, to tell the caches of one model apart."""
     striped: bool = False
-    """Whether the tokens of a request are spread over `Stripes` ranks."""
+    """The tokens of a request are spread over `Stripes` ranks."""
     compressed: bool = False
-    """Whether a slot is of a key of several tokens."""
+    """A slot is of a key of several tokens."""
 
     @staticmethod
     def of(b: Builder, reach: Reach) -> KvCache:
@@ -109,7 +109,7 @@ class KvCache:
         return size(f"{name}{self.suffix}")
 
     def state(self, name: str, rows: Sequence[str | Size], dtype: str, scope: str) -> Node:
-        """What the cache holds of tokens before this step: `k`, `v`, `latent` or `index`, [B, L,
+        """Cache of tokens before this step: `k`, `v`, `latent` or `index`, [B, L,
         ...]."""
         row = "kv_cache" if name in ("k", "v") else "latent_cache"  # without heads
         bound = Binding(like=f"striped_{row}" if self.striped else row)
@@ -142,7 +142,7 @@ def _of_requests(name: str, dim: str | Size, dtype: str = "int64") -> Node:
 
 STRIPED = KvCache("_striped", striped=True)
 SOURCE = KvCache("_source")
-"""Of an encoder and a decoder: the keys and values that the decoder's cross attention reads."""
+"""Cached keys and values of the encoder, which the decoder's cross attention reads."""
 
 
 def cached(b: Builder, new: Mapping[str, Node], reach: Reach, dtype: str = "") -> list[Node]:
@@ -159,8 +159,8 @@ def cached(b: Builder, new: Mapping[str, Node], reach: Reach, dtype: str = "") -
         old = cache.state(name, x.shape[2:], stored, x.scope)
         rest = "agd"[3 - len(x.shape[2:]) :]
         spec = f"b{n}k{rest},bS{rest},bS->b{n}k{rest}"
-        own: dict[str, Any] = {"name": f"{name}_cached", "kept_tokens": cache.size("stored")}
-        b.extra[own["name"]] = apply("cache", spec, old, x, cache.slots(), **own)
+        attrs: dict[str, Any] = {"name": f"{name}_cached", "kept_tokens": cache.size("stored")}
+        b.extra[attrs["name"]] = apply("cache", spec, old, x, cache.slots(), **attrs)
     return [b.extra[f"{name}_cached"] for name in new]
 
 
@@ -206,13 +206,13 @@ def served_attention(b: Builder, of: AttentionOperands, reach: Reach) -> Node:
 def source_attention(b: Builder, of: AttentionOperands) -> Node:
     """An encoder's attention: every token of a source sees the whole source of its request."""
     k, v = of.keys
-    own: dict[str, Any] = {**_cost(b, "pairs_source"), "causal": False, "stripes": 1}
-    own |= {"name": "core", "block": SOURCE.size("L") / SOURCE.size("I")}
-    own |= {"bias": True} if of.bias else {}
+    attrs: dict[str, Any] = {**_cost(b, "pairs_source"), "causal": False, "stripes": 1}
+    attrs |= {"name": "core", "block": SOURCE.size("L") / SOURCE.size("I")}
+    attrs |= {"bias": True} if of.bias else {}
     slots, table = _of_requests("source_slots", "S"), SOURCE.block_table()
     heads, g = _heads(of.q, k)
     spec = f"bq{heads}D,bK{g}D,bK{g}D,bq,bI,bK{f',z{heads}' if of.bias else ''}->bq{heads}D"
-    return apply("varlen_attention", spec, of.q, k, v, slots, table, slots, *of.bias, **own)
+    return apply("varlen_attention", spec, of.q, k, v, slots, table, slots, *of.bias, **attrs)
 
 
 def source_cached(b: Builder, name: str, new: Node | None, heads: str) -> Node:
@@ -229,11 +229,11 @@ def source_cached(b: Builder, name: str, new: Node | None, heads: str) -> Node:
 
 def cross_cached_attention(b: Builder, q: Node, k: Node, v: Node) -> Node:
     """Attention of new tokens to the source of their request, up to its last token."""
-    own: dict[str, Any] = {**_cost(b, "pairs_cross"), "keys": size("Source"), "name": "core"}
+    attrs: dict[str, Any] = {**_cost(b, "pairs_cross"), "keys": size("Source"), "name": "core"}
     heads, g = _heads(q, k)
     spec = f"bq{heads}D,bK{g}D,bK{g}D,bq,bI->bq{heads}D"
     ends = _of_requests("source_ends", "S")
-    return apply("cached_attention", spec, q, k, v, ends, SOURCE.block_table(), **own)
+    return apply("cached_attention", spec, q, k, v, ends, SOURCE.block_table(), **attrs)
 
 
 def _heads(q: Node, k: Node) -> tuple[str, str]:
@@ -253,13 +253,13 @@ def cached_attention(
     at, slots = (",bK", (rows,)) if rows is not None else ("", ())
     heads = (f",z{queries[2:]}" if of.bias else "") + (f",{queries[2:]}" if of.sinks else "")
     heads += f",{of.chosen.terms}" if of.chosen else ""
-    own = _cost(b, f"pairs{reach.kind}", latent=of.latent) | _seen_keys(b, reach)
-    own |= {"name": "core"}
-    own |= {"bias": True} if of.bias else {}
-    own |= {"sinks": True} if of.sinks else {}
-    own |= {"chosen": True} if of.chosen else {}
-    own |= {"top_block": reach.block} if reach.block > 1 else {}
-    own |= {} if cache.striped else {"keys": cache.size("keys")}
+    attrs = _cost(b, f"pairs{reach.kind}", latent=of.latent) | _seen_keys(b, reach)
+    attrs |= {"name": "core"}
+    attrs |= {"bias": True} if of.bias else {}
+    attrs |= {"sinks": True} if of.sinks else {}
+    attrs |= {"chosen": True} if of.chosen else {}
+    attrs |= {"top_block": reach.block} if reach.block > 1 else {}
+    attrs |= {} if cache.striped else {"keys": cache.size("keys")}
     terms = of.terms(keys.replace("k", "K"))  # softmax is over all keys of a request
     return apply(
         "cached_attention",
@@ -273,7 +273,7 @@ def cached_attention(
         *of.sinks,
         *of.numbers,
         out=(*of.q.shape[:-1], size("C")) if of.latent else None,
-        **own,
+        **attrs,
     )
 
 
@@ -290,14 +290,19 @@ def striped_attention(b: Builder, of: AttentionOperands, reach: Reach) -> Node:
     width = size("C") if of.latent else of.keys[1].shape[-1]
     operands = (q, *of.keys, cache.slots(), cache.block_table())
     terms = f"{queries}D,{of.terms(f'bnK{keys[2:]}')},bq,bI"
-    own = _cost(b, "pairs_striped", latent=of.latent) | _seen_keys(b, reach)
-    own |= {"keys": cache.size("keys")}
+    attrs = _cost(b, "pairs_striped", latent=of.latent) | _seen_keys(b, reach)
+    attrs |= {"keys": cache.size("keys")}
     out: tuple[Size, ...] = (stripes, *q.shape[:-1])
-    of_sums: dict[str, Any] = own | {"out": out, "name": "row_sums", "dtype": "fp32", "sums": True}
+    of_sums: dict[str, Any] = attrs | {
+        "out": out,
+        "name": "row_sums",
+        "dtype": "fp32",
+        "sums": True,
+    }
     of_sums |= {"products": (0, 0)}  # the kernel that makes the result yields the sums, too
     sums = apply("striped_attention", f"{terms}->n{queries}", *operands, **of_sums)
-    own |= {"out": (*out, width), "name": "core"}
-    o = apply("striped_attention", f"{terms}->n{queries}{value.upper()}", *operands, **own)
+    attrs |= {"out": (*out, width), "name": "core"}
+    o = apply("striped_attention", f"{terms}->n{queries}{value.upper()}", *operands, **attrs)
     heads = ",a" if of.sinks else ""
     spec = f"n{rows}v,M{rows}{heads}->{rows}v"
     merged = apply("merge_stripes", spec, o, sums, *of.sinks, name="merged", dtype=b.dtype)
@@ -320,8 +325,8 @@ def _cost(b: Builder, pairs: str, *, latent: bool = False) -> dict[str, Any]:
 
 def _seen_keys(b: Builder, reach: Reach) -> dict[str, Any]:
     """The attributes that say which keys a query sees."""
-    own: dict[str, Any] = {"window": reach.window}
-    own |= {"chunk": reach.chunk} if reach.chunk else {}
+    attrs: dict[str, Any] = {"window": reach.window}
+    attrs |= {"chunk": reach.chunk} if reach.chunk else {}
     if KvCache.of(b, reach).striped:
-        own |= {"stripes": size("Stripes"), "block": STRIPED.size("L") / STRIPED.size("I")}
-    return own
+        attrs |= {"stripes": size("Stripes"), "block": STRIPED.size("L") / STRIPED.size("I")}
+    return attrs

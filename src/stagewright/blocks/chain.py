@@ -18,7 +18,6 @@ from stagewright.blocks.ends import (
     positions,
     tied,
 )
-from stagewright.blocks.families.diffusion import conditioned_layer, denoiser, noisy_patches
 from stagewright.blocks.families.drafts import EMBEDDED, draft_input
 from stagewright.blocks.families.encoder_decoder import (
     decoder_layer,
@@ -27,7 +26,6 @@ from stagewright.blocks.families.encoder_decoder import (
     source_embedding,
 )
 from stagewright.blocks.families.mtp import final_norm, mtp, mtp_name
-from stagewright.blocks.families.recommendation import ranking
 from stagewright.blocks.families.shared import shared_tables
 from stagewright.blocks.families.vision import classifier, patches, projector, tower
 from stagewright.blocks.layers import layer
@@ -41,16 +39,16 @@ Make = Callable[[ModelConfig, Recipe, Layer], Block]
 
 
 def _in_tower(make: Make) -> Make:
-    def made(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+    def made(config: ModelConfig, recipe: Recipe, kind: Layer) -> Block:
         assert config.tower is not None
-        return tower(make(config.tower, recipe, what))
+        return tower(make(config.tower, recipe, kind))
 
     return made
 
 
 BLOCKS: dict[str, Make] = {
-    "embedding": lambda config, recipe, what: (
-        chained(config, recipe, what) if what.module else embedding(config, recipe)
+    "embedding": lambda config, recipe, kind: (
+        chained(config, recipe, kind) if kind.module else embedding(config, recipe)
     ),
     "positions": lambda config, recipe, _: positions(config, recipe),
     "layer": layer,
@@ -61,8 +59,8 @@ BLOCKS: dict[str, Make] = {
     "final_norm": final_norm,
     "mtp": mtp,
     "draft_input": lambda config, recipe, _: draft_input(config, recipe),
-    "head": lambda config, recipe, what: (
-        chained(config, recipe, what) if what.module else head(config, recipe)
+    "head": lambda config, recipe, kind: (
+        chained(config, recipe, kind) if kind.module else head(config, recipe)
     ),
     "output": lambda config, recipe, _: output(config, recipe),
     "output_with_gradient": lambda config, recipe, _: output(
@@ -74,10 +72,6 @@ BLOCKS: dict[str, Make] = {
     "tower.patches": _in_tower(patches),
     "tower.layer": _in_tower(layer),
     "projector": projector,
-    "noisy_patches": noisy_patches,
-    "conditioned_layer": conditioned_layer,
-    "denoiser": denoiser,
-    "ranking": ranking,
     "module": chained,
 }
 """The kinds of blocks that a model is a chain of, by name."""
@@ -92,7 +86,7 @@ class PlacedBlock(NamedTuple):
     """The index of a layer, counted through the model; -1: the block is no layer."""
     layer: Layer = Layer()
     behind: bool = False
-    """Whether a block that is no layer shares the stage of the layer before it, or of the next."""
+    """A block that is no layer shares the stage of the layer before it, not of the next."""
 
 
 @lru_cache(maxsize=16)  # every run of a search asks for the chain of its model
@@ -102,8 +96,6 @@ def chain(config: ModelConfig) -> tuple[PlacedBlock, ...]:
 
 
 def _of_kind(config: ModelConfig) -> list[PlacedBlock]:
-    if config.recommendation:
-        return [PlacedBlock("ranking", 0)]
     if config.chain:
         return _of_modules(config)
     tower = config.tower
@@ -113,9 +105,6 @@ def _of_kind(config: ModelConfig) -> list[PlacedBlock]:
     layers = [PlacedBlock("layer", first + i, config.layer(i)) for i in range(config.num_layers)]
     if config.bare:
         return layers
-    if config.diffusion:
-        layers = [part._replace(block="conditioned_layer") for part in layers]
-        return [PlacedBlock("noisy_patches"), *layers, PlacedBlock("denoiser")]
     if config.vision:
         return [
             PlacedBlock("patches"),
@@ -155,8 +144,8 @@ def _of_modules(config: ModelConfig) -> list[PlacedBlock]:
         if not link.layers:
             placed.append(PlacedBlock(name, layer=Layer(module=link.module)))
         for _ in range(link.layers):
-            what = config.layer(number)._replace(module=link.module)
-            placed.append(PlacedBlock("layer", number, what))
+            kind = config.layer(number)._replace(module=link.module)
+            placed.append(PlacedBlock("layer", number, kind))
             number += 1
     return placed
 

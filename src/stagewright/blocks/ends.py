@@ -107,7 +107,7 @@ GROUP_LSE, GROUP_PICKED = "group_lse", "group_picked"
 """Per token, of each rank's group of the vocabulary: the logarithm of the sum of the exponentials
 of its logits, and the logit of the label, 0 where the label is in another group."""
 GROUPS = "VocabularyGroups"
-"""How many ranks share the vocabulary."""
+"""Number of ranks that share the vocabulary."""
 
 
 def output(config: ModelConfig, recipe: Recipe, *, gradient_in_forward: bool = False) -> Block:
@@ -138,9 +138,9 @@ def output(config: ModelConfig, recipe: Recipe, *, gradient_in_forward: bool = F
         of_picked = apply(
             "embedding", "bs,(gv)m->bsgm", labels, w, out=whole, dtype=b.dtype, name="label_row"
         )
-        own: dict[str, Any] = {"scope": SUMS, "out": groups}
-        lse = apply("with_gradient", "bsg,bsM,bsgM->bsg", lse, x, of_lse, **own)
-        picked = apply("with_gradient", "bsg,bsM,bsgM->bsg", picked, x, of_picked, **own)
+        attrs: dict[str, Any] = {"scope": SUMS, "out": groups}
+        lse = apply("with_gradient", "bsg,bsM,bsgM->bsg", lse, x, of_lse, **attrs)
+        picked = apply("with_gradient", "bsg,bsM,bsgM->bsg", picked, x, of_picked, **attrs)
     b.make(GROUP_LSE, lse)
     b.make(GROUP_PICKED, picked)
     return finish("output", b, x, None)
@@ -152,11 +152,11 @@ def loss(config: ModelConfig, recipe: Recipe) -> Block:
     lse, picked = (
         b.take(name, "B", "S", GROUPS, dtype="fp32") for name in (GROUP_LSE, GROUP_PICKED)
     )
-    own: dict[str, Any] = {"scope": SUMS}
-    top = identity(apply("max", "bsg->bs", lse, name="max", **own), "max")
-    summed = apply("exp_sum", "bsg,bs->bs", lse, top, name="exp_sum", **own)
+    attrs: dict[str, Any] = {"scope": SUMS}
+    top = identity(apply("max", "bsg->bs", lse, name="max", **attrs), "max")
+    summed = apply("exp_sum", "bsg,bs->bs", lse, top, name="exp_sum", **attrs)
     summed = identity(summed, "exp_sum")
-    label = identity(apply("sum", "bsg->bs", picked, name="picked", **own), "picked")
+    label = identity(apply("sum", "bsg->bs", picked, name="picked", **attrs), "picked")
     each = elementwise("nll", top, summed, label, name="nll")
     return finish("loss", b, None, apply("mean", "bs->", each, name="loss"), is_loss=True)
 
@@ -207,8 +207,8 @@ def _logits(b: Builder, h: Node) -> Node:
         )
     table = "wte" if config.tied_embeddings else "lm_head"
     copied = "wte" if config.tied_embeddings else ""
-    own = b.param if copied else b.weight
-    w = own(table, "V/tp", width, scope=scope, tied=copied, rows=0)
+    declare = b.param if copied else b.weight
+    w = declare(table, "V/tp", width, scope=scope, tied=copied, rows=0)
     if b.recipe.gradients.of_each_linear:
         h = identity(h, "logits_in")
     h = h if copied else b.lowered(h, b.stored(table, scope))

@@ -107,8 +107,8 @@ def _balanced(b: Builder, logits: Node, gates: Node) -> Node:
     counts = apply("count", spec, gates, out=out, dtype="int64", name="balance_counts", **OWN)
     scores = elementwise_whole("scores", logits, fn=b.config.router, name="scores")
     tokens, of = spec.split("->")
-    own: dict[str, Any] = {"coeff": r.aux_loss, "top_k": b.config.top_k, "name": "aux_loss"}
-    return apply("aux_loss", f"{tokens},{tokens},{of}->{tokens}", gates, scores, counts, **own)
+    attrs: dict[str, Any] = {"coeff": r.aux_loss, "top_k": b.config.top_k, "name": "aux_loss"}
+    return apply("aux_loss", f"{tokens},{tokens},{of}->{tokens}", gates, scores, counts, **attrs)
 
 
 def _held(b: Builder) -> str:
@@ -132,36 +132,36 @@ def _exchanged(b: Builder, h: Node, gates: Node) -> Node:
     where = b.recipe.experts.apply_probs
     if served and where == "experts":
         where = "output"  # as in vLLM and DeepEP
-    own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
+    attrs: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
     held = b.stored("we_up", "mlp")
     sent = b.lowered(h, held) if held and held.product == "fp8" else h
-    rows = dispatch(sent, gates, size("R"), weighted=where == "input", name="permuted", **own)
+    rows = dispatch(sent, gates, size("R"), weighted=where == "input", name="permuted", **attrs)
     rows = identity(identity(rows, "dispatched"), "expert_in")
     probs = going = None
     if where == "experts":
-        probs = identity(row_gates(gates, size("R"), name="probs", **own), "probs")
+        probs = identity(row_gates(gates, size("R"), name="probs", **attrs), "probs")
         going = identity(probs, "probs_dispatched")
         probs = identity(going, "probs_in")
     out = identity(_experts(b, rows, probs), "expert_out")
     if b.config.mlp_bias:
         out = _biased(b, out, going)
     out = identity(out, "returned")
-    return combine(out, gates, weighted=where == "output", name="moe_out", **own)
+    return combine(out, gates, weighted=where == "output", name="moe_out", **attrs)
 
 
 def _gathered(b: Builder, h: Node, gates: Node) -> Node:
     """Every rank gathers the tokens of all ranks that share the experts; results are summed."""
-    own: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
+    attrs: dict[str, Any] = {**OWN, "top_k": b.config.top_k}
     routes = elementwise("routes", gates, dtype="uint8", name="routes", **OWN)
     routes = own_experts(identity(routes, "routes_known"), name="routes_here", **OWN)
     known = own_experts(identity(gates, "gates_known"), name="gates_here", **OWN)
-    rows = dispatch(identity(h, "routed"), routes, size("R"), name="permuted", **own)
+    rows = dispatch(identity(h, "routed"), routes, size("R"), name="permuted", **attrs)
     rows = identity(rows, "expert_in")
-    probs = identity(row_gates(known, size("R"), name="probs", **own), "probs_in")
+    probs = identity(row_gates(known, size("R"), name="probs", **attrs), "probs_in")
     out = identity(_experts(b, rows, probs), "expert_out")
     if b.config.mlp_bias:
         out = _biased(b, out, probs)
-    return identity(combine(out, routes, name="moe_out", **own), "moe_reduced")
+    return identity(combine(out, routes, name="moe_out", **attrs), "moe_reduced")
 
 
 def _experts(b: Builder, rows: Node, probs: Node | None) -> Node:
@@ -191,5 +191,5 @@ DISPATCHERS: Mapping[str, Callable[[Builder, Node, Node], Node]] = {
     "alltoall": _exchanged,
     "allgather": _gathered,
 }
-"""What a rank computes between the gates and the sum of experts' results, by
+"""Computation between the gates and the sum of experts' results, by
 `moe_token_dispatcher_type`; the layouts of the same rows are in `parallel.activations`."""

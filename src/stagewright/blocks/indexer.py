@@ -24,7 +24,7 @@ OWN: dict[str, Any] = {"scope": "attention.indexer"}
 
 
 class IndexerOperands(NamedTuple):
-    """What scores of keys are computed of."""
+    """Operands of the scores of keys."""
 
     q: Node
     """Queries of some heads, [B, S, heads, width]."""
@@ -129,12 +129,12 @@ def _turned(b: Builder, x: Node, name: str) -> Node:
 
 def _cost(b: Builder, of: IndexerOperands) -> dict[str, Any]:
     """The attributes that say what scoring costs, and how scores are made."""
-    own: dict[str, Any] = {"width": b.config.index_head_dim, "weighed": bool(of.weights), **OWN}
-    return {"causal": True, "products": (1, 0), **own, **_in_blocks(b, of.compress)}
+    attrs: dict[str, Any] = {"width": b.config.index_head_dim, "weighed": bool(of.weights), **OWN}
+    return {"causal": True, "products": (1, 0), **attrs, **_in_blocks(b, of.compress)}
 
 
 def _in_blocks(b: Builder, compress: int) -> dict[str, Any]:
-    """What says that a number stands for a block of positions, or for one key of several."""
+    """Attributes of a choice whose numbers are of blocks of positions, or of compressed keys."""
     if compress > 1:
         return {"top_block": compress, "compress": compress}
     block = b.config.index_block_size
@@ -149,17 +149,17 @@ def _trained(b: Builder, of: IndexerOperands) -> Choice:
     """Scores are made of all keys to choose some, and of these again, which are kept."""
     terms, result = of.spec
     operands = (of.q, of.k, *of.weights)
-    own: dict[str, Any] = {
+    attrs: dict[str, Any] = {
         "out": of.out(),
         "dtype": "int32",
         "name": CHOSEN,
         **_cost(b, of),
         **_local(b),
     }
-    chosen = identity(apply("index_topk", f"{terms}->{result}", *operands, **own), CHOSEN)
-    own = {"dtype": "fp32", "name": "index_scores", "top": b.config.index_topk, **_cost(b, of)}
+    chosen = identity(apply("index_topk", f"{terms}->{result}", *operands, **attrs), CHOSEN)
+    attrs = {"dtype": "fp32", "name": "index_scores", "top": b.config.index_topk, **_cost(b, of)}
     spec = f"{terms},{result}->{result}"
-    scores = apply("index_scores", spec, *operands, chosen, **own)
+    scores = apply("index_scores", spec, *operands, chosen, **attrs)
     return Choice(chosen, scores, of.compress)
 
 
@@ -175,15 +175,15 @@ def _served(b: Builder, of: IndexerOperands, reach: Reach) -> Choice:
     cache = KvCache.of(b, reach)
     (kept,) = cached(b, {"index": of.k}, reach, "fp8_r128" if low else "")
     q = cast(of.q, "fp8", name="index_q_low", **OWN) if low else of.q
-    own: dict[str, Any] = {"out": of.out(), "dtype": "int32", "name": CHOSEN, **_local(b)}
+    attrs: dict[str, Any] = {"out": of.out(), "dtype": "int32", "name": CHOSEN, **_local(b)}
     pairs, keys = ("pairs", "keys") if of.compress == 1 else map(cache.size, ("pairs", "keys"))
-    own |= {"pairs": size(pairs), "keys": size(keys), "requests": size("requests")}
+    attrs |= {"pairs": size(pairs), "keys": size(keys), "requests": size("requests")}
     terms, result = of.spec
     # A token has a slot where each position has a key; else its request and position say which.
     at = (token_requests(), b.positions()) if of.compress > 1 else (cache.slots(),)
     spec = f"{terms},{','.join(['bq'] * len(at))},bI->{result}"
     operands = (q, kept, *of.weights, *at, cache.block_table())
-    chosen = apply("index_topk", spec, *operands, **own, **_cost(b, of))
+    chosen = apply("index_topk", spec, *operands, **attrs, **_cost(b, of))
     return Choice(identity(chosen, CHOSEN), compress=of.compress)
 
 
@@ -196,12 +196,12 @@ def with_loss(b: Builder, q: Node, keys: Node, of: Choice) -> Node:
     """
     if of.scores is None:
         return q
-    own: dict[str, Any] = {"causal": True, "top": b.config.index_topk, "width": b.score_width}
-    own |= {"products": (1, 0), "dtype": "fp32", "name": "index_target", **OWN}
-    own |= _in_blocks(b, of.compress)
+    attrs: dict[str, Any] = {"causal": True, "top": b.config.index_topk, "width": b.score_width}
+    attrs |= {"products": (1, 0), "dtype": "fp32", "name": "index_target", **OWN}
+    attrs |= _in_blocks(b, of.compress)
     grouped = of.terms == "bqgT"
     terms = "bq(gr)D,bKgD" if grouped else "bqaD,bKD"
-    target = apply("index_target", f"{terms},{of.terms}->{of.terms}", q, keys, of.chosen, **own)
+    target = apply("index_target", f"{terms},{of.terms}->{of.terms}", q, keys, of.chosen, **attrs)
     spec = "bs(gr)d,bsgT,bsgT->bs(gr)d" if grouped else "bsad,bsT,bsT->bsad"
     fields: dict[str, Any] = {"coeff": b.recipe.index_loss, "name": "q_core"}
     return apply("index_loss", spec, q, of.scores, target, **fields)

@@ -1,4 +1,4 @@
-"""What blocks are in inference: only forward, with states and weights that stay in memory.
+"""Blocks in inference: only forward, with states and weights that stay in memory.
 
 Attention over a KV cache is in `blocks.cache`.
 """
@@ -16,7 +16,7 @@ from stagewright.graph.parameter import Parameter
 from stagewright.graph.roles import Binding, Role
 
 OF_REQUESTS = Binding(like="token_slots")
-"""Of an integer input about a rank's requests, [B, ...]."""
+"""Binding of an integer input about a rank's requests, [B, ...]."""
 
 
 def finish(name: str, b: Builder, y: Node | None) -> Block:
@@ -46,12 +46,12 @@ def with_state(
     """
     ids = token_requests()
     ins, out = spec.split("->")
-    own = "br" + {4: "in", 6: "ghnp"}[len(state.shape)] if op != "conv1d_served" else ""
-    own = own or f"br{ins.split(',')[0][2:]}u"
+    state_term = "br" + {4: "in", 6: "ghnp"}[len(state.shape)] if op != "conv1d_served" else ""
+    state_term = state_term or f"br{ins.split(',')[0][2:]}u"
     operands = (*srcs, state, ids)
-    terms = f"{ins},{own},bS"
+    terms = f"{ins},{state_term},bS"
     new: dict[str, Any] = {**fields, "name": state.name, "dtype": state.dtype, "part": "state"}
-    b.extra[state.name] = apply(op, f"{terms}->{own}", *operands, role=Role.CACHE, **new)
+    b.extra[state.name] = apply(op, f"{terms}->{state_term}", *operands, role=Role.CACHE, **new)
     return apply(op, f"{terms}->{out}", *operands, part="y", **fields)
 
 
@@ -70,8 +70,8 @@ def state_of(
     """
     declared = Parameter.declare(table or f"{name}_state", *dims)
     shape = ("B", "requests", *sizes_of(dims, declared))
-    own: dict[str, Any] = {"binding": Binding(split_as=declared), "scope": scope}
-    return leaf("state", shape, dtype or b.dtype, f"{name}_state", role=Role.CACHE, **own)
+    attrs: dict[str, Any] = {"binding": Binding(split_as=declared), "scope": scope}
+    return leaf("state", shape, dtype or b.dtype, f"{name}_state", role=Role.CACHE, **attrs)
 
 
 def last_tokens(h: Node) -> Node:

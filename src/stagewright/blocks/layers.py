@@ -54,31 +54,31 @@ FEED_FORWARDS: dict[str, Branch] = {"dense": mlp, "experts": experts, "dense+exp
 """MLPs, which work on each position by itself, by `Layer.mlp`."""
 
 
-def layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+def layer(config: ModelConfig, recipe: Recipe, kind: Layer) -> Block:
     """One layer with its residual sums; a part called "none" is left out, norms and all."""
-    if what.sizes:
-        own = own_numbers(config, what.sizes)
-        block = layer(config.with_own_sizes(what.sizes), recipe, what._replace(sizes=0))
+    if kind.sizes:
+        differing = own_numbers(config, kind.sizes)
+        block = layer(config.with_own_sizes(kind.sizes), recipe, kind._replace(sizes=0))
 
-        def rename(of: Size) -> Size:
-            return of.subs({s: f"{s}_of{what.sizes}" for s in of.symbols if s in own})
+        def rename(symbol: Size) -> Size:
+            return symbol.subs({s: f"{s}_of{kind.sizes}" for s in symbol.symbols if s in differing})
 
         return renamed(block, block.name, rename)
-    if what.module:
-        return chained(config, recipe, what)
+    if kind.module:
+        return chained(config, recipe, kind)
     b = Builder(config, recipe)
     if config.bare:
-        return bare(b, module_named(config, what.mixer))
+        return bare(b, module_named(config, kind.mixer))
     x = stream(stream_dims(config.residual_streams), b.dtype)
-    return finish("layer", b, x, body(b, x, what))
+    return finish("layer", b, x, body(b, x, kind))
 
 
-def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> Node:
+def body(b: Builder, x: Node, kind: Layer, *, cross: Branch | None = None) -> Node:
     """A layer's new residual stream [B, S, M], or streams [B, S, Streams, M]; `cross` is attention
     to another sequence, which follows the mixer."""
     config = b.config
-    own = {m.name: partial(part_of_layer, m) for m in config.modules}
-    mixer, mlp_ = (MIXERS | own).get(what.mixer), (FEED_FORWARDS | own).get(what.mlp)
+    modules = {m.name: partial(part_of_layer, m) for m in config.modules}
+    mixer, mlp_ = (MIXERS | modules).get(kind.mixer), (FEED_FORWARDS | modules).get(kind.mlp)
     place = config.norm_placement
     if config.parallel_block:
         h = b.norm(x, "attn_norm", scope="attention")
@@ -97,11 +97,11 @@ def body(b: Builder, x: Node, what: Layer, *, cross: Branch | None = None) -> No
         if part is None:
             continue
         read, weights = read_streams(b, y, norm, scope)
-        read = with_shared(b, read, what.block) if what.block and part is mixer else read
+        read = with_shared(b, read, kind.block) if kind.block and part is mixer else read
         h = read if place in ("post", "output") else b.norm(read, f"{norm}_norm", scope=scope)
         if part is mixer and config.draft_head.startswith("eagle3"):
             h = beside_embedded(b, h)
-        mixture = norm == "mlp" and what.mlp == "dense+experts"
+        mixture = norm == "mlp" and kind.mlp == "dense+experts"
         out = _beside(b, read, h) if mixture else part(b, h)
         out = identity(out, "branch", scope=scope)
         if place == "sandwich":

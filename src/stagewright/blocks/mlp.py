@@ -25,7 +25,7 @@ class Matrices:
     inner: str
     """Indices of what is between up and down, `bsf`."""
     biased: bool = False
-    """Whether up and gate have biases; that of down is added where ranks' results are summed."""
+    """Up and gate have biases; that of down is added where ranks' results are summed."""
 
 
 def mlp(b: Builder, h: Node) -> Node:
@@ -41,7 +41,7 @@ def mlp(b: Builder, h: Node) -> Node:
 def feed_forward(
     b: Builder,
     h: Node,
-    of: Matrices,
+    matrices: Matrices,
     *,
     weigh: Callable[[Node], Node] = lambda a: a,
     attrs: Mapping[str, Any] | None = None,
@@ -52,35 +52,37 @@ def feed_forward(
     """
     c = b.config
     scope = "mlp"
-    rows, inner = of.rows, of.inner
-    lead = inner[0] if len(of.dims) == 3 else ""  # experts have weights of their own
+    rows, inner = matrices.rows, matrices.inner
+    lead = inner[0] if len(matrices.dims) == 3 else ""  # experts have weights of their own
     into = f"{rows},{lead}{rows[-1]}{inner[-1]}->{inner}"
     wide: dict[str, Node] = {}
     for part_ in ("up", "gate") if c.gated else ("up",):
-        name = of.up if part_ == "up" else of.gate
-        w = b.weight(name, *of.dims, scope=scope)
-        joint = of.up if c.gated else ""
+        name = matrices.up if part_ == "up" else matrices.gate
+        w = b.weight(name, *matrices.dims, scope=scope)
+        joint = matrices.up if c.gated else ""
         wide[part_] = b.linear(into, h, w, part_, scope=scope, joint=joint, **(attrs or {}))
         if b.block and c.shared_blocks and c.shared_blocks.adapter_rank:
             wide[part_] = b.adapted(wide[part_], h, "mlp_narrow", part_, "bsr,rf->bsf", "F/tp")
-        if of.biased:
+        if matrices.biased:
             bias = "b" + name.removeprefix("w")
-            wide[part_] = b.bias(wide[part_], bias, *of.dims[:-2], of.dims[-1])
+            wide[part_] = b.bias(wide[part_], bias, *matrices.dims[:-2], matrices.dims[-1])
     if c.gated:
-        own: dict[str, Any] = {"fn": c.activation, "name": "act", "scope": scope}
+        act_attrs: dict[str, Any] = {"fn": c.activation, "name": "act", "scope": scope}
         if c.glu_linear_offset:
-            own["offset"] = c.glu_linear_offset
+            act_attrs["offset"] = c.glu_linear_offset
         if c.activation_func_clamp_value is not None:
-            own["clamp"] = c.activation_func_clamp_value
-        if b.recipe.operators.eager and own.keys() == {"fn", "name", "scope"}:
+            act_attrs["clamp"] = c.activation_func_clamp_value
+        if b.recipe.operators.eager and act_attrs.keys() == {"fn", "name", "scope"}:
             a = b.act(wide["gate"], c.activation)
             # Autograd keeps both factors until the gradients of both are made.
             kept: dict[str, Any] = {"name": "act", "backward_temporaries": 1}
             a = elementwise("times", a, wide["up"], scope=scope, **kept)
         else:
-            a = elementwise("glu", wide["gate"], wide["up"], **own)
+            a = elementwise("glu", wide["gate"], wide["up"], **act_attrs)
     else:
         a = elementwise("act", wide["up"], fn=c.activation, name="act", scope=scope)
-    w = b.weight(of.down, *of.dims[:-2], of.dims[-1], of.dims[-2], scope=scope)
+    w = b.weight(
+        matrices.down, *matrices.dims[:-2], matrices.dims[-1], matrices.dims[-2], scope=scope
+    )
     outof = f"{inner},{lead}{inner[-1]}{rows[-1]}->{rows}"
     return b.linear(outof, weigh(a), w, "mlp_out", scope=scope, **(attrs or {}))

@@ -1,4 +1,4 @@
-"""How a model is trained or served, as far as one device can tell.
+"""Recipe of training or serving a model, as far as one device can tell.
 
 `lower.recipe.recipe_of` makes a recipe of a run's settings; the builders of blocks read nothing
 else of a run.
@@ -35,7 +35,7 @@ class Precision:
     second_copy: Fraction = Fraction(0)
     """Bytes of these for the copy that only the gradient of a weight reads."""
     norms_cast: bool = False
-    """Whether norms write such operands themselves, though `rescaling` is not None."""
+    """Norms write such operands themselves, though `rescaling` is not None."""
     gradient: str = "fp32"
     """Gradients that microbatches accumulate in."""
     master: str = "fp32"
@@ -77,7 +77,7 @@ XLA casts where an operand is made or read."""
 
 
 class Rescaling(NamedTuple):
-    """What casts of a recipe of fp8 move, in bytes per value, besides reading and writing it."""
+    """Bytes per value that casts of an fp8 recipe move, besides reading and writing it."""
 
     scales: Fraction
     """To find or to store scales."""
@@ -108,51 +108,51 @@ Blackwell needs no transposed copy of `delayed` and `tensorwise`, one byte less 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRecipe:
-    """How a mixture of experts is trained: Megatron-LM's options, as far as one device can tell."""
+    """Training of a mixture of experts: Megatron-LM's options, as far as one device can tell."""
 
     dispatcher: str = "alltoall"
     """`alltoall`: copies of tokens go to the ranks of their experts. `allgather`: every rank gets
     all tokens."""
     apply_probs: str = "experts"
+    """Values that the gates multiply: the `input` of experts, those inside, or their `output`."""
     kept: tuple[int, int] = (0, 0)
-    """Bytes that routing keeps for backward: for each token, and besides; zeros: the gates."""
-    """What the gates weigh: the `input` of experts, their inner values, or their `output`."""
+    """Bytes that routing saves for backward: for each token, and in addition; zeros: the gates."""
     exchange_counts: bool = False
-    """Whether ranks tell each other how many copies they are about to send."""
+    """Ranks exchange the numbers of copies before they send these."""
     router_fp32: bool = False
     load_balancing_type: str = "aux_loss"
-    """Over what the load of experts is balanced: a key of `experts.COUNTED`."""
+    """Tokens over which the load of experts is balanced: a key of `experts.COUNTED`."""
     aux_loss: float = 0.0
     """The coefficient of the load balancing loss; 0: there is no such loss."""
     z_loss: float = 0.0
     """The coefficient of the loss of the logits' sizes; 0: there is no such loss."""
     expert_bias: bool = False
-    """Whether a bias of the scores, which is updated once per step, balances the load."""
+    """A bias of the scores, which is updated once per step, balances the load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """How a model is served, as far as one device can tell."""
+    """Serving of a model, as far as one device can tell."""
 
     cache_dtype: str = "bf16"
     weights: Storage = ()
-    """How matrices are stored that are not stored in what is computed in."""
+    """Storage of matrices that are not stored in the data type of the computation."""
     redundant_experts: int = 0
     """Further copies of experts that ranks hold, to balance the load (EPLB)."""
     decode: bool = False
-    """Whether the step decodes: new tokens of requests whose prompts are in the cache."""
+    """The step decodes: new tokens of requests whose prompts are in the cache."""
     striped: bool = False
-    """Whether the tokens of a request are spread over the caches of `Stripes` ranks."""
+    """The tokens of a request are spread over the caches of `Stripes` ranks."""
     prefix: bool = False
-    """Whether some request has tokens in the cache before the step."""
+    """Some request has tokens in the cache before the step."""
 
     def stored(self, name: str, scope: str) -> Stored | None:
-        """How the matrix of this name is stored; None: as it is computed with."""
+        """Storage of the matrix of this name; None: the data type of the computation."""
         return stored_as(self.weights, name, scope)
 
 
 def stored_as(storage: Storage, name: str, scope: str) -> Stored | None:
-    """How a storage has the matrix of a name and a scope; None: as it is computed with."""
+    """Storage of the matrix of a name and a scope; None: the data type of the computation."""
     rows = dict(storage)
     return rows[name] if name in rows else rows.get(scope)
 
@@ -165,19 +165,19 @@ class Tie(NamedTuple):
 
     name: str
     first: bool = True
-    """Whether it is the first copy in the model, whose gradient counts in the global norm."""
+    """It is the first copy in the model, whose gradient counts in the global norm."""
     owner: bool = True
-    """Whether it is the first copy on its rank: the tensor's gradient and update are made here."""
+    """It is the first copy on its rank: the tensor's gradient and update are made here."""
     away: bool = True
-    """Whether other pipeline ranks have copies."""
+    """Other pipeline ranks have copies."""
     later: bool = False
-    """Whether a block behind it on its stage uses the same tensor."""
+    """A later block of its stage uses the same tensor."""
     leads: bool = True
-    """Whether it is the first copy on its stage."""
+    """It is the first copy on its stage."""
 
     @property
     def words(self) -> str:
-        """Which of the copies it is.
+        """The place of the copy among all copies, in words.
 
         >>> Tie("wte").words, Tie("wte", first=False, owner=False, leads=False).words
         ('first and alone with wte', 'last here with wte')
@@ -201,9 +201,9 @@ class Adapter(NamedTuple):
     weights: tuple[str, ...]
     rank: int
     scale: float = 1.0
-    """By what the adapter's result is multiplied: alpha / rank."""
+    """Factor of the adapter's result: alpha / rank."""
     dropout: float = 0.0
-    """Of the adapter's input."""
+    """Dropout rate of the adapter's input."""
 
     @property
     def first(self) -> str:
@@ -221,7 +221,7 @@ class Adapter(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What of a block trains: all of it, but for what is frozen."""
+    """The parts of a block that train: all but those that are frozen."""
 
     frozen: frozenset[str] = frozenset()
     """The block's parameters that do not train."""
@@ -229,7 +229,7 @@ class Training(NamedTuple):
     """Live values that come to the block and depend on nothing that trains."""
     adapters: tuple[Adapter, ...] = ()
     stored: Storage = ()
-    """How frozen matrices are stored that are not stored in what is computed in."""
+    """Storage of frozen matrices that are not stored in the data type of the computation."""
 
     def adapter(self, weight: str) -> Adapter | None:
         """The adapter that trains beside a weight."""
@@ -242,12 +242,12 @@ EVERYTHING = Training()
 
 @dataclass(frozen=True, slots=True)
 class OperatorHabits:
-    """Which operators the forward pass is written with, where frameworks differ."""
+    """Operators of the forward pass, where frameworks differ."""
 
     eager: bool = False
     """RMSNorm, gated activation and loss are chains of operators."""
     joint_projections: bool = True
-    """Whether query, key and value are timed as one product; gate and up, too."""
+    """Query, key and value are timed as one product; gate and up, too."""
     repeat_kv: bool = False
     """Key-value heads are copied for each of their query heads."""
 
@@ -268,19 +268,19 @@ class GradientHabits:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerHabits:
-    """What the optimizer holds and reads, where frameworks differ."""
+    """State and reads of the optimizer, where frameworks differ."""
 
     step_tensors: bool = False
     """It holds a tensor with the number of steps for each parameter."""
     momentum: bool = True
-    """Whether `sgd` keeps a momentum."""
+    """`sgd` has a momentum."""
     partial_reads: int = 0
-    """Gradients that are partial sums over tp are reduced at each of so many reads; 0: before."""
+    """Number of reads that each reduce gradients which are partial over tp; 0: reduced before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model is trained, or served, as far as one device can tell."""
+    """Training or serving of a model, as far as one device can tell."""
 
     precision: Precision = PRECISIONS["bf16"]
     optimizer: str = "adamw"
@@ -291,45 +291,45 @@ class Recipe:
     dropout: bool = True
     clip_grad: bool = True
     cast_once: bool = True
-    """Whether low-precision copies of weights are made once per step, or in each microbatch."""
+    """Low-precision copies of weights are made once per step, not in each microbatch."""
     gather_once: bool = False
-    """Whether gathered parameters stay gathered for the whole step."""
+    """Gathered parameters stay gathered for the whole step."""
     experts: ExpertRecipe = ExpertRecipe()
     absorb: bool = False
-    """Whether latent attention computes in the space of the latents, as for decoding."""
+    """Latent attention computes in the space of the latents, as for decoding."""
     sum_tied: bool = False
-    """Whether gradients of one tensor's copies on a rank are added before they are reduced."""
+    """Gradients of one tensor's copies on a rank are added before they are reduced."""
     root: bool = False
-    """Whether the block's parameters are gathered in one unit with those of other blocks."""
+    """The block's parameters are gathered in one unit with those of other blocks."""
     gather_root_once: bool = False
-    """Whether the parameters of that unit stay gathered for the whole step."""
+    """The parameters of that unit stay gathered for the whole step."""
     ties: tuple[Tie, ...] = ()
     """The block's copies of tables that other blocks have copies of."""
     shared_vocabulary: bool = False
-    """Whether the ranks of a pipeline share the embedding and the output layer: these are tables
-    alone then, and what stands beside them is in blocks of its own."""
+    """The ranks of a pipeline share the embedding and the output layer. These blocks then consist
+    of a table only; norms and positions are separate blocks."""
     begins: frozenset[str] = frozenset()
     """Live values that the block makes itself, rather than take them from a block before it."""
     ends: frozenset[str] = frozenset()
     """Live values that no block behind this one uses."""
     parameters_alone: bool = False
-    """Whether blocks are built for their parameters only: without gradients, to count them."""
+    """Blocks are built for their parameters only: without gradients, to count them."""
     mtp_loss: float = 0.1
     """The weight of multi-token prediction in the loss."""
     index_loss: float = 0.0
     """The weight of the loss by which an indexer learns what attention attends to."""
     inference: Inference | None = None
-    """How the model is served; None: it is trained."""
+    """Options of serving; None: the model is trained."""
     training: Training = EVERYTHING
-    """What of the block trains."""
+    """The parts of the block that train."""
     logits: str = ""
-    """How the loss reads logits: "split" over the vocabulary, "gathered"; "": they are whole."""
+    """Logits as the loss reads them: "split" over the vocabulary, "gathered"; "": unsharded."""
     operators: OperatorHabits = OperatorHabits()
     gradients: GradientHabits = GradientHabits()
     updates: OptimizerHabits = OptimizerHabits()
 
     def stored(self, name: str, scope: str) -> Stored | None:
-        """How a matrix is stored, where it is served or frozen; None: as it is computed with."""
+        """Storage of a matrix that is served or frozen; None: the data type of the computation."""
         if self.inference:
             return self.inference.stored(name, scope)
         frozen = name in self.training.frozen

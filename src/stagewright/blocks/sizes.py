@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stagewright.model.config import ModelConfig
-from stagewright.model.images import Diffusion, Vision
-from stagewright.model.recommendation import Recommendation
+from stagewright.model.layers import Vision
 
 
 def sizes(config: ModelConfig) -> dict[str, int]:
@@ -49,20 +48,16 @@ def sizes(config: ModelConfig) -> dict[str, int]:
         }
     if config.vision:
         numbers |= _vision_sizes(config.vision, config.max_position_embeddings)
-    if config.diffusion:
-        numbers |= _diffusion_sizes(config.diffusion)
     if config.tower:
         numbers |= {f"tower_{name}": number for name, number in sizes(config.tower).items()}
-    if config.recommendation:
-        numbers |= _recommendation_sizes(config.recommendation)
     return numbers
 
 
 def own_numbers(config: ModelConfig, number: int) -> dict[str, int]:
     """The sizes in which layers with sizes of their own differ from the model's other layers."""
     of_model = sizes(replace(config, own_sizes=(), layers_with_own_sizes=(0,)))
-    own = sizes(config.with_own_sizes(number))
-    return {name: size for name, size in own.items() if size != of_model[name]}
+    of_layers = sizes(config.with_own_sizes(number))
+    return {name: size for name, size in of_layers.items() if size != of_model[name]}
 
 
 def _state_sizes(config: ModelConfig) -> dict[str, int]:
@@ -87,18 +82,3 @@ def _state_sizes(config: ModelConfig) -> dict[str, int]:
 def _vision_sizes(v: Vision, positions: int) -> dict[str, int]:
     pixels = v.channels * v.patch_size**2
     return {"Patches": v.patches, "Pixels": pixels, "Classes": v.classes, "S": positions}
-
-
-def _diffusion_sizes(d: Diffusion) -> dict[str, int]:
-    area = d.patch_size**2
-    numbers = {"Patches": d.patches, "S": d.patches + 1, "Pixels": d.channels * area}
-    return numbers | {"Waves": d.waves, "Classes": d.classes, "Out": d.out_channels * area}
-
-
-def _recommendation_sizes(r: Recommendation) -> dict[str, int]:
-    vectors = len(r.rows) + 1
-    numbers = {"Tables": len(r.rows), "Rows": -(-sum(r.rows) // len(r.rows)), "Dense": r.dense}
-    numbers["Pairs"] = vectors * (vectors - 1) // 2
-    for name, widths in (("Bottom", r.bottom), ("Top", r.top)):
-        numbers |= {f"{name}{i}": width for i, width in enumerate(widths)}
-    return numbers

@@ -30,17 +30,17 @@ def mamba(b: Builder, h: Node) -> Node:
     w = _param(b, "mamba.w_select", INNER, "Selection")
     made = identity(einsum("bsi,ij->bsj", x, w, name="select", scope=SCOPE), "selection")
     state, both = size("State"), 2 * size("State")
-    own: dict[str, Any] = {"scope": SCOPE}
-    rest = part(made, "bsJ->bsK", both, first=False, name="bc", **own)
+    attrs: dict[str, Any] = {"scope": SCOPE}
+    rest = part(made, "bsJ->bsK", both, first=False, name="bc", **attrs)
     sources = {
-        "dt": part(made, "bsJ->bsR", size("DtRank"), first=True, name="dt_low", **own),
-        "b": part(rest, "bsK->bsN", state, first=True, name="b", **own),
-        "c": part(rest, "bsK->bsN", state, first=False, name="c", **own),
+        "dt": part(made, "bsJ->bsR", size("DtRank"), first=True, name="dt_low", **attrs),
+        "b": part(rest, "bsK->bsN", state, first=True, name="b", **attrs),
+        "c": part(rest, "bsK->bsN", state, first=False, name="c", **attrs),
     }
     dims = {"dt": "DtRank", "b": "State", "c": "State"}
     sources = {n: _inner_norm(b, s, n, dims[n]) for n, s in sources.items()}
     w = _param(b, "mamba.w_dt", "DtRank", INNER)
-    dt = einsum("bsr,ri->bsi", sources["dt"], w, name="time_steps", role=Role.REMADE, **own)
+    dt = einsum("bsr,ri->bsi", sources["dt"], w, name="time_steps", role=Role.REMADE, **attrs)
     dt = _softplus(b, dt, "mamba.dt_bias", INNER)
     a = _decay_rate(b, "mamba.a_log", INNER, "State")
     operands = (x, dt, a, sources["b"], sources["c"])
@@ -54,8 +54,8 @@ def mamba(b: Builder, h: Node) -> Node:
     else:
         y = _plain_scan(*operands)
     skip = _times("bsi,i->bsi", x, _param(b, "mamba.d", INNER), name="skip")
-    y = add(y, skip, name="skipped", **own)
-    y = elementwise("glu", z, y, fn="silu", name="gated", role=Role.REMADE, **own)
+    y = add(y, skip, name="skipped", **attrs)
+    y = elementwise("glu", z, y, fn="silu", name="gated", role=Role.REMADE, **attrs)
     y = identity(y, "channels_context", scope=SCOPE)
     return _out(b, y, "bsi,im->bsm", "mamba", INNER)
 
@@ -181,20 +181,20 @@ def _conv(
         spec += f",{channels}"
     if b.recipe.inference:
         kept = state_of(b, name, *dims, size("Taps") - 1, table=f"{name}.weight")
-        own = {"fn": "silu", "name": name, "scope": SCOPE}
-        return with_state(b, "conv1d_served", f"{spec}->{x_spec}", operands, kept, **own)
+        attrs = {"fn": "silu", "name": name, "scope": SCOPE}
+        return with_state(b, "conv1d_served", f"{spec}->{x_spec}", operands, kept, **attrs)
     spec = f"{spec}->{x_spec}"
     return apply("conv1d", spec, *operands, name=name, role=role, scope=SCOPE, fn="silu")
 
 
 def _softplus(b: Builder, x: Node, bias: str, *dims: str) -> Node:
     """softplus(x + bias) in fp32: time steps, which are positive."""
-    own: dict[str, Any] = {"scope": SCOPE}
-    x = cast(x, "fp32", name=f"{x.name}32", role=Role.REMADE, **own)
+    attrs: dict[str, Any] = {"scope": SCOPE}
+    x = cast(x, "fp32", name=f"{x.name}32", role=Role.REMADE, **attrs)
     z = letters(x)
     spec = f"{z},{z[-len(dims) :]}->{z}"
-    x = apply("bias", spec, x, _param(b, bias, *dims), name="biased", role=Role.REMADE, **own)
-    return elementwise("act", x, fn="softplus", name="rate", role=Role.REMADE, **own)
+    x = apply("bias", spec, x, _param(b, bias, *dims), name="biased", role=Role.REMADE, **attrs)
+    return elementwise("act", x, fn="softplus", name="rate", role=Role.REMADE, **attrs)
 
 
 def _beta(x: Node) -> Node:
@@ -229,13 +229,13 @@ def _inner_norm(b: Builder, x: Node, name: str, dim: str) -> Node:
 
 def _plain_scan(x: Node, dt: Node, a: Node, b: Node, c: Node) -> Node:
     """The scan with its states in memory: Table X of STAGE's paper (arXiv 2511.10480)."""
-    own: dict[str, Any] = {"scope": f"{SCOPE}.core"}
-    rates = apply("times", "bsi,in->bsin", dt, a, **own, name="da")
-    decay = elementwise("act", rates, fn="exp", **own, name="decay")
-    db = apply("times", "bsi,bsn->bsin", dt, b, **own, name="db")
-    fed = apply("times", "bsin,bsi->bsin", db, x, **own, name="fed")
-    states = apply("pscan", "bSin,bSin->bSin", decay, fed, **own, dim=1, name="states")
-    return einsum("bsin,bsn->bsi", states, c, dtype=x.dtype, **own, name="core", role=Role.CORE)
+    attrs: dict[str, Any] = {"scope": f"{SCOPE}.core"}
+    rates = apply("times", "bsi,in->bsin", dt, a, **attrs, name="da")
+    decay = elementwise("act", rates, fn="exp", **attrs, name="decay")
+    db = apply("times", "bsi,bsn->bsin", dt, b, **attrs, name="db")
+    fed = apply("times", "bsin,bsi->bsin", db, x, **attrs, name="fed")
+    states = apply("pscan", "bSin,bSin->bSin", decay, fed, **attrs, dim=1, name="states")
+    return einsum("bsin,bsn->bsi", states, c, dtype=x.dtype, **attrs, name="core", role=Role.CORE)
 
 
 def _group_norm(b: Builder, x: Node, spec: str, name: str) -> Node:
@@ -245,9 +245,9 @@ def _group_norm(b: Builder, x: Node, spec: str, name: str) -> Node:
 
 def _unit(x: Node) -> Node:
     """Keys or queries scaled to length 1; backward reads the result and the inverse lengths."""
-    own: dict[str, Any] = {"scope": SCOPE}
-    r = apply("inverse_norm", "bsgN->bsg", x, dtype="fp32", name="inverse_norm", **own)
-    return apply("unit", "bsgN,bsg->bsgN", x, r, name="unit", **own)
+    attrs: dict[str, Any] = {"scope": SCOPE}
+    r = apply("inverse_norm", "bsgN->bsg", x, dtype="fp32", name="inverse_norm", **attrs)
+    return apply("unit", "bsgN,bsg->bsgN", x, r, name="unit", **attrs)
 
 
 def _chunked(b: Builder, op: str, kernel: str, q: Node, k: Node, v: Node, *gates: Node) -> Node:
@@ -268,8 +268,8 @@ def _chunked(b: Builder, op: str, kernel: str, q: Node, k: Node, v: Node, *gates
     if served := b.recipe.inference:
         kept = state_of(b, kernel, *HEADS, "State", "Width")
         attrs |= {"chunk": 0} if served.decode else {}
-        own = {"name": "core", "scope": f"{SCOPE}.core", "dtype": v.dtype}
-        return with_state(b, f"{op}_served", spec, (q, k, v, *gates), kept, **own, **attrs)
+        core = {"name": "core", "scope": f"{SCOPE}.core", "dtype": v.dtype}
+        return with_state(b, f"{op}_served", spec, (q, k, v, *gates), kept, **core, **attrs)
     attrs |= {"dtype": v.dtype, "name": "core", "scope": f"{SCOPE}.core"}
     return apply(op, spec, q, k, v, *gates, role=Role.CORE, **attrs)
 
@@ -293,12 +293,12 @@ def _delta_rule(
     assert state is not None
     if b.recipe.inference:
         return _chunked(b, "delta_rule", kernel, q, k, v, beta, decay)
-    own: dict[str, Any] = {"chunk": state.chunk, "scope": f"{SCOPE}.core", "dtype": v.dtype}
+    attrs: dict[str, Any] = {"chunk": state.chunk, "scope": f"{SCOPE}.core", "dtype": v.dtype}
     rates = "bSghN" if len(decay.shape) == 5 else "bSgh"
     shape = (*beta.shape, size("Chunk"))
     spec = f"bSgN,bSgh,{rates}->bSghL"
-    kept = [apply("delta_inverse", spec, k, beta, decay, out=shape, name="inverse", **own)]
+    kept = [apply("delta_inverse", spec, k, beta, decay, out=shape, name="inverse", **attrs)]
     if kernel == "kimi":
         spec = f"bSgN,bSgN,{rates}->bSghL"
-        kept.append(apply("delta_scores", spec, q, k, decay, out=shape, name="scores", **own))
+        kept.append(apply("delta_scores", spec, q, k, decay, out=shape, name="scores", **attrs))
     return _chunked(b, "delta_rule", kernel, q, k, v, beta, decay, *kept)

@@ -1,4 +1,4 @@
-"""How a block ends: in training with gradients, their accumulation and the optimizer's step."""
+"""The end of a block: in training with gradients, their accumulation and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -42,39 +42,39 @@ def finish(
     parameters = [name for name in b.used if name not in training.frozen]
     (last, seed), *more = _seeds(b, y, x if passes else None, is_loss=is_loss).items()
     wrt = [*inputs, *(b.used[name] for name in parameters)]
-    found = backward(last, seed, wrt, dict(more))
+    result = backward(last, seed, wrt, dict(more))
     outputs = {"loss" if is_loss else "y": y} if y is not None else {}
     outputs |= b.extra | b.made
-    for gradient, g in zip(named, found.gradients, strict=False):
+    for gradient, g in zip(named, result.gradients, strict=False):
         outputs[gradient] = identity(g, gradient, phase="backward")
     for buffer, counts in b.counted.items():
         outputs[f"new.{buffer}"] = _counted(b.params[buffer], counts)
     of_parameters = zip(
-        (b.params[name] for name in parameters), found.gradients[len(inputs) :], strict=True
+        (b.params[name] for name in parameters), result.gradients[len(inputs) :], strict=True
     )
     gradients, summed, trained = _gradients(b, of_parameters, table_comes_first=not is_loss)
     outputs |= gradients | _optimizer_step(trained, b.recipe)
     results = [n for n in (*b.extra.values(), *b.counted.values(), y, *b.made.values()) if n]
-    order = [*toposort(results), *(n for g in found.order for n in (g, summed.get(g, g)))]
+    order = [*toposort(results), *(n for g in result.order for n in (g, summed.get(g, g)))]
     made = b.made if y is None or is_loss else {STREAM: y, **b.made}
     active = dependent(toposort(made.values()), wrt)
     graph = Graph.of([*order, *outputs.values()], outputs)
-    return Block(name, graph, found.primal, {live: n in active for live, n in made.items()})
+    return Block(name, graph, result.primal, {live: n in active for live, n in made.items()})
 
 
 def _trained_parameters(name: str, b: Builder, *, table_comes_first: bool) -> Block:
     """The parameters that the block's optimizer step would update, and nothing that uses them."""
-    found: dict[str, Node] = {}
+    weights: dict[str, Node] = {}
     for key, p in b.params.items():
         table = p.binding.tied
         tie = b.recipe.tie(table, first=table_comes_first) if table else None
         if not p.binding.buffer and (tie is None or tie.owner):
-            found[key] = p
-    return Block(name, Graph.of(found.values(), found), {})
+            weights[key] = p
+    return Block(name, Graph.of(weights.values(), weights), {})
 
 
 def has_gradient(n: Node) -> bool:
-    """Whether a live value is of real numbers; numbers of keys, for example, have no gradient."""
+    """True for a live value of real numbers; numbers of keys, for example, have no gradient."""
     return n.dtype not in INTEGERS
 
 
@@ -84,7 +84,7 @@ class Trained(NamedTuple):
     parameter: Node
     gradient: Node
     in_norm: bool
-    """Whether the gradient counts in the global norm for clipping; that of a tied copy does not."""
+    """True if the gradient counts in the global norm for clipping; that of a tied copy does not."""
 
 
 def _seeds(b: Builder, y: Node | None, passing: Node | None, *, is_loss: bool) -> dict[Node, Node]:
@@ -121,9 +121,9 @@ def _gradients(
             g = _with_later(p, g)
         if tie and not tie.owner and recipe.sum_tied and not tie.leads:
             # An earlier block owns the tensor, and adds this gradient to its own.
-            own = {"phase": "backward", **_of(p)}
+            attrs = {"phase": "backward", **_of(p)}
             handed = "tied_grad" if table == TABLE else f"d_{table}"
-            outputs[handed] = identity(g, f"d_{p.name}", role=Role.TABLE_GRADIENT, **own)
+            outputs[handed] = identity(g, f"d_{p.name}", role=Role.TABLE_GRADIENT, **attrs)
             continue
         summed[g] = _apply(MICROBATCH_PASSES, p, g, recipe)
         if not tie or tie.owner:
@@ -151,9 +151,9 @@ def _optimizer_step(trained: Sequence[Trained], recipe: Recipe) -> dict[str, Nod
 
 
 def _squared_norm(p: Node, g: Node) -> Node:
-    own: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope}
+    attrs: dict[str, Any] = {"phase": "optimizer", "once": True, "scope": p.scope}
     spec = f"{letters(g)}->"
-    return apply("norm2", spec, g, alone=(), **own, name="norm2", role=Role.SQUARED_NORM)
+    return apply("norm2", spec, g, alone=(), **attrs, name="norm2", role=Role.SQUARED_NORM)
 
 
 def _loss_seed(y: Node) -> Node:
@@ -175,11 +175,11 @@ def _with_later(p: Node, g: Node) -> Node:
     """The sum of this block's gradient and those of later blocks for the same tied tensor."""
     table = p.binding.tied
     name = "tied_grad" if table == TABLE else f"d_{table}"
-    own: dict[str, Any] = {
+    attrs: dict[str, Any] = {
         "phase": "backward",
         "binding": Binding(param=p.binding.param, live_in=table),
     }
-    other = leaf("input", p.shape, g.dtype, name, role=Role.TABLE_GRADIENT, **own)
+    other = leaf("input", p.shape, g.dtype, name, role=Role.TABLE_GRADIENT, **attrs)
     return add(g, other, phase="backward", scope=p.scope, name=f"d_{p.name}")
 
 
@@ -202,13 +202,13 @@ def _sum_as_made(p: Node, g: Node, recipe: Recipe) -> Node:
 def _accumulate(p: Node, g: Node, recipe: Recipe) -> Node:
     """A microbatch's gradient is added to the gradient of the step."""
     precision = recipe.precision
-    own = {"phase": "backward", **_of(p)}
+    attrs = {"phase": "backward", **_of(p)}
     named: dict[str, Any] = {"phase": "backward", "scope": p.scope, "name": f"{p.name}.grad"}
     g = cast(g, precision.reduce or precision.gradient, **named)
     g = _at(p, g, Role.MICROBATCH_GRADIENT)
     if not recipe.gradients.accumulated_as_reduced:
         g = cast(g, precision.gradient, **named)
-    return elementwise("accumulate", g, name=f"{p.name}.grad", role=Role.ACCUMULATED, **own)
+    return elementwise("accumulate", g, name=f"{p.name}.grad", role=Role.ACCUMULATED, **attrs)
 
 
 def _sum_of_step(p: Node, g: Node, recipe: Recipe) -> Node:
@@ -243,9 +243,9 @@ def _at(p: Node, g: Node, role: Role, *, once: bool = False) -> Node:
 
 def _tied(p: Node, g: Node) -> Node:
     """Gradients of a tied table's copies on other pipeline stages are summed."""
-    own: dict[str, Any] = {"phase": "backward", "once": True, "scope": p.scope}
-    own["binding"] = Binding(param=p.binding.param, tied=p.binding.tied)
-    return elementwise("tie", g, name=f"{p.name}.grad", role=Role.TIED, **own)
+    attrs: dict[str, Any] = {"phase": "backward", "once": True, "scope": p.scope}
+    attrs["binding"] = Binding(param=p.binding.param, tied=p.binding.tied)
+    return elementwise("tie", g, name=f"{p.name}.grad", role=Role.TIED, **attrs)
 
 
 # ---- buffers and parameters at the end of a step -------------------------------------------------
@@ -253,35 +253,35 @@ def _tied(p: Node, g: Node) -> Node:
 
 def _counted(p: Node, counts: Node) -> Node:
     """Update of a buffer from the token counts of all microbatches and ranks."""
-    own = _of(p)
-    backward: dict[str, Any] = {"phase": "backward", **own}
+    attrs = _of(p)
+    backward: dict[str, Any] = {"phase": "backward", **attrs}
     total = elementwise("accumulate", counts, name=f"{p.name}.count", role=Role.COUNT, **backward)
     total = identity(total, f"{p.name}.count", role=Role.COUNTED, once=True, **backward)
-    own |= {"phase": "optimizer", "once": True}
-    state = leaf("state", p.shape, p.dtype, p.name, role=Role.MASTER, **own)
-    new = elementwise("bias_update", total, state, dtype=p.dtype, **own)
-    return identity(new, f"{p.name}.new", role=Role.UPDATED, **own)
+    attrs |= {"phase": "optimizer", "once": True}
+    state = leaf("state", p.shape, p.dtype, p.name, role=Role.MASTER, **attrs)
+    new = elementwise("bias_update", total, state, dtype=p.dtype, **attrs)
+    return identity(new, f"{p.name}.new", role=Role.UPDATED, **attrs)
 
 
 def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
     """One parameter's optimizer step: reads gradient and states, writes states and parameter."""
     precision = recipe.precision
-    own: dict[str, Any] = {"phase": "optimizer", "once": True, **_of(p)}
+    attrs: dict[str, Any] = {"phase": "optimizer", "once": True, **_of(p)}
     dtypes = {"master": precision.master} if precision.master else {}
     plain = recipe.optimizer == "sgd" and not recipe.updates.momentum
     moments = () if plain else OPS[recipe.optimizer].moments
     dtypes |= {m: precision.dtype_of(m) for m in moments}
     states = [
-        leaf("state", p.shape, d, f"{p.name}.{s}", role=Role.STATE, **own)
+        leaf("state", p.shape, d, f"{p.name}.{s}", role=Role.STATE, **attrs)
         for s, d in dtypes.items()
     ]
     if recipe.updates.step_tensors:
-        states.append(leaf("state", (), "fp32", f"{p.name}.step", role=Role.STATE, **own))
+        states.append(leaf("state", (), "fp32", f"{p.name}.step", role=Role.STATE, **attrs))
     if not precision.master:  # the parameter is its own master copy
-        states.insert(0, leaf("state", p.shape, p.dtype, p.name, role=Role.MASTER, **own))
+        states.insert(0, leaf("state", p.shape, p.dtype, p.name, role=Role.MASTER, **attrs))
     z = letters(p)
     times = range(recipe.updates.partial_reads)
-    reads = [identity(g, f"{g.name}{i}", role=Role.READ, **own) for i in times] or [g]
+    reads = [identity(g, f"{g.name}{i}", role=Role.READ, **attrs) for i in times] or [g]
     operands = [*reads, *([scale] if scale else []), *states]
     terms = [*[z] * len(reads), *([""] if scale else []), *(z if s.shape else "" for s in states)]
     spec = ",".join(terms) + "->" + z
@@ -292,6 +292,6 @@ def _update(p: Node, g: Node, recipe: Recipe, scale: Node | None) -> Node:
         dtype=p.dtype,
         updates=len(moments) + bool(precision.master),
         name=f"{p.name}.new",
-        **own,
+        **attrs,
     )
-    return identity(new, f"{p.name}.new", role=Role.UPDATED, **own)
+    return identity(new, f"{p.name}.new", role=Role.UPDATED, **attrs)

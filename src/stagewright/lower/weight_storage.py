@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 from stagewright.model.config import ModelConfig
-from stagewright.model.quantization import Quantization
 from stagewright.run.requests import STORED
 from stagewright.run.settings import Run
-from stagewright.stored import Storage, Stored
+from stagewright.stored import Quantization, Storage, Stored
 
 SCOPES = ("attention", "mlp", "mixer", "mtp")
 """Scopes of `weight_precision`: all matrices but the output projection and the embedding."""

@@ -1,4 +1,4 @@
-"""The fields of a model, and what follows from them; `checks` says which values they may have."""
+"""The fields of a model and the properties that follow from them; `checks` has their rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from stagewright.model.fields import FRACTION, POSITIVE, PROBABILITY, Count, Excludes, Needs
-from stagewright.model.images import Diffusion, Vision
 from stagewright.model.layers import (
     ATTENTIONS,
     COMPRESSED,
@@ -21,12 +20,12 @@ from stagewright.model.layers import (
     OwnSizes,
     Reach,
     Recurrence,
+    SharedBlocks,
+    StateSpace,
+    Vision,
     module_of,
 )
-from stagewright.model.quantization import Quantization
-from stagewright.model.recommendation import Recommendation
-from stagewright.model.shared_blocks import SharedBlocks
-from stagewright.model.state_space import StateSpace
+from stagewright.stored import Quantization
 
 Position = Literal["rope", "learned", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -95,16 +94,16 @@ class Architecture:
     """Before each of attention and MLP, after its residual sum, before and after (sandwich), or
     only behind what is added to the residual stream (output: OLMo 2, Exaone 4)."""
     residual_streams: Annotated[int, Count(1, 64), Excludes("shared blocks")] = 1
-    """Copies of the residual stream, which each layer's attention and MLP read a weighed sum of and
-    mix (manifold-constrained hyper-connections, arXiv 2512.24880)."""
+    """Copies of the residual stream, of which attention and MLP of each layer read a weighted sum
+    and which they mix (manifold-constrained hyper-connections, arXiv 2512.24880)."""
     sinkhorn_iterations: Annotated[int, Count(1, 1000)] = 20
-    """Of several streams: steps that make the weights of the mix doubly stochastic."""
+    """Steps that make the weights of the mix of several streams doubly stochastic."""
     parallel_block: Annotated[
         bool, Excludes("experts"), Excludes("latents", "shared blocks", "several streams")
     ] = False
     """Attention and MLP both read the block's input, and their outputs are summed."""
     parallel_norms: Annotated[int, Count(1, 2), Needs("parallel block")] = 1
-    """Of a parallel block: one norm for both halves, or one each (Falcon's newer decoder)."""
+    """Norms of a parallel block: one for both halves, or one each (Falcon's newer decoder)."""
     final_norm: bool = True
     embedding_norm: bool = False
 
@@ -121,11 +120,11 @@ class Architecture:
     v_norm: Annotated[bool, Excludes("latents", "shared blocks")] = False
     """An RMSNorm without weights on every value head (Gemma 4)."""
     keys_are_values: Annotated[bool, Excludes("latents", "shared blocks")] = False
-    """Values are what keys are made of, before their norm and rope: there is no matrix for them."""
+    """Values are the keys before their norm and rope: there is no matrix for values."""
     attention_sinks: Annotated[bool, Excludes("latents", "shared blocks")] = False
     """A learned score per head that takes its part of the softmax and has no value (gpt-oss)."""
     attention_gate: Annotated[bool, Excludes("latents", "shared blocks")] = False
-    """What the heads return is weighed, channel by channel, by a sigmoid of the layer's input."""
+    """A sigmoid of the layer's input multiplies the results of heads, channel by channel."""
     attention_gate_per_head: Annotated[bool, Needs("attention gate")] = False
     """The gate weighs whole heads, by a number for each (Step-3.7)."""
     attention_gate_bias: Annotated[bool, Needs("attention gate")] = False
@@ -134,9 +133,9 @@ class Architecture:
     """Three matrices, down(activation(gate) * up), instead of down(activation(up))."""
     activation: Activation = "silu"
     glu_linear_offset: Annotated[float, Needs("gate")] = 0.0
-    """Of a gated MLP, added to what the gate weighs."""
+    """Offset of a gated MLP, added to the values that the gate multiplies."""
     activation_func_clamp_value: Annotated[float | None, POSITIVE, Needs("gate")] = None
-    """Of a gated MLP: neither gate nor what it weighs is above this, nor the latter below minus."""
+    """Limit of a gated MLP: of the gate from above, of what it multiplies on both sides."""
 
     num_experts: _Experts = 0
     """Experts of a mixture-of-experts layer; 0: every layer is dense."""
@@ -152,15 +151,15 @@ class Architecture:
     first_dense_layers: Annotated[_Layers, Needs("experts")] = 0
     """Layers before the first mixture-of-experts layer."""
     moe_layer_freq: Annotated[int, Count(1, LIMITS["num_layers"]), Needs("experts")] = 1
-    """Of the layers after those, every how many has experts."""
+    """Period of layers with experts after those."""
     router: Annotated[Router, Needs("experts")] = "softmax"
-    """How a token's scores become the weights of its experts."""
+    """Function that makes the weights of a token's experts of its scores."""
     norm_topk_prob: Annotated[bool, Needs("experts")] = True
     """The weights of a token's experts add up to one; otherwise they are those of all experts."""
     num_expert_groups: Annotated[int, Count(1, MOST_EXPERTS), Needs("experts")] = 1
-    """Group-limited routing (DeepSeek-V2, V3): experts are in so many groups,"""
+    """Number of expert groups, for group-limited routing (DeepSeek-V2, V3)."""
     topk_groups: Annotated[int, Count(1, MOST_EXPERTS), Needs("experts")] = 1
-    """of which a token goes to so many."""
+    """Groups that a token may be routed to."""
     apply_probs: Annotated[ApplyProbs, Needs("experts")] = "experts"
     """Where the weights are multiplied: what experts compute, their input or their output."""
     expert_bias: Annotated[bool, Needs("experts")] = False
@@ -173,13 +172,13 @@ class Architecture:
     """The shared experts' sum is weighed by a sigmoid of its own (Qwen2-MoE)."""
 
     kv_lora_rank: Annotated[_Width, Excludes("shared blocks")] = 0
-    """Width of the latent that keys and values are made of (multi-head latent attention), or 0."""
+    """Width of the latent of keys and values (multi-head latent attention), or 0."""
     q_lora_rank: Annotated[_Width, Needs("latent queries")] = 0
-    """Likewise of queries; 0: queries are made of the hidden state."""
+    """Width of the latent of queries; 0: queries are projections of the hidden state."""
     latent_bias: Annotated[bool, Needs("latents")] = False
-    """What makes the latents and the shared keys of the hidden state has biases."""
+    """Projections to the latents and to the shared keys have biases."""
     qk_rope_head_dim: Annotated[_HeadWidth, Needs("latents")] = 0
-    """Of kv_channels, the part with rotary position, which all heads share for keys."""
+    """Channels of kv_channels with rotary position, which all heads share for keys."""
     v_head_dim: Annotated[_HeadWidth, Excludes("shared blocks")] = 0
     """Width of a value head where it is not kv_channels."""
 
@@ -188,7 +187,7 @@ class Architecture:
     the model's width. All heads read one row of each position as key and as value, which is
     normalized and turned in its last channels (DeepSeek-V4); 0: there are no groups."""
     o_lora_rank: Annotated[_Width, Needs("groups of heads")] = 0
-    """Width of what is made of a group's heads."""
+    """Channels that a group's heads are projected to."""
     compress_rate_hca: Annotated[int, Count(0, 2**16), Needs("groups of heads")] = 0
     """Positions that have one compressed key in `compressed` layers, which a query sees all of."""
     compress_rate_csa: Annotated[int, Count(0, 2**16), Needs("groups of heads")] = 0
@@ -235,7 +234,7 @@ class Architecture:
     attention_chunk_size: _Window = None
     """Positions of a chunk, of which a chunked layer's query sees its own (Llama 4)."""
     mixers: tuple[str, ...] = ("global",)
-    """What mixes positions in each layer, repeated over them: attention (to all, to all without
+    """The mixer of each layer, repeated over the layers: attention (to all, to all without
     positions: nope, within a window or a chunk), a recurrence, both side by side or none."""
     state_space: StateSpace | None = None
     """Sizes of the recurrence, in a model that has one."""
@@ -243,18 +242,18 @@ class Architecture:
     logit_softcap: Annotated[float | None, POSITIVE] = None
 
     mlps: tuple[str, ...] = ()
-    """What works on each position in each layer, repeated over them: dense, experts or none. Empty:
-    experts where `num_experts`, `first_dense_layers` and `moe_layer_freq` have them, else dense."""
+    """The MLP of each layer, repeated over the layers: dense, experts or none. Empty: experts where
+    `num_experts`, `first_dense_layers` and `moe_layer_freq` have them, else dense."""
     modules: tuple[Module, ...] = ()
     """Users' own parts of layers, which `mixers` and `mlps` name, or the blocks of `chain`."""
     chain: Annotated[tuple[str, ...], Excludes("shared blocks", "own sizes")] = ()
     """Modules that are all blocks, in order: `embed`, `32 layer`, `head`; else: none."""
     shared_blocks: SharedBlocks | None = None
-    """What some layers have before their mixers, and share."""
+    """Blocks before the mixers of some layers, which share them."""
     own_sizes: Annotated[tuple[OwnSizes, ...], Excludes("shared blocks")] = ()
-    """Sizes in which some layers differ from the others (Gemma 4, DeciLM), and"""
+    """Sizes in which some layers differ from the others (Gemma 4, DeciLM)."""
     layers_with_own_sizes: tuple[int, ...] = (0,)
-    """the number of such sizes for each layer, counted from 1 and repeated over them; 0: none."""
+    """Number of the `own_sizes` of each layer, from 1 and repeated over the layers; 0: none."""
     bare: Annotated[bool, Excludes("shared blocks")] = False
     """Layers and nothing else: no norms and residual sums around, no embedding, no loss."""
 
@@ -262,22 +261,18 @@ class Architecture:
     """Reads images and no text."""
     tower: Annotated[Architecture | None, Excludes("shared blocks")] = None
     """A vision model whose output stands before the text (LLaVA, arXiv 2310.03744)."""
-    diffusion: Annotated[Diffusion | None, Excludes("shared blocks")] = None
-    """Removes noise from images."""
-    recommendation: Recommendation | None = None
-    """No transformer at all: tables and MLPs."""
 
     hidden_dropout: _Probability = 0.0
     attention_dropout: _Probability = 0.0
     embedding_dropout: _Probability = 0.0
 
     quantization: Quantization | None = None
-    """How the published checkpoint stores the matrices; None: in 16 bits."""
+    """Storage of the matrices in the published checkpoint; None: in 16 bits."""
 
     source: str = ""
     """The address or the paper of the figures."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """What was assumed, and what was left out, when the model was read from a file."""
+    """Assumptions and omissions of the reader, for a model from a file."""
 
     @property
     def rotary_channels(self) -> int:
@@ -285,7 +280,7 @@ class Architecture:
         return int(self.kv_channels * self.rotary_fraction)
 
     def layer(self, index: int) -> Layer:
-        """What this layer is made of."""
+        """The kinds and sizes of this layer."""
         assert 0 <= index < self.num_layers, index
         mixer, module = self.mixers[index % len(self.mixers)], module_of(self.chain, index)
         shared = self.shared_blocks.layers if self.shared_blocks else (0,)
@@ -312,7 +307,7 @@ class Architecture:
         return math.gcd(*(groups for _, groups in self.head_counts))
 
     def reach(self, mixer: str) -> Reach:
-        """How far a layer with this mixer looks back."""
+        """The keys that queries of a layer with this mixer see."""
         window = self.sliding_window if mixer == "local" else None
         chunk = self.attention_chunk_size if mixer == "chunked" else None
         if mixer in INDEXED:
@@ -324,8 +319,8 @@ class Architecture:
         return Reach(window or 0, chunk or 0)
 
     def all_reaches(self, mixer: str) -> tuple[Reach, ...]:
-        """That of a layer with this mixer, and those of other keys that the layer reads: of a
-        window beside compressed keys, and of all compressed keys that an indexer scores."""
+        """The reach of a layer with this mixer, and those of its other keys: of a window next to
+        compressed keys, and of all compressed keys that an indexer scores."""
         reach = self.reach(mixer)
         if mixer not in COMPRESSED:
             return (reach,)
@@ -333,12 +328,12 @@ class Architecture:
 
     @property
     def positions_of_a_key(self) -> int:
-        """Sequences of a multiple of so many positions have no rest without a compressed key."""
+        """The number of positions of which sequences are multiples if all have a compressed key."""
         return math.lcm(self.compress_rate_hca or 1, self.compress_rate_csa or 1)
 
     @property
     def reaches(self) -> tuple[Reach, ...]:
-        """Those of all layers, that to all positions always among them and first."""
+        """The reaches of all layers; the one to all positions is always there and first."""
         of_layers = (reach for mixer in self.mixers for reach in self.all_reaches(mixer))
         return tuple(dict.fromkeys((Reach(), *of_layers)))
 
@@ -356,7 +351,7 @@ class Architecture:
 
     @property
     def shares(self) -> bool:
-        """Whether some layers have a shared block."""
+        """True if some layers have a shared block."""
         given = self.shared_blocks.layers if self.shared_blocks else ()
         return any(given[: self.num_layers])
 
@@ -368,18 +363,18 @@ class Architecture:
 
     @property
     def attends(self) -> bool:
-        """Whether some layers have attention."""
+        """True if some layers have attention."""
         return self.shared_blocks is not None or not ATTENTIONS.isdisjoint(self.kinds)
 
     @property
     def predicts_tokens(self) -> bool:
-        """Whether this is a decoder that reads and predicts text, with no encoder before it."""
-        other = self.vision or self.diffusion or self.recommendation or self.encoder or self.bare
+        """True for a decoder that reads and predicts text, with no encoder before it."""
+        other = self.vision or self.encoder or self.bare
         return not (other or self.encoder_num_layers or self.embedding_size)
 
     @property
     def sees_all(self) -> bool:
-        """Whether the attention of some layer sees all positions before it."""
+        """True if the attention of some layer sees all positions before it."""
         mixers = {*self.mixers[: self.num_layers]}
         return any(self.reach(mixer) == Reach() for mixer in mixers & ATTENTIONS)
 
@@ -393,8 +388,6 @@ NESTED: Mapping[str, type] = {
     "state_space": StateSpace,
     "shared_blocks": SharedBlocks,
     "vision": Vision,
-    "diffusion": Diffusion,
-    "recommendation": Recommendation,
     "quantization": Quantization,
 }
 """Fields of a model with fields of their own; another is `tower`, a model."""

@@ -109,9 +109,9 @@ def _quantized(model: ModelConfig, file: Path, data: Json) -> ModelConfig:
         given = _load(beside)[1]
     if given is None:
         return replace(model, quantization=None)
-    found, notes = quantization.read_quantization(str(file), given, model)
-    found = found and replace(found, file=str(file))
-    return replace(model, quantization=found, notes=(*model.notes, *notes))
+    stored, notes = quantization.read_quantization(str(file), given, model)
+    stored = stored and replace(stored, file=str(file))
+    return replace(model, quantization=stored, notes=(*model.notes, *notes))
 
 
 def _load(file: Path) -> tuple[Path, Json]:

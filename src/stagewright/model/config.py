@@ -1,4 +1,4 @@
-"""What a model is made of: its sizes and its architecture.
+"""A checked model: `Architecture` that satisfies the rules of `checks`, and changes of it.
 
 A `ModelConfig` says nothing of parallelism, number formats or batch; it counts no parameters
 either, the graph does. `presets` has published models, `catalog.resolve` reads others.

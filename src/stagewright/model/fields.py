@@ -1,4 +1,4 @@
-"""What the fields of a model may hold, read from their annotations.
+"""Rules of single fields of a model, read from their annotations: types and limits.
 
 >>> class Sizes(NamedTuple):
 ...     heads: Annotated[int, Count(1, 64)] = 1
@@ -25,7 +25,7 @@ class Count(NamedTuple):
     least: int
     most: int = MOST
     words: str = ""
-    """What the field should hold, where that says more than the limits."""
+    """Words for the wanted value, where they say more than the limits."""
 
     def __str__(self) -> str:
         return f"from {self.least} to {self.most}"
@@ -33,7 +33,7 @@ class Count(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """What a number has to be besides finite, in words and as a test."""
+    """A condition of a finite number, in words and as a test."""
 
     words: str
     accepts: Callable[[float], bool]
@@ -81,7 +81,7 @@ class Rule:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     def wanted(self, value: object) -> str:
-        """What the field should hold instead of this value; empty where the value is right."""
+        """The wanted value, in words; empty if this value is right."""
         if self.optional and value is None:
             return ""
         words = self._wanted(value)
@@ -108,12 +108,12 @@ class Rule:
 
 
 def is_count(value: object, least: int, most: int) -> bool:
-    """Whether this is a whole number within limits; True and 1.0 are not."""
+    """True for a whole number within limits; True and 1.0 are none."""
     return type(value) is int and least <= value <= most
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a number one would write: NaN, infinity and 10**400 are not."""
+    """True for a number one would write: NaN, infinity and 10**400 are none."""
     return isinstance(value, int | float) and type(value) is not bool and abs(value) < 1e9
 
 

@@ -18,7 +18,7 @@ _ID = re.compile(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
 
 
 def is_id(name: str) -> bool:
-    """Whether a name may be an id of the hub, `ORG/NAME`.
+    """True if a name may be an id of the hub, `ORG/NAME`.
 
     >>> is_id("Qwen/Qwen3-8B"), is_id("gpt2"), is_id("a/config.json"), is_id("../x")
     (True, False, False, False)

@@ -51,8 +51,8 @@ def from_json(value: object, texts: object) -> ModelConfig:
             raise TypeError("the tower has a tower")
         fields["tower"] = from_json(tower, {})
     if fields.get("own_sizes"):
-        each = cast("tuple[object, ...]", fields["own_sizes"])
-        fields["own_sizes"] = tuple(OwnSizes(**_fields(of, "own_sizes")) for of in each)
+        listed = cast("tuple[object, ...]", fields["own_sizes"])
+        fields["own_sizes"] = tuple(OwnSizes(**_fields(x, "own_sizes")) for x in listed)
     if fields.get("modules"):
         fields["modules"] = _modules(fields["modules"], texts)
     return ModelConfig(**fields)

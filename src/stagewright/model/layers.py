@@ -1,10 +1,11 @@
-"""What a layer is made of: kinds of mixers and MLPs, reach of attention, modules, own sizes."""
+"""Parts of a model: kinds of layers and their patterns, users' modules, and the nested sizes of
+states, shared blocks and images."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args
 
 from stagewright.algebra.notation import Tensor
 from stagewright.model.fields import FRACTION, Count
@@ -40,7 +41,7 @@ SIDE_BY_SIDE: Mapping[SideBySide, tuple[Attention, Recurrence]] = {
 
 
 class Layer(NamedTuple):
-    """What a layer is made of: how positions mix, and the MLP that works on each position.
+    """The kinds of a layer: its mixer of positions, and the MLP that works on each position.
 
     Mixer and MLP are kinds that Stagewright has, or names of the model's `modules`.
     """
@@ -94,24 +95,24 @@ def module_of(chain: tuple[str, ...], index: int) -> str:
 
 
 def shortened(chain: tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The chain with so many layers: the first ones, and more of the last kind where it has fewer.
+    """The chain with this number of layers: the first, and more of the last kind if it has fewer.
 
     >>> shortened(("embed", "3 dense", "58 moe", "head"), 5)
     ('embed', '3 dense', '2 moe', 'head')
     """
     links = [ChainLink.read(text) for text in chain]
     last = max((i for i, link in enumerate(links) if link.layers), default=-1)
-    made: list[str] = []
+    kept: list[str] = []
     for i, link in enumerate(links):
         count = layers if i == last else min(link.layers, layers)
         layers -= count if link.layers else 0
         if count or not link.layers:
-            made.append(str(link._replace(layers=count) if link.layers else link))
-    return tuple(made)
+            kept.append(str(link._replace(layers=count) if link.layers else link))
+    return tuple(kept)
 
 
 class Reach(NamedTuple):
-    """Which of the positions before it a query sees: all, those of a window, or of its chunk."""
+    """Positions before it that a query sees: all, those of a window, or of its chunk."""
 
     window: int = 0
     """Positions of the sliding window, the query's own included; 0: there is no window."""
@@ -120,9 +121,9 @@ class Reach(NamedTuple):
     top: int = 0
     """Positions that an indexer chooses for each query, of all before it; 0: there is none."""
     block: int = 1
-    """These are chosen in blocks of so many, the query's own among them."""
+    """Positions of a block; whole blocks are chosen, the query's own among them."""
     compress: int = 1
-    """So many positions have one key, which a query behind the last of them sees."""
+    """Positions that have one key together, which a query after the last of them sees."""
 
     @property
     def kind(self) -> str:
@@ -179,3 +180,125 @@ class OwnSizes:
         """The fields that are replaced."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
+
+
+# ---- nested sizes --------------------------------------------------------------------------------
+
+InnerNorms = Literal["none", "plain", "weighted"]
+Width = Annotated[int, Count(0, 2**24)]
+HeadWidth = Annotated[int, Count(1, 2**16)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpace:
+    """Widths of one kind of state layer; a model has one kind, named in its `mixers`.
+
+    The state of a head is `state` x `head_width` numbers. Keys and queries (of a state-space model,
+    B and C) are shared by the heads of a group. Mamba-1's channels are heads of width 1.
+    """
+
+    heads: Annotated[int, Count(1)]
+    """Value heads."""
+    head_width: HeadWidth = 1
+    """Width of a value head."""
+    state: HeadWidth
+    """Width of keys and queries: the state size N of a state-space model."""
+    groups: Annotated[int, Count(1)] = 1
+    """Key and query heads, each shared by heads / groups value heads."""
+    conv: Annotated[int, Count(0, 64)] = 4
+    """Taps of the causal convolution before the recurrence; 0: there is none."""
+    conv_bias: bool = True
+    dt_rank: Width = 0
+    """Mamba-1: rank of the projection that makes time steps."""
+    inner_norms: InnerNorms = "none"
+    """Mamba-1: RMSNorms of the inputs of time steps, B and C (Jamba; plain: without weights)."""
+    gated_norm: bool = True
+    """Mamba-2: an RMSNorm, over the heads of a group, of the gated output."""
+    gate_rank: Width = 0
+    """Kimi's delta attention: rank of the projections that make decays and output gates."""
+    chunk: Annotated[int, Count(1)] = 256
+    """Tokens per chunk of the kernel (Mamba-1's kernel goes token by token)."""
+
+    @property
+    def inner(self) -> int:
+        """Width of all value heads together."""
+        return self.heads * self.head_width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedBlocks:
+    """Transformer blocks whose weights several layers share (Zamba2, arXiv 2411.15242, section II).
+
+    A block reads the residual stream and, beside it, the embedded tokens. Its output is multiplied
+    by a matrix of the layer and added to the input of the layer's mixer. Layers may have narrow
+    adapters of their own beside the shared weights (LoRA, arXiv 2106.09685).
+    """
+
+    layers: Annotated[
+        tuple[int, ...], Count(0, 10_000, "the number of a block for each layer, or 0")
+    ]
+    """The block of each layer, counted from 1 and repeated over the layers; 0: none."""
+    adapter_rank: Annotated[int, Count(0, 2**24)] = 0
+    """Rank of the adapters beside gate and up of the MLP; 0: there are none."""
+    attention_adapter: bool = False
+    """Queries, keys and values have such adapters, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """Images as a sequence of square patches (ViT, arXiv 2010.11929)."""
+
+    image_size: Annotated[int, Count(1)]
+    patch_size: Annotated[int, Count(1)]
+    channels: Annotated[int, Count(1)] = 3
+    patch_bias: bool = True
+    classes: Annotated[int, Count(0)] = 0
+    """Classes of the classifier on the first position; 0: there is no classifier, as in a tower."""
+
+    @property
+    def patches(self) -> int:
+        """Positions of an image, besides the one that stands before them for all of it."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+# ---- patterns of layers --------------------------------------------------------------------------
+
+_Kind = TypeVar("_Kind", str, int)
+
+LETTERS = {
+    "M": ("mamba2", "none"),
+    "*": ("global", "none"),
+    "-": ("none", "dense"),
+    "E": ("none", "experts"),
+}
+"""Letters of Nemotron-H's `hybrid_override_pattern`: a layer has a mixer or an MLP, not both."""
+
+
+def from_letters(letters: str) -> dict[str, Any]:
+    """The fields of a model with these layers, a letter each.
+
+    >>> from_letters("M-*-")["mixers"]
+    ('mamba2', 'none', 'global', 'none')
+    """
+    mixers, mlps = zip(*(LETTERS[x] for x in letters), strict=True)
+    return {"mixers": mixers, "mlps": mlps}
+
+
+def every(period: int, offset: int, kind: str) -> tuple[str, ...]:
+    """One period of layers, all of one kind but for global attention at `offset`.
+
+    >>> every(3, 1, "mamba")
+    ('mamba', 'global', 'mamba')
+    """
+    return tuple("global" if i == offset else kind for i in range(period))
+
+
+def shortest(kinds: Sequence[_Kind]) -> tuple[_Kind, ...]:
+    """The shortest pattern that repeats into these layers.
+
+    >>> shortest(["mamba", "global", "mamba"])
+    ('mamba', 'global')
+    """
+    n = len(kinds)
+    period = next(p for p in range(1, n + 1) if kinds[p:] == kinds[: n - p])
+    return tuple(kinds[:period])

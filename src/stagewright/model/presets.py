@@ -25,8 +25,7 @@ from stagewright.files import own_yaml
 from stagewright.model.architecture import LIMITS, NESTED
 from stagewright.model.config import ModelConfig
 from stagewright.model.hf.quantization import read_quantization
-from stagewright.model.layers import OwnSizes
-from stagewright.model.patterns import from_letters
+from stagewright.model.layers import OwnSizes, from_letters
 
 Fields = dict[str, Any]
 

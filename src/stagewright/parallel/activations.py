@@ -48,10 +48,7 @@ def activation_rows(plan: Plan) -> dict[str, Dims]:
         **dict.fromkeys(("index_in", "index_latent", "chosen"), gathered),
         # The narrow channels of an adapter are on every rank of tp.
         "lora_low": gathered,
-        # Every rank looks up the whole batch in its columns of the tables (arXiv 1906.00091).
-        "indices": ((), ()),
-        "found": ((), (), plan.columns),
-        **dict.fromkeys(("rows_found", "selection"), (plan.data, (), ())),
+        "selection": (plan.data, (), ()),
     }
     for name in ("group_lse", "group_picked"):
         dims = (*gathered[:2], plan.vocabulary)

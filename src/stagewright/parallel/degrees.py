@@ -100,7 +100,6 @@ def parallelization(run: Run, model: ModelConfig, *, mirrored: bool = False) -> 
         state_groups=state_groups,
         expert=expert,
         expert_tensor=expert_tensor,
-        columns=data if model.recommendation else (),
         dispatcher=run.moe_token_dispatcher_type,
         combined=combined,
         shard=(*(axes("dp_shard") if hybrid else data), *context),

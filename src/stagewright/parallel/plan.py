@@ -45,8 +45,6 @@ class Plan:
     """Split the experts of a layer; elsewhere these axes split tokens."""
     expert_tensor: Axes = ()
     """Split each expert."""
-    columns: Axes = ()
-    """Split the width of the embedding tables of a recommendation model."""
     dispatcher: str = "alltoall"
     """Megatron-LM's `moe_token_dispatcher_type`."""
     counts_to_owners: bool = False
@@ -86,7 +84,7 @@ class Plan:
     @property
     def model_axes(self) -> Axes:
         """Axes over which some parameter (or its optimizer state) is split."""
-        split_by = self.vocabulary + self.tensor + self.expert + self.columns
+        split_by = self.vocabulary + self.tensor + self.expert
         split_by += self.shard if self.zero else ()
         by_table = [a for t in self.table.values() for axes in self.layout(t).dims for a in axes]
         everywhere = {*self.data, *self.context}

@@ -240,22 +240,6 @@ def _experts_that_fit(run: Run) -> str:
     return either([*whole, f"dp={dp} or a multiple"])
 
 
-def check_tables(run: Run, model: ModelConfig) -> None:
-    """Tables are split over dp by columns; nothing else splits this kind of model."""
-    for name in ("tp", "cp", "pp"):
-        if getattr(run, name) > 1:
-            raise UserError(
-                f"{name}={getattr(run, name)} splits layers that {model.name} does not have; use dp"
-            )
-    assert model.recommendation is not None
-    width = model.recommendation.bottom[-1]
-    if width % run.dp:
-        raise UserError(
-            f"dp={run.dp} does not divide the width {width} of the tables of {model.name}; "
-            f"use {divisors(width)}"
-        )
-
-
 def _check_dense(run: Run, model: ModelConfig) -> None:
     """Refuse degrees and routing of experts where there are none."""
     for degree, size in (("ep", run.ep), ("etp", run.etp or 1)):

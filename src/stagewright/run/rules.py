@@ -15,7 +15,7 @@ from functools import partial
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
 from stagewright.run import serving_rules, training_rules
-from stagewright.run.model_rules import check_tables, checks_of_model
+from stagewright.run.model_rules import checks_of_model
 from stagewright.run.requests import read_bytes
 from stagewright.run.rule import ALL, EACH, Divide, Refuse, RunCheck, apply
 from stagewright.run.sections import SETTINGS
@@ -26,7 +26,6 @@ from stagewright.run.sections.declare import (
     describe_value,
 )
 from stagewright.run.sequence_rules import (
-    DIFFUSION,
     check_decoder_sequence,
     check_images,
     check_sequence,
@@ -214,8 +213,6 @@ def checks(mode: str, model: ModelConfig) -> tuple[RunCheck, ...]:
     if model.tower:
         found += checks_of_model(model.tower, "the vision model's ")
         found.append(RunCheck("the sequence holds an image", _SEQUENCE, check_images))
-    if model.recommendation:
-        found.append(RunCheck("tables are split evenly", ("tp", "cp", "pp", "dp"), check_tables))
     found.append(
         RunCheck(
             "the decoder's sequence is split evenly",
@@ -223,7 +220,6 @@ def checks(mode: str, model: ModelConfig) -> tuple[RunCheck, ...]:
             check_decoder_sequence,
         )
     )
-    found.append(RunCheck("images are not split", ("sequence_parallel", "cp"), _all(DIFFUSION)))
     found += checks_of_model(model)
     if mode != "train":
         return (*found, RunCheck("the step can be served", ALL, _check_serving_stages))

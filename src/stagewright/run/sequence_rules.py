@@ -9,14 +9,6 @@ from stagewright.model.config import ModelConfig
 from stagewright.run.rule import Refuse, apply, nearest, require_divides
 from stagewright.run.settings import Run
 
-DIFFUSION = (
-    Refuse(
-        lambda run, model: model.diffusion and (run.sequence_parallel or run.cp > 1),
-        "{model.name}: its sequences of {model.max_position_embeddings} positions, one of which "
-        "modulates the others, are not split; use no sequence_parallel, and cp=1",
-    ),
-)
-
 INDEXED = (
     Refuse(
         lambda run, model: run.cp > 1 and model.index_topk and run.cp_comm_type != "all_gather",
@@ -39,9 +31,7 @@ INDEXED = (
 
 SEQUENCE = (
     Refuse(
-        lambda run, model: (
-            (model.vision or model.diffusion) and run.seq_length != model.max_position_embeddings
-        ),
+        lambda run, model: model.vision and run.seq_length != model.max_position_embeddings,
         "seq_length={run.seq_length} is not the {model.max_position_embeddings} positions of an "
         "image of {model.name}; leave it out",
     ),

@@ -21,9 +21,8 @@ MODELS = (
         "a preset of its language model",
     ),
     Refuse(
-        lambda run, model: model.encoder or model.recommendation,
-        "{model.name} is {what}, it generates nothing; use mode=train",
-        lambda run, model: {"what": "an encoder" if model.encoder else "no language model"},
+        lambda run, model: model.encoder,
+        "{model.name} is an encoder, it generates nothing; use mode=train",
     ),
 )
 """Models that are not served."""

@@ -13,7 +13,7 @@ from stagewright.texttable import Table
 
 KINDS = (
     *("dense", "MoE", "hybrid", "hybrid MoE", "state space", "encoder", "encoder-decoder"),
-    *("vision", "images and text", "diffusion", "recommendation"),
+    *("vision", "images and text"),
 )
 """Sorts of models. Hybrids have layers with attention and layers that carry a state."""
 
@@ -21,8 +21,6 @@ KINDS = (
 def kind_of(model: Architecture) -> str:
     """What sort of model this is: one of `KINDS`."""
     others = {
-        "recommendation": model.recommendation,
-        "diffusion": model.diffusion,
         "images and text": model.tower,
         "vision": model.vision,
         "encoder-decoder": model.encoder_num_layers,

@@ -15,9 +15,7 @@ from stagewright.lower import weight_storage
 from stagewright.model import json as model_json
 from stagewright.model.catalog import from_config, resolve
 from stagewright.model.config import ModelConfig
-from stagewright.model.hf.quantization import read_quantization
-from stagewright.model.hf.quantization_methods import MXFP4, NVFP4, scheme_of
-from stagewright.model.hf.quantization_modules import Modules
+from stagewright.model.hf.quantization import MXFP4, NVFP4, Modules, read_quantization, scheme_of
 from stagewright.model.presets import PRESETS
 from stagewright.stored import Stored
 

@@ -62,10 +62,10 @@ def _core(b: Builder, q: Node, row: Node, h: Node, latent: Node, mixer: str) -> 
     numbers = (chosen.chosen,) if chosen else ()
     if b.recipe.inference:
         return _served(b, (q, row, *rows), sinks, numbers, reach)
-    own: dict[str, Any] = {"window": window.window, "causal": True, "width": b.score_width}
-    own |= {"compress": reach.compress} if rows else {}
-    own |= {"top": reach.top} if chosen else {}
-    own |= {"products": (1, 1), "softcap": 0, "name": "core", "scope": "attention.core"}
+    attrs: dict[str, Any] = {"window": window.window, "causal": True, "width": b.score_width}
+    attrs |= {"compress": reach.compress} if rows else {}
+    attrs |= {"top": reach.top} if chosen else {}
+    attrs |= {"products": (1, 1), "softcap": 0, "name": "core", "scope": "attention.core"}
     terms = ["bqaD", "bKD"]
     for name, more, term in (
         ("compressed", rows, "bJD"),
@@ -73,10 +73,10 @@ def _core(b: Builder, q: Node, row: Node, h: Node, latent: Node, mixer: str) -> 
         ("chosen", numbers, "bqT"),
     ):
         if more:
-            own[name] = True
+            attrs[name] = True
             terms.append(term)
     spec = f"{','.join(terms)}->bqaD"
-    return apply("attention", spec, q, row, *rows, *sinks, *numbers, role=Role.CORE, **own)
+    return apply("attention", spec, q, row, *rows, *sinks, *numbers, role=Role.CORE, **attrs)
 
 
 def _served(
@@ -91,27 +91,27 @@ def _served(
     window = b.config.reach("local")
     (kept,) = cached(b, {"latent": row}, window)
     cache = KvCache.of(b, window)
-    own: dict[str, Any] = {"pairs": cache.size("pairs"), "requests": size("requests")}
-    own |= {"keys": cache.size("keys"), "window": window.window, "latent": True}
+    attrs: dict[str, Any] = {"pairs": cache.size("pairs"), "requests": size("requests")}
+    attrs |= {"keys": cache.size("keys"), "window": window.window, "latent": True}
     terms: list[str] = ["bqaD", "bKD", "bq", "bI"]
     more: list[Node] = []
     if compressed:
         all_of = reach._replace(top=0)
         (rows,) = cached(b, {"compressed": compressed[0]}, all_of)
         pairs, keys = (size(f"{name}{reach.kind}") for name in ("pairs", "keys"))
-        own |= {"pairs": own["pairs"] + pairs, "compressed_keys": keys}
-        own |= {"compress": reach.compress, "compressed": True, "table": True}
+        attrs |= {"pairs": attrs["pairs"] + pairs, "compressed_keys": keys}
+        attrs |= {"compress": reach.compress, "compressed": True, "table": True}
         terms += ["bJD", "bZ"]
         more += [rows, KvCache.of(b, all_of).block_table()]
     for name, operands, term in (("sinks", sinks, "a"), ("chosen", numbers, "bqT")):
         if operands:
-            own[name] = True
+            attrs[name] = True
             terms.append(term)
-    own |= {"products": (1, 1), "width": b.score_width, "softcap": 0}
-    own |= {"dtype": b.dtype, "scope": "attention.core", "name": "core"}
+    attrs |= {"products": (1, 1), "width": b.score_width, "softcap": 0}
+    attrs |= {"dtype": b.dtype, "scope": "attention.core", "name": "core"}
     at = (cache.slots(), cache.block_table())
     spec = f"{','.join(terms)}->bqaD"
-    return apply("cached_attention", spec, q, kept, *at, *more, *sinks, *numbers, **own)
+    return apply("cached_attention", spec, q, kept, *at, *more, *sinks, *numbers, **attrs)
 
 
 def compressed_rows(
@@ -122,21 +122,21 @@ def compressed_rows(
 
     `twice`: the positions before count, too, with channels of their own.
     """
-    own = scope or OWN
+    attrs = scope or OWN
     channels: Size = size(width) * 2 if twice else size(width)
     made: list[Node] = []
     for kind in ("kv", "gate"):  # published in 16 bits beside matrices in fp8
-        w = b.param(f"w_{name}_{kind}", "M", channels, **own)
-        made.append(b.linear("bsm,me->bse", h, w, f"{name}_{kind}", trained=False, **own))
-    bias = b.param(f"{name}_bias", size(reach.compress), channels, **own)
+        w = b.param(f"w_{name}_{kind}", "M", channels, **attrs)
+        made.append(b.linear("bsm,me->bse", h, w, f"{name}_{kind}", trained=False, **attrs))
+    bias = b.param(f"{name}_bias", size(reach.compress), channels, **attrs)
     out = (h.shape[0], h.shape[1] / reach.compress, size(width))
     at = None
     if b.recipe.inference:
         cache = KvCache.of(b, reach._replace(top=0))
         out, at = (h.shape[0], cache.size("stored"), size(width)), cache.positions()
-        rows = _completed(b, (*made, bias), name, out, reach.compress * (2 if twice else 1), own)
+        rows = _completed(b, (*made, bias), name, out, reach.compress * (2 if twice else 1), attrs)
     else:
-        rows = apply("compress", "bSE,bSE,RE->bTD", *made, bias, out=out, name=name, **own)
+        rows = apply("compress", "bSE,bSE,RE->bTD", *made, bias, out=out, name=name, **attrs)
     rows = b.norm(rows, f"{name}_norm", width, fn="rmsnorm")
     # A row turns by its number; the model's by its first position, which costs the same.
     rows = _turned(b, rows, "", width, f"{name}_rope", at=at)
@@ -149,7 +149,7 @@ def _completed(
     name: str,
     out: tuple[Size, ...],
     positions: int,
-    own: dict[str, Any],
+    attrs: dict[str, Any],
 ) -> Node:
     """Rows that new tokens complete with those that the state keeps of each request, in fp32.
 
@@ -157,13 +157,15 @@ def _completed(
     """
     channels = made[0].shape[2]
     dims = (size(2), size(positions), channels)
-    state = state_of(b, name, *dims, dtype="fp32", scope=str(own["scope"]))
+    state = state_of(b, name, *dims, dtype="fp32", scope=str(attrs["scope"]))
     operands = (*made, state, token_requests(), b.positions())
     terms = "bSE,bSE,RE,bUVPE,bS,bS"
-    new: dict[str, Any] = {**own, "name": state.name, "dtype": "fp32", "part": "state"}
+    new: dict[str, Any] = {**attrs, "name": state.name, "dtype": "fp32", "part": "state"}
     kept = apply("compress_served", f"{terms}->bUVPE", *operands, role=Role.CACHE, **new)
     b.extra[state.name] = kept
-    return apply("compress_served", f"{terms}->bTD", *operands, out=out, name=name, part="y", **own)
+    return apply(
+        "compress_served", f"{terms}->bTD", *operands, out=out, name=name, part="y", **attrs
+    )
 
 
 def _choice(b: Builder, h: Node, latent: Node, reach: Reach) -> Choice:

@@ -50,6 +50,6 @@ def draft_input(config: ModelConfig, recipe: Recipe) -> Block:
 
 
 def beside_embedded(b: Builder, h: Node) -> Node:
-    """What attention of an EAGLE-3 layer reads: the embedding and the state, [B, S, 2 M]."""
+    """Input of attention of an EAGLE-3 layer: the embedding and the state, [B, S, 2 M]."""
     e = b.take(EMBEDDED, "B", "S", "M")
     return join(e, h, "bsM,bsN->bsK", 2 * size("M"), name="beside_embedded", scope="attention")

@@ -25,9 +25,9 @@ def source_embedding(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     return _of_source(embedding(config, recipe, tokens="source_tokens"), recipe)
 
 
-def encoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+def encoder_layer(config: ModelConfig, recipe: Recipe, kind: Layer) -> Block:
     """A layer in which every position sees all positions."""
-    return _of_source(layer(replace(config, causal=False, encoder=True), recipe, what), recipe)
+    return _of_source(layer(replace(config, causal=False, encoder=True), recipe, kind), recipe)
 
 
 def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
@@ -40,14 +40,14 @@ def encoder_end(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     return idle(end) if recipe.inference and recipe.inference.decode else end
 
 
-def decoder_layer(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+def decoder_layer(config: ModelConfig, recipe: Recipe, kind: Layer) -> Block:
     """Causal attention, cross attention to the encoder's output, and an MLP."""
     b = Builder(config, recipe)
     x = stream(("B", "S", "M"), b.dtype)
-    return finish("decoder_layer", b, x, body(b, x, what, cross=cross_attention))
+    return finish("decoder_layer", b, x, body(b, x, kind, cross=cross_attention))
 
 
 def _of_source(block: Block, recipe: Recipe) -> Block:
     """A block over the source's positions; in decoding it is idle, as all sources are cached."""
-    of = renamed(block, block.name, lambda of: of.subs({"S": "Source"}))
-    return idle(of) if recipe.inference and recipe.inference.decode else of
+    block = renamed(block, block.name, lambda symbol: symbol.subs({"S": "Source"}))
+    return idle(block) if recipe.inference and recipe.inference.decode else block

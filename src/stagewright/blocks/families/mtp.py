@@ -29,17 +29,17 @@ def final_norm(config: ModelConfig, recipe: Recipe, _: Layer) -> Block:
     return finish("final_norm", b, x, identity(y, "y"))
 
 
-def mtp(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
+def mtp(config: ModelConfig, recipe: Recipe, kind: Layer) -> Block:
     """The layer that predicts one more token, from the hidden state that predicted the token before
     and from that token's embedding."""
     b = Builder(config, recipe)
     x: Node | None = None
-    if what.ahead > 1:
-        h = b.take(mtp_name(what.ahead - 1), "B", "S", "M")
+    if kind.ahead > 1:
+        h = b.take(mtp_name(kind.ahead - 1), "B", "S", "M")
     else:
         h = x = stream(("B", "S", "M"), b.dtype, scope="mtp")
     bound = Binding(like="tokens")
-    tokens = leaf("input", ("B", "S"), "int64", f"tokens{what.ahead}", scope="mtp", binding=bound)
+    tokens = leaf("input", ("B", "S"), "int64", f"tokens{kind.ahead}", scope="mtp", binding=bound)
     table = b.param("wte", "V/tp", "M", scope="mtp", tied="wte", rows=0)
     e = apply("embedding", "bs,vm->bsm", tokens, table, dtype=b.dtype, name="word", scope="mtp")
     e = b.norm(identity(e, "embedded"), "enorm", scope="mtp")
@@ -47,6 +47,6 @@ def mtp(config: ModelConfig, recipe: Recipe, what: Layer) -> Block:
     both = join(e, h, "bsM,bsN->bsK", 2 * size("M"), name="eh", scope="mtp")
     w = b.weight("w_eh", 2 * size("M"), "M/tp", scope="mtp")
     h = identity(b.linear("bsk,km->bsm", both, w, "eh_proj", scope="mtp"), "eh_gathered")
-    y = b.norm(body(b, identity(h, "embedded"), what), "mtp_norm", scope="mtp")
-    b.make(mtp_name(what.ahead), y)
+    y = b.norm(body(b, identity(h, "embedded"), kind), "mtp_norm", scope="mtp")
+    b.make(mtp_name(kind.ahead), y)
     return finish("mtp", b, x, None, passes=True)

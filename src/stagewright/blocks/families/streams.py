@@ -16,7 +16,7 @@ from stagewright.graph.make import add, apply, einsum
 from stagewright.graph.node import Node
 
 STREAMS = size("Streams")
-"""How many streams there are."""
+"""Number of streams."""
 
 
 def stream_dims(streams: int) -> tuple[str | Size, ...]:
@@ -25,7 +25,7 @@ def stream_dims(streams: int) -> tuple[str | Size, ...]:
 
 
 class Weights(NamedTuple):
-    """How a part of a layer adds to the streams."""
+    """Weights with which a part of a layer adds to the streams."""
 
     add: Node
     """Weights with which the part's result is added to each stream, [B, S, Streams]."""
@@ -37,12 +37,12 @@ def copied(b: Builder, x: Node) -> Node:
     """The streams that the first layer reads: copies of the embedded tokens."""
     if b.config.residual_streams == 1:
         return x
-    own: dict[str, Any] = {"name": "streams", "scope": "embedding"}
-    return apply("repeat", "bsm->bsnm", x, out=(*x.shape[:2], STREAMS, x.shape[2]), **own)
+    attrs: dict[str, Any] = {"name": "streams", "scope": "embedding"}
+    return apply("repeat", "bsm->bsnm", x, out=(*x.shape[:2], STREAMS, x.shape[2]), **attrs)
 
 
 def read(b: Builder, x: Node, name: str, scope: str) -> tuple[Node, Weights | None]:
-    """What a part of a layer reads of the streams, and how its result is added to them."""
+    """The input of a part of a layer, and the weights with which its result is added."""
     if b.config.residual_streams == 1:
         return x, None
     numbers, scale, base = _numbers(b, x, f"{name}_streams", "StreamWeights", 3, scope)
@@ -56,12 +56,12 @@ def read(b: Builder, x: Node, name: str, scope: str) -> tuple[Node, Weights | No
 
 def write(b: Builder, x: Node, out: Node, weights: Weights | None, name: str, scope: str) -> Node:
     """The streams after a part of a layer: mixed, and its result added to each."""
-    own: dict[str, Any] = {"scope": scope}
+    attrs: dict[str, Any] = {"scope": scope}
     if weights is None:
-        return add(x, out, name=f"{name}_residual", **own)
-    own["dtype"] = b.dtype
-    added = apply("times", "bsn,bsm->bsnm", weights.add, out, name=f"{name}_added", **own)
-    mixed = apply("times", "bsln,bslm->bsnm", weights.mix, x, name=f"{name}_mixed", **own)
+        return add(x, out, name=f"{name}_residual", **attrs)
+    attrs["dtype"] = b.dtype
+    added = apply("times", "bsn,bsm->bsnm", weights.add, out, name=f"{name}_added", **attrs)
+    mixed = apply("times", "bsln,bslm->bsnm", weights.mix, x, name=f"{name}_mixed", **attrs)
     return add(mixed, added, name=f"{name}_residual", scope=scope)
 
 
@@ -77,15 +77,15 @@ def collapsed(b: Builder, x: Node) -> Node:
 def _numbers(
     b: Builder, x: Node, name: str, count: str, scales: int, scope: str
 ) -> tuple[Node, Node, Node]:
-    """What weights are made of: numbers of each token's streams [B, S, K], in fp32, and
+    """Operands of the weights: numbers of each token's streams [B, S, K], in fp32, and
     parameters that scale and shift these."""
-    own: dict[str, Any] = {"scope": scope}
-    fn = b.param(f"{name}.fn", "Streams", "M", count, **own)
-    made = einsum("bsnm,nmk->bsk", x, fn, name=name, dtype="fp32", **own)
-    square = apply("mean_square", "bsnm->bs", x, dtype="fp32", name=f"{name}_square", **own)
-    made = apply("rms_scale", "bsk,bs->bsk", made, square, name=f"{name}_scaled", **own)
-    scale = b.param(f"{name}.scale", size(scales), **own)
-    return made, scale, b.param(f"{name}.base", count, **own)
+    attrs: dict[str, Any] = {"scope": scope}
+    fn = b.param(f"{name}.fn", "Streams", "M", count, **attrs)
+    made = einsum("bsnm,nmk->bsk", x, fn, name=name, dtype="fp32", **attrs)
+    square = apply("mean_square", "bsnm->bs", x, dtype="fp32", name=f"{name}_square", **attrs)
+    made = apply("rms_scale", "bsk,bs->bsk", made, square, name=f"{name}_scaled", **attrs)
+    scale = b.param(f"{name}.scale", size(scales), **attrs)
+    return made, scale, b.param(f"{name}.base", count, **attrs)
 
 
 def _weights(
@@ -93,11 +93,11 @@ def _weights(
 ) -> Node:
     rows = numbers.shape[:2]
     out = (*rows, STREAMS, STREAMS) if of == "mix" else (*rows, STREAMS)
-    own: dict[str, Any] = {"of": of, "iterations": b.config.sinkhorn_iterations, "scope": scope}
+    attrs: dict[str, Any] = {"of": of, "iterations": b.config.sinkhorn_iterations, "scope": scope}
     spec = f"bsK,F,K->bs{'LN' if of == 'mix' else 'N'}"
-    return apply("stream_weights", spec, numbers, scale, base, out=out, name=name, **own)
+    return apply("stream_weights", spec, numbers, scale, base, out=out, name=name, **attrs)
 
 
 def _collapsed(b: Builder, weights: Node, x: Node, name: str, scope: str) -> Node:
-    own: dict[str, Any] = {"dtype": b.dtype, "scope": scope}
-    return apply("times", "bsn,bsnm->bsm", weights, x, name=f"{name}_in", **own)
+    attrs: dict[str, Any] = {"dtype": b.dtype, "scope": scope}
+    return apply("times", "bsn,bsnm->bsm", weights, x, name=f"{name}_in", **attrs)

@@ -115,17 +115,6 @@ def _bias_vjp(n: Node, g: Node) -> Grads:
     return (g, sum_to(g, keep))
 
 
-def _modulate_vjp(n: Node, g: Node) -> Grads:
-    ins, out = str(n["spec"]).split("->")
-    _, rows = ins.split(",")
-    x, by = n.srcs
-    own = own_attributes(n)
-    back: dict[str, Any] = own | {"shift": -1}
-    dx = apply("modulate", str(n["spec"]), g, by, phase="backward", **back)
-    spec = f"{out},{out}->{rows}"
-    return (dx, apply("modulate_wgrad", spec, g, x, out=by.shape, phase="backward", **own))
-
-
 def _rope_vjp(n: Node, g: Node) -> Grads:
     at = n.srcs[1:]
     back = apply("rope", str(n["spec"]), g, *at, phase="backward", inverse=not n["inverse"])
@@ -183,11 +172,6 @@ def _pad_vjp(n: Node, g: Node) -> Grads:
     return (apply("part", f"{out}->{ins}", g, out=shape, phase="backward", **own_attributes(n)),)
 
 
-def _triangle_vjp(n: Node, g: Node) -> Grads:
-    ins, out = str(n["spec"]).split("->")
-    return (apply("triangle_bwd", f"{out}->{ins}", g, out=n.srcs[0].shape, phase="backward"),)
-
-
 _ACT = {
     "fn": choose(*meaning.ACTIVATIONS, "softcap"),
     "cap": may(*NUMBER),
@@ -195,7 +179,6 @@ _ACT = {
     "of_result": may(bool),  # backward keeps the result, and not the operand
 }
 _GLU = {"fn": choose(*meaning.ACTIVATIONS), "clamp": may(*NUMBER), "offset": may(*NUMBER)}
-_MODULATE = {"base": need(*NUMBER), "scale": need(int), "shift": need(int)}
 _RATE = {"rate": need(*NUMBER)}
 _INVERSE = {"inverse": need(bool, implied=False)}
 _NORM = {"fn": choose("rmsnorm", "layernorm", implied="rmsnorm")}
@@ -255,8 +238,6 @@ ROWS: dict[str, Op] = {
     "scale": Op(meaning.scale, _scale_vjp, linear=True, fuses=True, attrs={"by": need(*NUMBER)}),
     "divide": Op(meaning.divide, fuses=True),
     "bias": Op(meaning.bias, _bias_vjp, linear=True, fuses=True),
-    "modulate": Op(meaning.modulate, _modulate_vjp, flops=2, fuses=True, attrs=_MODULATE),
-    "modulate_wgrad": Op(meaning.modulate_wgrad, flops=3, fuses=True, attrs=_MODULATE),
     "act": Op(meaning.act, _act_vjp, flops=8, fuses=True, attrs=_ACT),
     "act_bwd": Op(meaning.act_bwd, flops=12, fuses=True, attrs=_ACT),
     "glu": Op(meaning.glu, _glu_vjp, flops=6, fuses=True, attrs=_GLU),
@@ -306,6 +287,4 @@ ROWS: dict[str, Op] = {
         summary="The first or the last places of a dim; a `view` of them has no bytes of its own.",
     ),
     "pad": Op(meaning.pad, _pad_vjp, flops=0, linear=True, fuses=True, attrs=_PART),
-    "triangle": Op(meaning.triangle, _triangle_vjp, flops=0, linear=True),
-    "triangle_bwd": Op(meaning.triangle_bwd, flops=0, linear=True),
 }

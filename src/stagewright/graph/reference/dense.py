@@ -167,20 +167,6 @@ def _slope(ctx: Context, x: Any) -> Any:
     return slope(x) if most is None else slope(np.minimum(x, most)) * (x < most)
 
 
-def modulate(ctx: Context, x: Any, by: Any) -> Any:
-    """x * (base + a row) + another row, the same for all positions."""
-    shift = by[:, None, ctx["shift"]] if ctx["shift"] >= 0 else 0.0
-    return x * (ctx["base"] + by[:, None, ctx["scale"]]) + shift
-
-
-def modulate_wgrad(ctx: Context, g: Any, x: Any) -> Any:
-    out = np.zeros(ctx.shape)
-    out[:, ctx["scale"]] = (g * x).sum(1)
-    if ctx["shift"] >= 0:
-        out[:, ctx["shift"]] = g.sum(1)
-    return out
-
-
 def act(ctx: Context, x: Any) -> Any:
     """An activation; clamp limits its argument, cap is the limit of softcap."""
     return _act(ctx, x)
@@ -318,19 +304,6 @@ def pad(ctx: Context, g: Any) -> Any:
         g = np.expand_dims(g, dim)
     width = g.shape[dim]
     out[(slice(None),) * dim + (slice(width) if ctx["first"] else slice(-width, None),)] = g
-    return out
-
-
-def triangle(ctx: Context, x: Any) -> Any:
-    """The elements below the diagonal of the last two dims, row by row."""
-    i, j = np.tril_indices(x.shape[-1], -1)
-    return x[..., i, j]
-
-
-def triangle_bwd(ctx: Context, g: Any) -> Any:
-    out = np.zeros(ctx.shape)
-    i, j = np.tril_indices(out.shape[-1], -1)
-    out[..., i, j] = g
     return out
 
 

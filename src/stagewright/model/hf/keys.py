@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from reprlib import repr as shown  # short and shallow whatever the file holds
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_args
 
 from stagewright.errors import UserError
 from stagewright.files import own_yaml
@@ -33,14 +33,9 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 """transformers' names of the activations, and ours."""
 
-ROUTERS: dict[str, Router] = {
-    "softmax": "softmax",
-    "sigmoid": "sigmoid",
-    "sqrtsoftplus": "sqrtsoftplus",
-}
-"""DeepSeek's names of the functions that make weights of a router's scores, and ours."""
-
-_WORDS: Mapping[str, Mapping[str, str]] = {"activation": ACTIVATIONS, "router": ROUTERS}
+_ROUTERS = {name: name for name in get_args(Router)}
+_WORDS: Mapping[str, Mapping[str, str]] = {"activation": ACTIVATIONS, "router": _ROUTERS}
+"""Words of files, and ours; our words for routers are DeepSeek's."""
 
 Json = dict[str, object]
 Fields = dict[str, Any]
@@ -76,7 +71,7 @@ class Keys:
     """Keys of the file that some reader has asked for, by their first word."""
 
     def _find(self, key: str) -> tuple[bool, object]:
-        """Whether there is a value for a key, and the value; a dotted key lies in an object."""
+        """The presence of a value for a key, and the value; a dotted key lies in an object."""
         *outer, last = key.split(".")
         self.seen.update((key, (outer or [last])[0]))
         node = self.values
@@ -90,7 +85,7 @@ class Keys:
         return key in self.values, self.values.get(key)
 
     def has(self, key: str) -> bool:
-        """Whether the file has a key, or its family a default for it."""
+        """True if the file has a key, or its family a default for it."""
         return self._find(key)[0]
 
     def get(self, key: str) -> object:
@@ -223,19 +218,19 @@ def _defaults() -> dict[str, Json]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How files of one architecture are read."""
+    """Reader of the files of one architecture."""
 
     model_types: tuple[str, ...]
     """The model types of the files, in the words of transformers; the first one is the family's."""
     like: str
     """The preset that says what the files do not."""
     fields: Map
-    only: Mapping[str, bool | float | str] = field(default_factory=dict[str, Any])
+    only: Mapping[str, bool | float | str]
     """Keys that are refused unless they have these values."""
-    unused: tuple[str, ...] = ()
+    unused: tuple[str, ...]
     """Keys that files of the family have although the model does not read them."""
-    remark: str = ""
-    """In what the family differs from what is counted, a clause for a note."""
+    remark: str
+    """The difference between the family and what is counted, a clause for a note."""
 
     def defaults(self, model_type: object) -> Json:
         """The keys that files of a model type may leave out, or of the family's first type.
@@ -252,3 +247,23 @@ class Family:
         for key, value in self.only.items():
             keys.only(key, value)
         return keys.read_all(self.fields)
+
+
+def family(
+    model_types: str,
+    *maps: Map,
+    like: str = "llama2-7b",
+    only: Mapping[str, bool | float | str] | None = None,
+    unused: str = "",
+    remark: str = "",
+    **fields: Entry,
+) -> Family:
+    """A family whose fields are those of the maps, then `fields`; later entries replace earlier.
+
+    `model_types` and `unused` are words with spaces between them.
+    """
+    entries: dict[str, Entry] = {}
+    for part in (*maps, fields):
+        entries |= part
+    types = tuple(model_types.split())
+    return Family(types, like, entries, only or {}, tuple(unused.split()), remark)

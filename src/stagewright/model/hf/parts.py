@@ -1,16 +1,15 @@
-"""Readers of fields that are more than a key, and the maps that families share."""
+"""Maps that several families share, and readers of fields that are more than a key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import divisors
-from stagewright.model.architecture import LIMITS, MOST_EXPERTS
+from stagewright.model.architecture import LIMITS, MOST_EXPERTS, Architecture
+from stagewright.model.fields import rules
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, Reader
-from stagewright.model.layers import Attention, Recurrence
-from stagewright.model.patterns import every, shortest
-from stagewright.model.state_space import StateSpace
+from stagewright.model.layers import Attention, OwnSizes, Recurrence, StateSpace, every, shortest
 
 LAYER_TYPES: dict[str, Attention] = {
     "full_attention": "global",
@@ -22,8 +21,6 @@ LAYER_TYPES: dict[str, Attention] = {
 CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
 """DeepSeek's ways to choose a token's experts."""
 
-ATTENTION_TYPES = frozenset({"full_attention", "attention"})
-STATE_TYPES = frozenset({"linear_attention", "mamba"})
 MOST = 2**24
 """The largest count of state heads, groups and chunks that is believed."""
 
@@ -73,9 +70,24 @@ def query_groups(*keys: str) -> Reader:
     return read
 
 
+def all_heads(c: Keys) -> int:
+    """The number of heads, for key/value heads, whatever the file says."""
+    return c.fields["num_attention_heads"]
+
+
 def rotary_fraction(c: Keys) -> float:
     """The part of each head that rope turns; transformers 5 writes it in `rope_parameters`."""
     return c.number(c.used("rope_parameters.partial_rotary_factor", "partial_rotary_factor"), 0, 1)
+
+
+def parallel(key: str, norms: int) -> Reader:
+    """A parallel block where a key says so; it has so many norms."""
+
+    def read(c: Keys) -> Fields:
+        is_parallel = c.flag(key)
+        return {"parallel_block": is_parallel, "parallel_norms": norms if is_parallel else 1}
+
+    return read
 
 
 # ---- maps that families share --------------------------------------------------------------------
@@ -95,7 +107,7 @@ def sizes(**names: str | tuple[str, ...]) -> Map:
     return {
         **keys,
         "kv_channels": head_width((heads,) if isinstance(heads, str) else heads, "head_dim"),
-        "num_query_groups": lambda c: c.fields["num_attention_heads"],
+        "num_query_groups": all_heads,
         "tied_embeddings": "tie_word_embeddings",
     }
 
@@ -111,22 +123,24 @@ DECODER: Map = {
 BIASED: Map = {**DECODER, **dict.fromkeys(("qkv_bias", "attention_output_bias"), "attention_bias")}
 """Biases of all four projections of attention, or of none."""
 
+LLAMA: Map = {**BIASED, "mlp_bias": "mlp_bias"}
+
+LAYER_NORM: Map = {"norm": Fixed("layernorm"), "norm_bias": Fixed(True)}
+"""LayerNorms with a bias, instead of Llama's RMSNorms."""
+
+UNGATED: Map = {"gated": Fixed(False)}
+
+ALL_BIASES = ("qkv_bias", "attention_output_bias", "mlp_bias")
+
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts, of which transformers 5 may write another than older files."""
 
-NO_EXPERTS: Map = {
-    "num_experts": Fixed(0),
-    "top_k": Fixed(0),
-    "moe_ffn_hidden_size": Fixed(0),
-    "shared_ffn_hidden_size": Fixed(0),
-    "first_dense_layers": Fixed(0),
-    "moe_layer_freq": Fixed(1),
-    "router": Fixed("softmax"),
-    "norm_topk_prob": Fixed(True),
-    "num_expert_groups": Fixed(1),
-    "topk_groups": Fixed(1),
-    "expert_bias": Fixed(False),
-}
+_OF_EXPERTS = (
+    *("num_experts", "top_k", "moe_ffn_hidden_size", "shared_ffn_hidden_size"),
+    *("first_dense_layers", "moe_layer_freq", "router", "norm_topk_prob", "num_expert_groups"),
+    *("topk_groups", "expert_bias"),
+)
+NO_EXPERTS: Map = {name: Fixed(rules(Architecture)[name].default) for name in _OF_EXPERTS}
 
 
 def experts(count: str, width: str, *top_k: str) -> Map:
@@ -137,6 +151,67 @@ def experts(count: str, width: str, *top_k: str) -> Map:
         "top_k": (*top_k, "num_experts_per_tok"),
         "moe_ffn_hidden_size": width,
     }
+
+
+SIGMOID: Map = {"router": Fixed("sigmoid"), "expert_bias": Fixed(True)}
+"""DeepSeek-V3's way to choose experts: sigmoids, and a bias that balances the experts' load."""
+
+
+def number_of_shared(*keys: str) -> Reader:
+    """The width of shared experts together, which are as wide as the others; none where null."""
+
+    def read(c: Keys) -> int:
+        key = c.used(*keys)
+        number = 0 if c.get(key) is None else c.whole(key, 0, MOST_EXPERTS)
+        return number * c.fields["moe_ffn_hidden_size"]
+
+    return read
+
+
+def listed_mlps(c: Keys) -> Fields:
+    """Dense and other MLPs, as transformers lists them, or as flags of a published file.
+
+    Usually the first layers are dense and no others.
+    """
+    if c.get("mlp_layer_types") is not None:
+        kinds = listed(c, "mlp_layer_types", {"dense": "dense", "sparse": "experts"})
+    else:
+        kinds = listed(c, "moe_layer_freq", {0: "dense", 1: "experts"}, "0 or 1")
+    first = kinds.index("experts") if "experts" in kinds else len(kinds)
+    if "dense" in kinds[first:] or first == len(kinds):
+        return {"mlps": shortest(kinds)}
+    return {"first_dense_layers": first, "mlps": ()}
+
+
+def dense_first(key: str) -> Reader:
+    """The dense layers: as many first ones as a key says, or as `mlp_layer_types` lists them."""
+
+    def read(c: Keys) -> Fields:
+        if c.get("mlp_layer_types") is not None:
+            return listed_mlps(c)
+        first = 0 if c.get(key) is None else c.whole(key, 0, LIMITS["num_layers"])
+        return {"first_dense_layers": first}
+
+    return read
+
+
+def sigmoid_experts(count: str, shared: str, first: str = "first_k_dense_replace") -> Map:
+    """Experts as in DeepSeek-V3: routed by sigmoids, with shared ones, after some dense layers."""
+    return {
+        **experts(count, "moe_intermediate_size"),
+        **SIGMOID,
+        "shared_ffn_hidden_size": number_of_shared(shared),
+        "first_dense_layers": dense_first(first),
+    }
+
+
+def expert_groups(c: Keys) -> Fields:
+    """Group-limited routing, where there is more than one group."""
+    groups = c.get("n_group")
+    if groups is None or groups == 1:
+        return {"num_expert_groups": 1, "topk_groups": 1}
+    count = c.whole("n_group", 1, c.fields["num_experts"])
+    return {"num_expert_groups": count, "topk_groups": c.whole("topk_group", 1, count)}
 
 
 def _deepseek_choice(c: Keys) -> Fields:
@@ -213,7 +288,21 @@ queries without a latent, never have biases."""
 # ---- kinds of layers -----------------------------------------------------------------------------
 
 
-def windows(is_local: Callable[[Keys, int], bool], used: str = "", listed: bool = True) -> Reader:
+def listed(
+    c: Keys, key: str, words: Mapping[Any, Any], wanted: str = "", end: str = ""
+) -> list[Any]:
+    """The kind of every layer, of which a list has the words."""
+    values, layers = c.items(key), c.fields["num_layers"]
+    kinds = [words[x] for x in values if isinstance(x, str | int) and x in words]
+    if not len(kinds) == len(values) == layers:
+        wanted = wanted or " or ".join(map(str, words))
+        c.reject(key, f"{wanted} for each of the {layers} layers{end}")
+    return kinds
+
+
+def windows(
+    is_local: Callable[[Keys, int], bool], used: str = "", from_list: bool = True
+) -> Reader:
     """The sliding window, and the pattern of layers with it: these layers, or as the file lists.
 
     `used` is a key that says whether there is a window at all.
@@ -224,7 +313,7 @@ def windows(is_local: Callable[[Keys, int], bool], used: str = "", listed: bool 
         if not used or c.flag(used):
             layers = range(c.fields["num_layers"])
             kinds = ["local" if is_local(c, i) else "global" for i in layers]
-            kinds = layer_types(c, kinds) if listed else kinds
+            kinds = layer_types(c, kinds) if from_list else kinds
         c.seen.add("sliding_window")
         positions = None
         if "local" in kinds:
@@ -236,6 +325,10 @@ def windows(is_local: Callable[[Keys, int], bool], used: str = "", listed: bool 
     return read
 
 
+SAME_WINDOW = windows(lambda c, i: True, from_list=False)
+"""A window in every layer, if there is one."""
+
+
 def layer_types(
     c: Keys,
     unlisted: list[Attention],
@@ -244,27 +337,65 @@ def layer_types(
     """The kind of every layer, as the file lists them or else these."""
     if c.get("layer_types") is None:
         return unlisted
-    listed, layers = c.items("layer_types"), c.fields["num_layers"]
-    kinds: list[Attention] = [LAYER_TYPES[x] for x in listed if isinstance(x, str) and x in known]
-    if not len(kinds) == len(listed) == layers:
-        c.reject("layer_types", f"{' or '.join(known)} for each of the {layers} layers")
-    return kinds
+    return listed(c, "layer_types", {name: LAYER_TYPES[name] for name in known})
+
+
+def local_and_nope(period: str = "sliding_window_pattern") -> Reader:
+    """Windows where there is rope, and layers without positions that see all (Cohere 2, Exaone 4).
+
+    Where there is no window, every layer sees all and has rope. Layers are as `layer_types` lists
+    them, as a pattern of L and G has them, or all but every `period`-th has a window.
+    """
+
+    def read(c: Keys) -> Fields:
+        window = c.optional("max_position_embeddings", "sliding_window")
+        if window is None:
+            c.seen.add("layer_types")
+            return {"sliding_window": None, "mixers": ("global",)}
+        layers = range(c.fields["num_layers"])
+        kinds: list[str]
+        if c.get("layer_types") is not None:
+            kinds = listed(c, "layer_types", LAYER_TYPES)
+        elif isinstance(pattern := c.get(period), str) and pattern and {*pattern} <= {"L", "G"}:
+            kinds = ["local" if pattern[i % len(pattern)] == "L" else "global" for i in layers]
+        else:
+            step = c.size("num_layers", period)
+            kinds = ["global" if (i + 1) % step == 0 else "local" for i in layers]
+        mixers = ["local" if kind == "local" else "nope" for kind in kinds]
+        inner = window if "local" in mixers else None
+        return {"sliding_window": inner, "mixers": shortest(mixers)}
+
+    return read
+
+
+def turned_layers(c: Keys) -> list[int]:
+    """1 for each layer with rope: those that a list says, or all but every so manieth."""
+    layers, period = c.fields["num_layers"], c.size("num_layers", "no_rope_layer_interval")
+    flags = c.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(layers)]
+    return bits(c, "no_rope_layers", flags, "without rope")
+
+
+def own_sizes(of_layers: Sequence[OwnSizes]) -> Fields:
+    """The fields of a model in which each layer has these sizes, where they differ from none."""
+    kinds = [sizes for sizes in dict.fromkeys(of_layers) if sizes != OwnSizes()]
+    numbers = [kinds.index(sizes) + 1 if sizes in kinds else 0 for sizes in of_layers]
+    return {"own_sizes": tuple(kinds), "layers_with_own_sizes": shortest(numbers)}
+
+
+def mixers_of_layers(c: Keys) -> list[str]:
+    """The mixer of every layer, of the pattern that has been read."""
+    mixers = c.fields["mixers"]
+    return [mixers[i % len(mixers)] for i in range(c.fields["num_layers"])]
 
 
 def listed_mixers(state: Recurrence) -> Reader:
     """Mixers as `layer_types` names them: attention, or the model's recurrence."""
+    words = dict.fromkeys(("full_attention", "attention"), "global")
+    words |= dict.fromkeys(("linear_attention", "mamba"), state)
 
     def read(c: Keys) -> tuple[str, ...]:
-        listed, layers = c.items("layer_types"), c.fields["num_layers"]
-        kinds = [
-            "global" if x in ATTENTION_TYPES else state
-            for x in listed
-            if isinstance(x, str) and x in ATTENTION_TYPES | STATE_TYPES
-        ]
-        if not len(kinds) == len(listed) == layers:
-            words = f"attention or {state} for each of the {layers} layers, in transformers' words"
-            c.reject("layer_types", words)
-        return shortest(kinds)
+        wanted = f"attention or {state}"
+        return shortest(listed(c, "layer_types", words, wanted, ", in transformers' words"))
 
     return read
 
@@ -320,7 +451,7 @@ def state_channels(prefix: str, rank: str, conv: str, state: str, **more: Any) -
 
 
 class StateKeys(NamedTuple):
-    """The keys of Mamba-2's sizes; the defaults are Mamba-2's own."""
+    """The keys of Mamba-2's sizes; the defaults are those of `Mamba2ForCausalLM`."""
 
     heads: str = "num_heads"
     head_width: str = "head_dim"
@@ -359,3 +490,46 @@ def state_heads(keys: StateKeys) -> Reader:
         )
 
     return read
+
+
+BAMBA_KEYS = StateKeys(
+    heads="mamba_n_heads",
+    head_width="mamba_d_head",
+    groups="mamba_n_groups",
+    state="mamba_d_state",
+    conv="mamba_d_conv",
+    conv_bias="mamba_conv_bias",
+    chunk="mamba_chunk_size",
+    expand="mamba_expand",
+)
+"""The keys of Bamba, which Granite and Falcon-H1 took over."""
+
+PURE_STATES: Map = {
+    "num_layers": "num_hidden_layers",
+    **{name: name for name in ("hidden_size", "vocab_size", "max_position_embeddings")},
+    "tied_embeddings": "tie_word_embeddings",
+}
+"""Models of states alone, without attention and MLPs."""
+
+MAMBA_KEYS = ("time_step_rank", "conv_kernel", "state_size")
+"""Keys of Mamba-1's sizes, as `state_channels` takes them."""
+
+
+# ---- indexers ------------------------------------------------------------------------------------
+
+INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
+
+
+def query_rank(c: Keys) -> int:
+    """The rank of queries, which the indexer's are made of, too."""
+    return c.size("hidden_size", "q_lora_rank")
+
+
+INDEXED: Map = {
+    **LATENT,
+    "q_lora_rank": query_rank,
+    **DEEPSEEK_EXPERTS,
+    **{name: name for name in INDEXER},
+    "mlps": lambda c: {} if c.get("mlp_layer_types") is None else listed_mlps(c),
+}
+"""DeepSeek-V3.2: DeepSeek-V3 with an indexer in every layer; GLM-5 took the keys over."""

@@ -5,7 +5,7 @@ preset of the family for what its files do not say (norms, gates). `data/config_
 the keys that may be left out, with their defaults; all other keys of a map are required. Files of
 models with more than text (`Qwen3VLForConditionalGeneration`) are read through the object that
 describes the text part (`text_config`). A class that nobody knows is read by the names that most
-decoders share (`common`).
+decoders share (`unknown`).
 
 Number formats (`torch_dtype`, `dtype`) belong to a run and are not read, but for those of
 checkpoints in few bits (`quantization`); neither are losses that balance experts, factors that
@@ -18,13 +18,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
 from typing import NamedTuple, NoReturn, cast
 
 from stagewright.errors import UserError
-from stagewright.model.hf.common import by_common_names
+from stagewright.files import own_yaml
 from stagewright.model.hf.families import FAMILIES, MISSING
 from stagewright.model.hf.keys import Family, Fields, Json, Keys, whole_name
-from stagewright.model.hf.unread import unread
+from stagewright.model.hf.unknown import by_common_names
 
 TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "lm_config")
 """The objects in which files of models with more than text describe the text part."""
@@ -46,14 +48,14 @@ WAYS_OUT = (
 
 
 class Reading(NamedTuple):
-    """What a file says."""
+    """The content of a file."""
 
     like: str
     """The preset that the model is like."""
     fields: Fields
     """The fields of the model in which the file says otherwise."""
     notes: tuple[str, ...] = ()
-    """What was assumed, and what of the file was left out, a sentence each."""
+    """Assumptions and omissions, a sentence each."""
 
 
 def read(file: str, data: Json, as_family: str = "") -> Reading:
@@ -86,11 +88,11 @@ def read(file: str, data: Json, as_family: str = "") -> Reading:
         parts = [k for k in OTHER_PARTS if isinstance(given.get(k), dict)]
         keys.seen.update(parts)
         notes += _left_out(keys, "", parts)
-    return Reading(like, fields, (*notes, *unread(keys, given, unused)))
+    return Reading(like, fields, (*notes, *_unread(keys, given, unused)))
 
 
 def _draft_head(c: Keys, names: list[str]) -> Fields:
-    """What a head that drafts for another model is besides: `LlamaForCausalLMEagle3`, for example.
+    """Fields of a head that drafts for another model, such as `LlamaForCausalLMEagle3`.
 
     Its logits may be of a smaller vocabulary (vllm-project/vllm
     `vllm/model_executor/models/llama_eagle3.py`); the embedding is that of the other model.
@@ -207,3 +209,54 @@ def _named(name: str) -> Family:
 def _refuse(c: Keys, name: str, why: str) -> NoReturn:
     """Raise the error about a class that cannot be read."""
     raise UserError(f"{whole_name(name)} {why}: {c.file}; {WAYS_OUT}")
+
+
+# ---- keys that were not read ---------------------------------------------------------------------
+
+_MOST_NAMED = 12
+_AHEAD_KEYS = (
+    *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers"),
+    *("use_mtp", "num_mtp_layers"),
+)
+_AHEAD = (
+    "{file}: the layers for multi-token prediction ({key}) are left out, as published counts of "
+    "parameters leave them out{more}"
+)
+_ADDED = "; in training, --mtp-num-layers adds them"
+
+
+@cache
+def _harmless() -> tuple[frozenset[str], tuple[str, ...]]:
+    """Keys that change neither parameters, FLOPs nor memory, and words that end such keys."""
+    text = files("stagewright").joinpath("data", "config_harmless.yaml").read_text("utf-8")
+    data = own_yaml(text)
+    return frozenset(data["keys"]), tuple(data["endings"])
+
+
+def _unread(c: Keys, given: Json, unused: tuple[str, ...] = ()) -> list[str]:
+    """Notes about what the file asks for and the model lacks; `given` are the file's own keys.
+
+    One names the keys that no reader has asked for, unless all of them are harmless.
+
+    A key that is null, false, zero or empty asks for nothing.
+    """
+    keys, endings = _harmless()
+    more = "" if c.fields.get("residual_streams", 1) > 1 else _ADDED
+    notes = [_AHEAD.format(file=c.file, key=k, more=more) for k in _AHEAD_KEYS if c.get(k)][:1]
+    left = [
+        whole_name(key)
+        for key, value in given.items()
+        if key not in c.seen
+        and key not in keys
+        and key not in unused
+        and not key.endswith(endings)
+        and value
+    ]
+    if not left:
+        return notes
+    others = f" and {len(left) - _MOST_NAMED} more" if len(left) > _MOST_NAMED else ""
+    named = ", ".join(left[:_MOST_NAMED]) + others
+    return [
+        *notes,
+        f"{c.file}: not understood, and may change parameters, FLOPs or memory: {named}",
+    ]

@@ -1,5 +1,5 @@
-"""Beyond language: images, diffusion, a tower before text, tables; parameters as published, sharded
-as on one device, whole programs that are sound."""
+"""Models of images, and a tower before text: parameters as published, sharded as on one device,
+whole programs that are sound."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from stagewright.lower.parameters import parameters
 from stagewright.lower.recipe import recipe_of, sizes_of
 from stagewright.lower.variants import BlockVariant
 from stagewright.model.config import ModelConfig
-from stagewright.model.images import Diffusion, Vision
+from stagewright.model.layers import Vision
 from stagewright.model.presets import PRESETS
-from stagewright.model.recommendation import Recommendation
 from stagewright.parallel.degrees import parallelization
-from stagewright.program.columns import COLLECTIVES
 from stagewright.run.rules import check as check_run
 from stagewright.run.settings import Run
 
@@ -40,27 +38,12 @@ PUBLISHED = {
     "clip-vit-l-336": 303_507_456 - 2048,
     # llava-hf/llava-1.5-7b-hf, model.safetensors.index.json, without that norm
     "llava-1.5-7b": 7_063_427_072 - 2048,
-    # DiT-XL/2: 675 million with its 256 x 1152 positions, which are not trained
-    "dit-xl-2": 675_129_632 - 256 * 1152,
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_those_published(name: str) -> None:
     assert parameters(PRESETS[name]) == (PUBLISHED[name], PUBLISHED[name])
-
-
-def test_parameters_of_tables() -> None:
-    """24 billion: 187,767,399 rows of 128, evened out over 26 tables, and two MLPs."""
-    model = PRESETS["dlrm"]
-    r = model.recommendation
-    assert r is not None
-    assert sum(r.rows) == 187_767_399
-    widths = [(13, 512), (512, 256), (256, 128)]
-    widths += [(128 + 27 * 26 // 2, 1024), (1024, 1024), (1024, 512), (512, 256), (256, 1)]
-    mlps = sum(i * o + o for i, o in widths)
-    total, _ = parameters(model)
-    assert 0 <= total - (187_767_399 * 128 + mlps) < 26 * 128
 
 
 # ---- sharded as on one device --------------------------------------------------------------------
@@ -76,18 +59,10 @@ TOWER = replace(TOWER, num_layers=1, embedding_norm=True, kv_channels=3)
 MODELS = {
     "vit": VIT,
     "llava": ModelConfig(name="llava", **SMALL, max_position_embeddings=12, tower=TOWER),
-    "dit": replace(VIT, name="dit", vision=None, diffusion=Diffusion(4, 2, 2, 8, 4, waves=4)),
-    "dlrm": ModelConfig(
-        name="dlrm",
-        **SMALL | {"num_layers": 1},
-        max_position_embeddings=1,
-        recommendation=Recommendation((4, 6, 8), dense=4, bottom=(8, 8), top=(8, 4, 1)),
-    ),
 }
 LAYERED: list[dict[str, Any]] = [{"tp": 2}, {"dp": 4}, {"tp": 4, "dp": 2}]
 LAYERED += [{"dp": 2, "zero": 1}, {"dp": 2, "tp": 2, "zero": 3}]
-SETTINGS = dict.fromkeys(MODELS, LAYERED) | {"dlrm": [{}, {"dp": 2}, {"dp": 8}]}
-SETTINGS["llava"] = [*LAYERED, {"tp": 2, "dp": 2, "recompute": "full"}]
+SETTINGS = {"vit": LAYERED, "llava": [*LAYERED, {"tp": 2, "dp": 2, "recompute": "full"}]}
 
 
 @cache
@@ -123,8 +98,6 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("vit", {"tp": 2, "dp": 2, "pp": 2, "global_batch_size": 8}),
     ("llava", {"tp": 2, "pp": 3, "global_batch_size": 6}),
     ("llava", {"dp": 2, "zero": 3, "recompute": "selective"}),
-    ("dit", {"dp": 2, "pp": 2, "tp": 2}),
-    ("dlrm", {"dp": 8, "global_batch_size": 64, "micro_batch_size": 4}),
 ]
 
 
@@ -132,14 +105,6 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
 def test_programs_are_sound(model: str, settings: dict[str, Any]) -> None:
     compiled = sw.compile(Run(model=model, **settings), MODELS[model])
     check_program(compiled.program)
-
-
-def test_tables_exchange_columns_for_rows() -> None:
-    """One all-to-all of [batch, tables, width / dp] forward, and one of the gradient back."""
-    compiled = sw.compile(Run(model="dlrm", dp=8, micro_batch_size=4), MODELS["dlrm"])
-    t = compiled.program.classes[0].tasks
-    moved = t.comm_bytes[t.collective == COLLECTIVES.index("all_to_all")]
-    assert moved.tolist() == [2 * (8 * 4) * 3 * (8 // 8)] * 2
 
 
 def test_flops_of_a_vision_transformer() -> None:
@@ -155,9 +120,6 @@ def test_flops_of_a_vision_transformer() -> None:
     ("settings", "wanted"),
     [
         ({"model": "vit-b-16", "seq_length": 128}, "seq_length=128 is not the 197 positions"),
-        ({"model": "dit-xl-2", "cp": 2}, "are not split"),
-        ({"model": "dlrm", "tp": 2}, "tp=2 splits layers that dlrm does not have; use dp"),
-        ({"model": "dlrm", "dp": 3}, "dp=3 does not divide the width 128 of the tables"),
         ({"model": "llava-1.5-7b", "seq_length": 500}, "has no room for text behind the 576"),
         ({"model": "llava-1.5-7b", "tp": 8, "sequence_parallel": True}, "does not divide the 577"),
     ],

@@ -16,39 +16,43 @@ from stagewright.model.hf.parts import (
 
 LIKE = "llama2-7b"
 
-_LAYERS = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "hidden_dim")
-_HEADS = ("num_attention_heads", "n_heads", "n_head", "num_heads")
-_GROUPS = (
-    *("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_head_kv", "num_query_groups"),
-    "multi_query_group_num",
+
+def _names(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+_LAYERS = _names("num_hidden_layers n_layers n_layer num_layers")
+_HIDDEN = _names("hidden_size n_embd d_model hidden_dim")
+_HEADS = _names("num_attention_heads n_heads n_head num_heads")
+_GROUPS = _names(
+    "num_key_value_heads num_kv_heads n_kv_heads n_head_kv num_query_groups multi_query_group_num"
 )
-_WIDTH = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "d_ff")
-_VOCABULARY = ("vocab_size", "padded_vocab_size")
-_LONGEST = (
-    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
-    *("seq_length", "model_max_length"),
+_WIDTH = _names("intermediate_size ffn_hidden_size ffn_dim n_inner d_ff")
+_VOCABULARY = _names("vocab_size padded_vocab_size")
+_LONGEST = _names(
+    "max_position_embeddings n_positions max_seq_len max_sequence_length seq_length "
+    "model_max_length"
 )
-_ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERT_WIDTH = (
-    *("moe_intermediate_size", "expert_intermediate_size", "expert_ffn_hidden_size"),
-    *("moe_ffn_hidden_size", *_WIDTH),
+_ACTIVATION = _names("hidden_act hidden_activation activation_function activation")
+_EXPERTS = _names("num_experts num_local_experts n_routed_experts moe_num_experts")
+_EXPERT_WIDTH = _names(
+    "moe_intermediate_size expert_intermediate_size expert_ffn_hidden_size "
+    "moe_ffn_hidden_size intermediate_size ffn_hidden_size ffn_dim n_inner d_ff"
 )
-_TOP_K = (
-    *("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k"),
-    *("top_k_experts", "moe_top_k", "num_selected_experts"),
+_TOP_K = _names(
+    "num_experts_per_tok num_experts_per_token experts_per_token moe_topk moe_k "
+    "top_k_experts moe_top_k num_selected_experts"
 )
-_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-_SHARED_WIDTH = (
-    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
-    *("shared_intermediate_size", "share_expert_dim"),
+_SHARED = _names("n_shared_experts num_shared_experts moe_num_shared_experts num_shared_expert")
+_SHARED_WIDTH = _names(
+    "shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+    "shared_intermediate_size share_expert_dim"
 )
-_FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-_BIAS = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias", "bias", "attention_qkv_bias")
-_OUTPUT_BIAS = ("attention_bias", "use_bias", "bias", "attention_output_bias")
-_MLP_BIAS = ("mlp_bias", "use_bias", "bias")
-_QK_NORM = ("use_qk_norm", "qk_norm", "qk_layernorm", "use_qk_layernorm")
+_FIRST_DENSE = _names("first_k_dense_replace num_dense_layers moe_layer_start_index")
+_BIAS = _names("attention_bias qkv_bias use_qkv_bias use_bias bias attention_qkv_bias")
+_OUTPUT_BIAS = _names("attention_bias use_bias bias attention_output_bias")
+_MLP_BIAS = _names("mlp_bias use_bias bias")
+_QK_NORM = _names("use_qk_norm qk_norm qk_layernorm use_qk_layernorm")
 
 
 def by_common_names(c: Keys) -> tuple[str, Fields, str]:

@@ -1,0 +1,73 @@
+"""Zhipu AI (Z.ai): GLM-4 to GLM-5.2."""
+
+from __future__ import annotations
+
+from stagewright.model.hf.keys import Fixed, Keys, Map, family
+from stagewright.model.hf.parts import (
+    DECODER,
+    DEEPSEEK_EXPERTS,
+    INDEXED,
+    LATENT,
+    all_heads,
+    expert_groups,
+    rotary_fraction,
+    sigmoid_experts,
+)
+from stagewright.model.layers import shortest
+
+
+def _shared_indexers(c: Keys) -> tuple[str, ...]:
+    """Layers with an indexer, and layers that use the choice of the one before (GLM-5.2).
+
+    Listed, or every so many layers after the first ones, as transformers' GlmMoeDsaConfig reads it.
+    """
+    layers = c.fields["num_layers"]
+    key = "indexer_types" if c.get("indexer_types") is not None else "index_topk_pattern"
+    given = c.get(key)
+    if given is None:
+        step = 1 if c.get("index_topk_freq") is None else c.size("num_layers", "index_topk_freq")
+        offset = c.whole("index_skip_topk_offset", 0, layers)
+        full = [max(i - offset + 1, 0) % step == 0 for i in range(layers)]
+    else:
+        words = {"full": True, "shared": False, "F": True, "S": False}
+        kinds = list(given) if isinstance(given, str) else c.items(key)
+        full = [words[x] for x in kinds if isinstance(x, str) and x in words]
+        if not len(full) == len(kinds) == layers or not full[0]:
+            c.reject(key, f"full or shared for each of the {layers} layers, full for the first")
+    return shortest(["indexed" if x else "index_shared" for x in full])
+
+
+_GLM: Map = {**DECODER, "qkv_bias": "attention_bias", "rotary_fraction": rotary_fraction}
+
+FAMILIES = {
+    "GlmForCausalLM": family("glm", _GLM),
+    "Glm4ForCausalLM": family(
+        "glm4 glm4v glm4v_text glm_ocr_text", _GLM, norm_placement=Fixed("sandwich")
+    ),
+    "Glm4MoeForCausalLM": family(
+        "glm4_moe glm4v_moe glm4v_moe_text",
+        DECODER,
+        DEEPSEEK_EXPERTS,
+        like="glm-4.5",
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        rotary_fraction=rotary_fraction,
+        unused="decoder_sparse_step",
+    ),
+    "Glm4MoeLiteForCausalLM": family(
+        "glm4_moe_lite",
+        LATENT,
+        sigmoid_experts("n_routed_experts", "n_shared_experts"),
+        num_query_groups=all_heads,
+        norm_topk_prob="norm_topk_prob",
+        num_expert_groups=expert_groups,
+    ),
+    "GlmMoeDsaForCausalLM": family(
+        "glm_moe_dsa",
+        INDEXED,
+        like="glm-5",
+        mixers=_shared_indexers,
+        unused="head_dim indexer_rope_interleave index_share_for_mtp_iteration "
+        "index_topk_freq index_skip_topk_offset",
+    ),
+}

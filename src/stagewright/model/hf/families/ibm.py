@@ -1,0 +1,79 @@
+"""IBM: Granite 3 and 4, and Bamba."""
+
+from __future__ import annotations
+
+from stagewright.model.hf.keys import Fields, Keys, Map, family
+from stagewright.model.hf.parts import (
+    BAMBA_KEYS,
+    BIASED,
+    LLAMA,
+    NO_EXPERTS,
+    experts,
+    indexed,
+    listed_mixers,
+    rotary_fraction,
+    state_heads,
+)
+from stagewright.model.layers import shortest
+
+
+def _bamba_mixers(c: Keys) -> tuple[str, ...]:
+    """Attention in the layers that are listed by index."""
+    layers = c.fields["num_layers"]
+    listed = indexed(c, "attn_layer_indices", layers)
+    return shortest(["global" if i in listed else "mamba2" for i in range(layers)])
+
+
+def _shared_width(c: Keys) -> int:
+    if not c.get("shared_intermediate_size"):
+        return 0
+    return c.size("ffn_hidden_size", "shared_intermediate_size")
+
+
+def _hybrid_experts(c: Keys) -> Fields:
+    """Experts beside a shared MLP, which alone is there where there are no experts."""
+    shared = c.size("ffn_hidden_size", "shared_intermediate_size")
+    if c.get("num_local_experts") == 0:
+        return c.read_all(NO_EXPERTS) | {"ffn_hidden_size": shared}
+    fields = c.read_all(experts("num_local_experts", "intermediate_size"))
+    return fields | {"shared_ffn_hidden_size": shared}
+
+
+def _hybrid_position(c: Keys) -> str:
+    position = c.get("position_embedding_type")
+    if position not in ("rope", "nope", None):
+        c.reject("position_embedding_type", '"rope", "nope" or null')
+    return "rope" if position == "rope" else "none"
+
+
+_MOE: Map = {
+    **BIASED,
+    **experts("num_local_experts", "intermediate_size"),
+    "shared_ffn_hidden_size": _shared_width,
+}
+_NO_PROJECTION_BIAS = {"mamba_proj_bias": False}
+
+FAMILIES = {
+    "GraniteForCausalLM": family("granite", LLAMA),
+    "GraniteMoeForCausalLM": family("granitemoe", _MOE),
+    "GraniteMoeSharedForCausalLM": family("granitemoeshared", _MOE),
+    "GraniteMoeHybridForCausalLM": family(
+        "granitemoehybrid",
+        BIASED,
+        like="granite-4.0-h-tiny",
+        mixers=listed_mixers("mamba2"),
+        state_space=state_heads(BAMBA_KEYS),
+        position=_hybrid_position,
+        num_experts=_hybrid_experts,
+        only=_NO_PROJECTION_BIAS,
+    ),
+    "BambaForCausalLM": family(
+        "bamba",
+        LLAMA,
+        like="bamba-9b",
+        mixers=_bamba_mixers,
+        state_space=state_heads(BAMBA_KEYS),
+        rotary_fraction=rotary_fraction,
+        only=_NO_PROJECTION_BIAS,
+    ),
+}
