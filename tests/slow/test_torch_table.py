@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from spmd import single
+from stagewright.algebra.size import size
 from stagewright.graph.make import apply, leaf
 from stagewright.graph.node import Graph, toposort
 from stagewright.graph.reference.dense import SLOPES_OF_RESULTS
@@ -126,7 +127,7 @@ def computed(call: OpCall, xs: list[Any]) -> Any:
         return (wide[0] + wide[1]).reshape(call.shape)
     attrs = {k: v for k, v in call.attrs.items() if v is not None and k != "window"}
     own = implied("softmax") if call.op == "softmax" else {}
-    node = apply(call.op, spec, *leaves, out=tuple(shape), name="y", **own | attrs)
+    node = apply(call.op, spec, *leaves, out=tuple(map(size, shape)), name="y", **own | attrs)
     graph = Graph.of(toposort([node]), {"y": node})
     return single(graph, {}, {f"x{i}": v for i, v in enumerate(plain)})["y"].reshape(call.shape)
 

@@ -69,13 +69,16 @@ def model_of(translated: Translated, name: str) -> ModelConfig:
     return replace(model, notes=(*model.notes, *translated.notes))
 
 
-def recorded(source: str, *, static: bool = False) -> Recording:
-    """The recording of `file.py:factory`, of a saved program (`.pt2`) or in a file (`.json`)."""
+def recorded(source: str, *, static: bool = False, trust: bool = False) -> Recording:
+    """The recording of `file.py:factory`, of a saved program (`.pt2`) or in a file (`.json`).
+
+    `trust`: load a saved program whatever it holds, which may run commands of its author.
+    """
     if source.startswith(HF):
         return record_config(source.removeprefix(HF), static=static)
     path, colon, factory = source.rpartition(":")
     if source.endswith(".pt2"):
-        return record.load(source)
+        return record.load(source, trust=trust)
     if source.endswith(".json"):
         return Recording.from_json(read_text(source, "a recording of a module"), source)
     if not colon or not path.endswith(".py"):

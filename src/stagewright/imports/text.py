@@ -345,7 +345,7 @@ class Writer:
         elif op == "opaque" and self._dtype(call.operands[0]) != call.dtype:
             attrs["dtype"] = dtype_text(call.dtype, "")
         words = [f"{x.upper()}={self.size(axis)}" for x, axis in spec.letters.items()]
-        said = {k: v for k, v in attrs.items() if v not in (None, False) or k == "causal"}
+        said = {k: v for k, v in attrs.items() if v not in (None, False) or k in ("causal", "dim")}
         words += [f"{k}={value_text(v)}" for k, v in said.items()]
         shown = "" if spec.plain and op in IMPLIED else spec.text
         if usual_spec(op, spec.text):

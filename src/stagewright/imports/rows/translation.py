@@ -128,7 +128,14 @@ class Translation:
         key = ".".join(words[:2]) if words[0] in ("aten", "our") else node.op
         kind = words[1] if len(words) > 1 else node.op
         if key in self.rows:
-            self.rows[key](self, node)
+            try:
+                self.rows[key](self, node)
+            except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+                where = node.source or node.path or node.name
+                raise UserError(
+                    f"{where}: no row for {node.op} with such arguments "
+                    f"({type(error).__name__}: {error}); write it in another form"
+                ) from None
         elif words[0] == "aten" and kind in self.functions:
             self.elementwise(node, "act", *list(node.operands())[:1], fn=self.functions[kind])
         elif words[0] == "aten" and (kind in self.known_bytes or self.approximate):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.imports.saved import CALLED_GRAPHS, load_program
 from stagewright.imports.trace.autograd import kept_of
 from stagewright.imports.trace.export import (
     check_examples,
@@ -87,25 +88,33 @@ def record(
     return of_program(program, program.state_dict, name=named, notes=notes)
 
 
-def load(path: str) -> Recording:
-    """The recording of a program that `torch.export.save` has written."""
+def load(path: str, *, trust: bool = False) -> Recording:
+    """The recording of a program that `torch.export.save` has written.
+
+    `trust`: load whatever the file holds, which may run commands of its author.
+    """
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give what torch.export.save has written")
     pt = torch()
     try:
         with quiet():
-            program = pt.export.load(path)
+            program = load_program(pt, path, trust=trust)
+        return _of_saved(program, re.sub(r"\.pt2$", "", path.rpartition("/")[2]))
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"{path}: no saved torch.export program: {reason(error)}") from None
+
+
+def _of_saved(program: Any, name: str) -> Recording:
     notes: list[str] = []
-    kept = {n: t for n, t in program.state_dict.items() if t.device.type != "meta"}
-    if len(kept) < len(program.state_dict):
+    with_values = {n: t for n, t in program.state_dict.items() if t.device.type != "meta"}
+    if len(with_values) < len(program.state_dict):
         notes.append(
             "the program was saved without values (on the meta device), where PyTorch does not "
             "keep which parameters are tied: each counts by itself"
         )
-    name = re.sub(r"\.pt2$", "", path.rpartition("/")[2])
-    return of_program(program, kept, name=name, notes=notes)
+    return of_program(program, with_values, name=name, notes=notes)
 
 
 def of_program(
@@ -227,7 +236,7 @@ class _Recorder:
             return
         graphs = [a for a in node.args if getattr(a, "op", "") == "get_attr"]
         if graphs:
-            if target not in _IN_PLACE_OF_CALLS:
+            if target not in CALLED_GRAPHS:
                 where = source_of(node) or path_of(node) or self.name
                 raise UserError(
                     f"{where}: {target} runs a function that it is given as often, or where, as "
@@ -346,11 +355,6 @@ class _Recorder:
             todo += by_name[name].operands()
         kept = [n for n in self.nodes if n.name in needed or n.op in ("param", "input")]
         return tuple(kept)
-
-
-_IN_PLACE_OF_CALLS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast", "hints_wrapper",
-                                "tag_activation_checkpoint", "invoke_subgraph"})  # fmt: skip
-"""Operations that run the graph that they are given, once and whatever the values are."""
 
 
 def _copied(node: Any) -> bool:

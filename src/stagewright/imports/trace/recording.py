@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
@@ -148,10 +148,31 @@ class Recording:
                     f"{file}: version {data['version']}, wanted {VERSION}; record again"
                 )
             nodes = tuple(_node_from_json(row) for row in data["nodes"])
-            outputs, notes = tuple(data["outputs"]), tuple(data["notes"])
-            return cls(data["name"], nodes, outputs, notes, _process(data.get("process")))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            outputs, notes = tuple(data["outputs"]), tuple(map(str, data["notes"]))
+            _check_order(nodes, outputs)
+            return cls(str(data["name"]), nodes, outputs, notes, _process(data.get("process")))
+        except KeyError as error:
+            raise UserError(
+                f"{file}: no recording of a module: it lacks {error}; record again"
+            ) from None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file}: no recording of a module: {error}; record again") from None
+
+
+def _check_order(nodes: Sequence[TracedNode], outputs: Sequence[str]) -> None:
+    """Raise ValueError unless each node comes once and after the nodes that it reads."""
+    known = set[str]()
+    for node in nodes:
+        if node.name in known:
+            raise ValueError(f"node {node.name} comes twice")
+        unknown = next((name for name in node.operands() if name not in known), None)
+        if unknown is not None:
+            raise ValueError(f"{node.name} reads {unknown}, which is no node before it")
+        known.add(node.name)
+    if not outputs:
+        raise ValueError("it has no outputs")
+    if not known.issuperset(outputs):
+        raise ValueError(f"the output {min({*outputs} - known)} is no node")
 
 
 def _process(value: Any) -> Process | None:
@@ -174,6 +195,10 @@ def _node_to_json(node: TracedNode) -> list[Any]:
 
 def _node_from_json(row: list[Any]) -> TracedNode:
     name, op, shape, dtype, args, kwargs, path, source = row
+    words = name, op, dtype, path, source
+    extents = all(isinstance(n, str) or (isinstance(n, int) and n >= 0) for n in shape)
+    if not extents or not isinstance(args, list) or not all(isinstance(x, str) for x in words):
+        raise ValueError(f"cannot read the node {json.dumps(row)[:80]}")
     return TracedNode(
         name, op, tuple(shape), dtype, _from_json(args),
         {k: _from_json(v) for k, v in kwargs.items()}, path, source,

@@ -17,6 +17,9 @@ from stagewright.imports.trace.recording import Recording
 HF = "hf:"
 """Begins the source of an import that is a config.json."""
 
+_CODE_KEYS = ("auto_map", "attn_implementation", "_attn_implementation")
+"""Keys of a config.json that name code to load: classes of a repository, kernels of the hub."""
+
 
 def record_config(path: str, *, static: bool = False) -> Recording:
     """The forward pass of the model of a config.json, or of the directory that holds one.
@@ -32,11 +35,14 @@ def record_config(path: str, *, static: bool = False) -> Recording:
         raise UserError("--via torch needs transformers; run: pip install transformers") from None
     try:
         values: Any = json.loads(text)
-        config = made.AutoConfig.for_model(**values)
+        config = made.AutoConfig.for_model(
+            **{key: value for key, value in values.items() if key not in _CODE_KEYS}
+        )
         names: list[str] = values.get("architectures") or []
+        built: Any = getattr(made, names[0], None) if names else None
+        is_model = isinstance(built, type) and issubclass(built, made.PreTrainedModel)
         with pt.device("meta"):
-            built = getattr(made, names[0], None) if names else None
-            module = built(config) if built else made.AutoModelForCausalLM.from_config(config)
+            module = built(config) if is_model else made.AutoModelForCausalLM.from_config(config)
     except Exception as error:
         raise UserError(f"{file}: transformers cannot build it: {str(error)[:200]}") from None
     ids = pt.zeros(2, 64, dtype=pt.long, device="meta")
