@@ -12,12 +12,10 @@ from spmd import single
 from stagewright.algebra.size import size
 from stagewright.graph.make import apply, leaf
 from stagewright.graph.node import Graph, toposort
-from stagewright.graph.reference.dense import SLOPES_OF_RESULTS
 from stagewright.graph.table import attributes_of
-from stagewright.imports.calls import OpCall
-from stagewright.imports.rows.table import AS_BYTES, FUNCTIONS, ROWS, calls_of
-from stagewright.imports.trace.nodes import TracedNodes
-from stagewright.imports.trace.recording import Ref, TracedNode
+from stagewright.imports.ops import FUNCTIONS, ROWS, OpCall, calls_of
+from stagewright.imports.recording import Ref, TracedNode
+from stagewright.imports.rewrite import TracedNodes
 
 torch: Any = pytest.importorskip("torch", reason="needs the extra: pip install -e '.[torch]'")
 pytestmark = [pytest.mark.slow, pytest.mark.extra]
@@ -181,51 +179,3 @@ def test_rows_without_a_case_are_known():
     parts = {name for name in ROWS if ROWS[name] is ROWS["aten.split"]} | {"getitem"}
     own = {name for name in ROWS if name.startswith("our.")}
     assert {*ROWS} - tried == same | rest | parts | own
-
-
-FOUR = (2, 4, 6, 6)
-KEPT: dict[str, Given] = {
-    "where": ("mask", A, A), "masked_fill": (A, "mask", 0.0), "clamp": (A, 0.0, 1.0),
-    "cumsum": (A, 1), "gather": (A, 1, "rows"), "scatter": (A, 1, "rows", (4, 2)),
-    "scatter_add": (A, 1, "rows", (4, 2)), "index_select": (A, 0, "some"),
-    "index_add": (A, 0, "some", (3, 6)), "sort": (A,), "topk": (A, 2), "max": (A, 1),
-    "amax": (A, 1), "amin": (A, 1), "norm": (A, 2, 1), "maximum": (A, A), "minimum": (A, A),
-    "pow": (A, 4), "roll": (A, [1]), "flip": (A, [1]), "tril": (A,), "triu": (A,),
-    "avg_pool2d": (FOUR, [2, 2]), "adaptive_avg_pool2d": (FOUR, [2, 2]),
-    "hardtanh": (A,), "hardswish": (A,), "leaky_relu": (A,), "elu": (A,), "mish": (A,),
-    "glu": (A,), "threshold": (A, 0.1, 0.0), "logsumexp": (A, 1), "log_softmax": (A, 1),
-    "std": (A, 1), "var": (A, 1), "prod": (A, 1), "floor": (A,), "sign": (A,),
-    "remainder": (A, 2), "nan_to_num": (A,), "lerp": (A, A, 0.5), "addcmul": (A, A, A),
-    "addcdiv": (A, A, A), "prelu": (A, (6,)), "dist": (A, A), "mse_loss": (A, A),
-    "smooth_l1_loss": (A, A), "huber_loss": (A, A), "logaddexp": (A, A), "diff": (A,),
-    "pixel_shuffle": (FOUR, 2), "binary_cross_entropy_with_logits": (A, A), "repeat": (A, [2, 1]),
-    "slice_scatter": (A, (2, 6), 0, 1, 3), "select_scatter": (A, (6,), 0, 1),
-    "index_copy": (A, 0, "some", (3, 6)), "index_fill": (A, 0, "some", 0.0),
-    "masked_scatter": (A, "mask", A), "scatter_reduce": (A, 1, "rows", (4, 2), "mean"),
-    "constant_pad_nd": (A, [1, 1]), **dict.fromkeys(FUNCTIONS, (A,)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("op", KEPT)
-def test_what_autograd_keeps_is_what_pytorch_keeps(op: str):
-    whole = {"mask": torch.ones(A, dtype=torch.bool), "rows": torch.zeros(4, 2, dtype=torch.long),
-             "some": torch.zeros(3, dtype=torch.long)}  # fmt: skip
-    rng = np.random.default_rng(3)
-    given = [whole[x] if isinstance(x, str) and x in whole else drawn(x, rng) for x in KEPT[op]]
-    tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    for x in tensors:
-        x.requires_grad_(x.is_floating_point())
-    kept: list[Any] = []
-
-    def pack(t: Any) -> Any:
-        kept.append(t.untyped_storage()._cdata)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        made = getattr(torch.ops.aten, op)(*given)
-    first, *more = made if isinstance(made, tuple) else (made,)
-    names = {x.untyped_storage()._cdata: str(i) for i, x in enumerate(tensors)}
-    names |= {first.untyped_storage()._cdata: "result"}
-    names |= {x.untyped_storage()._cdata: "indices" for x in more}
-    ours = "result" if op in SLOPES_OF_RESULTS else AS_BYTES.get(op, "0")
-    assert {names[x] for x in kept} == {*ours.split("&")} - {"nothing"}

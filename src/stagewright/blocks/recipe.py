@@ -114,8 +114,6 @@ class ExpertRecipe:
     """`alltoall`: copies of tokens go to the ranks of their experts. `allgather`: every rank gets
     all tokens."""
     apply_probs: str = "experts"
-    kept: tuple[int, int] = (0, 0)
-    """Bytes that routing keeps for backward: for each token, and besides; zeros: the gates."""
     """What the gates weigh: the `input` of experts, their inner values, or their `output`."""
     exchange_counts: bool = False
     """Whether ranks tell each other how many copies they are about to send."""

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from stagewright.algebra.size import Size, is_whole, product, size
 from stagewright.errors import UserError
-from stagewright.imports.calls import LEAVES, Label, OpCall
-from stagewright.imports.trace.recording import Extent
+from stagewright.imports.ops import LEAVES, Label, OpCall
+from stagewright.imports.recording import Extent
 
 _ONE = size(1)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from stagewright.imports.axes import Axis, AxisTable
-from stagewright.imports.calls import LEAVES, OpCall
+from stagewright.imports.ops import LEAVES, OpCall
 
 PRODUCTS = ("einsum", "conv")
 
@@ -54,16 +54,18 @@ class PlacementRules:
                     self.degree[leaf] = "tp.kv"
         return found
 
-    def _vocabulary(self) -> set[Axis]:
-        found = set[Axis]()
+    def _vocabulary(self) -> list[Axis]:
+        """Axes of table rows and of scores, in the order of the calls."""
+        axes: dict[Axis, None] = {}
         for call in self.calls:
-            if call.op == "embedding" and self.leaves.get(call.operands[0], call).op == "input":
-                found |= {*self.axes.label(call.name, "v")}
-            if call.op == "cross_entropy":
-                found |= {*self.axes.label(call.name, "v")}
-        for leaf in found:
-            self.degree.setdefault(leaf, "tp")
-        return found
+            looked_up = call.op == "embedding" and (
+                self.leaves.get(call.operands[0], call).op == "input"
+            )
+            if looked_up or call.op == "cross_entropy":
+                axes |= dict.fromkeys(self.axes.label(call.name, "v"))
+        for axis in axes:
+            self.degree.setdefault(axis, "tp")
+        return [*axes]
 
     def products(self) -> Iterable[tuple[OpCall, list[Axis], list[Axis], list[Axis]]]:
         """Products of a value with a parameter: what leads in, what leads out, and all of it."""

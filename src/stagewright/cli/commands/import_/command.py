@@ -12,7 +12,7 @@ from stagewright.cli.writing import output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
-    from stagewright.imports.trace.recording import Recording
+    from stagewright.imports.recording import Recording
 
 
 @command
@@ -73,7 +73,7 @@ def import_(
     --trust is given. Needs PyTorch, except for recordings: pip install 'stagewright[torch]'.
     """
     from stagewright.files import write_text
-    from stagewright.imports.module import model_of, recorded
+    from stagewright.imports.sources import model_of, recorded
     from stagewright.imports.translate import Options, translate
 
     if not out.endswith((".stg", ".bundle")):

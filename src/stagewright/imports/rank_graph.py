@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.imports.trace.read import dtype_of, number_of, path_of, shape_of, source_of
-from stagewright.imports.trace.record import torch
-from stagewright.imports.trace.recording import (
+from stagewright.imports.record import dtype_of, number_of, path_of, shape_of, source_of, torch
+from stagewright.imports.recording import (
     Process,
     ProcessGroup,
     Recording,

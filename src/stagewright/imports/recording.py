@@ -222,3 +222,11 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_from_json(each) for each in cast("list[Any]", value))
     return value
+
+
+def operation(node: TracedNode | None) -> str:
+    """The name of an operation without its library and overload: `mul` of `aten.mul.Tensor`."""
+    if node is None:
+        return ""
+    words = node.op.split(".")
+    return words[1] if len(words) > 1 else node.op

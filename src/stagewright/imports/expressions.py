@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from stagewright.imports.axes import Axis, AxisTable
-from stagewright.imports.calls import Label, OpCall
+from stagewright.imports.ops import Label, OpCall
 
 Place = tuple[Label, Axis]
 """A leaf of an operand, and the label of the call that it belongs to."""

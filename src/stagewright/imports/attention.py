@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stagewright.imports.calls import LEAVES, OpCall
+from stagewright.imports.ops import LEAVES, OpCall
 
 _BETWEEN = ("cast", "dropout", "view", "reshape", "scale", "shift")
 

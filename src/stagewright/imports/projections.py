@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from stagewright.algebra.size import size
 from stagewright.imports.axes import Axis, AxisTable, extent_of
-from stagewright.imports.calls import OpCall, leaves_and_views
-from stagewright.imports.fold import Piece
+from stagewright.imports.layers import Piece
+from stagewright.imports.ops import OpCall, leaves_and_views
 
 
 def cut(axes: AxisTable, leaves: dict[str, OpCall], piece: Piece) -> list[OpCall]:

@@ -13,34 +13,23 @@ small size, to see whether it is causal or a window.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
+import logging
 import re
-from collections.abc import Mapping, Sequence
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from stagewright.errors import UserError
+from stagewright.imports.masks import Mask, kind_of_mask
+from stagewright.imports.recording import Extent, Recording, Ref, TracedNode
 from stagewright.imports.saved import CALLED_GRAPHS, load_program
-from stagewright.imports.trace.autograd import kept_of
-from stagewright.imports.trace.export import (
-    check_examples,
-    exported,
-    fixed_dims,
-    hint,
-    quiet,
-    reason,
-)
-from stagewright.imports.trace.functional import functional
-from stagewright.imports.trace.masks import Mask, kind_of_mask
-from stagewright.imports.trace.read import (
-    dtype_of,
-    number_of,
-    path_of,
-    shape_of,
-    source_of,
-)
-from stagewright.imports.trace.recording import Recording, Ref, TracedNode
 
 
 def torch() -> Any:
@@ -253,7 +242,7 @@ class _Recorder:
                 shape_of(value) if tensor else (),
                 dtype_of(value) if tensor else "",
                 tuple(self._argument(a) for a in node.args),
-                self._keywords(node, target),
+                {k: self._argument(v) for k, v in node.kwargs.items() if k in _KEYWORDS},
                 path_of(node),
                 source_of(node),
             )
@@ -264,13 +253,6 @@ class _Recorder:
         if target.split(".")[1:2] in (["add"], ["masked_fill"], ["where"]):
             for operand in node.all_input_nodes:
                 self._note_mask(operand, hides="masked_fill" in target)
-
-    def _keywords(self, node: Any, target: str) -> dict[str, Any]:
-        """Keywords of a call that say what is computed, and what an op of a user's own keeps."""
-        own = {k: self._argument(v) for k, v in node.kwargs.items() if k in _KEPT}
-        foreign = not target.startswith("aten.") and target != "getitem"
-        kept = kept_of(self.pt, node) if foreign else None
-        return own | ({"keeps": kept} if kept else {})
 
     def _inline(self, node: Any, inner: Any, name: str) -> None:
         """The calls of a graph that runs under `torch.no_grad` or autocast, in its place."""
@@ -377,9 +359,9 @@ def _copied(node: Any) -> bool:
     return False
 
 
-_KEPT = frozenset({"scale", "is_causal", "enable_gqa", "dtype", "attn_mask", "dropout_p", "alpha",
-                   "approximate", "rounding_mode", "offs", "reduction"})  # fmt: skip
-"""Keywords of calls that say what is computed, and not where."""
+_KEYWORDS = frozenset({"scale", "is_causal", "enable_gqa", "dtype", "attn_mask", "dropout_p",
+                       "alpha", "approximate", "rounding_mode", "offs", "reduction"})  # fmt: skip
+"""Keywords of calls that say what is computed; the others say where."""
 
 
 def _tied(tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -398,3 +380,159 @@ def _flat(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [n for each in value.values() for n in _flat(each)]
     return [value] if hasattr(value, "name") else []
+
+
+def functional(program: Any) -> Any:
+    """A program of `torch.export` without operations in place.
+
+    PyTorch's own functionalization, which no other decomposition accompanies: attention and norms
+    stay in one piece. A program without such operations stays as it is. Counters of steps, which
+    batch norm keeps, are no operation of the model.
+    """
+    if not any(map(_writes, _calls(program.graph_module))):
+        return program
+    return program.run_decompositions({})
+
+
+def _calls(graph_module: Any) -> Iterator[Any]:
+    """The calls of a graph and of the graphs that it calls."""
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            yield node
+        elif node.op == "get_attr" and hasattr(getattr(graph_module, node.target, None), "graph"):
+            yield from _calls(getattr(graph_module, node.target))
+
+
+def _writes(node: Any) -> bool:
+    """Whether a call changes a tensor that another call made."""
+    if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+        return False
+    changed = node.args[0] if node.args else None
+    shape = getattr(getattr(changed, "meta", {}).get("val"), "shape", None)
+    counter = getattr(changed, "op", "") == "placeholder" and shape is not None and not len(shape)
+    return not counter
+
+
+def check_examples(pt: Any, module: Any, values: Sequence[Any]) -> None:
+    """Refuse an example of one sequence: PyTorch takes a size of 1 for no size that varies."""
+    first = next((v for v in values if isinstance(v, pt.Tensor) and v.dim()), None)
+    if first is not None and first.shape[0] < 2:
+        raise UserError(
+            f"the first input of {type(module).__name__} is {list(first.shape)}, whose first dim "
+            "is the batch: tracing would fix a size of 1; give an example with a batch of 2 or more"
+        )
+
+
+def fixed_dims(pt: Any, program: Any) -> list[str]:
+    """A note on dims of inputs that the module's code fixes, or that are 1 in the example."""
+    own = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"}
+    shown: list[str] = []
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and node.name in own and isinstance(value, pt.Tensor):
+            fixed = [f"dim {i} of {node.name} is {n}" for i, n in enumerate(shape_of(value))
+                     if isinstance(n, int)]  # fmt: skip
+            shown += fixed
+    if not shown:
+        return []
+    return [f"fixed as in the example, by the module's code or for being 1: {', '.join(shown)}"]
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Let nothing be logged, nor warned of: what PyTorch raises is told in a line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def exported(pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> Any:
+    """The program that `torch.export` makes of a module."""
+    dynamic = pt.export.Dim.DYNAMIC
+    dim = {"dynamic": dynamic, "batch": dynamic, "auto": pt.export.Dim.AUTO}.get(kind)
+
+    def sizes(value: Any) -> Any:
+        if isinstance(value, pt.Tensor):
+            return {
+                i: dim for i, n in enumerate(value.shape[: 1 if kind == "batch" else None]) if n > 1
+            }
+        if isinstance(value, list | tuple):
+            return type(value)(sizes(each) for each in value)
+        return {k: sizes(v) for k, v in value.items()} if isinstance(value, dict) else None
+
+    shapes = None if dim is None else (*map(sizes, args), *map(sizes, kwargs.values()))
+    if kwargs and shapes is not None:
+        shapes = {key: sizes(value) for key, value in kwargs.items()}
+    # PyTorch prints the graph so far, and logs, where it cannot go on.
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), quiet():
+        return pt.export.export(module, args, kwargs or None, dynamic_shapes=shapes, strict=False)
+
+
+def reason(error: BaseException) -> str:
+    """The first sentence of an error of PyTorch, and the user's line that it names or passed."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    passed = [(f.filename, str(f.lineno)) for f in traceback.extract_tb(error.__traceback__)]
+    standard = sysconfig.get_paths()["stdlib"]
+    others = [p for p in passed if "/stagewright/" not in p[0]
+              and ("site-packages" in p[0] or not p[0].startswith(standard))]  # fmt: skip
+    where = own_line(named) or own_line(others)
+    first = (lines[0] if lines else type(error).__name__)[:300]
+    return f"{where}: {first}" if where else first
+
+
+def hint(why: str) -> str:
+    """What else to say of a reason: whether it is control flow that depends on values."""
+    words = ("data-dependent", "dependent expression", "unbacked", "Could not guard")
+    decides = any(word in why for word in words)
+    return "; control flow that depends on values of tensors cannot be recorded" if decides else ""
+
+
+def own_line(places: Sequence[tuple[str, str]]) -> str:
+    """The innermost of some lines that is in no file of PyTorch, as `file.py:12`."""
+    own = [(file, line) for file, line in places if "/torch/" not in file and file[0] != "<"]
+    return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
+
+
+def number_of(value: Any) -> Any:
+    """A number, or the text of an expression in symbols."""
+    node = getattr(value, "node", None)
+    expr = getattr(node, "expr", value)
+    try:
+        return int(expr) if float(expr) == int(expr) else float(expr)
+    except (TypeError, ValueError, OverflowError):
+        return str(expr)
+
+
+def shape_of(value: Any) -> tuple[Extent, ...]:
+    """The dims of a tensor: numbers, or expressions in symbols."""
+    return tuple(number_of(dim) for dim in value.shape)
+
+
+_SHORT = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16", "float64": "fp64",
+          "float8_e4m3fn": "fp8", "float8_e5m2": "fp8"}  # fmt: skip
+
+
+def dtype_of(value: Any) -> str:
+    """The short name of a tensor's data type."""
+    name = str(value.dtype).rpartition(".")[2]
+    return _SHORT.get(name, name)
+
+
+def path_of(node: Any) -> str:
+    """The module that made a node; empty where that is not known."""
+    stack = [*(node.meta.get("nn_module_stack") or {}).values()]
+    path = str(stack[-1][0]) if stack else ""
+    return "" if path.startswith("_") else path
+
+
+def source_of(node: Any) -> str:
+    """The innermost line of the user's code, as `file.py:12`."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return own_line(found)

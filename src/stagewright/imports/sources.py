@@ -1,14 +1,15 @@
 """Import a module, a file that makes one, a saved program or a recording: what the API and the
 command do."""
 
-# What users hand over is of their own types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,9 @@ from typing import Any, cast
 from stagewright.blocks.text import stg
 from stagewright.errors import UserError
 from stagewright.files import read_text
-from stagewright.imports.trace import record
-from stagewright.imports.trace.graphs import is_graph_of_rank, record_graph
-from stagewright.imports.trace.recording import Recording
-from stagewright.imports.trace.transformers import HF, record_config
+from stagewright.imports.rank_graph import is_graph_of_rank, record_graph
+from stagewright.imports.record import load, record, torch
+from stagewright.imports.recording import Recording
 from stagewright.imports.translate import Options, Translated, translate
 from stagewright.model.config import ModelConfig
 
@@ -58,7 +58,7 @@ def from_torch(
             "stagewright import file.py:factory -o rank.bundle reads it"
         )
     module, inputs = _made(module_or_factory, example_inputs)
-    recording = record.record(module, inputs, name=name, static=static)
+    recording = record(module, inputs, name=name, static=static)
     options = Options(dims, approximate, loss)
     return model_of(translate(recording, options), recording.name)
 
@@ -78,7 +78,7 @@ def recorded(source: str, *, static: bool = False, trust: bool = False) -> Recor
         return record_config(source.removeprefix(HF), static=static)
     path, colon, factory = source.rpartition(":")
     if source.endswith(".pt2"):
-        return record.load(source, trust=trust)
+        return load(source, trust=trust)
     if source.endswith(".json"):
         return Recording.from_json(read_text(source, "a recording of a module"), source)
     if not colon or not path.endswith(".py"):
@@ -87,13 +87,13 @@ def recorded(source: str, *, static: bool = False, trust: bool = False) -> Recor
             "a module and its example inputs, a program saved as .pt2, a recording as .json, or "
             "hf:path/to/config.json"
         )
-    record.torch()
+    torch()
     made = _result_of(path, factory)
     graph, *mesh = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
     if is_graph_of_rank(graph):
         return record_graph(graph, *mesh[:1], name=factory)
     module, inputs = _unpacked(made, None)
-    return record.record(module, inputs, name=factory, static=static)
+    return record(module, inputs, name=factory, static=static)
 
 
 def _made(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
@@ -164,3 +164,53 @@ def _function(path: str, name: str) -> Any:
             f"{path} has no function {name!r}; wanted one that returns a module and inputs"
         )
     return found
+
+
+HF = "hf:"
+"""Begins the source of an import that is a config.json."""
+
+_CODE_KEYS = ("auto_map", "attn_implementation", "_attn_implementation")
+"""Keys of a config.json that name code to load: classes of a repository, kernels of the hub."""
+
+
+def record_config(path: str, *, static: bool = False) -> Recording:
+    """The forward pass of the model of a config.json, or of the directory that holds one.
+
+    The class is that of `architectures`, else a causal language model; it reads token ids.
+    """
+    pt = torch()
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    text = read_text(file, "a config.json or its directory")
+    try:
+        made: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise UserError("--via torch needs transformers; run: pip install transformers") from None
+    try:
+        values: Any = json.loads(text)
+        config = made.AutoConfig.for_model(
+            **{key: value for key, value in values.items() if key not in _CODE_KEYS}
+        )
+        names: list[str] = values.get("architectures") or []
+        built: Any = getattr(made, names[0], None) if names else None
+        is_model = isinstance(built, type) and issubclass(built, made.PreTrainedModel)
+        with pt.device("meta"):
+            module = built(config) if is_model else made.AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise UserError(f"{file}: transformers cannot build it: {str(error)[:200]}") from None
+    ids = pt.zeros(2, 64, dtype=pt.long, device="meta")
+    inputs = {"input_ids": ids, "use_cache": False}
+    return record(_scores(pt, module), inputs, name=file.parent.name, static=static)
+
+
+def _scores(pt: Any, module: Any) -> Any:
+    """A module that yields the scores of a language model, and nothing else of its output."""
+
+    class Scores(pt.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module.eval()
+
+        def forward(self, input_ids: Any, use_cache: Any = False) -> Any:
+            return self.model(input_ids=input_ids, use_cache=use_cache).logits
+
+    return Scores()

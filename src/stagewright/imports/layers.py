@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagewright.imports.calls import LEAVES, OpCall
+from stagewright.imports.ops import LEAVES, OpCall
 
 MOST_HANDED = 3
 """Values beside the stream that may go through many layers: an encoder's output, for example."""

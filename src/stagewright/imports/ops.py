@@ -1,0 +1,868 @@
+"""A forward pass in ops of the table, each with the indices of its operands' dims."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+from stagewright.errors import UserError
+from stagewright.imports.recording import Extent, Ref, TracedNode, argument, words
+from stagewright.imports.rewrite import TracedNodes
+
+Label = int | str
+"""An index of one call: dims with the same label have the same extent, or an extent of 1."""
+Labels = tuple[Label, ...]
+
+LEAVES = frozenset({"param", "buffer", "input", "constant"})
+VIEWS = frozenset({"view", "reshape"})
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One operation of the model.
+
+    `view` renames, reorders, adds and drops dims; `reshape` splits and joins them. All others are
+    ops that a `.stg` text may name.
+    """
+
+    name: str
+    op: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    operands: tuple[str, ...] = ()
+    ins: tuple[Labels, ...] = ()
+    out: Labels = ()
+    whole: frozenset[Label] = frozenset()
+    """Labels that the op needs all of."""
+    attrs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    path: str = ""
+    source: str = ""
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """All but the names: what makes two calls the same."""
+        return (
+            self.op, self.shape, self.dtype, self.ins, self.out, self.whole,
+            tuple(sorted(self.attrs.items(), key=lambda item: item[0])),
+        )  # fmt: skip
+
+
+def leaves_and_views(op: str) -> bool:
+    """Whether a call stands in no statement of a text."""
+    return op in LEAVES or op in VIEWS
+
+
+Row = Callable[["Translation", TracedNode], None]
+
+
+class Translation:
+    """The calls of a recording, as they are made."""
+
+    def __init__(self, nodes: TracedNodes, *, approximate: bool) -> None:
+        """`approximate`: operations without a row are counted by their bytes."""
+        self.nodes, self.approximate = nodes, approximate
+        self.calls: dict[str, OpCall] = {}
+        self.as_bytes: Counter[str] = Counter()
+        self.unknown: Counter[str] = Counter()
+
+    # ---- what rows use -------------------------------------------------------------------------
+
+    def name(self, of: Any) -> str:
+        """The name of an argument that has to be a tensor."""
+        if not isinstance(of, Ref):
+            raise UserError(f"an operand is {of!r}, wanted a tensor")
+        return of.name
+
+    def shape(self, name: str) -> tuple[Extent, ...]:
+        """The dims of a value."""
+        return self.calls[name].shape
+
+    def emit(
+        self,
+        node: TracedNode,
+        op: str,
+        operands: Sequence[str],
+        ins: Sequence[Labels],
+        out: Labels,
+        **how: Any,
+    ) -> str:
+        """Make a call of a node, and return the call's name; `how` are attributes of the op.
+
+        Besides, `how` may say `whole`, the labels that the op needs all of, and of a step on the
+        way to the node's result the `suffix` of its name, its `shape` and its `dtype`.
+        """
+        name, shape = node.name + how.pop("suffix", ""), how.pop("shape", None)
+        dtype, whole = how.pop("dtype", "") or node.dtype, frozenset(how.pop("whole", ()))
+        if dtype.startswith("complex") and op not in LEAVES and not self.approximate:
+            raise UserError(
+                f"{node.source or node.path or node.name}: {node.op} makes complex numbers, "
+                "which have no cost here; write real and imaginary parts, or give --approximate, "
+                "which counts a complex number as a real one"
+            )
+        self.calls[name] = OpCall(
+            name, op, node.shape if shape is None else shape, dtype, tuple(operands), tuple(ins),
+            out, whole, how, node.path, node.source,
+        )  # fmt: skip
+        return name
+
+    def aligned(self, node: TracedNode, name: str) -> Labels:
+        """The labels of an operand that is broadcast to the node's shape."""
+        labels = tuple(range(len(node.shape)))
+        return labels[len(labels) - len(self.shape(name)) :]
+
+    def elementwise(
+        self, node: TracedNode, op: str, *names: str, suffix: str = "", **attrs: Any
+    ) -> str:
+        """A call on operands that are broadcast to the node's shape."""
+        ins = [self.aligned(node, name) for name in names]
+        out = tuple(range(len(node.shape)))
+        return self.emit(node, op, names, ins, out, suffix=suffix, **attrs)
+
+    def bytes_only(self, node: TracedNode, *names: str, **how: Any) -> None:
+        """A call that reads its operands and writes its result; all its dims are whole.
+
+        Dims of operands that the result has are matched from the left, by extent.
+        """
+        out = tuple(range(len(node.shape)))
+        ins: list[Labels] = []
+        extra = len(out)
+        for name in names:
+            shape, at, labels = self.shape(name), 0, list[Label]()
+            for extent in shape:
+                found = next((i for i in range(at, len(out)) if node.shape[i] == extent), None)
+                if found is None:
+                    labels.append(extra)
+                    extra += 1
+                else:
+                    labels.append(found)
+                    at = found + 1
+            ins.append(tuple(labels))
+        batch = {0} if node.shape and isinstance(node.shape[0], str) else set[int]()
+        whole = {x for labels in (*ins, out) for x in labels} - batch
+        fn = node.op.split(".")[1] if "." in node.op else node.op
+        if fn in CONSTANTS:
+            how["constant"] = True
+        self.emit(node, "opaque", names, ins, out, whole=whole, fn=fn, **how)
+
+    # ---- the walk ------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, OpCall]:
+        """All calls, in order."""
+        for node in self.nodes.of.values():
+            self._node(node)
+        return self.calls
+
+    def _node(self, node: TracedNode) -> None:
+        if node.op in LEAVES:
+            self.emit(node, node.op, (), (), tuple(range(len(node.shape))), **node.kwargs)
+            return
+        words = node.op.split(".")
+        key = ".".join(words[:2]) if words[0] in ("aten", "our") else node.op
+        kind = words[1] if len(words) > 1 else node.op
+        if key in ROWS:
+            try:
+                ROWS[key](self, node)
+            except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+                where = node.source or node.path or node.name
+                raise UserError(
+                    f"{where}: no row for {node.op} with such arguments "
+                    f"({type(error).__name__}: {error}); write it in another form"
+                ) from None
+        elif words[0] == "aten" and kind in FUNCTIONS:
+            self.elementwise(node, "act", *list(node.operands())[:1], fn=FUNCTIONS[kind])
+        elif words[0] == "aten" and (kind in BYTES_ONLY or self.approximate):
+            (self.as_bytes if kind in BYTES_ONLY else self.unknown)[kind] += 1
+            if node.dtype or node.shape:
+                self.bytes_only(node, *self._tensors(node))
+        elif self.approximate:
+            self.unknown[node.op] += 1
+            self.bytes_only(node, *self._tensors(node))
+        else:
+            where = f"{node.source}: " if node.source else ""
+            raise UserError(
+                f"{where}no row for {node.op} (in {node.path or 'the module'}); give --approximate "
+                "to count it by the bytes that it reads and writes"
+            )
+
+    def _tensors(self, node: TracedNode) -> list[str]:
+        """The operands of real numbers; of none, all."""
+        names = list(dict.fromkeys(n for n in node.operands() if n in self.calls))
+        return names
+
+
+def _linear(t: Translation, node: TracedNode) -> None:
+    """x W', with a bias if given."""
+    x, w = (t.name(a) for a in node.args[:2])
+    lead = tuple(range(len(t.shape(x)) - 1))
+    bias = node.args[2] if len(node.args) > 2 else None
+    ins, out = ((*lead, "i"), ("o", "i")), (*lead, "o")
+    made = t.emit(node, "einsum", (x, w), ins, out, suffix=".product" if bias else "")
+    if bias:
+        t.elementwise(node, "add", made, t.name(bias))
+
+
+def _addmm(t: Translation, node: TracedNode) -> None:
+    """A bias plus a product of two matrices."""
+    bias, x, w = (t.name(a) for a in node.args[:3])
+    made = t.emit(node, "einsum", (x, w), (("n", "i"), ("i", "o")), ("n", "o"), suffix=".product")
+    t.elementwise(node, "add", made, bias)
+
+
+def _matmul(t: Translation, node: TracedNode) -> None:
+    """A product of two values of any number of dims."""
+    x, y = (t.name(a) for a in node.args[:2])
+    a, b = len(t.shape(x)), len(t.shape(y))
+    lead = tuple(range(max(a, b) - 2)) if min(a, b) > 1 else tuple(range(max(a, b) - 1))
+    if a == 1 or b == 1:
+        ins = ((*lead, "i") if a > 1 else ("i",), ("i",)) if b == 1 else (("i",), ("i", "o"))
+        t.emit(node, "einsum", (x, y), ins, lead if b == 1 else ("o",))
+        return
+    of_x, of_y = lead[len(lead) - (a - 2) :], lead[len(lead) - (b - 2) :]
+    ins = (*of_x, "n", "i"), (*of_y, "i", "o")
+    t.emit(node, "einsum", (x, y), ins, (*lead, "n", "o"))
+
+
+def _baddbmm(t: Translation, node: TracedNode) -> None:
+    """A bias plus products of matrices."""
+    bias, x, y = (t.name(a) for a in node.args[:3])
+    ins = (0, "n", "i"), (0, "i", "o")
+    made = t.emit(node, "einsum", (x, y), ins, (0, "n", "o"), suffix=".product")
+    t.elementwise(node, "add", made, bias)
+
+
+def _einsum(t: Translation, node: TracedNode) -> None:
+    """A contraction as the user writes it."""
+    spec = str(node.args[0]).replace(" ", "")
+    names: list[str] = [t.name(a) for a in words(node.args[1])]
+    terms, out = _einsum_labels(spec, [len(t.shape(n)) for n in names])
+    if any(len({*term}) < len(term) for term in terms):
+        raise UserError(f"{node.source}: einsum {spec!r} takes a diagonal, which no op here does")
+    while len(names) > 2:  # from the left, as PyTorch does where opt_einsum is not installed
+        later = {x for term in (*terms[2:], out) for x in term}
+        both = dict.fromkeys((*terms[0], *terms[1]))
+        made = tuple(x for x in both if x in later)
+        extents = {
+            x: n for term, name in zip(terms[:2], names[:2], strict=True)
+            for x, n in zip(term, t.shape(name), strict=True)
+        }  # fmt: skip
+        shape = tuple(extents[x] for x in made)
+        first = t.emit(
+            node, "einsum", names[:2], terms[:2], made, suffix=f".{len(names)}", shape=shape
+        )
+        names, terms = [first, *names[2:]], [made, *terms[2:]]
+    t.emit(node, "einsum", names, terms, out)
+
+
+def _einsum_labels(spec: str, ranks: Sequence[int]) -> tuple[list[Labels], Labels]:
+    """The labels of an einsum's operands and of its result; dims that dots stand for are numbers.
+
+    >>> _einsum_labels("...i,ij->...j", [3, 2])
+    ([(0, 1, 'i'), ('i', 'j')], (0, 1, 'j'))
+    """
+    ins, arrow, out = spec.partition("->")
+    written = ins.split(",")
+    hidden = [n - len(w.replace("...", "")) for w, n in zip(written, ranks, strict=True)]
+    most = max((n for w, n in zip(written, hidden, strict=True) if "..." in w), default=0)
+
+    def labels(text: str, dots: int) -> Labels:
+        before, found, after = text.partition("...")
+        return (*before, *range(most - dots, most), *after) if found else tuple(text)
+
+    if not arrow:
+        once = sorted(c for c in {*ins} if c.isalpha() and ins.count(c) == 1)
+        out = "..." * ("..." in ins) + "".join(once)
+    return [labels(w, n) for w, n in zip(written, hidden, strict=True)], labels(out, most)
+
+
+def _convolution(t: Translation, node: TracedNode) -> None:
+    """A convolution of any number of dims; `groups` are a dim of its own."""
+    x, w = (t.name(a) for a in node.args[:2])
+    args = [*node.args, *[None] * 7]
+    general = node.op.startswith("aten.convolution")
+    bias, stride, padding, dilation = args[2:6]
+    groups = args[8] if general and len(node.args) > 8 else args[6]
+    transposed = bool(args[6]) if general else "transpose" in node.op
+    if "transpose" in node.op:
+        groups = args[6]
+    groups = int(groups or 1)
+    places = "hwd"[: len(t.shape(x)) - 2]
+    taps, made = tuple(f"t{c}" for c in places), tuple(f"o{c}" for c in places)
+    channels, weight = t.shape(x)[1], t.shape(w)
+    own: dict[str, Any] = {
+        "stride": _one(stride, 1), "padding": _one(padding, 0), "dilation": _one(dilation, 1),
+        "transposed": transposed,
+    }  # fmt: skip
+    lead: Labels = ("g",) if groups > 1 else ()
+    source, matrix = x, w
+    shape: tuple[Extent, ...] = node.shape
+    if groups > 1:
+        shown = (t.shape(x)[0], groups, int(channels) // groups, *t.shape(x)[2:])
+        source = t.emit(node, "reshape", (x,), ((),), (), suffix=".groups", shape=shown)
+        parts = (groups, int(weight[0]) // groups, *weight[1:])
+        matrix = t.emit(node, "reshape", (w,), ((),), (), suffix=".weight", shape=parts,
+                        dtype=t.calls[w].dtype)  # fmt: skip
+        shape = (node.shape[0], groups, int(node.shape[1]) // groups, *node.shape[2:])
+    of_weight = ("i", "o") if transposed else ("o", "i")
+    ins = ("b", *lead, "i", *places), (*lead, *of_weight, *taps)
+    suffix = ".conv" if groups > 1 or bias else ""
+    result = t.emit(
+        node, "conv", (source, matrix), ins, ("b", *lead, "o", *made), suffix=suffix, shape=shape,
+        whole={*places, *taps, *made}, **own,
+    )  # fmt: skip
+    if groups > 1:
+        result = t.emit(node, "reshape", (result,), ((),), (), suffix=".joined" if bias else "")
+    if bias:
+        out = tuple(range(len(node.shape)))
+        t.emit(node, "add", (result, t.name(bias)), (out, (1,)), out)
+
+
+def _one(value: Any, default: int) -> int:
+    """A number for all dims of a convolution; different ones count as the first."""
+    if isinstance(value, tuple):
+        return int(next(iter(words(value)), default))
+    return default if value is None or isinstance(value, str) else int(value)
+
+
+def _attention(t: Translation, node: TracedNode) -> None:
+    """Attention in one piece; where key heads are fewer, each is repeated for its query heads."""
+    q, k, v = (t.name(a) for a in node.args[:3])
+    mask, window = node.kwargs.get("mask", "all"), int(node.kwargs.get("window", 0))
+    if node.kwargs.get("is_causal"):
+        mask = "causal"
+    lead = tuple(range(len(t.shape(q)) - 3))
+    if t.shape(k)[-3] != t.shape(q)[-3]:  # enable_gqa: query heads are groups of key heads
+        heads, keys = int(t.shape(q)[-3]), int(t.shape(k)[-3])
+        shown = (*t.shape(k)[:-3], keys, heads // keys, *t.shape(k)[-2:])
+        labels = (*lead, "h", "k", "x")
+        wide: list[str] = []
+        for which, name in (("k", k), ("v", v)):
+            repeated = (*t.shape(name)[:-3], keys, heads // keys, *t.shape(name)[-2:])
+            grown = t.emit(
+                node, "view", (name,), (labels,), (*lead, "h", "r", "k", "x"),
+                suffix=f".{which}", shape=repeated,
+            )  # fmt: skip
+            flat = (*shown[: len(lead)], heads, *t.shape(name)[-2:])
+            wide.append(
+                t.emit(node, "reshape", (grown,), ((),), (), suffix=f".{which}s", shape=flat)
+            )
+        k, v = wide
+    ins = (*lead, "h", "q", "d"), (*lead, "h", "k", "d"), (*lead, "h", "k", "v")
+    operands = [q, k, v]
+    if mask in ("given", "other"):
+        t.as_bytes["a mask of attention that is data"] += 1
+    t.emit(
+        node, "attention", operands, ins, (*lead, "h", "q", "v"), whole=("d", "v"),
+        causal=mask == "causal", window=window,
+        **({"copied": True} if node.kwargs.get("copied") else {}),
+    )  # fmt: skip
+
+
+def _norm(t: Translation, node: TracedNode) -> None:
+    """our.norm: over the last dim."""
+    x, *weights = (t.name(a) for a in node.args)
+    labels = tuple(range(len(node.shape)))
+    t.emit(
+        node, "norm", (x, *weights), (labels, *[labels[-1:]] * len(weights)), labels,
+        whole=labels[-1:], **node.kwargs,
+    )  # fmt: skip
+
+
+def _layer_norm(t: Translation, node: TracedNode) -> None:
+    """A norm over the last dim, with weight and bias if given."""
+    x = t.name(node.args[0])
+    weights = [t.name(a) for a in node.args[2:4] if isinstance(a, Ref)]
+    if len(node.args[1]) != 1:
+        t.as_bytes["layer_norm"] += 1
+        t.bytes_only(node, x, *weights)
+        return
+    fn = "rmsnorm" if "rms_norm" in node.op else "layernorm"
+    labels = tuple(range(len(node.shape)))
+    t.emit(
+        node, "norm", (x, *weights), (labels, *[labels[-1:]] * len(weights)), labels,
+        whole=labels[-1:], fn=fn,
+    )  # fmt: skip
+
+
+def _group_norm(t: Translation, node: TracedNode) -> None:
+    """A norm over groups of channels: its bytes, and a mean and a deviation of each group."""
+    names = [a.name for a in node.args if isinstance(a, Ref)]
+    t.as_bytes["group_norm"] += 1
+    t.bytes_only(node, *names, beside=8 * int(node.args[1]))
+
+
+def _embedding(t: Translation, node: TracedNode) -> None:
+    """Rows of a table, by number."""
+    table, ids = (t.name(a) for a in node.args[:2])
+    at = tuple(range(len(t.shape(ids))))
+    t.emit(node, "embedding", (ids, table), (at, ("v", "m")), (*at, "m"))
+
+
+def _rope(t: Translation, node: TracedNode) -> None:
+    """our.rope: rotary position."""
+    labels = tuple(range(len(node.shape)))
+    t.emit(node, "rope", [t.name(node.args[0])], [labels], labels, whole=labels[-1:])
+
+
+def _softmax(t: Translation, node: TracedNode) -> None:
+    """A softmax over the last dim; a constant causal mask that was added is its attribute."""
+    x, dim = t.name(node.args[0]), int(node.args[1]) % len(node.shape)
+    labels = tuple(range(len(node.shape)))
+    if dim != len(node.shape) - 1:
+        t.as_bytes["softmax"] += 1
+        t.bytes_only(node, x)
+        return
+    mask: dict[str, Any] = {}
+    added = t.calls[x]
+    if added.op == "add" and len(added.operands) == 2:
+        constant = t.calls[added.operands[1]]
+        while constant.op in ("view", "reshape"):
+            constant = t.calls[constant.operands[0]]
+        own = constant.attrs
+        if constant.op == "constant" and own.get("mask") == "causal" and not own.get("hides"):
+            x = added.operands[0]
+            mask = {"causal": True, "window": own.get("window", 0)}
+    dtype = _wide(t, node)
+    t.emit(node, "softmax", [x], [labels], labels, whole=labels[-1:], dtype=dtype, **mask)
+
+
+def _wide(t: Translation, node: TracedNode) -> str:
+    return node.dtype
+
+
+def _cross_entropy(t: Translation, node: TracedNode) -> None:
+    """The mean cross-entropy of scores and labels."""
+    logits, labels = (t.name(a) for a in node.args[:2])
+    rows = tuple(range(len(t.shape(labels))))
+    t.emit(node, "cross_entropy", (logits, labels), ((*rows, "v"), rows), (), dtype="fp32")
+
+
+def _experts(t: Translation, node: TracedNode) -> None:
+    """our.experts: the parameters are operands that the text does not show."""
+    x, *weights = (t.name(a) for a in node.args)
+    labels = tuple(range(len(node.shape)))
+    hidden = [tuple(f"{i}.{j}" for j in range(len(t.shape(w)))) for i, w in enumerate(weights)]
+    t.emit(node, "experts", (x, *weights), (labels, *hidden), labels, **node.kwargs)
+
+
+def _add(t: Translation, node: TracedNode, sign: float = 1.0) -> None:
+    """A sum, of two values or of a value and a number; `alpha` weighs the second."""
+    tensors = [a.name for a in node.args[:2] if isinstance(a, Ref)]
+    alpha = float(node.kwargs.get("alpha") or (node.args[2] if len(node.args) > 2 else 1) or 1)
+    if len(tensors) == 1:
+        number = next(a for a in node.args[:2] if not isinstance(a, Ref))
+        by = float(number) if isinstance(number, int | float) else 1.0
+        t.elementwise(node, "shift", tensors[0], by=by * sign)
+        return
+    x, y = tensors
+    if sign * alpha != 1:
+        whose = replace(node, shape=t.shape(y), dtype=t.calls[y].dtype)
+        y = t.elementwise(whose, "scale", y, suffix=".negative", by=sign * alpha)
+    t.elementwise(node, "add", x, y)
+
+
+def _subtract(t: Translation, node: TracedNode) -> None:
+    """A difference, as a sum with what is subtracted times -1."""
+    if isinstance(node.args[0], Ref):
+        _add(t, node, -1.0)
+        return
+    name = t.name(node.args[1])
+    negative = t.elementwise(node, "scale", name, suffix=".negative", by=-1.0)
+    t.elementwise(node, "shift", negative, by=_float(node.args[0]))
+
+
+def _multiply(t: Translation, node: TracedNode) -> None:
+    """A product, of two values or of a value and a number."""
+    tensors = [a.name for a in node.args[:2] if isinstance(a, Ref)]
+    if len(tensors) == 1:
+        number = next((a for a in node.args[:2] if not isinstance(a, Ref)), 1.0)
+        t.elementwise(node, "scale", tensors[0], by=_float(number))
+        return
+    numbers = [n for n in tensors if _is_constant_number(t, n)]
+    if numbers and len(numbers) < len(tensors):
+        t.elementwise(node, "scale", next(n for n in tensors if n not in numbers), by=1.0)
+        return
+    t.elementwise(node, "times", *tensors)
+
+
+def _is_constant_number(t: Translation, name: str) -> bool:
+    """Whether a value is one number that no parameter has a part in."""
+    return t.calls[name].op in ("constant", "buffer") and all(n == 1 for n in t.shape(name))
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def _divide(t: Translation, node: TracedNode) -> None:
+    """A quotient, as a product with the reciprocal."""
+    x, y = node.args[:2]
+    if not isinstance(y, Ref):
+        by = _float(y)
+        t.elementwise(node, "scale", t.name(x), by=1 / by if by else 1.0)
+        return
+    whose = replace(node, shape=t.shape(y.name), dtype=t.calls[y.name].dtype)
+    inverse = t.elementwise(whose, "act", y.name, suffix=".inverse", fn="reciprocal")
+    if isinstance(x, Ref):
+        t.elementwise(node, "times", x.name, inverse)
+    else:
+        t.elementwise(node, "scale", inverse, by=_float(x))
+
+
+def _power(t: Translation, node: TracedNode) -> None:
+    """A power that is a function of ours, or bytes."""
+    functions = {2: "square", 3: "cube", 0.5: "sqrt", -0.5: "rsqrt", -1: "reciprocal"}
+    power = node.args[1]
+    if isinstance(node.args[0], Ref) and not isinstance(power, Ref) and power in functions:
+        t.elementwise(node, "act", t.name(node.args[0]), fn=functions[power])
+        return
+    t.as_bytes["pow"] += 1
+    t.bytes_only(node, *list(node.operands()))
+
+
+def _negate(t: Translation, node: TracedNode) -> None:
+    """The value times -1."""
+    t.elementwise(node, "scale", t.name(node.args[0]), by=-1.0)
+
+
+def _act(t: Translation, node: TracedNode) -> None:
+    """our.act: an activation that rewriting has found."""
+    t.elementwise(node, "act", t.name(node.args[0]), **node.kwargs)
+
+
+def _gelu(t: Translation, node: TracedNode) -> None:
+    """GELU, or its approximation by tanh."""
+    tanh = node.kwargs.get("approximate") == "tanh" or "tanh" in node.args
+    t.elementwise(node, "act", t.name(node.args[0]), fn="gelu_tanh" if tanh else "gelu")
+
+
+def _glu(t: Translation, node: TracedNode) -> None:
+    """our.glu: an activation times another value."""
+    t.elementwise(node, "glu", *(t.name(a) for a in node.args), fn=node.kwargs["fn"])
+
+
+def _cast(t: Translation, node: TracedNode) -> None:
+    """Another data type."""
+    x = t.name(node.args[0])
+    if t.calls[x].dtype == node.dtype:
+        labels = tuple(range(len(node.shape)))
+        t.emit(node, "view", [x], [labels], labels)
+        return
+    t.elementwise(node, "cast", x)
+
+
+def _dropout(t: Translation, node: TracedNode) -> None:
+    """Dropout, with its mask."""
+    x, rate = t.name(node.args[0]), float(node.args[1])
+    mask = t.elementwise(node, "random_mask", x, suffix=".mask", dtype="uint8", rate=rate)
+    t.elementwise(node, "dropout", x, mask, rate=rate)
+
+
+def _reduction(t: Translation, node: TracedNode, *, mean: bool) -> None:
+    x = t.name(node.args[0])
+    rank = len(t.shape(x))
+    given = argument(node, 1)
+    listed = (given,) if isinstance(given, int) else words(given)
+    dims = {int(d) % rank for d in listed or range(rank)}
+    keeps = (
+        bool(node.args[2]) if len(node.args) > 2 and not isinstance(node.args[2], str) else False
+    )
+    labels = tuple(range(rank))
+    out = tuple(i for i in labels if i not in dims)
+    shown = tuple(t.shape(x)[i] for i in out)
+    keep = keeps and len(dims) > 0
+    last = ".sum" if mean or keep else ""
+    made = t.emit(node, "sum", [x], [labels], out, suffix=last, shape=shown)
+    if mean:
+        count = prod(int(n) for n in (t.shape(x)[i] for i in dims) if isinstance(n, int))
+        made = t.emit(
+            node, "scale", [made], [out], out, suffix=".mean" if keep else "", shape=shown,
+            by=1 / count,
+        )  # fmt: skip
+    if keep:
+        kept = tuple(f"one{i}" if i in dims else i for i in labels)
+        t.emit(node, "view", [made], [out], kept)
+
+
+def _mean(t: Translation, node: TracedNode) -> None:
+    """A mean over some dims."""
+    _reduction(t, node, mean=True)
+
+
+def _sum(t: Translation, node: TracedNode) -> None:
+    """A sum over some dims."""
+    _reduction(t, node, mean=False)
+
+
+def _reshape(t: Translation, node: TracedNode) -> None:
+    """Dims that are split and joined in order."""
+    t.emit(node, "reshape", [t.name(node.args[0])], ((),), ())
+
+
+def _view(t: Translation, node: TracedNode, labels: Labels, out: Labels) -> None:
+    t.emit(node, "view", [t.name(node.args[0])], [labels], out)
+
+
+def _transpose(t: Translation, node: TracedNode) -> None:
+    """Two dims in each other's place."""
+    rank = len(node.shape)
+    a, b = (int(d) % rank for d in (node.args[1:3] if len(node.args) > 2 else (0, rank - 1)))
+    labels = list(range(rank))
+    labels[a], labels[b] = labels[b], labels[a]
+    _view(t, node, tuple(range(rank)), tuple(labels))
+
+
+def _permute(t: Translation, node: TracedNode) -> None:
+    """Dims in another order."""
+    rank = len(node.shape)
+    _view(t, node, tuple(range(rank)), tuple(int(d) % rank for d in node.args[1]))
+
+
+def _expand(t: Translation, node: TracedNode) -> None:
+    """Dims of 1 become new ones, of which the value has only one copy."""
+    x = t.name(node.args[0])
+    shape, grown = t.shape(x), len(node.shape) - len(t.shape(x))
+    labels = tuple(range(grown, len(node.shape)))
+    out = tuple(
+        i if i >= grown and shape[i - grown] == node.shape[i] else f"new{i}"
+        for i in range(len(node.shape))
+    )
+    _view(t, node, labels, out)
+
+
+def _same(t: Translation, node: TracedNode) -> None:
+    """The same value."""
+    labels = tuple(range(len(node.shape)))
+    _view(t, node, labels, labels)
+
+
+def _part(
+    t: Translation, node: TracedNode, x: str, dim: int, start: int, *, suffix: str = ""
+) -> None:
+    """The elements from `start` of a dim, as many as the node has there."""
+    labels = tuple(range(len(node.shape)))
+    out = tuple("p" if i == dim else i for i in labels)
+    t.emit(node, "slice", [x], [labels], out, whole=(dim, "p"), dim=dim, start=start)
+
+
+def _slice(t: Translation, node: TracedNode) -> None:
+    """Some consecutive elements of a dim."""
+    args = [*node.args, None, None, None, None][:5]
+    x, dim = t.name(args[0]), int(args[1] or 0) % len(node.shape)
+    if t.shape(x)[dim] == node.shape[dim]:
+        _same(t, node)
+        return
+    start = _start(args[2], t.shape(x)[dim])
+    _part(t, node, x, dim, start)
+
+
+def _start(given: object, extent: Extent) -> int:
+    """Where a part of a dim begins; a negative place counts from the end."""
+    start = given if isinstance(given, int) else 0
+    return start + extent if start < 0 and isinstance(extent, int) else start
+
+
+def _select(t: Translation, node: TracedNode) -> None:
+    """One element of a dim, which the result lacks."""
+    x = t.name(node.args[0])
+    dim = int(node.args[1]) % len(t.shape(x))
+    one = (*node.shape[:dim], 1, *node.shape[dim:])
+    start = _start(node.args[2], t.shape(x)[dim])
+    labels = tuple(range(len(one)))
+    made = x
+    if t.shape(x)[dim] != 1:
+        out = tuple("p" if i == dim else i for i in labels)
+        made = t.emit(
+            node, "slice", [x], [labels], out, suffix=".one", shape=one, whole=(dim, "p"),
+            dim=dim, start=start,
+        )  # fmt: skip
+    t.emit(node, "view", [made], [labels], tuple(i for i in labels if i != dim))
+
+
+PIECES = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.tensor_split",
+           "aten.unsafe_split", "aten.unsafe_chunk")  # fmt: skip
+
+
+def _getitem(t: Translation, node: TracedNode) -> None:
+    """One of the results of an operation with several."""
+    whole = t.nodes.of[t.name(node.args[0])]
+    kind, nth = ".".join(whole.op.split(".")[:2]), int(node.args[1])
+    if kind not in PIECES:
+        if node.dtype and kind != "getitem":
+            fn = whole.op.split(".")[1] if "." in whole.op else whole.op
+            t.bytes_only(replace(node, op=f"aten.{fn}"), *list(whole.operands()))
+        return
+    x = t.name(whole.args[0])
+    shape = t.shape(x)
+    if kind == "aten.unbind":
+        dim = int(argument(whole, 1)) % len(shape) if len(whole.args) > 1 else 0
+        _select(t, replace(node, args=(Ref(x), dim, nth)))
+        return
+    dim = int(whole.args[2]) % len(shape) if len(whole.args) > 2 else 0
+    if kind == "aten.split_with_sizes" or words(argument(whole, 1)):
+        start = sum(int(n) for n in words(argument(whole, 1))[:nth] if isinstance(n, int))
+    elif kind in ("aten.split", "aten.unsafe_split"):
+        start = nth * int(argument(whole, 1))
+    else:
+        start = nth * -(-int(shape[dim]) // int(argument(whole, 1)))
+    _part(t, node, x, dim, start)
+
+
+def _parts(t: Translation, node: TracedNode) -> None:
+    """What has several results is nothing by itself."""
+
+
+def _cat(t: Translation, node: TracedNode) -> None:
+    """Values behind each other, two at a time."""
+    names = [t.name(a) for a in node.args[0]]
+    names = [n for n in names if 0 not in t.shape(n)]
+    dim = int(node.args[1]) % len(node.shape) if len(node.args) > 1 else 0
+    while len(names) > 1:
+        a, b, *rest = names
+        labels = tuple(range(len(node.shape)))
+        of_a, of_b = (tuple(f"{x}{i}" if i == dim else i for i in labels) for x in "ab")
+        width = _sum_of_extents(t.shape(a)[dim], t.shape(b)[dim])
+        shape = tuple(width if i == dim else n for i, n in enumerate(node.shape))
+        suffix = f".{len(rest)}" if rest else ""
+        made = t.emit(
+            node, "join", (a, b), (of_a, of_b), labels, suffix=suffix, shape=shape,
+            whole=(f"a{dim}", f"b{dim}", dim), dim=dim,
+        )  # fmt: skip
+        names = [made, *rest]
+    if names[0] != node.name:
+        labels = tuple(range(len(node.shape)))
+        t.emit(node, "view", names, [labels], labels)
+
+
+def _sum_of_extents(a: Extent, b: Extent) -> Extent:
+    return a + b if isinstance(a, int) and isinstance(b, int) else f"{a} + {b}"
+
+
+def _stack(t: Translation, node: TracedNode) -> None:
+    """Values behind each other along a new dim."""
+    names = [t.name(a) for a in node.args[0]]
+    dim = int(node.args[1]) % len(node.shape) if len(node.args) > 1 else 0
+    grown: list[Ref] = []
+    labels = tuple(range(len(node.shape) - 1))
+    out = (*labels[:dim], "one", *labels[dim:])
+    shape = tuple(1 if i == dim else n for i, n in enumerate(node.shape))
+    for i, name in enumerate(names):
+        grown.append(Ref(t.emit(node, "view", [name], [labels], out, suffix=f".v{i}", shape=shape)))
+    _cat(t, replace(node, args=(tuple(grown), dim)))
+
+
+FUNCTIONS: dict[str, str] = {
+    "gelu": "gelu", "silu": "silu", "relu": "relu", "tanh": "tanh", "sigmoid": "sigmoid",
+    "softplus": "softplus", "exp": "exp", "rsqrt": "rsqrt", "sqrt": "sqrt", "log": "log",
+    "sin": "sin", "cos": "cos", "abs": "abs", "square": "square", "reciprocal": "reciprocal",
+    "erf": "erf",
+}  # fmt: skip
+"""Operations of one value, and the function of our op `act`."""
+
+
+CONSTANTS = frozenset({
+    "empty_like", "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like",
+    "rand_like", "randn_like", "zeros", "zeros_like",
+})  # fmt: skip
+"""Operations whose result no operand takes part in: they have no gradient."""
+
+BYTES_ONLY = CONSTANTS | frozenset({
+    "__and__", "__or__", "_unsafe_index", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "addcdiv",
+    "addcmul", "all", "amax", "amin", "any", "argmax", "argsort", "avg_pool1d", "avg_pool2d",
+    "batch_norm", "binary_cross_entropy", "binary_cross_entropy_with_logits", "bincount",
+    "bitwise_and", "bitwise_not", "bucketize", "ceil", "celu", "channel_shuffle", "clamp",
+    "clamp_max", "clamp_min", "constant_pad_nd", "copy", "cosine_similarity", "cumsum",
+    "diagonal_scatter", "diff", "dist", "elu", "eq", "fill", "flip", "floor", "floor_divide",
+    "gather", "ge", "glu", "grid_sampler", "group_norm", "gt", "hardswish", "hardtanh", "histc",
+    "huber_loss", "index", "index_add", "index_copy", "index_fill", "index_put", "index_select",
+    "instance_norm", "isinf", "isnan", "kl_div", "l1_loss", "le", "leaky_relu", "lerp",
+    "log_softmax", "logaddexp", "logical_and", "logical_not", "logical_or", "logsumexp", "lt",
+    "masked_fill", "masked_scatter", "max", "max_pool1d", "max_pool2d", "maximum", "min", "minimum",
+    "mish", "mse_loss", "nan_to_num", "native_group_norm", "ne", "norm", "normalize", "one_hot",
+    "pad", "pairwise_distance", "pixel_shuffle", "pixel_unshuffle", "pow", "prelu", "prod",
+    "remainder", "repeat", "repeat_interleave", "roll", "round", "scatter", "scatter_add",
+    "scatter_reduce", "searchsorted", "select_scatter", "selu", "sign", "slice_scatter",
+    "smooth_l1_loss", "sort", "std", "threshold", "topk", "tril", "triu", "unfold", "unfold_copy",
+    "unique_dim", "upsample_bilinear2d", "upsample_nearest1d", "upsample_nearest2d", "var", "where",
+    "zero",
+})  # fmt: skip
+"""Operations without products, which are counted by the bytes that they read and write."""
+
+
+ROWS: dict[str, Row] = {
+    # Products.
+    "aten.linear": _linear,
+    "aten.addmm": _addmm,
+    "aten.mm": _matmul,
+    "aten.bmm": _matmul,
+    "aten.matmul": _matmul,
+    "aten.mv": _matmul,
+    "aten.dot": _matmul,
+    "aten.baddbmm": _baddbmm,
+    "aten.einsum": _einsum,
+    **dict.fromkeys(
+        ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution", "aten.conv_transpose1d",
+         "aten.conv_transpose2d"), _convolution),
+    # Attention, norms, tables, losses.
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.layer_norm": _layer_norm,
+    "aten.rms_norm": _layer_norm,
+    "aten.group_norm": _group_norm,
+    "aten.embedding": _embedding,
+    "aten.softmax": _softmax,
+    "aten._softmax": _softmax,
+    "aten.cross_entropy_loss": _cross_entropy,
+    "our.norm": _norm,
+    "our.rope": _rope,
+    "our.act": _act,
+    "our.glu": _glu,
+    "our.experts": _experts,
+    # Element-wise.
+    "aten.add": _add,
+    "aten.sub": _subtract,
+    "aten.rsub": lambda t, node: _subtract(t, replace(node, args=node.args[1::-1])),
+    "aten.mul": _multiply,
+    "aten.div": _divide,
+    "aten.true_divide": _divide,
+    "aten.pow": _power,
+    "aten.neg": _negate,
+    "aten.gelu": _gelu,
+    "aten.to": _cast,
+    "aten._to_copy": _cast,
+    "aten.type_as": _cast,
+    "aten.dropout": _dropout,
+    # Sums.
+    "aten.mean": _mean,
+    "aten.sum": _sum,
+    # Changes of shape.
+    "getitem": _getitem,
+    **dict.fromkeys(
+        ("aten.view", "aten.reshape", "aten.flatten", "aten.unflatten", "aten._unsafe_view",
+         "aten.unsqueeze", "aten.squeeze"), _reshape),
+    "aten.transpose": _transpose,
+    "aten.t": _transpose,
+    "aten.numpy_T": _transpose,
+    "aten.permute": _permute,
+    "aten.expand": _expand,
+    "aten.expand_as": _expand,
+    **dict.fromkeys(
+        ("aten.contiguous", "aten.clone", "aten.alias", "aten.detach", "aten.lift_fresh_copy"),
+        _same),
+    "aten.slice": _slice,
+    "aten.narrow": lambda t, node: _slice(t, node),
+    "aten.select": _select,
+    "aten.cat": _cat,
+    "aten.concat": _cat,
+    "aten.stack": _stack,
+    **dict.fromkeys(PIECES, _parts),
+}  # fmt: skip
+"""By operation, without its overload, what it is in ops of the table."""
+
+
+def calls_of(nodes: TracedNodes, *, approximate: bool) -> Translation:
+    """The calls of a recording's nodes; `approximate` counts operations without a row by bytes."""
+    made = Translation(nodes, approximate=approximate)
+    made.run()
+    return made
