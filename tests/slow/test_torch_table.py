@@ -168,6 +168,32 @@ def test_a_row_computes_what_pytorch_computes(op: str, given: Given, kwargs: dic
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("length", [1, 3])
+def test_rows_of_a_table_are_summed_over_bags(length: int, mode: int):
+    """`embedding_bag` with its offsets, as `nn.EmbeddingBag` calls it for indices [4, length]."""
+    rng = np.random.default_rng(3)
+    table, ids = rng.uniform(0.2, 1.2, (9, 6)), rng.integers(0, 9, 4 * length)
+    offsets = torch.arange(0, 4 * length, length)
+    call = torch.ops.aten.embedding_bag.padding_idx
+    first, *_ = call(
+        torch.tensor(table), torch.tensor(ids), offsets, False, mode, False, None, False, None
+    )
+    op = "aten.embedding_bag.padding_idx"
+    args = (Ref("table"), Ref("ids"), None, False, mode, False, None, False, None)
+    nodes = [
+        TracedNode("table", "input", table.shape, "fp32"),
+        TracedNode("ids", "input", ids.shape, "int64"),
+        TracedNode("bag", op, args=args),
+        TracedNode("y", "getitem", tuple(first.shape), "fp32", (Ref("bag"), 0)),
+    ]
+    values: dict[str, Any] = {"table": table, "ids": ids}
+    for name, made in calls_of(TracedNodes(nodes, ["y"]), approximate=False).calls.items():
+        if name not in values:
+            values[name] = computed(made, [values[n] for n in made.operands])
+    np.testing.assert_allclose(values["y"], first.numpy(), rtol=2e-5)
+
+
 def test_rows_without_a_case_are_known():
     tried = {f"aten.{op.partition('.')[0]}" for op, *_ in CASES}
     same = {"aten.conv3d", "aten.convolution", "aten.conv_transpose1d", "aten.true_divide",
@@ -176,6 +202,6 @@ def test_rows_without_a_case_are_known():
     """The functions of rows that are tried under another name."""
     rest = {"aten.group_norm", "aten.cross_entropy_loss", "aten.to", "aten._to_copy",
             "aten.type_as", "aten.dropout"}  # fmt: skip
-    parts = {name for name in ROWS if ROWS[name] is ROWS["aten.split"]} | {"getitem"}
+    parts = {name for name in ROWS if ROWS[name] is ROWS["aten.split"]} | {"getitem"}  # and embedding_bag
     own = {name for name in ROWS if name.startswith("our.")}
     assert {*ROWS} - tried == same | rest | parts | own

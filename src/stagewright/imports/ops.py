@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+from stagewright.algebra.size import is_whole, size
 from stagewright.errors import UserError
 from stagewright.imports.recording import Extent, Ref, TracedNode, argument, words
 from stagewright.imports.rewrite import TracedNodes
@@ -400,6 +401,34 @@ def _embedding(t: Translation, node: TracedNode) -> None:
     t.emit(node, "embedding", (ids, table), (at, ("v", "m")), (*at, "m"))
 
 
+def _embedding_bag(t: Translation, node: TracedNode, call: TracedNode) -> None:
+    """The first result of `embedding_bag`: rows of a table, summed over bags of equal length."""
+    table, ids = (t.name(a) for a in call.args[:2])
+    mode, weights = argument(call, 4, 0), argument(call, 6)
+    count, bags = size(t.shape(ids)[0]), size(node.shape[0])
+    if mode == 2 or weights is not None or not is_whole(count / bags):
+        t.as_bytes["embedding_bag"] += 1
+        t.bytes_only(node, table, ids)
+        return
+    length = count / bags
+    if length is size(1):
+        t.emit(node, "embedding", (ids, table), (("b",), ("v", "m")), ("b", "m"))
+        return
+    bag = int(str(length)) if length.is_number else str(length)
+    grouped = (node.shape[0], bag)
+    ids = t.emit(
+        node, "reshape", (ids,), ((),), (), suffix=".bags", shape=grouped, dtype=t.calls[ids].dtype
+    )
+    rows = t.emit(
+        node, "embedding", (ids, table), (("b", "l"), ("v", "m")), ("b", "l", "m"), suffix=".rows",
+        shape=(*grouped, node.shape[1]),
+    )  # fmt: skip
+    total = ".sum" if mode == 1 else ""
+    made = t.emit(node, "sum", (rows,), (("b", "l", "m"),), ("b", "m"), suffix=total)
+    if mode == 1:
+        t.elementwise(node, "scale", made, by=1 / bag if isinstance(bag, int) else 1.0)
+
+
 def _rope(t: Translation, node: TracedNode) -> None:
     """our.rope: rotary position."""
     labels = tuple(range(len(node.shape)))
@@ -689,6 +718,10 @@ def _getitem(t: Translation, node: TracedNode) -> None:
     """One of the results of an operation with several."""
     whole = t.nodes.of[t.name(node.args[0])]
     kind, nth = ".".join(whole.op.split(".")[:2]), int(node.args[1])
+    if kind == "aten.embedding_bag":
+        if nth == 0:
+            _embedding_bag(t, node, whole)
+        return
     if kind not in PIECES:
         if node.dtype and kind != "getitem":
             fn = whole.op.split(".")[1] if "." in whole.op else whole.op
@@ -856,7 +889,7 @@ ROWS: dict[str, Row] = {
     "aten.cat": _cat,
     "aten.concat": _cat,
     "aten.stack": _stack,
-    **dict.fromkeys(PIECES, _parts),
+    **dict.fromkeys((*PIECES, "aten.embedding_bag"), _parts),
 }  # fmt: skip
 """By operation, without its overload, what it is in ops of the table."""
 

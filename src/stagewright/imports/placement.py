@@ -58,14 +58,22 @@ class PlacementRules:
         """Axes of table rows and of scores, in the order of the calls."""
         axes: dict[Axis, None] = {}
         for call in self.calls:
-            looked_up = call.op == "embedding" and (
-                self.leaves.get(call.operands[0], call).op == "input"
-            )
-            if looked_up or call.op == "cross_entropy":
+            if call.op == "cross_entropy" or (
+                call.op == "embedding" and self._follows_input(call.operands[0])
+            ):
                 axes |= dict.fromkeys(self.axes.label(call.name, "v"))
         for axis in axes:
             self.degree.setdefault(axis, "tp")
         return [*axes]
+
+    def _follows_input(self, name: str) -> bool:
+        """True for an input of the model, and for parts of one and sums with constants."""
+        made = {call.name: call for call in self.calls}
+        base = self.axes.base.get(name, name)
+        while base in made and made[base].op in ("slice", "add", "shift", "cast"):
+            operand = made[base].operands[0]
+            base = self.axes.base.get(operand, operand)
+        return base in self.leaves and self.leaves[base].op == "input"
 
     def products(self) -> Iterable[tuple[OpCall, list[Axis], list[Axis], list[Axis]]]:
         """Products of a value with a parameter: what leads in, what leads out, and all of it."""
@@ -90,10 +98,14 @@ class PlacementRules:
                 made |= {*outward}
                 read |= {*inward}
         streams = {leaf for leaf in made & read if self._is_stream(leaf)}
-        found = (made & read) - streams - self._needed_whole()
-        for leaf in found:
+        candidates = (made & read) - streams - self._needed_whole()
+        split = set[Axis]()
+        for _, inward, outward, _ in self.products():  # of a chain of products every second width
+            if split.isdisjoint(inward):
+                split |= candidates.intersection(outward)
+        for leaf in split:
             self.degree.setdefault(leaf, "tp")
-        return found
+        return split
 
     def _is_stream(self, leaf: Axis) -> bool:
         """Whether an axis is that of the stream: something is added to it that it is made of."""
