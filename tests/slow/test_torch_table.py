@@ -15,7 +15,7 @@ from stagewright.graph.node import Graph, toposort
 from stagewright.graph.table import attributes_of
 from stagewright.imports.ops import FUNCTIONS, ROWS, OpCall, calls_of
 from stagewright.imports.recording import Ref, TracedNode
-from stagewright.imports.rewrite import TracedNodes
+from stagewright.imports.rewrite import TracedGraph
 
 torch: Any = pytest.importorskip("torch", reason="needs the extra: pip install -e '.[torch]'")
 pytestmark = [pytest.mark.slow, pytest.mark.extra]
@@ -109,7 +109,7 @@ def computed(call: OpCall, xs: list[Any]) -> Any:
         node = apply("attention", "bqaD,bkaD,bkaD->bqaD", *nodes, name="y", **how)
         made = single(Graph.of(toposort([node]), {"y": node}), {}, given)["y"]
         return np.moveaxis(made, -2, -3)
-    text = {x: c.upper() if x in call.whole else c for x, c in names.items()}
+    text = {x: c.upper() if x in call.unsplit else c for x, c in names.items()}
     spec = ",".join("".join(text[x] for x in of) for of in labels)
     spec += "->" + "".join(text[x] for x in out)
     leaves = [
@@ -151,7 +151,7 @@ def translated(op: str, given: list[Any], kwargs: dict[str, Any], result: Any) -
         for n, v in values.items()
     ]
     node = TracedNode("y", f"aten.{op}", tuple(result.shape), "fp32", args, kwargs)
-    calls = calls_of(TracedNodes([*leaves, node], ["y"]), approximate=False).calls
+    calls = calls_of(TracedGraph([*leaves, node], ["y"]), approximate=False).calls
     for name, call in calls.items():
         if name not in values:
             values[name] = computed(call, [values[n] for n in call.operands])
@@ -188,7 +188,7 @@ def test_rows_of_a_table_are_summed_over_bags(length: int, mode: int):
         TracedNode("y", "getitem", tuple(first.shape), "fp32", (Ref("bag"), 0)),
     ]
     values: dict[str, Any] = {"table": table, "ids": ids}
-    for name, made in calls_of(TracedNodes(nodes, ["y"]), approximate=False).calls.items():
+    for name, made in calls_of(TracedGraph(nodes, ["y"]), approximate=False).calls.items():
         if name not in values:
             values[name] = computed(made, [values[n] for n in made.operands])
     np.testing.assert_allclose(values["y"], first.numpy(), rtol=2e-5)
@@ -202,6 +202,8 @@ def test_rows_without_a_case_are_known():
     """The functions of rows that are tried under another name."""
     rest = {"aten.group_norm", "aten.cross_entropy_loss", "aten.to", "aten._to_copy",
             "aten.type_as", "aten.dropout"}  # fmt: skip
-    parts = {name for name in ROWS if ROWS[name] is ROWS["aten.split"]} | {"getitem"}  # and embedding_bag
+    parts = {name for name in ROWS if ROWS[name] is ROWS["aten.split"]} | {
+        "getitem"
+    }  # and embedding_bag
     own = {name for name in ROWS if name.startswith("our.")}
     assert {*ROWS} - tried == same | rest | parts | own

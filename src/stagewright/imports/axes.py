@@ -1,8 +1,8 @@
-"""What the dims of all values are made of: one index for each thing that varies by itself.
+"""Axes: the indices that the dims of all values consist of.
 
-A view from [B, S, A*D] to [B, S, A, D] says that the last dim was two things all along, in the
-value and in the parameter that made it. When all views are taken into account, none is left: every
-value is a list of axes, and reordering or joining them is no work.
+A view from [B, S, A*D] to [B, S, A, D] splits the last dim in two, in the value and in the
+parameter that made it. Once all views are applied to the axes, no view remains: every value is a
+list of axes, and reordering or joining them is no work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _quotient(a: Size, b: Size) -> Size:
 
 
 def _divides(b: Size, a: Size) -> bool:
-    """Whether `a` is a whole number of times `b`, whatever the symbols are."""
+    """True if `a` is a multiple of `b` for all values of the symbols."""
     try:
         return a is b or is_whole(a / b)
     except ValueError:  # a sum divides nothing exactly but itself
@@ -31,35 +31,35 @@ def _divides(b: Size, a: Size) -> bool:
 
 
 class Axis:
-    """An index of values: its extent, and the axes that it turned out to be made of."""
+    """Index of values: its extent, and the axes that it was split into."""
 
-    __slots__ = ("extent", "joined", "parents", "parts")
+    __slots__ = ("extent", "parents", "parts", "same_as")
 
     def __init__(self, extent: Size) -> None:
         """A new axis, equal to no other."""
         self.extent = extent
-        self.joined: Axis | None = None
+        self.same_as: Axis | None = None
         self.parts: list[Axis] = []
         self.parents: list[Axis] = []
 
-    def known(self) -> Axis:
-        """The axis that stands for all that are equal to this one."""
+    def root(self) -> Axis:
+        """The representative of all axes that are equal to this one."""
         at = self
-        while at.joined is not None:
-            at = at.joined
+        while at.same_as is not None:
+            at = at.same_as
         return at
 
     def leaves(self) -> list[Axis]:
-        """What the axis is made of, outermost first."""
-        at = self.known()
+        """The axes that this one was split into, outermost first; itself if it was not split."""
+        at = self.root()
         return [leaf for part in at.parts for leaf in part.leaves()] if at.parts else [at]
 
-    def wholes(self) -> list[Axis]:
-        """The axis and all that it is a part of."""
+    def enclosing(self) -> list[Axis]:
+        """The axis and all axes that it is a part of."""
         found: dict[Axis, None] = {}
-        todo = [self.known()]
+        todo = [self.root()]
         while todo:
-            at = todo.pop().known()
+            at = todo.pop().root()
             if at not in found:
                 found[at] = None
                 todo += at.parents
@@ -78,9 +78,9 @@ class AxisTable:
         self.sizes, self.examples = sizes, examples
         self.dims: dict[str, Dims] = {}
         self.copies: dict[str, set[Axis]] = {}
-        """AxisTable of a value of which it has only one copy, repeated."""
+        """Axes along which a value repeats one copy (`expand`)."""
         self.base: dict[str, str] = {}
-        """Of a view, the value that it shows."""
+        """The value that each view shows."""
         self.labels: dict[str, dict[Label, list[Axis]]] = {}
 
     def extent(self, of: Extent, call: OpCall) -> Size:
@@ -103,7 +103,7 @@ class AxisTable:
     # ---- relations -----------------------------------------------------------------------------
 
     def _refine(self, whole: Axis, first: Size) -> tuple[Axis, Axis]:
-        """Cut a leaf in two, of which the outer has the extent `first`."""
+        """Split an axis in two; the outer one has the extent `first`."""
         outer, inner = Axis(first), Axis(_quotient(whole.extent, first))
         whole.parts = [outer, inner]
         outer.parents.append(whole)
@@ -111,9 +111,9 @@ class AxisTable:
         return outer, inner
 
     def _join(self, a: Axis, b: Axis) -> None:
-        a, b = a.known(), b.known()
+        a, b = a.root(), b.root()
         if a is not b:
-            a.joined = b
+            a.same_as = b
             b.parents += a.parents
 
     def unify(self, a: Iterable[Axis], b: Iterable[Axis]) -> bool:
@@ -164,11 +164,11 @@ class AxisTable:
         repeated = set[Axis]()
 
         def shown(leaf: Axis, copied: bool) -> Axis:
-            """The leaf, or a place of its own for one that is only repeated."""
+            """The leaf; a separate axis for one that is only repeated."""
             if not copied:
                 return leaf
             place = Axis(leaf.extent)
-            place.joined = leaf
+            place.same_as = leaf
             repeated.add(place)
             return place
 
@@ -234,8 +234,8 @@ class AxisTable:
 
     # ---- units ---------------------------------------------------------------------------------
 
-    def flat(self, name: str) -> list[Axis]:
-        """The leaves of a value, in order; those that are only repeated are left out."""
+    def leaves_of(self, name: str) -> list[Axis]:
+        """The leaves of a value, in order, without those that are only repeated."""
         copies = self.copies.get(name, set())
         return [
             leaf
@@ -245,37 +245,37 @@ class AxisTable:
             for leaf in axis.leaves()
         ]
 
-    def label(self, call: str, label: Label) -> list[Axis]:
+    def label_leaves(self, call: str, label: Label) -> list[Axis]:
         """The leaves of one label of a call."""
         return [leaf for axis in self.labels[call].get(label, ()) for leaf in axis.leaves()]
 
-    def apart(self, calls: Iterable[OpCall]) -> set[Axis]:
-        """AxisTable of which some call reads a part by itself."""
+    def separate_axes(self, calls: Iterable[OpCall]) -> set[Axis]:
+        """Axes of which some call reads only a part, so that their leaves stay separate."""
         banned = set[Axis]()
         for call in calls:
             if call.op in LEAVES or call.op in ("view", "reshape"):
                 continue
             labels = {x for labels in (*call.ins, call.out) for x in labels}
-            here = {x: self.label(call.name, x) for x in labels}
-            values = [{*self.flat(name)} for name in (*call.operands, call.name)]
+            here = {x: self.label_leaves(call.name, x) for x in labels}
+            values = [{*self.leaves_of(name)} for name in (*call.operands, call.name)]
             for leaves in here.values():
                 own = {*leaves}
-                for whole in {w for leaf in leaves for w in leaf.wholes()}:
+                for whole in {w for leaf in leaves for w in leaf.enclosing()}:
                     parts = {*whole.leaves()}
                     if not parts <= own and any(parts <= value for value in values):
                         banned.add(whole)
         return banned
 
-    def units(self, leaves: Sequence[Axis], apart: set[Axis]) -> list[Axis]:
-        """Leaves as the largest axes that no call takes apart."""
+    def units(self, leaves: Sequence[Axis], separate: set[Axis]) -> list[Axis]:
+        """Group leaves into the largest axes that no call splits."""
         made: list[Axis] = []
         i = 0
         while i < len(leaves):
             best, length = leaves[i], 1
-            for whole in leaves[i].wholes():
+            for whole in leaves[i].enclosing():
                 parts = whole.leaves()
                 if (
-                    whole not in apart
+                    whole not in separate
                     and len(parts) > length
                     and [*leaves[i : i + len(parts)]] == parts
                 ):

@@ -1,4 +1,4 @@
-"""Index expressions of calls: the letters of operands' axes, in the order in which they lie."""
+"""Index expressions of calls, such as `bsm,mf->bsf`: a letter for each axis, in memory order."""
 
 from __future__ import annotations
 
@@ -8,68 +8,70 @@ from typing import NamedTuple
 from stagewright.imports.axes import Axis, AxisTable
 from stagewright.imports.ops import Label, OpCall
 
-Place = tuple[Label, Axis]
-"""A leaf of an operand, and the label of the call that it belongs to."""
+LabelledAxis = tuple[Label, Axis]
+"""An axis of an operand, with the label of the call that it belongs to."""
 
 
 class CallSpec(NamedTuple):
-    """The index expression of a call, and what a text says besides."""
+    """The index expression of a call, with what the text and the layout need besides."""
 
     text: str
     letters: Mapping[str, Axis]
     """Letters of the result that no operand shows."""
     order: tuple[Axis, ...]
-    """The leaves of the result in the order in which it lies."""
+    """Axes of the result in memory order."""
     plain: bool
-    """Whether all operands and the result have the same axes, none of them whole."""
+    """True if all operands and the result have the same axes, all of which may be split."""
 
 
 class Layouts:
-    """In which order the axes of each value lie; views have that of what they show."""
+    """Memory order of the axes of each value; views have that of the value that they show."""
 
-    def __init__(self, axes: AxisTable, apart: set[Axis]) -> None:
-        """`apart`: axes that some call takes apart."""
-        self.axes, self.apart = axes, apart
+    def __init__(self, axes: AxisTable, separate: set[Axis]) -> None:
+        """`separate`: axes of which some call reads only a part."""
+        self.axes, self.separate = axes, separate
         self.order: dict[str, tuple[Axis, ...]] = {}
         self.merged: set[Axis] = set()
-        """Axes that stand for several dims behind each other, whose size is a product."""
+        """Axes that join several adjacent dims; their size is a product."""
 
     def of(self, name: str) -> tuple[Axis, ...]:
-        """The leaves of a value as they lie."""
+        """The axes of a value in memory order."""
         base = self.axes.base.get(name, name)
         if base not in self.order:
-            self.order[base] = tuple(self.axes.flat(base))
+            self.order[base] = tuple(self.axes.leaves_of(base))
         return tuple(leaf for known in self.order[base] for leaf in known.leaves())
 
     def units(self, leaves: Sequence[Axis]) -> list[Axis]:
-        """Leaves in the largest axes that stay together."""
-        return self.axes.units(leaves, self.apart)
+        """Leaves grouped into the largest axes that no call splits."""
+        return self.axes.units(leaves, self.separate)
 
-    def places(self, call: OpCall, operand: int) -> list[Place]:
-        """The leaves of an operand as they lie, each with its label."""
+    def operand_axes(self, call: OpCall, operand: int) -> list[LabelledAxis]:
+        """The axes of an operand in memory order, each with its label."""
         name, labels = call.operands[operand], call.ins[operand]
         copies = self.axes.copies.get(name, set())
-        logical: list[Place] = [
+        logical: list[LabelledAxis] = [
             (label, leaf)
             for label, dim in zip(labels, self.axes.dims[name], strict=True)
             for axis in dim
             if axis not in copies
             for leaf in axis.leaves()
         ]
-        placed: list[Place] = []
+        placed: list[LabelledAxis] = []
         for leaf in self.of(name):
             nth = next((i for i, (_, x) in enumerate(logical) if x is leaf), None)
             if nth is not None:
                 placed.append(logical.pop(nth))
         return [*placed, *logical]
 
-    def result(self, call: OpCall) -> list[Place]:
-        """The leaves of the result with their labels, in the order of the first operands."""
+    def result_axes(self, call: OpCall) -> list[LabelledAxis]:
+        """The axes of the result with their labels, in the order of the operands."""
         labels = dict.fromkeys(call.out)
-        wanted: list[Place] = [(x, leaf) for x in labels for leaf in self.axes.label(call.name, x)]
-        made: list[Place] = []
+        wanted: list[LabelledAxis] = [
+            (x, leaf) for x in labels for leaf in self.axes.label_leaves(call.name, x)
+        ]
+        made: list[LabelledAxis] = []
         for i in range(len(call.operands)):
-            places = self.places(call, i)
+            places = self.operand_axes(call, i)
             if call.op in ("join", "conv", "opaque"):
                 return wanted
             if call.op == "slice":
@@ -78,10 +80,10 @@ class Layouts:
         return [*made, *(p for p in wanted if p not in made)]
 
 
-def _changed(places: Sequence[Place], wanted: Sequence[Place]) -> list[Place]:
-    """The places of an operand as the result has them; new dims stand where others were."""
-    new: list[Place] = [p for p in wanted if p not in places]
-    made: list[Place] = []
+def _changed(places: Sequence[LabelledAxis], wanted: Sequence[LabelledAxis]) -> list[LabelledAxis]:
+    """The axes of an operand in the result; new axes take the position of those they replace."""
+    new: list[LabelledAxis] = [p for p in wanted if p not in places]
+    made: list[LabelledAxis] = []
     for place in places:
         if place in wanted:
             made.append(place)
@@ -103,9 +105,9 @@ class Letters:
         """`names`: of units, as sizes; their first letters are taken where they are free."""
         self.layouts, self.call, self.names = layouts, call, names
         self.letters: dict[tuple[Label, Axis], str] = {}
-        self.pieces: dict[Label, set[tuple[Axis, ...]]] = {}
+        self.unit_sets: dict[Label, set[tuple[Axis, ...]]] = {}
 
-    def term(self, places: Sequence[Place], whole: frozenset[Label]) -> str:
+    def term(self, places: Sequence[LabelledAxis], unsplit: frozenset[Label]) -> str:
         """One operand of the index expression."""
         units = self.layouts.units([leaf for _, leaf in places])
         text, at = "", 0
@@ -115,26 +117,26 @@ class Letters:
             at += len(leaves)
             shown = [unit] if self._together(label, unit) else leaves
             part = "".join(self._letter(label, each) for each in shown)
-            part = part.upper() if label in whole else part
+            part = part.upper() if label in unsplit else part
             text += f"({part})" if len(part) > 1 else part
         return text
 
-    def note(self, places: Sequence[Place]) -> None:
-        """Tell in which units an operand has a label."""
+    def add_units(self, places: Sequence[LabelledAxis]) -> None:
+        """Record the units in which an operand has each label."""
         at = 0
         for unit in self.layouts.units([leaf for _, leaf in places]):
             leaves = tuple(unit.leaves())
-            self.pieces.setdefault(places[at][0], set()).add(leaves)
+            self.unit_sets.setdefault(places[at][0], set()).add(leaves)
             at += len(leaves)
 
     def _together(self, label: Label, unit: Axis) -> bool:
-        """Whether no operand has a part of the unit by itself under this label."""
+        """True if no operand has only a part of the unit under this label."""
         own = {*unit.leaves()}
-        others = self.pieces.get(label, set())
+        others = self.unit_sets.get(label, set())
         return not any({*piece} < own for piece in others)
 
     def _letter(self, label: Label, axis: Axis) -> str:
-        axis = axis.known()
+        axis = axis.root()
         key = (label, axis)
         if key not in self.letters:
             self.letters[key] = self._free(label, axis)
@@ -152,7 +154,7 @@ class Letters:
                 if same:
                     return same[0]
             if label == "h":
-                wide = len({len(p) for p in self.pieces["h"]}) > 1
+                wide = len({len(p) for p in self.unit_sets["h"]}) > 1
                 return next(x for x in ("gr" if wide else "a") + "hn" if x not in taken)
             if ATTENTION.get(label, "") not in ("", *taken):
                 return ATTENTION[label]
@@ -164,14 +166,14 @@ class Letters:
 
 
 def spec_of(layouts: Layouts, call: OpCall, names: Mapping[Axis, str]) -> CallSpec:
-    """The index expression of a call, and the order of its result, which is noted."""
-    terms = [layouts.places(call, i) for i in range(len(call.operands))]
-    result = layouts.result(call)
+    """The index expression of a call; records the memory order of its result."""
+    terms = [layouts.operand_axes(call, i) for i in range(len(call.operands))]
+    result = layouts.result_axes(call)
     letters = Letters(layouts, call, names)
     for places in (*terms, result):
-        letters.note(places)
-    shown = [letters.term(places, call.whole) for places in terms]
-    out = letters.term(result, call.whole)
+        letters.add_units(places)
+    shown = [letters.term(places, call.unsplit) for places in terms]
+    out = letters.term(result, call.unsplit)
     order = tuple(leaf for _, leaf in result)
     layouts.order[call.name] = order
     known = {x.lower() for term in shown for x in term}

@@ -1,5 +1,4 @@
-"""Which keys a mask of attention hides: a constant is computed for a size that is just large
-enough."""
+"""Kind of a constant mask of attention: its operations run for the smallest size that shows it."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
@@ -10,28 +9,27 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MOST_POSITIONS = 8192
-"""No mask is computed for more positions: it has the square of so many elements."""
+"""Limit of positions for which a mask, with the square of them, is computed."""
 _SMALL = 61
-"""Plays the part of a number that is too large."""
+"""Replaces a number that is too large to compute the mask with, such as a window."""
 
 
 class Mask(NamedTuple):
-    """Which keys a mask lets a query see."""
+    """The keys that a query may attend to."""
 
     kind: str
     """`all`, `causal` (no later keys), or `other`."""
     window: int = 0
-    """How many keys at most, the query's own among them; 0: no limit."""
+    """Limit of keys, including the query's position; 0: none."""
     hides: bool = False
-    """Whether the mask is true where a key is hidden, as `masked_fill` takes it."""
+    """True if the mask is true for hidden keys, as `masked_fill` takes it."""
 
 
 def kind_of_mask(pt: Any, mask: Any, buffers: Mapping[str, Any]) -> Mask:
-    """Which keys a constant mask of attention lets queries see; `buffers`: values by name of node,
-    None where there are none.
+    """Compute a constant mask of attention; `buffers`: values by name of node, None if unknown.
 
     The mask is computed for few positions, or for some more than any number in its making; numbers
-    too large for that, of windows, are replaced by small ones that play their part. Raises whatever
+    too large for that (of windows) are replaced by small ones. Raises whatever
     the operations of the mask raise, and a ValueError for a buffer without values.
     """
     needed = _ancestors(mask)
@@ -53,7 +51,7 @@ def kind_of_mask(pt: Any, mask: Any, buffers: Mapping[str, Any]) -> Mask:
 
 
 def _ancestors(node: Any) -> list[Any]:
-    """The nodes that a node is made of, in order, itself last."""
+    """The nodes that a node depends on, in order, itself last."""
     seen: dict[Any, None] = {}
 
     def visit(n: Any) -> None:
@@ -98,7 +96,7 @@ def _computed(
     buffers: Mapping[str, Any],
     instead: Mapping[int, int],
 ) -> Any:
-    """The value of a constant for so many positions, with some numbers in place of others."""
+    """Value of a constant for a number of positions; `instead` replaces numbers by others."""
     shape = mask.meta["val"].shape
     # Of [batch, 1, queries, keys] the last two dims are positions; there is one of all others.
     symbols = dict.fromkeys(_symbols(shape), 1) | dict.fromkeys(_symbols(shape[-2:]), positions)
@@ -145,7 +143,7 @@ def _computed(
 
 
 def _reach(pt: Any, mask: Any) -> Mask:
-    """What a mask [..., queries, keys] is, also where it is true for what is hidden."""
+    """Kind of a mask [..., queries, keys], which may be true for visible or for hidden keys."""
     first = mask[(0,) * (mask.dim() - 2)]
     seen = first if first.dtype == pt.bool else first > -1
     if bool(seen.all()):

@@ -1,4 +1,11 @@
-"""A forward pass in ops of the table, each with the indices of its operands' dims."""
+"""The table from operations of PyTorch to ops of Stagewright.
+
+A row is a function that says what one recorded node is: `ROWS["aten.linear"]` for all overloads of
+`aten.linear`. It makes an `OpCall` or several: an op with the labels of its operands' dims.
+Element-wise operations that compute a function of ours have it in `FUNCTIONS`; those of
+`BYTES_ONLY` are counted by the bytes that they read and write. To support a further operation, add
+a row; `tests/slow/test_torch_table.py` computes each row in numpy beside PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +18,7 @@ from typing import Any
 from stagewright.algebra.size import is_whole, size
 from stagewright.errors import UserError
 from stagewright.imports.recording import Extent, Ref, TracedNode, argument, words
-from stagewright.imports.rewrite import TracedNodes
+from stagewright.imports.rewrite import TracedGraph
 
 Label = int | str
 """An index of one call: dims with the same label have the same extent, or an extent of 1."""
@@ -36,23 +43,23 @@ class OpCall:
     operands: tuple[str, ...] = ()
     ins: tuple[Labels, ...] = ()
     out: Labels = ()
-    whole: frozenset[Label] = frozenset()
-    """Labels that the op needs all of."""
+    unsplit: frozenset[Label] = frozenset()
+    """Labels whose dims must not be split over ranks."""
     attrs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     path: str = ""
     source: str = ""
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """All but the names: what makes two calls the same."""
+        """All but the names: equal for calls that do the same."""
         return (
-            self.op, self.shape, self.dtype, self.ins, self.out, self.whole,
+            self.op, self.shape, self.dtype, self.ins, self.out, self.unsplit,
             tuple(sorted(self.attrs.items(), key=lambda item: item[0])),
         )  # fmt: skip
 
 
 def leaves_and_views(op: str) -> bool:
-    """Whether a call stands in no statement of a text."""
+    """True for calls that become no statement of a text."""
     return op in LEAVES or op in VIEWS
 
 
@@ -60,11 +67,11 @@ Row = Callable[["Translation", TracedNode], None]
 
 
 class Translation:
-    """The calls of a recording, as they are made."""
+    """Calls of a recording, in the making: one pass over its nodes."""
 
-    def __init__(self, nodes: TracedNodes, *, approximate: bool) -> None:
+    def __init__(self, graph: TracedGraph, *, approximate: bool) -> None:
         """`approximate`: operations without a row are counted by their bytes."""
-        self.nodes, self.approximate = nodes, approximate
+        self.graph, self.approximate = graph, approximate
         self.calls: dict[str, OpCall] = {}
         self.as_bytes: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
@@ -72,7 +79,7 @@ class Translation:
     # ---- what rows use -------------------------------------------------------------------------
 
     def name(self, of: Any) -> str:
-        """The name of an argument that has to be a tensor."""
+        """Name of an argument that has to be a tensor."""
         if not isinstance(of, Ref):
             raise UserError(f"an operand is {of!r}, wanted a tensor")
         return of.name
@@ -90,13 +97,13 @@ class Translation:
         out: Labels,
         **how: Any,
     ) -> str:
-        """Make a call of a node, and return the call's name; `how` are attributes of the op.
+        """Add a call and return its name; `how` are attributes of the op, and these keywords.
 
-        Besides, `how` may say `whole`, the labels that the op needs all of, and of a step on the
-        way to the node's result the `suffix` of its name, its `shape` and its `dtype`.
+        `unsplit`: labels whose dims must not be split. `suffix`, `shape` and `dtype`: those of an
+        intermediate value, which is not yet the node's result.
         """
         name, shape = node.name + how.pop("suffix", ""), how.pop("shape", None)
-        dtype, whole = how.pop("dtype", "") or node.dtype, frozenset(how.pop("whole", ()))
+        dtype, unsplit = how.pop("dtype", "") or node.dtype, frozenset(how.pop("unsplit", ()))
         if dtype.startswith("complex") and op not in LEAVES and not self.approximate:
             raise UserError(
                 f"{node.source or node.path or node.name}: {node.op} makes complex numbers, "
@@ -105,7 +112,7 @@ class Translation:
             )
         self.calls[name] = OpCall(
             name, op, node.shape if shape is None else shape, dtype, tuple(operands), tuple(ins),
-            out, whole, how, node.path, node.source,
+            out, unsplit, how, node.path, node.source,
         )  # fmt: skip
         return name
 
@@ -142,17 +149,17 @@ class Translation:
                     at = found + 1
             ins.append(tuple(labels))
         batch = {0} if node.shape and isinstance(node.shape[0], str) else set[int]()
-        whole = {x for labels in (*ins, out) for x in labels} - batch
+        unsplit = {x for labels in (*ins, out) for x in labels} - batch
         fn = node.op.split(".")[1] if "." in node.op else node.op
         if fn in CONSTANTS:
             how["constant"] = True
-        self.emit(node, "opaque", names, ins, out, whole=whole, fn=fn, **how)
+        self.emit(node, "opaque", names, ins, out, unsplit=unsplit, fn=fn, **how)
 
     # ---- the walk ------------------------------------------------------------------------------
 
     def run(self) -> dict[str, OpCall]:
         """All calls, in order."""
-        for node in self.nodes.of.values():
+        for node in self.graph.nodes.values():
             self._node(node)
         return self.calls
 
@@ -189,7 +196,7 @@ class Translation:
             )
 
     def _tensors(self, node: TracedNode) -> list[str]:
-        """The operands of real numbers; of none, all."""
+        """Operands that are tensors."""
         names = list(dict.fromkeys(n for n in node.operands() if n in self.calls))
         return names
 
@@ -311,7 +318,7 @@ def _convolution(t: Translation, node: TracedNode) -> None:
     suffix = ".conv" if groups > 1 or bias else ""
     result = t.emit(
         node, "conv", (source, matrix), ins, ("b", *lead, "o", *made), suffix=suffix, shape=shape,
-        whole={*places, *taps, *made}, **own,
+        unsplit={*places, *taps, *made}, **own,
     )  # fmt: skip
     if groups > 1:
         result = t.emit(node, "reshape", (result,), ((),), (), suffix=".joined" if bias else "")
@@ -355,7 +362,7 @@ def _attention(t: Translation, node: TracedNode) -> None:
     if mask in ("given", "other"):
         t.as_bytes["a mask of attention that is data"] += 1
     t.emit(
-        node, "attention", operands, ins, (*lead, "h", "q", "v"), whole=("d", "v"),
+        node, "attention", operands, ins, (*lead, "h", "q", "v"), unsplit=("d", "v"),
         causal=mask == "causal", window=window,
         **({"copied": True} if node.kwargs.get("copied") else {}),
     )  # fmt: skip
@@ -367,7 +374,7 @@ def _norm(t: Translation, node: TracedNode) -> None:
     labels = tuple(range(len(node.shape)))
     t.emit(
         node, "norm", (x, *weights), (labels, *[labels[-1:]] * len(weights)), labels,
-        whole=labels[-1:], **node.kwargs,
+        unsplit=labels[-1:], **node.kwargs,
     )  # fmt: skip
 
 
@@ -383,7 +390,7 @@ def _layer_norm(t: Translation, node: TracedNode) -> None:
     labels = tuple(range(len(node.shape)))
     t.emit(
         node, "norm", (x, *weights), (labels, *[labels[-1:]] * len(weights)), labels,
-        whole=labels[-1:], fn=fn,
+        unsplit=labels[-1:], fn=fn,
     )  # fmt: skip
 
 
@@ -432,7 +439,7 @@ def _embedding_bag(t: Translation, node: TracedNode, call: TracedNode) -> None:
 def _rope(t: Translation, node: TracedNode) -> None:
     """our.rope: rotary position."""
     labels = tuple(range(len(node.shape)))
-    t.emit(node, "rope", [t.name(node.args[0])], [labels], labels, whole=labels[-1:])
+    t.emit(node, "rope", [t.name(node.args[0])], [labels], labels, unsplit=labels[-1:])
 
 
 def _softmax(t: Translation, node: TracedNode) -> None:
@@ -454,7 +461,7 @@ def _softmax(t: Translation, node: TracedNode) -> None:
             x = added.operands[0]
             mask = {"causal": True, "window": own.get("window", 0)}
     dtype = _wide(t, node)
-    t.emit(node, "softmax", [x], [labels], labels, whole=labels[-1:], dtype=dtype, **mask)
+    t.emit(node, "softmax", [x], [labels], labels, unsplit=labels[-1:], dtype=dtype, **mask)
 
 
 def _wide(t: Translation, node: TracedNode) -> str:
@@ -517,7 +524,7 @@ def _multiply(t: Translation, node: TracedNode) -> None:
 
 
 def _is_constant_number(t: Translation, name: str) -> bool:
-    """Whether a value is one number that no parameter has a part in."""
+    """True for a constant or buffer of one element."""
     return t.calls[name].op in ("constant", "buffer") and all(n == 1 for n in t.shape(name))
 
 
@@ -635,7 +642,7 @@ def _view(t: Translation, node: TracedNode, labels: Labels, out: Labels) -> None
 
 
 def _transpose(t: Translation, node: TracedNode) -> None:
-    """Two dims in each other's place."""
+    """Two dims exchanged."""
     rank = len(node.shape)
     a, b = (int(d) % rank for d in (node.args[1:3] if len(node.args) > 2 else (0, rank - 1)))
     labels = list(range(rank))
@@ -650,7 +657,7 @@ def _permute(t: Translation, node: TracedNode) -> None:
 
 
 def _expand(t: Translation, node: TracedNode) -> None:
-    """Dims of 1 become new ones, of which the value has only one copy."""
+    """Dims of 1 repeated, without a copy."""
     x = t.name(node.args[0])
     shape, grown = t.shape(x), len(node.shape) - len(t.shape(x))
     labels = tuple(range(grown, len(node.shape)))
@@ -673,7 +680,7 @@ def _part(
     """The elements from `start` of a dim, as many as the node has there."""
     labels = tuple(range(len(node.shape)))
     out = tuple("p" if i == dim else i for i in labels)
-    t.emit(node, "slice", [x], [labels], out, whole=(dim, "p"), dim=dim, start=start)
+    t.emit(node, "slice", [x], [labels], out, unsplit=(dim, "p"), dim=dim, start=start)
 
 
 def _slice(t: Translation, node: TracedNode) -> None:
@@ -688,7 +695,7 @@ def _slice(t: Translation, node: TracedNode) -> None:
 
 
 def _start(given: object, extent: Extent) -> int:
-    """Where a part of a dim begins; a negative place counts from the end."""
+    """Start of a slice; a negative one counts from the end."""
     start = given if isinstance(given, int) else 0
     return start + extent if start < 0 and isinstance(extent, int) else start
 
@@ -704,7 +711,7 @@ def _select(t: Translation, node: TracedNode) -> None:
     if t.shape(x)[dim] != 1:
         out = tuple("p" if i == dim else i for i in labels)
         made = t.emit(
-            node, "slice", [x], [labels], out, suffix=".one", shape=one, whole=(dim, "p"),
+            node, "slice", [x], [labels], out, suffix=".one", shape=one, unsplit=(dim, "p"),
             dim=dim, start=start,
         )  # fmt: skip
     t.emit(node, "view", [made], [labels], tuple(i for i in labels if i != dim))
@@ -716,7 +723,7 @@ PIECES = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "a
 
 def _getitem(t: Translation, node: TracedNode) -> None:
     """One of the results of an operation with several."""
-    whole = t.nodes.of[t.name(node.args[0])]
+    whole = t.graph.nodes[t.name(node.args[0])]
     kind, nth = ".".join(whole.op.split(".")[:2]), int(node.args[1])
     if kind == "aten.embedding_bag":
         if nth == 0:
@@ -744,11 +751,11 @@ def _getitem(t: Translation, node: TracedNode) -> None:
 
 
 def _parts(t: Translation, node: TracedNode) -> None:
-    """What has several results is nothing by itself."""
+    """Multi-output operations make no value; each output becomes a slice (`_getitem`)."""
 
 
 def _cat(t: Translation, node: TracedNode) -> None:
-    """Values behind each other, two at a time."""
+    """Concatenation, two values at a time."""
     names = [t.name(a) for a in node.args[0]]
     names = [n for n in names if 0 not in t.shape(n)]
     dim = int(node.args[1]) % len(node.shape) if len(node.args) > 1 else 0
@@ -761,7 +768,7 @@ def _cat(t: Translation, node: TracedNode) -> None:
         suffix = f".{len(rest)}" if rest else ""
         made = t.emit(
             node, "join", (a, b), (of_a, of_b), labels, suffix=suffix, shape=shape,
-            whole=(f"a{dim}", f"b{dim}", dim), dim=dim,
+            unsplit=(f"a{dim}", f"b{dim}", dim), dim=dim,
         )  # fmt: skip
         names = [made, *rest]
     if names[0] != node.name:
@@ -774,7 +781,7 @@ def _sum_of_extents(a: Extent, b: Extent) -> Extent:
 
 
 def _stack(t: Translation, node: TracedNode) -> None:
-    """Values behind each other along a new dim."""
+    """Concatenation along a new dim."""
     names = [t.name(a) for a in node.args[0]]
     dim = int(node.args[1]) % len(node.shape) if len(node.args) > 1 else 0
     grown: list[Ref] = []
@@ -894,8 +901,8 @@ ROWS: dict[str, Row] = {
 """By operation, without its overload, what it is in ops of the table."""
 
 
-def calls_of(nodes: TracedNodes, *, approximate: bool) -> Translation:
+def calls_of(graph: TracedGraph, *, approximate: bool) -> Translation:
     """The calls of a recording's nodes; `approximate` counts operations without a row by bytes."""
-    made = Translation(nodes, approximate=approximate)
+    made = Translation(graph, approximate=approximate)
     made.run()
     return made

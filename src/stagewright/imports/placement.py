@@ -1,14 +1,15 @@
-"""Which degree splits which dims of an imported model's parameters: rules that a person reads.
+"""Placement of an imported model's parameters: the degree that splits each dim.
 
-1. Heads of attention are split by tp; heads of keys that several query heads share, by as many
-ranks of tp as there are (`tp/kv`). 2. The rows of the table that tokens are looked up in, and the
-scores that a loss reads, by tp. 3. The width between two products with parameters, where what is
-between works on each element by itself and neither product has heads, by tp: columns of the first,
-rows of the second. 4. Experts are placed by the part `experts` of the text: by ep, and inside by
-etp.
+1. tp splits heads of attention; key heads that several query heads share are split over as many
+   ranks of tp as there are key heads (`tp/kv`).
+2. tp splits the rows of tables whose indices come from an input, and the scores that a loss reads.
+3. tp splits the width between two products with parameters if only element-wise operations are
+   between them and neither has heads: columns of the first, rows of the second. Of a chain of
+   products every second width is split.
+4. Experts are placed by the part `experts` of the text: by ep, and inside an expert by etp.
 
-All other parameters are whole on every rank, but for ZeRO. A table of one's own goes before all of
-this, as for every model (`--strategy`).
+All other parameters are replicated, but for ZeRO. `--strategy` overrides these rules, as for every
+model.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class PlacementRules:
         self.inner = self._inner()
 
     def parameter(self, name: str) -> str:
-        """The parameter that a value shows, or nothing."""
+        """The parameter that a value is a view of, or nothing."""
         base = self.axes.base.get(name, name)
         return base if base in self.leaves and self.leaves[base].op == "param" else ""
 
@@ -44,9 +45,9 @@ class PlacementRules:
         for call in self.calls:
             if call.op != "attention":
                 continue
-            heads = self.axes.label(call.name, "h")
+            heads = self.axes.label_leaves(call.name, "h")
             found |= {*heads}
-            keys = [leaf for leaf in heads if leaf in self.axes.flat(call.operands[1])]
+            keys = [leaf for leaf in heads if leaf in self.axes.leaves_of(call.operands[1])]
             for leaf in heads:
                 self.degree[leaf] = "tp"
             if len(keys) < len(heads):
@@ -61,7 +62,7 @@ class PlacementRules:
             if call.op == "cross_entropy" or (
                 call.op == "embedding" and self._follows_input(call.operands[0])
             ):
-                axes |= dict.fromkeys(self.axes.label(call.name, "v"))
+                axes |= dict.fromkeys(self.axes.label_leaves(call.name, "v"))
         for axis in axes:
             self.degree.setdefault(axis, "tp")
         return [*axes]
@@ -76,7 +77,7 @@ class PlacementRules:
         return base in self.leaves and self.leaves[base].op == "input"
 
     def products(self) -> Iterable[tuple[OpCall, list[Axis], list[Axis], list[Axis]]]:
-        """Products of a value with a parameter: what leads in, what leads out, and all of it."""
+        """Products with a parameter: axes summed over, axes of the result, all of the parameter."""
         for call in self.calls:
             if call.op not in PRODUCTS or len(call.operands) != 2:
                 continue
@@ -87,9 +88,10 @@ class PlacementRules:
             inward = [x for x in call.ins[1] if x not in out and x in of_value]
             outward = [x for x in call.ins[1] if x in out and x not in of_value]
             leaves = [
-                [a for x in of for a in self.axes.label(call.name, x)] for of in (inward, outward)
+                [a for x in of for a in self.axes.label_leaves(call.name, x)]
+                for of in (inward, outward)
             ]
-            yield call, leaves[0], leaves[1], self.axes.flat(call.operands[1])
+            yield call, leaves[0], leaves[1], self.axes.leaves_of(call.operands[1])
 
     def _inner(self) -> set[Axis]:
         made, read = set[Axis](), set[Axis]()
@@ -108,9 +110,9 @@ class PlacementRules:
         return split
 
     def _is_stream(self, leaf: Axis) -> bool:
-        """Whether an axis is that of the stream: something is added to it that it is made of."""
+        """True for an axis of the residual stream: of a norm or an embedding."""
         return any(
-            call.op in ("norm", "embedding") and leaf in self.axes.flat(call.name)
+            call.op in ("norm", "embedding") and leaf in self.axes.leaves_of(call.name)
             for call in self.calls
         )
 
@@ -119,22 +121,22 @@ class PlacementRules:
             leaf
             for call in self.calls
             if call.op not in LEAVES and call.op not in ("view", "reshape")
-            for label in call.whole
-            for leaf in self.axes.label(call.name, label)
+            for label in call.unsplit
+            for leaf in self.axes.label_leaves(call.name, label)
         }
 
-    def of(self, unit: Axis) -> str:
-        """The degree that splits a unit of a parameter, or nothing."""
+    def degree_of(self, unit: Axis) -> str:
+        """The degree that splits a unit, or nothing."""
         degrees = [self.degree.get(leaf, "") for leaf in unit.leaves()]
         if not degrees or not all(degrees):
             return ""
         return "tp.kv" if set(degrees) == {"tp.kv"} else "tp"
 
     def row_parallel(self, call: OpCall) -> bool:
-        """Whether ranks of tp each have a part of what the product sums over."""
+        """True if tp splits the dim that a product sums over, so that ranks have partial sums."""
         if call.op not in PRODUCTS or len(call.operands) != 2:
             return False
         out = {*call.out}
         summed = [x for x in call.ins[1] if x not in out]
-        leaves = [a for x in summed for a in self.axes.label(call.name, x)]
+        leaves = [a for x in summed for a in self.axes.label_leaves(call.name, x)]
         return bool(self.parameter(call.operands[1])) and any(self.degree.get(a) for a in leaves)

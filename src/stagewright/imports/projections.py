@@ -1,6 +1,6 @@
-"""Products that are only read in parts: several products, each with a part of the parameter.
+"""Splits fused projections: a product that is only read in slices becomes one product a slice.
 
-A fused projection of queries, keys and values becomes three, so that each has dims of its own.
+A fused projection of queries, keys and values becomes three, so that each has separate dims.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from dataclasses import replace
 
 from stagewright.algebra.size import size
 from stagewright.imports.axes import Axis, AxisTable, extent_of
-from stagewright.imports.layers import Piece
+from stagewright.imports.layers import Section
 from stagewright.imports.ops import OpCall, leaves_and_views
 
 
-def cut(axes: AxisTable, leaves: dict[str, OpCall], piece: Piece) -> list[OpCall]:
-    """The piece's calls without views; `leaves` gets the parts of parameters."""
-    return _ProductsInParts(axes, leaves).calls(piece)
+def split_projections(axes: AxisTable, leaves: dict[str, OpCall], section: Section) -> list[OpCall]:
+    """The section's calls without views; adds the parts of fused parameters to `leaves`."""
+    return _ProjectionSplitter(axes, leaves).calls(section)
 
 
-class _ProductsInParts:
+class _ProjectionSplitter:
     def __init__(self, axes: AxisTable, leaves: dict[str, OpCall]) -> None:
         self.axes, self.leaves = axes, leaves
 
-    def calls(self, piece: Piece) -> list[OpCall]:
-        """The piece's calls without views; a product that is only read in parts is several."""
-        made = [call for call in piece.calls if not leaves_and_views(call.op)]
+    def calls(self, section: Section) -> list[OpCall]:
+        """The section's calls without views; a product that is only read in parts is several."""
+        made = [call for call in section.calls if not leaves_and_views(call.op)]
         readers: dict[str, list[OpCall]] = {}
         for call in made:
             for name in call.operands:
@@ -37,12 +37,14 @@ class _ProductsInParts:
             product_ = self._product_of(by_name, readers, name)
             if product_ is None or not all(u.op == "slice" for u in users):
                 continue
-            labels = {tuple(self.axes.label(u.name, u.ins[0][int(u.attrs["dim"])])) for u in users}
-            if len(labels) != 1 or name == piece.yields:
+            labels = {
+                tuple(self.axes.label_leaves(u.name, u.ins[0][int(u.attrs["dim"])])) for u in users
+            }
+            if len(labels) != 1 or name == section.yields:
                 continue
             (sliced,) = labels
             product, bias = product_
-            if not {*sliced} <= {*self.axes.label(product.name, "o")}:
+            if not {*sliced} <= {*self.axes.label_leaves(product.name, "o")}:
                 continue
             if not _all_of_it(users, self.axes):
                 continue
@@ -59,7 +61,7 @@ class _ProductsInParts:
     def _product_of(
         self, by_name: Mapping[str, OpCall], readers: Mapping[str, list[OpCall]], name: str
     ) -> tuple[OpCall, str] | None:
-        """The product with a parameter that a value is, and the bias that is added to it."""
+        """The product with a parameter that makes a value, and its bias."""
         call, bias = by_name.get(name), ""
         if call is not None and call.op == "add" and len(call.operands) == 2:
             bias = self.axes.base.get(call.operands[1], call.operands[1])
@@ -78,17 +80,19 @@ class _ProductsInParts:
     def _part_of_product(
         self, user: OpCall, product: OpCall, bias: str, sliced: Sequence[Axis]
     ) -> list[OpCall]:
-        """A product with the part of the parameter that makes what one slice reads."""
-        own = self.axes.label(user.name, "p")
+        """The product that makes one slice, from its part of the parameter."""
+        own = self.axes.label_leaves(user.name, "p")
         outward: list[Axis] = []
-        for leaf in self.axes.label(product.name, "o"):
+        for leaf in self.axes.label_leaves(product.name, "o"):
             if leaf in sliced:
                 outward += own if leaf is sliced[0] else []
             else:
                 outward.append(leaf)
         nth = int(user.attrs["start"])
         dims = {"o": outward}
-        of_weight = [dims.get(str(x), self.axes.label(product.name, x)) for x in product.ins[1]]
+        of_weight = [
+            dims.get(str(x), self.axes.label_leaves(product.name, x)) for x in product.ins[1]
+        ]
         weight = self._piece_of(product.operands[1], nth, of_weight)
         name = f"{user.name}.product" if bias else user.name
         made = replace(
@@ -100,12 +104,12 @@ class _ProductsInParts:
             return [made]
         lead = [x for x in product.out if x != "o"]
         self.axes.dims[name] = [
-            *(self.axes.label(product.name, x) for x in lead), outward,
+            *(self.axes.label_leaves(product.name, x) for x in lead), outward,
         ]  # fmt: skip
         of_bias = self._piece_of(bias, nth, [outward])
         total = replace(
             user, op="add", operands=(name, of_bias), ins=((*lead, "o"), ("o",)), out=(*lead, "o"),
-            attrs={}, whole=frozenset(),
+            attrs={}, unsplit=frozenset(),
         )  # fmt: skip
         self.axes.labels[user.name] = {**self.axes.labels[name]}
         return [made, total]
@@ -123,7 +127,7 @@ class _ProductsInParts:
 
 
 def _all_of_it(slices: Sequence[OpCall], axes: AxisTable) -> bool:
-    """Whether the slices of a value are all of it, and none overlap another."""
+    """True if the slices cover a value without overlap."""
     dim = int(slices[0].attrs["dim"])
     parts = {(int(s.attrs["start"]), s.shape[dim]) for s in slices if int(s.attrs["dim"]) == dim}
     at = 0
@@ -131,7 +135,7 @@ def _all_of_it(slices: Sequence[OpCall], axes: AxisTable) -> bool:
         if start != at or not isinstance(width, int):
             return False
         at += width
-    whole = extent_of(axes.label(slices[0].name, slices[0].ins[0][dim]))
+    whole = extent_of(axes.label_leaves(slices[0].name, slices[0].ins[0][dim]))
     return len({s.attrs["dim"] for s in slices}) == 1 and whole is size(at)
 
 

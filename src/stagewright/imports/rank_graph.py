@@ -2,7 +2,7 @@
 
 torchtitan's GraphTrainer traces such graphs, and so does `make_fx` over forward, loss and
 `torch.autograd.grad`: operations on the rank's own parts of all tensors, and functional
-collectives. No process group with devices is needed: PyTorch's fake one plays any rank.
+collectives. No process group with devices is needed: PyTorch's fake one stands for any rank.
 """
 
 # torch has partial types: what comes from it is Any here.
@@ -27,7 +27,7 @@ FUNCTIONAL = "_c10d_functional"
 
 
 def is_graph_of_rank(of: Any) -> bool:
-    """Whether something is an FX graph with collectives in it."""
+    """True for an FX graph with collectives."""
     nodes = getattr(getattr(of, "graph", None), "nodes", ())
     return any("c10d" in str(getattr(node, "target", "")) for node in nodes)
 

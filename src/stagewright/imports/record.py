@@ -1,4 +1,4 @@
-"""Record a PyTorch module: the only place of the package that imports torch, and that when used.
+"""Records PyTorch modules; the only module of the package that imports torch, and only when used.
 
 `torch.export` runs the forward pass once on tensors without values, with symbols for the sizes that
 vary, and keeps the operations as the user's code calls them (attention and norms in one piece).
@@ -60,21 +60,23 @@ def record(
     reasons: list[str] = []
     for kind in kinds:
         try:
-            program = exported(pt, module, args, kwargs, kind)
+            program = export_program(pt, module, args, kwargs, kind)
         except Exception as error:
-            reasons.append(reason(error))
+            reasons.append(error_text(error))
             continue
         if kind in ("batch", "static"):
             but = ", but for their first dims" if kind == "batch" else ""
             why = f": {reasons[0]}" if reasons else ""
             notes.append(f"sizes of inputs are fixed as in the example{but}{why}")
         else:
-            notes += fixed_dims(pt, program)
+            notes += note_fixed_dims(pt, program)
         break
     if program is None:
-        raise UserError(f"cannot trace {type(module).__name__}: {reasons[-1]}{hint(reasons[-1])}")
+        raise UserError(
+            f"cannot trace {type(module).__name__}: {reasons[-1]}{control_flow_hint(reasons[-1])}"
+        )
     named = name or type(module).__name__
-    return of_program(program, program.state_dict, name=named, notes=notes)
+    return record_program(program, program.state_dict, name=named, notes=notes)
 
 
 def load(path: str, *, trust: bool = False) -> Recording:
@@ -88,14 +90,14 @@ def load(path: str, *, trust: bool = False) -> Recording:
     try:
         with quiet():
             program = load_program(pt, path, trust=trust)
-        return _of_saved(program, re.sub(r"\.pt2$", "", path.rpartition("/")[2]))
+        return _record_saved(program, re.sub(r"\.pt2$", "", path.rpartition("/")[2]))
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path}: no saved torch.export program: {reason(error)}") from None
+        raise UserError(f"{path}: no saved torch.export program: {error_text(error)}") from None
 
 
-def _of_saved(program: Any, name: str) -> Recording:
+def _record_saved(program: Any, name: str) -> Recording:
     notes: list[str] = []
     with_values = {n: t for n, t in program.state_dict.items() if t.device.type != "meta"}
     if len(with_values) < len(program.state_dict):
@@ -103,15 +105,15 @@ def _of_saved(program: Any, name: str) -> Recording:
             "the program was saved without values (on the meta device), where PyTorch does not "
             "keep which parameters are tied: each counts by itself"
         )
-    return of_program(program, with_values, name=name, notes=notes)
+    return record_program(program, with_values, name=name, notes=notes)
 
 
-def of_program(
+def record_program(
     program: Any, tensors: Mapping[str, Any], *, name: str, notes: Sequence[str] = ()
 ) -> Recording:
-    """The recording of an exported program; of its `tensors`, those that are one are tied."""
+    """The recording of an exported program; `tensors` that share memory are tied."""
     with quiet():
-        plain = functional(program)
+        plain = functionalize(program)
     return _Recorder(plain, _tied(tensors), name, list(notes)).recording()
 
 
@@ -124,7 +126,7 @@ class _Recorder:
         self.constants: set[str] = set()
         self.used: set[str] = set()
         self.names: dict[Any, str] = {}
-        """Of nodes whose recorded name is not their own: those of inlined graphs."""
+        """Recorded names of nodes that have another one: those of inlined graphs."""
         self.returned: dict[Any, list[Any]] = {}
         """The nodes that an inlined graph returns."""
         self.masks: dict[str, Mask] = {}
@@ -148,7 +150,7 @@ class _Recorder:
             for spec in self.program.graph_signature.output_specs
             if spec.kind.name == "USER_OUTPUT" and hasattr(spec.arg, "name")
         }
-        self._note_frozen()
+        self._add_note_of_frozen()
         outputs = [self._name(n) for n in _flat(returned) if n.name in made]
         if not any(n.name not in self.constants for n in _flat(returned) if n.name in made):
             raise UserError(
@@ -157,8 +159,8 @@ class _Recorder:
             )
         return Recording(self.name, self._needed(outputs), tuple(outputs), tuple(self.notes))
 
-    def _note_frozen(self) -> None:
-        """Tell of parameters without a gradient: what trains is for the run to say."""
+    def _add_note_of_frozen(self) -> None:
+        """Add a note on parameters without a gradient, which the run does not know of."""
         tensors = self.program.state_dict
         paths = [n.path for n in self.nodes if n.op == "param" and n.path in tensors]
         frozen = [path for path in paths if not tensors[path].requires_grad]
@@ -173,7 +175,7 @@ class _Recorder:
         return self.names.get(node) or str(node.name)
 
     def _leaves(self) -> dict[str, tuple[str, str]]:
-        """What each placeholder is, and its name in the module."""
+        """Kind of each placeholder, and its name in the module."""
         kinds = {"PARAMETER": "param", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
         found: dict[str, tuple[str, str]] = {}
         for spec in self.program.graph_signature.input_specs:
@@ -280,7 +282,7 @@ class _Recorder:
         return number_of(value)
 
     def _mask(self, node: Any) -> None:
-        """What a constant mask of attention lets queries see, as the call's own arguments."""
+        """Add the kind of a constant mask to the call of attention."""
         last = self.nodes[-1]
         call = dict(zip(("query", "key", "value", "attn_mask", "dropout", "is_causal"), node.args,
                         strict=False)) | node.kwargs  # fmt: skip
@@ -298,7 +300,7 @@ class _Recorder:
         self.nodes[-1] = replace(last, kwargs=own)
 
     def _note_mask(self, node: Any, *, hides: bool) -> None:
-        """Say of a constant [..., n, n] that attention in parts may add which keys it hides."""
+        """Add its kind to a constant [..., n, n], which may mask attention written in parts."""
         name, value = self._name(node), node.meta.get("val")
         if (
             name not in self.constants
@@ -316,11 +318,11 @@ class _Recorder:
         )
 
     def _kind_of_mask(self, mask: Any, *, hides: bool) -> Mask:
-        """What a mask hides, computed for few positions; causal where that cannot be done."""
+        """Kind of a mask; causal, with a note, if it cannot be computed."""
         try:
             return kind_of_mask(self.pt, mask, self.buffers)
         except Exception as error:
-            why = f"could not be computed ({reason(error)}): taken as causal"
+            why = f"could not be computed ({error_text(error)}): taken as causal"
             if not any(why in note for note in self.notes):
                 self.notes.append(f"the mask of attention in {path_of(mask) or mask.name} {why}")
             return Mask("causal", 0, hides)
@@ -340,7 +342,7 @@ class _Recorder:
 
 
 def _copied(node: Any) -> bool:
-    """Whether the result of attention is copied to have positions before heads.
+    """True if the result of attention is copied to have positions before heads.
 
     PyTorch's kernels leave it in the order in which queries lie (`empty_like`); a `reshape` of what
     lies with heads before positions copies.
@@ -382,8 +384,8 @@ def _flat(value: Any) -> list[Any]:
     return [value] if hasattr(value, "name") else []
 
 
-def functional(program: Any) -> Any:
-    """A program of `torch.export` without operations in place.
+def functionalize(program: Any) -> Any:
+    """Rewrite operations in place: `y[..., :8].add_(z)` becomes a new value of y.
 
     PyTorch's own functionalization, which no other decomposition accompanies: attention and norms
     stay in one piece. A program without such operations stays as it is. Counters of steps, which
@@ -404,7 +406,7 @@ def _calls(graph_module: Any) -> Iterator[Any]:
 
 
 def _writes(node: Any) -> bool:
-    """Whether a call changes a tensor that another call made."""
+    """True if a call writes to a tensor in place, other than a counter of batch norm."""
     if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
         return False
     changed = node.args[0] if node.args else None
@@ -423,7 +425,7 @@ def check_examples(pt: Any, module: Any, values: Sequence[Any]) -> None:
         )
 
 
-def fixed_dims(pt: Any, program: Any) -> list[str]:
+def note_fixed_dims(pt: Any, program: Any) -> list[str]:
     """A note on dims of inputs that the module's code fixes, or that are 1 in the example."""
     own = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"}
     shown: list[str] = []
@@ -440,7 +442,7 @@ def fixed_dims(pt: Any, program: Any) -> list[str]:
 
 @contextlib.contextmanager
 def quiet() -> Generator[None]:
-    """Let nothing be logged, nor warned of: what PyTorch raises is told in a line."""
+    """Silence logs and warnings of PyTorch; its errors become one line."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -451,7 +453,9 @@ def quiet() -> Generator[None]:
         logging.disable(before)
 
 
-def exported(pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str) -> Any:
+def export_program(
+    pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], kind: str
+) -> Any:
     """The program that `torch.export` makes of a module."""
     dynamic = pt.export.Dim.DYNAMIC
     dim = {"dynamic": dynamic, "batch": dynamic, "auto": pt.export.Dim.AUTO}.get(kind)
@@ -468,34 +472,34 @@ def exported(pt: Any, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     shapes = None if dim is None else (*map(sizes, args), *map(sizes, kwargs.values()))
     if kwargs and shapes is not None:
         shapes = {key: sizes(value) for key, value in kwargs.items()}
-    # PyTorch prints the graph so far, and logs, where it cannot go on.
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), quiet():
+    # PyTorch prints the graph so far, and logs, if it fails.
+    ignored = io.StringIO()
+    with contextlib.redirect_stdout(ignored), contextlib.redirect_stderr(ignored), quiet():
         return pt.export.export(module, args, kwargs or None, dynamic_shapes=shapes, strict=False)
 
 
-def reason(error: BaseException) -> str:
-    """The first sentence of an error of PyTorch, and the user's line that it names or passed."""
+def error_text(error: BaseException) -> str:
+    """First line of an error of PyTorch, after the user's line that it names or passed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = re.findall(r'File "([^"]+)", line (\d+)', str(error))
     passed = [(f.filename, str(f.lineno)) for f in traceback.extract_tb(error.__traceback__)]
     standard = sysconfig.get_paths()["stdlib"]
     others = [p for p in passed if "/stagewright/" not in p[0]
               and ("site-packages" in p[0] or not p[0].startswith(standard))]  # fmt: skip
-    where = own_line(named) or own_line(others)
+    where = user_line(named) or user_line(others)
     first = (lines[0] if lines else type(error).__name__)[:300]
     return f"{where}: {first}" if where else first
 
 
-def hint(why: str) -> str:
-    """What else to say of a reason: whether it is control flow that depends on values."""
+def control_flow_hint(why: str) -> str:
+    """Addition to an error that control flow on values causes; else empty."""
     words = ("data-dependent", "dependent expression", "unbacked", "Could not guard")
     decides = any(word in why for word in words)
     return "; control flow that depends on values of tensors cannot be recorded" if decides else ""
 
 
-def own_line(places: Sequence[tuple[str, str]]) -> str:
-    """The innermost of some lines that is in no file of PyTorch, as `file.py:12`."""
+def user_line(places: Sequence[tuple[str, str]]) -> str:
+    """The innermost line outside PyTorch, as `file.py:12`."""
     own = [(file, line) for file, line in places if "/torch/" not in file and file[0] != "<"]
     return f"{own[-1][0].rpartition('/')[2]}:{own[-1][1]}" if own else ""
 
@@ -535,4 +539,4 @@ def path_of(node: Any) -> str:
 def source_of(node: Any) -> str:
     """The innermost line of the user's code, as `file.py:12`."""
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return own_line(found)
+    return user_line(found)

@@ -1,4 +1,4 @@
-"""What is kept of a traced forward pass: its operations, shapes, and where the code is from."""
+"""Recording of a traced pass: operations, shapes, and the lines of code that they come from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 from stagewright.errors import UserError
 
 VERSION = 2
-"""Of the JSON of a recording; a reader refuses another one."""
+"""Version of the JSON of recordings; others are refused."""
 
 
 class Ref(NamedTuple):
@@ -39,7 +39,7 @@ class TracedNode:
     """Numbers, words, None, tuples of these, and `Ref`s."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     path: str = ""
-    """The module that made it, such as `model.layers.0.mlp`; of a parameter its own name."""
+    """Path of the module, such as `model.layers.0.mlp`; of a parameter its name."""
     source: str = ""
     """File and line of the user's code."""
 
@@ -94,7 +94,7 @@ class ProcessGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The rank whose graph was recorded, of how many, and the groups that it is in, by name."""
+    """The rank whose graph was recorded, the number of ranks, and its groups by name."""
 
     rank: int
     world_size: int
@@ -113,7 +113,7 @@ class Recording:
     nodes: tuple[TracedNode, ...]
     outputs: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """What was assumed while it was recorded."""
+    """Assumptions that were made while recording."""
     process: Process | None = None
 
     @property

@@ -1,4 +1,21 @@
-"""The nodes of a recording while chains of them are replaced by one."""
+"""Rewrites chains of recorded operations into one node each, in the order of `REWRITES`.
+
+    before                                              after
+    ------------------------------------------------    ---------------------------------
+    y = zeros_like(x); y[:, 0] = a; y[:, 1] = b         y = stack([a, b], 1)
+    bmm(view(q), view(k)), viewed back                  matmul(q, k)
+    w * (x * rsqrt(mean(x ** 2) + eps))                 our.norm(x, w), fn=rmsnorm
+    x * cos + rotate_half(x) * sin                      our.rope(x)
+    where(masked rows, 0, softmax(x))                   softmax(x)
+    x * sigmoid(x)                                      our.act(x), fn=silu
+    0.5 * x * (1 + tanh(...))                           our.act(x), fn=gelu_tanh
+    tanh(x / cap) * cap                                 our.act(x), fn=softcap
+    silu(gate) * up                                     our.glu(gate, up), fn=silu
+    topk, sort, grouped products, weighted sum          our.experts(x, weights)
+
+What no pattern matches stays as it is; nodes that nothing reads are dropped. Operations in place
+are values by then (`record.functionalize`).
+"""
 
 # torch has partial types: what comes from it is Any here.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -14,35 +31,35 @@ from typing import Any
 from stagewright.imports.recording import Ref, TracedNode, argument, operation, words
 
 
-class TracedNodes:
-    """The nodes of a recording while it is rewritten."""
+class TracedGraph:
+    """Nodes of a recording, which rewrites replace."""
 
     def __init__(self, nodes: Iterable[TracedNode], outputs: Sequence[str]) -> None:
         """`outputs` are read from outside."""
-        self.of = {node.name: node for node in nodes}
+        self.nodes = {node.name: node for node in nodes}
         self.outputs = tuple(outputs)
 
     def users(self) -> dict[str, list[str]]:
-        """By name, the nodes that read it."""
+        """Names of the nodes that read each node."""
         found: dict[str, list[str]] = {}
-        for node in self.of.values():
+        for node in self.nodes.values():
             for name in dict.fromkeys(node.operands()):
                 found.setdefault(name, []).append(node.name)
         return found
 
-    def arg(self, node: TracedNode, nth: int) -> TracedNode | None:
-        """The node that is an argument; None for a number."""
-        of = node.args[nth] if nth < len(node.args) else None
-        return self.of.get(of.name) if isinstance(of, Ref) else None
+    def operand(self, node: TracedNode, index: int) -> TracedNode | None:
+        """The node of an argument; None for a number."""
+        of = node.args[index] if index < len(node.args) else None
+        return self.nodes.get(of.name) if isinstance(of, Ref) else None
 
-    def put(self, node: TracedNode, op: str, *operands: str, **kwargs: Any) -> None:
-        """Make a node another operation."""
-        self.of[node.name] = replace(node, op=op, args=tuple(map(Ref, operands)), kwargs=kwargs)
+    def replace(self, node: TracedNode, op: str, *operands: str, **kwargs: Any) -> None:
+        """Replace a node's operation and operands."""
+        self.nodes[node.name] = replace(node, op=op, args=tuple(map(Ref, operands)), kwargs=kwargs)
 
-    def same(self, names: Mapping[str, str]) -> None:
-        """Read other nodes in place of some."""
+    def redirect(self, names: Mapping[str, str]) -> None:
+        """Let readers of some nodes read others instead."""
         final = {name: _last(name, names) for name in names}
-        self.of = {k: node.renamed(final) for k, node in self.of.items() if k not in names}
+        self.nodes = {k: node.renamed(final) for k, node in self.nodes.items() if k not in names}
         self.outputs = tuple(final.get(n, n) for n in self.outputs)
 
     def prune(self) -> None:
@@ -52,24 +69,26 @@ class TracedNodes:
             name = todo.pop()
             if name not in needed:
                 needed.add(name)
-                todo += self.of[name].operands()
-        self.of = {k: node for k, node in self.of.items() if k in needed}
+                todo += self.nodes[name].operands()
+        self.nodes = {k: node for k, node in self.nodes.items() if k in needed}
 
-    def plain(self, node: TracedNode | None, *also: str) -> TracedNode | None:
-        """What a node is made of by changes of shape and data type alone."""
-        while node is not None and operation(node) in (*PLAIN, *also):
-            node = self.arg(node, 0)
+    def source(self, node: TracedNode | None, *also: str) -> TracedNode | None:
+        """The node before changes of shape and data type (and operations in `also`)."""
+        while node is not None and operation(node) in (*SHAPE_CHANGES, *also):
+            node = self.operand(node, 0)
         return node
 
-    def plain_view(self, node: TracedNode | None) -> TracedNode | None:
-        """What a node is one view of, where nothing but the number of its dims differs."""
+    def viewed(self, node: TracedNode | None) -> TracedNode | None:
+        """The node before one view."""
         if operation(node) in ("view", "reshape", "_unsafe_view"):
-            node = self.arg(node, 0) if node else None
+            node = self.operand(node, 0) if node else None
         return node
 
 
-PLAIN = ("to", "view", "reshape", "unsqueeze", "squeeze", "contiguous", "expand", "transpose",
-          "flatten", "_to_copy", "clone", "type_as", "alias", "permute")  # fmt: skip
+SHAPE_CHANGES = ("to", "view", "reshape", "unsqueeze", "squeeze", "contiguous", "expand",
+                 "transpose", "flatten", "_to_copy", "clone", "type_as", "alias",
+                 "permute")  # fmt: skip
+"""Operations that change only shape, order of dims or data type."""
 CASTS = ("to", "_to_copy", "type_as")
 """Changes of data type."""
 
@@ -80,10 +99,10 @@ def _last(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def other_factor(graph: TracedNodes, node: TracedNode, name: str) -> TracedNode | None:
+def other_factor(graph: TracedGraph, node: TracedNode, name: str) -> TracedNode | None:
     """The factor of a product besides the one of this name."""
     others = [a for a in node.args[:2] if isinstance(a, Ref) and a.name != name]
-    return graph.of.get(others[0].name) if len(others) == 1 else None
+    return graph.nodes.get(others[0].name) if len(others) == 1 else None
 
 
 _GATES = {"silu": "silu", "gelu": "gelu", "sigmoid": "sigmoid", "relu": "relu"}
@@ -105,17 +124,17 @@ GROUPED = ("_grouped_mm", "grouped_mm_fallback")
 where PyTorch's has no kernel for the data type."""
 
 
-Rewrite = Callable[[TracedNodes], None]
+Rewrite = Callable[[TracedGraph], None]
 
 
 # ---- what changes nothing ------------------------------------------------------------------------
 
 
-def _drop_nothing(graph: TracedNodes) -> None:
+def _drop_identities(graph: TracedGraph) -> None:
     """Leave out casts to the same type, dropout that is off, and slices of everything."""
     names: dict[str, str] = {}
-    for node in graph.of.values():
-        kind, source = operation(node), graph.arg(node, 0)
+    for node in graph.nodes.values():
+        kind, source = operation(node), graph.operand(node, 0)
         if source is None:
             continue
         same = (node.shape, node.dtype) == (source.shape, source.dtype)
@@ -128,31 +147,31 @@ def _drop_nothing(graph: TracedNodes) -> None:
             nothing = (kind,)
         if off or (same and kind in nothing and node.op != "our"):
             names[node.name] = source.name
-    graph.same(names)
+    graph.redirect(names)
 
 
 # ---- products ------------------------------------------------------------------------------------
 
 
-def _products_of_views(graph: TracedNodes) -> None:
+def _products_of_views(graph: TracedGraph) -> None:
     """The product of [b, h, n, k] and [b, h, k, m], written as one of [b*h, n, k] and [b*h, k, m].
 
     Decompositions of PyTorch write matrix products of more than three dims so.
     """
-    for node in [*graph.of.values()]:
-        product = graph.arg(node, 0)
+    for node in [*graph.nodes.values()]:
+        product = graph.operand(node, 0)
         if operation(node) not in _VIEWS or operation(product) != "bmm" or product is None:
             continue
         operands: list[str] = []
-        for of in (graph.arg(product, 0), graph.arg(product, 1)):
-            whole = graph.plain_view(of)
+        for of in (graph.operand(product, 0), graph.operand(product, 1)):
+            whole = graph.viewed(of)
             if of is None or whole is None or whole.shape[-2:] != of.shape[-2:]:
                 break
             if whole.shape[:-2] != node.shape[:-2] or node.shape[-2:] != product.shape[-2:]:
                 break
             operands.append(whole.name)
         if len(operands) == 2:
-            graph.put(node, "aten.matmul.default", *operands)
+            graph.replace(node, "aten.matmul.default", *operands)
 
 
 _VIEWS = ("view", "reshape", "_unsafe_view")
@@ -161,14 +180,14 @@ _VIEWS = ("view", "reshape", "_unsafe_view")
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _rms_norms(graph: TracedNodes) -> None:
+def _rms_norms(graph: TracedGraph) -> None:
     """x * rsqrt(mean(x ** 2) + eps), in fp32, times a weight before or after the cast back."""
     users = graph.users()
-    for node in [*graph.of.values()]:
+    for node in [*graph.nodes.values()]:
         if operation(node) != "rsqrt":
             continue
-        x = _squared(graph, graph.arg(node, 0))
-        product = graph.of[users[node.name][0]] if len(users.get(node.name, ())) == 1 else None
+        x = _squared(graph, graph.operand(node, 0))
+        product = graph.nodes[users[node.name][0]] if len(users.get(node.name, ())) == 1 else None
         if x is None or operation(product) != "mul":
             continue
         assert product is not None
@@ -179,7 +198,7 @@ def _rms_norms(graph: TracedNodes) -> None:
             continue
         result, weight, plus = product, None, 0
         while len(users.get(result.name, ())) == 1:
-            after = graph.of[users[result.name][0]]
+            after = graph.nodes[users[result.name][0]]
             if operation(after) in CASTS:
                 result = after
                 continue
@@ -187,183 +206,187 @@ def _rms_norms(graph: TracedNodes) -> None:
             base = _weight(graph, other)
             if base is not None and weight is None:
                 result, weight = after, base
-                plus = int(operation(graph.plain(other)) == "add")
+                plus = int(operation(graph.source(other)) == "add")
                 continue
             break
         source = _uncast(graph, x) or x
         operands = [source.name] + ([weight.name] if weight else [])
         own = {"plus": plus} if plus else {}
-        graph.put(result, "our.norm", *operands, fn="rmsnorm", **own)
+        graph.replace(result, "our.norm", *operands, fn="rmsnorm", **own)
 
 
-def _uncast(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
-    """What a node is made of by changes of data type alone."""
-    while operation(node) in CASTS and node is not None and graph.arg(node, 0) is not None:
-        node = graph.arg(node, 0)
+def _uncast(graph: TracedGraph, node: TracedNode | None) -> TracedNode | None:
+    """The node before changes of data type."""
+    while operation(node) in CASTS and node is not None and graph.operand(node, 0) is not None:
+        node = graph.operand(node, 0)
     return node
 
 
-def _squared(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
+def _squared(graph: TracedGraph, node: TracedNode | None) -> TracedNode | None:
     """The x of mean(x ** 2) + eps."""
     if operation(node) == "add" and node is not None:
         if isinstance(argument(node, 1), Ref):
             return None
-        node = graph.arg(node, 0)
+        node = graph.operand(node, 0)
     if operation(node) != "mean" or node is None:
         return None
-    power = graph.arg(node, 0)
+    power = graph.operand(node, 0)
     if operation(power) == "pow" and power is not None and power.args[1] == 2:
-        return graph.arg(power, 0)
+        return graph.operand(power, 0)
     if operation(power) == "square" and power is not None:
-        return graph.arg(power, 0)
+        return graph.operand(power, 0)
     if operation(power) == "mul" and power is not None and power.args[0] == power.args[1]:
-        return graph.arg(power, 0)
+        return graph.operand(power, 0)
     return None
 
 
-def _weight(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
+def _weight(graph: TracedGraph, node: TracedNode | None) -> TracedNode | None:
     """The parameter of a norm: itself, or in 1 + weight, as Gemma stores it."""
     while node is not None and (operation(node) in CASTS or operation(node) == "add"):
         if operation(node) == "add" and any(isinstance(a, Ref) for a in node.args[1:]):
             return None
-        node = graph.arg(node, 0)
+        node = graph.operand(node, 0)
     return node if node is not None and node.op == "param" and len(node.shape) == 1 else None
 
 
 # ---- rotary positions ----------------------------------------------------------------------------
 
 
-def _rotary(graph: TracedNodes) -> None:
+def _rotary(graph: TracedGraph) -> None:
     """x * cos + rotate_half(x) * sin, and the same of even and odd channels."""
-    for node in [*graph.of.values()]:
+    for node in [*graph.nodes.values()]:
         x = _rotated_half(graph, node) or _rotated_pairs(graph, node)
         if x is not None:
-            graph.put(node, "our.rope", x.name)
+            graph.replace(node, "our.rope", x.name)
     users = graph.users()
-    for node in [*graph.of.values()]:
+    for node in [*graph.nodes.values()]:
         pairs = _times_complex_constant(graph, node)
         if pairs is None:
             continue
-        after = graph.of[users[node.name][0]] if len(users.get(node.name, ())) == 1 else None
-        whole = graph.plain_view(pairs)
+        after = graph.nodes[users[node.name][0]] if len(users.get(node.name, ())) == 1 else None
+        whole = graph.viewed(pairs)
         joins = after is not None and operation(after) in (*_VIEWS, "flatten")
         if after is not None and whole is not None and joins and after.shape == whole.shape:
-            graph.put(after, "our.rope", whole.name)
+            graph.replace(after, "our.rope", whole.name)
         else:
-            graph.put(node, "our.rope", pairs.name)
+            graph.replace(node, "our.rope", pairs.name)
 
 
-def _times_complex_constant(graph: TracedNodes, node: TracedNode) -> TracedNode | None:
+def _times_complex_constant(graph: TracedGraph, node: TracedNode) -> TracedNode | None:
     """The x of view_as_real(view_as_complex(x) * constant), whose last dim is a pair of numbers."""
-    product = graph.arg(node, 0) if operation(node) == "view_as_real" else None
+    product = graph.operand(node, 0) if operation(node) == "view_as_real" else None
     if operation(product) != "mul":
         return None
     number = _by_constant(graph, product)
-    return graph.arg(number, 0) if number and operation(number) == "view_as_complex" else None
+    return graph.operand(number, 0) if number and operation(number) == "view_as_complex" else None
 
 
 def _is_constant(node: TracedNode | None) -> bool:
     return node is not None and node.op in ("constant", "buffer")
 
 
-def _by_constant(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
+def _by_constant(graph: TracedGraph, node: TracedNode | None) -> TracedNode | None:
     """The x of x * constant."""
     if operation(node) != "mul" or node is None:
         return None
-    a, b = graph.arg(node, 0), graph.arg(node, 1)
-    if _is_constant(graph.plain(b, "slice")):
+    a, b = graph.operand(node, 0), graph.operand(node, 1)
+    if _is_constant(graph.source(b, "slice")):
         return a
-    return b if _is_constant(graph.plain(a, "slice")) else None
+    return b if _is_constant(graph.source(a, "slice")) else None
 
 
-def _rotated_half(graph: TracedNodes, node: TracedNode) -> TracedNode | None:
+def _rotated_half(graph: TracedGraph, node: TracedNode) -> TracedNode | None:
     if operation(node) != "add":
         return None
-    terms = [_by_constant(graph, graph.arg(node, i)) for i in (0, 1)]
+    terms = [_by_constant(graph, graph.operand(node, i)) for i in (0, 1)]
     for x, turned in (terms, terms[::-1]):
         if x is None or operation(turned) != "cat" or turned is None:
             continue
-        halves = [graph.of[r.name] for r in turned.args[0]]
-        low = graph.arg(halves[0], 0) if operation(halves[0]) == "neg" else None
+        halves = [graph.nodes[r.name] for r in turned.args[0]]
+        low = graph.operand(halves[0], 0) if operation(halves[0]) == "neg" else None
         sources = [_part_of(graph, half) for half in (low, halves[-1])]
         if all(s is not None and s.name == x.name for s in sources):
             return x
     return None
 
 
-def _part_of(graph: TracedNodes, node: TracedNode | None) -> TracedNode | None:
-    """What a slice, or a part of a split, is of."""
+def _part_of(graph: TracedGraph, node: TracedNode | None) -> TracedNode | None:
+    """The operand of a slice or of a split."""
     if operation(node) == "slice" and node is not None:
-        return graph.arg(node, 0)
+        return graph.operand(node, 0)
     if node is not None and node.op == "getitem":
-        whole = graph.arg(node, 0)
-        return graph.arg(whole, 0) if whole else None
+        whole = graph.operand(node, 0)
+        return graph.operand(whole, 0) if whole else None
     return None
 
 
-def _rotated_pairs(graph: TracedNodes, node: TracedNode) -> TracedNode | None:
+def _rotated_pairs(graph: TracedGraph, node: TracedNode) -> TracedNode | None:
     """cat(even * cos - odd * sin, odd * cos + even * sin), or stacked and flattened."""
     if operation(node) != "cat" or len(node.args[0]) != 2:
         return None
-    first, second = (graph.of[r.name] for r in node.args[0])
+    first, second = (graph.nodes[r.name] for r in node.args[0])
     if (operation(first), operation(second)) != ("sub", "add"):
         return None
-    parts = [_by_constant(graph, graph.arg(n, i)) for n in (first, second) for i in (0, 1)]
+    parts = [_by_constant(graph, graph.operand(n, i)) for n in (first, second) for i in (0, 1)]
     sources = {s.name for s in (_part_of(graph, part) for part in parts) if s is not None}
     if None in parts or len(sources) != 1:
         return None
     (name,) = sources
-    return graph.of[name] if graph.of[name].shape == node.shape else None
+    return graph.nodes[name] if graph.nodes[name].shape == node.shape else None
 
 
 # ---- softmax -------------------------------------------------------------------------------------
 
 
-def _safe_softmaxes(graph: TracedNodes) -> None:
+def _safe_softmaxes(graph: TracedGraph) -> None:
     """A softmax whose rows that are masked as a whole are zeros: the softmax."""
     names: dict[str, str] = {}
-    for node in graph.of.values():
+    for node in graph.nodes.values():
         if operation(node) != "where" or len(node.args) != 3:
             continue
-        zeros, chosen = graph.arg(node, 1), graph.arg(node, 2)
+        zeros, chosen = graph.operand(node, 1), graph.operand(node, 2)
         filled = operation(zeros) in ("full_like", "zeros_like", "full", "scalar_tensor")
         if filled and operation(chosen) in ("softmax", "_softmax") and chosen is not None:
             names[node.name] = chosen.name
-    graph.same(names)
+    graph.redirect(names)
 
 
 # ---- activations ---------------------------------------------------------------------------------
 
 
-def _silus(graph: TracedNodes) -> None:
+def _silus(graph: TracedGraph) -> None:
     """x * sigmoid(x)."""
-    for node in [*graph.of.values()]:
+    for node in [*graph.nodes.values()]:
         if operation(node) != "mul":
             continue
         for x, gate in ((0, 1), (1, 0)):
-            inner, factor = graph.arg(node, x), graph.arg(node, gate)
+            inner, factor = graph.operand(node, x), graph.operand(node, gate)
             if inner is None or operation(factor) != "sigmoid" or factor is None:
                 continue
-            if graph.arg(factor, 0) is inner:
-                graph.put(node, "our.act", inner.name, fn="silu")
+            if graph.operand(factor, 0) is inner:
+                graph.replace(node, "our.act", inner.name, fn="silu")
                 break
 
 
-def _new_gelu(graph: TracedNodes) -> None:
+def _new_gelu(graph: TracedGraph) -> None:
     """0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3))) is gelu's approximation."""
     users = graph.users()
-    for node in [*graph.of.values()]:
+    for node in [*graph.nodes.values()]:
         if operation(node) != "tanh":
             continue
-        cubes = {n.name: n for n in _behind(graph, graph.arg(node, 0), 5) if operation(n) == "pow"}
+        cubes = {
+            n.name: n
+            for n in _inputs_within(graph, graph.operand(node, 0), 5)
+            if operation(n) == "pow"
+        }
         at, x = node, next((n for c in cubes.values() for n in c.operands()), None)
         for _ in range(3):  # one is added, and the factors follow in some order
             readers = users.get(at.name, ())
             if len(readers) != 1 or x is None:
                 break
-            at = graph.of[readers[0]]
-            if _computes(graph, at, x, _gelu_by_tanh):
-                graph.put(at, "our.act", x, fn="gelu_tanh", operators=True)
+            at = graph.nodes[readers[0]]
+            if _equals_function(graph, at, x, _gelu_by_tanh):
+                graph.replace(at, "our.act", x, fn="gelu_tanh", operators=True)
                 break
 
 
@@ -371,8 +394,8 @@ def _gelu_by_tanh(x: float) -> float:
     return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def _number(op: str, a: float, b: float = 0.0) -> float:
-    """What an operation makes of numbers; a ValueError for one that is not known here."""
+def _evaluate(op: str, a: float, b: float = 0.0) -> float:
+    """Evaluate an operation on numbers; a ValueError for an unknown one."""
     if op in CASTS:
         return a
     known = {"add": a + b, "sub": a - b, "mul": a * b, "tanh": math.tanh(a), "neg": -a}
@@ -385,10 +408,10 @@ def _number(op: str, a: float, b: float = 0.0) -> float:
     raise ValueError(op)
 
 
-def _computes(
-    graph: TracedNodes, node: TracedNode, x: str, meaning: Callable[[float], float]
+def _equals_function(
+    graph: TracedGraph, node: TracedNode, x: str, meaning: Callable[[float], float]
 ) -> bool:
-    """Whether a chain of operations on each element is a function, by its value at some places."""
+    """True if a chain of element-wise operations equals a function at four points."""
 
     def of(argument: object, at: float, depth: int) -> float:
         if isinstance(argument, int | float):
@@ -397,11 +420,11 @@ def _computes(
             raise ValueError(argument)
         if argument.name == x:
             return at
-        inner = graph.of[argument.name]
+        inner = graph.nodes[argument.name]
         if inner.kwargs.get("alpha", 1) != 1:
             raise ValueError(inner.op)
         own = inner.args[:1] if operation(inner) in CASTS else inner.args[:2]
-        return _number(operation(inner), *(of(each, at, depth - 1) for each in own))
+        return _evaluate(operation(inner), *(of(each, at, depth - 1) for each in own))
 
     try:
         found = [(of(Ref(node.name), at, 12), meaning(at)) for at in (-1.7, -0.3, 0.6, 2.1)]
@@ -410,32 +433,35 @@ def _computes(
     return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in found)
 
 
-def _behind(graph: TracedNodes, node: TracedNode | None, depth: int) -> list[TracedNode]:
+def _inputs_within(graph: TracedGraph, node: TracedNode | None, depth: int) -> list[TracedNode]:
     if node is None or not depth:
         return []
-    return [node, *(n for o in node.operands() for n in _behind(graph, graph.of[o], depth - 1))]
+    return [
+        node,
+        *(n for o in node.operands() for n in _inputs_within(graph, graph.nodes[o], depth - 1)),
+    ]
 
 
-def _softcaps(graph: TracedNodes) -> None:
+def _softcaps(graph: TracedGraph) -> None:
     """tanh(x / cap) * cap."""
     users = graph.users()
-    for node in [*graph.of.values()]:
-        divided, after = graph.arg(node, 0), users.get(node.name, [])
+    for node in [*graph.nodes.values()]:
+        divided, after = graph.operand(node, 0), users.get(node.name, [])
         if operation(node) != "tanh" or len(after) != 1 or divided is None:
             continue
-        product = graph.of[after[0]]
+        product = graph.nodes[after[0]]
         cap = product.args[1] if operation(product) == "mul" and len(product.args) > 1 else None
         if operation(divided) == "div" and isinstance(cap, int | float) and divided.args[1] == cap:
-            graph.put(product, "our.act", divided.args[0].name, fn="softcap", cap=cap)
+            graph.replace(product, "our.act", divided.args[0].name, fn="softcap", cap=cap)
 
 
-def _gated(graph: TracedNodes) -> None:
+def _gated(graph: TracedGraph) -> None:
     """activation(a) * b, where nothing else reads the activation."""
     users = graph.users()
-    for node in [*graph.of.values()]:
+    for node in [*graph.nodes.values()]:
         if operation(node) != "mul" or not all(isinstance(a, Ref) for a in node.args[:2]):
             continue
-        a, b = graph.arg(node, 0), graph.arg(node, 1)
+        a, b = graph.operand(node, 0), graph.operand(node, 1)
         for gate, up in ((a, b), (b, a)):
             fn = activation_of(gate)
             if fn is None or gate is None or up is None or len(users[gate.name]) > 1:
@@ -443,38 +469,41 @@ def _gated(graph: TracedNodes) -> None:
             if gate.kwargs.get("operators"):  # the text says of an activation how it is written
                 continue
             inner = next(iter(gate.operands()))
-            if graph.of[inner].shape == up.shape == node.shape and not _is_constant(up):
-                graph.put(node, "our.glu", inner, up.name, fn=fn)
+            if graph.nodes[inner].shape == up.shape == node.shape and not _is_constant(up):
+                graph.replace(node, "our.glu", inner, up.name, fn=fn)
                 break
 
 
 # ---- tensors that are filled in parts ------------------------------------------------------------
 
 
-def _drop_copies(graph: TracedNodes) -> None:
-    """What is copied into a tensor is that tensor's value: as it is, cast or expanded."""
+def _replace_copies(graph: TracedGraph) -> None:
+    """Replace `t.copy_(x)` by x, cast or expanded to the shape of t."""
     names: dict[str, str] = {}
-    for node in [*graph.of.values()]:
+    for node in [*graph.nodes.values()]:
         into = "slice_scatter" if operation(node) == "slice_scatter" else "copy"
-        source = graph.arg(node, 1)
+        source = graph.operand(node, 1)
         if operation(node) != into or source is None:
             continue
         if (source.shape, source.dtype) == (node.shape, node.dtype):
             names[node.name] = source.name
         elif into == "copy" and source.shape == node.shape:
-            graph.put(node, "aten._to_copy.default", source.name)
+            graph.replace(node, "aten._to_copy.default", source.name)
         elif into == "copy" and source.dtype == node.dtype:
-            graph.put(node, "aten.expand.default", source.name)
-    graph.same(names)
+            graph.replace(node, "aten.expand.default", source.name)
+    graph.redirect(names)
 
 
-def _filled_tensors(graph: TracedNodes) -> None:
-    """A tensor of which each part is written once is what was written, part behind part."""
+def _join_written_parts(graph: TracedGraph) -> None:
+    """If every slice of a tensor is written exactly once, replace it by a concatenation.
+
+    Before: `y = zeros_like(x); y[:, 0] = a; y[:, 1] = b`. After: `y = stack([a, b], 1)`.
+    """
     users = graph.users()
-    for node in [*graph.of.values()]:
+    for node in [*graph.nodes.values()]:
         kind = operation(node)
         if kind not in ("slice_scatter", "select_scatter") or any(
-            operation(graph.of[n]) == kind and graph.arg(graph.of[n], 0) is node
+            operation(graph.nodes[n]) == kind and graph.operand(graph.nodes[n], 0) is node
             for n in users.get(node.name, ())
         ):
             continue
@@ -484,20 +513,19 @@ def _filled_tensors(graph: TracedNodes) -> None:
         dim = int(argument(node, 2, 0)) % len(node.shape)
         op = "aten.cat.default" if kind == "slice_scatter" else "aten.stack.default"
         made = tuple(Ref(name) for name in parts)
-        graph.of[node.name] = TracedNode(
+        graph.nodes[node.name] = TracedNode(
             node.name, op, node.shape, node.dtype, (made, dim), {}, node.path, node.source
         )
 
 
-def _written_parts(graph: TracedNodes, last: TracedNode, kind: str) -> list[str] | None:
-    """What was written into a tensor by a chain of calls along a dim, in order; None unless all
-    of the tensor was written."""
+def _written_parts(graph: TracedGraph, last: TracedNode, kind: str) -> list[str] | None:
+    """Values written into a tensor along a dim, in order; None unless they fill it."""
     dim = int(argument(last, 2, 0)) % len(last.shape)
     total, at = last.shape[dim], last
     found: dict[int, str] = {}
     ends: dict[int, int | None] = {}
     while operation(at) == kind and int(argument(at, 2, 0)) % len(last.shape) == dim:
-        base, source = graph.arg(at, 0), graph.arg(at, 1)
+        base, source = graph.operand(at, 0), graph.operand(at, 1)
         start = argument(at, 3, 0)
         if base is None or source is None or not isinstance(start, int) or start < 0:
             return None
@@ -520,36 +548,38 @@ def _written_parts(graph: TracedNodes, last: TracedNode, kind: str) -> list[str]
 
 
 def _reaches_end(end: object, total: object) -> bool:
-    """Whether a part of a dim goes to its end."""
+    """True if a slice ends with its dim."""
     big = isinstance(end, int) and (end >= 2**62 or (isinstance(total, int) and end >= total))
     return end is None or big or end == total
 
 
-def _expert_mixtures(graph: TracedNodes) -> None:
-    """Routed experts: from the hidden state to the sum of what the chosen experts make of it.
+def _expert_mixtures(graph: TracedGraph) -> None:
+    """Replace mixtures of experts, from the hidden state to the sum over the chosen experts.
 
     Anchors are the products of sorted rows with the matrices of all experts (`_grouped_mm`).
     """
-    products = [n for n in graph.of.values() if operation(n) in GROUPED]
+    products = [n for n in graph.nodes.values() if operation(n) in GROUPED]
     done: set[str] = set()
     for up in products:
-        if up.name in done or up.name not in graph.of:
+        if up.name in done or up.name not in graph.nodes:
             continue
         found = _mixture(graph, up)
         if found is not None:
             done |= found
 
 
-def _mixture(graph: TracedNodes, up: TracedNode) -> set[str] | None:
-    """Replace one mixture; the names of its grouped products."""
+def _mixture(graph: TracedGraph, up: TracedNode) -> set[str] | None:
+    """Replace one mixture; return the names of its grouped products."""
     users = graph.users()
-    rows = graph.plain(graph.arg(up, 0))
+    rows = graph.source(graph.operand(up, 0))
     weight = _expert_matrix(graph, up)
     if operation(rows) != "index" or rows is None or weight is None:
         return None
-    h = graph.plain(graph.arg(rows, 0))
-    others = [n for n in _descendants(graph, users, up.name) if operation(graph.of[n]) in GROUPED]
-    downs = [graph.of[n] for n in others]
+    h = graph.source(graph.operand(rows, 0))
+    others = [
+        n for n in _descendants(graph, users, up.name) if operation(graph.nodes[n]) in GROUPED
+    ]
+    downs = [graph.nodes[n] for n in others]
     down = downs[-1] if downs else None
     gates = [n for n in downs if n is not down]
     if h is None or down is None:
@@ -568,8 +598,10 @@ def _mixture(graph: TracedNodes, up: TracedNode) -> set[str] | None:
     chosen = [n for n in cone if operation(n) == "topk"]
     act = next((n.kwargs["fn"] for n in cone if n.op == "our.glu"), None)
     inner = int(last.shape[-1]) if (last := _expert_matrix(graph, down)) else 0
-    divides = any(operation(n) == "div" and operation(graph.plain(graph.arg(n, 1), "add")) == "sum"
-                  for n in cone)  # fmt: skip
+    divides = any(
+        operation(n) == "div" and operation(graph.source(graph.operand(n, 1), "add")) == "sum"
+        for n in cone
+    )
     after_topk = chosen[-1].name if chosen else ""
     softmaxes = [
         n for n in cone if operation(n) == "softmax" and after_topk in _names_in_cone(graph, n)
@@ -588,7 +620,7 @@ def _mixture(graph: TracedNodes, up: TracedNode) -> set[str] | None:
         "num_expert_groups": groups,
         "topk_groups": limit,
     }
-    if any(operation(graph.of[n]) == "mul" for n in _first_users(graph, users, down)):
+    if any(operation(graph.nodes[n]) == "mul" for n in _first_users(graph, users, down)):
         own |= {"_weights": "output"}
     every = (m.name for m in (*_router_weights(graph, router[0]), *matrices))
     names = tuple(dict.fromkeys(every))
@@ -598,83 +630,83 @@ def _mixture(graph: TracedNodes, up: TracedNode) -> set[str] | None:
         own |= {"shared_ffn_hidden_size": width}
         names += more
         end = sum_of
-    graph.put(end, "our.experts", h.name, *names, **own)
-    graph.of[end.name] = replace(graph.of[end.name], dtype=h.dtype)
+    graph.replace(end, "our.experts", h.name, *names, **own)
+    graph.nodes[end.name] = replace(graph.nodes[end.name], dtype=h.dtype)
     return {up.name, *others}
 
 
-def _first_users(graph: TracedNodes, users: Mapping[str, list[str]], node: TracedNode) -> list[str]:
-    """What reads a node, behind changes of shape and data type."""
+def _first_users(graph: TracedGraph, users: Mapping[str, list[str]], node: TracedNode) -> list[str]:
+    """Readers of a node, after changes of shape and data type."""
     found: list[str] = []
     for name in users.get(node.name, ()):
-        plain = operation(graph.of[name]) in PLAIN
-        found += _first_users(graph, users, graph.of[name]) if plain else [name]
+        plain = operation(graph.nodes[name]) in SHAPE_CHANGES
+        found += _first_users(graph, users, graph.nodes[name]) if plain else [name]
     return found
 
 
-def _expert_matrix(graph: TracedNodes, product: TracedNode) -> TracedNode | None:
+def _expert_matrix(graph: TracedGraph, product: TracedNode) -> TracedNode | None:
     """The parameter of a grouped product, [experts, out, in] or the like."""
-    found = graph.plain(graph.arg(product, 1))
+    found = graph.source(graph.operand(product, 1))
     return found if found is not None and found.op == "param" else None
 
 
-def _router_weights(graph: TracedNodes, node: TracedNode) -> list[TracedNode]:
-    found = (graph.plain(graph.of[n]) for n in node.operands())
+def _router_weights(graph: TracedGraph, node: TracedNode) -> list[TracedNode]:
+    found = (graph.source(graph.nodes[n]) for n in node.operands())
     return [n for n in found if n is not None and n.op == "param"]
 
 
 def _routing_groups(
-    graph: TracedNodes, chosen: Sequence[TracedNode], num_experts: int
+    graph: TracedGraph, chosen: Sequence[TracedNode], num_experts: int
 ) -> tuple[int, int]:
     """Group-limited routing: groups of experts, and how many of them a token may go to."""
     if len(chosen) < 2:
         return 1, 1
     for node in chosen[:-1]:
-        source = graph.arg(node, 0)
+        source = graph.operand(node, 0)
         width = source.shape[-1] if source else 0
         if isinstance(width, int) and width < num_experts and source and len(source.shape) == 2:
             return width, int(node.args[1])
     return 1, 1
 
 
-def _names_in_cone(graph: TracedNodes, node: TracedNode) -> set[str]:
+def _names_in_cone(graph: TracedGraph, node: TracedNode) -> set[str]:
     return {n.name for n in _ancestors(graph, node)}
 
 
-def _ancestors(graph: TracedNodes, end: TracedNode | None, stop: str = "") -> list[TracedNode]:
-    """What a node is made of, itself last, not beyond the node called `stop`."""
+def _ancestors(graph: TracedGraph, end: TracedNode | None, stop: str = "") -> list[TracedNode]:
+    """Nodes that a node depends on, itself last, down to the node `stop`."""
     seen: dict[str, TracedNode] = {}
     todo = [end.name] if end else []
     while todo:
         name = todo.pop()
         if name in seen or name == stop:
             continue
-        seen[name] = graph.of[name]
-        todo += graph.of[name].operands()
-    return [n for n in graph.of.values() if n.name in seen]
+        seen[name] = graph.nodes[name]
+        todo += graph.nodes[name].operands()
+    return [n for n in graph.nodes.values() if n.name in seen]
 
 
-def _descendants(graph: TracedNodes, users: Mapping[str, list[str]], name: str) -> list[str]:
-    """The nodes that depend on a node, up to the end of its layer's grouped products, in order."""
+def _descendants(graph: TracedGraph, users: Mapping[str, list[str]], name: str) -> list[str]:
+    """Nodes that depend on a node and have its number of rows, in order."""
     seen, todo = set[str](), [name]
     while todo:
         for user in users.get(todo.pop(), ()):
-            node = graph.of[user]
+            node = graph.nodes[user]
             rows = node.shape[0] if node.shape else 0
-            if user not in seen and (rows == graph.of[name].shape[0] or node.op == "getitem"
+            if user not in seen and (rows == graph.nodes[name].shape[0] or node.op == "getitem"
                                      or not node.shape):  # fmt: skip
                 seen.add(user)
                 todo.append(user)
-    return [n for n in graph.of if n in seen]
+    return [n for n in graph.nodes if n in seen]
 
 
 def _sum_of_experts(
-    graph: TracedNodes, users: Mapping[str, list[str]], down: TracedNode, h: TracedNode
+    graph: TracedGraph, users: Mapping[str, list[str]], down: TracedNode, h: TracedNode
 ) -> TracedNode | None:
-    """The first node behind the last product with the shape of the hidden state."""
+    """First node after the last product that has the shape of the hidden state."""
     node, rows = down, down.shape[0]
     for _ in range(40):
-        behind = [graph.of[n] for n in users.get(node.name, ())]
+        behind = [graph.nodes[n] for n in users.get(node.name, ())]
         if not behind:
             return None
         node = behind[0]
@@ -684,34 +716,34 @@ def _sum_of_experts(
 
 
 def _shared_expert(
-    graph: TracedNodes, users: Mapping[str, list[str]], end: TracedNode, h: TracedNode
+    graph: TracedGraph, users: Mapping[str, list[str]], end: TracedNode, h: TracedNode
 ) -> tuple[TracedNode, int, tuple[str, ...]] | None:
     """A gated MLP of the same hidden state that is added to the experts' sum."""
-    behind = [graph.of[n] for n in users.get(end.name, ())]
+    behind = [graph.nodes[n] for n in users.get(end.name, ())]
     if len(behind) != 1 or operation(behind[0]) != "add":
         return None
     other = other_factor(graph, behind[0], end.name)
-    last = graph.plain(other)
+    last = graph.source(other)
     if operation(last) != "linear" or last is None:
         return None
-    glu = graph.plain(graph.arg(last, 0))
+    glu = graph.source(graph.operand(last, 0))
     if glu is None or glu.op != "our.glu":
         return None
-    parts = [graph.plain(graph.of[n]) for n in glu.operands()]
+    parts = [graph.source(graph.nodes[n]) for n in glu.operands()]
     if any(operation(p) != "linear" for p in parts):
         return None
-    if any(graph.plain(graph.arg(p, 0)) is not h for p in parts if p):
+    if any(graph.source(graph.operand(p, 0)) is not h for p in parts if p):
         return None
-    weights = [graph.arg(p, 1) for p in (*parts, last) if p]
+    weights = [graph.operand(p, 1) for p in (*parts, last) if p]
     return behind[0], int(glu.shape[-1]), tuple(w.name for w in weights if w)
 
 
 # ---- all rewrites -----------------------------------------------------------------------------
 
 REWRITES: tuple[Rewrite, ...] = (
-    _drop_nothing,
-    _drop_copies,
-    _filled_tensors,
+    _drop_identities,
+    _replace_copies,
+    _join_written_parts,
     _products_of_views,
     _rms_norms,
     _rotary,
@@ -721,14 +753,14 @@ REWRITES: tuple[Rewrite, ...] = (
     _softcaps,
     _gated,
     _expert_mixtures,
-    _drop_nothing,
+    _drop_identities,
 )
 """In order: later ones read what earlier ones made."""
 
 
-def rewritten(nodes: Sequence[TracedNode], outputs: Sequence[str]) -> TracedNodes:
+def rewritten(nodes: Sequence[TracedNode], outputs: Sequence[str]) -> TracedGraph:
     """The nodes after all rewrites."""
-    graph = TracedNodes(nodes, outputs)
+    graph = TracedGraph(nodes, outputs)
     for rewrite in REWRITES:
         rewrite(graph)
         graph.prune()

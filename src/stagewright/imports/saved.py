@@ -98,7 +98,7 @@ def _tensors(pt: Any, package: Any, reader: Any, folder: str, path: str) -> dict
 
     def unpickled(member: str) -> Any:
         try:
-            content = io.BytesIO(reader.read_bytes(member))
+            content = io.BytesIO(reader.archive_file.get_record(member))
             return pt.load(content, weights_only=True, map_location="cpu")
         except Exception:
             raise _untrusted(path, f"{member} holds more than tensors") from None

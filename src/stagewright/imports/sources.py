@@ -1,5 +1,5 @@
-"""Import a module, a file that makes one, a saved program or a recording: what the API and the
-command do."""
+"""Sources of an import: a module, a Python file that makes one, a saved program, a recording, or a
+config.json of Hugging Face."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
@@ -57,7 +57,7 @@ def from_torch(
             "this is the graph of one rank, with collectives, and no model of a whole; "
             "stagewright import file.py:factory -o rank.bundle reads it"
         )
-    module, inputs = _made(module_or_factory, example_inputs)
+    module, inputs = _module_of(module_or_factory, example_inputs)
     recording = record(module, inputs, name=name, static=static)
     options = Options(dims, approximate, loss)
     return model_of(translate(recording, options), recording.name)
@@ -88,26 +88,26 @@ def recorded(source: str, *, static: bool = False, trust: bool = False) -> Recor
             "hf:path/to/config.json"
         )
     torch()
-    made = _result_of(path, factory)
+    made = _run_factory(path, factory)
     graph, *mesh = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
     if is_graph_of_rank(graph):
         return record_graph(graph, *mesh[:1], name=factory)
-    module, inputs = _unpacked(made, None)
+    module, inputs = _module_and_inputs(made, None)
     return record(module, inputs, name=factory, static=static)
 
 
-def _made(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
-    """A module and its example inputs, as `record` takes them."""
+def _module_of(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
+    """Module and example inputs, from a module or a factory."""
     module: Any = module_or_factory
     if not hasattr(module, "forward"):
         if not callable(module):
             raise UserError(f"got {type(module).__name__}, wanted an nn.Module or a function")
-        return _unpacked(module(), inputs)
-    return _unpacked(module, inputs)
+        return _module_and_inputs(module(), inputs)
+    return _module_and_inputs(module, inputs)
 
 
-def _unpacked(made: Any, inputs: Any) -> tuple[Any, Any]:
-    """The module and the inputs of what a factory returned."""
+def _module_and_inputs(made: Any, inputs: Any) -> tuple[Any, Any]:
+    """Module and example inputs of a factory's result."""
     pair = isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2
     module: Any = made
     if pair:
@@ -124,12 +124,12 @@ def _unpacked(made: Any, inputs: Any) -> tuple[Any, Any]:
     return module, (inputs,)
 
 
-def _result_of(path: str, name: str) -> Any:
-    """What a function of a user's Python file returns; the file may import others beside it."""
+def _run_factory(path: str, name: str) -> Any:
+    """Run a function of a user's Python file, which may import files of its folder."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:
-        return _function(path, name)()
+        return _load_function(path, name)()
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -139,14 +139,14 @@ def _result_of(path: str, name: str) -> Any:
 
 
 def _error_in_a_line(error: BaseException, path: str) -> str:
-    """An error of a user's code in a line, with the last line of the file that it came through."""
+    """Error of a user's code in one line, with the line of the file that it passed."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:300]}{where}"
 
 
-def _function(path: str, name: str) -> Any:
+def _load_function(path: str, name: str) -> Any:
     """A function of a user's Python file."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give a Python file and a function: {path}:{name}")

@@ -14,10 +14,10 @@ from stagewright.errors import UserError
 from stagewright.graph.node import BYTES
 from stagewright.imports.axes import Axis, AxisTable
 from stagewright.imports.expressions import Layouts, spec_of
-from stagewright.imports.layers import Folded, Piece
+from stagewright.imports.layers import Section, Sections
 from stagewright.imports.ops import LEAVES, Label, OpCall
 from stagewright.imports.placement import PlacementRules
-from stagewright.imports.projections import cut
+from stagewright.imports.projections import split_projections
 from stagewright.imports.recording import Recording
 
 MOST_POSITIONS = 131_072
@@ -25,67 +25,71 @@ MOST_POSITIONS = 131_072
 
 
 class ModelText:
-    """The pieces of each kind, in axes, and the model that they make."""
+    """Writes a model: a module for each kind of section, and the model that chains them."""
 
     def __init__(
-        self, calls: Mapping[str, OpCall], folded: Folded, axes: AxisTable, recording: Recording
+        self, calls: Mapping[str, OpCall], sections: Sections, axes: AxisTable, recording: Recording
     ) -> None:
-        """`calls` of the whole forward pass; `folded`: the same in sections."""
-        self.calls, self.folded, self.axes = calls, folded, axes
+        """`calls` of the whole forward pass; `sections`: the same in sections."""
+        self.calls, self.sections, self.axes = calls, sections, axes
         self.recording = recording
         self.notes: list[str] = []
         self.kinds = self._kinds()
-        self.bodies = self._in_axes()
+        self.bodies = self._bodies()
 
-    def _kinds(self) -> dict[tuple[object, ...], Piece]:
-        """The first piece of each kind."""
-        kinds: dict[tuple[object, ...], Piece] = {}
-        for piece in self.folded.pieces:
-            kinds.setdefault(piece.signature, piece)
+    def _kinds(self) -> dict[tuple[object, ...], Section]:
+        """The first section of each kind."""
+        kinds: dict[tuple[object, ...], Section] = {}
+        for section in self.sections.sections:
+            kinds.setdefault(section.signature, section)
         return kinds
 
-    def _in_axes(self) -> dict[int, list[OpCall]]:
-        """The calls of each first piece, without views, after their dims became axes."""
+    def _bodies(self) -> dict[int, list[OpCall]]:
+        """The calls of each first section, without views, after their dims became axes."""
         representative = {
-            piece.yields: self.kinds[piece.signature].yields for piece in self.folded.pieces
+            section.yields: self.kinds[section.signature].yields
+            for section in self.sections.sections
         }
-        for piece in self.kinds.values():
-            if piece.reads and piece.reads not in self.axes.dims:
-                same = representative[piece.reads]
-                self.axes.dims[piece.reads] = self.axes.dims[same]
-                self.axes.base[piece.reads] = self.axes.base.get(same, same)
-                self.axes.copies[piece.reads] = self.axes.copies.get(same, set())
-            for call in piece.calls:
+        for section in self.kinds.values():
+            if section.reads and section.reads not in self.axes.dims:
+                same = representative[section.reads]
+                self.axes.dims[section.reads] = self.axes.dims[same]
+                self.axes.base[section.reads] = self.axes.base.get(same, same)
+                self.axes.copies[section.reads] = self.axes.copies.get(same, set())
+            for call in section.calls:
                 for name in call.operands:
                     if name not in self.axes.dims and self.calls[name].op in LEAVES:
                         self.axes.add(self.calls[name])
                 self.axes.add(call)
-            first = self.axes.dims.get(piece.reads) if piece.layer else None
+            first = self.axes.dims.get(section.reads) if section.layer else None
             if first is not None:
-                for a, b in zip(first, self.axes.dims[piece.yields], strict=True):
+                for a, b in zip(first, self.axes.dims[section.yields], strict=True):
                     self.axes.unify(a, b)
         self.leaves = {n: c for n, c in self.calls.items() if c.op in LEAVES}
-        return {id(piece): cut(self.axes, self.leaves, piece) for piece in self.kinds.values()}
+        return {
+            id(section): split_projections(self.axes, self.leaves, section)
+            for section in self.kinds.values()
+        }
 
     # ---- the text ------------------------------------------------------------------------------
 
     def text(self) -> str:
         """All modules, and the model."""
-        bodies = [self.bodies[id(piece)] for piece in self.kinds.values()]
+        bodies = [self.bodies[id(section)] for section in self.kinds.values()]
         calls = [call for body in bodies for call in body]
-        apart = self.axes.apart(calls)
-        layouts = Layouts(self.axes, apart)
+        separate = self.axes.separate_axes(calls)
+        layouts = Layouts(self.axes, separate)
         placement = PlacementRules(self.axes, calls, self.leaves)
         self._order_parameters(layouts, placement, calls)
-        model = Model(
+        model = ModelContext(
             self.axes, layouts, placement, self.leaves, {}, self._shared(bodies),
-            self.folded.handed, _main_dtype(self.leaves.values()),
+            self.sections.side_values, _main_dtype(self.leaves.values()),
         )  # fmt: skip
         self._name_sizes(model, calls)
-        names = self._names()
+        names = self._module_names()
         modules = [
-            Writer(model, piece, names[signature], self.bodies[id(piece)]).write(number)
-            for number, (signature, piece) in enumerate(self.kinds.items())
+            ModuleWriter(model, section, names[signature], self.bodies[id(section)]).write(number)
+            for number, (signature, section) in enumerate(self.kinds.items())
         ]
         self._note_whole(model)
         self._note_turned(model, names)
@@ -105,29 +109,31 @@ class ModelText:
             if not name or name in tables:
                 continue
             out = {*call.out}
-            inward = [a for x in call.ins[1] if x not in out for a in self.axes.label(call.name, x)]
-            own = self.axes.flat(name)
+            inward = [
+                a for x in call.ins[1] if x not in out for a in self.axes.label_leaves(call.name, x)
+            ]
+            own = self.axes.leaves_of(name)
             if len({*own}) == len(own) and {*inward} <= {*own}:
                 layouts.order[name] = (*inward, *(a for a in own if a not in inward))
 
     def _shared(self, bodies: Sequence[Sequence[OpCall]]) -> frozenset[str]:
-        """Parameters that several kinds of pieces read, or several pieces of one kind."""
+        """Parameters that several kinds of sections read, or several sections of one kind."""
         counted = Counter[str]()
-        for piece in self.folded.pieces:
+        for section in self.sections.sections:
             names = {
-                n for call in piece.calls for n in call.operands
+                n for call in section.calls for n in call.operands
                 if n in self.leaves and self.leaves[n].op == "param"
             }  # fmt: skip
             counted.update(names)
         del bodies
         return frozenset(name for name, count in counted.items() if count > 1)
 
-    def _name_sizes(self, model: Model, calls: Sequence[OpCall]) -> None:
-        """Names of the model's own sizes, by what the axes are for."""
+    def _name_sizes(self, model: ModelContext, calls: Sequence[OpCall]) -> None:
+        """Name the model's sizes by the use of their axes: heads, widths, vocabulary."""
         named: dict[str, int] = {}
 
         def give(name: str, unit: Axis) -> None:
-            unit = unit.known()
+            unit = unit.root()
             if unit.extent.symbols or unit in model.sizes:
                 return
             extent = unit.extent.value({})
@@ -135,22 +141,22 @@ class ModelText:
                 model.sizes[unit] = name
 
         units = model.layouts.units
-        first = self.folded.pieces[0]
-        stream = units(model.layouts.of(first.yields)) if len(self.folded.pieces) > 1 else []
+        first = self.sections.sections[0]
+        stream = units(model.layouts.of(first.yields)) if len(self.sections.sections) > 1 else []
         for unit in stream[2:][-1:]:
             give("M", unit)
         for call in calls:
             if call.op == "attention":
-                heads = self.axes.label(call.name, "h")
+                heads = self.axes.label_leaves(call.name, "h")
                 for unit in units(heads):
                     give("A", unit)
-                keys = [a for a in heads if a in self.axes.flat(call.operands[1])]
+                keys = [a for a in heads if a in self.axes.leaves_of(call.operands[1])]
                 for unit in units(keys):
                     give("G" if len(keys) < len(heads) else "A", unit)
-                width = units(self.axes.label(call.name, "d"))
+                width = units(self.axes.label_leaves(call.name, "d"))
                 for unit in width if len(width) == 1 else []:
                     give("D", unit)
-                for unit in units(self.axes.label(call.name, "v")):
+                for unit in units(self.axes.label_leaves(call.name, "v")):
                     if named.get("D") == unit.extent.value({}):
                         give("D", unit)
         for leaf in model.placement.vocabulary:
@@ -163,19 +169,19 @@ class ModelText:
             named.setdefault("G", named["A"])
         model.fields.update({fields[k]: n for k, n in named.items() if k in fields})
 
-    def _names(self) -> dict[tuple[object, ...], str]:
-        """A name for each kind of piece."""
+    def _module_names(self) -> dict[tuple[object, ...], str]:
+        """A name for each kind of section."""
         layers = [p for p in self.kinds.values() if p.layer]
         names: dict[tuple[object, ...], str] = {}
         taken = set[str]()
-        pieces = [*self.kinds.items()]
-        for i, (signature, piece) in enumerate(pieces):
-            if piece.layer:
-                wish = _kind_of_layer(piece) if len(layers) > 1 else "layer"
+        sections = [*self.kinds.items()]
+        for i, (signature, section) in enumerate(sections):
+            if section.layer:
+                wish = _kind_of_layer(section) if len(layers) > 1 else "layer"
             elif i == 0:
-                wish = "model" if len(pieces) == 1 else "embed"
+                wish = "model" if len(sections) == 1 else "embed"
             else:
-                wish = "head" if i == len(pieces) - 1 else "between"
+                wish = "head" if i == len(sections) - 1 else "between"
             name, n = wish if wish != "model" else "whole", 1
             while name in taken:
                 n += 1
@@ -184,20 +190,20 @@ class ModelText:
             names[signature] = name
         return names
 
-    def _model(self, model: Model, names: Mapping[tuple[object, ...], str]) -> str:
+    def _model(self, model: ModelContext, names: Mapping[tuple[object, ...], str]) -> str:
         """The model: its sizes, and its chain of modules."""
         links: list[list[Any]] = []
-        for piece in self.folded.pieces:
-            name = names[piece.signature]
-            if piece.layer and links and links[-1][0] == name:
+        for section in self.sections.sections:
+            name = names[section.signature]
+            if section.layer and links and links[-1][0] == name:
                 links[-1][1] += 1
             else:
-                links.append([name, 1 if piece.layer else 0])
+                links.append([name, 1 if section.layer else 0])
         chain = ", ".join(f"{n} {name}" if n else name for name, n in links)
         attends = any(c.op == "attention" for p in self.kinds.values() for c in p.calls)
         fields = {k: v for k, v in model.fields.items() if not k.startswith("_")}
         if fields.get("num_experts"):
-            layers = [p for p in self.folded.pieces if p.layer]
+            layers = [p for p in self.sections.sections if p.layer]
             dense = [all(c.op != "experts" for c in p.calls) for p in layers]
             fields["first_dense_layers"] = dense.index(False)
         own = {"mixers": "global" if attends else "none", "max_position_embeddings": MOST_POSITIONS}
@@ -207,18 +213,18 @@ class ModelText:
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.recording.name)
         return "\n".join([f"model {name or 'imported'}", *lines, f"chain = {chain}"])
 
-    def _note_turned(self, model: Model, names: Mapping[tuple[object, ...], str]) -> None:
-        """Tell which streams have positions behind the width, as convolutions leave them."""
-        for signature, piece in self.kinds.items():
-            units = model.layouts.units(model.layouts.of(piece.reads)) if piece.reads else []
-            if len(units) == 3 and model.sizes.get(units[1].known()) == "M":
+    def _note_turned(self, model: ModelContext, names: Mapping[tuple[object, ...], str]) -> None:
+        """Add a note on streams with positions after the width, as convolutions leave them."""
+        for signature, section in self.kinds.items():
+            units = model.layouts.units(model.layouts.of(section.reads)) if section.reads else []
+            if len(units) == 3 and model.sizes.get(units[1].root()) == "M":
                 self.notes.append(
                     f"the stream of {names[signature]} lies as [batch, width, positions]: runs "
                     "with cp or sequence_parallel, which would split the width, are refused"
                 )
 
-    def _note_whole(self, model: Model) -> None:
-        """Tell which matrices every rank of tp has whole."""
+    def _note_whole(self, model: ModelContext) -> None:
+        """Add a note on matrices that tp does not split."""
         whole: list[str] = []
         for name, leaf in self.leaves.items():
             if leaf.op != "param" or len(leaf.shape) < 2 or name not in self.axes.dims:
@@ -226,22 +232,22 @@ class ModelText:
             used = any(name == self.axes.base.get(n, n) for body in self.bodies.values()
                        for c in body if c.op != "experts" for n in c.operands)  # fmt: skip
             units = model.layouts.units(model.layouts.of(name))
-            if used and not any(model.placement.of(unit) for unit in units):
+            if used and not any(model.placement.degree_of(unit) for unit in units):
                 whole.append(leaf.path)
         if whole:
             shown = ", ".join(whole[:6]) + (f" and {len(whole) - 6} more" if len(whole) > 6 else "")
             self.notes.append(f"whole on every rank of tp: {shown}")
 
 
-def _kind_of_layer(piece: Piece) -> str:
-    """In a word, what a layer has that others may not have."""
-    if any(c.op == "experts" for c in piece.calls):
+def _kind_of_layer(section: Section) -> str:
+    """Name for a kind of layer, by what only it has."""
+    if any(c.op == "experts" for c in section.calls):
         return "experts"
-    reaches = {(c.attrs.get("causal"), c.attrs.get("window")) for c in piece.calls
+    reaches = {(c.attrs.get("causal"), c.attrs.get("window")) for c in section.calls
                if c.op in ("attention", "softmax")}  # fmt: skip
     if any(window for _, window in reaches):
         return "local"
-    cross = sum(1 for c in piece.calls if c.op == "attention") > 1
+    cross = sum(1 for c in section.calls if c.op == "attention") > 1
     return "decoder" if cross else "layer"
 
 
@@ -265,12 +271,12 @@ LAST = ("norm", "softmax", "rope")
 IMPLIED = frozenset(
     {"act", "glu", "add", "scale", "shift", "cast", "times", "random_mask", "dropout"}
 )
-"""Element-wise ops, whose index expression a text need not say where operands have one shape."""
+"""Element-wise ops; a text may omit their index expression if operands have one shape."""
 
 
 @dataclass(slots=True)
-class Model:
-    """What all modules of a text share."""
+class ModelContext:
+    """Data that all modules of a text share."""
 
     axes: AxisTable
     layouts: Layouts
@@ -280,21 +286,23 @@ class Model:
     """Names of units as sizes of the model."""
     shared: frozenset[str]
     """Parameters of several modules."""
-    handed: frozenset[str]
+    side_values: frozenset[str]
     dtype: str
     """The data type of most parameters, which stands for that of the run."""
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
     names: dict[str, str] = field(default_factory=dict[str, str])
-    """Of values and parameters that modules share, in the text."""
+    """Names of values and parameters that modules share."""
     own_sizes: dict[str, Size] = field(default_factory=dict[str, Size])
 
 
-class Writer:
+class ModuleWriter:
     """Writes one module."""
 
-    def __init__(self, model: Model, piece: Piece, name: str, calls: Sequence[OpCall]) -> None:
-        """`calls` are those of the piece, without views."""
-        self.model, self.piece, self.name, self.calls = model, piece, name, calls
+    def __init__(
+        self, model: ModelContext, section: Section, name: str, calls: Sequence[OpCall]
+    ) -> None:
+        """`calls` are those of the section, without views."""
+        self.model, self.section, self.name, self.calls = model, section, name, calls
         self.dtypes = {call.name: call.dtype for call in calls}
         self.lines: list[str] = []
         self.body: list[str] = []
@@ -303,11 +311,11 @@ class Writer:
         self.sizes: dict[str, Size] = {}
         self.scope = ""
         prefixes = [call.path for call in calls if re.search(r"\.\d+", call.path)]
-        self.prefix = layer_path(prefixes) if piece.layer else ""
+        self.prefix = layer_path(prefixes) if section.layer else ""
 
     # ---- names and sizes -----------------------------------------------------------------------
 
-    def fresh(self, wish: str) -> str:
+    def unique_name(self, wish: str) -> str:
         """A name that nothing else in the module has."""
         wish = re.sub(r"\W+", "_", wish).strip("_") or "value"
         wish = f"_{wish}" if wish[0].isdigit() else wish
@@ -321,7 +329,7 @@ class Writer:
 
     def size(self, unit: Axis) -> str:
         """A unit's size in the text; a number gets a name of its own."""
-        known = self.model.sizes.get(unit.known())
+        known = self.model.sizes.get(unit.root())
         if known:
             return known
         parts = unit.leaves()
@@ -341,7 +349,7 @@ class Writer:
         dims: list[str] = []
         for unit in self.model.layouts.units(leaves):
             text = self.size(unit)
-            degree = self.model.placement.of(unit) if degrees else ""
+            degree = self.model.placement.degree_of(unit) if degrees else ""
             if any("/tp" in dim for dim in dims):  # one dim of a parameter is split by tp
                 degree = ""
             if not degrees and text == "B" and not dims:
@@ -352,13 +360,13 @@ class Writer:
     # ---- values --------------------------------------------------------------------------------
 
     def value(self, name: str) -> str:
-        """How the text calls a value; parameters and inputs are declared when first read."""
+        """Name of a value in the text; declares parameters and inputs when first read."""
         base = self.model.axes.base.get(name, name)
         if base in self.names:
             return self.names[base]
         leaf = self.model.leaves.get(base)
-        if base in self.model.handed or leaf is None:
-            shown = self.model.names.setdefault(base, self.fresh("memory"))
+        if base in self.model.side_values or leaf is None:
+            shown = self.model.names.setdefault(base, self.unique_name("memory"))
             self.taken.add(shown)
             layout = self.shape(self.model.layouts.of(base), degrees=False)
             self.lines.append(f"input {shown}{layout}")
@@ -367,12 +375,12 @@ class Writer:
             shown = self.names[base] = self._parameter(leaf)
         else:
             wish = input_name(leaf)
-            shown = self.names[base] = self.fresh(wish)
+            shown = self.names[base] = self.unique_name(wish)
             dtype = dtype_text(leaf.dtype, self.model.dtype)
             layout = self.shape(self.model.layouts.of(base), degrees=False)
             self.lines.append(f"input {shown}{layout}{' ' + dtype if dtype else ''}")
         if leaf is not None and not self.model.layouts.of(base):  # a leaf of a text has dims
-            one = self.names[base] = self.fresh(f"{shown}_value")
+            one = self.names[base] = self.unique_name(f"{shown}_value")
             self.body.append(f"{one} = sum[a->]({shown})")
         return self.names[base]
 
@@ -382,7 +390,7 @@ class Writer:
             self.taken.add(shown)
             shared = " shared"
         else:
-            shown, shared = self.fresh(short_name(leaf.path, self.prefix)), ""
+            shown, shared = self.unique_name(short_name(leaf.path, self.prefix)), ""
         layout = self.shape(self.model.layouts.of(leaf.name), degrees=True)
         self.body.append(f"param {shown}{layout}{shared}")
         return shown
@@ -398,15 +406,17 @@ class Writer:
     def write(self, number: int) -> str:
         """The module's text."""
         if number:
-            layout = self.shape(self.model.layouts.of(self.piece.reads), degrees=False)
-            self.names[self.model.axes.base.get(self.piece.reads, self.piece.reads)] = "x"
+            layout = self.shape(self.model.layouts.of(self.section.reads), degrees=False)
+            self.names[self.model.axes.base.get(self.section.reads, self.section.reads)] = "x"
             self.taken.add("x")
             self.lines.append(f"input x{layout}")
         last = len(self.calls) - 1
         for i, call in enumerate(self.calls):
             self._statement(call, is_last=i == last)
-        hands = [self.names[n] for n in self.names if n in self.model.handed and self._makes(n)]
-        result = self.value(self.piece.yields)
+        hands = [
+            self.names[n] for n in self.names if n in self.model.side_values and self._makes(n)
+        ]
+        result = self.value(self.section.yields)
         sizes = [f"size {name} = {value}" for name, value in self.sizes.items()]
         output = f"output {', '.join([result, *hands])}"
         return "\n".join([f"module {self.name}", *sizes, *self.lines, *self.body, output])
@@ -416,16 +426,16 @@ class Writer:
 
     def _statement(self, call: OpCall, *, is_last: bool) -> None:
         start = len(self.body)
-        call = self._turned(call) if call.op in LAST else call
-        call = self._merged(call) if call.op in ("join", "slice", "attention") else call
+        call = self._with_unsplit_axes_last(call) if call.op in LAST else call
+        call = self._with_merged_dims(call) if call.op in ("join", "slice", "attention") else call
         spec = spec_of(self.model.layouts, call, self.model.sizes)
         text = self._text(call, spec)
         scope = self._scope(call)
-        if call.name in self.model.handed:
-            name = self.model.names.setdefault(call.name, self.fresh("memory"))
+        if call.name in self.model.side_values:
+            name = self.model.names.setdefault(call.name, self.unique_name("memory"))
             self.taken.add(name)
         else:
-            name = self.fresh(self._wish(call))
+            name = self.unique_name(self._preferred_name(call))
         if self._is_branch(call):
             text = f"at[branch]({text})"
         if call.op == "attention":
@@ -437,11 +447,11 @@ class Writer:
             self.body.insert(start, f"scope {scope or self.name}")
             self.scope = scope
 
-    def _turned(self, call: OpCall) -> OpCall:
-        """The call on an operand whose last axes are those that the op needs whole."""
+    def _with_unsplit_axes_last(self, call: OpCall) -> OpCall:
+        """Transpose the operand so that the axes that must not be split come last."""
         layouts = self.model.layouts
-        places = layouts.places(call, 0)
-        turned = sorted(places, key=lambda place: place[0] in call.whole)
+        places = layouts.operand_axes(call, 0)
+        turned = sorted(places, key=lambda place: place[0] in call.unsplit)
         if turned == places:
             return call
         (first, *others), axes = call.operands, self.model.axes
@@ -450,26 +460,26 @@ class Writer:
         layouts.order[name] = tuple(leaf for _, leaf in turned)
         letters = dict(zip(places, "bcdefghijklmnop", strict=False))
         spec = "->".join("".join(letters[p] for p in of) for of in (places, turned))
-        self.names[name] = self.fresh("turned")
+        self.names[name] = self.unique_name("turned")
         self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(first)})")
         return replace(call, operands=(name, *others))
 
-    def _merged(self, call: OpCall) -> OpCall:
-        """The call on operands of which each dim that the op takes as one is one axis.
+    def _with_merged_dims(self, call: OpCall) -> OpCall:
+        """Merge the axes of each dim that the op takes as one.
 
         Of a join or a part that is the dim along which it goes; of attention the positions of keys,
         and the width of queries and keys.
         """
         if call.op != "attention":
             for i, labels in enumerate(call.ins):
-                call = self._merged_dim(call, i, labels[int(call.attrs["dim"])], {})
+                call = self._with_merged_dim(call, i, labels[int(call.attrs["dim"])], {})
             return call
         made: dict[Label, Axis] = {}
         for i in range(len(call.operands)):
             for label in ("k", "d"):
-                call = self._merged_dim(call, i, label, made)
+                call = self._with_merged_dim(call, i, label, made)
         for label, what in (("v", "width of values"), ("q", "positions of causal queries")):
-            places = self.model.layouts.places(call, 2 if label == "v" else 0)
+            places = self.model.layouts.operand_axes(call, 2 if label == "v" else 0)
             several = len(self.model.layouts.units([leaf for x, leaf in places if x == label])) > 1
             if several and (label == "v" or call.attrs.get("causal")):
                 raise UserError(
@@ -478,10 +488,12 @@ class Writer:
                 )
         return call
 
-    def _merged_dim(self, call: OpCall, i: int, label: Label, made: dict[Label, Axis]) -> OpCall:
-        """The call with one axis for a label of an operand; `made`: those of other operands."""
+    def _with_merged_dim(
+        self, call: OpCall, i: int, label: Label, made: dict[Label, Axis]
+    ) -> OpCall:
+        """Merge the axes of one label of an operand; `made`: merged axes of other operands."""
         axes, layouts, operand = self.model.axes, self.model.layouts, call.operands[i]
-        places = layouts.places(call, i)
+        places = layouts.operand_axes(call, i)
         own = [leaf for x, leaf in places if x == label]
         if len(layouts.units(own)) < 2:
             return call
@@ -498,7 +510,7 @@ class Writer:
         left, right = ([leaf for _, leaf in of] for of in (kept[:place], kept[place:]))
         layouts.order[name] = (*left, merged, *right)
         outside.insert(place, f"({inside})")
-        self.names[name] = self.fresh("merged")
+        self.names[name] = self.unique_name("merged")
         spec = f"{''.join(letters.values())}->{''.join(outside)}"
         self.body.append(f"{self.names[name]} = sum[{spec}]({self.value(operand)})")
         operands = tuple(name if n == i else o for n, o in enumerate(call.operands))
@@ -506,7 +518,7 @@ class Writer:
 
     def _scope(self, call: OpCall) -> str:
         """The part of a layer: with attention in it, or a feed-forward."""
-        if not self.piece.layer:
+        if not self.section.layer:
             return ""
         at = next(i for i, each in enumerate(self.calls) if each.name == call.name)
         cores = [i for i, c in enumerate(self.calls) if c.op == "attention"]
@@ -521,7 +533,7 @@ class Writer:
                 return i
         return core
 
-    def _wish(self, call: OpCall) -> str:
+    def _preferred_name(self, call: OpCall) -> str:
         if call.op in ("glu", "act", "attention", "cross_entropy", "softmax"):
             return {"cross_entropy": "loss", "glu": "gated"}.get(call.op, call.op)
         words = [w for w in call.path.split(".") if w and not w.isdigit()]
@@ -535,7 +547,7 @@ class Writer:
         )
 
     def _is_branch(self, call: OpCall) -> bool:
-        """Whether ranks of tp have partial sums here that are summed into the stream."""
+        """True if ranks of tp have partial sums here that are summed into the stream."""
         if (
             not self._partial(call)
             or len(self.model.layouts.units(self.model.layouts.of(call.name))) != 3
@@ -581,7 +593,7 @@ class Writer:
         said = {k: v for k, v in attrs.items() if v not in (None, False) or k in ("causal", "dim")}
         words += [f"{k}={value_text(v)}" for k, v in said.items()]
         shown = "" if spec.plain and op in IMPLIED else spec.text
-        if usual_spec(op, spec.text):
+        if is_default_spec(op, spec.text):
             shown = ""
         text = spec_text(shown, spec.letters, words)
         return f"{op}{text}({', '.join(operands)})"
@@ -601,14 +613,13 @@ class Writer:
         return f"bias[{parts[0]},{parts[1]}->{out}]({', '.join(operands)})"
 
     def _slice(self, call: OpCall, spec: Any, operand: str) -> str:
-        """The elements of a dim from somewhere: as the first, or the last, or the last of the
-        first."""
+        """A slice of a dim: its first elements, its last, or the last of its first."""
         dim, start = int(call.attrs["dim"]), int(call.attrs["start"])
-        places = self.model.layouts.places(call, 0)
+        places = self.model.layouts.operand_axes(call, 0)
         label = call.ins[0][dim]
         at = [i for i, (x, _) in enumerate(places) if x == label]
         extent = product(a.extent for x, a in places if x == label)
-        width = product(a.extent for a in self.model.axes.label(call.name, "p"))
+        width = product(a.extent for a in self.model.axes.label_leaves(call.name, "p"))
         units = self.model.layouts.units([leaf for _, leaf in places])
         before = len(units[: at[0]]) if at else 0
         letters = dict(spec.letters)
@@ -636,8 +647,8 @@ def _bases(axes: AxisTable, call: OpCall) -> list[str]:
     return [axes.base.get(n, n) for n in call.operands]
 
 
-def usual_spec(op: str, spec: str) -> bool:
-    """Whether a text implies this index expression."""
+def is_default_spec(op: str, spec: str) -> bool:
+    """True for the index expression that a text implies."""
     ins, out = spec.split("->")
     terms = ins.split(",")
     if op in ("norm", "softmax", "rope"):
@@ -687,7 +698,7 @@ def input_name(leaf: OpCall) -> str:
 
 
 def layer_path(paths: Sequence[str]) -> str:
-    """What the names of a layer's modules begin with, `model.layers.3`."""
+    """Common prefix of the paths of a layer's modules, such as `model.layers.3`."""
     found = [re.match(r"(.*?\.\d+)(?:\.|$)", path) for path in paths]
     words = [m.group(1) for m in found if m]
     return max(set(words), key=words.count) if words else ""

@@ -1,4 +1,9 @@
-"""From a recording to the text of a `.stg` file, and what was assumed on the way."""
+"""Translates a recording into the text of a `.stg` file, with notes on what was assumed.
+
+The steps: `rewrite` finds norms, rotary positions, gates and experts; `ops` makes calls of ops;
+`attention` fuses attention written in parts; `layers` finds repeated layers; `axes` splits dims;
+`projections` splits fused products; `placement` chooses degrees; `stg_writer` writes the text.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ from math import prod
 from stagewright.errors import UserError
 from stagewright.imports.attention import fuse_attention
 from stagewright.imports.axes import AxisTable
-from stagewright.imports.layers import fold
+from stagewright.imports.layers import find_sections
 from stagewright.imports.ops import OpCall, Translation, calls_of
 from stagewright.imports.recording import Recording
 from stagewright.imports.rewrite import rewritten
@@ -20,14 +25,14 @@ from stagewright.imports.stg_writer import ModelText
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the caller of an import decides."""
+    """Options of an import."""
 
     dims: Mapping[str, Sequence[str]] | None = None
-    """By input, names of its dims: B and S are those of the run."""
+    """Names of the dims of inputs; B and S are those of the run."""
     approximate: bool = False
-    """Whether operations without a row of the table are counted by their bytes."""
+    """Count operations without a row in the table by their bytes; else they are refused."""
     loss: bool | None = None
-    """Whether the output is scores, of which the cross-entropy is added; None: if it looks so."""
+    """Add the cross-entropy of the output; None: if the output is a product with a parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,12 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     refuse_sizes_of_data(calls)
     symbols = names_of_symbols(calls, options.dims)
     calls = _renamed_inputs(calls)
-    notes += left_out(recording, calls)
-    folded = fold(calls, [result])
+    notes += unused_parameters(recording, calls)
+    sections = find_sections(calls, [result])
     made = ModelText(
-        calls, folded, AxisTable(symbols, sizes_of_examples(calls, symbols)), recording
+        calls, sections, AxisTable(symbols, sizes_of_examples(calls, symbols)), recording
     )
-    notes += counted(translation, calls)
+    notes += approximations(translation, calls)
     text = made.text()
     notes += made.notes
     head = [f"# Imported from PyTorch: {recording.name}.", *(f"# Note: {note}." for note in notes)]
@@ -76,7 +81,7 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
 
 
 def _renamed_inputs(calls: dict[str, OpCall]) -> dict[str, OpCall]:
-    """The first input of whole numbers is called `tokens`, as strategies call it."""
+    """Rename the first input of integers to `tokens`, its name in strategies."""
     inputs = [c for c in calls.values() if c.op == "input" and c.dtype == "int64"]
     tokens = next((c.name for c in inputs if len(c.shape) == 2 and c.name != "labels"), "")
     if not tokens or tokens == "tokens" or "tokens" in calls:
@@ -91,7 +96,7 @@ def _renamed_inputs(calls: dict[str, OpCall]) -> dict[str, OpCall]:
 
 
 def _needed(calls: Mapping[str, OpCall], result: str) -> dict[str, OpCall]:
-    """The calls that the result depends on."""
+    """Calls that the result depends on."""
     needed, todo = set[str](), [result]
     while todo:
         name = todo.pop()
@@ -104,11 +109,11 @@ def _needed(calls: Mapping[str, OpCall], result: str) -> dict[str, OpCall]:
 def _with_loss(
     calls: dict[str, OpCall], result: str, wanted: bool | None, notes: list[str]
 ) -> tuple[dict[str, OpCall], str]:
-    """The calls with the cross-entropy of scores, where the module yields scores."""
+    """Add the cross-entropy if the module yields scores; return the calls and the result."""
     out = calls[result]
     if not out.shape or wanted is False:
         return calls, result
-    if wanted is None and not _scores(calls, out):
+    if wanted is None and not _is_scores(calls, out):
         return calls, result
     notes.append("the output is scores: their cross-entropy is added as the loss")
     rows = tuple(range(len(out.shape) - 1))
@@ -117,8 +122,8 @@ def _with_loss(
     return {**calls, "labels": labels, "loss": loss}, "loss"
 
 
-def _scores(calls: Mapping[str, OpCall], out: OpCall) -> bool:
-    """Whether a value is the product with a parameter, but for shape, bias and activation."""
+def _is_scores(calls: Mapping[str, OpCall], out: OpCall) -> bool:
+    """True for a product with a parameter, perhaps after a bias, an activation or a view."""
     at = out
     if not 2 <= len(out.shape) <= 3 or not isinstance(out.shape[-1], int):
         return False
@@ -140,7 +145,7 @@ def _scores(calls: Mapping[str, OpCall], out: OpCall) -> bool:
 
 
 def refuse_sizes_of_data(calls: Mapping[str, OpCall]) -> None:
-    """Refuse values of which data decides the size, such as the rows that a mask selects."""
+    """Refuse values whose size depends on data, such as the rows that a mask selects."""
     for call in calls.values():
         if any(isinstance(n, str) and re.search(r"\bu\d+\b", n) for n in call.shape):
             raise UserError(
@@ -193,7 +198,7 @@ def sizes_of_examples(calls: Mapping[str, OpCall], names: Mapping[str, str]) -> 
     }
 
 
-def left_out(recording: Recording, calls: Mapping[str, OpCall]) -> list[str]:
+def unused_parameters(recording: Recording, calls: Mapping[str, OpCall]) -> list[str]:
     """A note on parameters that the result does not depend on, which the text lacks."""
     out = [n for n in recording.nodes if n.op == "param" and n.name not in calls]
     if not out:
@@ -204,10 +209,10 @@ def left_out(recording: Recording, calls: Mapping[str, OpCall]) -> list[str]:
     return [f"left out: {count:,} parameters that the result does not depend on: {paths}"]
 
 
-def counted(translation: Translation, calls: Mapping[str, OpCall]) -> list[str]:
+def approximations(translation: Translation, calls: Mapping[str, OpCall]) -> list[str]:
     """Notes on operations that are counted by their bytes; `calls` are those of the text."""
     counts = {
-        "by their bytes": _kept(translation.as_bytes, translation.calls, calls),
+        "by their bytes": _still_counted(translation.as_bytes, translation.calls, calls),
         "without a row, by their bytes": translation.unknown,
     }
     return [
@@ -217,10 +222,10 @@ def counted(translation: Translation, calls: Mapping[str, OpCall]) -> list[str]:
     ]
 
 
-def _kept(
+def _still_counted(
     counted: Counter[str], before: Mapping[str, OpCall], after: Mapping[str, OpCall]
 ) -> Counter[str]:
-    """What is counted by its bytes, without what became a part of attention."""
+    """Operations counted by their bytes that did not become a part of attention."""
     was, now = (
         Counter(str(call.attrs.get("fn")) for call in calls.values() if call.op == "opaque")
         for calls in (before, after)

@@ -1,4 +1,4 @@
-"""Parts of users' modules as frameworks that fuse nothing run them: chains of PyTorch's operators.
+"""Chains of PyTorch's operators for parts of users' modules, for frameworks that fuse nothing.
 
 A text says what is computed, in one call: `norm`, `glu`, `act[fn=gelu_tanh]`. Where a run has
 `operators = eager`, the call is the operators that presets have then, or those of the module's own
