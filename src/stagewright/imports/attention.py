@@ -17,13 +17,13 @@ def fuse_attention(calls: dict[str, OpCall]) -> dict[str, OpCall]:
     for call in calls.values():
         for name in call.operands:
             readers.setdefault(name, []).append(call)
-    made = dict(calls)
+    fused = dict(calls)
     for call in calls.values():
         if call.op == "softmax":
-            found = _fuse(calls, readers, call)
-            if found is not None:
-                made[found.name] = found
-    return made
+            attention = _fuse(calls, readers, call)
+            if attention is not None:
+                fused[attention.name] = attention
+    return fused
 
 
 def _fuse(
@@ -117,10 +117,10 @@ def _values_product(readers: Mapping[str, list[OpCall]], softmax: OpCall) -> OpC
     """The product of the probabilities with values."""
     at = softmax
     for _ in range(8):
-        behind = [c for c in readers.get(at.name, ()) if c.op not in ("random_mask",)]
-        if len(behind) != 1:
+        users = [c for c in readers.get(at.name, ()) if c.op not in ("random_mask",)]
+        if len(users) != 1:
             return None
-        at = behind[0]
+        at = users[0]
         if at.op == "einsum":
             return at if at.operands[0] != at.operands[1] else None
         if at.op not in ("cast", "dropout", "view", "reshape"):

@@ -56,14 +56,14 @@ class Axis:
 
     def enclosing(self) -> list[Axis]:
         """The axis and all axes that it is a part of."""
-        found: dict[Axis, None] = {}
-        todo = [self.root()]
-        while todo:
-            at = todo.pop().root()
-            if at not in found:
-                found[at] = None
-                todo += at.parents
-        return [*found]
+        axes: dict[Axis, None] = {}
+        pending = [self.root()]
+        while pending:
+            axis = pending.pop().root()
+            if axis not in axes:
+                axes[axis] = None
+                pending += axis.parents
+        return [*axes]
 
 
 Dims = list[list[Axis]]
@@ -83,22 +83,22 @@ class AxisTable:
         """The value that each view shows."""
         self.labels: dict[str, dict[Label, list[Axis]]] = {}
 
-    def extent(self, of: Extent, call: OpCall) -> Size:
+    def extent(self, extent: Extent, call: OpCall) -> Size:
         """The size of a dim of a call's result."""
-        if isinstance(of, int):
-            return size(of)
+        if isinstance(extent, int):
+            return size(extent)
         try:
-            return size(of).subs(self.sizes)
+            return size(extent).subs(self.sizes)
         except ValueError:
             raise UserError(
-                f"{call.source or call.path or call.name}: {_kind(call)} of "
-                f"{len(call.shape)} dims has one of {self._named(of)}, which is no size here; keep "
-                "all sizes of the example (--static, static=True)"
+                f"{call.where}: {_kind(call)} of {len(call.shape)} dims has one of "
+                f"{self._named(extent)}, which is no size here; keep all sizes of the example "
+                "(--static, static=True)"
             ) from None
 
-    def _named(self, of: str) -> str:
+    def _named(self, expression: str) -> str:
         """An expression of the trace with the names of its symbols."""
-        return re.sub(r"[a-z]\w*", lambda found: self.sizes.get(found[0], found[0]), of)
+        return re.sub(r"[a-z]\w*", lambda match: self.sizes.get(match[0], match[0]), expression)
 
     # ---- relations -----------------------------------------------------------------------------
 
@@ -160,42 +160,42 @@ class AxisTable:
             for axis in dim
             for leaf in axis.leaves()
         ]
-        made: Dims = []
+        dims: Dims = []
         repeated = set[Axis]()
 
-        def shown(leaf: Axis, copied: bool) -> Axis:
+        def view_of(leaf: Axis, copied: bool) -> Axis:
             """The leaf; a separate axis for one that is only repeated."""
             if not copied:
                 return leaf
-            place = Axis(leaf.extent)
-            place.same_as = leaf
-            repeated.add(place)
-            return place
+            view = Axis(leaf.extent)
+            view.same_as = leaf
+            repeated.add(view)
+            return view
 
         for extent in shape:
             dim: list[Axis] = []
-            left = extent
-            while left is not _ONE:
+            remaining = extent
+            while remaining is not _ONE:
                 if not leaves:
                     raise self._mixed(call)
                 leaf, copied = leaves.pop(0)
-                if _divides(leaf.extent, left):
-                    dim.append(shown(leaf, copied))
-                    left = _quotient(left, leaf.extent)
-                elif _divides(left, leaf.extent):
-                    outer, inner = self._refine(leaf, left)
-                    dim.append(shown(outer, copied))
+                if _divides(leaf.extent, remaining):
+                    dim.append(view_of(leaf, copied))
+                    remaining = _quotient(remaining, leaf.extent)
+                elif _divides(remaining, leaf.extent):
+                    outer, inner = self._refine(leaf, remaining)
+                    dim.append(view_of(outer, copied))
                     leaves.insert(0, (inner, copied))
-                    left = _ONE
+                    remaining = _ONE
                 else:
                     raise self._mixed(call)
-            made.append(dim)
-        self._show(call, source, made)
+            dims.append(dim)
+        self._show(call, source, dims)
         self.copies[call.name] = repeated
 
     def _mixed(self, call: OpCall) -> UserError:
         return UserError(
-            f"{call.source or call.path or call.name}: a view to {list(call.shape)} cuts across "
+            f"{call.where}: a view to {list(call.shape)} cuts across "
             "dims; keep them apart in the module"
         )
 
@@ -206,31 +206,31 @@ class AxisTable:
 
     def _labelled(self, call: OpCall, shape: Sequence[Size]) -> None:
         """Dims by their labels: equal labels are equal axes."""
-        known: dict[Label, list[Axis]] = {}
+        axes_of: dict[Label, list[Axis]] = {}
         for name, labels in zip(call.operands, call.ins, strict=True):
             for label, dim in zip(labels, self.dims[name], strict=True):
                 if not dim:
                     continue
-                if label in known and not self.unify(known[label], dim):
+                if label in axes_of and not self.unify(axes_of[label], dim):
                     raise self._mixed(call)
-                known.setdefault(label, dim)
-        made: Dims = []
+                axes_of.setdefault(label, dim)
+        dims: Dims = []
         fresh = set[Axis]()
         for label, extent in zip(call.out, shape, strict=True):
             if extent is _ONE:
-                made.append([])
+                dims.append([])
                 continue
-            if label not in known:
-                known[label] = [Axis(extent)]
-                fresh |= {*known[label]}
-            made.append(known[label])
+            if label not in axes_of:
+                axes_of[label] = [Axis(extent)]
+                fresh |= {*axes_of[label]}
+            dims.append(axes_of[label])
         if call.op == "view":
             (source,) = call.operands
-            self._show(call, source, made)
+            self._show(call, source, dims)
             self.copies[call.name] |= fresh
             return
-        self.dims[call.name] = made
-        self.labels[call.name] = known
+        self.dims[call.name] = dims
+        self.labels[call.name] = axes_of
 
     # ---- units ---------------------------------------------------------------------------------
 
@@ -251,38 +251,38 @@ class AxisTable:
 
     def separate_axes(self, calls: Iterable[OpCall]) -> set[Axis]:
         """Axes of which some call reads only a part, so that their leaves stay separate."""
-        banned = set[Axis]()
+        separate = set[Axis]()
         for call in calls:
             if call.op in LEAVES or call.op in ("view", "reshape"):
                 continue
             labels = {x for labels in (*call.ins, call.out) for x in labels}
-            here = {x: self.label_leaves(call.name, x) for x in labels}
+            label_leaves = {x: self.label_leaves(call.name, x) for x in labels}
             values = [{*self.leaves_of(name)} for name in (*call.operands, call.name)]
-            for leaves in here.values():
-                own = {*leaves}
-                for whole in {w for leaf in leaves for w in leaf.enclosing()}:
-                    parts = {*whole.leaves()}
-                    if not parts <= own and any(parts <= value for value in values):
-                        banned.add(whole)
-        return banned
+            for leaves in label_leaves.values():
+                label_set = {*leaves}
+                for axis in {w for leaf in leaves for w in leaf.enclosing()}:
+                    parts = {*axis.leaves()}
+                    if not parts <= label_set and any(parts <= value for value in values):
+                        separate.add(axis)
+        return separate
 
     def units(self, leaves: Sequence[Axis], separate: set[Axis]) -> list[Axis]:
         """Group leaves into the largest axes that no call splits."""
-        made: list[Axis] = []
+        units: list[Axis] = []
         i = 0
         while i < len(leaves):
-            best, length = leaves[i], 1
-            for whole in leaves[i].enclosing():
-                parts = whole.leaves()
+            largest, length = leaves[i], 1
+            for axis in leaves[i].enclosing():
+                parts = axis.leaves()
                 if (
-                    whole not in separate
+                    axis not in separate
                     and len(parts) > length
                     and [*leaves[i : i + len(parts)]] == parts
                 ):
-                    best, length = whole, len(parts)
-            made.append(best)
+                    largest, length = axis, len(parts)
+            units.append(largest)
             i += length
-        return made
+        return units
 
 
 def _kind(call: OpCall) -> str:

@@ -49,49 +49,49 @@ class Layouts:
         """The axes of an operand in memory order, each with its label."""
         name, labels = call.operands[operand], call.ins[operand]
         copies = self.axes.copies.get(name, set())
-        logical: list[LabelledAxis] = [
+        by_label: list[LabelledAxis] = [
             (label, leaf)
             for label, dim in zip(labels, self.axes.dims[name], strict=True)
             for axis in dim
             if axis not in copies
             for leaf in axis.leaves()
         ]
-        placed: list[LabelledAxis] = []
+        ordered: list[LabelledAxis] = []
         for leaf in self.of(name):
-            nth = next((i for i, (_, x) in enumerate(logical) if x is leaf), None)
-            if nth is not None:
-                placed.append(logical.pop(nth))
-        return [*placed, *logical]
+            index = next((i for i, (_, x) in enumerate(by_label) if x is leaf), None)
+            if index is not None:
+                ordered.append(by_label.pop(index))
+        return [*ordered, *by_label]
 
     def result_axes(self, call: OpCall) -> list[LabelledAxis]:
         """The axes of the result with their labels, in the order of the operands."""
         labels = dict.fromkeys(call.out)
-        wanted: list[LabelledAxis] = [
+        axes: list[LabelledAxis] = [
             (x, leaf) for x in labels for leaf in self.axes.label_leaves(call.name, x)
         ]
-        made: list[LabelledAxis] = []
+        ordered: list[LabelledAxis] = []
         for i in range(len(call.operands)):
-            places = self.operand_axes(call, i)
+            operand = self.operand_axes(call, i)
             if call.op in ("join", "conv", "opaque"):
-                return wanted
+                return axes
             if call.op == "slice":
-                return _changed(places, wanted)
-            made += [p for p in places if p in wanted and p not in made]
-        return [*made, *(p for p in wanted if p not in made)]
+                return _changed(operand, axes)
+            ordered += [p for p in operand if p in axes and p not in ordered]
+        return [*ordered, *(p for p in axes if p not in ordered)]
 
 
 def _changed(places: Sequence[LabelledAxis], wanted: Sequence[LabelledAxis]) -> list[LabelledAxis]:
     """The axes of an operand in the result; new axes take the position of those they replace."""
-    new: list[LabelledAxis] = [p for p in wanted if p not in places]
-    made: list[LabelledAxis] = []
+    added: list[LabelledAxis] = [p for p in wanted if p not in places]
+    result: list[LabelledAxis] = []
     for place in places:
         if place in wanted:
-            made.append(place)
-        elif new:
-            label: Label = new[0][0]
-            made += [p for p in new if p[0] == label]
-            new = [p for p in new if p[0] != label]
-    return [*made, *new]
+            result.append(place)
+        elif added:
+            label: Label = added[0][0]
+            result += [p for p in added if p[0] == label]
+            added = [p for p in added if p[0] != label]
+    return [*result, *added]
 
 
 ATTENTION = {"q": "q", "k": "k", "d": "d", "v": "v", 0: "b"}
@@ -110,30 +110,30 @@ class Letters:
     def term(self, places: Sequence[LabelledAxis], unsplit: frozenset[Label]) -> str:
         """One operand of the index expression."""
         units = self.layouts.units([leaf for _, leaf in places])
-        text, at = "", 0
+        text, position = "", 0
         for unit in units:
             leaves = unit.leaves()
-            label = places[at][0]
-            at += len(leaves)
-            shown = [unit] if self._together(label, unit) else leaves
-            part = "".join(self._letter(label, each) for each in shown)
+            label = places[position][0]
+            position += len(leaves)
+            axes = [unit] if self._together(label, unit) else leaves
+            part = "".join(self._letter(label, each) for each in axes)
             part = part.upper() if label in unsplit else part
             text += f"({part})" if len(part) > 1 else part
         return text
 
     def add_units(self, places: Sequence[LabelledAxis]) -> None:
         """Record the units in which an operand has each label."""
-        at = 0
+        position = 0
         for unit in self.layouts.units([leaf for _, leaf in places]):
             leaves = tuple(unit.leaves())
-            self.unit_sets.setdefault(places[at][0], set()).add(leaves)
-            at += len(leaves)
+            self.unit_sets.setdefault(places[position][0], set()).add(leaves)
+            position += len(leaves)
 
     def _together(self, label: Label, unit: Axis) -> bool:
         """True if no operand has only a part of the unit under this label."""
-        own = {*unit.leaves()}
-        others = self.unit_sets.get(label, set())
-        return not any({*piece} < own for piece in others)
+        leaves = {*unit.leaves()}
+        unit_sets = self.unit_sets.get(label, set())
+        return not any({*piece} < leaves for piece in unit_sets)
 
     def _letter(self, label: Label, axis: Axis) -> str:
         axis = axis.root()
@@ -172,13 +172,15 @@ def spec_of(layouts: Layouts, call: OpCall, names: Mapping[Axis, str]) -> CallSp
     letters = Letters(layouts, call, names)
     for places in (*terms, result):
         letters.add_units(places)
-    shown = [letters.term(places, call.unsplit) for places in terms]
+    inputs = [letters.term(places, call.unsplit) for places in terms]
     out = letters.term(result, call.unsplit)
     order = tuple(leaf for _, leaf in result)
     layouts.order[call.name] = order
-    known = {x.lower() for term in shown for x in term}
-    fresh = {
-        x: axis for (_, axis), x in letters.letters.items() if x in out.lower() and x not in known
+    input_letters = {x.lower() for term in inputs for x in term}
+    new_letters = {
+        x: axis
+        for (_, axis), x in letters.letters.items()
+        if x in out.lower() and x not in input_letters
     }
-    plain = all(term == out for term in shown) and out.islower()
-    return CallSpec(f"{','.join(shown)}->{out}", fresh, order, plain)
+    plain = all(term == out for term in inputs) and out.islower()
+    return CallSpec(f"{','.join(inputs)}->{out}", new_letters, order, plain)

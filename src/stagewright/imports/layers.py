@@ -55,17 +55,18 @@ class Sections(NamedTuple):
 def find_sections(calls: Mapping[str, OpCall], outputs: Sequence[str]) -> Sections:
     """Divide the calls into sections; repeated ones, with equal signatures, are layers."""
     computed = [call for call in calls.values() if call.op not in LEAVES]
-    best = now = _split_at_cuts(calls, computed, outputs, frozenset())
+    best = current = _split_at_cuts(calls, computed, outputs, frozenset())
     for _ in range(MAX_SIDE_VALUES):
-        more = _candidates(computed, now)
-        if not more:
+        candidates = _candidates(computed, current)
+        if not candidates:
             break
-        tried = [
-            _split_at_cuts(calls, computed, outputs, now.side_values | {name}) for name in more
+        splits = [
+            _split_at_cuts(calls, computed, outputs, current.side_values | {name})
+            for name in candidates
         ]
-        now = max(tried, key=lambda found: found.covered)
-        if now.covered >= best.covered + MIN_SPAN:
-            best = now
+        current = max(splits, key=lambda split: split.covered)
+        if current.covered >= best.covered + MIN_SPAN:
+            best = current
     return Sections(best.sections(outputs), best.side_values)
 
 
@@ -89,12 +90,12 @@ class _Split(NamedTuple):
     def sections(self, outputs: Sequence[str]) -> tuple[Section, ...]:
         """The groups of segments, each with what it reads and yields."""
         exact = [segment.signature(relaxed=False) for segment in self.segments]
-        made: list[Section] = []
+        sections: list[Section] = []
         for a, b, layer in self.groups:
             calls = tuple(call for segment in self.segments[a:b] for call in segment.calls)
             yields = self.cuts[b][1] if b < len(self.segments) else outputs[0]
-            made.append(Section(calls, self.cuts[a][1], yields, layer, (layer, *exact[a:b])))
-        return tuple(made)
+            sections.append(Section(calls, self.cuts[a][1], yields, layer, (layer, *exact[a:b])))
+        return tuple(sections)
 
 
 def _split_at_cuts(
@@ -129,7 +130,7 @@ class Segment(NamedTuple):
     def signature(self, *, relaxed: bool) -> tuple[object, ...]:
         """The structure without names; `relaxed`: and without reach of attention and factors."""
         numbers: dict[str, object] = {self.reads: "stream"}
-        rows: list[object] = []
+        structure: list[object] = []
         for call in self.calls:
             operands: list[object] = []
             for name in call.operands:
@@ -141,12 +142,12 @@ class Segment(NamedTuple):
                     operands.append((leaf.op, leaf.shape, leaf.dtype))
                 operands.append(numbers[name])
             numbers[call.name] = len(numbers)
-            known = call.signature
+            signature = call.signature
             if relaxed:
                 attrs = {k: v for k, v in call.attrs.items() if k not in RELAXED}
-                known = (call.op, call.shape, call.dtype, call.ins, call.out, str(attrs))
-            rows.append((known, tuple(operands)))
-        return tuple(rows)
+                signature = (call.op, call.shape, call.dtype, call.ins, call.out, str(attrs))
+            structure.append((signature, tuple(operands)))
+        return tuple(structure)
 
 
 def _cuts(
@@ -171,38 +172,38 @@ def _cuts(
     return [*cuts, (len(computed), "")]
 
 
-def _candidates(computed: Sequence[OpCall], found: _Split) -> list[str]:
-    """Values that the longest section without a layer reads often, and long after they are made."""
-    lengths = {(a, b): found.length(a, b) for a, b, layer in found.groups if not layer}
+def _candidates(computed: Sequence[OpCall], split: _Split) -> list[str]:
+    """Values that the longest section without a layer reads often, and late."""
+    lengths = {(a, b): split.length(a, b) for a, b, layer in split.groups if not layer}
     length = max(lengths.values(), default=0)
     if length < MIN_SPAN:
         return []
     first = next(a for (a, _), n in lengths.items() if n == length)
-    begin = found.cuts[first][0]
-    made = {call.name: i for i, call in enumerate(computed)}
+    start = split.cuts[first][0]
+    position = {call.name: i for i, call in enumerate(computed)}
     readers: dict[str, int] = {}
     spans: dict[str, int] = {}
-    for i in range(begin, begin + length):
+    for i in range(start, start + length):
         for name in computed[i].operands:
-            if name in made and name not in found.side_values:
+            if name in position and name not in split.side_values:
                 readers[name] = readers.get(name, 0) + 1
-                spans[name] = i - made[name]
-    many = [name for name, count in readers.items() if count > 1 and spans[name] > length // 3]
-    return sorted(many, key=lambda name: -spans[name] * readers[name])[:MAX_CANDIDATES]
+                spans[name] = i - position[name]
+    names = [name for name, count in readers.items() if count > 1 and spans[name] > length // 3]
+    return sorted(names, key=lambda name: -spans[name] * readers[name])[:MAX_CANDIDATES]
 
 
 def _groups(signatures: Sequence[int], segments: Sequence[Segment]) -> list[Group]:
     """Segments in groups: those of each repeated layer, and those between layers."""
-    found = _layers(signatures, segments, 0, len(signatures))
+    layers = _layers(signatures, segments, 0, len(signatures))
     groups: list[Group] = []
-    at = 0
-    for begin, end in sorted(found):
-        if begin > at:
-            groups.append((at, begin, False))
+    position = 0
+    for begin, end in sorted(layers):
+        if begin > position:
+            groups.append((position, begin, False))
         groups.append((begin, end, True))
-        at = end
-    if at < len(signatures):
-        groups.append((at, len(signatures), False))
+        position = end
+    if position < len(signatures):
+        groups.append((position, len(signatures), False))
     if groups and groups[0][2]:  # the first piece reads what comes from outside
         groups[0] = (*groups[0][:2], False)
     return groups
@@ -232,9 +233,9 @@ def _layers(
         begin -= period
     while period > 1 and end + period <= high and signatures[end] == signatures[start]:
         end += period
-    here = [(i, i + period) for i in range(begin, end, period)]
+    these = [(i, i + period) for i in range(begin, end, period)]
     return [
         *_layers(signatures, segments, low, begin),
-        *here,
+        *these,
         *_layers(signatures, segments, end, high),
     ]

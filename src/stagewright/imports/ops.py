@@ -50,6 +50,11 @@ class OpCall:
     source: str = ""
 
     @property
+    def where(self) -> str:
+        """Line of the user's code, else the module, else the name: for errors."""
+        return self.source or self.path or self.name
+
+    @property
     def signature(self) -> tuple[object, ...]:
         """All but the names: equal for calls that do the same."""
         return (
@@ -106,7 +111,7 @@ class Translation:
         dtype, unsplit = how.pop("dtype", "") or node.dtype, frozenset(how.pop("unsplit", ()))
         if dtype.startswith("complex") and op not in LEAVES and not self.approximate:
             raise UserError(
-                f"{node.source or node.path or node.name}: {node.op} makes complex numbers, "
+                f"{node.where}: {node.op} makes complex numbers, "
                 "which have no cost here; write real and imaginary parts, or give --approximate, "
                 "which counts a complex number as a real one"
             )
@@ -138,15 +143,17 @@ class Translation:
         ins: list[Labels] = []
         extra = len(out)
         for name in names:
-            shape, at, labels = self.shape(name), 0, list[Label]()
+            shape, position, labels = self.shape(name), 0, list[Label]()
             for extent in shape:
-                found = next((i for i in range(at, len(out)) if node.shape[i] == extent), None)
-                if found is None:
+                match = next(
+                    (i for i in range(position, len(out)) if node.shape[i] == extent), None
+                )
+                if match is None:
                     labels.append(extra)
                     extra += 1
                 else:
-                    labels.append(found)
-                    at = found + 1
+                    labels.append(match)
+                    position = match + 1
             ins.append(tuple(labels))
         batch = {0} if node.shape and isinstance(node.shape[0], str) else set[int]()
         unsplit = {x for labels in (*ins, out) for x in labels} - batch
@@ -174,9 +181,8 @@ class Translation:
             try:
                 ROWS[key](self, node)
             except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-                where = node.source or node.path or node.name
                 raise UserError(
-                    f"{where}: no row for {node.op} with such arguments "
+                    f"{node.where}: no row for {node.op} with such arguments "
                     f"({type(error).__name__}: {error}); write it in another form"
                 ) from None
         elif words[0] == "aten" and kind in FUNCTIONS:
@@ -207,16 +213,18 @@ def _linear(t: Translation, node: TracedNode) -> None:
     lead = tuple(range(len(t.shape(x)) - 1))
     bias = node.args[2] if len(node.args) > 2 else None
     ins, out = ((*lead, "i"), ("o", "i")), (*lead, "o")
-    made = t.emit(node, "einsum", (x, w), ins, out, suffix=".product" if bias else "")
+    product = t.emit(node, "einsum", (x, w), ins, out, suffix=".product" if bias else "")
     if bias:
-        t.elementwise(node, "add", made, t.name(bias))
+        t.elementwise(node, "add", product, t.name(bias))
 
 
 def _addmm(t: Translation, node: TracedNode) -> None:
     """A bias plus a product of two matrices."""
     bias, x, w = (t.name(a) for a in node.args[:3])
-    made = t.emit(node, "einsum", (x, w), (("n", "i"), ("i", "o")), ("n", "o"), suffix=".product")
-    t.elementwise(node, "add", made, bias)
+    product = t.emit(
+        node, "einsum", (x, w), (("n", "i"), ("i", "o")), ("n", "o"), suffix=".product"
+    )
+    t.elementwise(node, "add", product, bias)
 
 
 def _matmul(t: Translation, node: TracedNode) -> None:
@@ -237,8 +245,8 @@ def _baddbmm(t: Translation, node: TracedNode) -> None:
     """A bias plus products of matrices."""
     bias, x, y = (t.name(a) for a in node.args[:3])
     ins = (0, "n", "i"), (0, "i", "o")
-    made = t.emit(node, "einsum", (x, y), ins, (0, "n", "o"), suffix=".product")
-    t.elementwise(node, "add", made, bias)
+    product = t.emit(node, "einsum", (x, y), ins, (0, "n", "o"), suffix=".product")
+    t.elementwise(node, "add", product, bias)
 
 
 def _einsum(t: Translation, node: TracedNode) -> None:
@@ -249,18 +257,18 @@ def _einsum(t: Translation, node: TracedNode) -> None:
     if any(len({*term}) < len(term) for term in terms):
         raise UserError(f"{node.source}: einsum {spec!r} takes a diagonal, which no op here does")
     while len(names) > 2:  # from the left, as PyTorch does where opt_einsum is not installed
-        later = {x for term in (*terms[2:], out) for x in term}
-        both = dict.fromkeys((*terms[0], *terms[1]))
-        made = tuple(x for x in both if x in later)
+        needed = {x for term in (*terms[2:], out) for x in term}
+        shared = dict.fromkeys((*terms[0], *terms[1]))
+        labels = tuple(x for x in shared if x in needed)
         extents = {
             x: n for term, name in zip(terms[:2], names[:2], strict=True)
             for x, n in zip(term, t.shape(name), strict=True)
         }  # fmt: skip
-        shape = tuple(extents[x] for x in made)
+        shape = tuple(extents[x] for x in labels)
         first = t.emit(
-            node, "einsum", names[:2], terms[:2], made, suffix=f".{len(names)}", shape=shape
+            node, "einsum", names[:2], terms[:2], labels, suffix=f".{len(names)}", shape=shape
         )
-        names, terms = [first, *names[2:]], [made, *terms[2:]]
+        names, terms = [first, *names[2:]], [labels, *terms[2:]]
     t.emit(node, "einsum", names, terms, out)
 
 
@@ -272,21 +280,25 @@ def _einsum_labels(spec: str, ranks: Sequence[int]) -> tuple[list[Labels], Label
     """
     ins, arrow, out = spec.partition("->")
     written = ins.split(",")
-    hidden = [n - len(w.replace("...", "")) for w, n in zip(written, ranks, strict=True)]
-    most = max((n for w, n in zip(written, hidden, strict=True) if "..." in w), default=0)
+    hidden_dims = [n - len(w.replace("...", "")) for w, n in zip(written, ranks, strict=True)]
+    num_hidden = max(
+        (n for w, n in zip(written, hidden_dims, strict=True) if "..." in w), default=0
+    )
 
-    def labels(text: str, dots: int) -> Labels:
-        before, found, after = text.partition("...")
-        return (*before, *range(most - dots, most), *after) if found else tuple(text)
+    def labels(text: str, count: int) -> Labels:
+        before, dots, after = text.partition("...")
+        return (*before, *range(num_hidden - count, num_hidden), *after) if dots else tuple(text)
 
     if not arrow:
         once = sorted(c for c in {*ins} if c.isalpha() and ins.count(c) == 1)
         out = "..." * ("..." in ins) + "".join(once)
-    return [labels(w, n) for w, n in zip(written, hidden, strict=True)], labels(out, most)
+    return [labels(w, n) for w, n in zip(written, hidden_dims, strict=True)], labels(
+        out, num_hidden
+    )
 
 
 def _convolution(t: Translation, node: TracedNode) -> None:
-    """A convolution of any number of dims; `groups` are a dim of its own."""
+    """A convolution of any number of dims; `groups` are a separate dim."""
     x, w = (t.name(a) for a in node.args[:2])
     args = [*node.args, *[None] * 7]
     general = node.op.startswith("aten.convolution")
@@ -297,9 +309,9 @@ def _convolution(t: Translation, node: TracedNode) -> None:
         groups = args[6]
     groups = int(groups or 1)
     places = "hwd"[: len(t.shape(x)) - 2]
-    taps, made = tuple(f"t{c}" for c in places), tuple(f"o{c}" for c in places)
+    taps, out_places = tuple(f"t{c}" for c in places), tuple(f"o{c}" for c in places)
     channels, weight = t.shape(x)[1], t.shape(w)
-    own: dict[str, Any] = {
+    window: dict[str, Any] = {
         "stride": _one(stride, 1), "padding": _one(padding, 0), "dilation": _one(dilation, 1),
         "transposed": transposed,
     }  # fmt: skip
@@ -307,8 +319,8 @@ def _convolution(t: Translation, node: TracedNode) -> None:
     source, matrix = x, w
     shape: tuple[Extent, ...] = node.shape
     if groups > 1:
-        shown = (t.shape(x)[0], groups, int(channels) // groups, *t.shape(x)[2:])
-        source = t.emit(node, "reshape", (x,), ((),), (), suffix=".groups", shape=shown)
+        grouped = (t.shape(x)[0], groups, int(channels) // groups, *t.shape(x)[2:])
+        source = t.emit(node, "reshape", (x,), ((),), (), suffix=".groups", shape=grouped)
         parts = (groups, int(weight[0]) // groups, *weight[1:])
         matrix = t.emit(node, "reshape", (w,), ((),), (), suffix=".weight", shape=parts,
                         dtype=t.calls[w].dtype)  # fmt: skip
@@ -317,8 +329,8 @@ def _convolution(t: Translation, node: TracedNode) -> None:
     ins = ("b", *lead, "i", *places), (*lead, *of_weight, *taps)
     suffix = ".conv" if groups > 1 or bias else ""
     result = t.emit(
-        node, "conv", (source, matrix), ins, ("b", *lead, "o", *made), suffix=suffix, shape=shape,
-        unsplit={*places, *taps, *made}, **own,
+        node, "conv", (source, matrix), ins, ("b", *lead, "o", *out_places), suffix=suffix,
+        shape=shape, unsplit={*places, *taps, *out_places}, **window,
     )  # fmt: skip
     if groups > 1:
         result = t.emit(node, "reshape", (result,), ((),), (), suffix=".joined" if bias else "")
@@ -343,20 +355,20 @@ def _attention(t: Translation, node: TracedNode) -> None:
     lead = tuple(range(len(t.shape(q)) - 3))
     if t.shape(k)[-3] != t.shape(q)[-3]:  # enable_gqa: query heads are groups of key heads
         heads, keys = int(t.shape(q)[-3]), int(t.shape(k)[-3])
-        shown = (*t.shape(k)[:-3], keys, heads // keys, *t.shape(k)[-2:])
+        repeated_shape = (*t.shape(k)[:-3], keys, heads // keys, *t.shape(k)[-2:])
         labels = (*lead, "h", "k", "x")
-        wide: list[str] = []
+        keys_and_values: list[str] = []
         for which, name in (("k", k), ("v", v)):
             repeated = (*t.shape(name)[:-3], keys, heads // keys, *t.shape(name)[-2:])
-            grown = t.emit(
+            repeated = t.emit(
                 node, "view", (name,), (labels,), (*lead, "h", "r", "k", "x"),
                 suffix=f".{which}", shape=repeated,
             )  # fmt: skip
-            flat = (*shown[: len(lead)], heads, *t.shape(name)[-2:])
-            wide.append(
-                t.emit(node, "reshape", (grown,), ((),), (), suffix=f".{which}s", shape=flat)
+            flat = (*repeated_shape[: len(lead)], heads, *t.shape(name)[-2:])
+            keys_and_values.append(
+                t.emit(node, "reshape", (repeated,), ((),), (), suffix=f".{which}s", shape=flat)
             )
-        k, v = wide
+        k, v = keys_and_values
     ins = (*lead, "h", "q", "d"), (*lead, "h", "k", "d"), (*lead, "h", "k", "v")
     operands = [q, k, v]
     if mask in ("given", "other"):
@@ -451,15 +463,15 @@ def _softmax(t: Translation, node: TracedNode) -> None:
         t.bytes_only(node, x)
         return
     mask: dict[str, Any] = {}
-    added = t.calls[x]
-    if added.op == "add" and len(added.operands) == 2:
-        constant = t.calls[added.operands[1]]
+    operand = t.calls[x]
+    if operand.op == "add" and len(operand.operands) == 2:
+        constant = t.calls[operand.operands[1]]
         while constant.op in ("view", "reshape"):
             constant = t.calls[constant.operands[0]]
-        own = constant.attrs
-        if constant.op == "constant" and own.get("mask") == "causal" and not own.get("hides"):
-            x = added.operands[0]
-            mask = {"causal": True, "window": own.get("window", 0)}
+        attrs = constant.attrs
+        if constant.op == "constant" and attrs.get("mask") == "causal" and not attrs.get("hides"):
+            x = operand.operands[0]
+            mask = {"causal": True, "window": attrs.get("window", 0)}
     dtype = _wide(t, node)
     t.emit(node, "softmax", [x], [labels], labels, unsplit=labels[-1:], dtype=dtype, **mask)
 
@@ -599,27 +611,27 @@ def _dropout(t: Translation, node: TracedNode) -> None:
 def _reduction(t: Translation, node: TracedNode, *, mean: bool) -> None:
     x = t.name(node.args[0])
     rank = len(t.shape(x))
-    given = argument(node, 1)
-    listed = (given,) if isinstance(given, int) else words(given)
+    dims_argument = argument(node, 1)
+    listed = (dims_argument,) if isinstance(dims_argument, int) else words(dims_argument)
     dims = {int(d) % rank for d in listed or range(rank)}
     keeps = (
         bool(node.args[2]) if len(node.args) > 2 and not isinstance(node.args[2], str) else False
     )
     labels = tuple(range(rank))
     out = tuple(i for i in labels if i not in dims)
-    shown = tuple(t.shape(x)[i] for i in out)
+    shape = tuple(t.shape(x)[i] for i in out)
     keep = keeps and len(dims) > 0
     last = ".sum" if mean or keep else ""
-    made = t.emit(node, "sum", [x], [labels], out, suffix=last, shape=shown)
+    result = t.emit(node, "sum", [x], [labels], out, suffix=last, shape=shape)
     if mean:
         count = prod(int(n) for n in (t.shape(x)[i] for i in dims) if isinstance(n, int))
-        made = t.emit(
-            node, "scale", [made], [out], out, suffix=".mean" if keep else "", shape=shown,
+        result = t.emit(
+            node, "scale", [result], [out], out, suffix=".mean" if keep else "", shape=shape,
             by=1 / count,
         )  # fmt: skip
     if keep:
-        kept = tuple(f"one{i}" if i in dims else i for i in labels)
-        t.emit(node, "view", [made], [out], kept)
+        with_ones = tuple(f"one{i}" if i in dims else i for i in labels)
+        t.emit(node, "view", [result], [out], with_ones)
 
 
 def _mean(t: Translation, node: TracedNode) -> None:
@@ -707,14 +719,14 @@ def _select(t: Translation, node: TracedNode) -> None:
     one = (*node.shape[:dim], 1, *node.shape[dim:])
     start = _start(node.args[2], t.shape(x)[dim])
     labels = tuple(range(len(one)))
-    made = x
+    result = x
     if t.shape(x)[dim] != 1:
         out = tuple("p" if i == dim else i for i in labels)
-        made = t.emit(
+        result = t.emit(
             node, "slice", [x], [labels], out, suffix=".one", shape=one, unsplit=(dim, "p"),
             dim=dim, start=start,
         )  # fmt: skip
-    t.emit(node, "view", [made], [labels], tuple(i for i in labels if i != dim))
+    t.emit(node, "view", [result], [labels], tuple(i for i in labels if i != dim))
 
 
 PIECES = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.tensor_split",
@@ -723,30 +735,30 @@ PIECES = ("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "a
 
 def _getitem(t: Translation, node: TracedNode) -> None:
     """One of the results of an operation with several."""
-    whole = t.graph.nodes[t.name(node.args[0])]
-    kind, nth = ".".join(whole.op.split(".")[:2]), int(node.args[1])
+    source = t.graph.nodes[t.name(node.args[0])]
+    kind, index = ".".join(source.op.split(".")[:2]), int(node.args[1])
     if kind == "aten.embedding_bag":
-        if nth == 0:
-            _embedding_bag(t, node, whole)
+        if index == 0:
+            _embedding_bag(t, node, source)
         return
     if kind not in PIECES:
         if node.dtype and kind != "getitem":
-            fn = whole.op.split(".")[1] if "." in whole.op else whole.op
-            t.bytes_only(replace(node, op=f"aten.{fn}"), *list(whole.operands()))
+            fn = source.op.split(".")[1] if "." in source.op else source.op
+            t.bytes_only(replace(node, op=f"aten.{fn}"), *list(source.operands()))
         return
-    x = t.name(whole.args[0])
+    x = t.name(source.args[0])
     shape = t.shape(x)
     if kind == "aten.unbind":
-        dim = int(argument(whole, 1)) % len(shape) if len(whole.args) > 1 else 0
-        _select(t, replace(node, args=(Ref(x), dim, nth)))
+        dim = int(argument(source, 1)) % len(shape) if len(source.args) > 1 else 0
+        _select(t, replace(node, args=(Ref(x), dim, index)))
         return
-    dim = int(whole.args[2]) % len(shape) if len(whole.args) > 2 else 0
-    if kind == "aten.split_with_sizes" or words(argument(whole, 1)):
-        start = sum(int(n) for n in words(argument(whole, 1))[:nth] if isinstance(n, int))
+    dim = int(source.args[2]) % len(shape) if len(source.args) > 2 else 0
+    if kind == "aten.split_with_sizes" or words(argument(source, 1)):
+        start = sum(int(n) for n in words(argument(source, 1))[:index] if isinstance(n, int))
     elif kind in ("aten.split", "aten.unsafe_split"):
-        start = nth * int(argument(whole, 1))
+        start = index * int(argument(source, 1))
     else:
-        start = nth * -(-int(shape[dim]) // int(argument(whole, 1)))
+        start = index * -(-int(shape[dim]) // int(argument(source, 1)))
     _part(t, node, x, dim, start)
 
 
@@ -762,15 +774,15 @@ def _cat(t: Translation, node: TracedNode) -> None:
     while len(names) > 1:
         a, b, *rest = names
         labels = tuple(range(len(node.shape)))
-        of_a, of_b = (tuple(f"{x}{i}" if i == dim else i for i in labels) for x in "ab")
+        labels_a, labels_b = (tuple(f"{x}{i}" if i == dim else i for i in labels) for x in "ab")
         width = _sum_of_extents(t.shape(a)[dim], t.shape(b)[dim])
         shape = tuple(width if i == dim else n for i, n in enumerate(node.shape))
         suffix = f".{len(rest)}" if rest else ""
-        made = t.emit(
-            node, "join", (a, b), (of_a, of_b), labels, suffix=suffix, shape=shape,
+        result = t.emit(
+            node, "join", (a, b), (labels_a, labels_b), labels, suffix=suffix, shape=shape,
             unsplit=(f"a{dim}", f"b{dim}", dim), dim=dim,
         )  # fmt: skip
-        names = [made, *rest]
+        names = [result, *rest]
     if names[0] != node.name:
         labels = tuple(range(len(node.shape)))
         t.emit(node, "view", names, [labels], labels)
@@ -903,6 +915,6 @@ ROWS: dict[str, Row] = {
 
 def calls_of(graph: TracedGraph, *, approximate: bool) -> Translation:
     """The calls of a recording's nodes; `approximate` counts operations without a row by bytes."""
-    made = Translation(graph, approximate=approximate)
-    made.run()
-    return made
+    translation = Translation(graph, approximate=approximate)
+    translation.run()
+    return translation

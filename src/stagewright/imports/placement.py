@@ -41,19 +41,19 @@ class PlacementRules:
         return base if base in self.leaves and self.leaves[base].op == "param" else ""
 
     def _heads(self) -> set[Axis]:
-        found = set[Axis]()
+        axes = set[Axis]()
         for call in self.calls:
             if call.op != "attention":
                 continue
             heads = self.axes.label_leaves(call.name, "h")
-            found |= {*heads}
+            axes |= {*heads}
             keys = [leaf for leaf in heads if leaf in self.axes.leaves_of(call.operands[1])]
             for leaf in heads:
                 self.degree[leaf] = "tp"
             if len(keys) < len(heads):
                 for leaf in keys:
                     self.degree[leaf] = "tp.kv"
-        return found
+        return axes
 
     def _vocabulary(self) -> list[Axis]:
         """Axes of table rows and of scores, in the order of the calls."""
@@ -69,15 +69,15 @@ class PlacementRules:
 
     def _follows_input(self, name: str) -> bool:
         """True for an input of the model, and for parts of one and sums with constants."""
-        made = {call.name: call for call in self.calls}
-        base = self.axes.base.get(name, name)
-        while base in made and made[base].op in ("slice", "add", "shift", "cast"):
-            operand = made[base].operands[0]
-            base = self.axes.base.get(operand, operand)
-        return base in self.leaves and self.leaves[base].op == "input"
+        by_name = {call.name: call for call in self.calls}
+        source = self.axes.base.get(name, name)
+        while source in by_name and by_name[source].op in ("slice", "add", "shift", "cast"):
+            operand = by_name[source].operands[0]
+            source = self.axes.base.get(operand, operand)
+        return source in self.leaves and self.leaves[source].op == "input"
 
     def products(self) -> Iterable[tuple[OpCall, list[Axis], list[Axis], list[Axis]]]:
-        """Products with a parameter: axes summed over, axes of the result, all of the parameter."""
+        """Products with a parameter: axes summed over, of the result, and all of the parameter."""
         for call in self.calls:
             if call.op not in PRODUCTS or len(call.operands) != 2:
                 continue
@@ -88,19 +88,19 @@ class PlacementRules:
             inward = [x for x in call.ins[1] if x not in out and x in of_value]
             outward = [x for x in call.ins[1] if x in out and x not in of_value]
             leaves = [
-                [a for x in of for a in self.axes.label_leaves(call.name, x)]
-                for of in (inward, outward)
+                [a for x in labels for a in self.axes.label_leaves(call.name, x)]
+                for labels in (inward, outward)
             ]
             yield call, leaves[0], leaves[1], self.axes.leaves_of(call.operands[1])
 
     def _inner(self) -> set[Axis]:
-        made, read = set[Axis](), set[Axis]()
+        written, read = set[Axis](), set[Axis]()
         for _, inward, outward, every in self.products():
             if not any(leaf in self.heads or leaf in self.vocabulary for leaf in every):
-                made |= {*outward}
+                written |= {*outward}
                 read |= {*inward}
-        streams = {leaf for leaf in made & read if self._is_stream(leaf)}
-        candidates = (made & read) - streams - self._needed_whole()
+        streams = {leaf for leaf in written & read if self._is_stream(leaf)}
+        candidates = (written & read) - streams - self._needed_whole()
         split = set[Axis]()
         for _, inward, outward, _ in self.products():  # of a chain of products every second width
             if split.isdisjoint(inward):

@@ -25,12 +25,12 @@ class _ProjectionSplitter:
 
     def calls(self, section: Section) -> list[OpCall]:
         """The section's calls without views; a product that is only read in parts is several."""
-        made = [call for call in section.calls if not leaves_and_views(call.op)]
+        calls = [call for call in section.calls if not leaves_and_views(call.op)]
         readers: dict[str, list[OpCall]] = {}
-        for call in made:
+        for call in calls:
             for name in call.operands:
                 readers.setdefault(self.axes.base.get(name, name), []).append(call)
-        by_name = {call.name: call for call in made}
+        by_name = {call.name: call for call in calls}
         replaced: dict[str, list[OpCall]] = {}
         dropped = set[str]()
         for name, users in readers.items():
@@ -53,7 +53,7 @@ class _ProjectionSplitter:
             dropped |= {name, product.name}
         return [
             new
-            for call in made
+            for call in calls
             if call.name not in dropped
             for new in replaced.get(call.name, [call])
         ]
@@ -81,62 +81,62 @@ class _ProjectionSplitter:
         self, user: OpCall, product: OpCall, bias: str, sliced: Sequence[Axis]
     ) -> list[OpCall]:
         """The product that makes one slice, from its part of the parameter."""
-        own = self.axes.label_leaves(user.name, "p")
+        part = self.axes.label_leaves(user.name, "p")
         outward: list[Axis] = []
         for leaf in self.axes.label_leaves(product.name, "o"):
             if leaf in sliced:
-                outward += own if leaf is sliced[0] else []
+                outward += part if leaf is sliced[0] else []
             else:
                 outward.append(leaf)
-        nth = int(user.attrs["start"])
+        start = int(user.attrs["start"])
         dims = {"o": outward}
-        of_weight = [
+        weight_dims = [
             dims.get(str(x), self.axes.label_leaves(product.name, x)) for x in product.ins[1]
         ]
-        weight = self._piece_of(product.operands[1], nth, of_weight)
+        weight = self._piece_of(product.operands[1], start, weight_dims)
         name = f"{user.name}.product" if bias else user.name
-        made = replace(
+        part_product = replace(
             product, name=name, shape=user.shape, operands=(product.operands[0], weight),
             attrs={**product.attrs, "fused": _named(product.path)},
         )  # fmt: skip
         self.axes.labels[name] = {**self.axes.labels[product.name], "o": outward}
         if not bias:
-            return [made]
+            return [part_product]
         lead = [x for x in product.out if x != "o"]
         self.axes.dims[name] = [
             *(self.axes.label_leaves(product.name, x) for x in lead), outward,
         ]  # fmt: skip
-        of_bias = self._piece_of(bias, nth, [outward])
+        part_of_bias = self._piece_of(bias, start, [outward])
         total = replace(
-            user, op="add", operands=(name, of_bias), ins=((*lead, "o"), ("o",)), out=(*lead, "o"),
-            attrs={}, unsplit=frozenset(),
+            user, op="add", operands=(name, part_of_bias), ins=((*lead, "o"), ("o",)),
+            out=(*lead, "o"), attrs={}, unsplit=frozenset(),
         )  # fmt: skip
         self.axes.labels[user.name] = {**self.axes.labels[name]}
-        return [made, total]
+        return [part_product, total]
 
     def _piece_of(self, name: str, nth: int, dims: list[list[Axis]]) -> str:
         """A parameter that is a part of another."""
         base = self.axes.base.get(name, name)
-        whole = self.leaves[base]
-        words = whole.path.split(".")
+        fused = self.leaves[base]
+        words = fused.path.split(".")
         path = ".".join([*words[:-1], f"{words[-1]}_{nth}"])
-        own = f"{base}#{nth}"
-        self.leaves[own] = replace(whole, name=own, path=path)
-        self.axes.dims[own] = dims
-        return own
+        part = f"{base}#{nth}"
+        self.leaves[part] = replace(fused, name=part, path=path)
+        self.axes.dims[part] = dims
+        return part
 
 
 def _all_of_it(slices: Sequence[OpCall], axes: AxisTable) -> bool:
     """True if the slices cover a value without overlap."""
     dim = int(slices[0].attrs["dim"])
     parts = {(int(s.attrs["start"]), s.shape[dim]) for s in slices if int(s.attrs["dim"]) == dim}
-    at = 0
+    end = 0
     for start, width in sorted(parts):
-        if start != at or not isinstance(width, int):
+        if start != end or not isinstance(width, int):
             return False
-        at += width
-    whole = extent_of(axes.label_leaves(slices[0].name, slices[0].ins[0][dim]))
-    return len({s.attrs["dim"] for s in slices}) == 1 and whole is size(at)
+        end += width
+    total = extent_of(axes.label_leaves(slices[0].name, slices[0].ins[0][dim]))
+    return len({s.attrs["dim"] for s in slices}) == 1 and total is size(end)
 
 
 def _named(path: str) -> str:

@@ -109,15 +109,17 @@ class _GraphRecorder:
         if group in self.groups:
             return
         try:
-            found = self.pt._C._distributed_c10d._resolve_process_group(group)
-            ranks = self.pt.distributed.get_process_group_ranks(found)
+            process_group = self.pt._C._distributed_c10d._resolve_process_group(group)
+            ranks = self.pt.distributed.get_process_group_ranks(process_group)
         except Exception:
             raise UserError(
                 f"{node.name}: there is no process group {group!r}; import the graph in the "
                 "process that traced it, before destroy_process_group"
             ) from None
-        named = str(getattr(found, "group_desc", ""))  # init_device_mesh calls it mesh_tp
-        dim = named.removeprefix("mesh_") if named.startswith("mesh_") else ""
+        description = str(
+            getattr(process_group, "group_desc", "")
+        )  # init_device_mesh calls it mesh_tp
+        dim = description.removeprefix("mesh_") if description.startswith("mesh_") else ""
         self.groups[group] = ProcessGroup(tuple(ranks), self.dims.get(group, dim))
 
     def _argument(self, value: Any) -> Any:

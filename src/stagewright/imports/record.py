@@ -177,11 +177,11 @@ class _Recorder:
     def _leaves(self) -> dict[str, tuple[str, str]]:
         """Kind of each placeholder, and its name in the module."""
         kinds = {"PARAMETER": "param", "BUFFER": "buffer", "CONSTANT_TENSOR": "buffer"}
-        found: dict[str, tuple[str, str]] = {}
+        leaves: dict[str, tuple[str, str]] = {}
         for spec in self.program.graph_signature.input_specs:
             kind = kinds.get(spec.kind.name, "input")
-            found[spec.arg.name] = kind, str(spec.target or spec.arg.name)
-        return found
+            leaves[spec.arg.name] = kind, str(spec.target or spec.arg.name)
+        return leaves
 
     def _leaf(self, node: Any, kind: str, target: str) -> None:
         value = node.meta.get("val")
@@ -197,11 +197,11 @@ class _Recorder:
             self.names[node] = self.parameters[first]
             return
         self.parameters[first] = node.name
-        shape, own = shape_of(value), dict[str, Any]()
+        shape, attrs = shape_of(value), dict[str, Any]()
         if kind == "input" and any(isinstance(n, str) for n in shape):
-            own = {"example": tuple(int(n.node.hint) if hasattr(n, "node") else int(n)
+            attrs = {"example": tuple(int(n.node.hint) if hasattr(n, "node") else int(n)
                                     for n in value.shape)}  # fmt: skip
-        self.nodes.append(TracedNode(node.name, kind, shape, dtype_of(value), (), own, target))
+        self.nodes.append(TracedNode(node.name, kind, shape, dtype_of(value), (), attrs, target))
 
     def _call(self, node: Any, owner: Any, inside: str) -> None:
         """Record a call, or note that it is a constant; `inside` begins names of inlined nodes."""
@@ -258,21 +258,21 @@ class _Recorder:
 
     def _inline(self, node: Any, inner: Any, name: str) -> None:
         """The calls of a graph that runs under `torch.no_grad` or autocast, in its place."""
-        given = [a for a in node.args if hasattr(a, "op") and a.op != "get_attr"]
-        places = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        for place, outer in zip(places, given, strict=True):
-            self.names[place] = self._name(outer)
-        for each in inner.graph.nodes:
-            if each.op == "call_function":
-                self._call(each, inner, f"{name}.")
-            elif each.op == "output":
-                self.returned[node] = _flat(each.args[0])
+        operands = [a for a in node.args if hasattr(a, "op") and a.op != "get_attr"]
+        placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+        for placeholder, outer in zip(placeholders, operands, strict=True):
+            self.names[placeholder] = self._name(outer)
+        for node_inside in inner.graph.nodes:
+            if node_inside.op == "call_function":
+                self._call(node_inside, inner, f"{name}.")
+            elif node_inside.op == "output":
+                self.returned[node] = _flat(node_inside.args[0])
 
     def _argument(self, value: Any) -> Any:
         if hasattr(value, "op") and hasattr(value, "name"):
-            shown = value.meta.get("val")
-            tensor = isinstance(shown, self.pt.Tensor | tuple | list)
-            return Ref(self._name(value)) if tensor else number_of(shown)
+            example = value.meta.get("val")
+            tensor = isinstance(example, self.pt.Tensor | tuple | list)
+            return Ref(self._name(value)) if tensor else number_of(example)
         if isinstance(value, list | tuple):
             return tuple(self._argument(each) for each in value)
         if isinstance(value, int | float | str | bool | type(None)):
@@ -283,21 +283,21 @@ class _Recorder:
 
     def _mask(self, node: Any) -> None:
         """Add the kind of a constant mask to the call of attention."""
-        last = self.nodes[-1]
+        call_node = self.nodes[-1]
         call = dict(zip(("query", "key", "value", "attn_mask", "dropout", "is_causal"), node.args,
                         strict=False)) | node.kwargs  # fmt: skip
         mask = call.get("attn_mask")
-        found = Mask("causal" if call.get("is_causal") else "all")
+        kind_of_mask = Mask("causal" if call.get("is_causal") else "all")
         if mask is not None and self._name(mask) in self.constants:
-            found = self.masks.get(self._name(mask)) or self._kind_of_mask(mask, hides=False)
-            self.masks[self._name(mask)] = found
+            kind_of_mask = self.masks.get(self._name(mask)) or self._kind_of_mask(mask, hides=False)
+            self.masks[self._name(mask)] = kind_of_mask
         elif mask is not None:
-            found = Mask("given")
-        kind = "other" if found.hides else found.kind  # true is what is seen, here
-        own = {**last.kwargs, "mask": kind, "window": found.window}
+            kind_of_mask = Mask("given")
+        kind = "other" if kind_of_mask.hides else kind_of_mask.kind  # true is what is seen, here
+        kwargs = {**call_node.kwargs, "mask": kind, "window": kind_of_mask.window}
         if _copied(node):
-            own["copied"] = True
-        self.nodes[-1] = replace(last, kwargs=own)
+            kwargs["copied"] = True
+        self.nodes[-1] = replace(call_node, kwargs=kwargs)
 
     def _note_mask(self, node: Any, *, hides: bool) -> None:
         """Add its kind to a constant [..., n, n], which may mask attention written in parts."""
@@ -310,11 +310,11 @@ class _Recorder:
             return
         if value.dim() < 2 or str(value.shape[-1]) != str(value.shape[-2]) or value.shape[-1] == 1:
             return
-        self.masks[name] = found = self._kind_of_mask(node, hides=hides)
-        at = next(i for i, n in enumerate(self.nodes) if n.name == name)
-        self.nodes[at] = replace(
-            self.nodes[at],
-            kwargs={"mask": found.kind, "window": found.window, "hides": found.hides},
+        self.masks[name] = kind = self._kind_of_mask(node, hides=hides)
+        index = next(i for i, n in enumerate(self.nodes) if n.name == name)
+        self.nodes[index] = replace(
+            self.nodes[index],
+            kwargs={"mask": kind.kind, "window": kind.window, "hides": kind.hides},
         )
 
     def _kind_of_mask(self, mask: Any, *, hides: bool) -> Mask:
@@ -330,15 +330,15 @@ class _Recorder:
     def _needed(self, outputs: Sequence[str]) -> tuple[TracedNode, ...]:
         """The nodes that the outputs depend on, in order, and all inputs and parameters."""
         by_name = {node.name: node for node in self.nodes}
-        needed, todo = set[str](), [*outputs]
-        while todo:
-            name = todo.pop()
+        needed, pending = set[str](), [*outputs]
+        while pending:
+            name = pending.pop()
             if name in needed or name not in by_name:
                 continue
             needed.add(name)
-            todo += by_name[name].operands()
-        kept = [n for n in self.nodes if n.name in needed or n.op in ("param", "input")]
-        return tuple(kept)
+            pending += by_name[name].operands()
+        nodes = [n for n in self.nodes if n.name in needed or n.op in ("param", "input")]
+        return tuple(nodes)
 
 
 def _copied(node: Any) -> bool:
@@ -427,17 +427,20 @@ def check_examples(pt: Any, module: Any, values: Sequence[Any]) -> None:
 
 def note_fixed_dims(pt: Any, program: Any) -> list[str]:
     """A note on dims of inputs that the module's code fixes, or that are 1 in the example."""
-    own = {s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"}
-    shown: list[str] = []
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and node.name in own and isinstance(value, pt.Tensor):
-            fixed = [f"dim {i} of {node.name} is {n}" for i, n in enumerate(shape_of(value))
-                     if isinstance(n, int)]  # fmt: skip
-            shown += fixed
-    if not shown:
+    inputs = {
+        s.arg.name for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"
+    }
+    fixed = [
+        f"dim {i} of {node.name} is {n}"
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in inputs
+        if isinstance(node.meta.get("val"), pt.Tensor)
+        for i, n in enumerate(shape_of(node.meta["val"]))
+        if isinstance(n, int)
+    ]
+    if not fixed:
         return []
-    return [f"fixed as in the example, by the module's code or for being 1: {', '.join(shown)}"]
+    return [f"fixed as in the example, by the module's code or for being 1: {', '.join(fixed)}"]
 
 
 @contextlib.contextmanager
@@ -481,14 +484,16 @@ def export_program(
 def error_text(error: BaseException) -> str:
     """First line of an error of PyTorch, after the user's line that it names or passed."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    named = re.findall(r'File "([^"]+)", line (\d+)', str(error))
-    passed = [(f.filename, str(f.lineno)) for f in traceback.extract_tb(error.__traceback__)]
+    mentioned = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+    traceback_lines = [
+        (f.filename, str(f.lineno)) for f in traceback.extract_tb(error.__traceback__)
+    ]
     standard = sysconfig.get_paths()["stdlib"]
-    others = [p for p in passed if "/stagewright/" not in p[0]
+    outside = [p for p in traceback_lines if "/stagewright/" not in p[0]
               and ("site-packages" in p[0] or not p[0].startswith(standard))]  # fmt: skip
-    where = user_line(named) or user_line(others)
+    line_of_user = user_line(mentioned) or user_line(outside)
     first = (lines[0] if lines else type(error).__name__)[:300]
-    return f"{where}: {first}" if where else first
+    return f"{line_of_user}: {first}" if line_of_user else first
 
 
 def control_flow_hint(why: str) -> str:
@@ -538,5 +543,5 @@ def path_of(node: Any) -> str:
 
 def source_of(node: Any) -> str:
     """The innermost line of the user's code, as `file.py:12`."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return user_line(found)
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return user_line(lines)

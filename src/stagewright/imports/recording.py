@@ -43,6 +43,11 @@ class TracedNode:
     source: str = ""
     """File and line of the user's code."""
 
+    @property
+    def where(self) -> str:
+        """Line of the user's code, else the module, else the name: for errors."""
+        return self.source or self.path or self.name
+
     def operands(self) -> Iterator[str]:
         """The names of the nodes that it reads, in order."""
         yield from refs((*self.args, *self.kwargs.values()))

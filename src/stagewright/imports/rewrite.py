@@ -41,11 +41,11 @@ class TracedGraph:
 
     def users(self) -> dict[str, list[str]]:
         """Names of the nodes that read each node."""
-        found: dict[str, list[str]] = {}
+        users: dict[str, list[str]] = {}
         for node in self.nodes.values():
             for name in dict.fromkeys(node.operands()):
-                found.setdefault(name, []).append(node.name)
-        return found
+                users.setdefault(name, []).append(node.name)
+        return users
 
     def operand(self, node: TracedNode, index: int) -> TracedNode | None:
         """The node of an argument; None for a number."""
@@ -64,12 +64,12 @@ class TracedGraph:
 
     def prune(self) -> None:
         """Drop what no output depends on; parameters stay only where something reads them."""
-        needed, todo = set[str](), [*self.outputs]
-        while todo:
-            name = todo.pop()
+        needed, pending = set[str](), [*self.outputs]
+        while pending:
+            name = pending.pop()
             if name not in needed:
                 needed.add(name)
-                todo += self.nodes[name].operands()
+                pending += self.nodes[name].operands()
         self.nodes = {k: node for k, node in self.nodes.items() if k in needed}
 
     def source(self, node: TracedNode | None, *also: str) -> TracedNode | None:
@@ -198,21 +198,21 @@ def _rms_norms(graph: TracedGraph) -> None:
             continue
         result, weight, plus = product, None, 0
         while len(users.get(result.name, ())) == 1:
-            after = graph.nodes[users[result.name][0]]
-            if operation(after) in CASTS:
-                result = after
+            reader = graph.nodes[users[result.name][0]]
+            if operation(reader) in CASTS:
+                result = reader
                 continue
-            other = other_factor(graph, after, result.name) if operation(after) == "mul" else None
+            other = other_factor(graph, reader, result.name) if operation(reader) == "mul" else None
             base = _weight(graph, other)
             if base is not None and weight is None:
-                result, weight = after, base
+                result, weight = reader, base
                 plus = int(operation(graph.source(other)) == "add")
                 continue
             break
         source = _uncast(graph, x) or x
         operands = [source.name] + ([weight.name] if weight else [])
-        own = {"plus": plus} if plus else {}
-        graph.replace(result, "our.norm", *operands, fn="rmsnorm", **own)
+        attrs = {"plus": plus} if plus else {}
+        graph.replace(result, "our.norm", *operands, fn="rmsnorm", **attrs)
 
 
 def _uncast(graph: TracedGraph, node: TracedNode | None) -> TracedNode | None:
@@ -413,24 +413,26 @@ def _equals_function(
 ) -> bool:
     """True if a chain of element-wise operations equals a function at four points."""
 
-    def of(argument: object, at: float, depth: int) -> float:
+    def of(argument: object, point: float, depth: int) -> float:
         if isinstance(argument, int | float):
             return argument
         if not isinstance(argument, Ref) or not depth:
             raise ValueError(argument)
         if argument.name == x:
-            return at
+            return point
         inner = graph.nodes[argument.name]
         if inner.kwargs.get("alpha", 1) != 1:
             raise ValueError(inner.op)
         own = inner.args[:1] if operation(inner) in CASTS else inner.args[:2]
-        return _evaluate(operation(inner), *(of(each, at, depth - 1) for each in own))
+        return _evaluate(operation(inner), *(of(each, point, depth - 1) for each in own))
 
     try:
-        found = [(of(Ref(node.name), at, 12), meaning(at)) for at in (-1.7, -0.3, 0.6, 2.1)]
+        values = [
+            (of(Ref(node.name), point, 12), meaning(point)) for point in (-1.7, -0.3, 0.6, 2.1)
+        ]
     except (ValueError, TypeError, ArithmeticError):
         return False
-    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in found)
+    return all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-6) for a, b in values)
 
 
 def _inputs_within(graph: TracedGraph, node: TracedNode | None, depth: int) -> list[TracedNode]:
@@ -521,30 +523,30 @@ def _join_written_parts(graph: TracedGraph) -> None:
 def _written_parts(graph: TracedGraph, last: TracedNode, kind: str) -> list[str] | None:
     """Values written into a tensor along a dim, in order; None unless they fill it."""
     dim = int(argument(last, 2, 0)) % len(last.shape)
-    total, at = last.shape[dim], last
-    found: dict[int, str] = {}
-    ends: dict[int, int | None] = {}
-    while operation(at) == kind and int(argument(at, 2, 0)) % len(last.shape) == dim:
-        base, source = graph.operand(at, 0), graph.operand(at, 1)
-        start = argument(at, 3, 0)
+    total, node = last.shape[dim], last
+    values_at: dict[int, str] = {}
+    end_of: dict[int, int | None] = {}
+    while operation(node) == kind and int(argument(node, 2, 0)) % len(last.shape) == dim:
+        base, source = graph.operand(node, 0), graph.operand(node, 1)
+        start = argument(node, 3, 0)
         if base is None or source is None or not isinstance(start, int) or start < 0:
             return None
-        if kind == "slice_scatter" and argument(at, 5, 1) != 1:
+        if kind == "slice_scatter" and argument(node, 5, 1) != 1:
             return None
         width = 1 if kind == "select_scatter" else source.shape[dim]
-        reaches = kind == "slice_scatter" and _reaches_end(argument(at, 4), total)
+        reaches = kind == "slice_scatter" and _reaches_end(argument(node, 4), total)
         end = None if reaches else start + width if isinstance(width, int) else -1
-        if found.setdefault(start, source.name) == source.name:
-            ends.setdefault(start, end)
-        at = base
-    place: int | None = 0
-    made: list[str] = []
-    while place is not None and place != total:
-        if place not in found:
+        if values_at.setdefault(start, source.name) == source.name:
+            end_of.setdefault(start, end)
+        node = base
+    position: int | None = 0
+    parts: list[str] = []
+    while position is not None and position != total:
+        if position not in values_at:
             return None
-        made.append(found[place])
-        place = ends[place]
-    return made if len(made) == len(found) else None
+        parts.append(values_at[position])
+        position = end_of[position]
+    return parts if len(parts) == len(values_at) else None
 
 
 def _reaches_end(end: object, total: object) -> bool:
@@ -563,9 +565,9 @@ def _expert_mixtures(graph: TracedGraph) -> None:
     for up in products:
         if up.name in done or up.name not in graph.nodes:
             continue
-        found = _mixture(graph, up)
-        if found is not None:
-            done |= found
+        replaced = _mixture(graph, up)
+        if replaced is not None:
+            done |= replaced
 
 
 def _mixture(graph: TracedGraph, up: TracedNode) -> set[str] | None:
@@ -585,31 +587,31 @@ def _mixture(graph: TracedGraph, up: TracedNode) -> set[str] | None:
     if h is None or down is None:
         return None
     matrices = [weight, *filter(None, (_expert_matrix(graph, n) for n in (*gates, down)))]
-    end = _sum_of_experts(graph, users, down, h)
-    top = next((n for n in reversed([*_ancestors(graph, end)]) if operation(n) == "topk"), None)
-    if end is None or top is None:
+    total = _sum_of_experts(graph, users, down, h)
+    topk = next((n for n in reversed([*_ancestors(graph, total)]) if operation(n) == "topk"), None)
+    if total is None or topk is None:
         return None
-    cone = _ancestors(graph, end, h.name)
+    cone = _ancestors(graph, total, h.name)
     router = [n for n in cone if operation(n) in ("linear", "mm", "matmul", "addmm")]
     if len(router) != 1:
         return None
     num_experts = int(weight.shape[0])
     kinds = {operation(n) for n in cone}
-    chosen = [n for n in cone if operation(n) == "topk"]
+    topks = [n for n in cone if operation(n) == "topk"]
     act = next((n.kwargs["fn"] for n in cone if n.op == "our.glu"), None)
     inner = int(last.shape[-1]) if (last := _expert_matrix(graph, down)) else 0
     divides = any(
         operation(n) == "div" and operation(graph.source(graph.operand(n, 1), "add")) == "sum"
         for n in cone
     )
-    after_topk = chosen[-1].name if chosen else ""
+    after_topk = topks[-1].name if topks else ""
     softmaxes = [
         n for n in cone if operation(n) == "softmax" and after_topk in _names_in_cone(graph, n)
     ]
-    groups, limit = _routing_groups(graph, chosen, num_experts)
-    own: dict[str, Any] = {
+    groups, limit = _routing_groups(graph, topks, num_experts)
+    fields: dict[str, Any] = {
         "num_experts": num_experts,
-        "top_k": int(chosen[-1].args[1]),
+        "top_k": int(topks[-1].args[1]),
         "moe_ffn_hidden_size": inner,
         "router": "sigmoid" if "sigmoid" in kinds else "softmax",
         "norm_topk_prob": divides or bool(softmaxes),
@@ -621,38 +623,38 @@ def _mixture(graph: TracedGraph, up: TracedNode) -> set[str] | None:
         "topk_groups": limit,
     }
     if any(operation(graph.nodes[n]) == "mul" for n in _first_users(graph, users, down)):
-        own |= {"_weights": "output"}
+        fields |= {"_weights": "output"}
     every = (m.name for m in (*_router_weights(graph, router[0]), *matrices))
     names = tuple(dict.fromkeys(every))
-    shared = _shared_expert(graph, users, end, h)
+    shared = _shared_expert(graph, users, total, h)
     if shared is not None:
         sum_of, width, more = shared
-        own |= {"shared_ffn_hidden_size": width}
+        fields |= {"shared_ffn_hidden_size": width}
         names += more
-        end = sum_of
-    graph.replace(end, "our.experts", h.name, *names, **own)
-    graph.nodes[end.name] = replace(graph.nodes[end.name], dtype=h.dtype)
+        total = sum_of
+    graph.replace(total, "our.experts", h.name, *names, **fields)
+    graph.nodes[total.name] = replace(graph.nodes[total.name], dtype=h.dtype)
     return {up.name, *others}
 
 
 def _first_users(graph: TracedGraph, users: Mapping[str, list[str]], node: TracedNode) -> list[str]:
     """Readers of a node, after changes of shape and data type."""
-    found: list[str] = []
+    readers: list[str] = []
     for name in users.get(node.name, ()):
         plain = operation(graph.nodes[name]) in SHAPE_CHANGES
-        found += _first_users(graph, users, graph.nodes[name]) if plain else [name]
-    return found
+        readers += _first_users(graph, users, graph.nodes[name]) if plain else [name]
+    return readers
 
 
 def _expert_matrix(graph: TracedGraph, product: TracedNode) -> TracedNode | None:
     """The parameter of a grouped product, [experts, out, in] or the like."""
-    found = graph.source(graph.operand(product, 1))
-    return found if found is not None and found.op == "param" else None
+    matrix = graph.source(graph.operand(product, 1))
+    return matrix if matrix is not None and matrix.op == "param" else None
 
 
 def _router_weights(graph: TracedGraph, node: TracedNode) -> list[TracedNode]:
-    found = (graph.source(graph.nodes[n]) for n in node.operands())
-    return [n for n in found if n is not None and n.op == "param"]
+    sources = (graph.source(graph.nodes[n]) for n in node.operands())
+    return [n for n in sources if n is not None and n.op == "param"]
 
 
 def _routing_groups(
@@ -675,29 +677,29 @@ def _names_in_cone(graph: TracedGraph, node: TracedNode) -> set[str]:
 
 def _ancestors(graph: TracedGraph, end: TracedNode | None, stop: str = "") -> list[TracedNode]:
     """Nodes that a node depends on, itself last, down to the node `stop`."""
-    seen: dict[str, TracedNode] = {}
-    todo = [end.name] if end else []
-    while todo:
-        name = todo.pop()
-        if name in seen or name == stop:
+    ancestors: dict[str, TracedNode] = {}
+    pending = [end.name] if end else []
+    while pending:
+        name = pending.pop()
+        if name in ancestors or name == stop:
             continue
-        seen[name] = graph.nodes[name]
-        todo += graph.nodes[name].operands()
-    return [n for n in graph.nodes.values() if n.name in seen]
+        ancestors[name] = graph.nodes[name]
+        pending += graph.nodes[name].operands()
+    return [n for n in graph.nodes.values() if n.name in ancestors]
 
 
 def _descendants(graph: TracedGraph, users: Mapping[str, list[str]], name: str) -> list[str]:
     """Nodes that depend on a node and have its number of rows, in order."""
-    seen, todo = set[str](), [name]
-    while todo:
-        for user in users.get(todo.pop(), ()):
+    descendants, pending = set[str](), [name]
+    while pending:
+        for user in users.get(pending.pop(), ()):
             node = graph.nodes[user]
             rows = node.shape[0] if node.shape else 0
-            if user not in seen and (rows == graph.nodes[name].shape[0] or node.op == "getitem"
-                                     or not node.shape):  # fmt: skip
-                seen.add(user)
-                todo.append(user)
-    return [n for n in graph.nodes if n in seen]
+            same_rows = rows == graph.nodes[name].shape[0]
+            if user not in descendants and (same_rows or node.op == "getitem" or not node.shape):
+                descendants.add(user)
+                pending.append(user)
+    return [n for n in graph.nodes if n in descendants]
 
 
 def _sum_of_experts(
@@ -706,10 +708,10 @@ def _sum_of_experts(
     """First node after the last product that has the shape of the hidden state."""
     node, rows = down, down.shape[0]
     for _ in range(40):
-        behind = [graph.nodes[n] for n in users.get(node.name, ())]
-        if not behind:
+        readers = [graph.nodes[n] for n in users.get(node.name, ())]
+        if not readers:
             return None
-        node = behind[0]
+        node = readers[0]
         if node.shape == h.shape and node.shape[0] != rows:
             return node
     return None
@@ -719,10 +721,10 @@ def _shared_expert(
     graph: TracedGraph, users: Mapping[str, list[str]], end: TracedNode, h: TracedNode
 ) -> tuple[TracedNode, int, tuple[str, ...]] | None:
     """A gated MLP of the same hidden state that is added to the experts' sum."""
-    behind = [graph.nodes[n] for n in users.get(end.name, ())]
-    if len(behind) != 1 or operation(behind[0]) != "add":
+    readers = [graph.nodes[n] for n in users.get(end.name, ())]
+    if len(readers) != 1 or operation(readers[0]) != "add":
         return None
-    other = other_factor(graph, behind[0], end.name)
+    other = other_factor(graph, readers[0], end.name)
     last = graph.source(other)
     if operation(last) != "linear" or last is None:
         return None
@@ -735,7 +737,7 @@ def _shared_expert(
     if any(graph.source(graph.operand(p, 0)) is not h for p in parts if p):
         return None
     weights = [graph.operand(p, 1) for p in (*parts, last) if p]
-    return behind[0], int(glu.shape[-1]), tuple(w.name for w in weights if w)
+    return readers[0], int(glu.shape[-1]), tuple(w.name for w in weights if w)
 
 
 # ---- all rewrites -----------------------------------------------------------------------------

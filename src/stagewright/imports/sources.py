@@ -88,11 +88,11 @@ def recorded(source: str, *, static: bool = False, trust: bool = False) -> Recor
             "hf:path/to/config.json"
         )
     torch()
-    made = _run_factory(path, factory)
-    graph, *mesh = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
+    result = _run_factory(path, factory)
+    graph, *mesh = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else (result,)
     if is_graph_of_rank(graph):
         return record_graph(graph, *mesh[:1], name=factory)
-    module, inputs = _module_and_inputs(made, None)
+    module, inputs = _module_and_inputs(result, None)
     return record(module, inputs, name=factory, static=static)
 
 
@@ -106,19 +106,19 @@ def _module_of(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
     return _module_and_inputs(module, inputs)
 
 
-def _module_and_inputs(made: Any, inputs: Any) -> tuple[Any, Any]:
+def _module_and_inputs(result: Any, inputs: Any) -> tuple[Any, Any]:
     """Module and example inputs of a factory's result."""
-    pair = isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2
-    module: Any = made
-    if pair:
-        module, inputs = made
+    is_pair = isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2
+    module: Any = result
+    if is_pair:
+        module, inputs = result
     if not hasattr(module, "forward"):
         raise UserError(
             f"the factory returned {type(module).__name__}, wanted a module and its example inputs"
         )
     if inputs is None:
-        wanted = ", ".join(inspect.signature(module.forward).parameters)
-        raise UserError(f"no example inputs; wanted tensors for {wanted or 'forward'}")
+        names = ", ".join(inspect.signature(module.forward).parameters)
+        raise UserError(f"no example inputs; wanted tensors for {names or 'forward'}")
     if isinstance(inputs, Mapping | tuple | list):
         return module, inputs if isinstance(inputs, Mapping) else tuple(inputs)
     return module, (inputs,)
@@ -158,12 +158,12 @@ def _load_function(path: str, name: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise UserError(f"{path}: cannot be imported: {_error_in_a_line(error, path)}") from None
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise UserError(
             f"{path} has no function {name!r}; wanted one that returns a module and inputs"
         )
-    return found
+    return function
 
 
 HF = "hf:"
@@ -182,19 +182,25 @@ def record_config(path: str, *, static: bool = False) -> Recording:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     text = read_text(file, "a config.json or its directory")
     try:
-        made: Any = importlib.import_module("transformers")
+        transformers: Any = importlib.import_module("transformers")
     except ImportError:
         raise UserError("--via torch needs transformers; run: pip install transformers") from None
     try:
         values: Any = json.loads(text)
-        config = made.AutoConfig.for_model(
+        config = transformers.AutoConfig.for_model(
             **{key: value for key, value in values.items() if key not in _CODE_KEYS}
         )
         names: list[str] = values.get("architectures") or []
-        built: Any = getattr(made, names[0], None) if names else None
-        is_model = isinstance(built, type) and issubclass(built, made.PreTrainedModel)
+        model_class: Any = getattr(transformers, names[0], None) if names else None
+        is_model = isinstance(model_class, type) and issubclass(
+            model_class, transformers.PreTrainedModel
+        )
         with pt.device("meta"):
-            module = built(config) if is_model else made.AutoModelForCausalLM.from_config(config)
+            module = (
+                model_class(config)
+                if is_model
+                else transformers.AutoModelForCausalLM.from_config(config)
+            )
     except Exception as error:
         raise UserError(f"{file}: transformers cannot build it: {str(error)[:200]}") from None
     ids = pt.zeros(2, 64, dtype=pt.long, device="meta")

@@ -112,9 +112,9 @@ class ModelText:
             inward = [
                 a for x in call.ins[1] if x not in out for a in self.axes.label_leaves(call.name, x)
             ]
-            own = self.axes.leaves_of(name)
-            if len({*own}) == len(own) and {*inward} <= {*own}:
-                layouts.order[name] = (*inward, *(a for a in own if a not in inward))
+            axes = self.axes.leaves_of(name)
+            if len({*axes}) == len(axes) and {*inward} <= {*axes}:
+                layouts.order[name] = (*inward, *(a for a in axes if a not in inward))
 
     def _shared(self, bodies: Sequence[Sequence[OpCall]]) -> frozenset[str]:
         """Parameters that several kinds of sections read, or several sections of one kind."""
@@ -206,10 +206,13 @@ class ModelText:
             layers = [p for p in self.sections.sections if p.layer]
             dense = [all(c.op != "experts" for c in p.calls) for p in layers]
             fields["first_dense_layers"] = dense.index(False)
-        own = {"mixers": "global" if attends else "none", "max_position_embeddings": MOST_POSITIONS}
+        defaults = {
+            "mixers": "global" if attends else "none",
+            "max_position_embeddings": MOST_POSITIONS,
+        }
         if "ffn_hidden_size" not in fields and not fields.get("num_experts"):
-            own["mlps"] = "none"
-        lines = [f"{k} = {_field_text(v)}" for k, v in {**own, **fields}.items()]
+            defaults["mlps"] = "none"
+        lines = [f"{k} = {_field_text(v)}" for k, v in {**defaults, **fields}.items()]
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.recording.name)
         return "\n".join([f"model {name or 'imported'}", *lines, f"chain = {chain}"])
 
@@ -225,18 +228,20 @@ class ModelText:
 
     def _note_whole(self, model: ModelContext) -> None:
         """Add a note on matrices that tp does not split."""
-        whole: list[str] = []
+        replicated: list[str] = []
         for name, leaf in self.leaves.items():
             if leaf.op != "param" or len(leaf.shape) < 2 or name not in self.axes.dims:
                 continue
-            used = any(name == self.axes.base.get(n, n) for body in self.bodies.values()
+            is_read = any(name == self.axes.base.get(n, n) for body in self.bodies.values()
                        for c in body if c.op != "experts" for n in c.operands)  # fmt: skip
             units = model.layouts.units(model.layouts.of(name))
-            if used and not any(model.placement.degree_of(unit) for unit in units):
-                whole.append(leaf.path)
-        if whole:
-            shown = ", ".join(whole[:6]) + (f" and {len(whole) - 6} more" if len(whole) > 6 else "")
-            self.notes.append(f"whole on every rank of tp: {shown}")
+            if is_read and not any(model.placement.degree_of(unit) for unit in units):
+                replicated.append(leaf.path)
+        if replicated:
+            listed = ", ".join(replicated[:6]) + (
+                f" and {len(replicated) - 6} more" if len(replicated) > 6 else ""
+            )
+            self.notes.append(f"whole on every rank of tp: {listed}")
 
 
 def _kind_of_layer(section: Section) -> str:
@@ -366,34 +371,34 @@ class ModuleWriter:
             return self.names[base]
         leaf = self.model.leaves.get(base)
         if base in self.model.side_values or leaf is None:
-            shown = self.model.names.setdefault(base, self.unique_name("memory"))
-            self.taken.add(shown)
+            name_in_text = self.model.names.setdefault(base, self.unique_name("memory"))
+            self.taken.add(name_in_text)
             layout = self.shape(self.model.layouts.of(base), degrees=False)
-            self.lines.append(f"input {shown}{layout}")
-            self.names[base] = shown
+            self.lines.append(f"input {name_in_text}{layout}")
+            self.names[base] = name_in_text
         elif leaf.op == "param":
-            shown = self.names[base] = self._parameter(leaf)
+            name_in_text = self.names[base] = self._parameter(leaf)
         else:
             wish = input_name(leaf)
-            shown = self.names[base] = self.unique_name(wish)
+            name_in_text = self.names[base] = self.unique_name(wish)
             dtype = dtype_text(leaf.dtype, self.model.dtype)
             layout = self.shape(self.model.layouts.of(base), degrees=False)
-            self.lines.append(f"input {shown}{layout}{' ' + dtype if dtype else ''}")
+            self.lines.append(f"input {name_in_text}{layout}{' ' + dtype if dtype else ''}")
         if leaf is not None and not self.model.layouts.of(base):  # a leaf of a text has dims
-            one = self.names[base] = self.unique_name(f"{shown}_value")
-            self.body.append(f"{one} = sum[a->]({shown})")
+            scalar = self.names[base] = self.unique_name(f"{name_in_text}_value")
+            self.body.append(f"{scalar} = sum[a->]({name_in_text})")
         return self.names[base]
 
     def _parameter(self, leaf: OpCall) -> str:
         if leaf.name in self.model.shared:
-            shown = self.model.names.setdefault(leaf.name, short_name(leaf.path, ""))
-            self.taken.add(shown)
+            name = self.model.names.setdefault(leaf.name, short_name(leaf.path, ""))
+            self.taken.add(name)
             shared = " shared"
         else:
-            shown, shared = self.unique_name(short_name(leaf.path, self.prefix)), ""
+            name, shared = self.unique_name(short_name(leaf.path, self.prefix)), ""
         layout = self.shape(self.model.layouts.of(leaf.name), degrees=True)
-        self.body.append(f"param {shown}{layout}{shared}")
-        return shown
+        self.body.append(f"param {name}{layout}{shared}")
+        return name
 
     def _dtype(self, name: str) -> str:
         """The data type of a value; of what comes in, that of the parameters."""
@@ -474,40 +479,41 @@ class ModuleWriter:
             for i, labels in enumerate(call.ins):
                 call = self._with_merged_dim(call, i, labels[int(call.attrs["dim"])], {})
             return call
-        made: dict[Label, Axis] = {}
+        merged: dict[Label, Axis] = {}
         for i in range(len(call.operands)):
             for label in ("k", "d"):
-                call = self._with_merged_dim(call, i, label, made)
-        for label, what in (("v", "width of values"), ("q", "positions of causal queries")):
+                call = self._with_merged_dim(call, i, label, merged)
+        for label, description in (("v", "width of values"), ("q", "positions of causal queries")):
             places = self.model.layouts.operand_axes(call, 2 if label == "v" else 0)
             several = len(self.model.layouts.units([leaf for x, leaf in places if x == label])) > 1
             if several and (label == "v" or call.attrs.get("causal")):
                 raise UserError(
-                    f"{call.source or call.path or call.name}: the {what} of attention is several "
+                    f"{call.where}: the {description} of attention is several "
                     "dims, which other operations take apart; wanted one dim throughout the module"
                 )
         return call
 
     def _with_merged_dim(
-        self, call: OpCall, i: int, label: Label, made: dict[Label, Axis]
+        self, call: OpCall, i: int, label: Label, merged_axes: dict[Label, Axis]
     ) -> OpCall:
-        """Merge the axes of one label of an operand; `made`: merged axes of other operands."""
+        """Merge the axes of one label of an operand; `merged_axes`: those of others."""
         axes, layouts, operand = self.model.axes, self.model.layouts, call.operands[i]
         places = layouts.operand_axes(call, i)
-        own = [leaf for x, leaf in places if x == label]
-        if len(layouts.units(own)) < 2:
+        label_axes = [leaf for x, leaf in places if x == label]
+        if len(layouts.units(label_axes)) < 2:
             return call
-        merged = made.setdefault(label, Axis(product(a.extent for a in own)))
+        merged = merged_axes.setdefault(label, Axis(product(a.extent for a in label_axes)))
         layouts.merged.add(merged)
-        at, name = call.ins[i].index(label), f"{operand}.merged{i}{label}"
-        axes.dims[name] = [[merged] if n == at else dim for n, dim in enumerate(axes.dims[operand])]
+        position, name = call.ins[i].index(label), f"{operand}.merged{i}{label}"
+        axes.dims[name] = [*axes.dims[operand]]
+        axes.dims[name][position] = [merged]
         axes.labels[call.name] = {**axes.labels[call.name], label: [merged]}
-        kept = [place for place in places if place[0] != label]
+        others = [place for place in places if place[0] != label]
         letters = dict(zip(places, "abcdefghijklmnop", strict=False))
         inside = "".join(letters[p] for p in places if p[0] == label)
-        outside = [letters[p] for p in kept]
-        place = len(kept) if call.op != "attention" else places.index((label, own[0]))
-        left, right = ([leaf for _, leaf in of] for of in (kept[:place], kept[place:]))
+        outside = [letters[p] for p in others]
+        place = len(others) if call.op != "attention" else places.index((label, label_axes[0]))
+        left, right = ([leaf for _, leaf in of] for of in (others[:place], others[place:]))
         layouts.order[name] = (*left, merged, *right)
         outside.insert(place, f"({inside})")
         self.names[name] = self.unique_name("merged")
@@ -566,10 +572,10 @@ class ModuleWriter:
     def _text(self, call: OpCall, spec: Any) -> str:
         if call.op == "experts":
             self.model.fields.update(call.attrs)
-            said = {
+            given = {
                 k.removeprefix("_"): v for k, v in call.attrs.items() if k.startswith("_") and v
             }
-            words = ", ".join(f"{k}={v}" for k, v in said.items())
+            words = ", ".join(f"{k}={v}" for k, v in given.items())
             return f"experts{f'[{words}]' if words else ''}({self.value(call.operands[0])})"
         operands = [self.value(n) for n in call.operands]
         op, attrs = call.op, dict(call.attrs)
@@ -590,8 +596,8 @@ class ModuleWriter:
         elif op == "opaque" and self._dtype(call.operands[0]) != call.dtype:
             attrs["dtype"] = dtype_text(call.dtype, "")
         words = [f"{x.upper()}={self.size(axis)}" for x, axis in spec.letters.items()]
-        said = {k: v for k, v in attrs.items() if v not in (None, False) or k in ("causal", "dim")}
-        words += [f"{k}={value_text(v)}" for k, v in said.items()]
+        given = {k: v for k, v in attrs.items() if v not in (None, False) or k in ("causal", "dim")}
+        words += [f"{k}={value_text(v)}" for k, v in given.items()]
         shown = "" if spec.plain and op in IMPLIED else spec.text
         if is_default_spec(op, spec.text):
             shown = ""
@@ -617,11 +623,11 @@ class ModuleWriter:
         dim, start = int(call.attrs["dim"]), int(call.attrs["start"])
         places = self.model.layouts.operand_axes(call, 0)
         label = call.ins[0][dim]
-        at = [i for i, (x, _) in enumerate(places) if x == label]
+        positions = [i for i, (x, _) in enumerate(places) if x == label]
         extent = product(a.extent for x, a in places if x == label)
         width = product(a.extent for a in self.model.axes.label_leaves(call.name, "p"))
         units = self.model.layouts.units([leaf for _, leaf in places])
-        before = len(units[: at[0]]) if at else 0
+        before = len(units[: positions[0]]) if positions else 0
         letters = dict(spec.letters)
         words = [f"{x.upper()}={self.size(axis)}" for x, axis in letters.items()]
         if start == 0:
@@ -682,12 +688,12 @@ def value_text(value: Any) -> str:
 _TYPES = {"bool": "uint8", "fp16": "bf16", "fp64": "fp32", "int16": "int32", "int8": "int8"}
 
 
-def dtype_text(dtype: str, of_run: str) -> str:
+def dtype_text(dtype: str, default: str) -> str:
     """A data type in the text; nothing for that of the run."""
-    if dtype == of_run:
+    if dtype == default:
         return ""
-    shown = _TYPES.get(dtype, dtype)
-    return shown if shown in BYTES else "fp32"
+    name = _TYPES.get(dtype, dtype)
+    return name if name in BYTES else "fp32"
 
 
 def input_name(leaf: OpCall) -> str:
@@ -699,13 +705,13 @@ def input_name(leaf: OpCall) -> str:
 
 def layer_path(paths: Sequence[str]) -> str:
     """Common prefix of the paths of a layer's modules, such as `model.layers.3`."""
-    found = [re.match(r"(.*?\.\d+)(?:\.|$)", path) for path in paths]
-    words = [m.group(1) for m in found if m]
-    return max(set(words), key=words.count) if words else ""
+    matches = [re.match(r"(.*?\.\d+)(?:\.|$)", path) for path in paths]
+    prefixes = [m.group(1) for m in matches if m]
+    return max(dict.fromkeys(prefixes), key=prefixes.count) if prefixes else ""
 
 
 def short_name(path: str, prefix: str) -> str:
     """A parameter's name in its layer: `q_proj_weight` of `layers.3.self_attn.q_proj.weight`."""
-    own = path.removeprefix(prefix).strip(".") if prefix else path
-    words = [w for w in own.split(".") if w]
+    local = path.removeprefix(prefix).strip(".") if prefix else path
+    words = [w for w in local.split(".") if w]
     return "_".join(words[-2:]) if words else "weight"

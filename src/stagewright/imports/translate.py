@@ -51,13 +51,13 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     Raises UserError for an operation without a row, and for dims that nothing names.
     """
     options = options or Options()
-    nodes = rewritten(recording.nodes, recording.outputs[:1])
+    graph = rewritten(recording.nodes, recording.outputs[:1])
     notes = [*recording.notes]
     if len(recording.outputs) > 1:
         notes.append(f"of {len(recording.outputs)} outputs the first is the result")
-    translation = calls_of(nodes, approximate=options.approximate)
+    translation = calls_of(graph, approximate=options.approximate)
     calls = fuse_attention(translation.calls)
-    (result,) = nodes.outputs
+    (result,) = graph.outputs
     calls, result = _with_loss(calls, result, options.loss, notes)
     calls = _needed(calls, result)
     refuse_sizes_of_data(calls)
@@ -65,12 +65,12 @@ def translate(recording: Recording, options: Options | None = None) -> Translate
     calls = _renamed_inputs(calls)
     notes += unused_parameters(recording, calls)
     sections = find_sections(calls, [result])
-    made = ModelText(
+    model_text = ModelText(
         calls, sections, AxisTable(symbols, sizes_of_examples(calls, symbols)), recording
     )
     notes += approximations(translation, calls)
-    text = made.text()
-    notes += made.notes
+    text = model_text.text()
+    notes += model_text.notes
     head = [f"# Imported from PyTorch: {recording.name}.", *(f"# Note: {note}." for note in notes)]
     shapes = (call.shape for call in calls.values() if call.op == "param")
     count = sum(prod(map(int, shape)) for shape in shapes)
@@ -97,12 +97,12 @@ def _renamed_inputs(calls: dict[str, OpCall]) -> dict[str, OpCall]:
 
 def _needed(calls: Mapping[str, OpCall], result: str) -> dict[str, OpCall]:
     """Calls that the result depends on."""
-    needed, todo = set[str](), [result]
-    while todo:
-        name = todo.pop()
+    needed, pending = set[str](), [result]
+    while pending:
+        name = pending.pop()
         if name not in needed:
             needed.add(name)
-            todo += calls[name].operands
+            pending += calls[name].operands
     return {name: call for name, call in calls.items() if name in needed}
 
 
@@ -124,20 +124,20 @@ def _with_loss(
 
 def _is_scores(calls: Mapping[str, OpCall], out: OpCall) -> bool:
     """True for a product with a parameter, perhaps after a bias, an activation or a view."""
-    at = out
+    call = out
     if not 2 <= len(out.shape) <= 3 or not isinstance(out.shape[-1], int):
         return False
     for _ in range(12):
-        if at.op == "einsum":
-            last = calls[at.operands[-1]]
+        if call.op == "einsum":
+            last = calls[call.operands[-1]]
             while last.op in ("view", "reshape", "cast"):
                 last = calls[last.operands[0]]
             return last.op == "param"
-        if at.op == "add" and calls[at.operands[1]].op != "param":
+        if call.op == "add" and calls[call.operands[1]].op != "param":
             return False
-        if at.op not in ("view", "reshape", "slice", "add", "act", "cast", "scale", "shift"):
+        if call.op not in ("view", "reshape", "slice", "add", "act", "cast", "scale", "shift"):
             return False
-        at = calls[at.operands[0]]
+        call = calls[call.operands[0]]
     return False
 
 
@@ -149,7 +149,7 @@ def refuse_sizes_of_data(calls: Mapping[str, OpCall]) -> None:
     for call in calls.values():
         if any(isinstance(n, str) and re.search(r"\bu\d+\b", n) for n in call.shape):
             raise UserError(
-                f"{call.source or call.path or call.name}: values of tensors decide how many "
+                f"{call.where}: values of tensors decide how many "
                 "elements there are (nonzero, masks, loops over experts); write it with sizes that "
                 "shapes decide: sorted rows and torch._grouped_mm, or all experts in one product"
             )
@@ -160,31 +160,31 @@ def names_of_symbols(
 ) -> dict[str, str]:
     """Names of the symbols of the trace: those given, else B and S in the order of the inputs."""
     inputs = [c for c in calls.values() if c.op == "input"]
-    found: dict[str, str] = {}
-    for name, given in (dims or {}).items():
+    names: dict[str, str] = {}
+    for name, dim_names in (dims or {}).items():
         call = next((c for c in inputs if c.name == name), None)
-        if call is None or len(given) != len(call.shape):
-            known = ", ".join(f"{c.name} of {len(c.shape)}" for c in inputs)
-            raise UserError(f"dims: no input {name!r} of {len(given)} dims; there are {known}")
-        for extent, word in zip(call.shape, given, strict=True):
+        if call is None or len(dim_names) != len(call.shape):
+            listed = ", ".join(f"{c.name} of {len(c.shape)}" for c in inputs)
+            raise UserError(f"dims: no input {name!r} of {len(dim_names)} dims; there are {listed}")
+        for extent, word in zip(call.shape, dim_names, strict=True):
             if isinstance(extent, str) and extent.isidentifier():
-                found[extent] = word
-    free = [word for word in ("B", "S") if word not in found.values()]
+                names[extent] = word
+    unused = [word for word in ("B", "S") if word not in names.values()]
     for call in inputs:
         for at, extent in enumerate(call.shape):
-            if not isinstance(extent, str) or not extent.isidentifier() or extent in found:
+            if not isinstance(extent, str) or not extent.isidentifier() or extent in names:
                 continue
-            if not free:
-                known = [found.get(str(n), "?" if isinstance(n, str) else str(n))
+            if not unused:
+                listed = [names.get(str(n), "?" if isinstance(n, str) else str(n))
                          for n in call.shape]  # fmt: skip
                 raise UserError(
-                    f"dim {at} of input {call.name} [{', '.join(known)}] varies, besides batch and "
-                    f"sequence; name each dim (--dims {call.name}=B,S, in Python "
+                    f"dim {at} of input {call.name} [{', '.join(listed)}] varies, besides batch "
+                    f"and sequence; name each dim (--dims {call.name}=B,S, in Python "
                     f"dims={{{call.name!r}: ('B', 'S')}}), or keep all sizes of the example "
                     "(--static, static=True)"
                 )
-            found[extent] = free.pop(0)
-    return found
+            names[extent] = unused.pop(0)
+    return names
 
 
 def sizes_of_examples(calls: Mapping[str, OpCall], names: Mapping[str, str]) -> dict[str, int]:
@@ -216,9 +216,9 @@ def approximations(translation: Translation, calls: Mapping[str, OpCall]) -> lis
         "without a row, by their bytes": translation.unknown,
     }
     return [
-        f"operations counted {kind}: {', '.join(f'{n} {op}' for op, n in found.most_common())}"
-        for kind, found in counts.items()
-        if found
+        f"operations counted {kind}: {', '.join(f'{n} {op}' for op, n in counter.most_common())}"
+        for kind, counter in counts.items()
+        if counter
     ]
 
 
