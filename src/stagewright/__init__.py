@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stagewright.api.served import Serving, serve
     from stagewright.api.simulated import Simulation, simulate
     from stagewright.errors import UserError
-    from stagewright.imports.module import from_torch
+    from stagewright.imports.sources import from_torch
     from stagewright.model.catalog import resolve
     from stagewright.model.config import ModelConfig
     from stagewright.run.settings import Run
@@ -66,7 +66,7 @@ _HOME = {
     "Table": "texttable",
     "UserError": "errors",
     "compile": "api.compiled",
-    "from_torch": "imports.module",
+    "from_torch": "imports.sources",
     "generate": "api.generated",
     "load_run": "api.experiments",
     "report": "api.reported",

@@ -26,7 +26,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from record import Llama, loss_of, tensor_parallel
-from stagewright.imports.trace.graphs import record_graph
+from stagewright.imports.rank_graph import record_graph
 
 GRAPHS = Path(__file__).parent / "graphs"
 SIZES = {"hidden": 64, "heads": 8, "kv_heads": 4, "head_dim": 8, "ffn": 176, "vocab": 256,

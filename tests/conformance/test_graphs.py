@@ -17,7 +17,7 @@ import pytest
 
 from stagewright.api.traced import simulate_traced
 from stagewright.errors import UserError
-from stagewright.imports.trace.recording import Recording
+from stagewright.imports.recording import Recording
 from stagewright.lower.compile import compile
 from stagewright.lower.traced_graph import program_of
 from stagewright.model.config import ModelConfig

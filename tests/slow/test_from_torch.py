@@ -12,8 +12,8 @@ import pytest
 import stagewright as sw
 from stagewright.errors import UserError
 from stagewright.graph.cost import flops
-from stagewright.imports.module import recorded
-from stagewright.imports.trace.graphs import record_graph
+from stagewright.imports.rank_graph import record_graph
+from stagewright.imports.sources import recorded
 from stagewright.imports.translate import translate
 from stagewright.lower.blocks import build_block
 from stagewright.lower.parameters import parameters

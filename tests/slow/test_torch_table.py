@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from spmd import single
+from stagewright.algebra.size import size
 from stagewright.graph.make import apply, leaf
 from stagewright.graph.node import Graph, toposort
-from stagewright.graph.reference.dense import SLOPES_OF_RESULTS
 from stagewright.graph.table import attributes_of
-from stagewright.imports.calls import OpCall
-from stagewright.imports.rows.table import AS_BYTES, FUNCTIONS, ROWS, calls_of
-from stagewright.imports.trace.nodes import TracedNodes
-from stagewright.imports.trace.recording import Ref, TracedNode
+from stagewright.imports.ops import FUNCTIONS, ROWS, OpCall, calls_of
+from stagewright.imports.recording import Ref, TracedNode
+from stagewright.imports.rewrite import TracedGraph
 
 torch: Any = pytest.importorskip("torch", reason="needs the extra: pip install -e '.[torch]'")
 pytestmark = [pytest.mark.slow, pytest.mark.extra]
@@ -110,7 +109,7 @@ def computed(call: OpCall, xs: list[Any]) -> Any:
         node = apply("attention", "bqaD,bkaD,bkaD->bqaD", *nodes, name="y", **how)
         made = single(Graph.of(toposort([node]), {"y": node}), {}, given)["y"]
         return np.moveaxis(made, -2, -3)
-    text = {x: c.upper() if x in call.whole else c for x, c in names.items()}
+    text = {x: c.upper() if x in call.unsplit else c for x, c in names.items()}
     spec = ",".join("".join(text[x] for x in of) for of in labels)
     spec += "->" + "".join(text[x] for x in out)
     leaves = [
@@ -126,7 +125,7 @@ def computed(call: OpCall, xs: list[Any]) -> Any:
         return (wide[0] + wide[1]).reshape(call.shape)
     attrs = {k: v for k, v in call.attrs.items() if v is not None and k != "window"}
     own = implied("softmax") if call.op == "softmax" else {}
-    node = apply(call.op, spec, *leaves, out=tuple(shape), name="y", **own | attrs)
+    node = apply(call.op, spec, *leaves, out=tuple(map(size, shape)), name="y", **own | attrs)
     graph = Graph.of(toposort([node]), {"y": node})
     return single(graph, {}, {f"x{i}": v for i, v in enumerate(plain)})["y"].reshape(call.shape)
 
@@ -152,7 +151,7 @@ def translated(op: str, given: list[Any], kwargs: dict[str, Any], result: Any) -
         for n, v in values.items()
     ]
     node = TracedNode("y", f"aten.{op}", tuple(result.shape), "fp32", args, kwargs)
-    calls = calls_of(TracedNodes([*leaves, node], ["y"]), approximate=False).calls
+    calls = calls_of(TracedGraph([*leaves, node], ["y"]), approximate=False).calls
     for name, call in calls.items():
         if name not in values:
             values[name] = computed(call, [values[n] for n in call.operands])
@@ -169,6 +168,32 @@ def test_a_row_computes_what_pytorch_computes(op: str, given: Given, kwargs: dic
     np.testing.assert_allclose(ours, theirs.numpy(), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("length", [1, 3])
+def test_rows_of_a_table_are_summed_over_bags(length: int, mode: int):
+    """`embedding_bag` with its offsets, as `nn.EmbeddingBag` calls it for indices [4, length]."""
+    rng = np.random.default_rng(3)
+    table, ids = rng.uniform(0.2, 1.2, (9, 6)), rng.integers(0, 9, 4 * length)
+    offsets = torch.arange(0, 4 * length, length)
+    call = torch.ops.aten.embedding_bag.padding_idx
+    first, *_ = call(
+        torch.tensor(table), torch.tensor(ids), offsets, False, mode, False, None, False, None
+    )
+    op = "aten.embedding_bag.padding_idx"
+    args = (Ref("table"), Ref("ids"), None, False, mode, False, None, False, None)
+    nodes = [
+        TracedNode("table", "input", table.shape, "fp32"),
+        TracedNode("ids", "input", ids.shape, "int64"),
+        TracedNode("bag", op, args=args),
+        TracedNode("y", "getitem", tuple(first.shape), "fp32", (Ref("bag"), 0)),
+    ]
+    values: dict[str, Any] = {"table": table, "ids": ids}
+    for name, made in calls_of(TracedGraph(nodes, ["y"]), approximate=False).calls.items():
+        if name not in values:
+            values[name] = computed(made, [values[n] for n in made.operands])
+    np.testing.assert_allclose(values["y"], first.numpy(), rtol=2e-5)
+
+
 def test_rows_without_a_case_are_known():
     tried = {f"aten.{op.partition('.')[0]}" for op, *_ in CASES}
     same = {"aten.conv3d", "aten.convolution", "aten.conv_transpose1d", "aten.true_divide",
@@ -177,54 +202,8 @@ def test_rows_without_a_case_are_known():
     """The functions of rows that are tried under another name."""
     rest = {"aten.group_norm", "aten.cross_entropy_loss", "aten.to", "aten._to_copy",
             "aten.type_as", "aten.dropout"}  # fmt: skip
-    parts = {name for name in ROWS if ROWS[name] is ROWS["aten.split"]} | {"getitem"}
+    parts = {name for name in ROWS if ROWS[name] is ROWS["aten.split"]} | {
+        "getitem"
+    }  # and embedding_bag
     own = {name for name in ROWS if name.startswith("our.")}
     assert {*ROWS} - tried == same | rest | parts | own
-
-
-FOUR = (2, 4, 6, 6)
-KEPT: dict[str, Given] = {
-    "where": ("mask", A, A), "masked_fill": (A, "mask", 0.0), "clamp": (A, 0.0, 1.0),
-    "cumsum": (A, 1), "gather": (A, 1, "rows"), "scatter": (A, 1, "rows", (4, 2)),
-    "scatter_add": (A, 1, "rows", (4, 2)), "index_select": (A, 0, "some"),
-    "index_add": (A, 0, "some", (3, 6)), "sort": (A,), "topk": (A, 2), "max": (A, 1),
-    "amax": (A, 1), "amin": (A, 1), "norm": (A, 2, 1), "maximum": (A, A), "minimum": (A, A),
-    "pow": (A, 4), "roll": (A, [1]), "flip": (A, [1]), "tril": (A,), "triu": (A,),
-    "avg_pool2d": (FOUR, [2, 2]), "adaptive_avg_pool2d": (FOUR, [2, 2]),
-    "hardtanh": (A,), "hardswish": (A,), "leaky_relu": (A,), "elu": (A,), "mish": (A,),
-    "glu": (A,), "threshold": (A, 0.1, 0.0), "logsumexp": (A, 1), "log_softmax": (A, 1),
-    "std": (A, 1), "var": (A, 1), "prod": (A, 1), "floor": (A,), "sign": (A,),
-    "remainder": (A, 2), "nan_to_num": (A,), "lerp": (A, A, 0.5), "addcmul": (A, A, A),
-    "addcdiv": (A, A, A), "prelu": (A, (6,)), "dist": (A, A), "mse_loss": (A, A),
-    "smooth_l1_loss": (A, A), "huber_loss": (A, A), "logaddexp": (A, A), "diff": (A,),
-    "pixel_shuffle": (FOUR, 2), "binary_cross_entropy_with_logits": (A, A), "repeat": (A, [2, 1]),
-    "slice_scatter": (A, (2, 6), 0, 1, 3), "select_scatter": (A, (6,), 0, 1),
-    "index_copy": (A, 0, "some", (3, 6)), "index_fill": (A, 0, "some", 0.0),
-    "masked_scatter": (A, "mask", A), "scatter_reduce": (A, 1, "rows", (4, 2), "mean"),
-    "constant_pad_nd": (A, [1, 1]), **dict.fromkeys(FUNCTIONS, (A,)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("op", KEPT)
-def test_what_autograd_keeps_is_what_pytorch_keeps(op: str):
-    whole = {"mask": torch.ones(A, dtype=torch.bool), "rows": torch.zeros(4, 2, dtype=torch.long),
-             "some": torch.zeros(3, dtype=torch.long)}  # fmt: skip
-    rng = np.random.default_rng(3)
-    given = [whole[x] if isinstance(x, str) and x in whole else drawn(x, rng) for x in KEPT[op]]
-    tensors = [x for x in given if isinstance(x, torch.Tensor)]
-    for x in tensors:
-        x.requires_grad_(x.is_floating_point())
-    kept: list[Any] = []
-
-    def pack(t: Any) -> Any:
-        kept.append(t.untyped_storage()._cdata)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        made = getattr(torch.ops.aten, op)(*given)
-    first, *more = made if isinstance(made, tuple) else (made,)
-    names = {x.untyped_storage()._cdata: str(i) for i, x in enumerate(tensors)}
-    names |= {first.untyped_storage()._cdata: "result"}
-    names |= {x.untyped_storage()._cdata: "indices" for x in more}
-    ours = "result" if op in SLOPES_OF_RESULTS else AS_BYTES.get(op, "0")
-    assert {names[x] for x in kept} == {*ours.split("&")} - {"nothing"}

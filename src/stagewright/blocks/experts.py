@@ -86,11 +86,9 @@ def _router(b: Builder, h: Node) -> Node:
     held = _held(b)
     spec = ",".join(["bsE", "E"][: 1 + len(bias)]) + f"->bs{held}"
     chosen: dict[str, Any] = {"fn": c.router, "top_k": c.top_k, "norm": c.norm_topk_prob}
-    if any(r.kept):
-        chosen |= {"kept": r.kept[0], "kept_once": r.kept[1]}
     whose = (*logits.shape[:2], size(held))
     gates = apply("topk", spec, logits, *bias, out=whose, name="gates", **chosen)
-    for each in () if any(r.kept) else bias:  # the module's own code counts nothing
+    for each in bias:
         counts = apply("count", "bsE->E", gates, dtype="fp32", name="tokens_per_expert", **OWN)
         b.counted[each.name] = counts
     if r.exchange_counts:

@@ -115,8 +115,6 @@ class ExpertRecipe:
     all tokens."""
     apply_probs: str = "experts"
     """Values that the gates multiply: the `input` of experts, those inside, or their `output`."""
-    kept: tuple[int, int] = (0, 0)
-    """Bytes that routing saves for backward: for each token, and in addition; zeros: the gates."""
     exchange_counts: bool = False
     """Ranks exchange the numbers of copies before they send these."""
     router_fp32: bool = False

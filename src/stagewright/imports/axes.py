@@ -1,8 +1,8 @@
-"""What the dims of all values are made of: one index for each thing that varies by itself.
+"""Axes: the indices that the dims of all values consist of.
 
-A view from [B, S, A*D] to [B, S, A, D] says that the last dim was two things all along, in the
-value and in the parameter that made it. When all views are taken into account, none is left: every
-value is a list of axes, and reordering or joining them is no work.
+A view from [B, S, A*D] to [B, S, A, D] splits the last dim in two, in the value and in the
+parameter that made it. Once all views are applied to the axes, no view remains: every value is a
+list of axes, and reordering or joining them is no work.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from stagewright.algebra.size import Size, is_whole, product, size
 from stagewright.errors import UserError
-from stagewright.imports.calls import LEAVES, Label, OpCall
-from stagewright.imports.trace.recording import Extent
+from stagewright.imports.ops import LEAVES, Label, OpCall
+from stagewright.imports.recording import Extent
 
 _ONE = size(1)
 
@@ -23,7 +23,7 @@ def _quotient(a: Size, b: Size) -> Size:
 
 
 def _divides(b: Size, a: Size) -> bool:
-    """Whether `a` is a whole number of times `b`, whatever the symbols are."""
+    """True if `a` is a multiple of `b` for all values of the symbols."""
     try:
         return a is b or is_whole(a / b)
     except ValueError:  # a sum divides nothing exactly but itself
@@ -31,39 +31,39 @@ def _divides(b: Size, a: Size) -> bool:
 
 
 class Axis:
-    """An index of values: its extent, and the axes that it turned out to be made of."""
+    """Index of values: its extent, and the axes that it was split into."""
 
-    __slots__ = ("extent", "joined", "parents", "parts")
+    __slots__ = ("extent", "parents", "parts", "same_as")
 
     def __init__(self, extent: Size) -> None:
         """A new axis, equal to no other."""
         self.extent = extent
-        self.joined: Axis | None = None
+        self.same_as: Axis | None = None
         self.parts: list[Axis] = []
         self.parents: list[Axis] = []
 
-    def known(self) -> Axis:
-        """The axis that stands for all that are equal to this one."""
+    def root(self) -> Axis:
+        """The representative of all axes that are equal to this one."""
         at = self
-        while at.joined is not None:
-            at = at.joined
+        while at.same_as is not None:
+            at = at.same_as
         return at
 
     def leaves(self) -> list[Axis]:
-        """What the axis is made of, outermost first."""
-        at = self.known()
+        """The axes that this one was split into, outermost first; itself if it was not split."""
+        at = self.root()
         return [leaf for part in at.parts for leaf in part.leaves()] if at.parts else [at]
 
-    def wholes(self) -> list[Axis]:
-        """The axis and all that it is a part of."""
-        found: dict[Axis, None] = {}
-        todo = [self.known()]
-        while todo:
-            at = todo.pop().known()
-            if at not in found:
-                found[at] = None
-                todo += at.parents
-        return [*found]
+    def enclosing(self) -> list[Axis]:
+        """The axis and all axes that it is a part of."""
+        axes: dict[Axis, None] = {}
+        pending = [self.root()]
+        while pending:
+            axis = pending.pop().root()
+            if axis not in axes:
+                axes[axis] = None
+                pending += axis.parents
+        return [*axes]
 
 
 Dims = list[list[Axis]]
@@ -78,32 +78,32 @@ class AxisTable:
         self.sizes, self.examples = sizes, examples
         self.dims: dict[str, Dims] = {}
         self.copies: dict[str, set[Axis]] = {}
-        """AxisTable of a value of which it has only one copy, repeated."""
+        """Axes along which a value repeats one copy (`expand`)."""
         self.base: dict[str, str] = {}
-        """Of a view, the value that it shows."""
+        """The value that each view shows."""
         self.labels: dict[str, dict[Label, list[Axis]]] = {}
 
-    def extent(self, of: Extent, call: OpCall) -> Size:
+    def extent(self, extent: Extent, call: OpCall) -> Size:
         """The size of a dim of a call's result."""
-        if isinstance(of, int):
-            return size(of)
+        if isinstance(extent, int):
+            return size(extent)
         try:
-            return size(of).subs(self.sizes)
+            return size(extent).subs(self.sizes)
         except ValueError:
             raise UserError(
-                f"{call.source or call.path or call.name}: {_kind(call)} of "
-                f"{len(call.shape)} dims has one of {self._named(of)}, which is no size here; keep "
-                "all sizes of the example (--static, static=True)"
+                f"{call.where}: {_kind(call)} of {len(call.shape)} dims has one of "
+                f"{self._named(extent)}, which is no size here; keep all sizes of the example "
+                "(--static, static=True)"
             ) from None
 
-    def _named(self, of: str) -> str:
+    def _named(self, expression: str) -> str:
         """An expression of the trace with the names of its symbols."""
-        return re.sub(r"[a-z]\w*", lambda found: self.sizes.get(found[0], found[0]), of)
+        return re.sub(r"[a-z]\w*", lambda match: self.sizes.get(match[0], match[0]), expression)
 
     # ---- relations -----------------------------------------------------------------------------
 
     def _refine(self, whole: Axis, first: Size) -> tuple[Axis, Axis]:
-        """Cut a leaf in two, of which the outer has the extent `first`."""
+        """Split an axis in two; the outer one has the extent `first`."""
         outer, inner = Axis(first), Axis(_quotient(whole.extent, first))
         whole.parts = [outer, inner]
         outer.parents.append(whole)
@@ -111,9 +111,9 @@ class AxisTable:
         return outer, inner
 
     def _join(self, a: Axis, b: Axis) -> None:
-        a, b = a.known(), b.known()
+        a, b = a.root(), b.root()
         if a is not b:
-            a.joined = b
+            a.same_as = b
             b.parents += a.parents
 
     def unify(self, a: Iterable[Axis], b: Iterable[Axis]) -> bool:
@@ -160,42 +160,42 @@ class AxisTable:
             for axis in dim
             for leaf in axis.leaves()
         ]
-        made: Dims = []
+        dims: Dims = []
         repeated = set[Axis]()
 
-        def shown(leaf: Axis, copied: bool) -> Axis:
-            """The leaf, or a place of its own for one that is only repeated."""
+        def view_of(leaf: Axis, copied: bool) -> Axis:
+            """The leaf; a separate axis for one that is only repeated."""
             if not copied:
                 return leaf
-            place = Axis(leaf.extent)
-            place.joined = leaf
-            repeated.add(place)
-            return place
+            view = Axis(leaf.extent)
+            view.same_as = leaf
+            repeated.add(view)
+            return view
 
         for extent in shape:
             dim: list[Axis] = []
-            left = extent
-            while left is not _ONE:
+            remaining = extent
+            while remaining is not _ONE:
                 if not leaves:
                     raise self._mixed(call)
                 leaf, copied = leaves.pop(0)
-                if _divides(leaf.extent, left):
-                    dim.append(shown(leaf, copied))
-                    left = _quotient(left, leaf.extent)
-                elif _divides(left, leaf.extent):
-                    outer, inner = self._refine(leaf, left)
-                    dim.append(shown(outer, copied))
+                if _divides(leaf.extent, remaining):
+                    dim.append(view_of(leaf, copied))
+                    remaining = _quotient(remaining, leaf.extent)
+                elif _divides(remaining, leaf.extent):
+                    outer, inner = self._refine(leaf, remaining)
+                    dim.append(view_of(outer, copied))
                     leaves.insert(0, (inner, copied))
-                    left = _ONE
+                    remaining = _ONE
                 else:
                     raise self._mixed(call)
-            made.append(dim)
-        self._show(call, source, made)
+            dims.append(dim)
+        self._show(call, source, dims)
         self.copies[call.name] = repeated
 
     def _mixed(self, call: OpCall) -> UserError:
         return UserError(
-            f"{call.source or call.path or call.name}: a view to {list(call.shape)} cuts across "
+            f"{call.where}: a view to {list(call.shape)} cuts across "
             "dims; keep them apart in the module"
         )
 
@@ -206,36 +206,36 @@ class AxisTable:
 
     def _labelled(self, call: OpCall, shape: Sequence[Size]) -> None:
         """Dims by their labels: equal labels are equal axes."""
-        known: dict[Label, list[Axis]] = {}
+        axes_of: dict[Label, list[Axis]] = {}
         for name, labels in zip(call.operands, call.ins, strict=True):
             for label, dim in zip(labels, self.dims[name], strict=True):
                 if not dim:
                     continue
-                if label in known and not self.unify(known[label], dim):
+                if label in axes_of and not self.unify(axes_of[label], dim):
                     raise self._mixed(call)
-                known.setdefault(label, dim)
-        made: Dims = []
+                axes_of.setdefault(label, dim)
+        dims: Dims = []
         fresh = set[Axis]()
         for label, extent in zip(call.out, shape, strict=True):
             if extent is _ONE:
-                made.append([])
+                dims.append([])
                 continue
-            if label not in known:
-                known[label] = [Axis(extent)]
-                fresh |= {*known[label]}
-            made.append(known[label])
+            if label not in axes_of:
+                axes_of[label] = [Axis(extent)]
+                fresh |= {*axes_of[label]}
+            dims.append(axes_of[label])
         if call.op == "view":
             (source,) = call.operands
-            self._show(call, source, made)
+            self._show(call, source, dims)
             self.copies[call.name] |= fresh
             return
-        self.dims[call.name] = made
-        self.labels[call.name] = known
+        self.dims[call.name] = dims
+        self.labels[call.name] = axes_of
 
     # ---- units ---------------------------------------------------------------------------------
 
-    def flat(self, name: str) -> list[Axis]:
-        """The leaves of a value, in order; those that are only repeated are left out."""
+    def leaves_of(self, name: str) -> list[Axis]:
+        """The leaves of a value, in order, without those that are only repeated."""
         copies = self.copies.get(name, set())
         return [
             leaf
@@ -245,44 +245,44 @@ class AxisTable:
             for leaf in axis.leaves()
         ]
 
-    def label(self, call: str, label: Label) -> list[Axis]:
+    def label_leaves(self, call: str, label: Label) -> list[Axis]:
         """The leaves of one label of a call."""
         return [leaf for axis in self.labels[call].get(label, ()) for leaf in axis.leaves()]
 
-    def apart(self, calls: Iterable[OpCall]) -> set[Axis]:
-        """AxisTable of which some call reads a part by itself."""
-        banned = set[Axis]()
+    def separate_axes(self, calls: Iterable[OpCall]) -> set[Axis]:
+        """Axes of which some call reads only a part, so that their leaves stay separate."""
+        separate = set[Axis]()
         for call in calls:
             if call.op in LEAVES or call.op in ("view", "reshape"):
                 continue
             labels = {x for labels in (*call.ins, call.out) for x in labels}
-            here = {x: self.label(call.name, x) for x in labels}
-            values = [{*self.flat(name)} for name in (*call.operands, call.name)]
-            for leaves in here.values():
-                own = {*leaves}
-                for whole in {w for leaf in leaves for w in leaf.wholes()}:
-                    parts = {*whole.leaves()}
-                    if not parts <= own and any(parts <= value for value in values):
-                        banned.add(whole)
-        return banned
+            label_leaves = {x: self.label_leaves(call.name, x) for x in labels}
+            values = [{*self.leaves_of(name)} for name in (*call.operands, call.name)]
+            for leaves in label_leaves.values():
+                label_set = {*leaves}
+                for axis in {w for leaf in leaves for w in leaf.enclosing()}:
+                    parts = {*axis.leaves()}
+                    if not parts <= label_set and any(parts <= value for value in values):
+                        separate.add(axis)
+        return separate
 
-    def units(self, leaves: Sequence[Axis], apart: set[Axis]) -> list[Axis]:
-        """Leaves as the largest axes that no call takes apart."""
-        made: list[Axis] = []
+    def units(self, leaves: Sequence[Axis], separate: set[Axis]) -> list[Axis]:
+        """Group leaves into the largest axes that no call splits."""
+        units: list[Axis] = []
         i = 0
         while i < len(leaves):
-            best, length = leaves[i], 1
-            for whole in leaves[i].wholes():
-                parts = whole.leaves()
+            largest, length = leaves[i], 1
+            for axis in leaves[i].enclosing():
+                parts = axis.leaves()
                 if (
-                    whole not in apart
+                    axis not in separate
                     and len(parts) > length
                     and [*leaves[i : i + len(parts)]] == parts
                 ):
-                    best, length = whole, len(parts)
-            made.append(best)
+                    largest, length = axis, len(parts)
+            units.append(largest)
             i += length
-        return made
+        return units
 
 
 def _kind(call: OpCall) -> str:

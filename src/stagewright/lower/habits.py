@@ -110,14 +110,8 @@ class EagerOperators(Habit):
         if per_row and n.phase != "backward":
             rows = extent.elements(n) // math.ceil(extent(n.shape[-1], n.layout.dims[-1]))
             return rows * per_row * int(BYTES["fp32"])
-        if n.op == "topk" and n.get("kept") is not None:
-            return _routing_bytes(n, extent)
-        if n.op != "opaque":
-            return 0
-        indices = extent.elements(n) * int(BYTES["int64"]) if n.get("indices") else 0
-        row_bytes: Any = n.get("beside") or 0
-        rows = math.ceil(extent(n.shape[0], n.layout.dims[0])) if row_bytes else 0
-        return indices + rows * row_bytes
+        row_bytes: Any = n.get("beside") if n.op == "opaque" else 0
+        return math.ceil(extent(n.shape[0], n.layout.dims[0])) * row_bytes if row_bytes else 0
 
     def extend_live_ranges(self, values: StageValues, action: ActionRows) -> None:
         """Free the parts of a fused product as one.
@@ -138,15 +132,6 @@ class EagerOperators(Habit):
             value = next((v for n in inputs if (v := values.value(i, n)) is not None), None)
             if reads and value is not None:
                 value.touch(action.touch_by(max(reads)), "backward")
-
-
-def _routing_bytes(n: Node, extent: Extent) -> int:
-    """Bytes that routing saves for backward, without those of its scores and gates."""
-    per_token, constant = int(str(n["kept"])), int(str(n.get("kept_once") or 0))
-    scores = n.srcs[0]
-    tokens = extent.elements(scores) // math.ceil(extent(scores.shape[-1], scores.layout.dims[-1]))
-    counted = sum(extent.elements(x) * int(BYTES[x.dtype]) for x in (scores, n))
-    return tokens * per_token + constant - counted
 
 
 def _join_fused(values: StageValues, i: int, graph: Graph) -> None:

@@ -23,14 +23,14 @@ from stagewright.algebra.layout import Mesh
 from stagewright.arrays import Int
 from stagewright.errors import UserError
 from stagewright.graph.node import BYTES, PHASES
-from stagewright.imports.trace.nodes import operation
-from stagewright.imports.trace.recording import (
+from stagewright.imports.recording import (
     Process,
     ProcessGroup,
     Recording,
     Ref,
     TracedNode,
     argument,
+    operation,
     words,
 )
 from stagewright.lower.assembly.streams import order_by_streams

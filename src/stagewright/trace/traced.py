@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-from stagewright.imports.trace.recording import Recording
+from stagewright.imports.recording import Recording
 from stagewright.lower.traced_graph import program_of
 from stagewright.program.columns import Program
 from stagewright.trace.formats.bundle import Bundle

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ import pytest
 import stagewright as sw
 from paths import DATA
 from stagewright.blocks.text import stg
+from stagewright.cli.main import main
 from stagewright.errors import UserError
-from stagewright.imports.module import model_of, recorded
-from stagewright.imports.trace.recording import Recording, Ref, TracedNode
+from stagewright.imports.recording import Recording, Ref, TracedNode
+from stagewright.imports.sources import model_of, recorded
 from stagewright.imports.translate import Options, translate
 from stagewright.lower.parameters import parameters
 from stagewright.model.presets import PRESETS
@@ -181,8 +184,52 @@ def test_a_step_takes_as_long_as_that_of_the_preset():
 def test_a_recording_is_kept_as_text():
     kept = recording("llama")
     assert Recording.from_json(kept.to_json()).to_json() == kept.to_json()
-    with pytest.raises(UserError, match="no recording of a module"):
-        Recording.from_json("{}")
+
+
+def _changed(**parts: Any) -> str:
+    known: dict[str, Any] = {"version": 2, "name": "x", "outputs": ["y"], "notes": []}
+    known["nodes"] = [
+        ["x", "input", [2, 4], "fp32", [], {}, "", ""],
+        ["y", "aten.relu.default", [2, 4], "fp32", [{"ref": "x"}], {}, "", ""],
+    ]
+    return json.dumps(known | parts)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{}", "it lacks 'version'"),
+        ("[]", "list indices"),
+        (_changed(version=1), "version 1, wanted 2"),
+        (_changed(outputs=[]), "it has no outputs"),
+        (_changed(nodes=[]), "the output y is no node"),
+        (_changed(nodes=[["y", "aten.relu", [2], "fp32", [{"ref": "z"}], {}, "", ""]]),
+         "y reads z, which is no node before it"),
+        (_changed(nodes=[["y", "input", [2], "fp32", [], {}, "", ""]] * 2), "y comes twice"),
+        (_changed(nodes=[["y", "input", [2.5], "fp32", [], {}, "", ""]]), "cannot read the node"),
+        (_changed(nodes=[["y", "input"]]), "not enough values"),
+    ],
+)  # fmt: skip
+def test_what_is_no_recording_is_refused(text: str, reason: str):
+    with pytest.raises(UserError, match=re.escape(reason)):
+        Recording.from_json(text)
+
+
+def test_an_operation_with_other_arguments_than_pytorch_gives_is_refused():
+    odd = _with("aten.permute.default")
+    with pytest.raises(UserError, match=r"model\.py:7: no row for aten\.permute\.default with"):
+        translate(odd)
+
+
+def test_files_are_replaced_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source, out = str(DATA / "imports" / "gpt2.json"), tmp_path / "x.stg"
+    codes: list[object] = []
+    for more in ((), (), ("--force",)):
+        with pytest.raises(SystemExit) as stop:
+            main(["import", source, "-o", str(out), *more])
+        codes.append(stop.value.code)
+    assert codes == [0, 2, 0]
+    assert "exists already; choose another name, or --force" in capsys.readouterr().err
 
 
 def _with(op: str) -> Recording:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stagewright.errors import UserError
-from stagewright.imports.trace.recording import (
+from stagewright.imports.recording import (
     Process,
     ProcessGroup,
     Recording,

@@ -1,4 +1,4 @@
-"""What stands in the bracket of a call: its index expression, its attributes or its degrees."""
+"""Reads the bracket of a call: index expression, attributes or degrees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stagewright.graph.node import BYTES
 from stagewright.graph.table import choose
 
 _DTYPE = choose(*BYTES)._replace(required=False)
-"""The data type of a result, which may be said of every op."""
+"""Data type of a result, an attribute of every op."""
 
 
 def read_degrees(text: Reference) -> tuple[str, ...]:
@@ -89,7 +89,7 @@ def read_attributes(op: Reference, text: Reference) -> dict[str, Any]:
 
 
 def read_value(word: str) -> Any:
-    """What a text writes as a number, as true or false, or as a word."""
+    """Value of a word: a number, true or false, or the word itself."""
     if word in ("true", "false"):
         return word == "true"
     for kind in (int, float):

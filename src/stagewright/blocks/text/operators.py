@@ -1,4 +1,4 @@
-"""Parts of users' modules as frameworks that fuse nothing run them: chains of PyTorch's operators.
+"""Chains of PyTorch's operators for parts of users' modules, for frameworks that fuse nothing.
 
 A text says what is computed, in one call: `norm`, `glu`, `act[fn=gelu_tanh]`. Where a run has
 `operators = eager`, the call is the operators that presets have then, or those of the module's own
@@ -123,21 +123,14 @@ def copy_of(x: Node) -> Node:
     return apply("sum", f"{letters(x)}->{letters(x)}", x, name=f"{x.name}.copied", scope=x.scope)
 
 
-_OF_EXPERTS = {"weights": may(str), "kept": may(int), "kept_once": may(int)}
-
-
 def experts_as_written(b: Builder, said: str) -> Builder:
-    """What builds experts as the module's code has them, if frameworks fuse nothing.
+    """The builder of experts as the module's code has them, where no operators are fused.
 
-    `weights=output`: the weights of routing are applied to the results of experts; `kept`: bytes
-    that routing keeps for backward for each token; `kept_once`: and whatever the number of tokens.
+    `weights=output`: the weights of routing multiply the results of the experts.
     """
-    words = dict(word.strip().split("=", 1) for word in said.split(",") if "=" in word)
-    if unknown := words.keys() - _OF_EXPERTS:
-        raise ValueError(f"no attribute {min(unknown)!r}; use one of {', '.join(_OF_EXPERTS)}")
-    if not words or not b.recipe.operators.eager:
+    if said not in ("", "weights=output"):
+        raise ValueError(f"got [{said}], expected nothing or [weights=output]")
+    experts = b.recipe.experts
+    if not said or not b.recipe.operators.eager or experts.apply_probs != "experts":
         return b
-    own: dict[str, Any] = {"kept": (int(words.get("kept", 0)), int(words.get("kept_once", 0)))}
-    if words.get("weights") and b.recipe.experts.apply_probs == "experts":
-        own["apply_probs"] = words["weights"]
-    return replace(b, recipe=replace(b.recipe, experts=replace(b.recipe.experts, **own)))
+    return replace(b, recipe=replace(b.recipe, experts=replace(experts, apply_probs="output")))

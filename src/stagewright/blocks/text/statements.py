@@ -1,4 +1,4 @@
-"""From the statements of a user's module to nodes: wherever a model uses the module, once more."""
+"""Builds the nodes of a user's module from its statements, at each use of the module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLLECTIVES = {
 
 
 def _can_be_written(name: str, row: Op) -> bool:
-    """Whether an op has a gradient, and needs no attribute that is a tuple, which no text says."""
+    """True for ops with a gradient, and without required tuples, which a text cannot say."""
     tuples = [of for of in row.attrs.values() if of.asked and of.types == (tuple,)]
     return (row.vjp is not None or name == "sum") and name not in LEAVES and not tuples
 
@@ -107,7 +107,7 @@ class Draft:
         return frozenset(of.name for of in made if isinstance(of, Reference))
 
     def _is_linear(self, of: Call) -> bool:
-        """Whether a call is the product of a value with a parameter, in the usual precision."""
+        """True for the product of a value with a parameter, without a data type."""
         parameters = {s.name for s in self.statements if s.value is None}
         return (
             of.op == "einsum"
@@ -120,7 +120,7 @@ class Draft:
         )
 
     def _readers(self, of: Call) -> int:
-        """How many products with parameters read what this one reads."""
+        """Number of products with parameters that read the same value as this one."""
         x = of.arguments[0]
         name = x.name if isinstance(x, Reference) else ""
         return sum(
@@ -132,7 +132,7 @@ class Draft:
         )
 
     def place(self, name: str, layout: Tensor, shape: tuple[Size, ...]) -> None:
-        """Say where a value lives, and its shape."""
+        """Set the layout and shape of a value."""
         self.table[f"{self.name}.{name}"], self.shapes[name] = layout, shape
 
     def build(self, b: Builder, inputs: Mapping[str, Node]) -> Node:
@@ -314,11 +314,11 @@ PARTS: Mapping[str, Callable[..., Node]] = {
     "experts": _experts,
     "cross_entropy": _cross_entropy,
 }
-"""What a text may write like an op, and is made of several: parts that presets have, too."""
+"""Parts of several ops that a text writes like one; presets have them, too."""
 
 
 def _is_form(n: Node) -> bool:
-    """Whether an op can be written so: its gradient and its operations follow from the node."""
+    """True if the op supports this form: its gradient and FLOPs can be derived."""
     vjp = OPS[n.op].vjp
     try:
         g = leaf("input", n.shape, n.dtype, "g", phase="backward")

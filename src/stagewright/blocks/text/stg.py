@@ -56,7 +56,7 @@ MODEL_SIZES = ("M", "A", "G", "D", "F", "V")
 
 
 class File(NamedTuple):
-    """What a file defines: modules by name, and the model it describes."""
+    """Contents of a file: modules by name, and the model."""
 
     modules: Mapping[str, Module]
     model: ModelConfig
@@ -446,7 +446,7 @@ def _number(value: Size) -> int | None:
 
 
 def _layers(text: str) -> int:
-    """How many layers a link of a chain is; none where it cannot be read, which a check refuses."""
+    """Layers of a link of a chain; 0 if it cannot be read, which a check refuses."""
     try:
         return ChainLink.read(str(text)).layers
     except ValueError:

@@ -98,7 +98,7 @@ def show(
 def _imported(source: str) -> str:
     """The path of the text that a module is imported as, in a folder of its own."""
     from stagewright.files import write_text
-    from stagewright.imports.module import recorded
+    from stagewright.imports.sources import recorded
     from stagewright.imports.translate import translate
 
     started = time.perf_counter()

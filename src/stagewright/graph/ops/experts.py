@@ -7,7 +7,7 @@ from stagewright.graph.node import Node
 from stagewright.graph.ops.shared import no_gradient
 from stagewright.graph.reference import experts as meaning
 from stagewright.graph.reference import shared
-from stagewright.graph.table import NUMBER, Grads, Op, Timing, choose, may, need, own_attributes
+from stagewright.graph.table import NUMBER, Grads, Op, Timing, choose, need, own_attributes
 
 
 def _topk_vjp(n: Node, g: Node) -> Grads:
@@ -83,9 +83,7 @@ def _weigh_vjp(n: Node, g: Node) -> Grads:
 _ROWS = ("r", ("b", "s"))
 _TOP_K = {"top_k": need(int)}
 _SCORES = {"fn": choose("softmax", "sigmoid", "sqrtsoftplus")}
-# Of PyTorch's operators: bytes that routing keeps in all for backward, for each token and besides.
-_KEPT = {"kept": may(int), "kept_once": may(int)}
-_TOPK = {**_TOP_K, **_SCORES, "norm": need(bool), **_KEPT}
+_TOPK = {**_TOP_K, **_SCORES, "norm": need(bool)}
 _COEFF = {"coeff": need(*NUMBER)}
 _AUX = {**_COEFF, **_TOP_K}
 _WEIGHTED = {**_TOP_K, "weighted": need(bool)}

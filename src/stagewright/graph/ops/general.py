@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from stagewright.algebra.index import parse
@@ -40,31 +39,20 @@ def _shift_vjp(n: Node, g: Node) -> Grads:
 
 
 def _opaque_vjp(n: Node, g: Node) -> Grads:
-    """A kernel for the gradient of each operand of real numbers, which reads what is kept."""
+    """A kernel for the gradient of each operand of real numbers, which reads all operands."""
     ins, out = str(n["spec"]).split("->")
     terms = ins.split(",")
-    if n.get("keeps") == "constant":  # no operand has a part in its values
+    if n.get("constant"):
         return (None,) * len(n.srcs)
-    kept = _saved_operands(n, terms, out)
     found: list[Node | None] = []
     for i, (term, s) in enumerate(zip(terms, n.srcs, strict=True)):
         if s.dtype in INTEGERS or n.dtype in INTEGERS:
             found.append(None)
             continue
         own: dict[str, Any] = {**own_attributes(n), "phase": "backward", "dtype": s.dtype}
-        spec = ",".join([out, *(at for _, at in kept)]) + f"->{term}"
-        operands = [x for x, _ in kept]
-        found.append(apply("opaque_bwd", spec, g, *operands, out=s.shape, wrt=i, **own))
+        spec = ",".join([out, *terms]) + f"->{term}"
+        found.append(apply("opaque_bwd", spec, g, *n.srcs, out=s.shape, wrt=i, **own))
     return tuple(found)
-
-
-def _saved_operands(n: Node, terms: Sequence[str], out: str) -> list[tuple[Node, str]]:
-    """Operands that backward of an opaque op reads, and their indices; by default all."""
-    if n.get("keeps") is None:
-        return list(zip(n.srcs, terms, strict=True))
-    at = {str(i): (s, term) for i, (s, term) in enumerate(zip(n.srcs, terms, strict=True))}
-    known = {**at, "result": (n, out)}
-    return [known[word] for word in str(n["keeps"]).split("&") if word in known]
 
 
 _WINDOW = {
@@ -76,10 +64,8 @@ _WINDOW = {
 _WRT = {"wrt": need(int)}
 _OPAQUE = {
     "fn": need(str),
-    # What backward reads, as in `0&result`, or `nothing`; of a `constant` there is no gradient.
-    "keeps": may(str, int),
-    "indices": may(bool),  # besides, an int64 for each element of the result is kept
-    "beside": may(int),  # and so many bytes for each of the batch
+    "constant": may(bool),  # no operand takes part in the result, which has no gradient
+    "beside": may(int),  # bytes of statistics saved for backward for each of the batch
 }
 
 ROWS: dict[str, Op] = {

@@ -8,19 +8,19 @@ import click
 
 from stagewright.cli import shared
 from stagewright.cli.help import Entry, command
+from stagewright.cli.writing import output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
-    from stagewright.imports.trace.recording import Recording
+    from stagewright.imports.recording import Recording
 
 
 @command
 @click.argument("source", metavar="FILE.py:FACTORY")
-@click.option(
+@output_file(
     "-o",
     "--out",
     required=True,
-    metavar="FILE",
     help="The file to write: FILE.stg for a module, FILE.bundle for the graph of one rank.",
 )
 @click.option("--static", is_flag=True, help="Keep the example's sizes, all but the batch.")
@@ -39,10 +39,17 @@ if TYPE_CHECKING:
 @click.option(
     "--loss/--no-loss", default=None, help="Whether the output is scores: if so, add cross-entropy."
 )
-@click.option(
+@output_file(
     "--recording",
-    metavar="FILE.json",
-    help="Also write what was traced; import takes this file in place of FACTORY, without PyTorch.",
+    forces=False,
+    help="Also write the traced graph, as FILE.json; import reads it in place of FACTORY, without "
+    "PyTorch.",
+)
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Load a .pt2 file that holds more than a graph and tensors. Loading it may run commands "
+    "of its author.",
 )
 def import_(
     source: str,
@@ -52,24 +59,26 @@ def import_(
     approximate: bool,
     loss: bool | None,
     recording: str | None,
+    trust: bool,
 ) -> None:
     """Write a PyTorch module as a model in text, which any command takes as MODEL.
 
     FACTORY is a function of FILE.py that returns an nn.Module and its example inputs; both may be
     on the meta device. In place of FILE.py:FACTORY may stand a program saved with torch.export.save
-    (.pt2), a recording that --recording has written (.json), or hf:path/to/config.json, of which
-    the model is built with transformers. FACTORY may also return an FX graph that was traced under
-    a process group (and its DeviceMesh, if there is one): the graph of one rank, which is written
-    as a bundle that show, simulate, diff and expand read. Needs PyTorch, except for recordings:
-    pip install 'stagewright[torch]'.
+    (.pt2), a recording that --recording has written (.json), or hf:path/to/config.json, whose
+    model transformers builds. FACTORY may also return an FX graph that was traced under a process
+    group (and its DeviceMesh, if there is one): the graph of one rank, which is written as a bundle
+    that show, simulate, diff and expand read. FILE.py runs as any Python file. A .pt2 file is a
+    program too: import reads its graph and tensors only, and refuses files that need more unless
+    --trust is given. Needs PyTorch, except for recordings: pip install 'stagewright[torch]'.
     """
     from stagewright.files import write_text
-    from stagewright.imports.module import model_of, recorded
+    from stagewright.imports.sources import model_of, recorded
     from stagewright.imports.translate import Options, translate
 
     if not out.endswith((".stg", ".bundle")):
         raise UserError(f"--out is {out!r}, wanted a file that ends with .stg, or with .bundle")
-    traced = recorded(source, static=static)
+    traced = recorded(source, static=static, trust=trust)
     if recording:
         write_text(recording, traced.to_json())
     if traced.process is not None or out.endswith(".bundle"):

@@ -1,16 +1,16 @@
-"""What is kept of a traced forward pass: its operations, shapes, and where the code is from."""
+"""Recording of a traced pass: operations, shapes, and the lines of code that they come from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import UserError
 
 VERSION = 2
-"""Of the JSON of a recording; a reader refuses another one."""
+"""Version of the JSON of recordings; others are refused."""
 
 
 class Ref(NamedTuple):
@@ -39,9 +39,14 @@ class TracedNode:
     """Numbers, words, None, tuples of these, and `Ref`s."""
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     path: str = ""
-    """The module that made it, such as `model.layers.0.mlp`; of a parameter its own name."""
+    """Path of the module, such as `model.layers.0.mlp`; of a parameter its name."""
     source: str = ""
     """File and line of the user's code."""
+
+    @property
+    def where(self) -> str:
+        """Line of the user's code, else the module, else the name: for errors."""
+        return self.source or self.path or self.name
 
     def operands(self) -> Iterator[str]:
         """The names of the nodes that it reads, in order."""
@@ -94,7 +99,7 @@ class ProcessGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The rank whose graph was recorded, of how many, and the groups that it is in, by name."""
+    """The rank whose graph was recorded, the number of ranks, and its groups by name."""
 
     rank: int
     world_size: int
@@ -113,7 +118,7 @@ class Recording:
     nodes: tuple[TracedNode, ...]
     outputs: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """What was assumed while it was recorded."""
+    """Assumptions that were made while recording."""
     process: Process | None = None
 
     @property
@@ -148,10 +153,31 @@ class Recording:
                     f"{file}: version {data['version']}, wanted {VERSION}; record again"
                 )
             nodes = tuple(_node_from_json(row) for row in data["nodes"])
-            outputs, notes = tuple(data["outputs"]), tuple(data["notes"])
-            return cls(data["name"], nodes, outputs, notes, _process(data.get("process")))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            outputs, notes = tuple(data["outputs"]), tuple(map(str, data["notes"]))
+            _check_order(nodes, outputs)
+            return cls(str(data["name"]), nodes, outputs, notes, _process(data.get("process")))
+        except KeyError as error:
+            raise UserError(
+                f"{file}: no recording of a module: it lacks {error}; record again"
+            ) from None
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file}: no recording of a module: {error}; record again") from None
+
+
+def _check_order(nodes: Sequence[TracedNode], outputs: Sequence[str]) -> None:
+    """Raise ValueError unless each node comes once and after the nodes that it reads."""
+    known = set[str]()
+    for node in nodes:
+        if node.name in known:
+            raise ValueError(f"node {node.name} comes twice")
+        unknown = next((name for name in node.operands() if name not in known), None)
+        if unknown is not None:
+            raise ValueError(f"{node.name} reads {unknown}, which is no node before it")
+        known.add(node.name)
+    if not outputs:
+        raise ValueError("it has no outputs")
+    if not known.issuperset(outputs):
+        raise ValueError(f"the output {min({*outputs} - known)} is no node")
 
 
 def _process(value: Any) -> Process | None:
@@ -174,6 +200,10 @@ def _node_to_json(node: TracedNode) -> list[Any]:
 
 def _node_from_json(row: list[Any]) -> TracedNode:
     name, op, shape, dtype, args, kwargs, path, source = row
+    words = name, op, dtype, path, source
+    extents = all(isinstance(n, str) or (isinstance(n, int) and n >= 0) for n in shape)
+    if not extents or not isinstance(args, list) or not all(isinstance(x, str) for x in words):
+        raise ValueError(f"cannot read the node {json.dumps(row)[:80]}")
     return TracedNode(
         name, op, tuple(shape), dtype, _from_json(args),
         {k: _from_json(v) for k, v in kwargs.items()}, path, source,
@@ -197,3 +227,11 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_from_json(each) for each in cast("list[Any]", value))
     return value
+
+
+def operation(node: TracedNode | None) -> str:
+    """The name of an operation without its library and overload: `mul` of `aten.mul.Tensor`."""
+    if node is None:
+        return ""
+    words = node.op.split(".")
+    return words[1] if len(words) > 1 else node.op

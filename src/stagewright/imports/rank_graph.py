@@ -2,7 +2,7 @@
 
 torchtitan's GraphTrainer traces such graphs, and so does `make_fx` over forward, loss and
 `torch.autograd.grad`: operations on the rank's own parts of all tensors, and functional
-collectives. No process group with devices is needed: PyTorch's fake one plays any rank.
+collectives. No process group with devices is needed: PyTorch's fake one stands for any rank.
 """
 
 # torch has partial types: what comes from it is Any here.
@@ -14,9 +14,8 @@ from __future__ import annotations
 from typing import Any
 
 from stagewright.errors import UserError
-from stagewright.imports.trace.read import dtype_of, number_of, path_of, shape_of, source_of
-from stagewright.imports.trace.record import torch
-from stagewright.imports.trace.recording import (
+from stagewright.imports.record import dtype_of, number_of, path_of, shape_of, source_of, torch
+from stagewright.imports.recording import (
     Process,
     ProcessGroup,
     Recording,
@@ -28,7 +27,7 @@ FUNCTIONAL = "_c10d_functional"
 
 
 def is_graph_of_rank(of: Any) -> bool:
-    """Whether something is an FX graph with collectives in it."""
+    """True for an FX graph with collectives."""
     nodes = getattr(getattr(of, "graph", None), "nodes", ())
     return any("c10d" in str(getattr(node, "target", "")) for node in nodes)
 
@@ -110,15 +109,17 @@ class _GraphRecorder:
         if group in self.groups:
             return
         try:
-            found = self.pt._C._distributed_c10d._resolve_process_group(group)
-            ranks = self.pt.distributed.get_process_group_ranks(found)
+            process_group = self.pt._C._distributed_c10d._resolve_process_group(group)
+            ranks = self.pt.distributed.get_process_group_ranks(process_group)
         except Exception:
             raise UserError(
                 f"{node.name}: there is no process group {group!r}; import the graph in the "
                 "process that traced it, before destroy_process_group"
             ) from None
-        named = str(getattr(found, "group_desc", ""))  # init_device_mesh calls it mesh_tp
-        dim = named.removeprefix("mesh_") if named.startswith("mesh_") else ""
+        description = str(
+            getattr(process_group, "group_desc", "")
+        )  # init_device_mesh calls it mesh_tp
+        dim = description.removeprefix("mesh_") if description.startswith("mesh_") else ""
         self.groups[group] = ProcessGroup(tuple(ranks), self.dims.get(group, dim))
 
     def _argument(self, value: Any) -> Any:

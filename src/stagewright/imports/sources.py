@@ -1,14 +1,15 @@
-"""Import a module, a file that makes one, a saved program or a recording: what the API and the
-command do."""
+"""Sources of an import: a module, a Python file that makes one, a saved program, a recording, or a
+config.json of Hugging Face."""
 
-# What users hand over is of their own types.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import json
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -19,10 +20,9 @@ from typing import Any, cast
 from stagewright.blocks.text import stg
 from stagewright.errors import UserError
 from stagewright.files import read_text
-from stagewright.imports.trace import record
-from stagewright.imports.trace.graphs import is_graph_of_rank, record_graph
-from stagewright.imports.trace.recording import Recording
-from stagewright.imports.trace.transformers import HF, record_config
+from stagewright.imports.rank_graph import is_graph_of_rank, record_graph
+from stagewright.imports.record import load, record, torch
+from stagewright.imports.recording import Recording
 from stagewright.imports.translate import Options, Translated, translate
 from stagewright.model.config import ModelConfig
 
@@ -57,8 +57,8 @@ def from_torch(
             "this is the graph of one rank, with collectives, and no model of a whole; "
             "stagewright import file.py:factory -o rank.bundle reads it"
         )
-    module, inputs = _made(module_or_factory, example_inputs)
-    recording = record.record(module, inputs, name=name, static=static)
+    module, inputs = _module_of(module_or_factory, example_inputs)
+    recording = record(module, inputs, name=name, static=static)
     options = Options(dims, approximate, loss)
     return model_of(translate(recording, options), recording.name)
 
@@ -69,13 +69,16 @@ def model_of(translated: Translated, name: str) -> ModelConfig:
     return replace(model, notes=(*model.notes, *translated.notes))
 
 
-def recorded(source: str, *, static: bool = False) -> Recording:
-    """The recording of `file.py:factory`, of a saved program (`.pt2`) or in a file (`.json`)."""
+def recorded(source: str, *, static: bool = False, trust: bool = False) -> Recording:
+    """The recording of `file.py:factory`, of a saved program (`.pt2`) or in a file (`.json`).
+
+    `trust`: load a saved program whatever it holds, which may run commands of its author.
+    """
     if source.startswith(HF):
         return record_config(source.removeprefix(HF), static=static)
     path, colon, factory = source.rpartition(":")
     if source.endswith(".pt2"):
-        return record.load(source)
+        return load(source, trust=trust)
     if source.endswith(".json"):
         return Recording.from_json(read_text(source, "a recording of a module"), source)
     if not colon or not path.endswith(".py"):
@@ -84,49 +87,49 @@ def recorded(source: str, *, static: bool = False) -> Recording:
             "a module and its example inputs, a program saved as .pt2, a recording as .json, or "
             "hf:path/to/config.json"
         )
-    record.torch()
-    made = _result_of(path, factory)
-    graph, *mesh = cast("tuple[Any, ...]", made) if isinstance(made, tuple) else (made,)
+    torch()
+    result = _run_factory(path, factory)
+    graph, *mesh = cast("tuple[Any, ...]", result) if isinstance(result, tuple) else (result,)
     if is_graph_of_rank(graph):
         return record_graph(graph, *mesh[:1], name=factory)
-    module, inputs = _unpacked(made, None)
-    return record.record(module, inputs, name=factory, static=static)
+    module, inputs = _module_and_inputs(result, None)
+    return record(module, inputs, name=factory, static=static)
 
 
-def _made(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
-    """A module and its example inputs, as `record` takes them."""
+def _module_of(module_or_factory: Any, inputs: Any) -> tuple[Any, Any]:
+    """Module and example inputs, from a module or a factory."""
     module: Any = module_or_factory
     if not hasattr(module, "forward"):
         if not callable(module):
             raise UserError(f"got {type(module).__name__}, wanted an nn.Module or a function")
-        return _unpacked(module(), inputs)
-    return _unpacked(module, inputs)
+        return _module_and_inputs(module(), inputs)
+    return _module_and_inputs(module, inputs)
 
 
-def _unpacked(made: Any, inputs: Any) -> tuple[Any, Any]:
-    """The module and the inputs of what a factory returned."""
-    pair = isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == 2
-    module: Any = made
-    if pair:
-        module, inputs = made
+def _module_and_inputs(result: Any, inputs: Any) -> tuple[Any, Any]:
+    """Module and example inputs of a factory's result."""
+    is_pair = isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2
+    module: Any = result
+    if is_pair:
+        module, inputs = result
     if not hasattr(module, "forward"):
         raise UserError(
             f"the factory returned {type(module).__name__}, wanted a module and its example inputs"
         )
     if inputs is None:
-        wanted = ", ".join(inspect.signature(module.forward).parameters)
-        raise UserError(f"no example inputs; wanted tensors for {wanted or 'forward'}")
+        names = ", ".join(inspect.signature(module.forward).parameters)
+        raise UserError(f"no example inputs; wanted tensors for {names or 'forward'}")
     if isinstance(inputs, Mapping | tuple | list):
         return module, inputs if isinstance(inputs, Mapping) else tuple(inputs)
     return module, (inputs,)
 
 
-def _result_of(path: str, name: str) -> Any:
-    """What a function of a user's Python file returns; the file may import others beside it."""
+def _run_factory(path: str, name: str) -> Any:
+    """Run a function of a user's Python file, which may import files of its folder."""
     folder = str(Path(path).resolve().parent)
     sys.path.insert(0, folder)
     try:
-        return _function(path, name)()
+        return _load_function(path, name)()
     except UserError:
         raise
     except (Exception, SystemExit) as error:
@@ -136,14 +139,14 @@ def _result_of(path: str, name: str) -> Any:
 
 
 def _error_in_a_line(error: BaseException, path: str) -> str:
-    """An error of a user's code in a line, with the last line of the file that it came through."""
+    """Error of a user's code in one line, with the line of the file that it passed."""
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == path]
     where = f" (line {lines[-1]})" if lines else ""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:300]}{where}"
 
 
-def _function(path: str, name: str) -> Any:
+def _load_function(path: str, name: str) -> Any:
     """A function of a user's Python file."""
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give a Python file and a function: {path}:{name}")
@@ -155,9 +158,65 @@ def _function(path: str, name: str) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise UserError(f"{path}: cannot be imported: {_error_in_a_line(error, path)}") from None
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise UserError(
             f"{path} has no function {name!r}; wanted one that returns a module and inputs"
         )
-    return found
+    return function
+
+
+HF = "hf:"
+"""Begins the source of an import that is a config.json."""
+
+_CODE_KEYS = ("auto_map", "attn_implementation", "_attn_implementation")
+"""Keys of a config.json that name code to load: classes of a repository, kernels of the hub."""
+
+
+def record_config(path: str, *, static: bool = False) -> Recording:
+    """The forward pass of the model of a config.json, or of the directory that holds one.
+
+    The class is that of `architectures`, else a causal language model; it reads token ids.
+    """
+    pt = torch()
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    text = read_text(file, "a config.json or its directory")
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError:
+        raise UserError("--via torch needs transformers; run: pip install transformers") from None
+    try:
+        values: Any = json.loads(text)
+        config = transformers.AutoConfig.for_model(
+            **{key: value for key, value in values.items() if key not in _CODE_KEYS}
+        )
+        names: list[str] = values.get("architectures") or []
+        model_class: Any = getattr(transformers, names[0], None) if names else None
+        is_model = isinstance(model_class, type) and issubclass(
+            model_class, transformers.PreTrainedModel
+        )
+        with pt.device("meta"):
+            module = (
+                model_class(config)
+                if is_model
+                else transformers.AutoModelForCausalLM.from_config(config)
+            )
+    except Exception as error:
+        raise UserError(f"{file}: transformers cannot build it: {str(error)[:200]}") from None
+    ids = pt.zeros(2, 64, dtype=pt.long, device="meta")
+    inputs = {"input_ids": ids, "use_cache": False}
+    return record(_scores(pt, module), inputs, name=file.parent.name, static=static)
+
+
+def _scores(pt: Any, module: Any) -> Any:
+    """A module that yields the scores of a language model, and nothing else of its output."""
+
+    class Scores(pt.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module.eval()
+
+        def forward(self, input_ids: Any, use_cache: Any = False) -> Any:
+            return self.model(input_ids=input_ids, use_cache=use_cache).logits
+
+    return Scores()

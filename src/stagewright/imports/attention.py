@@ -1,4 +1,4 @@
-"""Attention in parts, `softmax(q k') v`, as one call."""
+"""Fusion of attention written in parts, `softmax(q k') v`, into one call."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stagewright.imports.calls import LEAVES, OpCall
+from stagewright.imports.ops import LEAVES, OpCall
 
-_BETWEEN = ("cast", "dropout", "view", "reshape", "scale", "shift")
+_ELEMENTWISE = ("cast", "dropout", "view", "reshape", "scale", "shift")
 
 
 def fuse_attention(calls: dict[str, OpCall]) -> dict[str, OpCall]:
-    """The calls with one `attention` in place of two products and the softmax between them."""
+    """Replace two products and the softmax between them by one `attention`."""
     readers: dict[str, list[OpCall]] = {}
     for call in calls.values():
         for name in call.operands:
             readers.setdefault(name, []).append(call)
-    made = dict(calls)
+    fused = dict(calls)
     for call in calls.values():
         if call.op == "softmax":
-            found = _attention(calls, readers, call)
-            if found is not None:
-                made[found.name] = found
-    return made
+            attention = _fuse(calls, readers, call)
+            if attention is not None:
+                fused[attention.name] = attention
+    return fused
 
 
-def _attention(
+def _fuse(
     calls: Mapping[str, OpCall], readers: Mapping[str, list[OpCall]], softmax: OpCall
 ) -> OpCall | None:
     attrs: dict[str, Any] = {
         "causal": bool(softmax.attrs.get("causal")),
         "window": softmax.attrs.get("window", 0),
     }
-    scores = _source(calls, softmax, attrs)
-    result = _last(readers, softmax)
+    scores = _scores_product(calls, softmax, attrs)
+    result = _values_product(readers, softmax)
     if scores is None or result is None or len(scores.out) != len(softmax.shape):
         return None
     if calls[result.operands[0]].shape != softmax.shape or scores.shape != softmax.shape:
@@ -64,17 +64,19 @@ def _attention(
     operands = (*(_unscaled(calls, n) for n in scores.operands), result.operands[1])
     return replace(
         result, op="attention", operands=operands, ins=(q, k, v), out=out, attrs=attrs,
-        whole=frozenset({"d", "v"}),
+        unsplit=frozenset({"d", "v"}),
     )  # fmt: skip
 
 
 def _unscaled(calls: Mapping[str, OpCall], name: str) -> str:
-    """What a factor of the scores is before it is scaled, which the kernel does."""
+    """The operand of a scaling of queries or keys, which the kernel does itself."""
     return calls[name].operands[0] if calls[name].op == "scale" else name
 
 
-def _source(calls: Mapping[str, OpCall], softmax: OpCall, attrs: dict[str, Any]) -> OpCall | None:
-    """The product that scores are, behind scaling, a limit and a constant mask."""
+def _scores_product(
+    calls: Mapping[str, OpCall], softmax: OpCall, attrs: dict[str, Any]
+) -> OpCall | None:
+    """The product of queries and keys, before scaling, a softcap and a constant mask."""
     at = calls[softmax.operands[0]]
     for _ in range(10):
         if at.op == "einsum":
@@ -100,25 +102,25 @@ def _source(calls: Mapping[str, OpCall], softmax: OpCall, attrs: dict[str, Any])
             attrs["window"] = masks[0].attrs.get("window", 0)
             (at,) = others
             continue
-        elif at.op not in _BETWEEN:
+        elif at.op not in _ELEMENTWISE:
             return None
         at = calls[at.operands[0]]
     return None
 
 
 def _hides_keys(of: OpCall) -> bool:
-    """Whether a call is a constant of which the recording says which keys it hides."""
+    """True for a constant whose hidden keys the recording knows."""
     return of.op in ("constant", "buffer") and of.attrs.get("mask") in ("causal", "all")
 
 
-def _last(readers: Mapping[str, list[OpCall]], softmax: OpCall) -> OpCall | None:
+def _values_product(readers: Mapping[str, list[OpCall]], softmax: OpCall) -> OpCall | None:
     """The product of the probabilities with values."""
     at = softmax
     for _ in range(8):
-        behind = [c for c in readers.get(at.name, ()) if c.op not in ("random_mask",)]
-        if len(behind) != 1:
+        users = [c for c in readers.get(at.name, ()) if c.op not in ("random_mask",)]
+        if len(users) != 1:
             return None
-        at = behind[0]
+        at = users[0]
         if at.op == "einsum":
             return at if at.operands[0] != at.operands[1] else None
         if at.op not in ("cast", "dropout", "view", "reshape"):

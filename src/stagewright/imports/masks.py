@@ -1,5 +1,4 @@
-"""Which keys a mask of attention hides: a constant is computed for a size that is just large
-enough."""
+"""Kind of a constant mask of attention: its operations run for the smallest size that shows it."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false
@@ -10,66 +9,65 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 MOST_POSITIONS = 8192
-"""No mask is computed for more positions: it has the square of so many elements."""
+"""Limit of positions for which a mask, with the square of them, is computed."""
 _SMALL = 61
-"""Plays the part of a number that is too large."""
+"""Replaces a number that is too large to compute the mask with, such as a window."""
 
 
 class Mask(NamedTuple):
-    """Which keys a mask lets a query see."""
+    """The keys that a query may attend to."""
 
     kind: str
     """`all`, `causal` (no later keys), or `other`."""
     window: int = 0
-    """How many keys at most, the query's own among them; 0: no limit."""
+    """Limit of keys, including the query's position; 0: none."""
     hides: bool = False
-    """Whether the mask is true where a key is hidden, as `masked_fill` takes it."""
+    """True if the mask is true for hidden keys, as `masked_fill` takes it."""
 
 
 def kind_of_mask(pt: Any, mask: Any, buffers: Mapping[str, Any]) -> Mask:
-    """Which keys a constant mask of attention lets queries see; `buffers`: values by name of node,
-    None where there are none.
+    """Compute a constant mask of attention; `buffers`: values by name of node, None if unknown.
 
     The mask is computed for few positions, or for some more than any number in its making; numbers
-    too large for that, of windows, are replaced by small ones that play their part. Raises whatever
+    too large for that (of windows) are replaced by small ones. Raises whatever
     the operations of the mask raise, and a ValueError for a buffer without values.
     """
-    needed = _ancestors(mask)
-    found = {a for n in needed for a in _numbers((n.args, n.kwargs))}
-    most = max([16, *(n + 8 for n in found if n < MOST_POSITIONS)])
-    made = _reach(pt, _computed(pt, mask, needed, most, buffers, {}))
-    if made.kind != "causal" or made.window:
-        return made
-    for large in sorted(n for n in found if MOST_POSITIONS <= n < 2**40):
+    nodes = _ancestors(mask)
+    numbers = {a for n in nodes for a in _numbers((n.args, n.kwargs))}
+    positions = max([16, *(n + 8 for n in numbers if n < MOST_POSITIONS)])
+    mask_kind = _reach(pt, _computed(pt, mask, nodes, positions, buffers, {}))
+    if mask_kind.kind != "causal" or mask_kind.window:
+        return mask_kind
+    for large in sorted(n for n in numbers if MOST_POSITIONS <= n < 2**40):
         try:
-            tried = _reach(
-                pt, _computed(pt, mask, needed, max(most, _SMALL + 8), buffers, {large: _SMALL})
+            replaced = _reach(
+                pt, _computed(pt, mask, nodes, max(positions, _SMALL + 8), buffers, {large: _SMALL})
             )
         except (RuntimeError, ValueError):  # the number is a length that others have to have
             continue
-        if abs(tried.window - _SMALL) <= 1:
-            return tried._replace(window=large + tried.window - _SMALL)
-    return made
+        if abs(replaced.window - _SMALL) <= 1:
+            return replaced._replace(window=large + replaced.window - _SMALL)
+    return mask_kind
 
 
 def _ancestors(node: Any) -> list[Any]:
-    """The nodes that a node is made of, in order, itself last."""
-    seen: dict[Any, None] = {}
+    """The nodes that a node depends on, in order, itself last."""
+    ancestors: dict[Any, None] = {}
 
     def visit(n: Any) -> None:
-        todo = [(n, False)]
-        while todo:
-            at, ready = todo.pop()
-            if at in seen:
+        pending = [(n, False)]
+        while pending:
+            current, ready = pending.pop()
+            if current in ancestors:
                 continue
             if ready:
-                seen[at] = None
+                ancestors[current] = None
             else:
-                todo.append((at, True))
-                todo += [(a, False) for a in at.all_input_nodes if a not in seen]
+                pending.append((current, True))
+                pending += [(a, False) for a in current.all_input_nodes if a not in ancestors]
 
     visit(node)
-    return [*seen]
+    return [*ancestors]
 
 
 def _numbers(value: Any) -> list[int]:
@@ -93,12 +91,12 @@ def _symbols(shape: Any) -> list[Any]:
 def _computed(
     pt: Any,
     mask: Any,
-    needed: Sequence[Any],
+    nodes: Sequence[Any],
     positions: int,
     buffers: Mapping[str, Any],
     instead: Mapping[int, int],
 ) -> Any:
-    """The value of a constant for so many positions, with some numbers in place of others."""
+    """Value of a constant for a number of positions; `instead` replaces numbers by others."""
     shape = mask.meta["val"].shape
     # Of [batch, 1, queries, keys] the last two dims are positions; there is one of all others.
     symbols = dict.fromkeys(_symbols(shape), 1) | dict.fromkeys(_symbols(shape[-2:]), positions)
@@ -106,8 +104,8 @@ def _computed(
 
     def size(expr: Any) -> int:
         """A size, where a symbol that the mask's shape lacks (the batch) is 1."""
-        known = expr.subs(symbols)
-        return int(known.subs(dict.fromkeys(known.free_symbols, 1)))
+        value = expr.subs(symbols)
+        return int(value.subs(dict.fromkeys(value.free_symbols, 1)))
 
     def number(value: Any) -> Any:
         expr = getattr(getattr(value, "node", None), "expr", None)
@@ -122,18 +120,18 @@ def _computed(
             return instead.get(a, a)
         return pt.device("cpu") if isinstance(a, pt.device) else number(a)
 
-    for node in needed:
-        shown = node.meta.get("val")
-        if node.op == "placeholder" or not isinstance(shown, pt.Tensor | tuple | list):
-            expr = getattr(getattr(shown, "node", None), "expr", None)
+    for node in nodes:
+        example = node.meta.get("val")
+        if node.op == "placeholder" or not isinstance(example, pt.Tensor | tuple | list):
+            expr = getattr(getattr(example, "node", None), "expr", None)
             if expr is not None:
                 values[node] = size(expr)
                 continue
-            if isinstance(shown, pt.Tensor):
-                known = buffers.get(node.name, pt.zeros([number(d) for d in shown.shape]))
-                if known is None or known.device.type == "meta":
+            if isinstance(example, pt.Tensor):
+                value = buffers.get(node.name, pt.zeros([number(d) for d in example.shape]))
+                if value is None or value.device.type == "meta":
                     raise ValueError("a buffer has no values on the meta device")
-                values[node] = known
+                values[node] = value
                 continue
         if node.op == "call_function":
             values[node] = node.target(
@@ -145,18 +143,18 @@ def _computed(
 
 
 def _reach(pt: Any, mask: Any) -> Mask:
-    """What a mask [..., queries, keys] is, also where it is true for what is hidden."""
-    first = mask[(0,) * (mask.dim() - 2)]
-    seen = first if first.dtype == pt.bool else first > -1
-    if bool(seen.all()):
+    """Kind of a mask [..., queries, keys], which may be true for visible or for hidden keys."""
+    matrix = mask[(0,) * (mask.dim() - 2)]
+    visible = matrix if matrix.dtype == pt.bool else matrix > -1
+    if bool(visible.all()):
         return Mask("all")
     for hides in (False, True):
-        shown = ~seen if hides else seen
-        rows, columns = shown.shape
-        at = pt.arange(rows)[:, None] + (columns - rows) - pt.arange(columns)[None, :]
-        if bool((shown == (at >= 0)).all()):
+        candidate = ~visible if hides else visible
+        rows, columns = candidate.shape
+        distance = pt.arange(rows)[:, None] + (columns - rows) - pt.arange(columns)[None, :]
+        if bool((candidate == (distance >= 0)).all()):
             return Mask("causal", 0, hides)
-        window = int(shown[-1].sum())
-        if bool((shown == ((at >= 0) & (at < window))).all()):
+        window = int(candidate[-1].sum())
+        if bool((candidate == ((distance >= 0) & (distance < window))).all()):
             return Mask("causal", window, hides)
     return Mask("other")

@@ -1,6 +1,6 @@
-"""Products that are only read in parts: several products, each with a part of the parameter.
+"""Splits fused projections: a product that is only read in slices becomes one product a slice.
 
-A fused projection of queries, keys and values becomes three, so that each has dims of its own.
+A fused projection of queries, keys and values becomes three, so that each has separate dims.
 """
 
 from __future__ import annotations
@@ -10,39 +10,41 @@ from dataclasses import replace
 
 from stagewright.algebra.size import size
 from stagewright.imports.axes import Axis, AxisTable, extent_of
-from stagewright.imports.calls import OpCall, leaves_and_views
-from stagewright.imports.fold import Piece
+from stagewright.imports.layers import Section
+from stagewright.imports.ops import OpCall, leaves_and_views
 
 
-def cut(axes: AxisTable, leaves: dict[str, OpCall], piece: Piece) -> list[OpCall]:
-    """The piece's calls without views; `leaves` gets the parts of parameters."""
-    return _ProductsInParts(axes, leaves).calls(piece)
+def split_projections(axes: AxisTable, leaves: dict[str, OpCall], section: Section) -> list[OpCall]:
+    """The section's calls without views; adds the parts of fused parameters to `leaves`."""
+    return _ProjectionSplitter(axes, leaves).calls(section)
 
 
-class _ProductsInParts:
+class _ProjectionSplitter:
     def __init__(self, axes: AxisTable, leaves: dict[str, OpCall]) -> None:
         self.axes, self.leaves = axes, leaves
 
-    def calls(self, piece: Piece) -> list[OpCall]:
-        """The piece's calls without views; a product that is only read in parts is several."""
-        made = [call for call in piece.calls if not leaves_and_views(call.op)]
+    def calls(self, section: Section) -> list[OpCall]:
+        """The section's calls without views; a product that is only read in parts is several."""
+        calls = [call for call in section.calls if not leaves_and_views(call.op)]
         readers: dict[str, list[OpCall]] = {}
-        for call in made:
+        for call in calls:
             for name in call.operands:
                 readers.setdefault(self.axes.base.get(name, name), []).append(call)
-        by_name = {call.name: call for call in made}
+        by_name = {call.name: call for call in calls}
         replaced: dict[str, list[OpCall]] = {}
         dropped = set[str]()
         for name, users in readers.items():
             product_ = self._product_of(by_name, readers, name)
             if product_ is None or not all(u.op == "slice" for u in users):
                 continue
-            labels = {tuple(self.axes.label(u.name, u.ins[0][int(u.attrs["dim"])])) for u in users}
-            if len(labels) != 1 or name == piece.yields:
+            labels = {
+                tuple(self.axes.label_leaves(u.name, u.ins[0][int(u.attrs["dim"])])) for u in users
+            }
+            if len(labels) != 1 or name == section.yields:
                 continue
             (sliced,) = labels
             product, bias = product_
-            if not {*sliced} <= {*self.axes.label(product.name, "o")}:
+            if not {*sliced} <= {*self.axes.label_leaves(product.name, "o")}:
                 continue
             if not _all_of_it(users, self.axes):
                 continue
@@ -51,7 +53,7 @@ class _ProductsInParts:
             dropped |= {name, product.name}
         return [
             new
-            for call in made
+            for call in calls
             if call.name not in dropped
             for new in replaced.get(call.name, [call])
         ]
@@ -59,7 +61,7 @@ class _ProductsInParts:
     def _product_of(
         self, by_name: Mapping[str, OpCall], readers: Mapping[str, list[OpCall]], name: str
     ) -> tuple[OpCall, str] | None:
-        """The product with a parameter that a value is, and the bias that is added to it."""
+        """The product with a parameter that makes a value, and its bias."""
         call, bias = by_name.get(name), ""
         if call is not None and call.op == "add" and len(call.operands) == 2:
             bias = self.axes.base.get(call.operands[1], call.operands[1])
@@ -78,61 +80,63 @@ class _ProductsInParts:
     def _part_of_product(
         self, user: OpCall, product: OpCall, bias: str, sliced: Sequence[Axis]
     ) -> list[OpCall]:
-        """A product with the part of the parameter that makes what one slice reads."""
-        own = self.axes.label(user.name, "p")
+        """The product that makes one slice, from its part of the parameter."""
+        part = self.axes.label_leaves(user.name, "p")
         outward: list[Axis] = []
-        for leaf in self.axes.label(product.name, "o"):
+        for leaf in self.axes.label_leaves(product.name, "o"):
             if leaf in sliced:
-                outward += own if leaf is sliced[0] else []
+                outward += part if leaf is sliced[0] else []
             else:
                 outward.append(leaf)
-        nth = int(user.attrs["start"])
+        start = int(user.attrs["start"])
         dims = {"o": outward}
-        of_weight = [dims.get(str(x), self.axes.label(product.name, x)) for x in product.ins[1]]
-        weight = self._piece_of(product.operands[1], nth, of_weight)
+        weight_dims = [
+            dims.get(str(x), self.axes.label_leaves(product.name, x)) for x in product.ins[1]
+        ]
+        weight = self._piece_of(product.operands[1], start, weight_dims)
         name = f"{user.name}.product" if bias else user.name
-        made = replace(
+        part_product = replace(
             product, name=name, shape=user.shape, operands=(product.operands[0], weight),
             attrs={**product.attrs, "fused": _named(product.path)},
         )  # fmt: skip
         self.axes.labels[name] = {**self.axes.labels[product.name], "o": outward}
         if not bias:
-            return [made]
+            return [part_product]
         lead = [x for x in product.out if x != "o"]
         self.axes.dims[name] = [
-            *(self.axes.label(product.name, x) for x in lead), outward,
+            *(self.axes.label_leaves(product.name, x) for x in lead), outward,
         ]  # fmt: skip
-        of_bias = self._piece_of(bias, nth, [outward])
+        part_of_bias = self._piece_of(bias, start, [outward])
         total = replace(
-            user, op="add", operands=(name, of_bias), ins=((*lead, "o"), ("o",)), out=(*lead, "o"),
-            attrs={}, whole=frozenset(),
+            user, op="add", operands=(name, part_of_bias), ins=((*lead, "o"), ("o",)),
+            out=(*lead, "o"), attrs={}, unsplit=frozenset(),
         )  # fmt: skip
         self.axes.labels[user.name] = {**self.axes.labels[name]}
-        return [made, total]
+        return [part_product, total]
 
     def _piece_of(self, name: str, nth: int, dims: list[list[Axis]]) -> str:
         """A parameter that is a part of another."""
         base = self.axes.base.get(name, name)
-        whole = self.leaves[base]
-        words = whole.path.split(".")
+        fused = self.leaves[base]
+        words = fused.path.split(".")
         path = ".".join([*words[:-1], f"{words[-1]}_{nth}"])
-        own = f"{base}#{nth}"
-        self.leaves[own] = replace(whole, name=own, path=path)
-        self.axes.dims[own] = dims
-        return own
+        part = f"{base}#{nth}"
+        self.leaves[part] = replace(fused, name=part, path=path)
+        self.axes.dims[part] = dims
+        return part
 
 
 def _all_of_it(slices: Sequence[OpCall], axes: AxisTable) -> bool:
-    """Whether the slices of a value are all of it, and none overlap another."""
+    """True if the slices cover a value without overlap."""
     dim = int(slices[0].attrs["dim"])
     parts = {(int(s.attrs["start"]), s.shape[dim]) for s in slices if int(s.attrs["dim"]) == dim}
-    at = 0
+    end = 0
     for start, width in sorted(parts):
-        if start != at or not isinstance(width, int):
+        if start != end or not isinstance(width, int):
             return False
-        at += width
-    whole = extent_of(axes.label(slices[0].name, slices[0].ins[0][dim]))
-    return len({s.attrs["dim"] for s in slices}) == 1 and whole is size(at)
+        end += width
+    total = extent_of(axes.label_leaves(slices[0].name, slices[0].ins[0][dim]))
+    return len({s.attrs["dim"] for s in slices}) == 1 and total is size(end)
 
 
 def _named(path: str) -> str:

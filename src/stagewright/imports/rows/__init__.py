@@ -1,1 +1,0 @@
-"""The table from operations of PyTorch to ops of Stagewright: a function for each operation."""
