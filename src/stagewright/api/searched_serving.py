@@ -1,17 +1,25 @@
-"""The cheapest way to serve a load: what `stagewright.search_serving` returns."""
+"""Search for the cheapest way to serve a load: `stagewright.search_serving`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
+from stagewright.api.result import (
+    OF_SEARCH,
+    RUN_FILE,
+    Result,
+    no_such_row,
+    path_text,
+    suffix_of,
+)
 from stagewright.api.workloads import REQUESTS, workload_of
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
@@ -36,6 +44,7 @@ from stagewright.serving.deployment import slo_of
 from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (
     SearchProgress,
+    ServingChoice,
     ServingRanking,
     ServingTarget,
 )
@@ -48,9 +57,10 @@ from stagewright.serving.search.simulated import ServingLoad
 from stagewright.serving.workload import Workload
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
-from stagewright.views import search as search_tables
-from stagewright.views import search_serving as tables
+from stagewright.views import search as search_views
+from stagewright.views import search_serving as views
 from stagewright.views.pages.search_serving import serving_search_page
+from stagewright.views.text import serving_search_text
 
 REQUESTS_PER_USER = 12
 """Of a closed loop where nothing says how many requests: they arrive for ten times as long as one
@@ -59,122 +69,120 @@ OBJECTIVES = ("gpus", "cost")
 
 
 @dataclass(frozen=True, eq=False)
-class ServingSearch:
-    """The result of a search for serving, with its views; choices by row of `best`, from 1."""
+class ServingSearch(Result):
+    """The cheapest ways to serve a load; `row` is a row of the best, from 1.
 
-    found: Enumeration
-    """The layouts, and what constraints have removed."""
+    Tables: `aggregated` and `disaggregated` (choices that no other one dominates), `choices` (all
+    that were simulated), and `removed` (by constraints and limits).
+    """
+
+    enumeration: Enumeration
+    """Layouts, and combinations that constraints removed."""
     ranking: ServingRanking
-    """The choices that were simulated, the best of them, and what limits have removed."""
+    """Simulated choices, the best of them, and what limits removed."""
     load: str
-    """What was served, and under which limits, in words."""
+    """The load and its limits in words."""
+
+    tables = MappingProxyType(
+        {
+            "aggregated": lambda of: views.table_of_choices(
+                of.ranking, of.ranking.aggregated, "Aggregated"
+            ),
+            "disaggregated": lambda of: views.table_of_choices(
+                of.ranking, of.ranking.disaggregated, "Disaggregated"
+            ),
+            "choices": lambda of: views.every_choice(of.ranking),
+            "removed": lambda of: search_views.removed(of.all_removed),
+        }
+    )
+    suffixes = OF_SEARCH
 
     def __repr__(self) -> str:
         return f"<{len(self.ranking.choices):,} choices simulated; the best: {self.describe()}>"
 
-    def _repr_html_(self) -> str:
-        return "".join(
-            table._repr_html_()  # pyright: ignore[reportPrivateUsage]
-            for table in self.best()
-        )
+    def text(self, most: int | None = None, seconds: float | None = None) -> Iterator[str | Table]:
+        """Lines and tables of `stagewright search --serve`; `most`: rows of each table."""
+        removed = self.table("removed") if self.all_removed else None
+        return serving_search_text(self.ranking, self.load, removed, most, seconds)
 
-    def describe(self, listed_row: int = 1) -> str:
+    def describe(self, row: int = 1) -> str:
         """One of the best in words; the first with how far an instance less is from the limits."""
         if self.ranking.best:
-            self._number(listed_row)
-        return tables.answer(self.ranking, listed_row)
+            self._index(row)
+        return views.answer(self.ranking, row)
 
-    def remarks(self) -> list[str]:
-        """How the winner was confirmed, what was dropped, and what is as cheap, in sentences."""
-        return tables.remarks(self.ranking)
-
-    def run(self, listed_row: int = 1) -> Run:
+    def run(self, row: int = 1) -> Run:
         """The layout of one of the best."""
-        return self.ranking.rows.run(self.ranking.choices[self._number(listed_row)].layout)
+        return self.ranking.rows.run(self._choice(row).layout)
 
-    def instances(self, listed_row: int = 1) -> int:
-        """How many instances one of the best has, of those that decode."""
-        choice = self.ranking.choices[self._number(listed_row)]
-        return choice.deployment.groups[-1].engines.instances
+    def instances(self, row: int = 1) -> int:
+        """Number of instances of one of the best, of those that decode."""
+        return self._choice(row).deployment.groups[-1].engines.instances
 
-    def commands(self, engine: str, listed_row: int = 1) -> list[str]:
+    def commands(self, engine: str, row: int = 1) -> list[str]:
         """Command lines with which `engine` (vllm, sglang or trtllm) serves as one of the best.
 
         One for an instance of each group, with all settings that were timed; `#` begins comments.
         """
-        choice = self.ranking.choices[self._number(listed_row)]
-        return command_lines(choice.deployment, engine)
+        return command_lines(self._choice(row).deployment, engine)
 
-    def run_file(self, listed_row: int = 1) -> str:
+    def run_file(self, row: int = 1) -> str:
         """The layout of one of the best as a run file in YAML."""
-        return printed_run_file(self.ranking.rows, self._layout(listed_row))
+        return printed_run_file(self.ranking.rows, self._choice(row).layout)
 
-    def _layout(self, listed_row: int) -> int:
-        return self.ranking.choices[self._number(listed_row)].layout
+    def _choice(self, row: int) -> ServingChoice:
+        return self.ranking.choices[self._index(row)]
 
-    def _number(self, listed_row: int) -> int:
+    def _index(self, row: int) -> int:
         count = len(self.ranking.best)
         if not count:
             raise UserError(f"{self.describe()}; raise --gpus, --ttft or --tpot")
-        if not 1 <= listed_row <= count:
-            raise UserError(no_such_place(listed_row, count))
-        return self.ranking.best[listed_row - 1]
-
-    def best(self, most: int | None = None) -> list[Table]:
-        """Aggregated and disaggregated choices that no other one dominates, a table for each."""
-        return tables.tables_of_best(self.ranking, most)
-
-    def every(self) -> Table:
-        """All choices that were simulated."""
-        return tables.every_choice(self.ranking)
+        if not 1 <= row <= count:
+            raise no_such_row(row, count)
+        return self.ranking.best[row - 1]
 
     @property
     def all_removed(self) -> tuple[Removed, ...]:
-        """What constraints and limits have removed."""
+        """Combinations that constraints and limits removed."""
         crossed = (DIVIDES, DP_ALLOWED)  # sizes of instances are crossed with all degrees
-        mine = [each for each in self.found.removed if each.requirement not in crossed]
-        return (*mine, *self.ranking.removed)
+        rows = [row for row in self.enumeration.removed if row.requirement not in crossed]
+        return (*rows, *self.ranking.removed)
 
-    def removed(self) -> Table:
-        """What constraints and limits have removed, as a table."""
-        return search_tables.removed(self.all_removed)
-
-    def summary(self) -> dict[str, Any]:
-        """The result as one object for JSON: seconds, tokens per second, USD."""
-        of = self.ranking
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `search --serve --json`: seconds, tokens per second, USD."""
+        ranking = self.ranking
         return {
             "load": self.load,
             "answer": self.describe(),
-            "remarks": self.remarks(),
-            "layouts": len(of.rows),
-            "candidates": of.candidates,
-            "simulated": len(of.choices),
-            "stopped": of.stopped,
+            "remarks": views.remarks(ranking),
+            "layouts": len(ranking.rows),
+            "candidates": ranking.candidates,
+            "simulated": len(ranking.choices),
+            "stopped": ranking.stopped,
             "removed": [
-                {"wanted": each.requirement, "count": each.count, "example": each.example}
-                for each in self.all_removed
+                {"wanted": row.requirement, "count": row.count, "example": row.example}
+                for row in self.all_removed
             ],
-            "aggregated": tables.table_of_choices(of, of.aggregated, "Aggregated").rows,
-            "disaggregated": tables.table_of_choices(of, of.disaggregated, "Disaggregated").rows,
+            "aggregated": self.table("aggregated").rows,
+            "disaggregated": self.table("disaggregated").rows,
         }
 
-    def write(self, path: str | os.PathLike[str], listed_row: int = 1) -> list[str]:
-        """Write the result, as the name's ending says; returns the files' names.
+    def write(self, path: str | os.PathLike[str], row: int = 1) -> list[str]:
+        """Write a file in the format of its suffix; returns the names of files.
 
-        `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: the page;
-        `.yaml`: the run file of the best layout, or of another `listed_row`.
+        `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: a page;
+        `.yaml`: the run file of the layout of `row`.
         """
-        check_ending(path, OF_SEARCH)
+        if suffix_of(path) == RUN_FILE:
+            return write_run_file(self.ranking.rows, self._choice(row).layout, os.fspath(path))
+        return super().write(path)
 
-        def run_file(where: str) -> list[str]:
-            return write_run_file(self.ranking.rows, self._layout(listed_row), where)
+    def _rows(self) -> Table:
+        return self.table("choices")
 
-        return ResultFile(
-            self.every,
-            lambda: self.summary() | {"rows": self.every().rows},
-            lambda: serving_search_page(self.ranking, self.all_removed, self.load),
-            run_file,
-        ).write(path)
+    def page(self) -> str:
+        """The page that `write` writes as `.html`."""
+        return serving_search_page(self.ranking, self.all_removed, self.load)
 
 
 class ServingQuestion(NamedTuple):
@@ -219,7 +227,7 @@ def search_serving(
     alone = isinstance(hardware, str | Hardware)
     systems = [hardware] if alone else [*hardware]
     question = asked_serving(
-        {"model": os.fspath(model), **settings},
+        {"model": path_text(model), **settings},
         hardware=systems,
         workload=workload,
         config=config,

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import sys
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -16,6 +20,7 @@ from stagewright.printable import printable, printable_lines
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from stagewright.executors import RayCluster
     from stagewright.lower.compiled_run import CompiledRun
     from stagewright.program.fit import Fit
     from stagewright.run.experiment import Experiment
@@ -25,22 +30,23 @@ if TYPE_CHECKING:
 def load_experiment(
     model: str | None, config: str | None, settings: Mapping[str, Any]
 ) -> Experiment:
-    """The run, the machine and the execution of a command line; options go before the file."""
+    """The run, the machine and the execution of a command line; options override the file."""
+    from stagewright.api.experiments import load_experiment
     from stagewright.run.notes import notes
-    from stagewright.trace.recorded import load_experiment
 
     given = {name: value for name, value in settings.items() if value is not None}
     if model is not None:
         given["model"] = model
-    experiment = load_experiment(config, given, _gpus_per_node)
+    experiment = load_experiment(config, given)
     show_notes(notes(experiment))
     return experiment
 
 
-def _gpus_per_node(hardware: str | None) -> int:
-    from stagewright.api.experiments import gpus_per_node
-
-    return gpus_per_node(hardware)
+def hardware_of(experiment: Experiment) -> str:
+    """The hardware of a command that needs one; raises UserError without."""
+    if experiment.cluster.hardware is None:
+        raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
+    return experiment.cluster.hardware
 
 
 def compile_run(
@@ -68,19 +74,17 @@ def compile_run(
 
 
 def show_notes(notes: Iterable[str]) -> None:
-    """Print what was assumed or passed over, beside the result."""
+    """Print notes to stderr: assumptions, and what was ignored."""
     for note in notes:
         click.echo(f"stagewright: note: {printable(note)}", err=True)
 
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, with what was known by then."""
+"""Exit code after Ctrl-C."""
 DOES_NOT_FIT = 3
-"""The exit code where a run does not fit into the memory of a device."""
-
+"""Exit code if a run does not fit into the memory of a device."""
 
 ALLOW_OOM = "stagewright.allow_oom"
-"""Where the context of a command notes the option of this name."""
 
 
 def note_allow_oom(context: click.Context, parameter: click.Parameter, value: bool) -> None:
@@ -89,9 +93,9 @@ def note_allow_oom(context: click.Context, parameter: click.Parameter, value: bo
 
 
 def code_of(fit: Fit | None) -> int:
-    """The exit code of a command with `--allow-oom` that has shown a run; stderr tells why it is 3.
+    """Exit code of a command with `--allow-oom`, with a message on stderr if it is 3.
 
-    `fit` is None where nothing says which device the run is for.
+    `fit`: None if the device is unknown.
     """
     from stagewright.numbers import side_by_side
 
@@ -106,6 +110,32 @@ def code_of(fit: Fit | None) -> int:
     return DOES_NOT_FIT
 
 
+def ray_cluster(engine: str, address: str | None) -> AbstractContextManager[RayCluster] | None:
+    """The Ray cluster of `--engine ray`; None for another engine, which takes no `--address`."""
+    from stagewright.executors import ray_cluster
+
+    if engine == "ray":
+        return ray_cluster(address)
+    if address is not None:
+        raise UserError("--address is of a Ray cluster; add --engine ray, or leave --address out")
+    return None
+
+
+def parse_range(text: str, option: str, example: str) -> tuple[int, int]:
+    """A range of numbers such as `0-50`, or one number.
+
+    >>> parse_range("3", "--nodes", "0-50"), parse_range("0 - 50", "--nodes", "0-50")
+    ((3, 3), (0, 50))
+    """
+    first, _, last = (word.strip() for word in text.partition("-"))
+    last = last or first
+    if not all(re.fullmatch("[0-9]{1,9}", word) for word in (first, last)):
+        raise UserError(f"{option}: cannot read {text.strip()!r}; wanted {example}")
+    if int(first) > int(last):
+        raise UserError(f"{option}: {text.strip()!r} runs backwards; use {last}-{first}")
+    return int(first), int(last)
+
+
 def parse_ranks(text: str, world_size: int) -> list[int]:
     """Ranks such as `0-7,12`, ascending and each once.
 
@@ -114,28 +144,41 @@ def parse_ranks(text: str, world_size: int) -> list[int]:
     """
     ranks: set[int] = set()
     for part in text.split(","):
-        first, dash, last = (word.strip() for word in part.partition("-"))
-        if not dash:
-            last = first
-        if not all(
-            word.isdecimal() and word.isascii() and len(word) < 10 for word in (first, last)
-        ):
-            raise UserError(f"--ranks: cannot read {part.strip()!r}; wanted ranks such as 0-7,12")
-        if int(first) > int(last):
-            raise UserError(f"--ranks: {part.strip()!r} runs backwards; use {last}-{first}")
-        if int(last) >= world_size:
-            raise UserError(f"--ranks: there is no rank {int(last)}; use 0 to {world_size - 1}")
-        ranks.update(range(int(first), int(last) + 1))
+        first, last = parse_range(part, "--ranks", "ranks such as 0-7,12")
+        if last >= world_size:
+            raise UserError(f"--ranks: there is no rank {last}; use 0 to {world_size - 1}")
+        ranks.update(range(first, last + 1))
     return sorted(ranks)
 
 
+def describe_written(written: Mapping[str, Any], out: str, started: float) -> str:
+    """One line on the traces that were written; `started`: of `time.perf_counter`."""
+    from stagewright.numbers import quantity
+    from stagewright.program.columns import TaskKind
+
+    counts = written["nodes"]  # of each class of ranks
+    nodes = sum(row["files"] * row[kind.name.lower()] for row in counts for kind in TaskKind)
+    ranks = sum(row["files"] for row in counts)
+    size = quantity(sum(file["bytes"] for file in written["files"].values()), "B")
+    seconds = time.perf_counter() - started
+    return (
+        f"{out}: {ranks} of {written['world_size']} ranks, {nodes} nodes, {size}, {seconds:.1f} s"
+    )
+
+
 def say(text: str) -> None:
-    """Print lines for people: what a terminal takes for a command is printed as text."""
+    """Print lines, with control characters escaped."""
     click.echo(printable_lines(text))
 
 
+def print_texts(texts: Iterable[str | list[str]]) -> None:
+    """Print texts after a result: a run file, or lines of flags."""
+    for text in texts:
+        say(text.rstrip("\n") if isinstance(text, str) else "\n".join(text))
+
+
 def print_json(value: object) -> None:
-    """Print a result as JSON, which has no word for a number that is not finite: null."""
+    """Print a result as JSON; numbers that are not finite are null."""
     try:
         text = json.dumps(value, indent=2, allow_nan=False)
     except ValueError:
@@ -144,7 +187,7 @@ def print_json(value: object) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """A value with None for each number in it that is not finite."""
+    """The value, with None for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -155,13 +198,45 @@ def _finite(value: Any) -> Any:
     return value
 
 
+def print_result(make: Callable[[], object], alarm: str = "") -> None:
+    """Print a result: lines and tables, or JSON; the line `alarm` is red."""
+    from stagewright.texttable import Table, print_table
+
+    result = make()
+    if isinstance(result, dict):
+        print_json(cast("object", result))
+        return
+    out = console()
+    for item in cast("Iterable[str | Table]", result):
+        if isinstance(item, Table):
+            print_table(item, out)
+        else:
+            out.print(item, style="red" if alarm and item == alarm else None)
+
+
 def console() -> Console:
-    """Where tables are printed: as wide as the terminal, or COLUMNS; without both, 80.
+    """Console for tables, as wide as the terminal, or COLUMNS; else 80 characters.
 
-    Lines of text are not broken in a pipe or a file, which a search goes through line by line.
+    In a pipe or a file lines of text are not broken. No text is markup, or moves the cursor.
     """
-    from stagewright.cli.console import PlainTextConsole
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
+    class PlainTextConsole(Console):
+        def render(
+            self, renderable: RenderableType, options: ConsoleOptions | None = None
+        ) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                if segment.control:
+                    yield segment
+                else:
+                    yield Segment(printable_lines(segment.text), segment.style)
+
+    columns = os.environ.get("COLUMNS", "")
     return PlainTextConsole(
-        markup=False, emoji=False, highlight=False, soft_wrap=not sys.stdout.isatty()
+        markup=False,
+        emoji=False,
+        highlight=False,
+        soft_wrap=not sys.stdout.isatty(),
+        width=80 if columns.isdecimal() and not int(columns) else None,
     )

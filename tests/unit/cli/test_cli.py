@@ -328,7 +328,7 @@ WRONG: list[tuple[list[str], str]] = [
         "tp=6 does not divide the 64 attention heads of llama3.1-70b; use 1, 2, 4, 8, 16, 32 or 64",
     ),
     (["show", "gpt2", "--tp", "0"], "tp is 0, wanted 1 or more"),
-    (["show", "gpt2", "--tp", "x"], "Invalid value for '--tp': 'x' is not a valid integer."),
+    (["show", "gpt2", "--tp", "x"], "--tp is 'x', wanted a whole number"),
     (["show", "gpt2", "--zero", "4"], "zero is 4, wanted at most 3"),
     (["show", "gpt2", "--tpp", "2"], "no such option --tpp; did you mean '--tp'?"),
     (["show", "gpt2", "--no-fus"], "no such option --no-fus; did you mean '--no-fuse'?"),

@@ -153,7 +153,7 @@ def test_a_file_that_fails_late_takes_no_other_with_it(
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("stagewright.api.searched.page", full)
+    monkeypatch.setattr("stagewright.api.searched.html_page", full)
     out = ("-o", "a.html", "-o", "a.yaml", "-o", "a.csv", "--run", "5")
     assert code(*SEARCH, *H100, *out) == 2
     assert (place / "a.csv").exists()

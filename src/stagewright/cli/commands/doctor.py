@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
+from stagewright.cli.command import Entry, command
 from stagewright.cli.options import JSON
 
 if TYPE_CHECKING:

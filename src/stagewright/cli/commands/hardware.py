@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
+from stagewright.cli.command import Entry, command
 from stagewright.cli.options import JSON
 
 

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import stagewright
 from stagewright.cli import shared
+from stagewright.cli.command import Entry, command
 from stagewright.cli.commands.simulate import run_experiment
-from stagewright.cli.help import Entry, command
-from stagewright.cli.options import ALLOW_OOM, experiment_options
-from stagewright.cli.writing import output_file
+from stagewright.cli.options import ALLOW_OOM, FORCE, experiment_options, output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 @command
 @experiment_options()
 @output_file("-o", "--out", required=True, help="The page, such as run.html.")
+@FORCE
 @ALLOW_OOM
 def report(model: str | None, config: str | None, out: str, **settings: Any) -> int:
     """Write a page about a run: memory, communication, pipeline, graph; with --hardware, time.

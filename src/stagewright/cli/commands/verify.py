@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
-from stagewright.cli.options import GROUP_FILE, JSON
+from stagewright.cli.command import Entry, command
+from stagewright.cli.options import GROUP_FILE, JSON, WORKERS
 
 if TYPE_CHECKING:
     from stagewright.check.report import Report
@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 @GROUP_FILE
 @JSON
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Processes that read traces. [one per core]",
-)
+@WORKERS
 def verify(
     directory: str, comm_group: str | None, as_json: bool, strict: bool, workers: int | None
 ) -> int:

@@ -62,7 +62,6 @@ class AdapterSection:
         "What adapters make is scaled by lora_alpha / lora_rank.",
         unset="lora_rank",
         names=("peft-alpha",),
-        rare=True,
         **_ADAPTER,
     )
     lora_dropout: Rate = setting(
@@ -83,7 +82,6 @@ class AdapterSection:
         False,
         "Row-parallel adapters exchange their result by all-to-all, not by all-gather.",
         names=("a2a-experimental",),
-        rare=True,
         **_ADAPTER,
     )
     """`a2a_experimental` of Megatron-Bridge's LoRA (src/megatron/bridge/peft/lora.py)."""

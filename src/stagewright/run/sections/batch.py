@@ -105,7 +105,6 @@ class BatchSection:
     streams: Literal["one", "separate"] = setting(
         "one",
         "Order of communication in traces: one chain (ASTRA-sim), or one for each communicator.",
-        rare=True,
         of_requests=True,
     )
     """Orders the communication of traces; `Execution.streams` orders that of the simulation."""

@@ -125,8 +125,6 @@ class Setting:
     same_words: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of these tools that mean a value of this setting; None: what follows where it is not
     given."""
-    rare: bool = False
-    """Listed by `--help-all` only."""
     metavar: str = ""
     option: str = ""
     """The option's name where that is another than the setting's, which is a word of Python."""
@@ -186,7 +184,6 @@ def setting(
     switches: Mapping[str, Any] | None = None,
     words: Mapping[str, str] | None = None,
     same_words: Mapping[str, Any] | None = None,
-    rare: bool = False,
     metavar: str = "",
     option: str = "",
     of_requests: bool = False,
@@ -207,7 +204,6 @@ def setting(
         switches=switches or {},
         words=words or {},
         same_words=same_words or {},
-        rare=rare,
         metavar=metavar,
         option=option,
         of_requests=of_requests,

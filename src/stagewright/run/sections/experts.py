@@ -25,7 +25,6 @@ class ExpertSection:
         unset="as the model, else experts",
         modes=TRAINING,
         elsewhere="gates weigh results where the tokens are",
-        rare=True,
     )
     moe_expert_capacity_factor: Factor | None = setting(
         None,
@@ -35,17 +34,16 @@ class ExpertSection:
         elsewhere="no token is dropped",
     )
     moe_pad_expert_input_to_capacity: Switch = setting(
-        False, "Pad every expert's input to its capacity.", rare=True
+        False, "Pad every expert's input to its capacity."
     )
     moe_router_dtype: Literal["fp32"] | None = setting(
-        None, "Data type of the router.", unset="as all else", rare=True
+        None, "Data type of the router.", unset="as all else"
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = (
         setting(
             "aux_loss",
             "What the load-balancing loss averages over: a rank's microbatch, a sequence, or the "
             "microbatch of all ranks.",
-            rare=True,
         )
     )
     moe_aux_loss_coeff: Weight = setting(
@@ -55,7 +53,7 @@ class ExpertSection:
         elsewhere=_NO_LOSS,
     )
     moe_z_loss_coeff: Weight = setting(
-        0.0, "Coefficient of the router's z-loss.", modes=TRAINING, elsewhere=_NO_LOSS, rare=True
+        0.0, "Coefficient of the router's z-loss.", modes=TRAINING, elsewhere=_NO_LOSS
     )
     moe_router_enable_expert_bias: Switch | None = setting(
         None,
@@ -63,7 +61,6 @@ class ExpertSection:
         unset="as the model was trained",
         modes=TRAINING,
         elsewhere="it is part of the model",
-        rare=True,
     )
     expert_load: Text | tuple[tuple[Any, ...], ...] | None = setting(
         None,

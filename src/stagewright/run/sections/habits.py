@@ -22,8 +22,8 @@ _Value = TypeVar("_Value")
 
 
 def habit(default: _Value, help: str, **more: Any) -> _Value:
-    """Declare a rare setting of training; `more` as `setting` takes it."""
-    return setting(default, help, modes=TRAINING, rare=True, **more)
+    """Declare a setting of training; `more` as `setting` takes it."""
+    return setting(default, help, modes=TRAINING, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,6 @@ class HabitSection:
         True,
         "Time query, key and value as one matrix product, gate and up as another.",
         habits={"torchtitan": False},
-        rare=True,
     )
     """`linear_qkv` and `linear_fc1` of Megatron-LM, `QKVParallelLinear` of vLLM. Off: each
     projection as its own product."""

@@ -164,5 +164,4 @@ class InferenceSection:
         "Latent attention: expand keys and values from cached latents, or attend to latents.",
         unset="prefill: naive, decode: absorb",
         modes=INFERENCE,
-        rare=True,
     )

@@ -40,7 +40,6 @@ class ModelSection:
     make_vocab_size_divisible_by: Count = setting(
         1,
         "The vocabulary is padded to a multiple of this times tp.",
-        rare=True,
         of_requests=True,
     )
     mtp_num_layers: Annotated[int, Whole(0, 16)] | None = setting(
@@ -55,5 +54,4 @@ class ModelSection:
         "Weight of the mean loss of the multi-token prediction layers.",
         modes=TRAINING,
         elsewhere="there is no loss",
-        rare=True,
     )

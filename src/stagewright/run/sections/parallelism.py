@@ -116,7 +116,6 @@ class ParallelismSection:
         None,
         "File of rows that place values and parameters, such as wq [M, A/tp, D].",
         metavar="FILE",
-        rare=True,
         of_requests=True,
     )
     """Rows of the file go before what the degrees imply."""
@@ -124,7 +123,6 @@ class ParallelismSection:
         "tp-cp-ep-dp-pp",
         "How ranks are numbered: mesh axes, the fastest first.",
         metavar="AXES",
-        rare=True,
         of_requests=True,
         switches={"use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
     )

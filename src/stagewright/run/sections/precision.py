@@ -10,7 +10,6 @@ _MOMENT: dict[str, Any] = {
     "modes": TRAINING,
     "elsewhere": "there is no optimizer",
     "needs": {"optimizer": ("adamw",), "zero": (1, 2, 3)},
-    "rare": True,
 }
 
 
@@ -38,7 +37,6 @@ class PrecisionSection:
         modes=TRAINING,
         elsewhere="the cache has a precision of its own",
         needs={"precision": ("fp8",), "flash_attention": (True,)},
-        rare=True,
     )
     """Megatron-LM's `TransformerConfig` has this name; Transformer Engine's `fp8_dpa`."""
     optimizer: Literal["adamw", "sgd"] = setting(
@@ -51,7 +49,6 @@ class PrecisionSection:
         elsewhere="there is no optimizer",
         needs={"optimizer": ("sgd",)},
         habits={"torchtitan": 0.0},
-        rare=True,
     )
     """Megatron-LM's `--sgd-momentum` is 0.9, `momentum` of torch.optim.SGD is 0."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp8"] | None = setting(

@@ -37,58 +37,53 @@ class EngineSection:
         None, "Most requests of a step.", unset="1024 from 70 GiB on, A100 but 256; else 256"
     )
     long_prefill_token_threshold: Number = setting(
-        0, "Most tokens of one prompt in a step; 0: any.", rare=True
+        0, "Most tokens of one prompt in a step; 0: any."
     )
     enable_chunked_prefill: Switch | None = setting(
         None,
         "Whether a prompt may be computed in several steps.",
         unset="on; tensorrt-llm: off",
-        rare=True,
     )
     chunked_prefill_size: Count | None = setting(
         None,
         "sglang: most tokens of prompts in a step.",
         unset="2048 below 20 GiB, 4096 below 60, 8192 below 160, else 16384",
-        rare=True,
     )
     max_prefill_tokens: Count = setting(
-        16384, "sglang: most tokens of prompts in a step, chunks or not.", rare=True
+        16384, "sglang: most tokens of prompts in a step, chunks or not."
     )
     schedule_conservativeness: Positive = setting(
-        1.0, "sglang: how much of what requests may make is kept for them.", rare=True
+        1.0, "sglang: how much of what requests may make is kept for them."
     )
     schedule_policy: Literal["fcfs", "lpm"] = setting(
-        "fcfs", "sglang: who comes first: who waits longest, or has most in the cache.", rare=True
+        "fcfs", "sglang: who comes first: who waits longest, or has most in the cache."
     )
     enable_mixed_chunk: Switch = setting(
-        False, "sglang: whether requests decode beside chunks of prompts.", rare=True
+        False, "sglang: whether requests decode beside chunks of prompts."
     )
     ignore_eos: Switch = setting(
-        False, "sglang: whether clients ask for all their tokens, so that room is kept.", rare=True
+        False, "sglang: whether clients ask for all their tokens, so that room is kept."
     )
     scheduler_recv_interval: Count = setting(
-        1, "sglang: requests are received in one of so many steps of decode.", rare=True
+        1, "sglang: requests are received in one of so many steps of decode."
     )
     capacity_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
         "guaranteed_no_evict",
         "tensorrt-llm: blocks are kept to a request's end, or requests are paused for them.",
-        rare=True,
     )
     batch_wait_timeout_iters: Number = setting(
-        0, "tensorrt-llm: most steps for which prompts wait for others.", rare=True
+        0, "tensorrt-llm: most steps for which prompts wait for others."
     )
     batch_wait_max_tokens_ratio: Fraction = setting(
         0.0,
         "tensorrt-llm: prompts wait below this share of max-num-batched-tokens in a step.",
-        rare=True,
     )
     scheduler_reserve_full_isl: Switch = setting(
-        True, "Whether a request is admitted only if blocks suffice for its prompt.", rare=True
+        True, "Whether a request is admitted only if blocks suffice for its prompt."
     )
     async_scheduling: Switch = setting(
         True,
         "Whether a step is decided when the one before begins; not with pp.",
-        rare=True,
     )
     """vLLM does so since 0.14, but with pipelines (release notes of v0.14.0); so do SGLang
     (`disable_overlap_schedule`) and TensorRT-LLM (`disable_overlap_scheduler`) by default."""
@@ -106,7 +101,7 @@ class EngineSection:
         None, "Speculative decoding: tokens that a step gives a request, in the mean."
     )
     acceptance_rate: Fraction | None = setting(
-        None, "Speculative decoding: how often a draft is right if those before it are.", rare=True
+        None, "Speculative decoding: how often a draft is right if those before it are."
     )
     enable_prefix_caching: Switch = setting(
         True, "Whether what prompts have in common is computed once."
@@ -117,5 +112,4 @@ class EngineSection:
         "Blocks of the KV cache.",
         unset="as many as fit",
         names=("num-gpu-blocks-override",),
-        rare=True,
     )

@@ -127,22 +127,20 @@ class WorkloadSection:
         1.0,
         "Shape of gamma arrivals: below 1 in bursts, 1 is Poisson.",
         names=("arrival-smoothness",),
-        rare=True,
     )
-    burst_size: Count = setting(1, "Requests that arrive at one moment.", rare=True)
+    burst_size: Count = setting(1, "Requests that arrive at one moment.")
     turns: Count = setting(
         1,
         "Turns of a session: each prompt has all that was said before.",
         names=("session-turns-mean",),
     )
     think_time: Seconds = setting(
-        0.0, "Mean seconds between an answer and the next question.", metavar="S", rare=True
+        0.0, "Mean seconds between an answer and the next question.", metavar="S"
     )
     system_prompt: Number = setting(
         0,
         "Tokens that all sessions begin with.",
         names=("random-prefix-len", "shared-system-prompt-length"),
-        rare=True,
     )
     prefix_cache_hit_rate: Share = setting(
         0.0,
@@ -158,20 +156,17 @@ class WorkloadSection:
     past_context: Number = setting(
         0,
         "Tokens of an earlier session that each prompt begins with, which nobody else has.",
-        rare=True,
     )
     idle_gap_cap: Seconds = setting(
         10.0,
         "Longest pause between two requests of an agent, of a trace in Weka's format.",
         metavar="S",
         names=("trace-idle-gap-cap-seconds",),
-        rare=True,
     )
     trajectory_start_max_ratio: Share = setting(
         0.0,
         "The first --concurrency conversations of agents begin at a random time up to this share "
         "of their recording (AgentX: 1).",
-        rare=True,
     )
     speed: Positive = setting(1.0, "A trace's requests come X times as fast.")
     seed: Number = setting(

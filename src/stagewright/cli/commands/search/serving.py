@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from stagewright.cli import shared
-from stagewright.cli.commands.search.outputs import end
+from stagewright.cli.commands.search.files import check_hardware_files, is_run_file, write_files
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
-
-if TYPE_CHECKING:
-    from stagewright.api.searched_serving import ServingSearch
-    from stagewright.time.hardware import Hardware
 
 _OWN = frozenset({"gpus", "attainment", "pairs", "objective", "top"})
 """Options of a search that are no settings, and that a search for serving has."""
 
 
 def without_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a search for the best step; UserError where one of serving is given."""
+    """The settings of a search for the best step; UserError if one of serving is given."""
     from stagewright.run.sections import EXPERIMENT
     from stagewright.run.sections.foreign import OTHERS
     from stagewright.run.sections.serving import SERVING
@@ -51,16 +47,16 @@ def search_serving(
     out: Sequence[str],
     vary: Mapping[str, str],
     *,
-    check: Callable[[Iterable[Hardware]], None],
     as_json: bool,
     settings: dict[str, Any],
 ) -> int:
-    """Search, and print what was found; `check` checks files of hardware."""
+    """Search, print the result and write files; returns the exit code."""
     from stagewright.api.searched_serving import asked_serving, searched_serving
-    from stagewright.serving.command_lines import check_engine
+    from stagewright.serving.command_lines import ENGINES, check_engine
 
-    listed_row, top = settings.pop("listed_row"), settings.pop("top")
-    engine = _engine(settings)
+    read = (model, config, {**settings})
+    row, top = settings.pop("listed_row"), settings.pop("top")
+    engine = settings.pop("as_family") if settings["as_family"] in ENGINES else None
     _refuse_others(settings)
     objectives: tuple[str, ...] = settings.pop("objective")
     if len(objectives) > 1:
@@ -75,30 +71,33 @@ def search_serving(
     hardware = hardware_names(given.pop("hardware", ()))
     question = asked_serving(given, config, hardware=hardware, vary=vary)
     if engine is not None:
-        check_engine(engine, [each.scheduler for each in question.engines])
-    check(fleet.hardware for fleet in question.request.space.fleets)
+        check_engine(engine, [of.scheduler for of in question.engines])
+    check_hardware_files(out, read, [fleet.hardware for fleet in question.request.space.fleets])
     shared.show_notes(question.request.notes)
     begin = time.perf_counter()
     with shown("steps of the search") as bar:
         result = searched_serving(question, bar)
     seconds = time.perf_counter() - begin
-    flags = None
-    if engine is not None and result.ranking.best:
-        flags = partial(result.commands, engine, listed_row or 1)
-    report = partial(_report, result, seconds, top)
-    code = end(result, report, out, listed_row, as_json=as_json, flags=flags)
-    return code if code or result.ranking.best else shared.DOES_NOT_FIT
-
-
-def _engine(settings: dict[str, Any]) -> str | None:
-    """Engine whose command lines are printed, taken out of settings; None: `--as` is a family."""
-    from stagewright.serving.command_lines import ENGINES
-
-    return settings.pop("as_family") if settings["as_family"] in ENGINES else None
+    found = bool(result.ranking.best)
+    more: dict[str, Any] = {}
+    if engine is not None and found:
+        more["flags"] = result.commands(engine, row or 1)
+    elif row is not None and found and not any(map(is_run_file, out)):
+        more["run_file"] = result.run_file(row)
+    shared.print_result(
+        (lambda: result.to_dict() | more) if as_json else partial(result.text, top, seconds)
+    )
+    if not as_json:
+        shared.print_texts(more.values())
+    if errors := write_files(result, out, row or 1):
+        raise UserError("; ".join(errors))
+    if result.ranking.stopped:
+        return shared.INTERRUPTED
+    return 0 if found else shared.DOES_NOT_FIT
 
 
 def _refuse_others(settings: dict[str, Any]) -> None:
-    """Take out options of a search for the best step; UserError where one of them is given."""
+    """Take out options of a search for the best step; UserError if one of them is given."""
     from stagewright.run.sections import EXPERIMENT
     from stagewright.run.sections.foreign import OTHERS
     from stagewright.run.sections.other_names import SWITCHES
@@ -110,25 +109,3 @@ def _refuse_others(settings: dict[str, Any]) -> None:
         settings.pop(name)
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             raise UserError(f"--{name.replace('_', '-')} is of a search for a step, not of --serve")
-
-
-def _report(result: ServingSearch, seconds: float, top: int | None) -> None:
-    """Print the winner, the tables of what none dominates, and what was removed."""
-    from stagewright.texttable import print_table
-    from stagewright.views.search_serving import UNTIL_STOPPED
-
-    of, out = result.ranking, shared.console()
-    out.print(result.load)
-    out.print(f"best: {result.describe()}")
-    if of.stopped and of.best:
-        out.print(f"stopped: {UNTIL_STOPPED}")
-    for remark in result.remarks():
-        out.print(remark)
-    for table in result.best(top):
-        print_table(table, out)
-    if result.all_removed:
-        print_table(result.removed(), out)
-    out.print(
-        f"{of.candidates:,} candidates ({len(of.rows):,} layouts), of which {len(of.choices):,} "
-        f"were simulated, in {seconds:.1f} s"
-    )
