@@ -114,11 +114,11 @@ def simulate(
 
     `hardware` is a name (`stagewright hardware` lists them), a YAML file, or a `Machine`, which has
     a topology and an algorithm of its own; a `ClusterSection` says all of the machine at once.
-    `settings` are those of the run, of the machine (`nodes`, `topology`, `algorithm`, `stragglers`:
-    `stagewright.run.sections.cluster`) and of the execution, which go before `execution`
-    (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`). With `nodes` and without
-    `dp`, dp fills the nodes. `durations` is a CSV of measured kernels and collectives
-    (`stagewright.time.measured`).
+    `settings` are those of the run, of the machine (`nodes`, `gpus`, `topology`, `algorithm`,
+    `stragglers`: `stagewright.run.sections.cluster`) and of the execution, which override
+    `execution` (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`). With `nodes`
+    or `gpus` and without `dp`, dp fills them. `durations` is a CSV of measured kernels and
+    collectives (`stagewright.time.measured`).
     """
     cluster, how, settings = _sections(hardware, execution, settings)
     costs_of(cluster.price, cluster.costs)
@@ -129,11 +129,11 @@ def simulate(
             raise UserError(f"{name} cannot change what is compiled; give it to compile")
         compiled = what
     else:
-        nodes = {} if cluster.nodes is None else {"nodes": cluster.nodes}
-        run = run_of(what, settings | nodes, lambda _: of.gpus_per_node)
+        size = {"nodes": cluster.nodes, "gpus": cluster.gpus}
+        size = {name: count for name, count in size.items() if count is not None}
+        run = run_of(what, settings | size, lambda _: of.gpus_per_node)
         compiled = with_views(compile_run(run, device_memory=of.memory))
-    if cluster.nodes is not None:
-        filled(compiled.run, cluster.nodes, of.gpus_per_node)
+    filled(compiled.run, cluster, lambda _: of.gpus_per_node)
     coverage: Coverage | None = None
     if cluster.durations is not None:
         table = load(cluster.durations)

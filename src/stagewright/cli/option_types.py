@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
+from stagewright.cli.shared import show_notes
 from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 
 if TYPE_CHECKING:
@@ -141,8 +142,29 @@ class Name(click.types.StringParamType):
         return items or [CompletionItem(incomplete, type="file")]
 
 
+class HardwareName(Name):
+    """Names of hardware, between commas; a beginning that only one has stands for it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The full names; notes say which are meant."""
+        from stagewright.time.hardware import full_name, is_path
+
+        text = super().convert(value, param, ctx)
+        if is_path(text):
+            return text
+        words = [word.strip() for word in text.split(",")]
+        names = [word if not word or is_path(word) else full_name(word) for word in words]
+        show_notes(
+            f"hardware {word} is {name}"
+            for word, name in zip(words, names, strict=True)
+            if word != name
+        )
+        return ",".join(names)
+
+
 def name_parameters(parameters: Iterable[click.Parameter]) -> None:
     """Give the parameters in `NAMES` their type."""
     for parameter in parameters:
         if parameter.name in NAMES and parameter.type is click.STRING:
-            parameter.type = Name(NAMES[parameter.name])
+            of_hardware = parameter.name == "hardware"
+            parameter.type = (HardwareName if of_hardware else Name)(NAMES[parameter.name])

@@ -330,11 +330,13 @@ def _column(
 def tokens(cells: Mapping[str, Any], name: str, where: str) -> int:
     """A whole number of tokens; raises UserError for anything else."""
     value = cells.get(name)
+    number: int | None = None
     try:
-        number = int(cast("Any", value))
+        if not isinstance(value, bool) and int(cast("Any", value)) == float(cast("Any", value)):
+            number = int(cast("Any", value))
     except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(value, bool) or number != float(cast("Any", value)):
+        pass
+    if number is None:
         raise UserError(f"{where}: {name} is {shown(value)}, wanted a whole number of tokens")
     if number >= LARGEST:
         raise UserError(f"{where}: {name} is {shown(value)}, wanted fewer than {LARGEST} tokens")
