@@ -135,7 +135,7 @@ def test_classes_have_a_table_and_requests_their_limits():
     assert [row["keep limits"] for row in table.rows] == [0, 1]
     measured = [row["good"] for row in of.table("requests").rows if row["measured"]]
     assert sum(measured) == table.rows[1]["requests"] == of.summary.good * len(measured)
-    with pytest.raises(sw.UserError, match=r"classes: class 'a': 'tttf' is unknown"):
+    with pytest.raises(sw.UserError, match=r"classes, row 1: unknown 'tttf'"):
         sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=[{"name": "a", "tttf": 3}])
     with pytest.raises(sw.UserError, match="did you mean 'num_requests'"):
         sw.serve("llama3.1-8b", "h100-sxm", rate=1.0, isl=1, osl=1, num_request=5)

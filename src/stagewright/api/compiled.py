@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 from stagewright.api.experiments import gpus_per_node
@@ -18,8 +18,6 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.views import tables as views
-from stagewright.views.pages import notebook
-from stagewright.views.pages.report import page as html_page
 from stagewright.views.summary import summary, summary_text
 
 Asked = str | os.PathLike[str] | Run
@@ -35,18 +33,12 @@ class Compiled(CompiledRun, Result):
 
     __slots__ = ()
 
-    tables = MappingProxyType(
-        {
-            "compute": lambda of: views.compute(of.to_dict()),
-            "memory": lambda of: views.memory(of.to_dict()),
-            "communication": lambda of: views.communication(of.to_dict(), merged=False),
-            "tasks": lambda of, rank=0: views.tasks(of.program, rank),
-        }
-    )
     suffixes = (".json", ".html")
 
     def _repr_html_(self) -> str:
-        return notebook.of_compiled(self)
+        from stagewright.views.pages.notebook import of_compiled  # charts take time to import
+
+        return of_compiled(self)
 
     @property
     def fits(self) -> bool | None:
@@ -57,6 +49,16 @@ class Compiled(CompiledRun, Result):
     def peak_memory(self) -> int:
         """Bytes of the fullest rank, in issue order."""
         return max(peak_in_issue_order(of).size for of in self.program.classes)
+
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "compute": lambda: views.compute(self.to_dict()),
+            "memory": lambda: views.memory(self.to_dict()),
+            "communication": lambda: views.communication(self.to_dict(), merged=False),
+            "tasks": partial(views.tasks, self.program, rank=0),
+        }
 
     def text(self) -> Iterator[str | Table]:
         """Lines and tables of `stagewright show`."""
@@ -71,7 +73,9 @@ class Compiled(CompiledRun, Result):
 
     def page(self) -> str:
         """The page that `write` writes as `.html`."""
-        return html_page(self)
+        from stagewright.views.pages.report import page
+
+        return page(self)
 
 
 def compile(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stagewright.api.result import path_text
 from stagewright.errors import UserError
 from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
@@ -27,8 +27,8 @@ def load_experiment(
     path: str | Path | None, overrides: Mapping[str, Any] | None = None
 ) -> Experiment:
     """Like `load_run`, with the machine and the execution, which a run file may name."""
-    if path is not None and not isinstance(path, str | os.PathLike):
-        raise UserError(f"got {path!r}, wanted the path of a run file")
+    if path is not None:
+        path = path_text(path, "the path of a run file")
     return recorded.load_experiment(path, overrides, gpus_per_node)
 
 

@@ -27,10 +27,13 @@ class Result:
 
     __slots__ = ()
 
-    tables: ClassVar[Mapping[str, Callable[..., Table]]]
-    """Tables by name, each a function of the result."""
     suffixes: ClassVar[Sequence[str]] = ()
     """Suffixes of the files that `write` takes."""
+
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        raise NotImplementedError
 
     def text(self) -> Iterable[str | Table]:
         """Lines and tables of the printed result."""
@@ -50,7 +53,7 @@ class Result:
         if name not in self.tables:
             known = either(self.tables)
             raise UserError(f"no table {name!r}; wanted {known}{did_you_mean(name, self.tables)}")
-        return self.tables[name](self, **options)
+        return self.tables[name](**options)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as one object for JSON: the one that the command prints with `--json`."""

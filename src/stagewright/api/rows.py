@@ -42,7 +42,7 @@ class Row(BaseModel, extra="forbid", strict=True):
 
 def read_rows(
     source: str | Sequence[Any] | None, what: str, example: str
-) -> tuple[str, list[Mapping[str, Any]]]:
+) -> tuple[str, list[Mapping[Any, Any]]]:
     """Where rows come from, for errors, and the rows of a file or of a caller.
 
     `what` names the rows, such as `stages`; `example` is one of them in YAML.
@@ -52,11 +52,12 @@ def read_rows(
         where, values = source, from_yaml(read_text(source, f"{what} in YAML"), source)
     rows = cast("Sequence[object]", values) if isinstance(values, list | tuple) else ()
     if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise UserError(f"{where}: got {shown(values)}, wanted a list of {what}, such as {example}")
-    return where, [cast("Mapping[str, Any]", row) for row in rows]
+        got = shown(cast("object", values))
+        raise UserError(f"{where}: got {got}, wanted a list of {what}, such as {example}")
+    return where, [cast("Mapping[Any, Any]", row) for row in rows]
 
 
-def read_row(kind: type[Row], row: Mapping[str, Any], where: str) -> Any:
+def read_row(kind: type[Row], row: Mapping[Any, Any], where: str) -> Any:
     """A row with its values checked; raises a UserError that begins with `where`."""
     known = [*kind.model_fields]
     try:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, cast
 
 from stagewright.api.result import (
@@ -36,7 +35,7 @@ from stagewright.time.hardware import Hardware
 from stagewright.views import search as views
 from stagewright.views.pages.search import page as html_page
 from stagewright.views.search_columns import every
-from stagewright.views.text import search_text
+from stagewright.views.search_text import search_text
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +54,20 @@ class Search(Result):
     notes: tuple[str, ...]
     """Notes on assumptions."""
 
-    tables = MappingProxyType(
-        {
-            "best": lambda of, most=None: views.best(of.ranking, most),
-            "choices": lambda of: views.choices(of.ranking),
-            "removed": lambda of: views.removed(of.enumeration.removed),
-            "candidates": lambda of: every(of.ranking),
-        }
-    )
     suffixes = OF_SEARCH
 
     def __repr__(self) -> str:
         return f"<{len(self.ranking):,} candidates; the best: {self.describe()}>"
+
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "best": lambda: views.best(self.ranking),
+            "choices": lambda: views.choices(self.ranking),
+            "removed": lambda: views.removed(self.enumeration.removed),
+            "candidates": lambda: every(self.ranking),
+        }
 
     def text(self, seconds: float | None = None) -> Iterator[str | Table]:
         """Lines and tables of `stagewright search`; `seconds`: duration of the search."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,11 +59,10 @@ from stagewright.time.hardware import Hardware
 from stagewright.views import search as search_views
 from stagewright.views import search_serving as views
 from stagewright.views.pages.search_serving import serving_search_page
-from stagewright.views.text import serving_search_text
+from stagewright.views.search_text import serving_search_text
 
 REQUESTS_PER_USER = 12
-"""Of a closed loop where nothing says how many requests: they arrive for ten times as long as one
-takes."""
+"""Default number of requests of each user of a closed loop."""
 OBJECTIVES = ("gpus", "cost")
 
 
@@ -83,22 +81,24 @@ class ServingSearch(Result):
     load: str
     """The load and its limits in words."""
 
-    tables = MappingProxyType(
-        {
-            "aggregated": lambda of: views.table_of_choices(
-                of.ranking, of.ranking.aggregated, "Aggregated"
-            ),
-            "disaggregated": lambda of: views.table_of_choices(
-                of.ranking, of.ranking.disaggregated, "Disaggregated"
-            ),
-            "choices": lambda of: views.every_choice(of.ranking),
-            "removed": lambda of: search_views.removed(of.all_removed),
-        }
-    )
     suffixes = OF_SEARCH
 
     def __repr__(self) -> str:
         return f"<{len(self.ranking.choices):,} choices simulated; the best: {self.describe()}>"
+
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "aggregated": lambda: views.table_of_choices(
+                self.ranking, self.ranking.aggregated, "Aggregated"
+            ),
+            "disaggregated": lambda: views.table_of_choices(
+                self.ranking, self.ranking.disaggregated, "Disaggregated"
+            ),
+            "choices": lambda: views.every_choice(self.ranking),
+            "removed": lambda: search_views.removed(self.all_removed),
+        }
 
     def text(self, most: int | None = None, seconds: float | None = None) -> Iterator[str | Table]:
         """Lines and tables of `stagewright search --serve`; `most`: rows of each table."""
@@ -186,7 +186,7 @@ class ServingSearch(Result):
 
 
 class ServingQuestion(NamedTuple):
-    """What a search for serving is asked."""
+    """Space, loads and target of a search for serving."""
 
     request: SearchRequest
     loads: Sequence[ServingLoad]
@@ -202,21 +202,22 @@ def search_serving(
     config: ModelConfig | None = None,
     **settings: Any,
 ) -> ServingSearch:
-    """The fewest GPUs, or the least cost, with which a load keeps its limits.
+    """Search the fewest GPUs, or the least cost, that serve a load within its limits.
 
     `settings` are those of `serve`: the load (`rate`, `isl`, `osl`, a trace as `requests`), the
-    limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines. `classes` is the path of a
-    file, or a list of rows. `tp`, `pp`, `dp`, `ep` and
-    others may be lists, and take several values by default; settings of engines such as
-    `scheduler` and `max_num_batched_tokens` may be lists. Four other names say what is wanted:
-    `attainment`, the share of all requests that must keep the limits (0.9); `gpus`, the largest
-    number of GPUs of all instances (256); `objective`, `gpus` or `cost`; `pairs`, how many pairs of
-    layouts, the most promising ones, are tried for prompts and decode apart (4). Requests that are
-    drawn are as many as it takes to tell (`num_requests` at least): they arrive for ten times as
-    long as one takes, and the winner serves five times as many once more. `concurrency`, a list of
-    numbers of users in a closed loop, takes the place of `rate`: each number is served by one
-    instance of each layout, and `best()` has the front of tokens per second per GPU over tokens per
-    second per user. Raises `UserError` where no layout can be had.
+    limits `ttft`, `tpot` and `e2e` (ms), and the engines. `classes` is the path of a file, or a
+    list of rows. Layouts (`tp`, `pp`, `dp`, `ep`, ...) and settings of engines (`scheduler`,
+    `max_num_batched_tokens`, ...) may be lists; layouts take several values by default. Options:
+
+    * `attainment`: share of all requests that must keep the limits (0.9).
+    * `gpus`: limit of GPUs of all instances (256).
+    * `objective`: `gpus` or `cost`.
+    * `pairs`: pairs of layouts to try for disaggregated prefill and decode (4).
+
+    Synthetic requests arrive for at least ten times as long as one takes, and for five times that
+    to confirm the winner. `concurrency`, a list of numbers of users in a closed loop, replaces
+    `rate`: one instance of each layout serves each number, and the tables have the front of tokens
+    per second per GPU over tokens per second per user. Raises `UserError` if no layout is possible.
 
     >>> import stagewright as sw
     >>> found = sw.search_serving("llama3.1-8b", "h100-sxm", rate=20, isl=512, osl=64, ttft=300,
@@ -244,7 +245,7 @@ def asked_serving(
     config: ModelConfig | None = None,
     vary: Mapping[str, Any] | None = None,
 ) -> ServingQuestion:
-    """What is searched for; raises UserError for settings that cannot be combined."""
+    """The space, the loads and the target; UserError for settings that cannot be combined."""
     given = {name: value for name, value in settings.items() if value is not None}
     values = by_own_names(given)
     share = float(values.pop("attainment", 0.9))
@@ -314,7 +315,7 @@ def _loads(
     classes: Sequence[Mapping[str, Any]] | None,
     share: float,
 ) -> list[ServingLoad]:
-    """The requests that are asked for, or those of each number of users in a closed loop."""
+    """The load of open arrivals, or one of each number of users in a closed loop."""
 
     def load(section: WorkloadSection, count: int) -> ServingLoad:
         draw = partial(_drawn, section, classes)
@@ -332,12 +333,12 @@ def _loads(
 def _drawn(
     section: WorkloadSection, classes: Sequence[Mapping[str, Any]] | None, count: int
 ) -> Workload:
-    """So many requests that are drawn; 0: all that a trace or a profile has."""
+    """A workload of `count` requests; 0: all of a trace or a profile."""
     return workload_of(replace(section, num_requests=count or section.num_requests), classes)
 
 
 def _refuse_found(own: Mapping[str, Any]) -> None:
-    """Raise a UserError for a setting that a search finds, or serves without."""
+    """Raise a UserError for a setting that the search chooses, or does without."""
     for name in ("instances", *(of.name for of in settings_of(PoolSection, "pools"))):
         if name in own:
             flag = SERVING[name].flag
@@ -355,20 +356,21 @@ def _gpus(value: Any) -> int:
 
 
 def searched_serving(of: ServingQuestion, progress: SearchProgress | None = None) -> ServingSearch:
-    """The search itself."""
-    found = of.request.space.enumerate()
+    """Search the space of a question."""
+    enumeration = of.request.space.enumerate()
+    candidates = enumeration.candidates
     if of.target.by_cost and all(
-        found.candidates.cluster(row).price is None
-        and found.candidates.hardware(row).price_usd_per_gpu_hour is None
-        for row in range(len(found.candidates))
+        candidates.cluster(row).price is None
+        and candidates.hardware(row).price_usd_per_gpu_hour is None
+        for row in range(len(candidates))
     ):
         raise UserError("--objective cost: no hardware here has a price; give --price USD per hour")
-    ranking = ranked(found.candidates, of.loads, of.target, of.engines, progress)
-    return ServingSearch(found, ranking, _load(of))
+    ranking = ranked(candidates, of.loads, of.target, of.engines, progress)
+    return ServingSearch(enumeration, ranking, _describe_load(of))
 
 
-def _load(of: ServingQuestion) -> str:
-    """What is served, and under which limits."""
+def _describe_load(of: ServingQuestion) -> str:
+    """The load and its limits in words."""
     work, slo = of.loads[0].workload, of.target.slo
     limits = {"TTFT": slo.ttft, "TPOT": slo.tpot, "E2E": slo.e2e}
     kept = ", ".join(f"{name} <= {s * 1e3:g} ms" for name, s in limits.items() if s is not None)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from stagewright.api.deployment import Given, Planned, deployment_of, groups_of
@@ -44,7 +43,7 @@ from stagewright.time.ownership import load as load_costs
 from stagewright.views import serving as views
 from stagewright.views.pages.serving import serving_page
 from stagewright.views.serving_perfetto import write_serving
-from stagewright.views.text import group_words, layout_words, serving_notes, serving_text
+from stagewright.views.serving_text import group_words, layout_words, serving_notes, serving_text
 
 _HARDWARE = "the name of hardware, a path or a Hardware"
 
@@ -72,22 +71,28 @@ class Serving(ServedRun, Result):
     cluster: ClusterSection = field(default_factory=ClusterSection)
     """Price of a GPU-hour, by `price` or `costs`; else that of each hardware."""
 
-    tables = MappingProxyType(
-        {
-            "latencies": lambda of: views.latencies(of.summary),
-            "engines": views.per_engine,
-            "classes": lambda of: views.per_class(of.summary),
-            "requests": lambda of: views.requests(of, of.slo),
-            "compared": lambda of, log: views.compared(compare(measured_run(log), of.outcome)),
-            "compared_rates": lambda of, log: views.compared_rates(
-                compare_rates(measured_run(log), of.outcome)
-            ),
-        }
-    )
     suffixes = OF_SERVING
 
     def __repr__(self) -> str:
         return f"<{self.summary.requests} requests served: {self.describe()}>"
+
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "latencies": lambda: views.latencies(self.summary),
+            "engines": lambda: views.per_engine(self),
+            "classes": lambda: views.per_class(self.summary),
+            "requests": lambda: views.requests(self, self.slo),
+            "compared": self._compared,
+            "compared_rates": self._compared_rates,
+        }
+
+    def _compared(self, log: str) -> Table:
+        return views.compared(compare(measured_run(log), self.outcome))
+
+    def _compared_rates(self, log: str) -> Table:
+        return views.compared_rates(compare_rates(measured_run(log), self.outcome))
 
     def text(self) -> Iterator[str | Table]:
         """Lines and tables of `stagewright serve`."""
@@ -204,15 +209,14 @@ def serve(
     progress: ProgressCallback | None = None,
     **settings: Any,
 ) -> Serving:
-    """Requests over time on engines with a layout of a model.
+    """Serve requests over time on engines with a layout of a model.
 
     `settings` are those of the workload and of the engines (`stagewright.run.sections.serving`), of
     a run in inference (`tp`, `pp`, `dp`, `kv_cache_dtype`, ...), of the machine and of the
     execution. `scheduler` is a name, or an object with a method `schedule`. `pools`, `stages` and
     `classes` are paths of files, or lists of rows, each a mapping of settings. `workload` replaces
-    the requests that settings describe; `config` replaces the configuration that the model's name
-    stands for. Raises `UserError` for settings that cannot be combined, and where no request can be
-    served.
+    the requests of the settings; `config` replaces the configuration of the model's name. Raises
+    `UserError` for settings that cannot be combined, and if no request can be served.
 
     >>> import stagewright as sw
     >>> found = sw.serve("llama3.1-8b", "h100-sxm", rate=4, isl=512, osl=64, num_requests=100)
@@ -253,9 +257,9 @@ def served(
     progress: ProgressCallback | None = None,
     instance: int = 0,
 ) -> Serving:
-    """The requests that are asked for, on engines with the layout of an experiment.
+    """Serve the requests of these settings on engines with the layout of an experiment.
 
-    Raises UserError, before anything is served, where there is no such `instance`.
+    Raises UserError, before anything is served, if there is no such `instance`.
     """
     given = given or Given()
     if asked.workload.prefix_cache_hit_rate and not asked.engines.enable_prefix_caching:

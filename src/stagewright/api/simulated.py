@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import MappingProxyType
+from functools import partial
 from typing import Any
 
 from stagewright.api.compiled import Asked, compile, run_of, with_views
@@ -33,10 +33,8 @@ from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.time.simulate.timeline import timeline
 from stagewright.views import step_tables
 from stagewright.views.advice import Remark, remarks
-from stagewright.views.pages import notebook
-from stagewright.views.pages.report import page as html_page
+from stagewright.views.step_text import step_text
 from stagewright.views.summary import held_in_memory
-from stagewright.views.text import step_text
 
 
 class Simulation(SimulatedStep, Result):
@@ -58,17 +56,12 @@ class Simulation(SimulatedStep, Result):
     `tasks` of one `lane` in time.
     """
 
-    tables = MappingProxyType(
-        {
-            "parts": step_tables.parts,
-            "transfers": step_tables.transfers,
-            "tasks": lambda of, lane=0: step_tables.tasks_in_time(of, lane),
-        }
-    )
     suffixes = (".json", ".html")
 
     def _repr_html_(self) -> str:
-        return notebook.of_simulation(self)
+        from stagewright.views.pages.notebook import of_simulation  # charts take time to import
+
+        return of_simulation(self)
 
     @property
     def fits(self) -> bool:
@@ -83,6 +76,15 @@ class Simulation(SimulatedStep, Result):
     def remarks(self) -> list[Remark]:
         """Remarks on the step, the most severe first, with known errors of predictions."""
         return remarks(self.compiled, self)
+
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "parts": lambda: step_tables.parts(self),
+            "transfers": lambda: step_tables.transfers(self),
+            "tasks": partial(step_tables.tasks_in_time, self, lane=0),
+        }
 
     def text(self) -> Iterator[str | Table]:
         """Lines and tables of `stagewright simulate`."""
@@ -99,7 +101,9 @@ class Simulation(SimulatedStep, Result):
 
     def page(self) -> str:
         """The page that `write` writes as `.html`."""
-        return html_page(self.compiled, self)
+        from stagewright.views.pages.report import page
+
+        return page(self.compiled, self)
 
 
 def simulate(
@@ -206,6 +210,8 @@ def report(
     >>> page.startswith("<!doctype html>")
     True
     """
+    from stagewright.views.pages.report import page
+
     step = what if isinstance(what, SimulatedStep) else None
     if isinstance(what, SimulatedStep):
         what = what.compiled
@@ -213,7 +219,7 @@ def report(
         step = simulate(what, settings.pop("hardware"), **settings)
         what = step.compiled
     compiled = what if isinstance(what, CompiledRun) else compile(what, **settings)
-    text = html_page(compiled, step)
+    text = page(compiled, step)
     if out is not None:
         write_text(os.fspath(out), text)
     return text

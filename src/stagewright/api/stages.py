@@ -86,7 +86,8 @@ def stages_of(
         values = read_row(STAGES[stage], others, place).given()
         added += values.pop("adds_tokens", 0)
         if stage == "store":
-            tiers.append(StoreTier(**{"name": f"store {number}", **values}))
+            values.setdefault("name", f"store {number}")
+            tiers.append(StoreTier(**values))
         elif stage == "search":
             machine = {n: values.pop(n) for n in ("tflops", "bandwidth_gb_s")}
             machine |= {name: values.pop(name, 1) for name in ("servers", "batch")}

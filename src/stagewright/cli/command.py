@@ -61,7 +61,8 @@ class Command(click.Command):
         """All parameters."""
         if self.settings is not None:
             settings, self.settings = self.settings(), None
-            self.params = [*settings, *self.own, _HELP_ALL]
+            self.own = [*settings, *self.own, _HELP_ALL]
+            name_parameters(settings)
         return self.own
 
     @params.setter

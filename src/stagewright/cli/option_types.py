@@ -14,14 +14,15 @@ from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 
 if TYPE_CHECKING:
     Choice = click.Choice[str]
+    ParamType = click.ParamType[Any]
 else:
-    Choice = click.Choice  # no generic before click 8.2
+    Choice, ParamType = click.Choice, click.ParamType  # no generics before click 8.2
 
 _PLAIN = re.compile(r"[+\-0-9.a-z]*", re.IGNORECASE)
 """Numbers as people write them: int() also takes `1_0` and digits of other scripts."""
 
 
-class _Number(click.ParamType):
+class _Number(ParamType):
     """A number in ASCII digits."""
 
     read: type[int] | type[float]

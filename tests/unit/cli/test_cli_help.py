@@ -161,8 +161,6 @@ def test_a_mistyped_choice_is_told_the_one_that_is_meant(
 @pytest.mark.parametrize(
     ("line", "meant"),
     [
-        ("simulate gpt2 --hardware h100", "h100-sxm"),
-        ("simulate gpt2 --hardware H100", "h100-sxm"),
         ("simulate gpt2 --hardware h200-sxm", "h200"),
         ("simulate gpt2 --hardware h200_sxm", "h200"),
         ("simulate gpt2 --hardware b200-sxm", "b200"),
@@ -277,7 +275,20 @@ def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytes
         ("--clip-grad 1.0", "--clip-grad takes no value, got 1.0; use --clip-grad or --no-clip-"),
         ("tp=8", "tp=8: a setting is an option here: --tp 8"),
         ("--num-attention-heads 8", "it belongs to the model; name a preset or a config.json"),
-        ("--dtype bfloat16", "no such option --dtype: use --precision bf16, fp32 or fp8"),
+        ("--dtype half", "use bf16, which takes the time and the bytes of fp16"),
+        ("--model gpt2 gpt2", "unexpected extra argument"),
+        ("--tp 1_0", "--tp is '1_0', wanted a whole number"),
+        ("--tp ٢", "--tp is '٢', wanted a whole number"),
+        (
+            "--goodput ttft:200",
+            "no such option --goodput: use --ttft, --tpot and --e2e",
+        ),
+        ("--hardware h100", "may be h100-96gb-hbm2e, h100-p5-sxm, h100-pcie or h100-sxm; name one"),
+        (
+            "--gpus 12 --tp 8",
+            "--gpus 12, which dp cannot fill: 12 is not a multiple of tp=8",
+        ),
+        ("--gpus 8 --nodes 1", "--gpus and --nodes both say how many GPUs there are; give one"),
         ("--data-parallel-shard-degree 8 --zero 2", "make zero=3, got zero=2; drop either"),
         ("--data-parallel-shard-degree -1", "is -1, all ranks that are left, which needs --nodes"),
         ("--local-batch-size 8", "use --global-batch-size, which is local_batch_size x dp, and"),

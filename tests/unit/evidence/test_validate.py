@@ -55,7 +55,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mine, small: .*layers"):
         raise result.exception or AssertionError
     path.write_text("source,row\na,b\n")
-    with pytest.raises(UserError, match="the column hardware is missing"):
+    with pytest.raises(UserError, match="lacks columns hardware, quantity"):
         training.load(path)
     with pytest.raises(UserError, match="cannot be read"):
         training.load(tmp_path / "none.csv")
