@@ -260,7 +260,7 @@ def test_a_captured_step_with_what_astra_sim_needs(tmp_path, capsys):
                 "0.1141",
                 str(tmp_path / "b"),
             ],
-            "choose another moment",
+            "choose another time",
         ),
     ):
         capsys.readouterr()

@@ -151,7 +151,7 @@ def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["--straggler", "7=1.1"], "there is no rank 7"),
         (["--straggler", "0=0"], "is no slowdown"),
         (["--prefetch", "-1"], "prefetch is -1"),
-        (["--hardware", "h100"], "unknown hardware"),
+        (["--hardware", "h101"], "unknown hardware"),
     ],
 )
 def test_errors(arguments: list[str], told: str | None, capsys: pytest.CaptureFixture[str]) -> None:
