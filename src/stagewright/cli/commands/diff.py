@@ -14,7 +14,7 @@ from stagewright.cli.options import JSON
 @click.argument("b")
 @JSON
 def diff(a: str, b: str, as_json: bool) -> int:
-    """Compare two traces, directories or bundles; exit with 0 if they hold the same, else 1."""
+    """Compare two traces, directories or bundles; the exit code is 0 if they are equal, else 1."""
     from stagewright.check import diff
 
     difference = diff.diff(a, b)

@@ -1,4 +1,4 @@
-"""The command that looks at the machine."""
+"""The command that checks the installation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     "--speed/--no-speed", default=True, help="Write traces of 64 ranks and remove them. [on]"
 )
 def doctor(directory: str, as_json: bool, speed: bool) -> int:
-    """Say what is installed, what is missing, and how fast this machine writes traces.
+    """Report what is installed and missing, and how fast this machine writes traces.
 
-    DIRECTORY is where traces would be written. [.] Exits with 0 if nothing that is needed is
-    missing, else with 1.
+    DIRECTORY is where traces would be written. [.] The exit code is 1 if a required package is
+    missing, else 0.
     """
     from stagewright.evidence.doctor import examine
 

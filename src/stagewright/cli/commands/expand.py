@@ -43,7 +43,7 @@ def expand(
     engine: str,
     address: str | None,
 ) -> None:
-    """Write the traces of ranks of a bundle: the bytes that generate writes for them."""
+    """Write the traces of ranks of a bundle, byte for byte as generate writes them."""
     from stagewright.trace.formats.bundle import Bundle
     from stagewright.trace.unbundle import expand
 

@@ -13,18 +13,18 @@ from stagewright.cli.options import JSON
 @click.argument("name", required=False)
 @JSON
 def hardware(name: str | None, as_json: bool) -> None:
-    """List the hardware known by name, or print all figures of one with their sources.
+    """List the known hardware, or print all figures of one with their sources.
 
-    NAME is one of the list, or the path of a YAML file.
+    NAME is a name of the list, or the path of a YAML file.
     """
     from stagewright.time import hardware
 
     if name is not None:
-        found = hardware.resolve(name).model_dump(mode="json", exclude_none=True)
+        figures = hardware.resolve(name).model_dump(mode="json", exclude_none=True)
         if as_json:
-            shared.print_json(found)
+            shared.print_json(figures)
         else:
-            _print_figures(found)
+            _print_figures(figures)
         return
     all_ = [hardware.resolve(n) for n in hardware.names()]
     if as_json:
@@ -45,8 +45,8 @@ def hardware(name: str | None, as_json: bool) -> None:
     print_table(Table("", {"name": [h.name for h in all_], **columns}, units), shared.console())
 
 
-def _print_figures(found: dict[str, object]) -> None:
-    sources = found.pop("sources", {})
+def _print_figures(figures: dict[str, object]) -> None:
+    sources = figures.pop("sources", {})
     assert isinstance(sources, dict)
 
     def walk(values: dict[str, object], prefix: str) -> None:
@@ -57,7 +57,7 @@ def _print_figures(found: dict[str, object]) -> None:
                 source = sources.get(prefix + key, "")  # pyright: ignore
                 shared.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
 
-    walk(found, "")
+    walk(figures, "")
 
 
 ENTRY = Entry(

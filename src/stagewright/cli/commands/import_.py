@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 @click.option(
     "--approximate",
     is_flag=True,
-    help="Count operations that the table lacks by the bytes that they read and write.",
+    help="Count unknown operations by the bytes that they read and write.",
 )
 @click.option(
-    "--loss/--no-loss", default=None, help="Whether the output is scores: if so, add cross-entropy."
+    "--loss/--no-loss", default=None, help="Add a cross-entropy to the output. [if it is scores]"
 )
 @click.option(
     "--recording",

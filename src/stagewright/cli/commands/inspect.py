@@ -24,7 +24,7 @@ from stagewright.errors import UserError
 def inspect(
     file: str, comm_group: str | None, as_json: bool, nodes: str | None, rank: int | None
 ) -> None:
-    """Print a Chakra trace: its nodes by kind, phase, op and group, or node by node.
+    """Print a Chakra trace: nodes by kind, phase, op and group, or one by one.
 
     FILE is a trace or a bundle.
     """

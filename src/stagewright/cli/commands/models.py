@@ -15,10 +15,10 @@ from stagewright.errors import UserError, did_you_mean
     "--json", "as_json", is_flag=True, help="The models as one JSON object, with every field."
 )
 def models(words: tuple[str, ...], as_json: bool) -> None:
-    """List the models known by name, those whose names or kinds have each WORD.
+    """List the known models, or those whose name or kind has every WORD.
 
-    By kind, the smallest first: parameters in all and those that a token uses, layers, their
-    width, and the longest sequence (context) in tokens.
+    By kind, the smallest first: total and active parameters, layers, their width, and the longest
+    sequence (context) in tokens.
     """
     from stagewright.views.models import details, listed, table
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def verify(
     directory: str, comm_group: str | None, as_json: bool, strict: bool, workers: int | None
 ) -> int:
-    """Check Chakra traces, whoever wrote them; exit with 0 if they are sound and 1 if not.
+    """Check Chakra traces of any tool; the exit code is 0 if they are sound, else 1.
 
-    DIRECTORY holds files such as workload.0.et; it may also be DIR/workload, one file, or a bundle,
+    DIRECTORY has files such as workload.0.et; it may also be DIR/workload, one file, or a bundle,
     which is checked by its rank classes.
     """
     from stagewright.check.verify import verify

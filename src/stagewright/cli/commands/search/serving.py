@@ -15,8 +15,11 @@ from stagewright.cli.commands.search.files import check_hardware_files, is_run_f
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
-_OWN = frozenset({"gpus", "attainment", "pairs", "objective", "top"})
-"""Options of a search that are no settings, and that a search for serving has."""
+_OF_STEPS = (
+    *("most", "exact", "all_variants", "why", "allow_oom", "space"),
+    *("engine", "workers", "address"),
+)
+"""Options that only a search for a step has."""
 
 
 def without_serving(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,7 +60,11 @@ def search_serving(
     read = (model, config, {**settings})
     row, top = settings.pop("listed_row"), settings.pop("top")
     engine = settings.pop("as_family") if settings["as_family"] in ENGINES else None
-    _refuse_others(settings)
+    context = click.get_current_context()
+    for name in _OF_STEPS:
+        settings.pop(name)
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
+            raise UserError(f"--{name.replace('_', '-')} is of a search for a step, not of --serve")
     objectives: tuple[str, ...] = settings.pop("objective")
     if len(objectives) > 1:
         raise UserError("--objective: with --serve wanted one, gpus or cost")
@@ -94,18 +101,3 @@ def search_serving(
     if result.ranking.stopped:
         return shared.INTERRUPTED
     return 0 if found else shared.DOES_NOT_FIT
-
-
-def _refuse_others(settings: dict[str, Any]) -> None:
-    """Take out options of a search for the best step; UserError if one of them is given."""
-    from stagewright.run.sections import EXPERIMENT
-    from stagewright.run.sections.foreign import OTHERS
-    from stagewright.run.sections.other_names import SWITCHES
-    from stagewright.run.sections.serving import SERVING
-
-    known = {*EXPERIMENT, *OTHERS, *SWITCHES, *SERVING, *_OWN}
-    context = click.get_current_context()
-    for name in [name for name in settings if name not in known]:
-        settings.pop(name)
-        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE:
-            raise UserError(f"--{name.replace('_', '-')} is of a search for a step, not of --serve")
