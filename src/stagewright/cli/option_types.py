@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -93,53 +94,32 @@ class Word(Choice):
 # ---- names ---------------------------------------------------------------------------------------
 
 
-def _models() -> Iterable[str]:
-    from stagewright.model.presets import PRESETS
-
-    return PRESETS
-
-
-def _hardware() -> Iterable[str]:
-    from stagewright.time.hardware import names
-
-    return names()
-
-
-def _schedules() -> Iterable[str]:
-    from stagewright.schedule.schedules import SCHEDULES
-
-    return SCHEDULES
-
-
-def _formats() -> Iterable[str]:
-    from stagewright.trace.templates import FORMATS
-
-    return (*FORMATS, "bundle")
-
-
-NAMES: Mapping[str, Callable[[], Iterable[str]]] = {
-    "model": _models,
-    "hardware": _hardware,
-    "prefill_hardware": _hardware,
-    "name": _hardware,
-    "schedule": _schedules,
-    "format_": _formats,
+NAMES: Mapping[str, str] = {
+    "model": "model.presets.PRESETS",
+    "hardware": "time.hardware.names",
+    "prefill_hardware": "time.hardware.names",
+    "name": "time.hardware.names",
+    "schedule": "schedule.schedules.SCHEDULES",
+    "format_": "trace.templates.FORMATS",
 }
-"""Names that a parameter takes, besides paths of files."""
+"""Where the names that a parameter takes, besides paths of files, are listed."""
 
 
 class Name(click.types.StringParamType):
     """A name of a list, which the shell completes; else the path of a file."""
 
-    def __init__(self, names: Callable[[], Iterable[str]]) -> None:
-        """`names` are looked up when the shell asks."""
-        self.names = names
+    def __init__(self, home: str) -> None:
+        """`home`: a mapping or a function of the package, looked up when the shell asks."""
+        self.home = home
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """The names that begin as typed; without any, files."""
-        items = [CompletionItem(x) for x in sorted(self.names()) if x.startswith(incomplete)]
+        module, _, attribute = self.home.rpartition(".")
+        names = getattr(importlib.import_module(f"stagewright.{module}"), attribute)
+        names = [*(names() if callable(names) else names), *["bundle"] * (param.name == "format_")]
+        items = [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
         return items or [CompletionItem(incomplete, type="file")]
 
 

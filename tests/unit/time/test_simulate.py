@@ -149,7 +149,7 @@ def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["--no-overlap", "dq"], "there is no axis 'dq'"),
         (["--straggler", "a"], "wanted RANK=FACTOR"),
         (["--straggler", "7=1.1"], "there is no rank 7"),
-        (["--straggler", "0=0"], "is no slowdown"),
+        (["--straggler", "0=0"], "stragglers.0 is 0.0, wanted more than 0"),
         (["--prefetch", "-1"], "prefetch is -1"),
         (["--hardware", "h101"], "unknown hardware"),
     ],

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import Count, Text, Weight, setting
+from stagewright.run.sections.declare import Count, Factor, Text, Weight, setting
 
 Topology = Literal["two_tier", "fullflat"]
 Algorithm = Literal["best", "ring", "tree", "hierarchical", "direct", "in_network"]
@@ -35,7 +35,7 @@ class ClusterSection:
         metavar="FILE",
     )
     """Gives the price of a GPU-hour: `time.ownership.Ownership` has the keys."""
-    stragglers: Mapping[int, float] | None = setting(
+    stragglers: Mapping[int, Factor] | None = setting(
         None,
         "Slow rank: its kernels take F times as long; may be repeated.",
         names=("straggler",),
