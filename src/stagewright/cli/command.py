@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import click
 
 from stagewright.cli.option_types import Word, name_parameters
-from stagewright.cli.shared import show_notes
+from stagewright.cli.output import show_notes
 from stagewright.cli.words import note_of_ignored, read_words
 
 _ALL = "stagewright.help_all"

@@ -13,7 +13,7 @@ import click
 import stagewright
 from stagewright.cli.command import examples_text
 from stagewright.cli.commands import entries
-from stagewright.cli.shared import INTERRUPTED
+from stagewright.cli.runs import INTERRUPTED
 from stagewright.cli.words import no_such_option
 from stagewright.errors import Stopped, UserError, did_you_mean, shorten
 from stagewright.printable import printable
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
     The code is 2 for errors of the user, 3 for a run that does not fit into the memory of a device
-    (`cli.shared.code_of`), 1 for a bug, 130 for Ctrl-C, 141 if nobody reads stdout.
+    (`cli.runs.code_of`), 1 for a bug, 130 for Ctrl-C, 141 if nobody reads stdout.
     """
     gc.set_threshold(_OBJECTS)
     for name in ("stdout", "stderr"):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from stagewright.cli.shared import show_notes
+from stagewright.cli.output import show_notes
 from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import runs
 from stagewright.cli.command import SectionOption
 from stagewright.cli.option_types import RealNumber, WholeNumber, Word
 from stagewright.errors import UserError
@@ -24,7 +24,7 @@ ALLOW_OOM = click.option(
     "--allow-oom",
     is_flag=True,
     expose_value=False,
-    callback=shared.note_allow_oom,
+    callback=runs.note_allow_oom,
     help="Exit with 0, not 3, if the run does not fit into the memory of a device.",
 )
 

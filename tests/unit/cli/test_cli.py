@@ -14,7 +14,7 @@ import stagewright
 import stagewright as sw
 from paths import ROOT
 from stagewright.cli import main as cli
-from stagewright.cli import shared
+from stagewright.cli import runs
 from stagewright.model.presets import PRESETS
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
@@ -81,7 +81,7 @@ def test_help_names_the_defaults():
 
 def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch, call: Call):
     seen: list[Run] = []
-    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
+    monkeypatch.setattr(runs, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
     settings: dict[str, Any] = {}
     arguments: list[str] = []
     for setting in SETTINGS.values():
@@ -471,7 +471,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def compile(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(shared, "compile_run", compile)
+    monkeypatch.setattr(runs, "compile_run", compile)
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, call: Call):

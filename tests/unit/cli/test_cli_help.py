@@ -15,7 +15,7 @@ from click.shell_completion import ShellComplete
 import stagewright as sw
 from paths import ROOT
 from stagewright.cli import main as cli
-from stagewright.cli import shared
+from stagewright.cli import runs
 from stagewright.cli.main import EXAMPLES
 from stagewright.errors import UserError
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
@@ -242,7 +242,7 @@ def test_help_is_in_sections_and_most_options_are_on_demand(capsys: pytest.Captu
 )  # fmt: skip
 def test_names_of_other_tools(line: str, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     seen: list[Run] = []
-    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
+    monkeypatch.setattr(runs, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
     code(f"stagewright show gpt2 {line}")
     assert [of.unresolved() for of in seen] == [Run(model="gpt2", **run).unresolved()]
 
@@ -326,7 +326,7 @@ def test_words_of_vllm_that_mean_the_same_are_taken(
     line: str, run: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen: list[Run] = []
-    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
+    monkeypatch.setattr(runs, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
     code(f"stagewright show gpt2 --mode decode {line}")
     name, value = line.removeprefix("--").split()
     path = tmp_path / "run.yaml"
@@ -353,7 +353,7 @@ def test_options_that_change_nothing_are_left_out_with_one_note(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     seen: list[Run] = []
-    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
+    monkeypatch.setattr(runs, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
     code(f"stagewright show {line}")
     assert seen == [Run(model="gpt2", tp=2)]
     notes = [text for text in capsys.readouterr().err.splitlines() if "note: ignored" in text]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.main import main
 
 pytestmark = pytest.mark.numerics  # whole commands
@@ -59,7 +59,7 @@ def test_a_terminal_is_no_file_to_replace(capsys: pytest.CaptureFixture[str]):
 
 
 def test_json_has_no_number_that_is_not_finite(capsys: pytest.CaptureFixture[str]):
-    shared.print_json({"a": [1.5, float("nan")], "b": {"c": float("-inf"), "d": (2,)}})
+    output.print_json({"a": [1.5, float("nan")], "b": {"c": float("-inf"), "d": (2,)}})
     found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))
     assert found == {"a": [1.5, None], "b": {"c": None, "d": [2]}}
 

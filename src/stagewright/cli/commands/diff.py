@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import JSON
 
@@ -19,9 +19,9 @@ def diff(a: str, b: str, as_json: bool) -> int:
 
     difference = diff.diff(a, b)
     if as_json:
-        shared.print_json(difference.to_json())
+        output.print_json(difference.to_json())
     else:
-        diff.print_difference(difference, shared.console())
+        diff.print_difference(difference, output.console())
     return int(not difference.same)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import JSON
 
@@ -30,7 +30,7 @@ def doctor(directory: str, as_json: bool, speed: bool) -> int:
 
     examination = examine(directory, speed=speed)
     if as_json:
-        shared.print_json(examination.to_json())
+        output.print_json(examination.to_json())
     else:
         _print(examination)
     return int(bool(examination.problems))

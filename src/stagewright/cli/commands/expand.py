@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.option_types import Word
 from stagewright.cli.options import ADDRESS, FORCE, OUT_DIRECTORY, RANKS, WORKERS, forced
@@ -49,8 +49,8 @@ def expand(
 
     started = time.perf_counter()
     source = Bundle(bundle)
-    chosen = None if ranks is None else shared.parse_ranks(ranks, source.world_size)
-    with shared.ray_cluster(engine, address) or nullcontext() as cluster, shown() as bar:
+    chosen = None if ranks is None else runs.parse_ranks(ranks, source.world_size)
+    with runs.ray_cluster(engine, address) or nullcontext() as cluster, shown() as bar:
         written = expand(
             source,
             out,
@@ -61,7 +61,7 @@ def expand(
             workers=workers,
             progress=bar,
         )
-    shared.say(shared.describe_written(written, out, started))
+    output.say(runs.describe_written(written, out, started))
 
 
 ENTRY = Entry(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 import stagewright
-from stagewright.cli import shared
+from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import (
     FORCE,
@@ -54,14 +54,14 @@ def generate(
     of the hub in its local cache.
     """
     started = time.perf_counter()
-    experiment = shared.load_experiment(model, config, settings)
+    experiment = runs.load_experiment(model, config, settings)
     run, cluster = experiment.run, experiment.cluster
-    chosen = None if ranks is None else shared.parse_ranks(ranks, run.world_size)
+    chosen = None if ranks is None else runs.parse_ranks(ranks, run.world_size)
     if astra_sim and (cluster.hardware is None or format_ != "chakra" or chosen is not None):
         raise UserError("--astra-sim needs --hardware, and all ranks in --format chakra")
     with shown() as bar:
         bar.say("compiling")
-        compiled = shared.compile_run(run, model, config)
+        compiled = runs.compile_run(run, model, config)
         bar.say("checking")
         written = stagewright.generate(
             compiled,
@@ -76,12 +76,12 @@ def generate(
             force=forced(),
             workers=workers,
         )
-    shared.say(shared.describe_written(written, out, started))
-    shared.show_notes(written.get("astra_sim", {}).get("notes", ()))
+    output.say(runs.describe_written(written, out, started))
+    output.show_notes(written.get("astra_sim", {}).get("notes", ()))
     if cluster.durations is not None:
         from stagewright.time import measured
 
-        shared.say(measured.describe(written["durations"]))
+        output.say(measured.describe(written["durations"]))
 
 
 ENTRY = Entry(

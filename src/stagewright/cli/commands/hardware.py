@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import JSON
 
@@ -22,13 +22,13 @@ def hardware(name: str | None, as_json: bool) -> None:
     if name is not None:
         figures = hardware.resolve(name).model_dump(mode="json", exclude_none=True)
         if as_json:
-            shared.print_json(figures)
+            output.print_json(figures)
         else:
             _print_figures(figures)
         return
     all_ = [hardware.resolve(n) for n in hardware.names()]
     if as_json:
-        shared.print_json([h.model_dump(mode="json") for h in all_])
+        output.print_json([h.model_dump(mode="json") for h in all_])
         return
     from stagewright.texttable import Table, print_table
 
@@ -42,7 +42,7 @@ def hardware(name: str | None, as_json: bool) -> None:
         "W": [h.tdp_w for h in all_],
     }
     units = dict.fromkeys(columns.keys() - {"scale-up"}, "exact")
-    print_table(Table("", {"name": [h.name for h in all_], **columns}, units), shared.console())
+    print_table(Table("", {"name": [h.name for h in all_], **columns}, units), output.console())
 
 
 def _print_figures(figures: dict[str, object]) -> None:
@@ -55,7 +55,7 @@ def _print_figures(figures: dict[str, object]) -> None:
                 walk(value, f"{prefix}{key}.")  # pyright: ignore
             else:
                 source = sources.get(prefix + key, "")  # pyright: ignore
-                shared.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
+                output.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
 
     walk(figures, "")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.command import Entry, command
 from stagewright.errors import UserError
 
@@ -79,9 +79,9 @@ def import_(
     model = model_of(translated, traced.name)
     write_text(out, translated.text)
     for note in translated.notes:
-        shared.say(f"note: {note}")
+        output.say(f"note: {note}")
     modules = ", ".join(model.chain)
-    shared.say(f"{out}: {translated.parameters:,} parameters; {modules}")
+    output.say(f"{out}: {translated.parameters:,} parameters; {modules}")
 
 
 def _named(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -108,7 +108,7 @@ def _rank(traced: Recording, out: str) -> None:
     program = write_traced(traced, out, force=True)
     (of,) = program.classes
     axes = ", ".join(f"{name} {size}" for name, size in program.mesh.axes)
-    shared.say(
+    output.say(
         f"{out}: {len(of.tasks):,} tasks of each of {program.mesh.world_size} ranks ({axes}); "
         f"{traced.parameters:,} parameters on a rank"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.option_types import WholeNumber
 from stagewright.cli.options import GROUP_FILE, JSON
@@ -32,19 +32,19 @@ def inspect(
 
     with _trace(file, rank) as (trace, name):
         if nodes is not None:
-            first, last = shared.parse_range(nodes, "--nodes", "a range such as 0-50")
+            first, last = runs.parse_range(nodes, "--nodes", "a range such as 0-50")
             rows = inspect_trace.nodes(trace, first, last)
             if as_json:
-                shared.print_json(list(rows))
+                output.print_json(list(rows))
             else:
-                inspect_trace.print_nodes(rows, shared.console())
+                inspect_trace.print_nodes(rows, output.console())
             return
         profile = inspect_trace.inspect(trace, comm_group)
     profile.path = name
     if as_json:
-        shared.print_json(profile.to_json())
+        output.print_json(profile.to_json())
     else:
-        inspect_trace.print_profile(profile, shared.console())
+        inspect_trace.print_profile(profile, output.console())
 
 
 @contextmanager

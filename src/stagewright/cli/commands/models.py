@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.command import Entry, command
 from stagewright.errors import UserError, did_you_mean
 
@@ -31,11 +31,11 @@ def models(words: tuple[str, ...], as_json: bool) -> None:
             f"{did_you_mean(words[0].lower(), PRESETS)}; run `stagewright models` for all"
         )
     if as_json:
-        shared.print_json(details(names))
+        output.print_json(details(names))
         return
     from stagewright.texttable import print_table
 
-    print_table(table(names), shared.console())
+    print_table(table(names), output.console())
 
 
 ENTRY = Entry(

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import FORCE, JSON, forced, output_file, serving_options
 from stagewright.cli.progress import shown
@@ -84,23 +84,23 @@ def serve(
             raise UserError("--compare and --requests both say which requests come; give one")
         own["requests"] = compare
     sections = ServingSections.of(own)
-    experiment = shared.load_experiment(model, config, given | {"mode": "decode"})
-    hardware = shared.hardware_of(experiment)
+    experiment = runs.load_experiment(model, config, given | {"mode": "decode"})
+    hardware = runs.hardware_of(experiment)
     with shown("requests") as bar:
         result = served(experiment, resolve(hardware), sections, progress=bar, instance=instance)
-    shared.show_notes(result.notes())
+    output.show_notes(result.notes())
     names = () if compare is None else ("compared", "compared_rates")
     tables = {name: result.table(name, log=compare) for name in names}
     if as_json:
         rows = {name: table.rows for name, table in tables.items()}
-        shared.print_json(result.to_dict() | rows)
+        output.print_json(result.to_dict() | rows)
     else:
         alarm = result.summary.verdict if result.summary.steadiness.overloaded else ""
-        shared.print_result(lambda: [*result.text(), *filter(len, tables.values())], alarm)
+        output.print_result(lambda: [*result.text(), *filter(len, tables.values())], alarm)
     if result.outcome.stopped:
         unwritten = (*out, perfetto, None if step_trace is None else step_trace[1])
-        shared.show_notes([f"stopped: {path} was not written" for path in unwritten if path])
-        return shared.INTERRUPTED
+        output.show_notes([f"stopped: {path} was not written" for path in unwritten if path])
+        return runs.INTERRUPTED
     with replaced_together():
         for path in out:
             result.write(path)
@@ -123,7 +123,7 @@ def serve(
         force=forced(),
         astra_sim=hardware if astra_sim else None,
     )
-    shared.show_notes(written.get("astra_sim", {}).get("notes", ()))
+    output.show_notes(written.get("astra_sim", {}).get("notes", ()))
     return 0
 
 

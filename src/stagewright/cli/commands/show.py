@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import ALLOW_OOM, FORCE, JSON, experiment_options, output_file
 from stagewright.errors import UserError
@@ -66,21 +66,21 @@ def show(
             from stagewright.views.bundles import of_bundle
 
             values = of_bundle(model)
-            shared.print_result(lambda: values if as_json else summary_text(values))
+            output.print_result(lambda: values if as_json else summary_text(values))
             return 0
         model, config = None, model
     model = _imported(model) if via and model else model
-    experiment = shared.load_experiment(model, config, settings)
-    shared.show_notes(_notes_of_times(settings))
-    compiled = shared.compile_run(experiment.run, model, config, experiment.cluster.hardware)
+    experiment = runs.load_experiment(model, config, settings)
+    output.show_notes(_notes_of_times(settings))
+    compiled = runs.compile_run(experiment.run, model, config, experiment.cluster.hardware)
     if memory_plot is not None:
         from stagewright.files import write_text
         from stagewright.views.pages import memory as plot
 
         write_text(memory_plot, plot.page(compiled))
-        shared.say(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
+        output.say(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
     elif graph:
-        shared.say(compiled.graph_text())
+        output.say(compiled.graph_text())
     elif kernels:
         from stagewright.time.measured import to_csv
 
@@ -89,11 +89,11 @@ def show(
         from stagewright.schedule.text import text
 
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        shared.say(text(compiled.order, columns))
+        output.say(text(compiled.order, columns))
     else:
         values = summary(compiled)
-        shared.print_result(lambda: values if as_json else summary_text(values))
-    return shared.code_of(compiled.fit)
+        output.print_result(lambda: values if as_json else summary_text(values))
+    return runs.code_of(compiled.fit)
 
 
 def _imported(source: str) -> str:
@@ -108,7 +108,7 @@ def _imported(source: str) -> str:
     path = f"{tempfile.mkdtemp()}/{traced.name or 'imported'}.stg"
     write_text(path, translated.text)
     seconds = time.perf_counter() - started
-    shared.show_notes([*translated.notes, f"{source} imported in {seconds:.1f} s: {path}"])
+    output.show_notes([*translated.notes, f"{source} imported in {seconds:.1f} s: {path}"])
     return path
 
 

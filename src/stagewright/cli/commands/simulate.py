@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import stagewright
-from stagewright.cli import shared
+from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import ALLOW_OOM, FORCE, JSON, experiment_options, output_file
 from stagewright.cli.progress import shown
@@ -41,23 +41,23 @@ def simulate(
 
     if model is not None and is_bundle(model):
         return _simulate_graph(model, config, settings, perfetto, as_json)
-    experiment = shared.load_experiment(model, config, settings)
-    shared.hardware_of(experiment)
+    experiment = runs.load_experiment(model, config, settings)
+    runs.hardware_of(experiment)
     simulation = run_experiment(experiment, model, config)
     if perfetto is not None:
         timeline.write(simulation.timeline, perfetto, title(simulation))
-    shared.print_result(simulation.to_dict if as_json else simulation.text)
-    return shared.code_of(simulation.fit)
+    output.print_result(simulation.to_dict if as_json else simulation.text)
+    return runs.code_of(simulation.fit)
 
 
 def run_experiment(experiment: Experiment, model: str | None, config: str | None) -> Simulation:
     """A run on its hardware, with progress shown."""
-    compiled = shared.compile_run(experiment.run, model, config, experiment.cluster.hardware)
+    compiled = runs.compile_run(experiment.run, model, config, experiment.cluster.hardware)
     with shown("tasks") as bar:
         simulation = stagewright.simulate(
             compiled, experiment.cluster, execution=experiment.execution, progress=bar
         )
-    shared.show_notes(simulation.notes)
+    output.show_notes(simulation.notes)
     return simulation
 
 
@@ -88,8 +88,8 @@ def _simulate_graph(
     if perfetto is not None:
         timeline.write(step.timeline, perfetto, f"{traced.describe()}; on {machine}")
     description = traced.describe()
-    shared.print_result(step.to_dict if as_json else lambda: traced_text(step, description))
-    return shared.code_of(step.fit)
+    output.print_result(step.to_dict if as_json else lambda: traced_text(step, description))
+    return runs.code_of(step.fit)
 
 
 ENTRY = Entry(

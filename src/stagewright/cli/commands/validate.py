@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.command import Entry, command
 from stagewright.cli.option_types import WholeNumber
 from stagewright.cli.options import JSON
@@ -77,7 +77,7 @@ def validate(
             f"known: {'; '.join(known)}"
         )
     if as_json:
-        shared.print_json(_as_json(predictions, refused))
+        output.print_json(_as_json(predictions, refused))
         return
     selected = source is not None or path is not None
     items: list[str | Table] = []
@@ -91,7 +91,7 @@ def validate(
             "to see where a row's time goes: `stagewright simulate` with its settings; to replace "
             "kernels by measured ones: --durations"
         )
-    shared.print_result(lambda: items)
+    output.print_result(lambda: items)
 
 
 def _tables(path: str | None, serving: bool) -> list[Callable[[str | None], Sequence[Row]]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.command import Entry, command
 from stagewright.cli.options import GROUP_FILE, JSON, WORKERS
 
@@ -32,7 +32,7 @@ def verify(
 
     report = verify(directory, comm_group, workers=workers)
     if as_json:
-        shared.print_json(report.to_json())
+        output.print_json(report.to_json())
     else:
         _print_report(report)
     return int(not report.ok or (strict and bool(report.findings)))
@@ -50,7 +50,7 @@ def _print_report(report: Report) -> None:
         click.echo(f"{level} [{finding.code}] {where}{readable(finding.message)}{more}")
     for text in report.skipped:
         click.echo(f"not checked: {readable(text)}")
-    shared.say(
+    output.say(
         f"{report.directory}: {plural(report.ranks, 'file', 'files')}, "
         f"{plural(report.kinds, 'kind', 'kinds')}, {report.nodes:,} nodes, "
         f"{report.bytes:,} bytes, {report.seconds:.1f} s; checked: {', '.join(report.checks)}"

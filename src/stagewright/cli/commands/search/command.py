@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagewright.cli import shared
+from stagewright.cli import output, runs
 from stagewright.cli.command import Entry, command
 from stagewright.cli.commands.search.files import (
     check_hardware_files,
@@ -176,37 +176,37 @@ def _search_steps(
             f"{options.top:,}, or --top {row}"
         )
     check_hardware_files(out, given, [fleet.hardware for fleet in request.space.fleets])
-    shared.show_notes(request.notes)
+    output.show_notes(request.notes)
     begin = time.perf_counter()
     with shown("candidates") as bar, executor as pool:
         result, nothing = _run_with_progress(request, options, pool, bar, why=why)
     seconds = time.perf_counter() - begin
-    shared.show_notes(without_objective(result.ranking))
+    output.show_notes(without_objective(result.ranking))
     if nothing is not None:
         return _end_without_best(result, nothing, out)
     candidates = result.ranking.candidates
     if candidates.model.num_experts:  # largest deviations from measured steps
-        shared.show_notes(known(step_of(candidates, result.index(1))))
+        output.show_notes(known(step_of(candidates, result.index(1))))
     more: dict[str, Any] = {}
     errors: list[str] = []
     try:
         if tool is not None:
             index = result.index(row or 1)
-            shared.show_notes(flags.notes(candidates, index, tool))
+            output.show_notes(flags.notes(candidates, index, tool))
             more["flags"] = flags.flags(candidates, index, tool)
         elif row is not None and not any(map(is_run_file, out)):
             more["run_file"] = result.run_file(row)
     except UserError as error:  # a row that is not listed; the result is shown all the same
         errors.append(str(error))
-    shared.print_result(
+    output.print_result(
         (lambda: result.to_dict() | more) if as_json else partial(result.text, seconds)
     )
     errors += write_files(result, out, row or 1)
     if not as_json:
-        shared.print_texts(more.values())
+        output.print_texts(more.values())
     if errors:
         raise UserError("; ".join(dict.fromkeys(errors)))
-    return shared.INTERRUPTED if result.ranking.stopped else 0
+    return runs.INTERRUPTED if result.ranking.stopped else 0
 
 
 def _end_without_best(result: Search, why: NothingFound, out: tuple[str, ...]) -> int:
@@ -219,7 +219,7 @@ def _end_without_best(result: Search, why: NothingFound, out: tuple[str, ...]) -
     if not why.too_large and not stopped:
         raise UserError(text)
     click.echo(f"stagewright: {'' if stopped else 'error: '}{printable(text)}", err=True)
-    return shared.INTERRUPTED if stopped else shared.DOES_NOT_FIT
+    return runs.INTERRUPTED if stopped else runs.DOES_NOT_FIT
 
 
 def _tool(model: str | None, name: str | None) -> str | None:
@@ -256,7 +256,7 @@ def _executor(
 
     if engine == "ray" and workers is not None:
         raise UserError("--workers is of --engine processes; a Ray cluster has its own number")
-    if (cluster := shared.ray_cluster(engine, address)) is not None:
+    if (cluster := runs.ray_cluster(engine, address)) is not None:
         return cluster
     count = workers or cores()
     return nullcontext(Processes(count) if count > 1 else None)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from stagewright.cli import shared
+from stagewright.cli import output, runs
 from stagewright.cli.commands.search.files import check_hardware_files, is_run_file, write_files
 from stagewright.cli.progress import shown
 from stagewright.errors import UserError
@@ -80,7 +80,7 @@ def search_serving(
     if engine is not None:
         check_engine(engine, [of.scheduler for of in question.engines])
     check_hardware_files(out, read, [fleet.hardware for fleet in question.request.space.fleets])
-    shared.show_notes(question.request.notes)
+    output.show_notes(question.request.notes)
     begin = time.perf_counter()
     with shown("steps of the search") as bar:
         result = searched_serving(question, bar)
@@ -91,13 +91,13 @@ def search_serving(
         more["flags"] = result.commands(engine, row or 1)
     elif row is not None and found and not any(map(is_run_file, out)):
         more["run_file"] = result.run_file(row)
-    shared.print_result(
+    output.print_result(
         (lambda: result.to_dict() | more) if as_json else partial(result.text, top, seconds)
     )
     if not as_json:
-        shared.print_texts(more.values())
+        output.print_texts(more.values())
     if errors := write_files(result, out, row or 1):
         raise UserError("; ".join(errors))
     if result.ranking.stopped:
-        return shared.INTERRUPTED
-    return 0 if found else shared.DOES_NOT_FIT
+        return runs.INTERRUPTED
+    return 0 if found else runs.DOES_NOT_FIT
