@@ -117,8 +117,9 @@ class Name(click.types.StringParamType):
     ) -> list[CompletionItem]:
         """The names that begin as typed; without any, files."""
         module, _, attribute = self.home.rpartition(".")
-        names = getattr(importlib.import_module(f"stagewright.{module}"), attribute)
-        names = [*(names() if callable(names) else names), *["bundle"] * (param.name == "format_")]
+        listed: Any = getattr(importlib.import_module(f"stagewright.{module}"), attribute)
+        names: list[str] = [*(listed() if callable(listed) else listed)]
+        names += ["bundle"] if param.name == "format_" else []
         items = [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
         return items or [CompletionItem(incomplete, type="file")]
 
