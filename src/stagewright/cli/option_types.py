@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 from click.shell_completion import CompletionItem
@@ -118,7 +118,7 @@ class Name(click.types.StringParamType):
         """The names that begin as typed; without any, files."""
         module, _, attribute = self.home.rpartition(".")
         listed: Any = getattr(importlib.import_module(f"stagewright.{module}"), attribute)
-        names: list[str] = [*(listed() if callable(listed) else listed)]
+        names = [*cast("Iterable[str]", listed() if callable(listed) else listed)]
         names += ["bundle"] if param.name == "format_" else []
         items = [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
         return items or [CompletionItem(incomplete, type="file")]

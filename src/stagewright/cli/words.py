@@ -12,9 +12,6 @@ from stagewright.errors import UserError, did_you_mean
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _TRUTH = frozenset(("true", "false", "yes", "no", "on", "off"))
 
-Options = Mapping[str, click.Option]
-"""Options of a command by each of their names."""
-
 
 def options_of(command: click.Command) -> dict[str, click.Option]:
     """The options of a command by each of their names."""
