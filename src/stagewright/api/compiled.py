@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from stagewright.api.experiments import gpus_per_node
-from stagewright.api.result import Result, path_text
+from stagewright.api.result import PublicResult, path_text
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
@@ -18,13 +18,15 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.views import tables as views
+from stagewright.views.pages import notebook
+from stagewright.views.pages.report import page as html_page
 from stagewright.views.summary import summary, summary_text
 
 Asked = str | os.PathLike[str] | Run
 """A run as users give it: the name of a model, the path of its config.json, or a `Run`."""
 
 
-class Compiled(CompiledRun, Result):
+class Compiled(CompiledRun, PublicResult):
     """A compiled run: what every rank computes, communicates and holds.
 
     Tables: `compute`, `memory`, `communication` of a rank of each stage, and `tasks` of one `rank`
@@ -36,9 +38,7 @@ class Compiled(CompiledRun, Result):
     suffixes = (".json", ".html")
 
     def _repr_html_(self) -> str:
-        from stagewright.views.pages.notebook import of_compiled  # charts take time to import
-
-        return of_compiled(self)
+        return notebook.of_compiled(self)
 
     @property
     def fits(self) -> bool | None:
@@ -73,9 +73,7 @@ class Compiled(CompiledRun, Result):
 
     def page(self) -> str:
         """The page that `write` writes as `.html`."""
-        from stagewright.views.pages.report import page
-
-        return page(self)
+        return html_page(self)
 
 
 def compile(

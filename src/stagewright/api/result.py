@@ -22,7 +22,7 @@ OF_SERVING = (".csv", ".json", ".html")
 """Suffixes of files that `serve` writes."""
 
 
-class Result:
+class PublicResult:
     """A result: `print` shows what the command prints; `table`, `to_dict` and `write` give data."""
 
     __slots__ = ()

@@ -32,7 +32,7 @@ Whole = Annotated[int, Field(strict=True, ge=1, le=LARGEST), _AnyNumber]
 WholeOrZero = Annotated[int, Field(strict=True, ge=0, le=LARGEST), _AnyNumber]
 
 
-class Row(BaseModel, extra="forbid", strict=True):
+class YamlRow(BaseModel, extra="forbid", strict=True):
     """A row; `given` has the values that it names."""
 
     def given(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def read_rows(
     return where, [cast("Mapping[Any, Any]", row) for row in rows]
 
 
-def read_row(kind: type[Row], row: Mapping[Any, Any], where: str) -> Any:
+def read_row(kind: type[YamlRow], row: Mapping[Any, Any], where: str) -> Any:
     """A row with its values checked; raises a UserError that begins with `where`."""
     known = [*kind.model_fields]
     try:

@@ -10,7 +10,7 @@ from typing import Any, cast
 from stagewright.api.result import (
     OF_SEARCH,
     RUN_FILE,
-    Result,
+    PublicResult,
     known,
     no_such_row,
     path_text,
@@ -39,7 +39,7 @@ from stagewright.views.search_text import search_text
 
 
 @dataclass(frozen=True, eq=False)
-class Search(Result):
+class Search(PublicResult):
     """The best executions of a model on a machine; `row` is a row of the table `best`, from 1.
 
     Tables: `best` (or the front), `choices` (the best step for each value of a setting, and why it

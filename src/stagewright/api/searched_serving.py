@@ -14,7 +14,7 @@ import numpy as np
 from stagewright.api.result import (
     OF_SEARCH,
     RUN_FILE,
-    Result,
+    PublicResult,
     no_such_row,
     path_text,
     suffix_of,
@@ -67,7 +67,7 @@ OBJECTIVES = ("gpus", "cost")
 
 
 @dataclass(frozen=True, eq=False)
-class ServingSearch(Result):
+class ServingSearch(PublicResult):
     """The cheapest ways to serve a load; `row` is a row of the best, from 1.
 
     Tables: `aggregated` and `disaggregated` (choices that no other one dominates), `choices` (all

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from stagewright.api.deployment import Given, Planned, deployment_of, groups_of
-from stagewright.api.result import OF_SERVING, Result, path_text
+from stagewright.api.result import OF_SERVING, PublicResult, path_text
 from stagewright.api.stages import stages_of
 from stagewright.api.workloads import workload_of
 from stagewright.errors import UserError, did_you_mean
@@ -49,7 +49,7 @@ _HARDWARE = "the name of hardware, a path or a Hardware"
 
 
 @dataclass(frozen=True, eq=False)
-class Serving(ServedRun, Result):
+class Serving(ServedRun, PublicResult):
     """Requests served over time; times in seconds, shares of 1.
 
     Attributes: `summary` has the numbers (`request_rate`, `output_rate`, `goodput`, `good`,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from stagewright.api.compiled import Asked, compile, run_of, with_views
-from stagewright.api.result import Result
+from stagewright.api.result import PublicResult
 from stagewright.errors import UserError
 from stagewright.files import write_text
 from stagewright.lower.compile import compile as compile_run
@@ -33,11 +33,13 @@ from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.time.simulate.timeline import timeline
 from stagewright.views import step_tables
 from stagewright.views.advice import Remark, remarks
+from stagewright.views.pages import notebook
+from stagewright.views.pages.report import page as html_page
 from stagewright.views.step_text import step_text
 from stagewright.views.summary import held_in_memory
 
 
-class Simulation(SimulatedStep, Result):
+class Simulation(SimulatedStep, PublicResult):
     """A simulated step: how long it takes, where the time goes, and whether it fits.
 
     Attributes (times in seconds, sizes in bytes):
@@ -59,9 +61,7 @@ class Simulation(SimulatedStep, Result):
     suffixes = (".json", ".html")
 
     def _repr_html_(self) -> str:
-        from stagewright.views.pages.notebook import of_simulation  # charts take time to import
-
-        return of_simulation(self)
+        return notebook.of_simulation(self)
 
     @property
     def fits(self) -> bool:
@@ -101,9 +101,7 @@ class Simulation(SimulatedStep, Result):
 
     def page(self) -> str:
         """The page that `write` writes as `.html`."""
-        from stagewright.views.pages.report import page
-
-        return page(self.compiled, self)
+        return html_page(self.compiled, self)
 
 
 def simulate(
@@ -210,8 +208,6 @@ def report(
     >>> page.startswith("<!doctype html>")
     True
     """
-    from stagewright.views.pages.report import page
-
     step = what if isinstance(what, SimulatedStep) else None
     if isinstance(what, SimulatedStep):
         what = what.compiled
@@ -219,7 +215,7 @@ def report(
         step = simulate(what, settings.pop("hardware"), **settings)
         what = step.compiled
     compiled = what if isinstance(what, CompiledRun) else compile(what, **settings)
-    text = page(compiled, step)
+    text = html_page(compiled, step)
     if out is not None:
         write_text(os.fspath(out), text)
     return text

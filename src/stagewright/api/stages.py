@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
 from typing import Any
 
-from stagewright.api.rows import Positive, Row, Seconds, Whole, WholeOrZero, read_row, read_rows
+from stagewright.api.rows import Positive, Seconds, Whole, WholeOrZero, YamlRow, read_row, read_rows
 from stagewright.errors import UserError, either
 from stagewright.serving.stages import IvfPq, PromptStages, StageCost, StoreTier
 
 
-class _Station(Row):
+class _StationRow(YamlRow):
     seconds: Seconds = 0.0
     per_request: Seconds = 0.0
     per_token: Seconds = 0.0
@@ -22,13 +22,13 @@ class _Station(Row):
     tflops: Positive | None = None
 
 
-class _Tool(Row):
+class _ToolRow(YamlRow):
     seconds: Seconds
     per_token: Seconds = 0.0
     servers: Whole = 1
 
 
-class _Search(Row):
+class _SearchRow(YamlRow):
     dimensions: Whole
     centroids: Whole
     probes: Whole
@@ -42,7 +42,7 @@ class _Search(Row):
     adds_tokens: Whole = 1
 
 
-class _Store(Row):
+class _StoreRow(YamlRow):
     name: str = ""
     bandwidth_gb_s: Positive
     capacity_gb: Positive = math.inf
@@ -54,12 +54,12 @@ class _Store(Row):
     preloaded: bool = False
 
 
-STAGES: Mapping[str, type[Row]] = {
-    "embed": _Station,
-    "search": _Search,
-    "rerank": _Station,
-    "tool": _Tool,
-    "store": _Store,
+STAGES: Mapping[str, type[YamlRow]] = {
+    "embed": _StationRow,
+    "search": _SearchRow,
+    "rerank": _StationRow,
+    "tool": _ToolRow,
+    "store": _StoreRow,
 }
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from stagewright.api.rows import Row, read_row, read_rows, refuse_without_effect
+from stagewright.api.rows import YamlRow, read_row, read_rows, refuse_without_effect
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import WorkloadSection
 from stagewright.run.sections.serving.workload import milliseconds
@@ -149,7 +149,7 @@ def _refuse_beside_trace(asked: WorkloadSection, *names: str) -> None:
             )
 
 
-class _Class(Row):
+class _ClassRow(YamlRow):
     name: str
     share: Annotated[float, Field(gt=0, le=1e9)] = 1.0
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
@@ -164,7 +164,7 @@ def _classes(source: str | Sequence[Mapping[str, Any]]) -> tuple[RequestClass, .
     where, rows = read_rows(source, "classes", example)
     classes: list[RequestClass] = []
     for number, row in enumerate(rows, 1):
-        values = read_row(_Class, row, f"{where}, row {number}").given()
+        values = read_row(_ClassRow, row, f"{where}, row {number}").given()
         name = values["name"]
         if name in [of.name for of in classes]:
             raise UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     gc.set_threshold(_OBJECTS)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the shell's `>&-`
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+            setattr(sys, name, io.StringIO())
     sys.exit(_status(arguments))
 
 

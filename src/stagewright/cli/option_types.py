@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -23,7 +22,7 @@ _PLAIN = re.compile(r"[+\-0-9.a-z]*", re.IGNORECASE)
 """Numbers as people write them: int() also takes `1_0` and digits of other scripts."""
 
 
-class _Number(ParamType):
+class _NumberType(ParamType):
     """A number in ASCII digits."""
 
     read: type[int] | type[float]
@@ -42,7 +41,7 @@ class _Number(ParamType):
             raise UserError(text) from None
 
 
-class WholeNumber(_Number):
+class WholeNumber(_NumberType):
     """A whole number, at least `least`."""
 
     name, read, wanted = "integer", int, "a whole number"
@@ -60,7 +59,7 @@ class WholeNumber(_Number):
         return number
 
 
-class RealNumber(_Number):
+class RealNumber(_NumberType):
     """A number."""
 
     name, read, wanted = "float", float, "a number"
@@ -94,32 +93,35 @@ class Word(Choice):
 # ---- names ---------------------------------------------------------------------------------------
 
 
-NAMES: Mapping[str, str] = {
-    "model": "model.presets.PRESETS",
-    "hardware": "time.hardware.names",
-    "prefill_hardware": "time.hardware.names",
-    "name": "time.hardware.names",
-    "schedule": "schedule.schedules.SCHEDULES",
-    "format_": "trace.templates.FORMATS",
-}
-"""Where the names that a parameter takes, besides paths of files, are listed."""
+def _names(parameter: str) -> Iterable[str]:
+    """Names that a parameter takes besides paths of files."""
+    match parameter:
+        case "model":
+            from stagewright.model.presets import PRESETS
+
+            return PRESETS
+        case "schedule":
+            from stagewright.schedule.schedules import SCHEDULES
+
+            return SCHEDULES
+        case "format_":
+            from stagewright.trace.templates import FORMATS
+
+            return (*FORMATS, "bundle")
+        case _:
+            from stagewright.time.hardware import names
+
+            return names()
 
 
 class Name(click.types.StringParamType):
     """A name of a list, which the shell completes; else the path of a file."""
 
-    def __init__(self, home: str) -> None:
-        """`home`: a mapping or a function of the package, looked up when the shell asks."""
-        self.home = home
-
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """The names that begin as typed; without any, files."""
-        module, _, attribute = self.home.rpartition(".")
-        listed: Any = getattr(importlib.import_module(f"stagewright.{module}"), attribute)
-        names = [*cast("Iterable[str]", listed() if callable(listed) else listed)]
-        names += ["bundle"] if param.name == "format_" else []
+        names = _names(str(param.name))
         items = [CompletionItem(name) for name in sorted(names) if name.startswith(incomplete)]
         return items or [CompletionItem(incomplete, type="file")]
 
@@ -144,9 +146,11 @@ class HardwareName(Name):
         return ",".join(names)
 
 
+_NAMED = ("model", "hardware", "prefill_hardware", "name", "schedule", "format_")
+
+
 def name_parameters(parameters: Iterable[click.Parameter]) -> None:
-    """Give the parameters in `NAMES` their type."""
+    """Give parameters that take names their type."""
     for parameter in parameters:
-        if parameter.name in NAMES and parameter.type is click.STRING:
-            of_hardware = parameter.name == "hardware"
-            parameter.type = (HardwareName if of_hardware else Name)(NAMES[parameter.name])
+        if parameter.name in _NAMED and parameter.type is click.STRING:
+            parameter.type = HardwareName() if parameter.name == "hardware" else Name()
