@@ -253,7 +253,7 @@ def memory() -> Rows:
     """Bytes of the fullest GPU by category, as our run holds them."""
     yield ("batch", "recomputation", "parameters", "gradients", "optimizer", "activations", "all")
     for batch, recompute in ((128, "selective"), (1024, "selective"), (1024, "full")):
-        held = compiled(batch, (("recompute", recompute),)).memory().rows[0]
+        held = compiled(batch, (("recompute", recompute),)).table("memory").rows[0]
         names = ("parameters", "gradients", "optimizer", "activations", "peak")
         yield (f"{batch:,}", recompute, *(f"{held[name] / 1e9:.1f} GB" for name in names))
 

@@ -18,7 +18,6 @@ import numpy as np
 from stagewright.api.served import serve
 from stagewright.api.stages import stages_of
 from stagewright.arrays import Float
-from stagewright.run.sections.serving import PoolSection
 from stagewright.serving.deployment import Deployment
 from stagewright.serving.metrics import RequestTimes, Slo
 from stagewright.serving.workload import with_past
@@ -64,7 +63,7 @@ def end_to_end(
     rate, lengths = 240 * clients / 128, Lengths(isl=2100, osl=384, range_ratio=0.1)
     work = open_loop(round(10 * rate), Arrivals(rate=rate), lengths, seed=259)
     rows = [{"stage": "store", "reads": int(queued), "preloaded": True, **(store or {})}]
-    stages = None if store is None else stages_of(PoolSection(), rows, 259)
+    stages = None if store is None else stages_of(rows, 259)
     served = replace(deployment, stages=stages).serve(with_past(work, past), Slo())
     return RequestTimes.of(served.outcome).e2e
 

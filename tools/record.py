@@ -75,7 +75,7 @@ def step_record(step: runs.Step) -> dict[str, Any]:
         if name in execution:
             execution[name] = frozenset(execution[name])
     simulated = sw.simulate(compiled, step.hardware, **execution)
-    printed = simulated.summary()
+    printed = simulated.to_dict()
     names = ("tokens_per_second", "mfu", "mfu_causal", "hfu", "hfu_causal", "serving", "power",
              "mean", "critical_path")  # fmt: skip
     parts = ("kernels", "exposed", "bubble", "communication", "launches")

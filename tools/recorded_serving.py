@@ -161,7 +161,7 @@ def serving_record(name: str, settings: Settings) -> dict[str, Any]:
         served = sw.serve(asked.pop("model"), asked.pop("hardware"), **asked)
     except UserError as error:
         return {"serving": name, "refused": str(error)}
-    outcome, summary = served.outcome, served.values()
+    outcome, summary = served.outcome, served.to_dict()
     kept = ("requests", "unfinished", "rejected", "seconds", "good", "preemptions", "kv_mean")
     columns = {column: _sums(getattr(outcome.records, column)) for column in COLUMNS}
     if outcome.handover is not None:

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from stagewright.api.compiled import Compiled, compile
     from stagewright.api.experiments import load_run
     from stagewright.api.generated import generate
-    from stagewright.api.reported import report
     from stagewright.api.searched import Search, search
     from stagewright.api.searched_serving import ServingSearch, search_serving
     from stagewright.api.served import Serving, serve
-    from stagewright.api.simulated import Simulation, simulate
+    from stagewright.api.simulated import Simulation, report, simulate
     from stagewright.errors import UserError
     from stagewright.imports.sources import from_torch
     from stagewright.model.catalog import resolve
@@ -69,7 +68,7 @@ _HOME = {
     "from_torch": "imports.sources",
     "generate": "api.generated",
     "load_run": "api.experiments",
-    "report": "api.reported",
+    "report": "api.simulated",
     "resolve": "model.catalog",
     "search": "api.searched",
     "search_serving": "api.searched_serving",
@@ -87,4 +86,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__]

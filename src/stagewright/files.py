@@ -286,6 +286,33 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
+_renames: list[tuple[Path, Path]] | None = None
+"""Temporary files and what each becomes at the end of `replaced_together`."""
+
+
+@contextmanager
+def replaced_together() -> Generator[None]:
+    """Rename the files that `atomic` writes in this block at its end: all are new, or all old."""
+    global _renames
+    _renames = []
+    try:
+        yield
+        for temporary, path in _renames:
+            _replace(temporary, path)
+    finally:
+        for temporary, _ in _renames:
+            with suppress(OSError):
+                temporary.unlink()
+        _renames = None
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    try:
+        temporary.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
+
+
 @contextmanager
 def atomic(path: Path | str) -> Generator[Path]:
     """A temporary file to write to, renamed to `path` on success and removed on failure."""
@@ -294,16 +321,20 @@ def atomic(path: Path | str) -> Generator[Path]:
     try:
         if path.exists() and not path.is_file():  # a pipe, a terminal, or a folder, which fails
             yield path
-        else:
-            yield temporary
-            temporary.replace(path)
+            return
+        yield temporary
+        if _renames is not None:
+            _renames.append((temporary, path))
+            return
+        _replace(temporary, path)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             check_parent(path)
         raise UserError(f"{path}: cannot be written: {error.strerror}") from None
     finally:
-        with suppress(OSError):
-            temporary.unlink()
+        if _renames is None or (temporary, path) not in _renames:
+            with suppress(OSError):
+                temporary.unlink()
 
 
 def write_text(path: Path | str, text: str) -> None:

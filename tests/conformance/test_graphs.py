@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from stagewright.api.traced import simulate_traced
+from stagewright.api.simulated import simulate_traced
 from stagewright.errors import UserError
 from stagewright.imports.recording import Recording
 from stagewright.lower.compile import compile

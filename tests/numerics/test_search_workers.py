@@ -35,7 +35,7 @@ def search_of_one_process(large: None) -> sw.Search:
 @pytest.mark.slow
 def test_processes_find_what_one_process_finds(found: sw.Search):
     shared = sw.search("gpt2", "h100-sxm", executor=Processes(2, worth=0), **ASKED)
-    assert shared.every().rows == found.every().rows
+    assert shared.table("candidates").rows == found.table("candidates").rows
     assert shared.run_file() == found.run_file()
     assert 3 <= found.ranking.simulated < len(found.ranking)
 
@@ -57,7 +57,7 @@ def test_all_candidates_as_parquet(tmp_path: Any, found: sw.Search):
     polars: Any = needed("polars", "polars")
     found.write(tmp_path / "found.parquet")
     read = polars.read_parquet(tmp_path / "found.parquet")
-    assert read["seconds"].to_list() == found.every().columns["seconds"]
+    assert read["seconds"].to_list() == found.table("candidates").columns["seconds"]
 
 
 def test_sensitivities_are_those_of_the_simulation(tmp_path: Any, found: sw.Search):

@@ -351,8 +351,8 @@ def test_what_is_known_when_somebody_stops_it(router: str, told: int):
     assert found.summary.requests + found.summary.unfinished == 3000
     assert found.summary.unfinished > 0
     assert heard[-1][1] == 3000
-    assert str(found.latencies())
-    assert json.dumps(found.values())
+    assert str(found.table("latencies"))
+    assert json.dumps(found.to_dict())
 
 
 def test_a_short_max_model_len_cuts_outputs():

@@ -28,6 +28,8 @@ def test_steps_of_a_run_are_runs(tmp_path):
     assert written
     with pytest.raises(UserError, match="runs no step"):
         done.step(-1.0)
+    with pytest.raises(sw.UserError, match="wanted seconds since the run began"):
+        done.step(float("inf"))
 
 
 def test_an_idle_engine_has_the_step_that_it_ran_last():
@@ -260,7 +262,7 @@ def test_a_captured_step_with_what_astra_sim_needs(tmp_path, capsys):
                 "0.1141",
                 str(tmp_path / "b"),
             ],
-            "choose another moment",
+            "choose another time",
         ),
     ):
         capsys.readouterr()

@@ -10,7 +10,7 @@ import pytest
 
 import stagewright as sw
 from linear_times import LinearTimes
-from stagewright.api.operation import operation_of
+from stagewright.api.deployment import instance_events
 from stagewright.errors import UserError
 from stagewright.run.sections.serving import OperationSection
 from stagewright.serving import energy
@@ -193,7 +193,7 @@ def test_autoscaling_ends_where_nothing_can_change():
 )
 def test_bad_settings_are_one_line(settings, says):
     with pytest.raises(UserError) as error:
-        operation_of(OperationSection(**settings), 2)
+        instance_events(OperationSection(**settings), 2)
     assert says in str(error.value)
 
 
@@ -232,7 +232,7 @@ def test_energy_is_the_integral_of_power_over_the_time_that_engines_are_up(monke
         sizes, in_steps = np.array([1.0, 64.0]), np.array([busy, busy])
         power = energy._Power(found.group.instance, 430, sizes, in_steps, busy, idle)
         monkeypatch.setattr(energy._Power, "of", lambda *_, power=power: power)
-        spent = energy.serving_expense(found, [found.groups[0]], price=3600.0)
+        spent = energy.serving_expense(found, [found.group], price=3600.0)
         rows = [engine.step_log.steps() for engine in found.outcome.engines]
         worked = sum(float(((r[:, 0] + r[:, 1]) / 2 * r[:, 2]).sum()) for r in rows)
         joules = busy * worked + idle * (sum(seconds) - worked)

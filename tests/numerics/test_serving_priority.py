@@ -139,10 +139,10 @@ def test_classes_have_limits_of_their_own():
     ("text", "says"),
     [
         ("3", "wanted a list of classes"),
-        ("- {share: 1}", "wanted a name of its own"),
-        ("- {name: a}\n- {name: a}", "wanted a name of its own"),
-        ("- {name: a, shar: 1}", "'shar' is unknown"),
-        ("- {name: a, share: 0}", "share is 0, wanted a number above 0"),
+        ("- {share: 1}", "row 1: lacks name"),
+        ("- {name: a}\n- {name: a}", "several classes are 'a'"),
+        ("- {name: a, shar: 1}", "unknown 'shar'"),
+        ("- {name: a, share: 0}", "share is 0, wanted more than 0"),
         ("- {name: a, priority: x}", "priority is 'x'"),
     ],
 )

@@ -207,7 +207,7 @@ def test_a_winner_that_fails_when_more_come_is_dropped(monkeypatch):
     (dropped,) = of.dropped
     assert dropped.deployment.groups[0].engines.instances == count
     assert of.choices[of.best[0]].deployment.groups[0].engines.instances == count + 1
-    assert any(remark.startswith("dropped: ") for remark in found.remarks())
+    assert any(remark.startswith("dropped: ") for remark in found.to_dict()["remarks"])
 
 
 def test_settings_of_engines_may_be_lists():
@@ -329,7 +329,7 @@ def test_what_was_simulated_until_somebody_stops_it(capfd, tmp_path, monkeypatch
     assert code(*words, "--num-requests", "50", f"-o{page}") == 130
     out, err = capfd.readouterr()
     assert "stopped: the best of what was simulated until then" in out
-    assert "1 were simulated" in out
+    assert "1 of them simulated" in out
     assert "page.html, as far as the search had come" in err
     assert "stopped: the best of what was simulated until then" in page.read_text()
 

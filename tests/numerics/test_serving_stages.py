@@ -11,7 +11,6 @@ import stagewright as sw
 from linear_times import LinearTimes
 from stagewright.api.stages import stages_of
 from stagewright.errors import UserError
-from stagewright.run.sections.serving import PoolSection
 from stagewright.serving.disaggregation import RemoteKvEngine, RemoteKvScheduler
 from stagewright.serving.events import ARRIVAL, EventQueue
 from stagewright.serving.host import HostTimes
@@ -157,21 +156,24 @@ def test_hermes_stores_come_in_its_order():
     ("row", "says"),
     [
         ({"stage": "emb"}, "stage is 'emb', wanted embed"),
-        ({"stage": "embed", "second": 1}, "'second' is no figure of embed"),
-        ({"stage": "embed", "seconds": -1}, "seconds is -1, wanted a number, 0 or more"),
+        ({"stage": "embed", "second": 1}, "unknown 'second', wanted seconds"),
+        ({"stage": "embed", "seconds": -1}, "seconds is -1, wanted 0 or more"),
         ({"stage": "embed", "seconds": "x"}, "wanted a number"),
         ({"stage": "embed", "seconds": True}, "wanted a number"),
         ({"stage": "embed", "servers": 1.5}, "wanted a whole number"),
         ({"stage": "embed", "parameters": 1e9}, "parameters and tflops"),
-        ({"stage": "search"}, "search lacks dimensions"),
-        ({"stage": "store"}, "store lacks bandwidth_gb_s"),
-        ({"stage": "store", "bandwidth_gb_s": 1, "preloaded": 1}, "preloaded is 1, wanted bool"),
+        ({"stage": "search"}, "lacks dimensions"),
+        ({"stage": "store"}, "lacks bandwidth_gb_s"),
+        (
+            {"stage": "store", "bandwidth_gb_s": 1, "preloaded": 1},
+            "preloaded is 1, wanted true or false",
+        ),
         (3, "wanted a list of stages"),
     ],
 )
 def test_bad_rows_are_one_line(row, says):
     with pytest.raises(UserError, match=r"^stages") as error:
-        stages_of(PoolSection(), [row], 0)
+        stages_of([row], 0)
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -94,7 +94,7 @@ def test_the_expense_adds_up(found: Serving):
     assert spent.joules == pytest.approx(spent.watts_per_gpu * 2 * seconds)
     usd = 2.0 * 2 * seconds / 3600 / tokens * 1e6
     assert spent.usd_per_million_tokens == pytest.approx(usd)
-    assert json.dumps(found.values())
+    assert json.dumps(found.to_dict())
 
 
 def test_joules_and_dollars_are_those_of_a_longer_run():
@@ -130,12 +130,12 @@ def test_what_is_stopped_is_not_written_as_if_whole(monkeypatch, capsys, tmp_pat
 def test_classes_have_a_table_and_requests_their_limits():
     rows = [{"name": "chat", "share": 3, "ttft": "1us"}, {"name": "batch"}]
     of = sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=rows)
-    table = of.classes()
+    table = of.table("classes")
     assert [row["class"] for row in table.rows] == ["chat", "batch"]
     assert [row["keep limits"] for row in table.rows] == [0, 1]
-    measured = [row["good"] for row in of.requests().rows if row["measured"]]
+    measured = [row["good"] for row in of.table("requests").rows if row["measured"]]
     assert sum(measured) == table.rows[1]["requests"] == of.summary.good * len(measured)
-    with pytest.raises(sw.UserError, match=r"classes: class 'a': 'tttf' is unknown"):
+    with pytest.raises(sw.UserError, match=r"classes, row 1: unknown 'tttf'"):
         sw.serve("llama3.1-8b", "h100-sxm", **FEW, classes=[{"name": "a", "tttf": 3}])
     with pytest.raises(sw.UserError, match="did you mean 'num_requests'"):
         sw.serve("llama3.1-8b", "h100-sxm", rate=1.0, isl=1, osl=1, num_request=5)

@@ -185,7 +185,7 @@ def test_memory_tells_what_is_held(opened: Any):
     line = page.locator(f"#at-{picture.get_attribute('data-held')}")
     peak = line.inner_text()
     found = sw.simulate(sw.Run(**SETTINGS), "h100-sxm")
-    assert peak.startswith(quantity(found.memory[0].peak, "B"))
+    assert peak.startswith(quantity(found.memory_over_time[0].peak, "B"))
     assert "activations" in peak
     page.keyboard.press("Home")
     assert line.inner_text() != peak

@@ -17,6 +17,7 @@ from stagewright.files import (
     manifest_head,
     open_regular,
     read_text,
+    replaced_together,
     write_text,
 )
 
@@ -151,3 +152,27 @@ def test_a_file_is_whole_or_not_there(tmp_path: Path):
         write_text(page / "x", "two")
     with pytest.raises(UserError, match="cannot be written: Is a directory"):
         write_text(tmp_path, "two")
+
+
+def test_files_are_replaced_together_or_not_at_all(tmp_path: Path):
+    names = ("a.csv", "b.json")
+    for name in names:
+        (tmp_path / name).write_text("old")
+
+    def fail_after_the_first() -> None:
+        with replaced_together():
+            write_text(tmp_path / "a.csv", "new")
+            raise UserError("b.json: not written")
+
+    with pytest.raises(UserError, match="not written"):
+        fail_after_the_first()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        names, "old"
+    )
+    with replaced_together():
+        for name in names:
+            write_text(tmp_path / name, "new")
+        assert (tmp_path / "a.csv").read_text() == "old"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys(
+        names, "new"
+    )

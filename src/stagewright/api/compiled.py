@@ -1,54 +1,79 @@
-"""A compiled run with its views: what `stagewright.compile` returns."""
+"""A compiled run: what `stagewright.compile` returns."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from stagewright.api.experiments import gpus_per_node
+from stagewright.api.result import PublicResult, path_text
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.model.config import ModelConfig
+from stagewright.program.fit import peak_in_issue_order
 from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
-from stagewright.views import tables
+from stagewright.views import tables as views
 from stagewright.views.pages import notebook
-from stagewright.views.summary import summary
+from stagewright.views.pages.report import page as html_page
+from stagewright.views.summary import summary, summary_text
 
 Asked = str | os.PathLike[str] | Run
 """A run as users give it: the name of a model, the path of its config.json, or a `Run`."""
 
 
-class Compiled(CompiledRun):
-    """A compiled run, with its views: tables, text, and HTML in notebooks."""
+class Compiled(CompiledRun, PublicResult):
+    """A compiled run: what every rank computes, communicates and holds.
+
+    Tables: `compute`, `memory`, `communication` of a rank of each stage, and `tasks` of one `rank`
+    in the order of issue.
+    """
 
     __slots__ = ()
+
+    suffixes = (".json", ".html")
 
     def _repr_html_(self) -> str:
         return notebook.of_compiled(self)
 
-    def summary(self) -> dict[str, Any]:
-        """What the ranks compute, exchange and hold: the object that `show --json` prints."""
+    @property
+    def fits(self) -> bool | None:
+        """True if every rank fits into the memory of a device; None: unknown memory."""
+        return None if self.fit is None else self.fit.fits
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of the fullest rank, in issue order."""
+        return max(peak_in_issue_order(of).size for of in self.program.classes)
+
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "compute": lambda: views.compute(self.to_dict()),
+            "memory": lambda: views.memory(self.to_dict()),
+            "communication": lambda: views.communication(self.to_dict(), merged=False),
+            "tasks": partial(views.tasks, self.program, rank=0),
+        }
+
+    def text(self) -> Iterator[str | Table]:
+        """Lines and tables of `stagewright show`."""
+        return summary_text(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ranks compute, exchange and hold: the object of `show --json`."""
         return summary(self)
 
-    def compute(self) -> Table:
-        """Layers, tasks and FLOPs by phase of a rank of each stage."""
-        return tables.compute(self.summary())
+    def _json_rows(self) -> dict[str, Any]:
+        return {}
 
-    def memory(self) -> Table:
-        """Bytes by category at the peak of memory, of a rank of each stage."""
-        return tables.memory(self.summary())
-
-    def communication(self) -> Table:
-        """Collectives and messages of a rank of each stage, by phase, kind and axis."""
-        return tables.communication(self.summary(), merged=False)
-
-    def tasks(self, rank: int = 0) -> Table:
-        """All tasks of one rank, a row each, in the order of issue."""
-        return tables.tasks(self.program, rank)
+    def page(self) -> str:
+        """The page that `write` writes as `.html`."""
+        return html_page(self)
 
 
 def compile(
@@ -58,7 +83,7 @@ def compile(
     table: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> Compiled:
-    """All that a run implies: graphs, schedule and the program of every rank.
+    """Compile a run: graphs, schedule, and the program of every rank.
 
     `model` is a preset, the path of a Hugging Face config.json, an id of the hub, or a `Run`;
     `settings` replace those of a run. `config` replaces the configuration that the model's name
@@ -70,7 +95,7 @@ def compile(
     >>> compiled = sw.compile("llama3-8b", tp=8, dp=2, zero=1)
     >>> compiled.parameters, compiled.run.world_size
     (8030261248, 16)
-    >>> compiled.memory().rows[0]["parameters"]  # bytes of one rank
+    >>> compiled.table("memory").rows[0]["parameters"]  # bytes of one rank
     2008031232
     """
     return with_views(compile_run(run_of(model, settings), config, table=table))
@@ -86,14 +111,14 @@ def run_of(
     settings: Mapping[str, Any],
     gpus: Callable[[str | None], int] = gpus_per_node,
 ) -> Run:
-    """The run that is asked for; `settings` replace those that it has.
+    """The run with these settings, which replace those that it has.
 
-    Where they name nodes and no dp, dp fills them: `gpus` says how many GPUs a node has.
+    If they name nodes or GPUs and no dp, dp fills them: `gpus` counts the GPUs of a node.
     """
     if isinstance(model, Run):
         if not settings:
             return model
         given = {**model.model_dump(exclude_unset=True), **settings}
     else:
-        given = {"model": os.fspath(model), **settings}
+        given = {"model": path_text(model, "the name of a model, a path or a Run"), **settings}
     return Experiment.of({}, given, gpus_per_node=gpus).run

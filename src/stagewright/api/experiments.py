@@ -1,4 +1,4 @@
-"""Runs and whole experiments from files, manifests and bundles, with dp filling the nodes."""
+"""Runs and experiments from files, manifests and bundles: `stagewright.load_run`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from stagewright.api.result import path_text
 from stagewright.errors import UserError
 from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
@@ -16,7 +17,7 @@ from stagewright.trace import recorded
 def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None) -> Run:
     """A run from a YAML file, or an earlier run's manifest or bundle; overrides replace.
 
-    Where the file names nodes and no dp, dp fills them. Every error is a UserError that names the
+    If the file names nodes or GPUs and no dp, dp fills them. Errors are UserErrors that name the
     setting, and the file if it came from there.
     """
     return load_experiment(path, overrides).run
@@ -25,7 +26,9 @@ def load_run(path: str | Path | None, overrides: Mapping[str, Any] | None = None
 def load_experiment(
     path: str | Path | None, overrides: Mapping[str, Any] | None = None
 ) -> Experiment:
-    """As `load_run`, with the machine and the execution, which a run file may name."""
+    """Like `load_run`, with the machine and the execution, which a run file may name."""
+    if path is not None:
+        path = path_text(path, "the path of a run file")
     return recorded.load_experiment(path, overrides, gpus_per_node)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from stagewright.check.program import check_program
+from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
@@ -40,6 +41,8 @@ def generate(
     >>> manifest["world_size"], len(manifest["files"])
     (2, 3)
     """
+    if not isinstance(cast("object", compiled), CompiledRun):
+        raise UserError(f"got {compiled!r}, wanted the result of compile")
     program = compiled.program
     record = {**manifest(compiled, cluster, execution), "checks": check_program(program)}
     if durations is not None:

@@ -1,20 +1,27 @@
-"""Search for the best execution of a model on a machine, and its result with views."""
+"""Search for the best execution of a model on a machine: `stagewright.search`."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
+from stagewright.api.result import (
+    OF_SEARCH,
+    RUN_FILE,
+    PublicResult,
+    known,
+    no_such_row,
+    path_text,
+    suffix_of,
+)
 from stagewright.errors import UserError
 from stagewright.executors import Executor
 from stagewright.model.config import ModelConfig
 from stagewright.run.settings import Run
-from stagewright.searching import flags as written
 from stagewright.searching.estimate import estimate
+from stagewright.searching.flags import flags
 from stagewright.searching.objectives import check_objectives
 from stagewright.searching.ranking import Ranking, SearchOptions
 from stagewright.searching.request import SearchRequest, search_request
@@ -25,14 +32,20 @@ from stagewright.searching.simulated import Progress
 from stagewright.searching.space import Enumeration
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
-from stagewright.views import search as tables
-from stagewright.views.pages.search import page
+from stagewright.views import search as views
+from stagewright.views.pages.search import page as html_page
 from stagewright.views.search_columns import every
+from stagewright.views.search_text import search_text
 
 
 @dataclass(frozen=True, eq=False)
-class Search:
-    """Result of a search, with its views; `listed_row` is a row of the table `best`, from 1."""
+class Search(PublicResult):
+    """The best executions of a model on a machine; `row` is a row of the table `best`, from 1.
+
+    Tables: `best` (or the front), `choices` (the best step for each value of a setting, and why it
+    is slower), `removed` (combinations that each constraint removed), and `candidates`
+    (`reference/search-columns.md`).
+    """
 
     enumeration: Enumeration
     """Candidates, and combinations that constraints removed."""
@@ -41,15 +54,28 @@ class Search:
     notes: tuple[str, ...]
     """Notes on assumptions."""
 
+    suffixes = OF_SEARCH
+
     def __repr__(self) -> str:
         return f"<{len(self.ranking):,} candidates; the best: {self.describe()}>"
 
-    def _repr_html_(self) -> str:
-        return self.best()._repr_html_()  # pyright: ignore[reportPrivateUsage]
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "best": lambda: views.best(self.ranking),
+            "choices": lambda: views.choices(self.ranking),
+            "removed": lambda: views.removed(self.enumeration.removed),
+            "candidates": lambda: every(self.ranking),
+        }
 
-    def describe(self, listed_row: int = 1) -> str:
+    def text(self, seconds: float | None = None) -> Iterator[str | Table]:
+        """Lines and tables of `stagewright search`; `seconds`: duration of the search."""
+        return search_text(self.ranking, self.describe(), seconds)
+
+    def describe(self, row: int = 1) -> str:
         """One of the best in words."""
-        index, candidates = self.index(listed_row), self.ranking.candidates
+        index, candidates = self.index(row), self.ranking.candidates
         return f"{candidates.describe(index)} on {candidates.machine(index)}"
 
     @property
@@ -57,55 +83,29 @@ class Search:
         """Simulated step time of the best."""
         return float(self.ranking.figures.seconds[self.index(1)])
 
-    def run(self, listed_row: int = 1) -> Run:
+    def run(self, row: int = 1) -> Run:
         """One of the best as a run."""
-        return self.ranking.candidates.run(self.index(listed_row))
+        return self.ranking.candidates.run(self.index(row))
 
-    def best(self, most: int | None = None) -> Table:
-        """Table of the best, or of the front, with what limits each; `most` None: `top` rows."""
-        return tables.best(self.ranking, most)
-
-    def choices(self) -> Table:
-        """Table of the best step for each value of a setting, and why it is slower."""
-        return tables.choices(self.ranking)
-
-    def removed(self) -> Table:
-        """Table of the combinations that each constraint removed."""
-        return tables.removed(self.enumeration.removed)
-
-    def every(self) -> Table:
-        """Table of all candidates: see `reference/search-columns.md`."""
-        return every(self.ranking)
-
-    @property
-    def certainty(self) -> str:
-        """Sentence on whether a candidate that was not simulated could still win."""
-        return tables.certainty(self.ranking)
-
-    def run_file(self, listed_row: int = 1) -> str:
+    def run_file(self, row: int = 1) -> str:
         """One of the best as a run file in YAML."""
-        return printed_run_file(self.ranking.candidates, self.index(listed_row))
+        return printed_run_file(self.ranking.candidates, self.index(row))
 
-    def flags(self, tool: str, listed_row: int = 1) -> list[str]:
+    def flags(self, tool: str, row: int = 1) -> list[str]:
         """One of the best as flags of `megatron` or `torchtitan`."""
-        return written.flags(self.ranking.candidates, self.index(listed_row), tool)
+        return flags(self.ranking.candidates, self.index(row), tool)
 
-    def flag_notes(self, tool: str, listed_row: int = 1) -> list[str]:
-        """Sentences on settings without a flag, and on the framework that was simulated."""
-        return written.notes(self.ranking.candidates, self.index(listed_row), tool)
-
-    def index(self, listed_row: int) -> int:
+    def index(self, row: int) -> int:
         """Index of one of the best among all candidates."""
         listed = self.ranking.listed
-        if not 1 <= listed_row <= len(listed):
+        if not 1 <= row <= len(listed):
             more = self.ranking.simulated < len(self.ranking)
-            raise UserError(no_such_place(listed_row, len(listed), more=more))
-        return int(listed[listed_row - 1])
+            raise no_such_row(row, len(listed), more=more)
+        return int(listed[row - 1])
 
-    def summary(self) -> dict[str, Any]:
-        """Result as one object for JSON: seconds, bytes, USD and J of a step."""
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `search --json`: seconds, bytes, USD and J of a step."""
         ranking, best = self.ranking, every(self.ranking, self.ranking.listed)
-        choices = self.choices() if ranking.best.size else None
         return {
             "combinations": self.enumeration.combinations,
             "candidates": len(ranking),
@@ -117,32 +117,34 @@ class Search:
             "objectives": list(ranking.options.objectives),
             "proven": ranking.proven,
             "could_still_win": len(ranking.open),
-            "certainty": self.certainty,
+            "certainty": views.certainty(ranking),
             "stopped": ranking.stopped,
             "best": [
-                {"run": ranking.candidates.describe(index), **_filled(row)}
+                {"run": ranking.candidates.describe(index), **known(row)}
                 for index, row in zip(ranking.listed.tolist(), best.rows, strict=True)
             ],
-            "choices": [_filled(row) for row in choices.rows] if choices else [],
+            "choices": [*map(known, views.choices(ranking).rows)] if ranking.best.size else [],
         }
 
-    def write(self, path: str | os.PathLike[str], listed_row: int = 1) -> list[str]:
-        """Write the result in the format of the file ending; returns the files' names.
+    def write(self, path: str | os.PathLike[str], row: int = 1) -> list[str]:
+        """Write a file in the format of its suffix; returns the names of files.
 
-        `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all candidates; `.html`: the
-        page; `.yaml`: the run file of `listed_row`, and next to it hardware with varied specs.
+        `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all candidates; `.html`: a page;
+        `.yaml`: the run file of `row`, and next to it hardware with varied specs.
         """
-        check_ending(path, OF_SEARCH)
+        if suffix_of(path) == RUN_FILE:
+            return write_run_file(self.ranking.candidates, self.index(row), os.fspath(path))
+        return super().write(path)
 
-        def run_file(where: str) -> list[str]:
-            return write_run_file(self.ranking.candidates, self.index(listed_row), where)
+    def _rows(self) -> Table:
+        return every(self.ranking)
 
-        return ResultFile(
-            self.every,
-            lambda: self.summary() | {"rows": [_filled(row) for row in self.every().rows]},
-            lambda: page(self.enumeration, self.ranking, self.notes),
-            run_file,
-        ).write(path)
+    def _json_rows(self) -> dict[str, Any]:
+        return {"rows": [*map(known, self._rows().rows)]}
+
+    def page(self) -> str:
+        """The page that `write` writes as `.html`."""
+        return html_page(self.enumeration, self.ranking, self.notes)
 
 
 def search(
@@ -183,7 +185,7 @@ def search(
     """
     space, options = settings.pop("space", None), pop_search_options(settings)
     request = search_request(
-        {"model": os.fspath(model), **settings},
+        {"model": path_text(model), **settings},
         hardware=[hardware] if isinstance(hardware, str | Hardware) and hardware else hardware,
         gpus=gpus,
         vary=vary,
@@ -237,12 +239,3 @@ def run_search(
         enumeration.candidates, options, estimator=estimator, executor=executor, progress=progress
     )
     return Search(enumeration, ranking, request.notes)
-
-
-def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Row without unknown values, and without numbers that JSON cannot write."""
-    return {
-        name: value
-        for name, value in row.items()
-        if value is not None and not (isinstance(value, float) and not math.isfinite(value))
-    }

@@ -1,9 +1,9 @@
-"""The cheapest way to serve a load: what `stagewright.search_serving` returns."""
+"""Search for the cheapest way to serve a load: `stagewright.search_serving`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.api.endings import OF_SEARCH, ResultFile, check_ending, no_such_place
+from stagewright.api.result import (
+    OF_SEARCH,
+    RUN_FILE,
+    PublicResult,
+    no_such_row,
+    path_text,
+    suffix_of,
+)
 from stagewright.api.workloads import REQUESTS, workload_of
 from stagewright.errors import UserError
 from stagewright.model.config import ModelConfig
@@ -36,6 +43,7 @@ from stagewright.serving.deployment import slo_of
 from stagewright.serving.schedulers.named import refuse_others
 from stagewright.serving.search.answer import (
     SearchProgress,
+    ServingChoice,
     ServingRanking,
     ServingTarget,
 )
@@ -48,137 +56,137 @@ from stagewright.serving.search.simulated import ServingLoad
 from stagewright.serving.workload import Workload
 from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
-from stagewright.views import search as search_tables
-from stagewright.views import search_serving as tables
+from stagewright.views import search as search_views
+from stagewright.views import search_serving as views
 from stagewright.views.pages.search_serving import serving_search_page
+from stagewright.views.search_text import serving_search_text
 
 REQUESTS_PER_USER = 12
-"""Of a closed loop where nothing says how many requests: they arrive for ten times as long as one
-takes."""
+"""Default number of requests of each user of a closed loop."""
 OBJECTIVES = ("gpus", "cost")
 
 
 @dataclass(frozen=True, eq=False)
-class ServingSearch:
-    """The result of a search for serving, with its views; choices by row of `best`, from 1."""
+class ServingSearch(PublicResult):
+    """The cheapest ways to serve a load; `row` is a row of the best, from 1.
 
-    found: Enumeration
-    """The layouts, and what constraints have removed."""
+    Tables: `aggregated` and `disaggregated` (choices that no other one dominates), `choices` (all
+    that were simulated), and `removed` (by constraints and limits).
+    """
+
+    enumeration: Enumeration
+    """Layouts, and combinations that constraints removed."""
     ranking: ServingRanking
-    """The choices that were simulated, the best of them, and what limits have removed."""
+    """Simulated choices, the best of them, and what limits removed."""
     load: str
-    """What was served, and under which limits, in words."""
+    """The load and its limits in words."""
+
+    suffixes = OF_SEARCH
 
     def __repr__(self) -> str:
         return f"<{len(self.ranking.choices):,} choices simulated; the best: {self.describe()}>"
 
-    def _repr_html_(self) -> str:
-        return "".join(
-            table._repr_html_()  # pyright: ignore[reportPrivateUsage]
-            for table in self.best()
-        )
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "aggregated": lambda: views.table_of_choices(
+                self.ranking, self.ranking.aggregated, "Aggregated"
+            ),
+            "disaggregated": lambda: views.table_of_choices(
+                self.ranking, self.ranking.disaggregated, "Disaggregated"
+            ),
+            "choices": lambda: views.every_choice(self.ranking),
+            "removed": lambda: search_views.removed(self.all_removed),
+        }
 
-    def describe(self, listed_row: int = 1) -> str:
+    def text(self, most: int | None = None, seconds: float | None = None) -> Iterator[str | Table]:
+        """Lines and tables of `stagewright search --serve`; `most`: rows of each table."""
+        removed = self.table("removed") if self.all_removed else None
+        return serving_search_text(self.ranking, self.load, removed, most, seconds)
+
+    def describe(self, row: int = 1) -> str:
         """One of the best in words; the first with how far an instance less is from the limits."""
         if self.ranking.best:
-            self._number(listed_row)
-        return tables.answer(self.ranking, listed_row)
+            self._index(row)
+        return views.answer(self.ranking, row)
 
-    def remarks(self) -> list[str]:
-        """How the winner was confirmed, what was dropped, and what is as cheap, in sentences."""
-        return tables.remarks(self.ranking)
-
-    def run(self, listed_row: int = 1) -> Run:
+    def run(self, row: int = 1) -> Run:
         """The layout of one of the best."""
-        return self.ranking.rows.run(self.ranking.choices[self._number(listed_row)].layout)
+        return self.ranking.rows.run(self._choice(row).layout)
 
-    def instances(self, listed_row: int = 1) -> int:
-        """How many instances one of the best has, of those that decode."""
-        choice = self.ranking.choices[self._number(listed_row)]
-        return choice.deployment.groups[-1].engines.instances
+    def instances(self, row: int = 1) -> int:
+        """Number of instances of one of the best, of those that decode."""
+        return self._choice(row).deployment.groups[-1].engines.instances
 
-    def commands(self, engine: str, listed_row: int = 1) -> list[str]:
+    def commands(self, engine: str, row: int = 1) -> list[str]:
         """Command lines with which `engine` (vllm, sglang or trtllm) serves as one of the best.
 
         One for an instance of each group, with all settings that were timed; `#` begins comments.
         """
-        choice = self.ranking.choices[self._number(listed_row)]
-        return command_lines(choice.deployment, engine)
+        return command_lines(self._choice(row).deployment, engine)
 
-    def run_file(self, listed_row: int = 1) -> str:
+    def run_file(self, row: int = 1) -> str:
         """The layout of one of the best as a run file in YAML."""
-        return printed_run_file(self.ranking.rows, self._layout(listed_row))
+        return printed_run_file(self.ranking.rows, self._choice(row).layout)
 
-    def _layout(self, listed_row: int) -> int:
-        return self.ranking.choices[self._number(listed_row)].layout
+    def _choice(self, row: int) -> ServingChoice:
+        return self.ranking.choices[self._index(row)]
 
-    def _number(self, listed_row: int) -> int:
+    def _index(self, row: int) -> int:
         count = len(self.ranking.best)
         if not count:
             raise UserError(f"{self.describe()}; raise --gpus, --ttft or --tpot")
-        if not 1 <= listed_row <= count:
-            raise UserError(no_such_place(listed_row, count))
-        return self.ranking.best[listed_row - 1]
-
-    def best(self, most: int | None = None) -> list[Table]:
-        """Aggregated and disaggregated choices that no other one dominates, a table for each."""
-        return tables.tables_of_best(self.ranking, most)
-
-    def every(self) -> Table:
-        """All choices that were simulated."""
-        return tables.every_choice(self.ranking)
+        if not 1 <= row <= count:
+            raise no_such_row(row, count)
+        return self.ranking.best[row - 1]
 
     @property
     def all_removed(self) -> tuple[Removed, ...]:
-        """What constraints and limits have removed."""
+        """Combinations that constraints and limits removed."""
         crossed = (DIVIDES, DP_ALLOWED)  # sizes of instances are crossed with all degrees
-        mine = [each for each in self.found.removed if each.requirement not in crossed]
-        return (*mine, *self.ranking.removed)
+        rows = [row for row in self.enumeration.removed if row.requirement not in crossed]
+        return (*rows, *self.ranking.removed)
 
-    def removed(self) -> Table:
-        """What constraints and limits have removed, as a table."""
-        return search_tables.removed(self.all_removed)
-
-    def summary(self) -> dict[str, Any]:
-        """The result as one object for JSON: seconds, tokens per second, USD."""
-        of = self.ranking
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `search --serve --json`: seconds, tokens per second, USD."""
+        ranking = self.ranking
         return {
             "load": self.load,
             "answer": self.describe(),
-            "remarks": self.remarks(),
-            "layouts": len(of.rows),
-            "candidates": of.candidates,
-            "simulated": len(of.choices),
-            "stopped": of.stopped,
+            "remarks": views.remarks(ranking),
+            "layouts": len(ranking.rows),
+            "candidates": ranking.candidates,
+            "simulated": len(ranking.choices),
+            "stopped": ranking.stopped,
             "removed": [
-                {"wanted": each.requirement, "count": each.count, "example": each.example}
-                for each in self.all_removed
+                {"wanted": row.requirement, "count": row.count, "example": row.example}
+                for row in self.all_removed
             ],
-            "aggregated": tables.table_of_choices(of, of.aggregated, "Aggregated").rows,
-            "disaggregated": tables.table_of_choices(of, of.disaggregated, "Disaggregated").rows,
+            "aggregated": self.table("aggregated").rows,
+            "disaggregated": self.table("disaggregated").rows,
         }
 
-    def write(self, path: str | os.PathLike[str], listed_row: int = 1) -> list[str]:
-        """Write the result, as the name's ending says; returns the files' names.
+    def write(self, path: str | os.PathLike[str], row: int = 1) -> list[str]:
+        """Write a file in the format of its suffix; returns the names of files.
 
-        `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: the page;
-        `.yaml`: the run file of the best layout, or of another `listed_row`.
+        `.csv`, `.parquet` (needs the extra `polars`) and `.json`: all choices; `.html`: a page;
+        `.yaml`: the run file of the layout of `row`.
         """
-        check_ending(path, OF_SEARCH)
+        if suffix_of(path) == RUN_FILE:
+            return write_run_file(self.ranking.rows, self._choice(row).layout, os.fspath(path))
+        return super().write(path)
 
-        def run_file(where: str) -> list[str]:
-            return write_run_file(self.ranking.rows, self._layout(listed_row), where)
+    def _rows(self) -> Table:
+        return self.table("choices")
 
-        return ResultFile(
-            self.every,
-            lambda: self.summary() | {"rows": self.every().rows},
-            lambda: serving_search_page(self.ranking, self.all_removed, self.load),
-            run_file,
-        ).write(path)
+    def page(self) -> str:
+        """The page that `write` writes as `.html`."""
+        return serving_search_page(self.ranking, self.all_removed, self.load)
 
 
 class ServingQuestion(NamedTuple):
-    """What a search for serving is asked."""
+    """Space, loads and target of a search for serving."""
 
     request: SearchRequest
     loads: Sequence[ServingLoad]
@@ -194,21 +202,22 @@ def search_serving(
     config: ModelConfig | None = None,
     **settings: Any,
 ) -> ServingSearch:
-    """The fewest GPUs, or the least cost, with which a load keeps its limits.
+    """Search the fewest GPUs, or the least cost, that serve a load within its limits.
 
     `settings` are those of `serve`: the load (`rate`, `isl`, `osl`, a trace as `requests`), the
-    limits `ttft`, `tpot` and `e2e` in milliseconds, and the engines. `classes` is the path of a
-    file, or a list of rows. `tp`, `pp`, `dp`, `ep` and
-    others may be lists, and take several values by default; settings of engines such as
-    `scheduler` and `max_num_batched_tokens` may be lists. Four other names say what is wanted:
-    `attainment`, the share of all requests that must keep the limits (0.9); `gpus`, the largest
-    number of GPUs of all instances (256); `objective`, `gpus` or `cost`; `pairs`, how many pairs of
-    layouts, the most promising ones, are tried for prompts and decode apart (4). Requests that are
-    drawn are as many as it takes to tell (`num_requests` at least): they arrive for ten times as
-    long as one takes, and the winner serves five times as many once more. `concurrency`, a list of
-    numbers of users in a closed loop, takes the place of `rate`: each number is served by one
-    instance of each layout, and `best()` has the front of tokens per second per GPU over tokens per
-    second per user. Raises `UserError` where no layout can be had.
+    limits `ttft`, `tpot` and `e2e` (ms), and the engines. `classes` is the path of a file, or a
+    list of rows. Layouts (`tp`, `pp`, `dp`, `ep`, ...) and settings of engines (`scheduler`,
+    `max_num_batched_tokens`, ...) may be lists; layouts take several values by default. Options:
+
+    * `attainment`: share of all requests that must keep the limits (0.9).
+    * `gpus`: limit of GPUs of all instances (256).
+    * `objective`: `gpus` or `cost`.
+    * `pairs`: pairs of layouts to try for disaggregated prefill and decode (4).
+
+    Synthetic requests arrive for at least ten times as long as one takes, and for five times that
+    to confirm the winner. `concurrency`, a list of numbers of users in a closed loop, replaces
+    `rate`: one instance of each layout serves each number, and the tables have the front of tokens
+    per second per GPU over tokens per second per user. Raises `UserError` if no layout is possible.
 
     >>> import stagewright as sw
     >>> found = sw.search_serving("llama3.1-8b", "h100-sxm", rate=20, isl=512, osl=64, ttft=300,
@@ -219,7 +228,7 @@ def search_serving(
     alone = isinstance(hardware, str | Hardware)
     systems = [hardware] if alone else [*hardware]
     question = asked_serving(
-        {"model": os.fspath(model), **settings},
+        {"model": path_text(model), **settings},
         hardware=systems,
         workload=workload,
         config=config,
@@ -236,7 +245,7 @@ def asked_serving(
     config: ModelConfig | None = None,
     vary: Mapping[str, Any] | None = None,
 ) -> ServingQuestion:
-    """What is searched for; raises UserError for settings that cannot be combined."""
+    """The space, the loads and the target; UserError for settings that cannot be combined."""
     given = {name: value for name, value in settings.items() if value is not None}
     values = by_own_names(given)
     share = float(values.pop("attainment", 0.9))
@@ -306,7 +315,7 @@ def _loads(
     classes: Sequence[Mapping[str, Any]] | None,
     share: float,
 ) -> list[ServingLoad]:
-    """The requests that are asked for, or those of each number of users in a closed loop."""
+    """The load of open arrivals, or one of each number of users in a closed loop."""
 
     def load(section: WorkloadSection, count: int) -> ServingLoad:
         draw = partial(_drawn, section, classes)
@@ -324,12 +333,12 @@ def _loads(
 def _drawn(
     section: WorkloadSection, classes: Sequence[Mapping[str, Any]] | None, count: int
 ) -> Workload:
-    """So many requests that are drawn; 0: all that a trace or a profile has."""
+    """A workload of `count` requests; 0: all of a trace or a profile."""
     return workload_of(replace(section, num_requests=count or section.num_requests), classes)
 
 
 def _refuse_found(own: Mapping[str, Any]) -> None:
-    """Raise a UserError for a setting that a search finds, or serves without."""
+    """Raise a UserError for a setting that the search chooses, or does without."""
     for name in ("instances", *(of.name for of in settings_of(PoolSection, "pools"))):
         if name in own:
             flag = SERVING[name].flag
@@ -347,20 +356,21 @@ def _gpus(value: Any) -> int:
 
 
 def searched_serving(of: ServingQuestion, progress: SearchProgress | None = None) -> ServingSearch:
-    """The search itself."""
-    found = of.request.space.enumerate()
+    """Search the space of a question."""
+    enumeration = of.request.space.enumerate()
+    candidates = enumeration.candidates
     if of.target.by_cost and all(
-        found.candidates.cluster(row).price is None
-        and found.candidates.hardware(row).price_usd_per_gpu_hour is None
-        for row in range(len(found.candidates))
+        candidates.cluster(row).price is None
+        and candidates.hardware(row).price_usd_per_gpu_hour is None
+        for row in range(len(candidates))
     ):
         raise UserError("--objective cost: no hardware here has a price; give --price USD per hour")
-    ranking = ranked(found.candidates, of.loads, of.target, of.engines, progress)
-    return ServingSearch(found, ranking, _load(of))
+    ranking = ranked(candidates, of.loads, of.target, of.engines, progress)
+    return ServingSearch(enumeration, ranking, _describe_load(of))
 
 
-def _load(of: ServingQuestion) -> str:
-    """What is served, and under which limits."""
+def _describe_load(of: ServingQuestion) -> str:
+    """The load and its limits in words."""
     work, slo = of.loads[0].workload, of.target.slo
     limits = {"TTFT": slo.ttft, "TPOT": slo.tpot, "E2E": slo.e2e}
     kept = ", ".join(f"{name} <= {s * 1e3:g} ms" for name, s in limits.items() if s is not None)

@@ -1,60 +1,107 @@
-"""A simulated step with its views: what `stagewright.simulate` returns."""
+"""A simulated step, and its page: `stagewright.simulate` and `stagewright.report`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from stagewright.api.compiled import Asked, run_of, with_views
+from stagewright.api.compiled import Asked, compile, run_of, with_views
+from stagewright.api.result import PublicResult
 from stagewright.errors import UserError
+from stagewright.files import write_text
 from stagewright.lower.compile import compile as compile_run
 from stagewright.lower.compiled_run import CompiledRun
+from stagewright.program.columns import Program
 from stagewright.run.experiment import filled, with_settings
 from stagewright.run.sections import EXPERIMENT, SETTINGS
 from stagewright.run.sections.cluster import ClusterSection
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.other_names import setting_of, translate
 from stagewright.texttable import Table
+from stagewright.time.durations import task_seconds
 from stagewright.time.hardware import Hardware
 from stagewright.time.hardware import resolve as hardware_of
 from stagewright.time.measured import Coverage, load, measured
 from stagewright.time.network import Machine
 from stagewright.time.ownership import costs_of
 from stagewright.time.simulate.execute import Progress
-from stagewright.time.simulate.step import SimulatedStep
+from stagewright.time.simulate.step import SimulatedStep, TracedStep
 from stagewright.time.simulate.step import simulate as simulate_step
+from stagewright.time.simulate.timeline import timeline
 from stagewright.views import step_tables
 from stagewright.views.advice import Remark, remarks
 from stagewright.views.pages import notebook
+from stagewright.views.pages.report import page as html_page
+from stagewright.views.step_text import step_text
+from stagewright.views.summary import held_in_memory
 
 
-class Simulation(SimulatedStep):
-    """A simulated step, with its views: tables, and HTML in notebooks."""
+class Simulation(SimulatedStep, PublicResult):
+    """A simulated step: how long it takes, where the time goes, and whether it fits.
+
+    Attributes (times in seconds, sizes in bytes):
+
+    * `seconds`: duration of the step.
+    * `tokens`, `tokens_per_second`: of all GPUs.
+    * `mfu`, `hfu`: model and hardware FLOPs utilization, shares of 1; `mfu_causal` and `hfu_causal`
+      count attention without masked pairs.
+    * `fits`: whether every rank fits into the memory of a device; `peak_memory`: bytes of the
+      fullest rank; `peaks`: bytes of each lane at its peak, by category.
+    * `critical_path`: seconds by phase of kernels and axis of communication.
+    * `served`: TTFT, TPOT and rates of a step of inference.
+    * `compiled`, `machine`, `timeline`: the run, the machine, and all tasks in time.
+
+    Tables: `parts` (where the time of a GPU goes), `transfers` (communication by axis), and
+    `tasks` of one `lane` in time.
+    """
+
+    suffixes = (".json", ".html")
 
     def _repr_html_(self) -> str:
         return notebook.of_simulation(self)
 
+    @property
+    def fits(self) -> bool:
+        """True if every rank fits into the memory of a device."""
+        return self.fit.fits
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes of the fullest rank at its peak, any allowance included."""
+        return self.fit.peak
+
     def remarks(self) -> list[Remark]:
-        """What to know of the step, the most severe first; known errors of predictions included."""
+        """Remarks on the step, the most severe first, with known errors of predictions."""
         return remarks(self.compiled, self)
 
-    def summary(self) -> dict[str, Any]:
-        """Everything as one object for JSON, the remarks included; see `SimulatedStep.summary`."""
-        return super().summary() | {"remarks": [remark._asdict() for remark in self.remarks()]}
+    @property
+    def tables(self) -> Mapping[str, Callable[..., Table]]:
+        """Functions of the tables, by name."""
+        return {
+            "parts": lambda: step_tables.parts(self),
+            "transfers": lambda: step_tables.transfers(self),
+            "tasks": partial(step_tables.tasks_in_time, self, lane=0),
+        }
 
-    def where(self) -> Table:
-        """Where the time goes, as shares of the step: of the mean GPU and of each kind of ranks."""
-        return step_tables.parts(self)
+    def text(self) -> Iterator[str | Table]:
+        """Lines and tables of `stagewright simulate`."""
+        return step_text(self)
 
-    def transfers(self) -> Table:
-        """How long the mean GPU communicates along each axis, and how much of it is hidden."""
-        return step_tables.transfers(self)
+    def to_dict(self) -> dict[str, Any]:
+        """The object of `simulate --json`: seconds, bytes, shares of 1."""
+        serves = self.compiled.run.mode != "train"
+        memory = held_in_memory(self.compiled) if serves else {}
+        return super().to_dict() | {"remarks": [of._asdict() for of in self.remarks()]} | memory
 
-    def tasks(self, lane: int = 0) -> Table:
-        """When the tasks of a lane (an index into the lanes of `timeline`) run, in seconds."""
-        return step_tables.tasks_in_time(self, lane)
+    def _json_rows(self) -> dict[str, Any]:
+        return {}
+
+    def page(self) -> str:
+        """The page that `write` writes as `.html`."""
+        return html_page(self.compiled, self)
 
 
 def simulate(
@@ -65,15 +112,15 @@ def simulate(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Simulation:
-    """One step on a machine: its time, where it goes, memory over time.
+    """Simulate one step on a machine: its time, where it goes, memory.
 
     `hardware` is a name (`stagewright hardware` lists them), a YAML file, or a `Machine`, which has
     a topology and an algorithm of its own; a `ClusterSection` says all of the machine at once.
-    `settings` are those of the run, of the machine (`nodes`, `topology`, `algorithm`, `stragglers`:
-    `stagewright.run.sections.cluster`) and of the execution, which go before `execution`
-    (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`). With `nodes` and without
-    `dp`, dp fills the nodes. `durations` is a CSV of measured kernels and collectives
-    (`stagewright.time.measured`).
+    `settings` are those of the run, of the machine (`nodes`, `gpus`, `topology`, `algorithm`,
+    `stragglers`: `stagewright.run.sections.cluster`) and of the execution, which override
+    `execution` (`no_overlap`, `prefetch`, ...: `stagewright.run.sections.execution`). With `nodes`
+    or `gpus` and without `dp`, dp fills them. `durations` is a CSV of measured kernels and
+    collectives (`stagewright.time.measured`).
     """
     cluster, how, settings = _sections(hardware, execution, settings)
     costs_of(cluster.price, cluster.costs)
@@ -84,11 +131,11 @@ def simulate(
             raise UserError(f"{name} cannot change what is compiled; give it to compile")
         compiled = what
     else:
-        nodes = {} if cluster.nodes is None else {"nodes": cluster.nodes}
-        run = run_of(what, settings | nodes, lambda _: of.gpus_per_node)
+        size = {"nodes": cluster.nodes, "gpus": cluster.gpus}
+        size = {name: count for name, count in size.items() if count is not None}
+        run = run_of(what, settings | size, lambda _: of.gpus_per_node)
         compiled = with_views(compile_run(run, device_memory=of.memory))
-    if cluster.nodes is not None:
-        filled(compiled.run, cluster.nodes, of.gpus_per_node)
+    filled(compiled.run, cluster, lambda _: of.gpus_per_node)
     coverage: Coverage | None = None
     if cluster.durations is not None:
         table = load(cluster.durations)
@@ -137,3 +184,38 @@ def _known(hardware: str | os.PathLike[str] | Hardware | ClusterSection) -> Hard
             raise UserError("no hardware given; name one (see `stagewright hardware`) or a .yaml")
         hardware = hardware.hardware
     return hardware if isinstance(hardware, Hardware) else hardware_of(hardware)
+
+
+def simulate_traced(
+    program: Program, name: str, machine: Machine, progress: Progress | None = None
+) -> TracedStep:
+    """Simulate the program of a recorded graph; the machine has a GPU for each rank."""
+    seconds = task_seconds(program, machine)
+    return TracedStep(name, machine, timeline(program, seconds, progress=progress))
+
+
+def report(
+    what: Asked | CompiledRun | SimulatedStep,
+    out: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> str:
+    """The page of `stagewright report` as HTML, written to `out` if that is given.
+
+    With a `hardware` among the settings, or of a simulation, the page has times as well.
+
+    >>> import stagewright as sw
+    >>> page = sw.report("gpt2", layers=2, seq_length=8, tp=2, hardware="h100-sxm")
+    >>> page.startswith("<!doctype html>")
+    True
+    """
+    step = what if isinstance(what, SimulatedStep) else None
+    if isinstance(what, SimulatedStep):
+        what = what.compiled
+    elif "hardware" in settings:
+        step = simulate(what, settings.pop("hardware"), **settings)
+        what = step.compiled
+    compiled = what if isinstance(what, CompiledRun) else compile(what, **settings)
+    text = html_page(compiled, step)
+    if out is not None:
+        write_text(os.fspath(out), text)
+    return text

@@ -1,73 +1,100 @@
-"""Rows of stages become stations and stores."""
+"""Stages of requests before their prompts, from rows of settings."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from reprlib import repr as shown
-from typing import Any, cast
+from typing import Any
 
+from stagewright.api.rows import Positive, Seconds, Whole, WholeOrZero, YamlRow, read_row, read_rows
 from stagewright.errors import UserError, either
-from stagewright.files import from_yaml, read_text
-from stagewright.run.sections.serving import PoolSection
 from stagewright.serving.stages import IvfPq, PromptStages, StageCost, StoreTier
 
-_STATION = ("seconds", "per_request", "per_token", "servers", "batch")
-_INDEX = ("dimensions", "centroids", "probes", "sub_quantizers", "vectors", "candidates")
-_MACHINE = ("tflops", "bandwidth_gb_s", "servers", "batch")
-_TIER = (
-    *("name", "bandwidth_gb_s", "capacity_gb", "latency_ms", "shared_by", "reads"),
-    *("network_gb_s", "network_latency_ms", "preloaded"),
-)
-_WHOLE = frozenset({*_INDEX, "servers", "batch", "shared_by", "reads", "adds_tokens"})
-_MAY_BE_ZERO = frozenset(
-    {"seconds", "per_request", "per_token", "latency_ms", "reads", "network_latency_ms"}
-)
-KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "embed": ((*_STATION, "parameters", "tflops"), ()),
-    "search": ((*_INDEX, *_MACHINE, "adds_tokens"), (*_INDEX, "tflops", "bandwidth_gb_s")),
-    "rerank": ((*_STATION, "parameters", "tflops"), ()),
-    "tool": (("seconds", "per_token", "servers"), ("seconds",)),
-    "store": (_TIER, ("bandwidth_gb_s",)),
+
+class _StationRow(YamlRow):
+    seconds: Seconds = 0.0
+    per_request: Seconds = 0.0
+    per_token: Seconds = 0.0
+    servers: Whole = 1
+    batch: Whole = 1
+    parameters: Positive | None = None
+    tflops: Positive | None = None
+
+
+class _ToolRow(YamlRow):
+    seconds: Seconds
+    per_token: Seconds = 0.0
+    servers: Whole = 1
+
+
+class _SearchRow(YamlRow):
+    dimensions: Whole
+    centroids: Whole
+    probes: Whole
+    sub_quantizers: Whole
+    vectors: Whole
+    candidates: Whole
+    tflops: Positive
+    bandwidth_gb_s: Positive
+    servers: Whole = 1
+    batch: Whole = 1
+    adds_tokens: Whole = 1
+
+
+class _StoreRow(YamlRow):
+    name: str = ""
+    bandwidth_gb_s: Positive
+    capacity_gb: Positive = math.inf
+    latency_ms: Seconds = 0.0
+    shared_by: Whole = 1
+    reads: WholeOrZero = 1
+    network_gb_s: Positive = math.inf
+    network_latency_ms: Seconds = 0.0
+    preloaded: bool = False
+
+
+STAGES: Mapping[str, type[YamlRow]] = {
+    "embed": _StationRow,
+    "search": _SearchRow,
+    "rerank": _StationRow,
+    "tool": _ToolRow,
+    "store": _StoreRow,
 }
-"""By stage: what a row of it may say, and what it must."""
 
 
 def stages_of(
-    asked: PoolSection,
-    given: Sequence[Mapping[str, Any]] | None,
-    seed: int,
-    past: int = 0,
+    source: str | Sequence[Mapping[str, Any]] | None, seed: int, past: int = 0
 ) -> PromptStages | None:
-    """The stages that a file or a caller's rows say; None where there are none.
+    """The stages of a file or of a caller's rows; None without any.
 
     `past`: tokens of an earlier session that each prompt begins with. Raises UserError for a row
     that cannot be understood.
     """
-    if given is None and asked.stages is None:
+    if source is None:
         return None
-    where, values = "stages", given
-    if given is None:
-        where = str(asked.stages)
-        values = from_yaml(read_text(where, "a file of stages in YAML"), where)
-    rows = [*cast("Sequence[Any]", values)] if isinstance(values, list | tuple) else []
-    if not rows or not all(isinstance(row, Mapping) for row in rows):
-        raise UserError(
-            f"{where}: got {shown(cast('object', values))}, wanted a list of stages, such as "
-            "- {stage: embed, seconds: 0.01}"
-        )
+    where, rows = read_rows(source, "stages", "- {stage: embed, seconds: 0.01}")
     stations: list[StageCost] = []
     tiers: list[StoreTier] = []
     added = 0
-    for nth, row in enumerate(cast("list[Mapping[Any, Any]]", rows), 1):
-        kind, figures = _checked(row, f"{where}, row {nth}")
-        if kind == "store":
-            named: dict[str, Any] = {"name": f"store {nth}", **figures}
-            tiers.append(StoreTier(**named))
+    for number, row in enumerate(rows, 1):
+        place = f"{where}, row {number}"
+        stage = row.get("stage")
+        if not isinstance(stage, str) or stage not in STAGES:
+            raise UserError(f"{place}: stage is {shown(stage)}, wanted {either(STAGES)}")
+        others = {name: value for name, value in row.items() if name != "stage"}
+        values = read_row(STAGES[stage], others, place).given()
+        added += values.pop("adds_tokens", 0)
+        if stage == "store":
+            values.setdefault("name", f"store {number}")
+            tiers.append(StoreTier(**values))
+        elif stage == "search":
+            machine = {n: values.pop(n) for n in ("tflops", "bandwidth_gb_s")}
+            machine |= {name: values.pop(name, 1) for name in ("servers", "batch")}
+            stations.append(IvfPq(**values).cost(**machine))
         else:
-            added += figures.pop("adds_tokens", 0)
-            stations.append(_station(kind, figures, f"{where}, row {nth}"))
-    names = [each.name for each in (*stations, *tiers)]
+            stations.append(_station(stage, values, place))
+    names = [of.name for of in (*stations, *tiers)]
     for name in names:
         if names.count(name) > 1 or name == "retrieve":
             raise UserError(f"{where}: several stages are {shown(name)}; one of a kind is enough")
@@ -76,57 +103,13 @@ def stages_of(
     )
 
 
-def _checked(row: Mapping[Any, Any], where: str) -> tuple[str, dict[str, Any]]:
-    """The stage of a row, and its figures."""
-    kind: Any = row.get("stage")
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise UserError(f"{where}: stage is {shown(kind)}, wanted {either(KINDS)}")
-    may, must = KINDS[kind]
-    figures: dict[str, Any] = {}
-    for name, value in row.items():
-        if name == "stage":
-            continue
-        if name not in may:
-            raise UserError(f"{where}: {shown(name)} is no figure of {kind}; wanted {either(may)}")
-        figures[name] = _figure(name, value, where)
-    for name in must:
-        if name not in figures:
-            raise UserError(f"{where}: {kind} lacks {name}")
-    return kind, figures
-
-
-def _figure(name: str, value: Any, where: str) -> Any:
-    kinds = {"name": (str,), "preloaded": (bool,)}.get(name)
-    if kinds is not None:
-        if type(value) in kinds:
-            return value
-        raise UserError(f"{where}: {name} is {shown(value)}, wanted {kinds[0].__name__}")
-    whole = name in _WHOLE
-    if isinstance(value, str):  # YAML reads 3e8 as text
-        try:
-            value = float(value)
-        except ValueError:
-            value = math.nan
-    if type(value) is float and whole and value.is_integer():
-        value = int(value)
-    least = 0 if name in _MAY_BE_ZERO else 1 if whole else math.nextafter(0, 1)
-    if type(value) not in ((int,) if whole else (int, float)) or not least <= value <= 1e15:
-        wanted = "a whole number" if whole else "a number"
-        more = "0 or more" if least == 0 else "more than 0"
-        raise UserError(f"{where}: {name} is {shown(value)}, wanted {wanted}, {more}")
-    return value
-
-
-def _station(kind: str, figures: dict[str, Any], where: str) -> StageCost:
-    """The station of a row; the products of a model with so many parameters are 2 FLOPs each."""
-    if kind == "search":
-        machine = {name: figures.pop(name) for name in _MACHINE if name in figures}
-        return IvfPq(**figures).cost(**{"servers": 1, "batch": 1, **machine})
-    parameters, tflops = (figures.pop(name, None) for name in ("parameters", "tflops"))
+def _station(stage: str, values: dict[str, Any], where: str) -> StageCost:
+    """The cost of a station; a model of `parameters` takes 2 FLOPs each for a token."""
+    parameters, tflops = values.pop("parameters", None), values.pop("tflops", None)
     if (parameters is None) != (tflops is None):
         raise UserError(f"{where}: parameters and tflops say together how long a token takes")
     if parameters is not None and tflops is not None:
-        figures["per_token"] = figures.get("per_token", 0.0) + 2 * parameters / (tflops * 1e12)
-    if not figures.keys() & {"seconds", "per_request", "per_token"}:
-        raise UserError(f"{where}: {kind} lacks seconds, or parameters and tflops")
-    return StageCost(name=kind, follow_ups=kind == "tool", **figures)
+        values["per_token"] = values.get("per_token", 0.0) + 2 * parameters / (tflops * 1e12)
+    if not values.keys() & {"seconds", "per_request", "per_token"}:
+        raise UserError(f"{where}: {stage} lacks seconds, or parameters and tflops")
+    return StageCost(name=stage, follow_ups=stage == "tool", **values)

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from reprlib import repr as shown
-from typing import Any, cast
+from typing import Annotated, Any
 
+from pydantic import Field
+
+from stagewright.api.rows import YamlRow, read_row, read_rows, refuse_without_effect
 from stagewright.errors import UserError
-from stagewright.files import from_yaml, read_text
 from stagewright.run.sections.serving import WorkloadSection
 from stagewright.run.sections.serving.workload import milliseconds
 from stagewright.serving.workload import (
@@ -40,16 +42,14 @@ REQUESTS = 1000
 def workload_of(
     asked: WorkloadSection, classes: Sequence[Mapping[str, Any]] | None = None
 ) -> Workload:
-    """The requests that are asked for; `classes` are rows that a caller has in place of a file.
+    """The requests of these settings; `classes`: rows in place of a file.
 
-    Raises UserError where settings contradict each other.
+    Raises UserError for settings that contradict each other.
     """
     work = _requests(asked)
-    if classes is not None:
-        work = in_classes(work, _classes(classes, "classes"), asked.seed)
-    elif asked.classes is not None:
-        values = from_yaml(read_text(asked.classes, "classes of requests in YAML"), asked.classes)
-        work = in_classes(work, _classes(values, asked.classes), asked.seed)
+    rows = asked.classes if classes is None else classes
+    if rows is not None:
+        work = in_classes(work, _classes(rows), asked.seed)
     if asked.past_context:
         work = with_past(work, asked.past_context)
     if asked.prefix_cache_hit_rate:
@@ -149,56 +149,50 @@ def _refuse_beside_trace(asked: WorkloadSection, *names: str) -> None:
             )
 
 
-def _classes(values: object, path: str) -> tuple[RequestClass, ...]:
-    """The classes of rows; raises UserError for what is none."""
-    rows = [*cast("Sequence[Any]", values)] if isinstance(values, list | tuple) else []
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(
-            f"{path}: got {shown(cast('object', values))}, wanted a list of classes, such as "
-            "- {name: chat, share: 0.8, priority: 0, ttft: 500}"
-        )
+class _ClassRow(YamlRow):
+    name: str
+    share: Annotated[float, Field(gt=0, le=1e9)] = 1.0
+    priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
+    ttft: Any = None
+    tpot: Any = None
+    e2e: Any = None
+
+
+def _classes(source: str | Sequence[Mapping[str, Any]]) -> tuple[RequestClass, ...]:
+    """The classes of a file or of a caller's rows; raises UserError for any other row."""
+    example = "- {name: chat, share: 0.8, priority: 0, ttft: 500}"
+    where, rows = read_rows(source, "classes", example)
     classes: list[RequestClass] = []
-    for row in cast("list[dict[str, Any]]", rows):
-        name, priority, share = row.get("name"), row.get("priority", 0), row.get("share", 1.0)
-        where = f"{path}: class {shown(name)}"
-        for key in row:
-            if key not in ("name", "share", "priority", "ttft", "tpot", "e2e"):
-                raise UserError(
-                    f"{where}: {shown(key)} is unknown, wanted name, share, priority, ttft, "
-                    "tpot or e2e"
-                )
-        if not isinstance(name, str) or name in [known.name for known in classes]:
-            raise UserError(f"{where}: wanted a name of its own")
-        if type(priority) is not int or abs(priority) > 1_000_000:
-            raise UserError(f"{where}: priority is {shown(priority)}, wanted a whole number")
-        if type(share) not in (int, float) or not 0 < share <= 1e9:
-            raise UserError(f"{where}: share is {shown(share)}, wanted a number above 0")
-        limits = {
-            key: milliseconds(row[key], key, f"{where}: ") / 1e3
-            for key in ("ttft", "tpot", "e2e")
-            if key in row
-        }
-        classes.append(RequestClass(name=name, share=share, priority=priority, **limits))
+    for number, row in enumerate(rows, 1):
+        values = read_row(_ClassRow, row, f"{where}, row {number}").given()
+        name = values["name"]
+        if name in [of.name for of in classes]:
+            raise UserError(
+                f"{where}: several classes are {shown(name)}; wanted names of their own"
+            )
+        for limit in values.keys() & {"ttft", "tpot", "e2e"}:
+            values[limit] = milliseconds(values[limit], limit, f"{where}: class {name}: ") / 1e3
+        classes.append(RequestClass(**values))
     return tuple(classes)
 
 
 def _refuse_idle(asked: WorkloadSection, *, profile: bool = False, agents: bool = False) -> None:
-    """Raise a UserError for a setting that says nothing of the requests that are asked for."""
-    trace, rate = asked.requests is not None, asked.rate is not None
-    usual = WorkloadSection()
-    for name, counts, of in (
-        ("speed", trace and not profile, "a trace (--requests)"),
-        ("num_requests", not profile, "a trace, --rate or --concurrency, not of a profile"),
-        ("concurrency", not profile, "a trace, --rate or lengths, not of a profile"),
-        ("idle_gap_cap", agents, "conversations in Weka's format (--requests)"),
-        ("trajectory_start_max_ratio", agents, "conversations in Weka's format (--requests)"),
-        ("range_ratio", not trace, "--isl and --osl"),
-        ("arrival", rate, "--rate"),
-        ("burstiness", asked.arrival == "gamma", "--arrival gamma"),
-        ("burst_size", rate, "--rate"),
-        ("turns", not trace, "--rate or --concurrency (of sessions)"),
-        ("think_time", asked.turns > 1, "sessions of several --turns"),
-        ("system_prompt", not trace, "--rate or --concurrency (of sessions)"),
-    ):
-        if not counts and getattr(asked, name) != getattr(usual, name):
-            raise UserError(f"--{name.replace('_', '-')} is of {of}; give that, or leave it out")
+    """Raise a UserError for a setting without effect on these requests."""
+    trace = asked.requests is not None
+    rate, sessions = asked.rate is not None, "--rate or --concurrency (of sessions)"
+    weka = "conversations in Weka's format (--requests)"
+    refuse_without_effect(
+        asked,
+        speed=(trace and not profile, "a trace (--requests)"),
+        num_requests=(not profile, "a trace, --rate or --concurrency, not of a profile"),
+        concurrency=(not profile, "a trace, --rate or lengths, not of a profile"),
+        idle_gap_cap=(agents, weka),
+        trajectory_start_max_ratio=(agents, weka),
+        range_ratio=(not trace, "--isl and --osl"),
+        arrival=(rate, "--rate"),
+        burstiness=(asked.arrival == "gamma", "--arrival gamma"),
+        burst_size=(rate, "--rate"),
+        turns=(not trace, sessions),
+        think_time=(asked.turns > 1, "sessions of several --turns"),
+        system_prompt=(not trace, sessions),
+    )

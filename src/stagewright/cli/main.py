@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,21 +12,23 @@ from typing import NoReturn
 import click
 
 import stagewright
+from stagewright.cli.command import examples_text
 from stagewright.cli.commands import entries
-from stagewright.cli.help import examples_text
-from stagewright.cli.shared import INTERRUPTED
-from stagewright.cli.words import no_such_option, takers
+from stagewright.cli.runs import INTERRUPTED
+from stagewright.cli.words import no_such_option
 from stagewright.errors import Stopped, UserError, did_you_mean, shorten
 from stagewright.printable import printable
 
 USER_ERROR = 2
 BUG = 1
+BROKEN_PIPE = 141
+"""Exit code of programs that SIGPIPE ends."""
 
 _OBJECTS = 10_000
-"""Objects made between two collections of cyclic garbage; Python's own number is 700.
+"""Allocations between two collections of cyclic garbage; Python's default is 700.
 
-Graphs and rows are many objects and hardly any cycles: with Python's number a search of 20 s takes
-a tenth longer."""
+Graphs and rows are many objects and hardly any cycles: with the default a search takes a tenth
+longer."""
 
 _FIRST_EXAMPLES = (
     "stagewright show llama3.1-70b --tp 8 --pp 4 --dp 2",
@@ -83,10 +86,13 @@ EXAMPLES = {"": _FIRST_EXAMPLES} | {str(e.command.name): e.examples for e in ENT
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
-    The code is 2 for what the user can mend, 3 for a run that does not fit into the memory of a
-    device (`cli.shared.code_of`), 1 for a bug, 130 for Ctrl-C.
+    The code is 2 for errors of the user, 3 for a run that does not fit into the memory of a device
+    (`cli.runs.code_of`), 1 for a bug, 130 for Ctrl-C, 141 if nobody reads stdout.
     """
     gc.set_threshold(_OBJECTS)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell's `>&-`
+            setattr(sys, name, io.StringIO())
     sys.exit(_status(arguments))
 
 
@@ -98,14 +104,17 @@ def _status(arguments: Sequence[str] | None) -> int:
         return _complain(str(error))
     except click.NoSuchOption as error:
         command = error.ctx.command if error.ctx else commands
-        others = takers(error.option_name, commands.commands)
-        return _complain(no_such_option(error.option_name, command, others))
+        return _complain(no_such_option(error.option_name, command, commands.commands))
     except click.ClickException as error:
         return _complain(error.format_message())
     except click.Abort as stop:
         why = stop.__cause__
         print(why if isinstance(why, Stopped) else "stopped; nothing was written", file=sys.stderr)
         return INTERRUPTED
+    except SystemExit as stop:
+        if isinstance(stop.__context__, OSError):  # click's, where the reader of a pipe has gone
+            return BROKEN_PIPE
+        raise
     except OSError as error:
         return _complain(
             ": ".join(str(x) for x in (error.filename, error.strerror) if x) or str(error)

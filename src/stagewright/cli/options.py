@@ -1,15 +1,16 @@
-"""Options of the command line, made of the declarations of settings, and those commands share."""
+"""Options that commands share; those of settings are made of their declarations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import SectionOption, WholeNumber, Word
+from stagewright.cli import runs
+from stagewright.cli.command import SectionOption
+from stagewright.cli.option_types import RealNumber, WholeNumber, Word
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,146 +24,215 @@ ALLOW_OOM = click.option(
     "--allow-oom",
     is_flag=True,
     expose_value=False,
-    callback=shared.note_allow_oom,
-    help="Exit with 0, not with 3, where the run does not fit into the memory of a device.",
+    callback=runs.note_allow_oom,
+    help="Exit with 0, not 3, if the run does not fit into the memory of a device.",
 )
 
 GROUP_FILE = click.option(
     "--comm-group", metavar="FILE", help="File of the communicator groups. [beside the traces]"
 )
 
+OUT_DIRECTORY = click.option(
+    "-o", "--out", required=True, metavar="DIR", help="Directory of the traces."
+)
+RANKS = click.option("--ranks", metavar="LIST", help="Only these ranks, such as 0-7,12. [all]")
+WORKERS = click.option(
+    "--workers", type=WholeNumber(1), metavar="N", help="Threads or processes. [one per core]"
+)
+ADDRESS = click.option(
+    "--address", metavar="ADDRESS", help="Address of the Ray cluster: host:port, or auto."
+)
+
+# ---- files that are written ----------------------------------------------------------------------
+
+_FORCED = "stagewright.force"
+
+
+def _note_force(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    context.meta[_FORCED] = value
+
+
+FORCE = click.option(
+    "--force",
+    is_flag=True,
+    is_eager=True,  # known when the names of files are checked
+    expose_value=False,
+    callback=_note_force,
+    help="Replace the output of an earlier run.",
+)
+
+
+def forced() -> bool:
+    """True if the command may replace existing outputs."""
+    return bool(click.get_current_context().meta.get(_FORCED))
+
+
+def _check_file(
+    context: click.Context, parameter: click.Parameter, given: str | tuple[str, ...] | None
+) -> str | tuple[str, ...] | None:
+    """Check a file, or several, before any work; raises UserError if it cannot be written."""
+    if given is not None and not context.resilient_parsing:
+        from stagewright.files import check_output_file
+
+        for path in (given,) if isinstance(given, str) else given:
+            check_output_file(path, force=bool(context.meta.get(_FORCED)))
+    return given
+
+
+def output_file(*names: str, **more: Any) -> Callable[[_Command], _Command]:
+    """Add the option of a file that the command writes; add `FORCE`, too."""
+    return click.option(*names, metavar="FILE", callback=_check_file, **more)
+
+
+# ---- settings ------------------------------------------------------------------------------------
+
+_OF_RUNS = frozenset({
+    "hardware", "gpus", "nodes", "mode", "layers", "tp", "cp", "dp", "pp", "ep", "vpp", "zero",
+    "sequence_parallel", "seq_length", "micro_batch_size", "global_batch_size", "schedule",
+    "recompute", "batch_size", "context_length", "prompt_length", "precision", "framework",
+})  # fmt: skip
+"""Settings in the short help of a command on a run."""
+
+_OF_SERVING = frozenset({
+    "hardware", "tp", "pp", "dp", "ep", "requests", "rate", "concurrency", "isl", "osl",
+    "num_requests", "turns", "classes", "ttft", "tpot", "e2e", "instances", "router",
+    "scheduler", "max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization",
+    "prefill_instances", "prefill", "pools", "precision", "weight_precision", "kv_cache_dtype",
+})  # fmt: skip
+"""Settings in the short help of `serve`."""
+
+_OF_SEARCHES = (_OF_RUNS - {"mode", "batch_size", "context_length", "prompt_length", "gpus"}) | {
+    *("requests", "rate", "concurrency", "isl", "output_length", "num_requests", "scheduler"),
+    *("ttft", "tpot", "e2e"),
+}
+"""Settings in the short help of `search`; `--osl` is a name of `output_length`."""
+
 _METAVARS = {int: "N", float: "X", tuple: "LIST", frozenset: "LIST"}
 
 
-def experiment_options(*shown: str, lists: bool = False) -> Callable[[_Command], _Command]:
-    """Give a command the model, the run file and every setting of a whole experiment.
+def experiment_options(*common: str) -> Callable[[_Command], _Command]:
+    """Add the model, the run file, and every setting of a run, its machine and its execution.
 
-    With `lists`, settings take lists and ranges as text (`searching.lists`). Of the settings
-    of the machine and of the execution, help shows those that are named, and with --help-all the
-    others. Without names it shows them all, and before those of the run.
+    `common`: settings in the short help, besides those of all commands.
     """
 
     def note(command: _Command) -> _Command:
-        # `cli.help.Command` makes the options when the command is used.
-        command.__dict__["settings"] = partial(
-            _parameters, shown, option_of_lists if lists else option_of
-        )
+        # `cli.command.Command` makes the options when the command is used.
+        command.__dict__["settings"] = partial(_of_experiment, _OF_RUNS | {*common}, option_of)
         return command
 
     return note
 
 
 def serving_options(command: _Command) -> _Command:
-    """Give a command the settings of requests over time, of engines, and of a run in inference."""
-    command.__dict__["settings"] = _serving_parameters
+    """Add settings of requests over time, of engines, and of a run in inference."""
+    command.__dict__["settings"] = _of_serving
     return command
 
 
 def search_settings(command: _Command) -> _Command:
-    """Give a command every setting, as a list or a range; those of serving for `search --serve`."""
-    command.__dict__["settings"] = _search_parameters
+    """Add every setting, as a list or a range; those of serving are for `search --serve`."""
+    command.__dict__["settings"] = _of_searches
     return command
 
 
-_SEARCHED = frozenset({"rate", "concurrency", "num_requests", "ttft", "tpot", "e2e", "scheduler"})
-"""Settings of serving that the help of a search shows."""
-
-
-def _search_parameters() -> list[click.Parameter]:
-    """Where an option of a run has the name of one of serving, `--serve` decides what it means."""
-    from stagewright.run.sections.serving import SERVING
-
-    rest = _parameters(("hardware", "nodes"), option_of_lists)
-    taken = {flag for each in rest for flag in (*each.opts, *each.secondary_opts)}
-    own: list[SectionOption] = []
-    for setting in SERVING.values():
-        engines = setting.section == "engines"
-        option = option_of_lists(setting) if engines else option_of(setting)
-        for each in rest:
-            if {*option.opts} & {*each.opts}:
-                each.opts += [flag for flag in option.opts if flag not in taken]
-            if setting.name == "requests" and "--requests" in each.opts:
-                each.help = f"{each.help} With --serve: {option.help}"
-        found = setting.name == "instances" or setting.section == "pools"
-        if found or taken & {*option.opts, *option.secondary_opts}:
-            continue
-        if setting.name == "concurrency":
-            option.type, option.metavar = click.STRING, "LIST"
-        option.section = f"{option.section} (with --serve)"
-        option.rare = setting.name not in _SEARCHED
-        own.append(option)
-    return [*rest, *own]
-
-
-def _serving_parameters() -> list[click.Parameter]:
-    from stagewright.run.sections import EXPERIMENT
-    from stagewright.run.sections.declare import INFERENCE
-    from stagewright.run.sections.serving import OF_ONE_STEP, SERVING
-
-    own = [option_of(of) for of in SERVING.values()]
-    taken = {flag for option in own for flag in (*option.opts, *option.secondary_opts)}
-    trains = {name for name, of in EXPERIMENT.items() if not {*of.modes} & {*INFERENCE}}
-    rest = [
-        parameter
-        for parameter in _parameters(("hardware",), option_of)
-        if parameter.name not in OF_ONE_STEP | trains and not taken & {*parameter.opts}
-    ]
-    return [*rest[:3], *own, *rest[3:]]
-
-
-def _parameters(
-    shown: Sequence[str], option_of: Callable[[Setting], SectionOption]
+def _of_experiment(
+    common: frozenset[str], option_of: Callable[[Setting], SectionOption]
 ) -> list[click.Parameter]:
     from stagewright.run.sections import EXPERIMENT, SETTINGS
     from stagewright.run.sections.declare import Without
     from stagewright.run.sections.foreign import OTHERS
     from stagewright.run.sections.other_names import SWITCHES
 
-    run = list(map(option_of, SETTINGS.values()))
-    more = [option_of(of) for name, of in EXPERIMENT.items() if name not in SETTINGS]
-    for option in more:
-        option.rare = option.rare or (bool(shown) and option.name not in shown)
-    text = "Run file (YAML), or an earlier run's manifest; options override it."
-    parameters: list[click.Parameter] = [
-        click.Argument(["model"], required=False),
-        click.Option(["--config"], metavar="FILE", help=text),
-        *(more if not shown else ()),
-        *run,
-        *(more if shown else ()),
-    ]
+    machine = [option_of(of) for name, of in EXPERIMENT.items() if name not in SETTINGS]
+    options = [*machine, *map(option_of, SETTINGS.values())]
     for name, (setting, value) in SWITCHES.items():
         text = f"Stands for {setting.flag} {value}."
         if isinstance(value, Without) or value == setting.default:
             text = f"Accepted: the default of {setting.flag}."
-        parameters.append(_other_option("--" + name.replace("_", "-"), name, text, bool))
-    parameters += [
-        _other_option(of.flag, of.name, of.help, of.kind, of.names) for of in OTHERS.values()
+        options.append(_other_option(["--" + name.replace("_", "-"), name], text, bool))
+    for of in OTHERS.values():
+        names = [of.flag, *(f"--{name}" for name in of.names), of.name]
+        options.append(_other_option(names, of.help, of.kind))
+    for option in options:
+        option.common = option.name in common
+    text = "Run file (YAML), or an earlier run's manifest; options override it."
+    return [
+        click.Argument(["model"], required=False),
+        click.Option(["--config"], metavar="FILE", help=text),
+        *options,
     ]
-    return parameters
 
 
-def _other_option(
-    flag: str, name: str, text: str, kind: type | tuple[str, ...], also: Sequence[str] = ()
-) -> SectionOption:
+def _of_serving() -> list[click.Parameter]:
+    from stagewright.run.sections import EXPERIMENT
+    from stagewright.run.sections.declare import INFERENCE
+    from stagewright.run.sections.serving import OF_ONE_STEP, SERVING
+
+    own = [option_of(of) for of in SERVING.values()]
+    for option in own:
+        option.common = option.name in _OF_SERVING
+    taken = _names(own)
+    excluded = OF_ONE_STEP | {
+        name for name, of in EXPERIMENT.items() if not {*of.modes} & {*INFERENCE}
+    }
+    others = [
+        parameter
+        for parameter in _of_experiment(_OF_SERVING, option_of)
+        if parameter.name not in excluded and not taken & {*parameter.opts}
+    ]
+    return [*others[:3], *own, *others[3:]]
+
+
+def _of_searches() -> list[click.Parameter]:
+    """Options of all settings; where two share a name, `--serve` decides which one is meant."""
+    from stagewright.run.sections.serving import SERVING
+
+    options = _of_experiment(_OF_SEARCHES, option_of_lists)
+    options = [option for option in options if option.name != "gpus"]  # the search's own
+    taken = _names(options)
+    for setting in SERVING.values():
+        if setting.name == "instances" or setting.section == "pools":
+            continue  # which the search finds
+        make = option_of_lists if setting.section == "engines" else option_of
+        option = make(setting)
+        section = f"{option.section} (with --serve)"
+        shared = {*option.opts} & taken
+        for other in options if shared else ():
+            if isinstance(other, SectionOption) and {*other.opts} & {*option.opts}:
+                other.opts += [name for name in option.opts if name not in taken]
+                if other.common:
+                    first = setting.flag
+                    other.opts = [first, *(name for name in other.opts if name != first)]
+                    other.help = option.help
+                    other.section = section
+        if shared or taken & {*option.secondary_opts}:
+            continue
+        if setting.name == "concurrency":
+            option.type, option.metavar = click.STRING, "LIST"
+        option.section, option.common = section, setting.name in _OF_SEARCHES
+        options.append(option)
+    return options
+
+
+def _names(options: Iterable[click.Parameter]) -> set[str]:
+    return {name for option in options for name in (*option.opts, *option.secondary_opts)}
+
+
+def _other_option(names: list[str], text: str, kind: type | tuple[str, ...]) -> SectionOption:
+    """An option of another tool that says settings in other terms."""
     more: dict[str, Any] = {"is_flag": True}
     if isinstance(kind, tuple):
         more = {"type": Word(kind)}
-    elif kind is int:
-        more = {"type": WholeNumber(), "metavar": "N"}
-    elif kind is str:
-        more = {"type": str, "metavar": "TEXT"}
-    return SectionOption(
-        [flag, *(f"--{each}" for each in also), name],
-        section="Options of other tools",
-        rare=True,
-        default=None,
-        help=text,
-        **more,
-    )
+    elif kind is not bool:
+        number = kind is int
+        more = {"type": WholeNumber() if number else str, "metavar": "N" if number else "TEXT"}
+    section = "Options of other tools"
+    return SectionOption(names, section=section, common=False, default=None, help=text, **more)
 
 
 def option_of(setting: Setting) -> SectionOption:
-    """The option of a setting; the command gets None where the option is not given."""
+    """The option of a setting; the command gets None if the option is not given."""
     from stagewright.run.sections import SECTIONS
     from stagewright.run.sections.serving import SERVING_SECTIONS
 
@@ -180,12 +250,13 @@ def option_of(setting: Setting) -> SectionOption:
         elif setting.kind is dict:
             more |= {"multiple": True, "callback": _read_factors}
         else:
-            more["type"] = WholeNumber() if setting.kind is int else setting.kind
+            numbers = {int: WholeNumber(), float: RealNumber()}
+            more["type"] = numbers.get(setting.kind, setting.kind)
     short = [setting.short] if setting.short else []
     return SectionOption(
         [*flags, *short, setting.name],
         section={**SECTIONS, **SERVING_SECTIONS}[setting.section][0],
-        rare=setting.rare,
+        common=False,
         default=None,
         help=setting.text,
         **more,
@@ -194,16 +265,16 @@ def option_of(setting: Setting) -> SectionOption:
 
 def option_of_lists(setting: Setting) -> SectionOption:
     """The option of a setting that takes a list or a range; a switch stays one."""
+    option = option_of(setting)
     if setting.kind in (bool, dict):
-        return option_of(setting)
-    of = option_of(setting)
-    of.type, of.callback = click.STRING, None
+        return option
+    option.type, option.callback = click.STRING, None
     if setting.name == "hardware":
-        of.multiple, of.default = True, ()
-        of.help = f"{(of.help or '').removesuffix('.')}; may be repeated."
+        option.multiple, option.default = True, ()
+        option.help = f"{setting.text.removesuffix('.')}; may be repeated."
     if isinstance(setting.kind, tuple):
-        of.metavar = "|".join(setting.kind)
-    return of
+        option.metavar = "|".join(setting.kind)
+    return option
 
 
 def _read_list(context: click.Context, parameter: click.Parameter, text: str | None) -> Any:
@@ -233,6 +304,8 @@ def straggler(text: str) -> tuple[int, float]:
     """
     rank, _, factor = text.partition("=")
     try:
+        if not text.isascii() or "_" in text:
+            raise ValueError
         return int(rank), float(factor)
     except ValueError:
         raise UserError(f"--straggler: got {text!r}, wanted RANK=FACTOR such as 5=1.2") from None

@@ -258,9 +258,10 @@ def _rows(
         if column not in known:
             hint = did_you_mean(column, known)
             raise UserError(f"{where}: unknown column {column!r}{hint}")
-    for column in ("source", "row", "hardware", "quantity", "measured", "model"):
-        if column not in (rows.fieldnames or ()):
-            raise UserError(f"{where}: the column {column} is missing; docs/time.md shows a row")
+    required = ("source", "row", "hardware", "quantity", "measured", "model")
+    if missing := [column for column in required if column not in (rows.fieldnames or ())]:
+        columns = "the column" if len(missing) == 1 else "columns"
+        raise UserError(f"{where}: lacks {columns} {', '.join(missing)}; docs/time.md shows a row")
     for line, row in enumerate(rows, 2):
         if not within(row["source"], only):
             continue
@@ -281,7 +282,10 @@ def _measurement(row: Mapping[str, str], where: str) -> Measurement:
             f"{did_you_mean(row['quantity'], QUANTITIES)}; wanted one of {', '.join(QUANTITIES)}"
         )
     others = (*_TEXT, *_EXECUTION)
-    run, model = run_of_row({k: v for k, v in row.items() if k not in others})
+    try:
+        run, model = run_of_row({k: v for k, v in row.items() if k not in others})
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
     network = row.get("network_gb_s")
     return Measurement(
         source=row["source"],

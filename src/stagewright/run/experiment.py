@@ -64,14 +64,14 @@ class Experiment:
         """From settings by name, flat or by section, or a manifest; overrides replace.
 
         `path` is where the settings stood, for errors. With `gpus_per_node`, of hardware by name,
-        dp fills the nodes.
+        dp fills the nodes or GPUs.
         """
         chosen, pending = settings_of(values, overrides, path)
         cluster = section_of(ClusterSection, chosen, path, overrides)
         execution = section_of(Execution, chosen, path, overrides)
         run = Run.asked(values, overrides, path)
-        if cluster.nodes is not None and gpus_per_node is not None:
-            run = filled(run, cluster.nodes, gpus_per_node(cluster.hardware))
+        if gpus_per_node is not None:
+            run = filled(run, cluster, gpus_per_node)
         return cls(run.completed(pending), cluster, execution)
 
 
@@ -90,25 +90,32 @@ def describe(run: Run, execution: Execution) -> str:
     return " ".join([run.describe(), *differ])
 
 
-def filled(run: Run, nodes: int, gpus_per_node: int) -> Run:
-    """The run on this many nodes; dp fills the nodes unless it is given.
+def filled(run: Run, cluster: ClusterSection, gpus_per_node: Callable[[str | None], int]) -> Run:
+    """The run on the nodes or GPUs of a cluster, if it has some; dp fills them unless given.
 
-    >>> filled(Run(model="gpt2", tp=2), 2, 8).dp
+    >>> filled(Run(model="gpt2", tp=2), ClusterSection(nodes=2), lambda hardware: 8).dp
     8
     """
-    gpus = nodes * gpus_per_node
+    gpus, nodes = cluster.gpus, cluster.nodes
+    if nodes is not None:
+        if gpus is not None:
+            raise UserError("--gpus and --nodes both say how many GPUs there are; give one of them")
+        gpus = nodes * gpus_per_node(cluster.hardware)
+    if gpus is None:
+        return run
+    named = f"--gpus {gpus}" if nodes is None else f"--nodes {nodes} means {gpus} GPUs"
     others = run.world_size // run.dp
     if "dp" not in run.model_fields_set and run.prefill is None and gpus % others:
         raise UserError(
-            f"--nodes {nodes} means {gpus} GPUs, which dp cannot fill: {gpus} is not a multiple of "
-            f"tp={run.tp} x cp={run.cp} x pp={run.pp} = {others}; change one of them, or the nodes"
+            f"{named}, which dp cannot fill: {gpus} is not a multiple of "
+            f"tp={run.tp} x cp={run.cp} x pp={run.pp} = {others}; change one of them"
         )
     if "dp" not in run.model_fields_set and gpus % others == 0:
         run = run.model_copy(update={"dp": gpus // others})
     if run.world_size != gpus:
         raise UserError(
-            f"--nodes {nodes} means {gpus} GPUs, but tp={run.tp} x cp={run.cp} x dp={run.dp} x "
-            f"pp={run.pp} makes {run.world_size} ranks; make them equal, or leave out --nodes"
+            f"{named}, but tp={run.tp} x cp={run.cp} x dp={run.dp} x pp={run.pp} makes "
+            f"{run.world_size} ranks; make them equal, or leave out one of them"
         )
     return run
 

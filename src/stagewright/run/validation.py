@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from stagewright.errors import UserError, did_you_mean, hint_of_thousands
 from stagewright.run.sections import EXPERIMENT
-from stagewright.run.sections.declare import BYTES
+from stagewright.run.sections.declare import BYTES, Setting
 from stagewright.run.sections.foreign import FOREIGN, canonical
 from stagewright.run.sections.other_names import SAME
 from stagewright.run.sections.serving import SERVING
@@ -54,6 +54,8 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
             wanted = "a finite number"
         case "float_type" | "float_parsing":
             wanted = "a number"
+            if name in {**EXPERIMENT, **SERVING} and _setting(name).metavar == "TIME":
+                wanted = "seconds, or a time such as 50ms or 2s"
         case "int_type":
             wanted = f"a whole number{hint_of_thousands(str(error['input']))}"
         case "bool_type":
@@ -65,6 +67,10 @@ def describe_error(error: ErrorDetails, known: Iterable[str]) -> str:
         case _:
             return f"{name} is {got}: {error['msg']}"
     return f"{name} is {got}, wanted {wanted}{_unit(name)}"
+
+
+def _setting(name: str) -> Setting:
+    return EXPERIMENT[name] if name in EXPERIMENT else SERVING[name]
 
 
 def _without_point(end: float) -> str:

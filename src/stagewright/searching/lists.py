@@ -166,18 +166,20 @@ def _parse_range(integer: bool, text: str, name: str) -> Iterator[float]:
         if geometric
         else (high - low) / step + 1e-9
     )
-    count = 1 + int(steps)
-    if count > MOST_VALUES:
+    if not steps < MOST_VALUES:
+        count = f"{1 + int(steps):,}" if steps < 1e18 else "endless"
         raise UserError(
-            f"{name}: {text} holds {count:,} values, wanted at most {MOST_VALUES:,}; give a step"
+            f"{name}: {text} holds {count} values, wanted at most {MOST_VALUES:,}; give a step"
         )
-    for i in range(count):
+    for i in range(1 + int(steps)):
         value = low * step**i if geometric else low + i * step
         yield int(value) if integer else float(f"{value:.12g}")
 
 
 def _parse_number(integer: bool, word: str, text: str, name: str) -> float:
     try:
+        if not word.isascii() or "_" in word:  # which Python reads
+            raise ValueError
         value = int(word) if integer else float(word)
     except ValueError:
         expected = "a whole number" if integer else "a number"

@@ -65,7 +65,7 @@ _IDLE: Mapping[str, tuple[Mapping[str, Any], ...]] = {"schedule": ({"pp": 1},)}
 
 _SHARED = frozenset({
     "model", "as_family", "layers", "vocab", "mtp_num_layers", "mode", "framework",
-    "hardware", "nodes", "price", "costs", "stragglers", "durations",
+    "hardware", "nodes", "gpus", "price", "costs", "stragglers", "durations",
 })  # fmt: skip
 """Settings of the computation and of the machine that all candidates share."""
 

@@ -545,14 +545,27 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Hardware:
     name = str(name_or_path)
     if "\n" in name:
         return _load(from_yaml(name, "hardware"), "hardware")
-    if _is_path(name):
+    if is_path(name):
         return _load(from_yaml(read_text(name, "hardware in YAML"), name), name)
-    if name not in names():
-        raise UserError(
-            f"unknown hardware {name!r}{did_you_mean(name.lower(), names())}; "
-            f"known: {', '.join(names())}; or the path of a .yaml file"
-        )
-    return _packaged(name)
+    return _packaged(full_name(name))
+
+
+def full_name(name: str) -> str:
+    """The name of hardware that is named, or that alone begins so: `gb200` is `gb200-nvl72`.
+
+    Raises UserError that lists all that begin so, or all.
+    """
+    if name in names():
+        return name
+    longer = [known for known in names() if name and known.startswith(name.lower())]
+    if len(longer) == 1:
+        return longer[0]
+    if longer:
+        raise UserError(f"hardware {name!r} may be {either(longer)}; name one of them")
+    raise UserError(
+        f"unknown hardware {name!r}{did_you_mean(name.lower(), names())}; "
+        f"known: {', '.join(names())}; or the path of a .yaml file"
+    )
 
 
 @cache
@@ -568,7 +581,8 @@ def _folder() -> Any:
     return files("stagewright") / "data" / "hardware"
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
+    """True for the path of a YAML file."""
     return name.endswith((".yaml", ".yml")) or os.sep in name
 
 
@@ -613,7 +627,7 @@ def _with_base(
     values, sources = _split_sources(block, texts, where)
     if base is None:
         return values, sources
-    is_file = isinstance(base, str) and _is_path(base)
+    is_file = isinstance(base, str) and is_path(base)
     name = os.path.normpath(Path(where).parent / base) if is_file else str(base)
     if name in files_read or not (is_file or name in names()):
         raise UserError(

@@ -60,7 +60,7 @@ def _given(**sections: ClusterSection | Execution | None) -> dict[str, dict[str,
     for setting in EXPERIMENT.values():
         section = sections.get(setting.section)
         value = setting.default if section is None else getattr(section, setting.name)
-        if value != setting.default and setting.name != "nodes":
+        if value != setting.default and setting.name not in ("nodes", "gpus"):
             sections_given.setdefault(setting.section, {})[setting.name] = _json_value(value)
     return sections_given
 

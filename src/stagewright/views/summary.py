@@ -39,8 +39,8 @@ Where `device_memory` or hardware is given there is also `fit`: whether the step
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,12 +64,9 @@ from stagewright.program.fit import Fit
 from stagewright.run import lengths
 from stagewright.run.requests import groups
 from stagewright.run.settings import Run
-from stagewright.texttable import print_table
+from stagewright.texttable import Table
 from stagewright.views.tables import communication, compute, peak
 from stagewright.views.tables import memory as held
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 Summary = dict[str, Any]
 
@@ -269,28 +266,23 @@ def _grouped(
 # ---- tables --------------------------------------------------------------------------------------
 
 
-def tables(of: Summary, console: Console) -> None:
-    """Print a summary for people: numbers of one rank and one step."""
-    from rich.text import Text
-
+def summary_text(of: Summary) -> Iterator[str | Table]:
+    """Lines and tables of a summary: numbers of one rank and one step."""
     parameters = of["parameters"]
     active = f" ({parameters['active']:,} active per token)"
     sparse = parameters["active"] != parameters["total"]
-    console.print(Text(of["run"], style="bold"))
-    console.print(
+    yield of["run"]
+    yield (
         f"{parameters['total']:,} parameters{active if sparse else ''}{_trained(parameters)}, "
         f"{plural(of['world_size'], 'rank', 'ranks')}, "
         f"{plural(of['microbatches'], 'microbatch', 'microbatches')} per step; "
-        "every number below is of one rank and one step",
-        highlight=False,
+        "every number below is of one rank and one step"
     )
     if "batch" in of:
-        console.print(_batch_line(of), highlight=False)
+        yield _batch_line(of)
     if "fit" in of and "capacity" not in of:
-        console.print(_fit_line(of["fit"]), highlight=False)
-    for found in (each(of) for each in (compute, held, peak, communication)):
-        if len(found):
-            print_table(found, console, title_style="bold")
+        yield _fit_line(of["fit"])
+    yield from filter(len, (table(of) for table in (compute, held, peak, communication)))
 
 
 def _trained(parameters: Summary) -> str:

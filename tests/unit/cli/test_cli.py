@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import stagewright
 import stagewright as sw
 from paths import ROOT
 from stagewright.cli import main as cli
-from stagewright.cli import shared
+from stagewright.cli import runs
 from stagewright.model.presets import PRESETS
 from stagewright.run.sections import SETTINGS
 from stagewright.run.settings import Run
@@ -80,7 +81,7 @@ def test_help_names_the_defaults():
 
 def test_every_option_reaches_the_run(monkeypatch: pytest.MonkeyPatch, call: Call):
     seen: list[Run] = []
-    monkeypatch.setattr(shared, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
+    monkeypatch.setattr(runs, "compile_run", lambda run, *_: seen.append(run) or 1 / 0)
     settings: dict[str, Any] = {}
     arguments: list[str] = []
     for setting in SETTINGS.values():
@@ -328,7 +329,7 @@ WRONG: list[tuple[list[str], str]] = [
         "tp=6 does not divide the 64 attention heads of llama3.1-70b; use 1, 2, 4, 8, 16, 32 or 64",
     ),
     (["show", "gpt2", "--tp", "0"], "tp is 0, wanted 1 or more"),
-    (["show", "gpt2", "--tp", "x"], "Invalid value for '--tp': 'x' is not a valid integer."),
+    (["show", "gpt2", "--tp", "x"], "--tp is 'x', wanted a whole number"),
     (["show", "gpt2", "--zero", "4"], "zero is 4, wanted at most 3"),
     (["show", "gpt2", "--tpp", "2"], "no such option --tpp; did you mean '--tp'?"),
     (["show", "gpt2", "--no-fus"], "no such option --no-fus; did you mean '--no-fuse'?"),
@@ -470,7 +471,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def compile(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(shared, "compile_run", compile)
+    monkeypatch.setattr(runs, "compile_run", compile)
 
 
 def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, call: Call):
@@ -686,6 +687,126 @@ def test_a_search_without_a_terminal_says_when_it_estimates(
     lines = found.err.splitlines()
     begin = next(n for n, line in enumerate(lines) if "estimating 4 candidates" in line)
     assert lines[begin + 1] == "stagewright: estimated 4 candidates; simulating the best"
+
+
+def test_a_simulation_names_the_batch_that_it_assumes(call: Call):
+    run = ("simulate", *SMALL, "--hardware", "h100-sxm", "--gpus", "4")
+    assumed = "global batch 4 sequences, assumed: micro-batch-size 1 x dp 4 x 1 microbatch; set "
+    assert call(*run).out.splitlines()[1].startswith(assumed)
+    assert "assumed" not in call(*run, "--global-batch-size", "8").out
+
+
+def test_the_beginning_of_a_name_of_hardware_is_enough(call: Call):
+    found = call("simulate", *SMALL, "--hardware", "GB200")
+    assert found.err.startswith("stagewright: note: hardware GB200 is gb200-nvl72\n")
+    assert " on 1 x gb200-nvl72" in found.out
+
+
+def test_model_as_an_option(call: Call):
+    assert call("show", "--model", *SMALL) == call("show", *SMALL)
+
+
+LOAD = [
+    *(*SMALL[:3], "--hardware", "h100-sxm", "--rate", "9"),
+    *("--isl", "8", "--osl", "4", "--num-requests", "4"),
+]
+
+
+def test_times_take_units(call: Call):
+    load = (*LOAD, "--turns", "2", "--json")
+    served = [call("serve", *load, "--think-time", time).out for time in ("2", "2s", "2000ms")]
+    assert len({*served}) == 1
+    error = call("serve", *load, "--think-time", "2x").err
+    assert "think_time is '2x', wanted seconds, or a time such as 50ms or 2s" in error
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("--max-instances 3 --adjustment-interval 1e-300", "wanted 0.001 or more"),
+        ("--instances 100000000", "instances is 100000000, wanted at most 100000"),
+    ],
+)
+def test_serving_refuses_what_would_never_end(call: Call, line: str, error: str):
+    assert error in call("serve", *LOAD, *line.split()).err
+
+
+def test_search_help_shows_what_serving_needs(call: Call):
+    text = call("search", "--help").out
+    section = text[text.index("Requests (with --serve):") :]
+    assert {"--rate", "--isl", "--osl", "--ttft", "--tpot"} <= {*section.split()}
+
+
+def test_a_closed_stdout_is_no_bug():
+    run = shlex.join([sys.executable, "-m", "stagewright", "hardware"])
+    done = subprocess.run(
+        f"{run} >&-; echo $? >&2; {run} | true; echo ${{PIPESTATUS[0]}} >&2",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.stderr.split() == ["0", "141"]
+
+
+def test_no_columns_are_eighty(call: Call, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    none = call("hardware").out
+    monkeypatch.setenv("COLUMNS", "80")
+    assert none == call("hardware").out
+
+
+# ---- results in Python ---------------------------------------------------------------------------
+
+
+def test_a_result_prints_what_its_command_prints(call: Call, tmp_path: Path):
+    settings: dict[str, Any] = {"layers": 4, "seq_length": 64, "tp": 2}
+    line = (*SMALL, "--tp", "2")
+    compiled = sw.compile("gpt2", **settings)
+    step = sw.simulate("gpt2", "h100-sxm", **settings)
+    for result, command in (
+        (compiled, ("show", *line)),
+        (step, ("simulate", *line, "--hardware", "h100-sxm")),
+    ):
+        words = [word for word in str(result).split() if not word.startswith("─")]
+        assert words == [w for w in call(*command).out.split() if not w.startswith("─")]
+        assert json.loads(call(*command, "--json").out) == json.loads(json.dumps(result.to_dict()))
+        (path,) = result.write(tmp_path / "result.html")
+        assert Path(path).read_text().startswith("<!doctype html>")
+        with pytest.raises(sw.UserError, match="no table 'task'; wanted"):
+            result.table("task")
+        with pytest.raises(sw.UserError, match=r"wanted a name that ends in \.json or \.html"):
+            result.write("result.txt")
+    assert step.fits
+    assert step.peak_memory == max(peak.size for peak in step.peaks)
+    assert compiled.fits is None
+    assert compiled.peak_memory >= step.peak_memory
+
+
+def test_the_package_lists_public_names_alone():
+    assert dir(sw) == [*sw.__all__]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: sw.load_run(0),  # pyright: ignore[reportArgumentType]
+        lambda: sw.load_run(10**30),  # pyright: ignore[reportArgumentType]
+        lambda: sw.compile(7),  # pyright: ignore[reportArgumentType]
+        lambda: sw.simulate(None, "h100-sxm"),  # pyright: ignore[reportArgumentType]
+        lambda: sw.simulate("gpt2", 3),  # pyright: ignore[reportArgumentType]
+        lambda: sw.search(b"gpt2", "h100-sxm", gpus=2),  # pyright: ignore[reportArgumentType]
+        lambda: sw.serve("gpt2", None, rate=1),  # pyright: ignore[reportArgumentType]
+        lambda: sw.serve(3.5, "h100-sxm", rate=1),  # pyright: ignore[reportArgumentType]
+        lambda: sw.report(object()),  # pyright: ignore[reportArgumentType]
+        lambda: sw.generate("gpt2", "out"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_values_of_other_types_are_errors_of_the_user(wrong: Callable[[], object]):
+    with pytest.raises(sw.UserError, match=r"wanted|known: "):
+        wrong()
 
 
 def test_a_simulation_names_its_execution(call: Call):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cli import shared
+from stagewright.cli import output
 from stagewright.cli.main import main
 
 pytestmark = pytest.mark.numerics  # whole commands
@@ -59,7 +59,7 @@ def test_a_terminal_is_no_file_to_replace(capsys: pytest.CaptureFixture[str]):
 
 
 def test_json_has_no_number_that_is_not_finite(capsys: pytest.CaptureFixture[str]):
-    shared.print_json({"a": [1.5, float("nan")], "b": {"c": float("-inf"), "d": (2,)}})
+    output.print_json({"a": [1.5, float("nan")], "b": {"c": float("-inf"), "d": (2,)}})
     found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))
     assert found == {"a": [1.5, None], "b": {"c": None, "d": [2]}}
 
@@ -153,7 +153,7 @@ def test_a_file_that_fails_late_takes_no_other_with_it(
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("stagewright.api.searched.page", full)
+    monkeypatch.setattr("stagewright.api.searched.html_page", full)
     out = ("-o", "a.html", "-o", "a.yaml", "-o", "a.csv", "--run", "5")
     assert code(*SEARCH, *H100, *out) == 2
     assert (place / "a.csv").exists()

@@ -47,6 +47,8 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     (found,) = json.loads(result.output)["rows"]
     assert (found["source"], found["measured"]) == ("mine", 2.0)
     assert found["predicted"] > 0
+    printed = CliRunner().invoke(commands, ["validate", "--rows", str(path)]).stdout
+    assert printed.count("mean error") == 1
     path.write_text(f"{HEADER}\n{ROW.format(quantity='step_s').replace('2.0', 'two')}\n")
     with pytest.raises(UserError, match="line 2: measured is 'two', wanted a number above 0"):
         training.load(path)
@@ -55,7 +57,7 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"mine, small: .*layers"):
         raise result.exception or AssertionError
     path.write_text("source,row\na,b\n")
-    with pytest.raises(UserError, match="the column hardware is missing"):
+    with pytest.raises(UserError, match="lacks columns hardware, quantity"):
         training.load(path)
     with pytest.raises(UserError, match="cannot be read"):
         training.load(tmp_path / "none.csv")

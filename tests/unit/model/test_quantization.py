@@ -374,10 +374,10 @@ def test_notes_in_training(tmp_path: Path) -> None:
 
 
 def test_a_summary_says_how_weights_are_stored() -> None:
-    summary = sw.compile(sw.Run(model="gpt-oss-20b", layers=2, **STEP)).summary()
+    summary = sw.compile(sw.Run(model="gpt-oss-20b", layers=2, **STEP)).to_dict()
     assert summary["weights"] == {"quant_method": "mxfp4", "formats": ["mxfp4"]}
     for settings in ({"weight_precision": "bf16"}, {"precision": "fp32"}):
-        plain = sw.compile(sw.Run(model="gpt-oss-20b", layers=2, **STEP, **settings)).summary()
+        plain = sw.compile(sw.Run(model="gpt-oss-20b", layers=2, **STEP, **settings)).to_dict()
         assert "weights" not in plain
 
 

@@ -387,7 +387,7 @@ def test_every_column_is_described_and_varied_figures_are_numbers():
     result = sw.search(
         asked.pop("model"), "h100-sxm", gpus=2, vary={"memory.gb": [70, 80]}, **asked,
     )  # fmt: skip
-    table = result.every()
+    table = result.table("candidates")
     patterns = [re.sub(r"\b[A-Z]+|(?<=_)[A-Z]+", "*", name) for name in COLUMNS]
     settings = {"tp", "dp"}
     other = [name for name in table.columns

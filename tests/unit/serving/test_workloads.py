@@ -70,6 +70,15 @@ def test_rows_that_are_no_requests_are_counted(tmp_path):
     assert list(of.session) == [0, 1]
 
 
+def test_all_members_of_a_gzip_file_are_read(tmp_path):
+    path = tmp_path / "two.csv.gz"
+    path.write_bytes(gzip.compress(b"arrival,isl,osl\n1,5,5\n") + gzip.compress(b"2,6,5\n"))
+    assert list(traces.read(path).prompt) == [5, 6]
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(UserError, match="is cut off"):
+        traces.read(path)
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -81,6 +90,7 @@ def test_rows_that_are_no_requests_are_counted(tmp_path):
         ("arrival,isl,osl\n1,1e99,3\n", "isl is '1e99'"),
         ("arrival,isl,osl\n1,99999999999,3\n", "wanted fewer than 2147483648"),
         ("arrival,isl,osl\n1,2147483648,3\n", "wanted fewer than 2147483648"),
+        (f'{{"arrival": 1, "isl": {"9" * 400}, "osl": 3}}', "wanted a whole number of tokens"),
         ("arrival,isl\n1,2\n", "has arrival, isl; wanted a column output, osl, output_len"),
         ("arrival,isl,osl,isl\n1,2,3,4\n", "line 1: several columns are 'isl'"),
         ('{"arrival": 1, "isl": 2, "osl": 3', "line 1: not JSON"),

@@ -309,7 +309,7 @@ def test_script_runs_the_traces_and_counts_ranks(tmp_path: Path) -> None:
         ({"dp": 1}, "h100-sxm", "two ranks or more"),
         ({"dp": 12}, "h100-sxm", "16 places for 12 ranks"),
         ({"dp": 2, "streams": "separate"}, "h100-sxm", "use streams=one"),
-        ({"dp": 2}, "h100", "unknown hardware"),
+        ({"dp": 2}, "h101", "unknown hardware"),
     ],
 )
 def test_what_it_cannot_have(run: dict[str, Any], hardware: str, told: str) -> None:

@@ -159,8 +159,8 @@ def test_small_kernels_wait_for_the_host() -> None:
     assert eager.mean.launches > 0.3 * eager.seconds
     assert eager.mean.total == pytest.approx(eager.seconds)
     assert eager.critical_path["launches"] > 0.3 * eager.seconds
-    assert "launches" in str(eager.where())
-    assert eager.summary()["mean"]["launches"] == eager.mean.launches
+    assert "launches" in str(eager.table("parts"))
+    assert eager.to_dict()["mean"]["launches"] == eager.mean.launches
 
 
 def test_blocking_launches_stand_between_all_kernels() -> None:

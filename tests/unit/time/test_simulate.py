@@ -94,7 +94,7 @@ def test_no_more_than_two_lots_wait_for_a_slow_network(settings: dict[str, Any])
     layers = {"layers": 8, "vocab": 128, "seq_length": 256, "global_batch_size": 8}
     run = sw.Run(model="gpt2", **layers, **settings)
     compiled = sw.compile(run)
-    (held,) = simulate(compiled, Machine.of(slow, gpus=run.world_size)).memory
+    (held,) = simulate(compiled, Machine.of(slow, gpus=run.world_size)).memory_over_time
     (rank,) = compiled.program.classes
     values = rank.values
     freed = [
@@ -108,7 +108,7 @@ def test_inference_has_no_model_flops() -> None:
     run = sw.Run(model="llama3-8b", mode="decode", tp=2, batch_size=8, context_length=1024)
     found = simulate(sw.compile(run), Machine.of(resolve("h100-sxm"), gpus=2))
     assert found.tokens == 8
-    assert "mfu" not in found.summary()
+    assert "mfu" not in found.to_dict()
     assert 0 < found.hfu < 0.1
 
 
@@ -149,9 +149,9 @@ def test_text_and_timeline(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         (["--no-overlap", "dq"], "there is no axis 'dq'"),
         (["--straggler", "a"], "wanted RANK=FACTOR"),
         (["--straggler", "7=1.1"], "there is no rank 7"),
-        (["--straggler", "0=0"], "is no slowdown"),
+        (["--straggler", "0=0"], "stragglers.0 is 0.0, wanted more than 0"),
         (["--prefetch", "-1"], "prefetch is -1"),
-        (["--hardware", "h100"], "unknown hardware"),
+        (["--hardware", "h101"], "unknown hardware"),
     ],
 )
 def test_errors(arguments: list[str], told: str | None, capsys: pytest.CaptureFixture[str]) -> None:

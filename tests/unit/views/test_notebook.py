@@ -90,7 +90,7 @@ def test_results_print_in_a_line(compiled: sw.Compiled, found: Any):
 
 
 def test_results_show_themselves(compiled: sw.Compiled, found: Any):
-    for each in (compiled, found, compiled.memory(), schedule.picture(compiled.order)):
+    for each in (compiled, found, compiled.table("memory"), schedule.picture(compiled.order)):
         shown = each._repr_html_()
         frame = render("page.html", title="x", data={})
         check(frame.rstrip().removesuffix("</body></html>") + shown + "</body></html>")
@@ -109,21 +109,21 @@ def test_pictures_are_shown_as_pictures(compiled: sw.Compiled):
 
 
 def test_tables_hold_what_the_summary_says(compiled: sw.Compiled):
-    told = compiled.summary()
-    work = compiled.compute()
+    told = compiled.to_dict()
+    work = compiled.table("compute")
     assert work.columns["stage"] == [0, 1]
     assert work.columns["forward"] == [c["flops"]["forward"] for c in told["rank_classes"]]
-    sent = [row for row in compiled.communication().rows if row["what"] == "send"]
+    sent = [row for row in compiled.table("communication").rows if row["what"] == "send"]
     wanted = [row["bytes"] for each in told["rank_classes"] for row in each["sends"]]
     assert [row["bytes"] for row in sent] == wanted
-    peaks = compiled.memory().columns["peak"]
+    peaks = compiled.table("memory").columns["peak"]
     assert peaks == [each["memory"]["peak"] for each in told["rank_classes"]]
 
 
 def test_tasks_are_those_of_the_rank(compiled: sw.Compiled):
     last = compiled.program.classes[1]
     rank = int(last.ranks[0])
-    rows = compiled.tasks(rank).rows
+    rows = compiled.table("tasks", rank=rank).rows
     assert len(rows) == len(last.tasks)
     assert sum(row["flops"] for row in rows) == int(last.tasks.flops.sum())
     sends = [row for row in rows if row["kind"] == "send"]
@@ -131,21 +131,21 @@ def test_tasks_are_those_of_the_rank(compiled: sw.Compiled):
     assert {row["with"] for row in sends} == {"pp +1"}  # round the ring
     assert {row["with"] for row in rows if row["kind"] == "all_reduce"} == {"tp", "dp", "pp+tp"}
     with pytest.raises(sw.UserError, match="there is no rank 8; use 0 to 7"):
-        compiled.tasks(8)
+        compiled.table("tasks", rank=8)
 
 
 def test_tasks_of_lanes_run_when_they_run(found: Any):
-    rows = found.tasks(1).rows
+    rows = found.table("tasks", lane=1).rows
     assert max(row["end"] for row in rows) <= found.seconds
     assert all(row["begin"] <= row["end"] for row in rows)
     kernels = sum(r["end"] - r["begin"] for r in rows if r["phase"] == "forward" and r["flops"])
     assert kernels == pytest.approx(found.parts[1].kernels["forward"], rel=0.05)
     with pytest.raises(sw.UserError, match="there is no lane 2"):
-        found.tasks(2)
+        found.table("tasks", lane=2)
 
 
 def test_shares_add_up(found: Any):
-    for row in found.where().rows:
+    for row in found.table("parts").rows:
         assert sum(v for k, v in row.items() if k != "GPUs") == pytest.approx(1)
 
 
@@ -154,13 +154,18 @@ def test_shares_add_up(found: Any):
 def test_tables_convert(library: str, compiled: sw.Compiled, found: Any):
     needed(library, library)
     for each in (
-        *(compiled.compute(), compiled.memory(), compiled.communication(), compiled.tasks(5)),
-        *(found.where(), found.transfers(), found.tasks(0)),
+        *(
+            compiled.table("compute"),
+            compiled.table("memory"),
+            compiled.table("communication"),
+            compiled.table("tasks", rank=5),
+        ),
+        *(found.table("parts"), found.table("transfers"), found.table("tasks")),
     ):
         frame = each.to_pandas() if library == "pandas" else each.to_polars()
         assert list(frame.columns) == list(each.columns)
         assert len(frame) == len(each)
-    flops = compiled.tasks(0)
+    flops = compiled.table("tasks")
     frame = flops.to_pandas() if library == "pandas" else flops.to_polars()
     assert int(frame["flops"].sum()) == int(compiled.program.classes[0].tasks.flops.sum())
 
@@ -172,7 +177,7 @@ def test_a_missing_library_is_told(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_long_tables_are_cut_in_notebooks(compiled: sw.Compiled):
-    tasks = compiled.tasks(0)
+    tasks = compiled.table("tasks")
     shown = tasks._repr_html_()
     assert shown.count("<tr>") == SHOWN + 2
     assert f"{len(tasks) - SHOWN:,} more rows" in shown

@@ -275,7 +275,7 @@ def test_command_reads_bundles(tmp_path: Path):
     [
         (("--nodes", "2"), "--nodes is for --hardware; add that, or leave --nodes out"),
         (("--straggler", "0=2"), "--straggler is for --hardware"),
-        (("--hardware", "h100"), "unknown hardware 'h100'; did you mean"),
+        (("--hardware", "h101"), "unknown hardware 'h101'; known: "),
         (("--tp", "7"), "tp=7 does not divide"),
     ],
 )

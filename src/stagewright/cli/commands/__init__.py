@@ -7,7 +7,7 @@ import pkgutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stagewright.cli.help import Entry
+    from stagewright.cli.command import Entry
 
 
 def entries() -> list[Entry]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
+from stagewright.cli import output
+from stagewright.cli.command import Entry, command
 from stagewright.cli.options import JSON
 
 
@@ -14,14 +14,14 @@ from stagewright.cli.options import JSON
 @click.argument("b")
 @JSON
 def diff(a: str, b: str, as_json: bool) -> int:
-    """Compare two traces, directories or bundles; exit with 0 if they hold the same, else 1."""
+    """Compare two traces, directories or bundles; the exit code is 0 if they are equal, else 1."""
     from stagewright.check import diff
 
     difference = diff.diff(a, b)
     if as_json:
-        shared.print_json(difference.to_json())
+        output.print_json(difference.to_json())
     else:
-        diff.print_difference(difference, shared.console())
+        diff.print_difference(difference, output.console())
     return int(not difference.same)
 
 

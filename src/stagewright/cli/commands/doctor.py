@@ -1,4 +1,4 @@
-"""The command that looks at the machine."""
+"""The command that checks the installation."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
+from stagewright.cli import output
+from stagewright.cli.command import Entry, command
 from stagewright.cli.options import JSON
 
 if TYPE_CHECKING:
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     "--speed/--no-speed", default=True, help="Write traces of 64 ranks and remove them. [on]"
 )
 def doctor(directory: str, as_json: bool, speed: bool) -> int:
-    """Say what is installed, what is missing, and how fast this machine writes traces.
+    """Report what is installed and missing, and how fast this machine writes traces.
 
-    DIRECTORY is where traces would be written. [.] Exits with 0 if nothing that is needed is
-    missing, else with 1.
+    DIRECTORY is where traces would be written. [.] The exit code is 1 if a required package is
+    missing, else 0.
     """
     from stagewright.evidence.doctor import examine
 
     examination = examine(directory, speed=speed)
     if as_json:
-        shared.print_json(examination.to_json())
+        output.print_json(examination.to_json())
     else:
         _print(examination)
     return int(bool(examination.problems))

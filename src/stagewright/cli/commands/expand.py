@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, Word, command
-from stagewright.cli.progress import describe_written, shown
-from stagewright.cli.writing import writing
-from stagewright.errors import UserError
-
-if TYPE_CHECKING:
-    from stagewright.executors import RayCluster
+from stagewright.cli import output, runs
+from stagewright.cli.command import Entry, command
+from stagewright.cli.option_types import Word
+from stagewright.cli.options import ADDRESS, FORCE, OUT_DIRECTORY, RANKS, WORKERS, forced
+from stagewright.cli.progress import shown
 
 
 @command
 @click.argument("bundle")
-@click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the traces.")
-@click.option("--ranks", metavar="LIST", help="These ranks, such as 0-7,131071. [all]")
+@OUT_DIRECTORY
+@RANKS
 @click.option(
     "--format",
     "format_",
@@ -29,56 +25,43 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="Format of the traces: chakra, dot or json. [chakra]",
 )
-@writing
+@FORCE
+@WORKERS
 @click.option(
     "--engine",
     type=Word(("local", "ray")),
     default="local",
     help="Writers: threads of this process, or machines of a Ray cluster that share DIR. [local]",
 )
-@click.option(
-    "--address", metavar="ADDRESS", help="Address of the Ray cluster: host:port, or auto."
-)
+@ADDRESS
 def expand(
     bundle: str,
     out: str,
     ranks: str | None,
     format_: str,
-    force: bool,
     workers: int | None,
     engine: str,
     address: str | None,
 ) -> None:
-    """Write the traces of ranks of a bundle: the bytes that generate writes for them."""
+    """Write the traces of ranks of a bundle, byte for byte as generate writes them."""
     from stagewright.trace.formats.bundle import Bundle
     from stagewright.trace.unbundle import expand
 
     started = time.perf_counter()
     source = Bundle(bundle)
-    chosen = None if ranks is None else shared.parse_ranks(ranks, source.world_size)
-    with _cluster(engine, address) as cluster, shown() as bar:
+    chosen = None if ranks is None else runs.parse_ranks(ranks, source.world_size)
+    with runs.ray_cluster(engine, address) or nullcontext() as cluster, shown() as bar:
         written = expand(
             source,
             out,
             format=format_,
             ranks=chosen,
             cluster=cluster,
-            force=force,
+            force=forced(),
             workers=workers,
             progress=bar,
         )
-    shared.say(describe_written(written, out, time.perf_counter() - started))
-
-
-def _cluster(engine: str, address: str | None) -> AbstractContextManager[RayCluster | None]:
-    """The Ray cluster that writes; None: this process."""
-    from stagewright.executors import ray_cluster
-
-    if engine == "ray":
-        return ray_cluster(address)
-    if address is not None:
-        raise UserError("--address is of a Ray cluster; add --engine ray, or leave --address out")
-    return nullcontext()
+    output.say(runs.describe_written(written, out, started))
 
 
 ENTRY = Entry(

@@ -8,17 +8,23 @@ from typing import Any
 import click
 
 import stagewright
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
-from stagewright.cli.options import experiment_options
-from stagewright.cli.progress import describe_written, shown
-from stagewright.cli.writing import writing
+from stagewright.cli import output, runs
+from stagewright.cli.command import Entry, command
+from stagewright.cli.options import (
+    FORCE,
+    OUT_DIRECTORY,
+    RANKS,
+    WORKERS,
+    experiment_options,
+    forced,
+)
+from stagewright.cli.progress import shown
 from stagewright.errors import UserError
 
 
 @command
-@experiment_options("hardware", "nodes", "durations")
-@click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the traces.")
+@experiment_options("durations")
+@OUT_DIRECTORY
 @click.option(
     "--format",
     "format_",
@@ -27,10 +33,11 @@ from stagewright.errors import UserError
     help="Format of the traces: chakra, dot, json or bundle. [chakra]",
 )
 @click.option(
-    "--astra-sim", is_flag=True, help="Also write what ASTRA-sim needs to run the traces."
+    "--astra-sim", is_flag=True, help="Also write the files with which ASTRA-sim runs the traces."
 )
-@click.option("--ranks", metavar="LIST", help="Only these ranks, such as 0-7,12. [all]")
-@writing
+@RANKS
+@FORCE
+@WORKERS
 def generate(
     model: str | None,
     config: str | None,
@@ -38,25 +45,24 @@ def generate(
     format_: str,
     astra_sim: bool,
     ranks: str | None,
-    force: bool,
     workers: int | None,
     **settings: Any,
 ) -> None:
     """Write the trace of every rank.
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
-    of the hub that is in its local cache.
+    of the hub in its local cache.
     """
     started = time.perf_counter()
-    experiment = shared.load_experiment(model, config, settings)
+    experiment = runs.load_experiment(model, config, settings)
     run, cluster = experiment.run, experiment.cluster
-    chosen = None if ranks is None else shared.parse_ranks(ranks, run.world_size)
+    chosen = None if ranks is None else runs.parse_ranks(ranks, run.world_size)
     if astra_sim and (cluster.hardware is None or format_ != "chakra" or chosen is not None):
         raise UserError("--astra-sim needs --hardware, and all ranks in --format chakra")
     with shown() as bar:
-        bar.say("working out what ranks do")
-        compiled = shared.compile_run(run, model, config)
-        bar.say("checking it")
+        bar.say("compiling")
+        compiled = runs.compile_run(run, model, config)
+        bar.say("checking")
         written = stagewright.generate(
             compiled,
             out,
@@ -67,15 +73,15 @@ def generate(
             execution=experiment.execution,
             ranks=chosen,
             progress=bar,
-            force=force,
+            force=forced(),
             workers=workers,
         )
-    shared.say(describe_written(written, out, time.perf_counter() - started))
-    shared.show_notes(written.get("astra_sim", {}).get("notes", ()))
+    output.say(runs.describe_written(written, out, started))
+    output.show_notes(written.get("astra_sim", {}).get("notes", ()))
     if cluster.durations is not None:
         from stagewright.time import measured
 
-        shared.say(measured.describe(written["durations"]))
+        output.say(measured.describe(written["durations"]))
 
 
 ENTRY = Entry(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
+from stagewright.cli import output
+from stagewright.cli.command import Entry, command
 from stagewright.cli.options import JSON
 
 
@@ -13,22 +13,22 @@ from stagewright.cli.options import JSON
 @click.argument("name", required=False)
 @JSON
 def hardware(name: str | None, as_json: bool) -> None:
-    """List the hardware known by name, or print all figures of one with their sources.
+    """List the known hardware, or print all figures of one with their sources.
 
-    NAME is one of the list, or the path of a YAML file.
+    NAME is a name of the list, or the path of a YAML file.
     """
     from stagewright.time import hardware
 
     if name is not None:
-        found = hardware.resolve(name).model_dump(mode="json", exclude_none=True)
+        figures = hardware.resolve(name).model_dump(mode="json", exclude_none=True)
         if as_json:
-            shared.print_json(found)
+            output.print_json(figures)
         else:
-            _print_figures(found)
+            _print_figures(figures)
         return
     all_ = [hardware.resolve(n) for n in hardware.names()]
     if as_json:
-        shared.print_json([h.model_dump(mode="json") for h in all_])
+        output.print_json([h.model_dump(mode="json") for h in all_])
         return
     from stagewright.texttable import Table, print_table
 
@@ -42,11 +42,11 @@ def hardware(name: str | None, as_json: bool) -> None:
         "W": [h.tdp_w for h in all_],
     }
     units = dict.fromkeys(columns.keys() - {"scale-up"}, "exact")
-    print_table(Table("", {"name": [h.name for h in all_], **columns}, units), shared.console())
+    print_table(Table("", {"name": [h.name for h in all_], **columns}, units), output.console())
 
 
-def _print_figures(found: dict[str, object]) -> None:
-    sources = found.pop("sources", {})
+def _print_figures(figures: dict[str, object]) -> None:
+    sources = figures.pop("sources", {})
     assert isinstance(sources, dict)
 
     def walk(values: dict[str, object], prefix: str) -> None:
@@ -55,9 +55,9 @@ def _print_figures(found: dict[str, object]) -> None:
                 walk(value, f"{prefix}{key}.")  # pyright: ignore
             else:
                 source = sources.get(prefix + key, "")  # pyright: ignore
-                shared.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
+                output.say(f"{prefix}{key}: {value}" + (f"  # {source}" if source else ""))
 
-    walk(found, "")
+    walk(figures, "")
 
 
 ENTRY = Entry(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
+from stagewright.cli import output
+from stagewright.cli.command import Entry, command
 from stagewright.errors import UserError, did_you_mean
 
 
@@ -15,10 +15,10 @@ from stagewright.errors import UserError, did_you_mean
     "--json", "as_json", is_flag=True, help="The models as one JSON object, with every field."
 )
 def models(words: tuple[str, ...], as_json: bool) -> None:
-    """List the models known by name, those whose names or kinds have each WORD.
+    """List the known models, or those whose name or kind has every WORD.
 
-    By kind, the smallest first: parameters in all and those that a token uses, layers, their
-    width, and the longest sequence (context) in tokens.
+    By kind, the smallest first: total and active parameters, layers, their width, and the longest
+    sequence (context) in tokens.
     """
     from stagewright.views.models import details, listed, table
 
@@ -31,11 +31,11 @@ def models(words: tuple[str, ...], as_json: bool) -> None:
             f"{did_you_mean(words[0].lower(), PRESETS)}; run `stagewright models` for all"
         )
     if as_json:
-        shared.print_json(details(names))
+        output.print_json(details(names))
         return
     from stagewright.texttable import print_table
 
-    print_table(table(names), shared.console())
+    print_table(table(names), output.console())
 
 
 ENTRY = Entry(

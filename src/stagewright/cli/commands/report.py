@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import stagewright
-from stagewright.cli import shared
+from stagewright.cli import output, runs
+from stagewright.cli.command import Entry, command
 from stagewright.cli.commands.simulate import run_experiment
-from stagewright.cli.help import Entry, command
-from stagewright.cli.options import ALLOW_OOM, experiment_options
-from stagewright.cli.writing import output_file
+from stagewright.cli.options import ALLOW_OOM, FORCE, experiment_options, output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
 @command
 @experiment_options()
 @output_file("-o", "--out", required=True, help="The page, such as run.html.")
+@FORCE
 @ALLOW_OOM
 def report(model: str | None, config: str | None, out: str, **settings: Any) -> int:
     """Write a page about a run: memory, communication, pipeline, graph; with --hardware, time.
@@ -32,16 +32,16 @@ def report(model: str | None, config: str | None, out: str, **settings: Any) -> 
 
     if model is not None and config is None and is_bundle(model):
         model, config = None, model
-    experiment = shared.load_experiment(model, config, settings)
+    experiment = runs.load_experiment(model, config, settings)
     if experiment.cluster.hardware is None:
         _check_no_machine(experiment)
-        compiled = shared.compile_run(experiment.run, model, config)
+        compiled = runs.compile_run(experiment.run, model, config)
         fit, text = compiled.fit, stagewright.report(compiled, out)
     else:
         simulation = run_experiment(experiment, model, config)
         fit, text = simulation.fit, stagewright.report(simulation, out)
-    shared.say(f"{out}: {quantity(len(text.encode()), 'B')}")
-    return shared.code_of(fit)
+    output.say(f"{out}: {quantity(len(text.encode()), 'B')}")
+    return runs.code_of(fit)
 
 
 def _check_no_machine(experiment: Experiment) -> None:

@@ -6,24 +6,20 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
-from stagewright.cli.options import ALLOW_OOM, experiment_options
-from stagewright.cli.writing import output_file
+from stagewright.cli import output, runs
+from stagewright.cli.command import Entry, command
+from stagewright.cli.options import ALLOW_OOM, FORCE, JSON, experiment_options, output_file
 from stagewright.errors import UserError
-
-if TYPE_CHECKING:
-    from stagewright.views.summary import Summary
 
 
 @command
-@experiment_options("hardware", "nodes")
-@click.option("--json", "as_json", is_flag=True, help="The summary as one JSON object.")
+@experiment_options()
+@JSON
 @click.option(
     "--via",
     type=click.Choice(["torch"]),
@@ -33,11 +29,13 @@ if TYPE_CHECKING:
 @click.option("--kernels", is_flag=True, help="The distinct kernels, as CSV to fill in durations.")
 @click.option("--schedule-picture", is_flag=True, help="The pipeline schedule, as a picture.")
 @output_file("--memory-plot", help="Memory over the step, as an HTML page.")
+@FORCE
 @ALLOW_OOM
 def show(
     model: str | None,
     config: str | None,
     as_json: bool,
+    via: str | None,
     graph: bool,
     kernels: bool,
     schedule_picture: bool,
@@ -47,13 +45,12 @@ def show(
     """Print what the ranks compute, communicate and hold.
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, an id of
-    the hub that is in its local cache, or a bundle, which is shown as it is: without settings. The
-    exit code is 3 if the run does not fit into the memory of the hardware, or into --device-memory.
+    the hub in its local cache, or a bundle, which is shown as it is: without settings. The exit
+    code is 3 if the run does not fit into the memory of the hardware, or into --device-memory.
     """
     from stagewright.trace.formats.archive import is_bundle
-    from stagewright.views.summary import summary
+    from stagewright.views.summary import summary, summary_text
 
-    via = settings.pop("via")
     chosen = (as_json, graph, kernels, schedule_picture, memory_plot is not None)
     if sum(chosen) > 1:
         raise UserError(
@@ -66,21 +63,24 @@ def show(
                 f"{model}: a bundle is shown as it is; for other settings: --config {model}"
             )
         if as_json or not any(chosen):
-            _show_bundle(model, as_json)
+            from stagewright.views.bundles import of_bundle
+
+            values = of_bundle(model)
+            output.print_result(lambda: values if as_json else summary_text(values))
             return 0
         model, config = None, model
     model = _imported(model) if via and model else model
-    experiment = shared.load_experiment(model, config, settings)
-    _note_of_times(settings)
-    compiled = shared.compile_run(experiment.run, model, config, experiment.cluster.hardware)
+    experiment = runs.load_experiment(model, config, settings)
+    output.show_notes(_notes_of_times(settings))
+    compiled = runs.compile_run(experiment.run, model, config, experiment.cluster.hardware)
     if memory_plot is not None:
         from stagewright.files import write_text
         from stagewright.views.pages import memory as plot
 
         write_text(memory_plot, plot.page(compiled))
-        shared.say(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
+        output.say(f"{memory_plot}: memory of {len(compiled.program.classes)} classes of ranks")
     elif graph:
-        shared.say(compiled.graph_text())
+        output.say(compiled.graph_text())
     elif kernels:
         from stagewright.time.measured import to_csv
 
@@ -89,53 +89,37 @@ def show(
         from stagewright.schedule.text import text
 
         columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        shared.say(text(compiled.order, columns))
+        output.say(text(compiled.order, columns))
     else:
-        _show_summary(summary(compiled), as_json)
-    return shared.code_of(compiled.fit)
+        values = summary(compiled)
+        output.print_result(lambda: values if as_json else summary_text(values))
+    return runs.code_of(compiled.fit)
 
 
 def _imported(source: str) -> str:
-    """The path of the text that a module is imported as, in a folder of its own."""
+    """Import a module as the text of a model, in a new folder; returns its path."""
     from stagewright.files import write_text
     from stagewright.imports.sources import recorded
     from stagewright.imports.translate import translate
 
     started = time.perf_counter()
     traced = recorded(source)
-    made = translate(traced)
+    translated = translate(traced)
     path = f"{tempfile.mkdtemp()}/{traced.name or 'imported'}.stg"
-    write_text(path, made.text)
-    shared.show_notes(made.notes)
+    write_text(path, translated.text)
     seconds = time.perf_counter() - started
-    click.echo(f"stagewright: note: {source} imported in {seconds:.1f} s: {path}", err=True)
+    output.show_notes([*translated.notes, f"{source} imported in {seconds:.1f} s: {path}"])
     return path
 
 
-def _note_of_times(settings: Mapping[str, Any]) -> None:
-    """Say which options have no effect here, where nothing is timed."""
+def _notes_of_times(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Options without effect here, where nothing is timed."""
     from stagewright.run.sections import EXPERIMENT, SETTINGS
 
     for setting in EXPERIMENT.values():
-        timed = setting.name not in SETTINGS and setting.name not in ("hardware", "nodes")
+        timed = setting.name not in SETTINGS and setting.name not in ("hardware", "nodes", "gpus")
         if timed and settings.get(setting.name) is not None:
-            text = f"{setting.flag} changes no figure of show, which times nothing; see simulate"
-            click.echo(f"stagewright: note: {text}", err=True)
-
-
-def _show_bundle(path: str, as_json: bool) -> None:
-    from stagewright.views.bundles import of_bundle
-
-    _show_summary(of_bundle(path), as_json)
-
-
-def _show_summary(result: Summary, as_json: bool) -> None:
-    from stagewright.views.summary import tables
-
-    if as_json:
-        shared.print_json(result)
-    else:
-        tables(result, shared.console())
+            yield f"{setting.flag} changes no figure of show, which times nothing; see simulate"
 
 
 ENTRY = Entry(

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
-from stagewright.cli.options import GROUP_FILE, JSON
+from stagewright.cli import output
+from stagewright.cli.command import Entry, command
+from stagewright.cli.options import GROUP_FILE, JSON, WORKERS
 
 if TYPE_CHECKING:
     from stagewright.check.report import Report
@@ -19,25 +19,20 @@ if TYPE_CHECKING:
 @GROUP_FILE
 @JSON
 @click.option("--strict", is_flag=True, help="Exit with 1 for warnings, too.")
-@click.option(
-    "--workers",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Processes that read traces. [one per core]",
-)
+@WORKERS
 def verify(
     directory: str, comm_group: str | None, as_json: bool, strict: bool, workers: int | None
 ) -> int:
-    """Check Chakra traces, whoever wrote them; exit with 0 if they are sound and 1 if not.
+    """Check Chakra traces of any tool; the exit code is 0 if they are sound, else 1.
 
-    DIRECTORY holds files such as workload.0.et; it may also be DIR/workload, one file, or a bundle,
+    DIRECTORY has files such as workload.0.et; it may also be DIR/workload, one file, or a bundle,
     which is checked by its rank classes.
     """
     from stagewright.check.verify import verify
 
     report = verify(directory, comm_group, workers=workers)
     if as_json:
-        shared.print_json(report.to_json())
+        output.print_json(report.to_json())
     else:
         _print_report(report)
     return int(not report.ok or (strict and bool(report.findings)))
@@ -55,7 +50,7 @@ def _print_report(report: Report) -> None:
         click.echo(f"{level} [{finding.code}] {where}{readable(finding.message)}{more}")
     for text in report.skipped:
         click.echo(f"not checked: {readable(text)}")
-    shared.say(
+    output.say(
         f"{report.directory}: {plural(report.ranks, 'file', 'files')}, "
         f"{plural(report.kinds, 'kind', 'kinds')}, {report.nodes:,} nodes, "
         f"{report.bytes:,} bytes, {report.seconds:.1f} s; checked: {', '.join(report.checks)}"

@@ -23,8 +23,8 @@ class AdapterSection:
 
     trainable: tuple[Text, ...] | None = setting(
         None,
-        "Parameters that train, by name or pattern, such as 'head.*,*norm*'; with lora_rank, "
-        "beside adapters.",
+        "Parameters that train, by name or pattern, such as 'head.*,*norm*'; with "
+        "lora_rank, besides adapters.",
         unset="all; with lora_rank the adapters alone",
         modes=TRAINING,
         elsewhere="nothing trains",
@@ -33,7 +33,7 @@ class AdapterSection:
     )
     freeze: tuple[Text, ...] | None = setting(
         None,
-        "Parameters that do not train, by name or pattern; goes before trainable.",
+        "Parameters that do not train, by name or pattern; overrides trainable.",
         unset="none",
         modes=TRAINING,
         elsewhere="nothing trains",
@@ -41,7 +41,7 @@ class AdapterSection:
     )
     quantize_base: Literal["fp8", "nf4", "nf4-double"] | None = setting(
         None,
-        "Storage of the layers' frozen matrices, dequantized where they are read (QLoRA).",
+        "Storage of the layers' frozen matrices, dequantized when read (QLoRA).",
         unset="as other parameters",
         modes=TRAINING,
         elsewhere="use weight_precision",
@@ -59,15 +59,14 @@ class AdapterSection:
     )
     lora_alpha: Factor | None = setting(
         None,
-        "What adapters make is scaled by lora_alpha / lora_rank.",
+        "Scale of adapters: lora_alpha / lora_rank.",
         unset="lora_rank",
         names=("peft-alpha",),
-        rare=True,
         **_ADAPTER,
     )
     lora_dropout: Rate = setting(
         0.0,
-        "Dropout of the input of adapters.",
+        "Dropout on the input of adapters.",
         names=("peft-dropout",),
         **_ADAPTER,
     )
@@ -81,9 +80,8 @@ class AdapterSection:
     )
     lora_all_to_all: Switch = setting(
         False,
-        "Row-parallel adapters exchange their result by all-to-all, not by all-gather.",
+        "Row-parallel adapters exchange results by all-to-all instead of all-gather.",
         names=("a2a-experimental",),
-        rare=True,
         **_ADAPTER,
     )
     """`a2a_experimental` of Megatron-Bridge's LoRA (src/megatron/bridge/peft/lora.py)."""

@@ -29,7 +29,7 @@ class BatchSection:
     )
     document_length: Count | None = setting(
         None,
-        "Tokens of the documents that sequences are packed with, each of which sees only itself.",
+        "Tokens of a document in packed sequences; attention stays within a document.",
         unset="one document",
         modes=TRAINING,
         elsewhere=_LENGTHS,
@@ -47,7 +47,7 @@ class BatchSection:
     global_batch_size: Count | None = setting(
         None,
         "Sequences of a step.",
-        unset="micro-batch-size * dp * pp, or twice as many where the schedule needs them",
+        unset="micro-batch-size * dp * pp, or twice that if the schedule needs it",
         modes=TRAINING,
         elsewhere="use batch_size",
         names=("training.global_batch_size",),
@@ -64,7 +64,8 @@ class BatchSection:
     )
     microbatch_group_size_per_vp_stage: Count | None = setting(
         None,
-        "With schedule=interleaved: microbatches that pass through the chunks of a rank together.",
+        "With schedule=interleaved: microbatches that pass through the chunks of a rank"
+        " as a group.",
         unset="pp; torchtitan: equal groups of pp or a few more",
         modes=TRAINING,
         elsewhere="a pipeline rank holds one stage",
@@ -73,18 +74,18 @@ class BatchSection:
     layers_per_stage: tuple[Number, ...] | None = setting(
         None,
         "Layers of each virtual stage, such as 9,10,10,9.",
-        unset="as pipeline-split says",
+        unset="by pipeline-split",
         metavar="LIST",
     )
     pipeline_split: Literal["layers", "compute"] = setting(
         "layers",
-        "Without layers-per-stage: stages have as many layers, or as much compute (nanotron).",
+        "Without layers-per-stage: equal numbers of layers, or equal compute (nanotron).",
         modes=TRAINING,
         elsewhere="layers are split evenly",
     )
     first_stage_less_layers: Number = setting(
         0,
-        "With pipeline-split=layers: layers that the embedding counts for.",
+        "With pipeline-split=layers: layers that the embedding counts as.",
         idle=(idle_axes("pp"),),
         modes=TRAINING,
         elsewhere="layers are split evenly",
@@ -94,7 +95,7 @@ class BatchSection:
     )
     last_stage_less_layers: Number = setting(
         0,
-        "With pipeline-split=layers: layers that norm, output projection and loss count for.",
+        "With pipeline-split=layers: layers that the output head counts as.",
         idle=(idle_axes("pp"),),
         modes=TRAINING,
         elsewhere="layers are split evenly",
@@ -104,8 +105,7 @@ class BatchSection:
     )
     streams: Literal["one", "separate"] = setting(
         "one",
-        "Order of communication in traces: one chain (ASTRA-sim), or one for each communicator.",
-        rare=True,
+        "Order of communication in traces: one chain (ASTRA-sim), or one per communicator.",
         of_requests=True,
     )
     """Orders the communication of traces; `Execution.streams` orders that of the simulation."""

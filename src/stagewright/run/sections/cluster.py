@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from stagewright.run.sections.declare import Count, Text, Weight, setting
+from stagewright.run.sections.declare import Count, Factor, Text, Weight, setting
 
 Topology = Literal["two_tier", "fullflat"]
 Algorithm = Literal["best", "ring", "tree", "hierarchical", "direct", "in_network"]
@@ -16,12 +16,13 @@ class ClusterSection:
 
     hardware: Text | None = setting(
         None,
-        "GPU by name (see `stagewright hardware`), or a .yaml file of one.",
+        "GPU by name (see `stagewright hardware`), or a .yaml file.",
         metavar="NAME",
     )
-    nodes: Count | None = setting(None, "Nodes; without dp, dp fills them.")
+    nodes: Count | None = setting(None, "Number of nodes; without dp, dp fills them.")
+    gpus: Count | None = setting(None, "Number of GPUs; without dp, dp fills them.")
     topology: Topology = setting(
-        "two_tier", "fullflat: the links within a node join the GPUs of all nodes."
+        "two_tier", "Network: two tiers, or one in which node links join all GPUs (fullflat)."
     )
     algorithm: Algorithm = setting("best", "Algorithm of collectives.")
     price: Weight | None = setting(
@@ -29,14 +30,14 @@ class ClusterSection:
     )
     costs: Text | None = setting(
         None,
-        "YAML file of what GPUs, network and power cost who owns them.",
+        "YAML file of the costs of owning GPUs, network and power.",
         unset="rented at --price",
         metavar="FILE",
     )
     """Gives the price of a GPU-hour: `time.ownership.Ownership` has the keys."""
-    stragglers: Mapping[int, float] | None = setting(
+    stragglers: Mapping[int, Factor] | None = setting(
         None,
-        "Kernels of a rank take F times as long; may be repeated.",
+        "Slow rank: its kernels take F times as long; may be repeated.",
         names=("straggler",),
         metavar="RANK=F",
     )

@@ -13,6 +13,7 @@ pydantic nor numpy, so that `stagewright --help` answers at once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import UnionType
@@ -74,6 +75,44 @@ class Real(Exactly):
         super().__init__("float", strict=strict, allow_inf_nan=False, **ends)
 
 
+_TIME = re.compile(r"\s*([0-9]+\.?[0-9]*(?:e-?[0-9]+)?|\.[0-9]+)\s*(us|ms|s|min|h|)\s*")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def read_time(value: object) -> tuple[float, str] | None:
+    """A number and its unit as seconds; without a unit, the number as it is; None: no time.
+
+    >>> read_time("50ms"), read_time(3), read_time("soon")
+    ((0.05, 'ms'), (3.0, ''), None)
+    """
+    if isinstance(value, str) and (match := _TIME.fullmatch(value)):
+        return float(match[1]) * _UNITS.get(match[2], 1.0), match[2]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value), ""
+    return None
+
+
+class Duration(Exactly):
+    """Seconds, or text with a unit: `50ms`, `2s`, `10min`."""
+
+    kind = str
+
+    def __init__(self, least: float = 0.0, most: float = 1e9) -> None:
+        """Both ends are in seconds and belong to the range."""
+        super().__init__("float", ge=least, le=most, allow_inf_nan=False)
+
+    def __get_pydantic_core_schema__(self, source: object, handler: object) -> dict[str, object]:
+        """The rule as pydantic reads it."""
+
+        def read(value: object) -> object:
+            time = read_time(value)
+            return value if time is None else time[0]
+
+        function = {"type": "no-info", "function": read}
+        return {"type": "function-before", "function": function, "schema": self._schema}
+
+
+Seconds = Annotated[float, Duration()]
 Count = Annotated[int, Whole(1)]
 Number = Annotated[int, Whole(0)]
 Factor = Annotated[float, Real(gt=0, le=1e6)]
@@ -125,8 +164,6 @@ class Setting:
     same_words: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values of these tools that mean a value of this setting; None: what follows where it is not
     given."""
-    rare: bool = False
-    """Listed by `--help-all` only."""
     metavar: str = ""
     option: str = ""
     """The option's name where that is another than the setting's, which is a word of Python."""
@@ -186,7 +223,6 @@ def setting(
     switches: Mapping[str, Any] | None = None,
     words: Mapping[str, str] | None = None,
     same_words: Mapping[str, Any] | None = None,
-    rare: bool = False,
     metavar: str = "",
     option: str = "",
     of_requests: bool = False,
@@ -207,7 +243,6 @@ def setting(
         switches=switches or {},
         words=words or {},
         same_words=same_words or {},
-        rare=rare,
         metavar=metavar,
         option=option,
         of_requests=of_requests,

@@ -8,6 +8,7 @@ from stagewright.run.sections.declare import (
     AXES,
     INFERENCE,
     Number,
+    Seconds,
     Switch,
     Without,
     idle_axes,
@@ -38,31 +39,31 @@ class Execution:
     Orders the communication of the simulation; `Run.streams` orders that of traces."""
     no_overlap: frozenset[str] = setting(
         frozenset(),
-        "Axes whose communication kernels wait for, both ways: tp,cp,ep,dp,pp.",
+        "Axes whose communication does not overlap with kernels: tp,cp,ep,dp,pp.",
         metavar="LIST",
         switches={"overlap-grad-reduce": Without("dp")},
     )
     prefetch: Number = setting(
         1,
-        "How many blocks ahead sharded weights are gathered.",
+        "Number of blocks for which sharded weights are gathered ahead.",
         idle=(*({"zero": stage} for stage in (0, 1, 2)), _NOT_SHARDED),
     )
     overlap_param_gather: Switch = setting(
         False,
-        "Sharded optimizer: gather updated parameters in the next step's forward pass.",
+        "Sharded optimizer: gather updated parameters in the next forward pass.",
         idle=({"zero": 0}, _NOT_SHARDED),
     )
     """Block by block (Megatron-LM's name); here: at the start of this step."""
     tp_comm_overlap: Switch = setting(
         False,
-        "Cut tp's collectives into chunks that overlap with the adjacent matrix products.",
+        "Split tp's collectives into chunks that overlap with the adjacent matrix products.",
         idle=({"tp": 1}, {"sequence_parallel": False}),
         names=("parallelism.enable_async_tensor_parallel",),
     )
     """Megatron-LM's name; PyTorch's async TP. Durations follow it (`durations.task_seconds`)."""
     overlap_moe_expert_parallel_comm: Switch = setting(
         False,
-        "Compute one microbatch while tokens of another are exchanged between experts.",
+        "Compute one microbatch while another one's tokens are exchanged between experts.",
     )
     """The backward pass of a microbatch and the forward pass of a later one run together
     (Megatron-LM's name); see `time.simulate.ep_overlap`."""
@@ -75,15 +76,14 @@ class Execution:
     serving_engine: Literal["vllm", "sglang", "trtllm"] | None = setting(
         None,
         "Serving engine whose kernels run: vLLM, SGLang or TensorRT-LLM.",
-        unset="constants that stand for all three",
+        unset="constants for all three",
         modes=INFERENCE,
     )
     """Constants of an engine's own kernels, where the hardware has any, and what it does within one
     kernel; see `time.engines`."""
     launch_mode: Literal["eager", "blocking", "compile", "cuda_graph", "ahead"] | None = setting(
         None,
-        "How the host launches kernels: one by one; blocking until each ends; compiled; as CUDA "
-        "graphs; ahead: in no time.",
+        "Kernel launches by the host: eager, blocking, compiled, CUDA graphs, or free (ahead).",
         unset="eager; compile with torchtitan and in prefill; cuda_graph in decode",
         names=("cuda-graph-impl",),
         same_words={
@@ -98,7 +98,7 @@ class Execution:
     `time.simulate.launches`."""
     cuda_graph_modules: frozenset[str] = setting(
         frozenset(),
-        "Modules of each layer that are CUDA graphs, the rest being launched one by one.",
+        "Modules of each layer that are CUDA graphs; other kernels are launched one by one.",
         unset="the whole step is one graph",
         metavar="LIST",
         names=("cuda-graph-scope",),
@@ -107,20 +107,20 @@ class Execution:
     each stand for all of a layer but its router and experts. Needs launch mode `cuda_graph`."""
     collective_checks: Switch = setting(
         False,
-        "Hosts of a group compare every collective before it (TORCH_DISTRIBUTED_DEBUG=DETAIL).",
+        "Compare every collective across hosts first (TORCH_DISTRIBUTED_DEBUG=DETAIL).",
     )
     """PyTorch's `ProcessGroupWrapper`: a barrier and an exchange of descriptions over TCP, for a
     time that grows with the ranks of the group; see `time.simulate.launches`."""
-    p2p_metadata_s: float = setting(
+    p2p_metadata_s: Seconds = setting(
         0.0,
-        "Seconds in which the hosts of a message of the pipeline tell each other its shape.",
-        metavar="S",
+        "Time in which hosts exchange the shape of a pipeline message.",
+        metavar="TIME",
     )
     """Frameworks that know all shapes send none; some versions of nanotron slept for 0.1 s between
     looks at whether the metadata of a tensor had come."""
     pipeline_drain: Switch = setting(
         False,
-        "Decode with pp: time one step from an empty pipeline to an empty one, not one of many.",
+        "Decode with pp: time one step on an empty pipeline, not one of many.",
     )
     """By default pp batches are in flight, as in vLLM; see `time.simulate.steady`."""
 

@@ -21,54 +21,51 @@ class ExpertSection:
     )
     moe_apply_probs: Literal["experts", "input", "output"] | None = setting(
         None,
-        "Where the router's weights are multiplied: inside experts, or on their input or output.",
-        unset="as the model, else experts",
+        "Where router weights are multiplied: inside experts, or on their input or output.",
+        unset="the model's, else experts",
         modes=TRAINING,
         elsewhere="gates weigh results where the tokens are",
-        rare=True,
     )
     moe_expert_capacity_factor: Factor | None = setting(
         None,
-        "Each rank drops the copies to an expert beyond this times an even share.",
+        "Drop tokens of an expert beyond this times an even share, on each rank.",
         unset="none dropped",
         modes=TRAINING,
         elsewhere="no token is dropped",
     )
     moe_pad_expert_input_to_capacity: Switch = setting(
-        False, "Pad every expert's input to its capacity.", rare=True
+        False, "Pad every expert's input to its capacity."
     )
     moe_router_dtype: Literal["fp32"] | None = setting(
-        None, "Data type of the router.", unset="as all else", rare=True
+        None, "Data type of the router.", unset="precision"
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = (
         setting(
             "aux_loss",
-            "What the load-balancing loss averages over: a rank's microbatch, a sequence, or the "
-            "microbatch of all ranks.",
-            rare=True,
+            "Tokens that the load-balancing loss averages over: a rank's microbatch, a "
+            "sequence, or the microbatch of all ranks.",
         )
     )
     moe_aux_loss_coeff: Weight = setting(
         0.0,
-        "Coefficient of the load-balancing loss; 0: no such loss.",
+        "Coefficient of the load-balancing loss; 0: no loss.",
         modes=TRAINING,
         elsewhere=_NO_LOSS,
     )
     moe_z_loss_coeff: Weight = setting(
-        0.0, "Coefficient of the router's z-loss.", modes=TRAINING, elsewhere=_NO_LOSS, rare=True
+        0.0, "Coefficient of the router's z-loss.", modes=TRAINING, elsewhere=_NO_LOSS
     )
     moe_router_enable_expert_bias: Switch | None = setting(
         None,
-        "Balance the load by a bias of each expert's score (aux-loss-free).",
-        unset="as the model was trained",
+        "Balance the load by a bias on each expert's score (aux-loss-free).",
+        unset="the model's",
         modes=TRAINING,
         elsewhere="it is part of the model",
-        rare=True,
     )
     expert_load: Text | tuple[tuple[Any, ...], ...] | None = setting(
         None,
-        "File (CSV or JSON) of the tokens that each expert gets, by layer; or how many times the "
-        "mean the busiest rank gets, such as 1.3.",
-        unset="all equal",
+        "Tokens of each expert by layer, in a file (CSV or JSON); or the load of the "
+        "busiest rank as a multiple of the mean, such as 1.3.",
+        unset="equal",
         metavar="FILE|X",
     )

@@ -22,8 +22,8 @@ _Value = TypeVar("_Value")
 
 
 def habit(default: _Value, help: str, **more: Any) -> _Value:
-    """Declare a rare setting of training; `more` as `setting` takes it."""
-    return setting(default, help, modes=TRAINING, rare=True, **more)
+    """Declare a setting of training; `more` as `setting` takes it."""
+    return setting(default, help, modes=TRAINING, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class HabitSection:
 
     framework: Literal["megatron", "torchtitan"] = setting(
         "megatron",
-        "The framework whose habits are the defaults of other settings.",
+        "Framework that sets the defaults of other settings.",
         modes=TRAINING,
         elsewhere="its habits are those of training",
     )
@@ -65,7 +65,6 @@ class HabitSection:
         True,
         "Time query, key and value as one matrix product, gate and up as another.",
         habits={"torchtitan": False},
-        rare=True,
     )
     """`linear_qkv` and `linear_fc1` of Megatron-LM, `QKVParallelLinear` of vLLM. Off: each
     projection as its own product."""
@@ -77,7 +76,7 @@ class HabitSection:
     )
     set_grads_to_none: Switch = habit(
         False,
-        "Hold gradients from when they are made until the step ends, not in permanent buffers.",
+        "Free gradients after each step, instead of holding permanent buffers.",
         elsewhere=_NO_GRADIENTS,
         habits={"torchtitan": True},
     )
@@ -96,7 +95,7 @@ class HabitSection:
     )
     recompute_early_stop: Switch = habit(
         False,
-        "End recomputation with the last value that backward needs.",
+        "End recomputation at the last value that backward needs.",
         elsewhere=NO_BACKWARD,
         habits={"torchtitan": True},
     )
@@ -113,7 +112,7 @@ class HabitSection:
     done."""
     fsdp_reduce: Literal["microbatch", "last"] = habit(
         "microbatch",
-        "With zero=3: when gradients are reduce-scattered, every microbatch or the last.",
+        "With zero=3: reduce-scatter gradients after every microbatch, or after the last.",
         elsewhere=_NO_GRADIENTS,
         needs={"zero": (3,)},
         habits={"torchtitan": "last"},
@@ -122,8 +121,8 @@ class HabitSection:
     PyTorch's pipeline schedules call it)."""
     reshard_after_backward: Switch = habit(
         False,
-        "Without reshard_after_forward: free gathered parameters after each microbatch's backward, "
-        "and gather them again for the next.",
+        "Without reshard_after_forward: free gathered parameters after each backward, "
+        "and gather them for the next.",
         elsewhere=WHOLE_WEIGHTS,
         idle=(idle_axes("dp", "cp"),),
         needs={"reshard_after_forward": (False,)},
@@ -133,7 +132,7 @@ class HabitSection:
     last backward: with pp, parameters stay gathered for the step whatever this says."""
     fsdp_shard_dim: Literal["best", "first", "few_experts_second"] = habit(
         "best",
-        "With zero=3: split weights in a dim that divides, or in rows padded to the ranks (FSDP2).",
+        "With zero=3: split weights along a dim that divides, or along padded rows (FSDP2).",
         elsewhere=WHOLE_WEIGHTS,
         needs={"zero": (3,)},
         habits={"torchtitan": "first"},
@@ -141,7 +140,7 @@ class HabitSection:
     """`few_experts_second`: as `first`, but where ranks outnumber experts, each expert's rows."""
     ddp_bucket_cap_mb: Count | None = habit(
         None,
-        "With zero=0: MiB of a bucket of gradients across layers; the first bucket has 1 MiB.",
+        "With zero=0: MiB of a gradient bucket across layers; the first bucket has 1 MiB.",
         unset="as bucket",
         elsewhere=_NO_GRADIENTS,
         needs={"zero": (0,)},
@@ -182,13 +181,13 @@ class HabitSection:
     reduces them, else in the optimizer each time that it reads one."""
     clip_grad_norm: Literal["total", "vector"] = habit(
         "total",
-        "To clip, ranks exchange the norm of all their gradients, or the norm of each.",
+        "Norms that ranks exchange to clip: one of all gradients, or one of each.",
         elsewhere=_NO_GRADIENTS,
         habits={"torchtitan": "vector"},
     )
     moe_counts_exchange: Literal["all_gather", "all_to_all"] = habit(
         "all_gather",
-        "With ep or tp: how ranks tell how many copies of tokens they are about to send.",
+        "With ep or tp: exchange of the token counts before dispatch.",
         idle=(idle_axes("ep", "tp"),),
         elsewhere="engines choose by themselves",
         needs={"moe_token_dispatcher_type": ("alltoall",)},
@@ -198,7 +197,7 @@ class HabitSection:
     `all_to_all`: ranks learn what they get (torchtitan's `ExpertParallel`)."""
     cp_grad_comm_type: Literal["reduce_scatter", "ring"] = habit(
         "reduce_scatter",
-        "With cp: how gradients of gathered keys and values return to their ranks.",
+        "With cp: collective that returns gradients of gathered keys and values.",
         idle=(idle_axes("cp"),),
         elsewhere=_NO_GRADIENTS,
         needs={"cp_comm_type": ("p2p", "all_gather")},
@@ -208,20 +207,20 @@ class HabitSection:
     backward; its ring (p2p) has gradients in fp32, too."""
     grad_reduce: Literal["step", "microbatch"] = habit(
         "step",
-        "How often gradients are reduced over dp; with zero=2 and 3 always every microbatch.",
+        "Reduce gradients over dp after every microbatch or once; zero=2 and 3: every microbatch.",
         idle=(idle_axes("dp", "cp"),),
         elsewhere=_NO_GRADIENTS,
     )
     activation_gather: Literal["again", "keep"] = habit(
         "again",
-        "With sequence_parallel: gather activations again in backward, or keep them (DTensor).",
+        "With sequence_parallel: gather activations again in backward, or save them (DTensor).",
         idle=({"sequence_parallel": False}, idle_axes("tp")),
         elsewhere=NO_BACKWARD,
         habits={"torchtitan": "keep"},
     )
     bucket: Literal["layer", "parameter", "rank"] = habit(
         "layer",
-        "What one collective over dp carries: a layer's gradients, one parameter's, or a rank's.",
+        "Gradients in one collective over dp: of a layer, of one parameter, or of a rank.",
         idle=(idle_axes("tp", "dp", "cp"),),
         elsewhere=_NO_GRADIENTS,
     )

@@ -66,13 +66,13 @@ class InferenceSection:
     batch_size: Count | None = setting(
         None,
         "Requests of a step, over all ranks.",
-        unset="dp * pp, or as many as in requests",
+        unset="dp * pp, or the number of requests",
         modes=INFERENCE,
     )
     prompt_length: Count | None = setting(
         None,
-        "Prefill: new tokens of a request. Decode: a chunk of a prompt besides, on each rank of "
-        "dp (chunked prefill).",
+        "Prefill: new tokens of a request. Decode: tokens of a prompt chunk on each "
+        "rank of dp (chunked prefill).",
         unset="prefill: the model's longest, at most 8192 or max-model-len; decode: no chunk",
         modes=INFERENCE,
     )
@@ -80,20 +80,20 @@ class InferenceSection:
     with."""
     context_length: Number | None = setting(
         None,
-        "Tokens of a request in the cache before the step.",
+        "Tokens of a request in the KV cache before the step.",
         unset="prefill: 0; decode: one less than the model's longest, 8192 or max-model-len",
         modes=INFERENCE,
     )
     output_length: Count | None = setting(
         None,
-        "Decode: tokens that each request gets in all; gives requests per second, changes no step.",
-        unset="not known",
+        "Decode: output tokens of a request, which give requests per second.",
+        unset="unknown",
         modes=INFERENCE,
         names=("osl",),
     )
     source_length: Count | None = setting(
         None,
-        "Encoder-decoder: tokens of a request that the encoder sees.",
+        "Encoder-decoder: encoder tokens of a request.",
         unset="the model's longest, at most 8192",
         modes=INFERENCE,
     )
@@ -105,13 +105,13 @@ class InferenceSection:
     )
     num_speculative_tokens: Annotated[int, Whole(0, 1024)] = setting(
         0,
-        "Decode: draft tokens of each request that the step verifies.",
+        "Decode: draft tokens of a request that the step verifies.",
         modes=INFERENCE,
     )
     weight_precision: Literal["bf16", "fp8", "int4", "fp4", "nvfp4", "mxfp4"] | None = setting(
         None,
         "Storage of the layers' matrices, with scales; fp8 and nvfp4 also multiply in that format.",
-        unset="as the checkpoint's quantization_config says, else that of the computation",
+        unset="the checkpoint's quantization_config, else precision",
         modes=INFERENCE,
         names=("quantization",),
         of_requests=True,
@@ -119,7 +119,7 @@ class InferenceSection:
     kv_cache_dtype: Literal["bf16", "fp8", "fp32"] | None = setting(
         None,
         "Data type of the KV cache.",
-        unset="as the checkpoint's quantization_config says, else that of the computation",
+        unset="the checkpoint's quantization_config, else precision",
         modes=INFERENCE,
         same_words={"auto": None, "bfloat16": "bf16", "fp8_e4m3": "fp8"},
         words={
@@ -130,7 +130,7 @@ class InferenceSection:
     )
     kv_cache: Literal["paged", "contiguous"] = setting(
         "paged",
-        "Whether a request's cache is in blocks or in one place of fixed length.",
+        "Layout of the KV cache: blocks, or one area of fixed length per request.",
         modes=INFERENCE,
         of_requests=True,
     )
@@ -143,26 +143,26 @@ class InferenceSection:
     )
     max_model_len: Count | None = setting(
         None,
-        "Most tokens of a request, context and new ones; contiguous cache: those it has room for.",
-        unset="as many as the longest request has",
+        "Maximum tokens of a request, context and new ones; size of the area in a "
+        "contiguous cache.",
+        unset="the longest request",
         modes=INFERENCE,
     )
     prefill: Text | PrefillRanks | None = setting(
         None,
-        "Decode: other ranks that compute the requests' context and send it (disaggregated "
+        "Decode: layout of the prefill ranks that send the cache (disaggregated "
         "serving), such as tp=4,pp=2.",
         modes=INFERENCE,
         metavar="SETTINGS",
     )
     num_redundant_experts: Number = setting(
         0,
-        "Replicated copies of experts (EPLB), which share a load or make ep divide all.",
+        "Replicas of experts (EPLB), which share the load or make ep divide the experts.",
         modes=INFERENCE,
     )
     mla: Literal["naive", "absorb"] | None = setting(
         None,
-        "Latent attention: expand keys and values from cached latents, or attend to latents.",
+        "Latent attention: expand keys and values from latents, or attend to latents.",
         unset="prefill: naive, decode: absorb",
         modes=INFERENCE,
-        rare=True,
     )

@@ -21,7 +21,7 @@ class MemorySection:
 
     recompute: Literal["none", "selective", "full"] = setting(
         "none",
-        "Activations that backward computes again.",
+        "Activations that the backward pass recomputes.",
         modes=TRAINING,
         elsewhere=NO_BACKWARD,
         names=("recompute-granularity",),
@@ -29,7 +29,7 @@ class MemorySection:
     )
     recompute_modules: tuple[Literal["core_attn", "norm", "activation"], ...] = setting(
         ("core_attn",),
-        "With recompute=selective: the modules that are computed again.",
+        "With recompute=selective: modules that are recomputed.",
         modes=TRAINING,
         elsewhere=NO_BACKWARD,
         needs={"recompute": ("selective",)},
@@ -37,7 +37,8 @@ class MemorySection:
     )
     recompute_num_layers: Count | None = setting(
         None,
-        "With recompute=full: the first layers of each virtual stage that are computed again.",
+        "With recompute=full: number of layers of each virtual stage that are "
+        "recomputed, the first ones.",
         unset="all",
         modes=TRAINING,
         elsewhere=NO_BACKWARD,
@@ -47,7 +48,7 @@ class MemorySection:
         tuple[Literal["qkv_proj", "context", "out_proj", "mlpwi", "mlpwo"], ...] | None
     ) = setting(
         None,
-        "With recompute=full: results that are kept all the same, by MaxText's names.",
+        "With recompute=full: results that are saved for backward, by MaxText's names.",
         unset="none",
         modes=TRAINING,
         elsewhere=NO_BACKWARD,
@@ -58,23 +59,22 @@ class MemorySection:
     `mlpwi`: the first products' of the MLP or the experts; `mlpwo`: the last one's."""
     recompute_save_on_host: Switch = setting(
         False,
-        "Keep in the host's memory what recompute-save names.",
+        "Hold the results of recompute-save in host memory.",
         modes=TRAINING,
         elsewhere=NO_BACKWARD,
         needs={"recompute": ("full",)},
     )
     cpu_offloading_num_layers: Count | None = setting(
         None,
-        "The first layers of each virtual stage that keep activations in the host's memory.",
+        "Layers of each virtual stage that hold activations in host memory, the first ones.",
         unset="none",
     )
     optimizer_cpu_offload: Switch = setting(
-        False, "Hold optimizer states on the host, which makes the update."
+        False, "Hold optimizer states in host memory, and update on the host."
     )
     optimizer_offload_fraction: Share | None = setting(
         None,
-        "With optimizer_cpu_offload: fraction of each stage's blocks whose optimizer states are "
-        "offloaded.",
+        "With optimizer_cpu_offload: share of each stage's blocks that are offloaded.",
         unset="1",
         needs={"optimizer_cpu_offload": (True,)},
     )
@@ -89,8 +89,8 @@ class MemorySection:
     are compared with the memory of a device."""
     device_memory: Text | Count | None = setting(
         None,
-        "Bytes a rank may use, such as 80e9 or 80GiB, in place of the hardware's. Inference: the "
-        "number of requests that fit is shown.",
+        "Bytes a rank may use, such as 80e9 or 80GiB. In inference, also shows the "
+        "number of requests that fit.",
         unit=BYTES,
         unset="the hardware's",
         metavar="SIZE",

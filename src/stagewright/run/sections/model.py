@@ -22,38 +22,36 @@ class ModelSection:
 
     mode: Literal["train", "prefill", "decode"] = setting(
         "train",
-        "The step: of training, over prompts, or one new token for each request (decode).",
+        "Step to simulate: training, prefill of prompts, or one decode step.",
     )
     as_family: Text | None = setting(
         None,
-        "Reads a config.json as this family, a model type such as llama, whatever the file says.",
+        "Read a config.json as this family: a model type such as llama.",
         option="as",
         metavar="FAMILY",
         of_requests=True,
     )
     layers: Count | None = setting(
-        None, "Replaces the model's number of layers.", names=("num-layers",), of_requests=True
+        None, "Number of layers, in place of the model's.", names=("num-layers",), of_requests=True
     )
     vocab: Count | None = setting(
-        None, "Replaces the model's vocabulary size.", names=("vocab-size",), of_requests=True
+        None, "Vocabulary size, in place of the model's.", names=("vocab-size",), of_requests=True
     )
     make_vocab_size_divisible_by: Count = setting(
         1,
-        "The vocabulary is padded to a multiple of this times tp.",
-        rare=True,
+        "Pad the vocabulary to a multiple of this times tp.",
         of_requests=True,
     )
     mtp_num_layers: Annotated[int, Whole(0, 16)] | None = setting(
         None,
-        "Layers that predict one more token each (multi-token prediction).",
-        unset="as the model",
+        "Multi-token prediction layers, each of which predicts one more token.",
+        unset="the model's",
         modes=TRAINING,
         elsewhere="drafts are num_speculative_tokens",
     )
     mtp_loss_scaling_factor: Factor = setting(
         0.1,
-        "Weight of the mean loss of the multi-token prediction layers.",
+        "Weight of the mean loss of multi-token prediction layers.",
         modes=TRAINING,
         elsewhere="there is no loss",
-        rare=True,
     )

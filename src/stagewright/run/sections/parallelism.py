@@ -53,7 +53,7 @@ class ParallelismSection:
     )
     dcp: Count | None = setting(
         None,
-        "Inference: ranks of cp and tp that share the KV cache of a request, token by token.",
+        "Inference: ranks of cp and tp that shard the KV cache of a request by token.",
         unset="cp",
         modes=INFERENCE,
         names=("decode-context-parallel-size",),
@@ -63,13 +63,13 @@ class ParallelismSection:
     size."""
     ep: Count = setting(
         1,
-        "Expert parallelism, over ranks of tp, cp and dp: not a factor of the world size.",
+        "Expert parallelism over ranks of tp, cp and dp; not a factor of the world size.",
         names=("expert-model-parallel-size", "parallelism.expert_parallel_degree"),
     )
     etp: Count | None = setting(
         None,
         "Tensor parallelism inside an expert.",
-        unset="as tp; in inference with ep, 1",
+        unset="tp; in inference with ep, 1",
         names=("expert-tensor-parallel-size", "parallelism.expert_tensor_parallel_degree"),
     )
     vpp: Count = setting(
@@ -106,7 +106,7 @@ class ParallelismSection:
     )
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] = setting(
         "p2p",
-        "Attention over other ranks' tokens: a ring (p2p), K and V gathered, or Ulysses (a2a).",
+        "Attention over other ranks' tokens: a ring (p2p), all-gathered K and V, or Ulysses (a2a).",
         idle=(idle_axes("cp"),),
         modes=TRAINING,
         elsewhere="keys and values of new tokens are gathered",
@@ -114,17 +114,15 @@ class ParallelismSection:
     )
     strategy: Text | None = setting(
         None,
-        "File of rows that place values and parameters, such as wq [M, A/tp, D].",
+        "File of layouts of values and parameters, such as wq [M, A/tp, D].",
         metavar="FILE",
-        rare=True,
         of_requests=True,
     )
     """Rows of the file go before what the degrees imply."""
     order: Text = setting(
         "tp-cp-ep-dp-pp",
-        "How ranks are numbered: mesh axes, the fastest first.",
+        "Numbering of ranks: mesh axes, the fastest first.",
         metavar="AXES",
-        rare=True,
         of_requests=True,
         switches={"use-tp-pp-dp-mapping": "tp-cp-ep-pp-dp"},
     )

@@ -10,7 +10,6 @@ _MOMENT: dict[str, Any] = {
     "modes": TRAINING,
     "elsewhere": "there is no optimizer",
     "needs": {"optimizer": ("adamw",), "zero": (1, 2, 3)},
-    "rare": True,
 }
 
 
@@ -20,13 +19,18 @@ class PrecisionSection:
 
     precision: Literal["bf16", "fp32", "fp8", "nvfp4", "int8"] = setting(
         "bf16",
-        "Data type of the computation; fp8, nvfp4 and int8: of operands of the layers' products.",
+        "Data type of the computation; fp8, nvfp4 and int8 apply to the layers' matrix products.",
+        names=("dtype",),
         switches={"bf16": "bf16"},
+        words=dict.fromkeys(
+            ("float16", "half"), "bf16, which takes the time and the bytes of fp16"
+        ),
+        same_words={"auto": "bf16", "bfloat16": "bf16", "float32": "fp32", "float": "fp32"},
         of_requests=True,
     )
     fp8_recipe: Literal["delayed", "tensorwise", "rowwise", "blockwise", "mxfp8"] | None = setting(
         None,
-        "How operands of products in fp8 are scaled: what their casts read and write.",
+        "Scaling of fp8 operands, which decides what their casts read and write.",
         modes=TRAINING,
         elsewhere="weights have a precision of their own",
         unset="delayed, as in Megatron-LM",
@@ -34,35 +38,33 @@ class PrecisionSection:
     )
     fp8_dot_product_attention: Switch = setting(
         False,
-        "Compute fused attention on operands in fp8.",
+        "Compute fused attention in fp8.",
         modes=TRAINING,
         elsewhere="the cache has a precision of its own",
         needs={"precision": ("fp8",), "flash_attention": (True,)},
-        rare=True,
     )
     """Megatron-LM's `TransformerConfig` has this name; Transformer Engine's `fp8_dpa`."""
     optimizer: Literal["adamw", "sgd"] = setting(
-        "adamw", "The optimizer.", modes=TRAINING, elsewhere="there is no optimizer"
+        "adamw", "Optimizer.", modes=TRAINING, elsewhere="there is no optimizer"
     )
     sgd_momentum: Share = setting(
         0.9,
-        "With optimizer=sgd: the momentum, a state of each parameter; 0: there is none.",
+        "With optimizer=sgd: momentum, a state of each parameter; 0: no state.",
         modes=TRAINING,
         elsewhere="there is no optimizer",
         needs={"optimizer": ("sgd",)},
         habits={"torchtitan": 0.0},
-        rare=True,
     )
     """Megatron-LM's `--sgd-momentum` is 0.9, `momentum` of torch.optim.SGD is 0."""
     exp_avg_dtype: Literal["fp32", "bf16", "fp8"] | None = setting(
         None,
-        "Data type in which AdamW holds the average of gradients.",
+        "Data type of AdamW's average of gradients.",
         unset=_USUAL_MOMENTS,
         **_MOMENT,
     )
     exp_avg_sq_dtype: Literal["fp32", "bf16", "fp8"] | None = setting(
         None,
-        "Data type in which AdamW holds the average of squared gradients.",
+        "Data type of AdamW's average of squared gradients.",
         unset=_USUAL_MOMENTS,
         **_MOMENT,
     )
@@ -86,7 +88,7 @@ class PrecisionSection:
     )
     dropout: Switch = setting(
         True,
-        "Dropout as the model's family trains; off: none anywhere.",
+        "Dropout as in the model's family; off: no dropout.",
         modes=TRAINING,
         elsewhere="there is none",
     )

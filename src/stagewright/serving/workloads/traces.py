@@ -216,17 +216,26 @@ def _text(path: str | Path) -> str:
     """The text of a file, unpacked where its name ends in .gz."""
     content = read_bytes(path, WANTED, MOST_BYTES)
     if Path(path).suffix == ".gz":
-        reader = zlib.decompressobj(wbits=31)
-        try:
-            content = reader.decompress(content, MOST_BYTES)
-        except zlib.error as error:
-            raise UserError(f"{path}: is not a file of gzip: {error}; wanted {WANTED}") from None
-        if not reader.eof:
-            raise UserError(f"{path}: is cut off, or over {MOST_BYTES} bytes; wanted {WANTED}")
+        content = _unpacked(content, path)
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not text in UTF-8; wanted {WANTED}") from None
+
+
+def _unpacked(packed: bytes, path: str | Path) -> bytes:
+    """The bytes of all members of a gzip file: `cat a.gz b.gz` has two."""
+    content = b""
+    while packed:
+        reader = zlib.decompressobj(wbits=31)
+        try:
+            content += reader.decompress(packed, MOST_BYTES - len(content) + 1)
+        except zlib.error as error:
+            raise UserError(f"{path}: is not a file of gzip: {error}; wanted {WANTED}") from None
+        if not reader.eof or len(content) > MOST_BYTES:
+            raise UserError(f"{path}: is cut off, or over {MOST_BYTES} bytes; wanted {WANTED}")
+        packed = reader.unused_data.lstrip(b"\0")  # tape blocks are padded
+    return content
 
 
 def objects(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -347,11 +356,13 @@ def _column(
 def tokens(cells: Mapping[str, Any], name: str, where: str) -> int:
     """A whole number of tokens; raises UserError for anything else."""
     value = cells.get(name)
+    number: int | None = None
     try:
-        number = int(cast("Any", value))
+        if not isinstance(value, bool) and int(cast("Any", value)) == float(cast("Any", value)):
+            number = int(cast("Any", value))
     except (TypeError, ValueError, OverflowError):
-        number = None
-    if number is None or isinstance(value, bool) or number != float(cast("Any", value)):
+        pass
+    if number is None:
         raise UserError(f"{where}: {name} is {shown(value)}, wanted a whole number of tokens")
     if number >= LARGEST:
         raise UserError(f"{where}: {name} is {shown(value)}, wanted fewer than {LARGEST} tokens")

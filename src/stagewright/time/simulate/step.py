@@ -108,7 +108,7 @@ class TracedStep(StepTimeline):
         held = map(peak_in_issue_order, self.timeline.program.classes)
         return fit_of(held, self.machine.hardware.memory)
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All results as one object for JSON; times in seconds, sizes in bytes."""
         return {
             "model": self.name,
@@ -190,13 +190,13 @@ class SimulatedStep(StepTimeline):
         )  # fmt: skip
 
     @cached_property
-    def memory(self) -> list[MemoryTimeline]:
+    def memory_over_time(self) -> list[MemoryTimeline]:
         """Memory over time of each lane."""
         count = self.timeline.lane_map.count
         return [memory_timeline(self.timeline, lane) for lane in range(count)]
 
     @cached_property
-    def held(self) -> list[Peak]:
+    def peaks(self) -> list[Peak]:
         """Memory of each lane at its peak, any allowance included.
 
         In inference, where memory is constant, the bytes are those of the program.
@@ -205,14 +205,9 @@ class SimulatedStep(StepTimeline):
         return [x if x.size else peak_in_issue_order(x.rank_class) for x in at_peak]
 
     @property
-    def peaks(self) -> list[dict[str, int]]:
-        """Bytes of each lane at its peak of memory, by category, any allowance included."""
-        return [dict(held.by_category) for held in self.held]
-
-    @property
     def fit(self) -> Fit:
         """Fit into `device_memory` of the run, or else into the hardware's memory."""
-        return fit_of(self.held, self._device_memory)
+        return fit_of(self.peaks, self._device_memory)
 
     @property
     def _device_memory(self) -> int:
@@ -299,7 +294,7 @@ class SimulatedStep(StepTimeline):
     def expense(self, price: float | None = None) -> Expense:
         """Energy and cost of the step; `price` in USD per GPU and hour.
 
-        None: that of the file of costs, which may include power, or else the hardware's.
+        None: the price or the file of costs of the machine, or else the hardware's price.
         """
         running, drawn = running_and_power(self.timeline, self.mean, self.machine)
         at_price = partial(
@@ -307,6 +302,8 @@ class SimulatedStep(StepTimeline):
             tokens=self.tokens, running=running, drawn=drawn,
         )  # fmt: skip
         costs = self.cluster.costs if self.cluster else None
+        if price is None and self.cluster is not None:
+            price = self.cluster.price
         if price is None and costs is not None:
             price = load_costs(costs).usd_per_gpu_hour(at_price().watts_per_gpu)
         return at_price(price=price)
@@ -322,7 +319,7 @@ class SimulatedStep(StepTimeline):
             for dtype in without_rates(self.compiled, hardware)
         ]
 
-    def summary(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """All results as one object for JSON; times in seconds, sizes in bytes.
 
         `lanes` are ranks with equal timing; `timeline` samples their memory over time: pairs of a
@@ -357,15 +354,15 @@ class SimulatedStep(StepTimeline):
                     "memory": {
                         "capacity": self._device_memory,
                         "at_peak": {
-                            "seconds": held.seconds or 0.0,
-                            "peak": held.size,
-                            **held.by_category,
+                            "seconds": at_peak.seconds or 0.0,
+                            "peak": at_peak.size,
+                            **at_peak.by_category,
                         },
                         "timeline": memory.sampled(_POINTS).pairs(),
                     },
                 }
-                for lane, part, memory, held in zip(
-                    self.timeline.lanes, self.parts, self.memory, self.held, strict=True
+                for lane, part, memory, at_peak in zip(
+                    self.timeline.lanes, self.parts, self.memory_over_time, self.peaks, strict=True
                 )
             ],
         }

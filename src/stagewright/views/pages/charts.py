@@ -111,7 +111,7 @@ def peaks(
     """Classes of ranks, and what each holds at its peak by category: as simulated if it was."""
     if found:
         lanes = zip(found.timeline.lanes, found.peaks, strict=True)
-        return [(lane.rank_class, peak) for lane, peak in lanes]
+        return [(lane.rank_class, dict(peak.by_category)) for lane, peak in lanes]
     return [
         (of, {k: v for k, v in of.memory.items() if k != "peak" and v})
         for of in compiled.program.classes

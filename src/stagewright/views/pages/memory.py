@@ -85,7 +85,7 @@ def over_time(
         ranks = [of.ranks.tolist() for of in of_class]
     chosen = timeline.chosen(len(of_class), most_classes or len(of_class))
     levels = [
-        pictures.over_seconds(found.memory[nth], found.seconds, points)
+        pictures.over_seconds(found.memory_over_time[nth], found.seconds, points)
         if found
         else pictures.over_rows(of_class[nth], points)
         for nth in chosen

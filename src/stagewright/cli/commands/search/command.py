@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.commands.search.options import search_options
-from stagewright.cli.commands.search.outputs import (
+from stagewright.cli import output, runs
+from stagewright.cli.command import Entry, command
+from stagewright.cli.commands.search.files import (
     check_hardware_files,
     check_outputs,
-    end,
-    end_without_best,
+    is_run_file,
+    write_files,
 )
-from stagewright.cli.commands.search.served import (
+from stagewright.cli.commands.search.serving import (
     hardware_names,
     search_serving,
     without_serving,
 )
-from stagewright.cli.help import Entry, command
-from stagewright.cli.options import JSON, search_settings
+from stagewright.cli.option_types import RealNumber, WholeNumber, Word
+from stagewright.cli.options import ADDRESS, FORCE, JSON, WORKERS, search_settings
 from stagewright.cli.progress import shown
 from stagewright.errors import Stopped, UserError, either
 from stagewright.numbers import duration, many
@@ -45,7 +45,77 @@ if TYPE_CHECKING:
 
 @command
 @search_settings
-@search_options
+@click.option(
+    "--serve",
+    is_flag=True,
+    help="The fewest GPUs that serve --rate R --isl N --osl N (or --requests FILE) within --ttft "
+    "and --tpot; --concurrency LIST: tokens per GPU over tokens per user. --as vllm, sglang or "
+    "trtllm prints the engine's command lines.",
+)
+@click.option(
+    "--attainment",
+    type=RealNumber(),
+    metavar="X",
+    help="With --serve: share of requests that must keep the limits. [0.9]",
+)
+@click.option(
+    "--pairs",
+    type=WholeNumber(),
+    metavar="N",
+    help="With --serve: pairs of layouts for prefill and decode, the most promising. [4]",
+)
+@click.option(
+    "--gpus",
+    metavar="LIST",
+    help="Numbers of GPUs, which dp fills. With --serve: the most GPUs. [256]",
+)
+@click.option(
+    "--vary",
+    metavar="NAME=LIST",
+    multiple=True,
+    help="A list or range of a setting, or of a figure of the hardware such as "
+    "memory.gb=80:288:8; may be repeated.",
+)
+@click.option(
+    "--space",
+    metavar="LIST",
+    help="Settings beyond the default space: hsdp, offload, placement, stages, overlap, recompute, "
+    "schedules; full is all of these.",
+)
+@click.option(
+    "--objective",
+    metavar="NAME",
+    multiple=True,
+    help="time, memory, cost, energy or mfu; several: the Pareto front. [time] With --serve: gpus "
+    "or cost. [gpus]",
+)
+@click.option("--top", type=WholeNumber(1), metavar="N", help="Layouts to list. [20]")
+@click.option(
+    "--most", type=WholeNumber(1), metavar="N", help="Limit of candidates to simulate. [200]"
+)
+@click.option("--exact", is_flag=True, help="Simulate all candidates that may beat the best.")
+@click.option("--all-variants", is_flag=True, help="List several variants of one layout.")
+@click.option("--why", is_flag=True, help="List combinations that constraints removed.")
+@click.option("--allow-oom", is_flag=True, help="Rank candidates that do not fit into memory, too.")
+@click.option(
+    "--run", "listed_row", type=WholeNumber(1), metavar="N", help="Row of the best to write."
+)
+@click.option(
+    "-o",
+    "--out",
+    metavar="FILE",
+    multiple=True,
+    help="All candidates (.csv, .parquet, .json), a page (.html), or the run of --run (.yaml).",
+)
+@FORCE
+@WORKERS
+@click.option(
+    "--engine",
+    type=Word(("processes", "ray")),
+    default="processes",
+    help="Where simulations run: processes of this machine, or a Ray cluster. [processes]",
+)
+@ADDRESS
 @JSON
 def search(
     model: str | None, config: str | None, out: tuple[str, ...], as_json: bool, **settings: Any
@@ -53,63 +123,103 @@ def search(
     """Find the best execution of a model on a machine.
 
     MODEL is a preset (see `stagewright models`), the path of a Hugging Face config.json, or an id
-    of the hub that is in its local cache. Settings take lists and ranges: 1,2,4 or 1:8 or 8:64:8 or
-    1:64:x2 (each twice the one before). What is not given is tried by default. A run file given by
-    --config may hold lists, too. `--as megatron` (or torchtitan) prints the flags of the best.
+    of the hub in its local cache. Settings take lists and ranges: 1,2,4 or 1:8 or 8:64:8 or 1:64:x2
+    (each twice the one before); settings that are not given take several values by default. A run
+    file given by --config may hold lists, too. `--as megatron` (or torchtitan) prints the flags of
+    the best.
 
-    With --serve: layouts, and how many instances of each, that serve requests over time as `serve`
-    does; --attainment of all requests keep --ttft, --tpot and --e2e.
+    With --serve: layouts, and numbers of instances of each, that serve requests over time as
+    `serve` does; --attainment of all requests keep --ttft, --tpot and --e2e.
     """
-    from stagewright.api.searched import check_count, pop_search_options
+    given = model, config, {**settings}
+    check_outputs(out, given)
+    vary = _pairs(settings.pop("vary"))
+    if settings.pop("serve"):
+        return search_serving(model, config, out, vary, as_json=as_json, settings=settings)
+    settings = without_serving(settings)
+    return _search_steps(model, config, out, vary, given, as_json=as_json, settings=settings)
+
+
+def _search_steps(
+    model: str | None,
+    config: str | None,
+    out: tuple[str, ...],
+    vary: Mapping[str, str],
+    given: object,
+    *,
+    as_json: bool,
+    settings: dict[str, Any],
+) -> int:
+    """Search the best step, print the result and write files; returns the exit code."""
+    from stagewright.api.searched import pop_search_options
+    from stagewright.searching import flags
+    from stagewright.searching.request import search_request
     from stagewright.searching.simulated import step_of
     from stagewright.views.deviations import known
     from stagewright.views.search import without_objective
 
-    for name, option in {"top": "top", "most": "most", "listed_row": "run"}.items():
-        check_count(option, settings[name])
-    given, force = (model, config, {**settings}), settings.pop("force")
-    check_outputs(out, given, force=force)
-    check_hardware = partial(check_hardware_files, out, given, force=force)
-    if settings.pop("serve"):
-        pairs = _pairs(settings.pop("vary"))
-        return search_serving(
-            model, config, out, pairs, check=check_hardware, as_json=as_json, settings=settings
-        )
-    settings = without_serving(settings)
-    why, listed_row = settings.pop("why"), settings.pop("listed_row")
+    why, row = settings.pop("why"), settings.pop("listed_row")
     options = pop_search_options(settings)
-    engine = [settings.pop(name) for name in ("engine", "workers", "address")]
+    executor = _executor(*(settings.pop(name) for name in ("engine", "workers", "address")))
     tool = _tool(model, settings["as_family"])
     if tool:
         settings["as_family"] = None
-    request = _request(model, config, settings)
-    if listed_row is not None and listed_row > options.top:
+    families, gpus = settings.pop("space"), settings.pop("gpus")
+    hardware = hardware_names(settings.pop("hardware"))
+    request = search_request(
+        {**settings, "model": model}, config,
+        hardware=hardware, gpus=gpus, vary=vary, families=families,
+    )  # fmt: skip
+    if row is not None and row > options.top:
         raise UserError(
-            f"--run {listed_row}: a search lists the best {options.top:,} (--top); give --run 1 to "
-            f"{options.top:,}, or --top {listed_row}"
+            f"--run {row}: a search lists the best {options.top:,} (--top); give --run 1 to "
+            f"{options.top:,}, or --top {row}"
         )
-    check_hardware(fleet.hardware for fleet in request.space.fleets)
-    shared.show_notes(request.notes)
+    check_hardware_files(out, given, [fleet.hardware for fleet in request.space.fleets])
+    output.show_notes(request.notes)
     begin = time.perf_counter()
-    with shown("candidates") as bar, _executor(*engine) as executor:
-        result, nothing = _run_with_progress(request, options, executor, bar, why=why)
-    shared.show_notes(without_objective(result.ranking))
+    with shown("candidates") as bar, executor as pool:
+        result, nothing = _run_with_progress(request, options, pool, bar, why=why)
+    seconds = time.perf_counter() - begin
+    output.show_notes(without_objective(result.ranking))
     if nothing is not None:
-        return end_without_best(result, nothing, out)
+        return _end_without_best(result, nothing, out)
     candidates = result.ranking.candidates
     if candidates.model.num_experts:  # largest deviations from measured steps
-        best = step_of(candidates, result.index(1))
-        shared.show_notes(known(best))
-    seconds = time.perf_counter() - begin
-    flags = partial(_flags, result, tool, listed_row or 1) if tool else None
-    report = partial(_report, result, seconds)
-    return end(result, report, out, listed_row, as_json=as_json, flags=flags)
+        output.show_notes(known(step_of(candidates, result.index(1))))
+    more: dict[str, Any] = {}
+    errors: list[str] = []
+    try:
+        if tool is not None:
+            index = result.index(row or 1)
+            output.show_notes(flags.notes(candidates, index, tool))
+            more["flags"] = flags.flags(candidates, index, tool)
+        elif row is not None and not any(map(is_run_file, out)):
+            more["run_file"] = result.run_file(row)
+    except UserError as error:  # a row that is not listed; the result is shown all the same
+        errors.append(str(error))
+    output.print_result(
+        (lambda: result.to_dict() | more) if as_json else partial(result.text, seconds)
+    )
+    errors += write_files(result, out, row or 1)
+    if not as_json:
+        output.print_texts(more.values())
+    if errors:
+        raise UserError("; ".join(dict.fromkeys(errors)))
+    return runs.INTERRUPTED if result.ranking.stopped else 0
 
 
-def _flags(result: Search, tool: str, listed_row: int) -> Sequence[str]:
-    """Flags of a framework; notes name settings without one."""
-    shared.show_notes(result.flag_notes(tool, listed_row))
-    return result.flags(tool, listed_row)
+def _end_without_best(result: Search, why: NothingFound, out: tuple[str, ...]) -> int:
+    """Write the files of all candidates, and say why nothing was found; returns the exit code."""
+    errors = [*write_files(result, [path for path in out if not is_run_file(path)], 1), str(why)]
+    errors += [
+        f"{path}: not written, since there is no run to write" for path in filter(is_run_file, out)
+    ]
+    stopped, text = result.ranking.stopped, "; ".join(dict.fromkeys(errors))
+    if not why.too_large and not stopped:
+        raise UserError(text)
+    click.echo(f"stagewright: {'' if stopped else 'error: '}{printable(text)}", err=True)
+    return runs.INTERRUPTED if stopped else runs.DOES_NOT_FIT
 
 
 def _tool(model: str | None, name: str | None) -> str | None:
@@ -123,18 +233,6 @@ def _tool(model: str | None, name: str | None) -> str | None:
             f"family is for config.json files, and {model} is a preset"
         )
     return name if name in TOOLS else None
-
-
-def _request(model: str | None, config: str | None, settings: dict[str, Any]) -> SearchRequest:
-    """Space of the options and the run file."""
-    from stagewright.searching.request import search_request
-
-    vary, families = _pairs(settings.pop("vary")), settings.pop("space")
-    gpus, hardware = settings.pop("gpus"), hardware_names(settings.pop("hardware"))
-    return search_request(
-        {**settings, "model": model}, config,
-        hardware=hardware, gpus=gpus, vary=vary, families=families,
-    )  # fmt: skip
 
 
 def _pairs(texts: tuple[str, ...]) -> Mapping[str, str]:
@@ -154,18 +252,20 @@ def _executor(
     engine: str, workers: int | None, address: str | None
 ) -> AbstractContextManager[Executor | None]:
     """Executor of the simulations; None: this process."""
-    from stagewright.executors import Processes, cores, ray_cluster
+    from stagewright.executors import Processes, cores
 
-    if engine == "ray":
-        if workers is not None:
-            raise UserError("--workers is of --engine processes; a Ray cluster has its own number")
-        return ray_cluster(address)
-    if address is not None:
-        raise UserError("--address is of a Ray cluster; add --engine ray, or leave --address out")
-    count = cores() if workers is None else workers
-    if count < 1:
-        raise UserError(f"--workers: got {count}, wanted 1 or more")
+    if engine == "ray" and workers is not None:
+        raise UserError("--workers is of --engine processes; a Ray cluster has its own number")
+    if (cluster := runs.ray_cluster(engine, address)) is not None:
+        return cluster
+    count = workers or cores()
     return nullcontext(Processes(count) if count > 1 else None)
+
+
+# ---- progress ------------------------------------------------------------------------------------
+
+_SECONDS_BETWEEN_LINES = 10.0
+"""Seconds between lines of progress if stderr is no terminal."""
 
 
 def _run_with_progress(
@@ -205,20 +305,17 @@ def _run_with_progress(
         raise Stopped("stopped before any candidate was simulated; nothing was written") from None
 
 
-_SECONDS_BETWEEN_LINES = 10.0
-"""Seconds between lines of progress where stderr is no terminal."""
-
-
 def _progress(bar: ProgressBar) -> Progress:
-    """Show the rate and the best step so far; in lines where stderr is no terminal."""
-    best, line = [float("inf")], [time.monotonic()]
+    """Show the rate and the best step so far; in lines if stderr is no terminal."""
+    best, line = float("inf"), time.monotonic()
 
     def progress(done: int, total: int, latest: Figures) -> None:
-        best[0] = min(best[0], float(latest.seconds[latest.fits].min(initial=float("inf"))))
-        text = "" if best[0] == float("inf") else f"best {duration(best[0])}"
+        nonlocal best, line
+        best = min(best, float(latest.seconds[latest.fits].min(initial=float("inf"))))
+        text = "" if best == float("inf") else f"best {duration(best)}"
         bar(done, total, more=text)
-        if time.monotonic() > line[0] + _SECONDS_BETWEEN_LINES:
-            line[0] = time.monotonic()
+        if time.monotonic() > line + _SECONDS_BETWEEN_LINES:
+            line = time.monotonic()
             count = many(done, "candidate", "candidates")
             _say_without_terminal(", ".join(filter(None, (f"{count} simulated", text))))
 
@@ -245,43 +342,6 @@ def _show_space(enumeration: Enumeration, *, why: bool) -> None:
         ]
     for text in lines:
         click.echo(f"stagewright: {printable(text)}", err=True)
-
-
-def _report(result: Search, seconds: float) -> None:
-    """Print the best, the price of other choices, and how certain the result is."""
-    from stagewright.texttable import print_table
-    from stagewright.views.search import (
-        UNTIL_STOPPED,
-        expected_error,
-        headroom,
-        in_words,
-        missing_hardware,
-        tie,
-    )
-
-    ranking = result.ranking
-    out, names = shared.console(), ranking.options.objectives
-    first = "best"
-    if len(names) > 1:
-        out.print(
-            f"Pareto front of {in_words(names)}: {len(ranking.best):,} of {ranking.simulated:,} "
-            "simulated candidates, none of which another one beats in all of these"
-        )
-        first = f"the one with the best {in_words(names[:1])}"
-    out.print(f"{first}: {result.describe()}")
-    if ranking.stopped:
-        out.print(f"stopped: {UNTIL_STOPPED}")
-    print_table(result.best(), out)
-    choices = result.choices()
-    if len(choices):
-        print_table(choices, out)
-    for say in (headroom, tie, expected_error, missing_hardware):
-        if sentence := say(ranking):
-            out.print(sentence)
-    out.print(
-        f"{len(ranking):,} candidates, {ranking.simulated:,} of them simulated, in {seconds:.1f} s"
-    )
-    out.print(result.certainty)
 
 
 ENTRY = Entry(

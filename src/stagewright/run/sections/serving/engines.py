@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from stagewright.run.sections.declare import Count, Number, Real, Share, Switch, Text, setting
+from stagewright.run.sections.declare import (
+    Count,
+    Number,
+    Real,
+    Share,
+    Switch,
+    Text,
+    Whole,
+    setting,
+)
 
 Positive = Annotated[float, Real(gt=0, le=1e9)]
 Fraction = Annotated[float, Real(ge=0, le=1)]
@@ -13,109 +22,101 @@ Fraction = Annotated[float, Real(ge=0, le=1)]
 class EngineSection:
     """Number of instances, and how the engine of each replica decides what to compute."""
 
-    instances: Count = setting(
+    instances: Annotated[int, Whole(1, 100_000)] = setting(
         1,
-        "Engines, each with all ranks of the layout.",
+        "Number of engines, each with all ranks of the layout.",
         names=("decode-instances", "decode-workers"),
     )
     router: Text = setting(
         "round_robin",
-        "Which engine a request goes to: round_robin, least_loaded, session or kv_aware.",
+        "Router of requests: round_robin, least_loaded, session or kv_aware.",
     )
     scheduler: Text = setting(
         "vllm",
-        "What steps compute: vllm, sglang, tensorrt-llm, static, or an entry point of yours.",
+        "Scheduler: vllm, sglang, tensorrt-llm, static, or an entry point.",
         metavar="NAME",
     )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
-        "fcfs", "vllm: whether who came first is served first, or who has the lowest priority."
+        "fcfs", "vllm: first come first served, or lowest priority value first."
     )
     max_num_batched_tokens: Count | None = setting(
-        None, "Most tokens of a step.", unset="8192 from 70 GiB on, A100 but 2048; else 2048"
+        None, "Maximum tokens of a step.", unset="8192 from 70 GiB on (A100: 2048), else 2048"
     )
     max_num_seqs: Count | None = setting(
-        None, "Most requests of a step.", unset="1024 from 70 GiB on, A100 but 256; else 256"
+        None, "Maximum requests of a step.", unset="1024 from 70 GiB on (A100: 256), else 256"
     )
     long_prefill_token_threshold: Number = setting(
-        0, "Most tokens of one prompt in a step; 0: any.", rare=True
+        0, "Maximum tokens of one prompt in a step; 0: no limit."
     )
     enable_chunked_prefill: Switch | None = setting(
         None,
-        "Whether a prompt may be computed in several steps.",
+        "Split prompts over several steps.",
         unset="on; tensorrt-llm: off",
-        rare=True,
     )
     chunked_prefill_size: Count | None = setting(
         None,
-        "sglang: most tokens of prompts in a step.",
+        "sglang: maximum prompt tokens of a step.",
         unset="2048 below 20 GiB, 4096 below 60, 8192 below 160, else 16384",
-        rare=True,
     )
     max_prefill_tokens: Count = setting(
-        16384, "sglang: most tokens of prompts in a step, chunks or not.", rare=True
+        16384, "sglang: maximum prompt tokens of a step, chunked or not."
     )
     schedule_conservativeness: Positive = setting(
-        1.0, "sglang: how much of what requests may make is kept for them.", rare=True
+        1.0, "sglang: share of the remaining output tokens that blocks are reserved for."
     )
     schedule_policy: Literal["fcfs", "lpm"] = setting(
-        "fcfs", "sglang: who comes first: who waits longest, or has most in the cache.", rare=True
+        "fcfs",
+        "sglang: order of waiting requests: first come first served, or longest cached prefix.",
     )
-    enable_mixed_chunk: Switch = setting(
-        False, "sglang: whether requests decode beside chunks of prompts.", rare=True
-    )
+    enable_mixed_chunk: Switch = setting(False, "sglang: decode in the same step as prompt chunks.")
     ignore_eos: Switch = setting(
-        False, "sglang: whether clients ask for all their tokens, so that room is kept.", rare=True
+        False, "sglang: clients request all their output tokens, so blocks are reserved for them."
     )
     scheduler_recv_interval: Count = setting(
-        1, "sglang: requests are received in one of so many steps of decode.", rare=True
+        1, "sglang: decode steps between two looks for new requests."
     )
     capacity_scheduler_policy: Literal["guaranteed_no_evict", "max_utilization"] = setting(
         "guaranteed_no_evict",
-        "tensorrt-llm: blocks are kept to a request's end, or requests are paused for them.",
-        rare=True,
+        "tensorrt-llm: reserve blocks to a request's end, or pause requests.",
     )
     batch_wait_timeout_iters: Number = setting(
-        0, "tensorrt-llm: most steps for which prompts wait for others.", rare=True
+        0, "tensorrt-llm: maximum steps that prompts wait for others."
     )
     batch_wait_max_tokens_ratio: Fraction = setting(
         0.0,
-        "tensorrt-llm: prompts wait below this share of max-num-batched-tokens in a step.",
-        rare=True,
+        "tensorrt-llm: prompts wait below this share of max-num-batched-tokens.",
     )
     scheduler_reserve_full_isl: Switch = setting(
-        True, "Whether a request is admitted only if blocks suffice for its prompt.", rare=True
+        True, "Admit a request only if free blocks suffice for its whole prompt."
     )
     async_scheduling: Switch = setting(
         True,
-        "Whether a step is decided when the one before begins; not with pp.",
-        rare=True,
+        "Schedule a step when the step before begins; not with pp.",
     )
     """vLLM does so since 0.14, but with pipelines (release notes of v0.14.0); so do SGLang
     (`disable_overlap_schedule`) and TensorRT-LLM (`disable_overlap_scheduler`) by default."""
     speculative_method: Literal["ngram", "mtp", "eagle", "eagle3", "draft_model"] | None = setting(
         None,
-        "Speculative decoding: who drafts, as in vLLM's speculative-config.",
+        "Speculative decoding: drafter, as in vLLM's speculative-config.",
         unset="drafts take no time",
     )
     speculative_model: Text | None = setting(
         None,
-        "Speculative decoding: the model or head that drafts, by name or config.json.",
+        "Speculative decoding: draft model or head, by name or config.json.",
         metavar="MODEL",
     )
     acceptance_length: Positive | None = setting(
-        None, "Speculative decoding: tokens that a step gives a request, in the mean."
+        None, "Speculative decoding: mean output tokens of a request per step."
     )
     acceptance_rate: Fraction | None = setting(
-        None, "Speculative decoding: how often a draft is right if those before it are.", rare=True
+        None,
+        "Speculative decoding: probability that a draft token is accepted, if those before it are.",
     )
-    enable_prefix_caching: Switch = setting(
-        True, "Whether what prompts have in common is computed once."
-    )
-    gpu_memory_utilization: Share = setting(0.9, "Share of a GPU's memory that an instance takes.")
+    enable_prefix_caching: Switch = setting(True, "Reuse cached prompt prefixes.")
+    gpu_memory_utilization: Share = setting(0.9, "Share of a GPU's memory that an instance uses.")
     num_gpu_blocks: Count | None = setting(
         None,
-        "Blocks of the KV cache.",
-        unset="as many as fit",
+        "Number of blocks of the KV cache.",
+        unset="all that fit",
         names=("num-gpu-blocks-override",),
-        rare=True,
     )

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from stagewright.run.sections.declare import Count, Real, Share, Text, setting
+from stagewright.run.sections.declare import Count, Duration, Seconds, Share, Text, Whole, setting
 
-Seconds = Annotated[float, Real(ge=0, le=1e9)]
-Interval = Annotated[float, Real(gt=0, le=1e9)]
+Interval = Annotated[float, Duration(least=1e-3)]
+"""At most a thousand adjustments a second."""
+Instances = Annotated[int, Whole(1, 1_000_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,41 +16,37 @@ class OperationSection:
 
     max_queued_requests: Count | None = setting(
         None,
-        "A request that finds so many waiting at its engine is refused.",
-        unset="any number waits",
-        rare=True,
+        "Reject a request if this many wait at its engine.",
+        unset="no limit",
     )
     fail_at: Text | None = setting(
         None,
-        "Instances that fail: seconds:instance, such as 12.5:0,30:2.",
+        "Failures of instances: seconds:instance, such as 12.5:0,30:2.",
         unset="none",
         metavar="LIST",
-        rare=True,
     )
     on_failure: Literal["requeue", "fail"] = setting(
         "requeue",
-        "Whether requests of a failed instance are computed again elsewhere, or fail.",
-        rare=True,
+        "Requests of a failed instance: compute them elsewhere, or fail them.",
     )
     start_up_time: Seconds | None = setting(
         None,
-        "Seconds until an instance serves that is started, or has failed.",
-        unset="started: at once; failed: never",
-        metavar="S",
-        rare=True,
+        "Time from the start or the failure of an instance until it serves.",
+        unset="start: 0; failure: never",
+        metavar="TIME",
     )
-    min_instances: Count | None = setting(
-        None, "Fewest instances that serve.", unset="as many as --instances", rare=True
+    min_instances: Instances | None = setting(
+        None, "Minimum number of instances that serve.", unset="--instances"
     )
-    max_instances: Count | None = setting(
-        None, "Most instances that serve (autoscaling).", unset="as many as --instances", rare=True
+    max_instances: Instances | None = setting(
+        None, "Maximum number of instances that serve (autoscaling).", unset="--instances"
     )
     adjustment_interval: Interval = setting(
-        30.0, "Seconds between adjustments of their number.", metavar="S", rare=True
+        30.0, "Time between two adjustments of the number of instances.", metavar="TIME"
     )
     kv_scale_up_threshold: Share = setting(
-        0.9, "Use of the KV cache above which an instance is started.", rare=True
+        0.9, "Use of the KV cache above which an instance starts."
     )
     kv_scale_down_threshold: Share = setting(
-        0.5, "Use of the KV cache below which an instance leaves.", rare=True
+        0.5, "Use of the KV cache below which an instance leaves."
     )

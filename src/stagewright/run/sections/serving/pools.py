@@ -15,35 +15,35 @@ class PoolSection:
 
     prefill_instances: Count | None = setting(
         None,
-        "Instances that compute prompts only (disaggregated serving); --instances then decode.",
+        "Number of prefill instances (disaggregated serving); --instances then decode.",
         unset="none",
         names=("prefill-workers",),
     )
     prefill: Text | None = setting(
         None,
-        "The layout of these, such as tp=4,pp=2.",
-        unset="as those that decode",
+        "Layout of the prefill instances, such as tp=4,pp=2.",
+        unset="same as decode",
         metavar="SETTINGS",
     )
     prefill_hardware: Text | None = setting(
-        None, "Hardware of these.", unset="as those that decode", metavar="NAME"
+        None, "GPU of the prefill instances.", unset="same as decode", metavar="NAME"
     )
     prefill_router: Text = setting(
-        "round_robin", "Which of these a request goes to; --router chooses who decodes."
+        "round_robin", "Router of prefill instances; --router chooses the decode instance."
     )
     kv_transfer: KvPush = setting(
         "prompt",
-        "Prefill instances' caches are sent when the prompt, a chunk or a layer is computed.",
+        "Send a prefill instance's cache after the prompt, after each chunk, or after each layer.",
     )
     stages: Text | None = setting(
         None,
-        "A .yaml of what requests pass before their prompts: rows of stage (embed, search, rerank, "
-        "tool: stations; store: a tier of caches beside the GPUs) and its figures.",
+        "A .yaml of stages before prompts: rows of stage (embed, search, rerank, tool: "
+        "stations; store: a KV cache store) and its figures.",
         metavar="FILE",
     )
     pools: Text | None = setting(
         None,
-        "A .yaml of instances of several kinds: rows of serves (prefill, decode, both), instances, "
-        "hardware, and settings of a layout and of an engine.",
+        "A .yaml of groups of instances: rows of serves (prefill, decode, both), "
+        "instances, hardware, and settings of a layout and of an engine.",
         metavar="FILE",
     )

@@ -1,6 +1,5 @@
 """Settings of the requests and of their latency limits."""
 
-import re
 from dataclasses import dataclass
 from reprlib import repr as shown
 from typing import Annotated, Literal
@@ -11,19 +10,17 @@ from stagewright.run.sections.declare import (
     Exactly,
     Number,
     Real,
+    Seconds,
     Share,
     Switch,
     Text,
+    read_time,
     setting,
 )
 
 Positive = Annotated[float, Real(gt=0, le=1e9)]
 Rate = Annotated[float, Exactly("float", gt=0, allow_inf_nan=True)]
 """Requests per second; `inf`: all at once, as clients of vLLM and SGLang say."""
-Seconds = Annotated[float, Real(ge=0, le=1e9)]
-
-_LATENCY = re.compile(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(us|ms|s|)\s*")
-_UNITS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "": 1.0}
 DOUBTFUL = {"ttft": 5, "tpot": 1, "e2e": 5}
 """Limits without a unit below these many milliseconds may have been meant in seconds."""
 
@@ -37,11 +34,8 @@ def milliseconds(value: object, name: str, where: str = "") -> float:
     >>> milliseconds("2s", "ttft"), milliseconds("500ms", "ttft"), milliseconds(300, "ttft")
     (2000.0, 500.0, 300.0)
     """
-    limit, unit = 0.0, ""
-    if isinstance(value, str) and (match := _LATENCY.fullmatch(value)):
-        limit, unit = float(match[1]) * _UNITS[match[2]], match[2]
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        limit = float(value)
+    limit, unit = read_time(value) or (0.0, "")
+    limit *= 1e3 if unit else 1
     if not 0 < limit <= 1e9:
         raise UserError(
             f"{where}{name} is {shown(value)}, wanted milliseconds, or a time such as 500ms or 2s"
@@ -99,54 +93,52 @@ class WorkloadSection:
     )
     concurrency: Count | None = setting(
         None,
-        "Requests (or sessions) in flight at most: without --rate, users who send the next request "
-        "when one is done (a closed loop).",
+        "Maximum requests (or sessions) in flight. Without --rate a closed loop: a "
+        "user's next request follows the answer.",
         names=("max-concurrency",),
     )
     isl: Count | None = setting(
         None,
-        "Tokens of a prompt; of sessions, of a question.",
+        "Input sequence length (tokens); of sessions, of each question.",
         names=("input-len", "random-input-len", "synthetic-input-tokens-mean"),
     )
     osl: Count | None = setting(
         None,
-        "Tokens of an output.",
+        "Output sequence length (tokens).",
         names=("output-len", "random-output-len", "output-tokens-mean"),
     )
     num_requests: Count | None = setting(
         None,
-        "Requests, or the first ones of a trace; of sessions, how many.",
+        "Number of requests, or of sessions.",
         unset="1000; a trace: all",
         names=("num-prompts", "request-count"),
     )
-    range_ratio: Share = setting(1.0, "Lengths are uniform in [X, 1] of isl and osl.")
+    range_ratio: Share = setting(1.0, "Lengths are uniform in [X, 1] times isl and osl.")
     arrival: Literal["poisson", "gamma", "constant"] = setting(
-        "poisson", "How requests of --rate arrive.", names=("arrival-pattern",)
+        "poisson", "Arrival process of --rate.", names=("arrival-pattern",)
     )
     burstiness: Positive = setting(
         1.0,
         "Shape of gamma arrivals: below 1 in bursts, 1 is Poisson.",
         names=("arrival-smoothness",),
-        rare=True,
     )
-    burst_size: Count = setting(1, "Requests that arrive at one moment.", rare=True)
+    burst_size: Count = setting(1, "Requests that arrive at the same time.")
     turns: Count = setting(
         1,
-        "Turns of a session: each prompt has all that was said before.",
+        "Turns of a session; each prompt contains the turns before.",
         names=("session-turns-mean",),
     )
     think_time: Seconds = setting(
-        0.0, "Mean seconds between an answer and the next question.", metavar="S", rare=True
+        0.0, "Mean time between an answer and the next question.", metavar="TIME"
     )
     system_prompt: Number = setting(
         0,
-        "Tokens that all sessions begin with.",
+        "Tokens of a prefix that all sessions share.",
         names=("random-prefix-len", "shared-system-prompt-length"),
-        rare=True,
     )
     prefix_cache_hit_rate: Share = setting(
         0.0,
-        "Share of each prompt that is in the cache already: a beginning that all have.",
+        "Share of each prompt that is cached: a prefix that all prompts share.",
         metavar="R",
     )
     classes: Text | None = setting(
@@ -157,29 +149,24 @@ class WorkloadSection:
     )
     past_context: Number = setting(
         0,
-        "Tokens of an earlier session that each prompt begins with, which nobody else has.",
-        rare=True,
+        "Tokens of an earlier session at the start of each prompt, not shared.",
     )
     idle_gap_cap: Seconds = setting(
         10.0,
         "Longest pause between two requests of an agent, of a trace in Weka's format.",
-        metavar="S",
+        metavar="TIME",
         names=("trace-idle-gap-cap-seconds",),
-        rare=True,
     )
     trajectory_start_max_ratio: Share = setting(
         0.0,
-        "The first --concurrency conversations of agents begin at a random time up to this share "
-        "of their recording (AgentX: 1).",
-        rare=True,
+        "Start the first --concurrency agents at a random time, up to this share of "
+        "their recording (AgentX: 1).",
     )
-    speed: Positive = setting(1.0, "A trace's requests come X times as fast.")
+    speed: Positive = setting(1.0, "Speed-up of a trace's arrivals.")
     seed: Number = setting(
-        0, "Of what is drawn: the same seed gives the same bytes.", names=("random-seed",)
+        0, "Random seed; the same seed gives identical output.", names=("random-seed",)
     )
-    whole_run: Switch = setting(
-        False, "Measure the whole run: its begin and, after the last arrival, its end, too."
-    )
+    whole_run: Switch = setting(False, "Measure the whole run, ramp and drain included.")
     ttft: TtftLimit | None = setting(
         None, "TTFT limit: milliseconds, or a time such as 2s.", metavar="TIME"
     )
@@ -188,6 +175,6 @@ class WorkloadSection:
     )
     e2e: E2eLimit | None = setting(
         None,
-        "Limit of the time to the last token: milliseconds, or a time such as 10s.",
+        "E2E limit: milliseconds, or a time such as 10s.",
         metavar="TIME",
     )

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stagewright.cli import shared
-from stagewright.cli.help import Entry, command
-from stagewright.cli.writing import output_file
+from stagewright.cli import output
+from stagewright.cli.command import Entry, command
+from stagewright.cli.options import FORCE, output_file
 from stagewright.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     required=True,
     help="The file to write: FILE.stg for a module, FILE.bundle for the graph of one rank.",
 )
+@FORCE
 @click.option("--static", is_flag=True, help="Keep the example's sizes, all but the batch.")
 @click.option(
     "--dims",
@@ -34,14 +35,13 @@ if TYPE_CHECKING:
 @click.option(
     "--approximate",
     is_flag=True,
-    help="Count operations that the table lacks by the bytes that they read and write.",
+    help="Count unknown operations by the bytes that they read and write.",
 )
 @click.option(
-    "--loss/--no-loss", default=None, help="Whether the output is scores: if so, add cross-entropy."
+    "--loss/--no-loss", default=None, help="Add a cross-entropy to the output. [if it is scores]"
 )
 @output_file(
     "--recording",
-    forces=False,
     help="Also write the traced graph, as FILE.json; import reads it in place of FACTORY, without "
     "PyTorch.",
 )
@@ -88,9 +88,9 @@ def import_(
     model = model_of(translated, traced.name)
     write_text(out, translated.text)
     for note in translated.notes:
-        shared.say(f"note: {note}")
+        output.say(f"note: {note}")
     modules = ", ".join(model.chain)
-    shared.say(f"{out}: {translated.parameters:,} parameters; {modules}")
+    output.say(f"{out}: {translated.parameters:,} parameters; {modules}")
 
 
 def _named(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
@@ -117,7 +117,7 @@ def _rank(traced: Recording, out: str) -> None:
     program = write_traced(traced, out, force=True)
     (of,) = program.classes
     axes = ", ".join(f"{name} {size}" for name, size in program.mesh.axes)
-    shared.say(
+    output.say(
         f"{out}: {len(of.tasks):,} tasks of each of {program.mesh.world_size} ranks ({axes}); "
         f"{traced.parameters:,} parameters on a rank"
     )

@@ -1,0 +1,154 @@
+"""Runs of commands: from a command line to a compiled run and an exit code; ranks and traces."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagewright.cli.output import show_notes
+from stagewright.errors import UserError
+
+if TYPE_CHECKING:
+    from stagewright.executors import RayCluster
+    from stagewright.lower.compiled_run import CompiledRun
+    from stagewright.program.fit import Fit
+    from stagewright.run.experiment import Experiment
+    from stagewright.run.settings import Run
+
+
+def load_experiment(
+    model: str | None, config: str | None, settings: Mapping[str, Any]
+) -> Experiment:
+    """The run, the machine and the execution of a command line; options override the file."""
+    from stagewright.api.experiments import load_experiment
+    from stagewright.run.notes import notes
+
+    given = {name: value for name, value in settings.items() if value is not None}
+    if model is not None:
+        given["model"] = model
+    experiment = load_experiment(config, given)
+    show_notes(notes(experiment))
+    return experiment
+
+
+def hardware_of(experiment: Experiment) -> str:
+    """The hardware of a command that needs one; raises UserError without."""
+    if experiment.cluster.hardware is None:
+        raise UserError("Missing option '--hardware'; see `stagewright hardware` for names.")
+    return experiment.cluster.hardware
+
+
+def compile_run(
+    run: Run, model: str | None, config: str | None, hardware: str | None = None
+) -> CompiledRun:
+    """Compile; a manifest of an earlier run brings its model along unless another is named.
+
+    Where the run names no `device_memory`, that of `hardware` counts.
+    """
+    from stagewright.lower import weight_storage
+    from stagewright.lower.compile import compile
+    from stagewright.run.notes import beyond_positions
+    from stagewright.trace.recorded import recorded_model
+
+    recorded = recorded_model(config) if config is not None and model is None else None
+    memory = None
+    if hardware is not None:
+        from stagewright.time.hardware import resolve
+
+        memory = resolve(hardware).memory
+    compiled = compile(run, recorded, device_memory=memory)
+    show_notes(beyond_positions(compiled.run, compiled.model))
+    show_notes((*compiled.model.notes, *weight_storage.notes(compiled.run, compiled.model)))
+    return compiled
+
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+DOES_NOT_FIT = 3
+"""Exit code if a run does not fit into the memory of a device."""
+
+ALLOW_OOM = "stagewright.allow_oom"
+
+
+def note_allow_oom(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    """Keep the option for `code_of`."""
+    context.meta[ALLOW_OOM] = value
+
+
+def code_of(fit: Fit | None) -> int:
+    """Exit code of a command with `--allow-oom`, with a message on stderr if it is 3.
+
+    `fit`: None if the device is unknown.
+    """
+    from stagewright.numbers import side_by_side
+
+    if fit is None or fit.fits or click.get_current_context().meta[ALLOW_OOM]:
+        return 0
+    held, room = side_by_side(fit.peak, fit.device_memory, "B")
+    click.echo(
+        f"stagewright: does not fit: a device of {room} would have to hold {held} "
+        f"(exit code {DOES_NOT_FIT}; 0 with --allow-oom)",
+        err=True,
+    )
+    return DOES_NOT_FIT
+
+
+def ray_cluster(engine: str, address: str | None) -> AbstractContextManager[RayCluster] | None:
+    """The Ray cluster of `--engine ray`; None for another engine, which takes no `--address`."""
+    from stagewright.executors import ray_cluster
+
+    if engine == "ray":
+        return ray_cluster(address)
+    if address is not None:
+        raise UserError("--address is of a Ray cluster; add --engine ray, or leave --address out")
+    return None
+
+
+def parse_range(text: str, option: str, example: str) -> tuple[int, int]:
+    """A range of numbers such as `0-50`, or one number.
+
+    >>> parse_range("3", "--nodes", "0-50"), parse_range("0 - 50", "--nodes", "0-50")
+    ((3, 3), (0, 50))
+    """
+    first, _, last = (word.strip() for word in text.partition("-"))
+    last = last or first
+    if not all(re.fullmatch("[0-9]{1,9}", word) for word in (first, last)):
+        raise UserError(f"{option}: cannot read {text.strip()!r}; wanted {example}")
+    if int(first) > int(last):
+        raise UserError(f"{option}: {text.strip()!r} runs backwards; use {last}-{first}")
+    return int(first), int(last)
+
+
+def parse_ranks(text: str, world_size: int) -> list[int]:
+    """Ranks such as `0-7,12`, ascending and each once.
+
+    >>> parse_ranks("12, 0-3,2", 16)
+    [0, 1, 2, 3, 12]
+    """
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, last = parse_range(part, "--ranks", "ranks such as 0-7,12")
+        if last >= world_size:
+            raise UserError(f"--ranks: there is no rank {last}; use 0 to {world_size - 1}")
+        ranks.update(range(first, last + 1))
+    return sorted(ranks)
+
+
+def describe_written(written: Mapping[str, Any], out: str, started: float) -> str:
+    """One line on the traces that were written; `started`: of `time.perf_counter`."""
+    from stagewright.numbers import quantity
+    from stagewright.program.columns import TaskKind
+
+    counts = written["nodes"]  # of each class of ranks
+    nodes = sum(row["files"] * row[kind.name.lower()] for row in counts for kind in TaskKind)
+    ranks = sum(row["files"] for row in counts)
+    size = quantity(sum(file["bytes"] for file in written["files"].values()), "B")
+    seconds = time.perf_counter() - started
+    return (
+        f"{out}: {ranks} of {written['world_size']} ranks, {nodes} nodes, {size}, {seconds:.1f} s"
+    )

@@ -1,0 +1,141 @@
+"""Simulated steps as `simulate` prints them: lines and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from stagewright.lower.compiled_run import CompiledRun
+from stagewright.numbers import duration, plural, quantity, side_by_side
+from stagewright.program.fit import Fit
+from stagewright.run.experiment import describe
+from stagewright.texttable import Table
+from stagewright.time.simulate.serving import Served, limiting
+from stagewright.time.simulate.step import SimulatedStep, TracedStep
+from stagewright.views.advice import remarks
+from stagewright.views.step_tables import parts, transfers
+from stagewright.views.summary import hold_line, stored_line
+
+Item = str | Table
+"""A line, or a table."""
+
+
+def title(step: SimulatedStep) -> str:
+    """Run with its execution, and the machine."""
+    return f"{describe(step.compiled.run, step.timeline.execution)} on {step.machine}"
+
+
+def step_text(step: SimulatedStep, price: float | None = None) -> Iterator[Item]:
+    """A simulated step: its time, where it goes, memory, power, remarks."""
+    run, fit = step.compiled.run, step.fit
+    yield title(step)
+    if not fit.fits:
+        yield memory_line(fit)
+    yield from assumed_batch(step.compiled)
+    uses = f"HFU {step.hfu:.1%}"
+    if run.mode == "train":
+        uses = (
+            f"MFU {step.mfu:.1%} (causal {step.mfu_causal:.1%}), "
+            f"{uses} (causal {step.hfu_causal:.1%})"
+        )
+    rate = step.tokens_per_second
+    text = f"{quantity(round(rate), 'tokens')}/s, {rate / step.machine.gpus:,.1f} per GPU"
+    if step.groups:
+        text = "one of prefill and one of decode, whose layers wait for their cache"
+    yield f"step {duration(step.seconds)}: {text}; {uses}"
+    if run.mode != "train":
+        yield stored_line(step.compiled)
+    yield from _serving_lines(step)
+    yield parts(step)
+    yield transfers(step)
+    if fit.fits:
+        yield memory_line(fit)
+    if step.compiled.capacity is not None:
+        yield hold_line(step.compiled.capacity)
+    yield _critical_path(step.critical_path, step.seconds)
+    expense = step.expense(price)
+    usd = expense.usd_per_million_tokens
+    yield (
+        f"power: {expense.watts_per_gpu:,.0f} W per GPU, {expense.joules_per_token:.3g} J per token"
+        + ("" if usd is None else f"; {usd:.3g} USD per million tokens")
+    )
+    yield from map(str, remarks(step.compiled, step))
+
+
+def traced_text(step: TracedStep, description: str) -> Iterator[Item]:
+    """A simulated step of a recorded graph."""
+    yield f"{description}; on {step.machine}"
+    yield f"step {duration(step.seconds)}"
+    yield parts(step)
+    yield transfers(step)
+    yield memory_line(step.fit)
+    yield _critical_path(step.critical_path, step.seconds)
+
+
+def assumed_batch(compiled: CompiledRun) -> Iterator[str]:
+    """The global batch, unless the user gave it."""
+    run = compiled.run
+    if run.mode == "train" and run.unresolved().global_batch_size is None:
+        yield (
+            f"global batch {plural(run.global_batch_size or 0, 'sequence', 'sequences')}, assumed: "
+            f"micro-batch-size {run.micro_batch_size} x dp {run.dp} x "
+            f"{plural(run.microbatches, 'microbatch', 'microbatches')}; set --global-batch-size"
+        )
+
+
+def memory_line(fit: Fit) -> str:
+    """Peak memory of the fullest GPU, and whether it fits."""
+    peak, capacity = side_by_side(fit.peak, fit.device_memory, "B")
+    seconds = fit.fullest.seconds
+    time = "" if seconds is None else f", after {duration(seconds)}"
+    return (
+        f"memory: at most {peak} of {capacity}{'' if fit.fits else ': it does not fit'} "
+        f"(pipeline rank {fit.fullest.rank_class.pipeline_rank}{time})"
+    )
+
+
+def _critical_path(path: Mapping[str, float], total: float) -> str:
+    shares = [f"{name} {seconds / total:.1%}" for name, seconds in path.items() if total]
+    return f"critical path: {', '.join(shares)}"
+
+
+def _serving_lines(step: SimulatedStep) -> Iterator[str]:
+    """Serving metrics of a step of inference: a line, or one for each of two groups."""
+    if step.served is not None:
+        yield f"{step.served.what}: {_rates(step.served)}"
+    if not step.groups:
+        return
+    for group in step.groups:
+        ranks = f"{group.first_rank}-{group.first_rank + group.gpus - 1}"
+        memory = " of ".join(side_by_side(group.fit.peak, group.fit.device_memory, "B"))
+        yield (
+            f"{group.name} group: {plural(group.gpus, 'GPU', 'GPUs')} (ranks {ranks}), step "
+            f"{duration(group.served.step_seconds)}, {_rates(group.served)}; memory {memory}"
+            + ("" if group.fit.fits else ": it does not fit")
+        )
+    limit, balance = limiting(*(group.served for group in step.groups))
+    if limit is None:
+        yield f"limits: prefill while OSL is below {balance:,.1f}, decode above (--osl N)"
+    else:
+        yield f"limits: the {limit} group; both do as many requests at OSL {balance:,.1f}"
+
+
+def _rates(served: Served) -> str:
+    """Latencies and rates of requests."""
+    words: list[str] = []
+    if served.ttft_seconds is not None:
+        words.append(f"TTFT {duration(served.ttft_seconds)} at ISL {served.isl:,.0f}")
+    if served.tpot_seconds is not None:
+        words.append(
+            f"TPOT {duration(served.tpot_seconds)} at context {served.context_length:,.0f}"
+        )
+    words.append(plural(served.requests, "request", "requests"))
+    if served.requests_per_second is not None:
+        osl = "" if served.osl is None else f" at OSL {served.osl:,}"
+        words.append(f"{served.requests_per_second:,.2f} requests/s{osl}")
+    if served.output_tokens_per_second_per_user is not None:
+        words.append(f"{served.output_tokens_per_second_per_user:,.1f} tokens/s per user")
+    if served.what == "mixed":
+        words.append(f"{served.output_tokens_per_second:,.1f} output tokens/s")
+        words.append(f"{served.input_tokens_per_second:,.1f} input tokens/s")
+    words.append(f"{served.tokens_per_second_per_gpu:,.1f} tokens/s per GPU")
+    return ", ".join(words)
