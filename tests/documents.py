@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import warm
 from paths import ROOT
 
-DOCS = ROOT / "docs"
-GENERATED = DOCS / "reference"  # written by programs, out of the code and the measurements
-WRITTEN = [page for page in DOCS.rglob("*.md") if GENERATED not in page.parents]
+MADE = ROOT / "docs/reference"  # by Sphinx, out of the code, and by benchmarks/accuracy.py
+WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if MADE not in page.parents]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN])
 
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

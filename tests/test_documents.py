@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import stagewright
-from documents import DOCS, PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same, spoken
+from documents import PAGES, ROOT, Block, blessed, blocks, exchanges, printed, same, spoken
 from stagewright.cli import main as cli
 from stagewright.graph.table import OPS
 from stagewright.model.presets import PRESETS
@@ -23,6 +23,7 @@ from stagewright.run.sections import EXPERIMENT
 from stagewright.schedule.schedules import SCHEDULES
 from stagewright.time import hardware
 
+DOCS = ROOT / "docs"
 WITH_OUTPUT = [page for page in PAGES if blocks(page, "console")]
 
 
