@@ -117,7 +117,7 @@ def settings() -> str:
     parts = [
         "# Settings\n\nFields of `stagewright.Run`; keys of run files (YAML), flat or under the name "
         "of their section; options of the command line, with dashes for underscores, and `--no-` to "
-        "turn off what is on. Options win over the file. More: [usage](../usage.md).\n"
+        "turn off what is on. Options win over the file. More: [command line](../guides/command-line.md).\n"
     ]
     for key, (title, section) in SECTIONS.items():
         rows = [
@@ -273,7 +273,7 @@ def schedules() -> str:
     from stagewright.schedule.text import text
 
     parts = [
-        "# Schedules\n\nWhat they are for, and how long they idle: [schedules](../schedules.md).\n"
+        "# Schedules\n\nWhat they are for, and how long they idle: [parallelism](../guides/parallelism.md).\n"
     ]
     for name, schedule in SCHEDULES.items():
         vpp = schedule.chunks or (2 if schedule.chunks is None else 1)
@@ -475,7 +475,7 @@ def search_columns() -> str:
         "`stagewright search -o` writes a row for each candidate. These are the columns of `.csv` and "
         "`.parquet`, and the keys of each of the `rows` of `.json` and of `best` of `--json`, which "
         "leave out what is unknown. In Python, `Search.table(\"candidates\")` is the same table. More: "
-        "[search](../search.md).\n\n"
+        "[search](../guides/search.md).\n\n"
         "All figures of rows whose `simulated` is false are estimates, `bubble`, `exposed_...` and "
         "`memory_...` among them. Bytes are of the fullest rank; joules and USD of a step over all "
         "GPUs.\n\n" + table(("column", "unit", "meaning"), rows) + "\n"

@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import warm
 from paths import ROOT
 
-MADE = ROOT / "docs/reference"  # by Sphinx, out of the code
-WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if page.parent != MADE]
+MADE = ROOT / "docs/reference"  # by Sphinx, out of the code, and by benchmarks/accuracy.py
+WRITTEN = [page for page in (ROOT / "docs").rglob("*.md") if MADE not in page.parents]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *WRITTEN])
 
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _WALL = re.compile(r"\b\d+\.\d s\b")  # of the machine; simulated seconds have two decimals
+_PROGRESS = re.compile(r"stagewright: (estimat(ing|ed) [\d,]+|[\d,]+ candidates? simulated, best) ")
 
 
 class Block(NamedTuple):
@@ -80,7 +81,11 @@ def _whole(command: str) -> bool:
 
 
 def printed(command: str, folder: Path) -> str:
-    """What a command prints in a folder, where `stagewright` is this one."""
+    """Output of a command in a folder, where `stagewright` is this one.
+
+    Lines on the progress of a search are dropped: when they come depends on the machine, and a
+    terminal shows a bar instead.
+    """
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=folder,
@@ -91,7 +96,8 @@ def printed(command: str, folder: Path) -> str:
         stderr=subprocess.STDOUT,
         check=False,
     )
-    return "\n".join(line.rstrip() for line in done.stdout.decode().splitlines()).rstrip("\n")
+    lines = [line.rstrip() for line in done.stdout.decode().splitlines()]
+    return "\n".join(line for line in lines if not _PROGRESS.match(line)).rstrip("\n")
 
 
 def same(got: str, wanted: str) -> bool:

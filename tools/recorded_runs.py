@@ -232,7 +232,7 @@ CALCULON = {"hardware": "a100-sxm-80gb", "model": "gpt3-175b", "gpus": 4096, "se
             "global_batch_size": 4096}  # fmt: skip
 
 SEARCHES: dict[str, Settings] = {
-    # Of docs/search.md.
+    # Of docs/guides/search.md.
     "page: best": GPT2 | {"micro_batch_size": "4,8"},
     "page: front": GPT2 | {"micro_batch_size": "1,8", "objective": ["time", "memory"]},
     "page: top": GPT2 | {"tp": 1, "micro_batch_size": "1:8:x2", "top": 1},
@@ -268,7 +268,7 @@ SEARCHES: dict[str, Settings] = {
                 "batch_size": 8, "prompt_length": 2048},
     "decode of experts": {"hardware": "h200", "model": "qwen3-30b-a3b", "gpus": 8,
                           "mode": "decode", "batch_size": 64, "context_length": 4096},
-    # Those of docs/search.md that take longest.
+    # Those of docs/guides/search.md that take longest.
     "page: llama3.1-405b": {"hardware": "h100-sxm", "model": "llama3.1-405b", "gpus": 16384},
     "page: gpt3-175b": CALCULON,
 }  # fmt: skip

@@ -12,7 +12,6 @@ import pytest
 
 import stagewright
 import stagewright as sw
-from paths import ROOT
 from stagewright.cli import main as cli
 from stagewright.cli import runs
 from stagewright.model.presets import PRESETS
@@ -560,32 +559,6 @@ def test_importing_the_package_is_light():
     code = "import sys, stagewright; print('numpy' in sys.modules, stagewright.Run.__name__)"
 
     assert shell("-c", code).stdout == "False Run\n"
-
-
-# ---- docs/usage.md -------------------------------------------------------------------------------
-
-USAGE = ROOT / "docs/usage.md"
-
-
-def blocks(language: str) -> list[str]:
-    text = USAGE.read_text(encoding="utf-8")
-    return [part.split("```")[0] for part in text.split(f"```{language}\n")[1:]]
-
-
-def test_usage_shows_what_is_printed(call: Call):
-    text = USAGE.read_text(encoding="utf-8")
-
-    assert call("show", "llama3.1-70b", "--tp", "6").err in text
-    assert call("show", *SMALL, "--pp", "2", "--schedule-picture").out in text
-
-
-@pytest.mark.numerics
-def test_usage_python_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(tmp_path)
-    (code,) = blocks("python")
-    exec(code, {})
-
-    assert len(list((tmp_path / "out-python").glob("*.et"))) == 64
 
 
 # ---- tables --------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_completion(words: tuple[str, ...], wanted: list[str]):
 @pytest.mark.numerics
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts(shell: str):
-    """The scripts of docs/command-line.md, which click writes."""
+    """The scripts of docs/start/install.md, which click writes."""
     if shell == "bash" and shutil.which("bash") is None:
         pytest.skip("click asks bash for its version")
     script = asked({"_STAGEWRIGHT_COMPLETE": f"{shell}_source"})

@@ -2,7 +2,7 @@
 
 It is a ZIP archive, whatever its name: `unzip -l` lists it, and `numpy.load` opens the columns.
 Ranks are not in it, only their classes and the arithmetic of their groups, so that a million ranks
-take no more room than a thousand. docs/bundle.md describes every member.
+take no more room than a thousand. docs/internals/bundle.md describes every member.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ STEPS = ("value", "microbatch", "first", "last")
 OF_VALUE = ("name", "stage", "layer", "category", "size")
 """Columns of `Values` that have a row per value; the others have one per instance."""
 
-_LEVEL = 6  # of DEFLATE; measured in docs/bundle.md
+_LEVEL = 6  # of DEFLATE; measured in docs/internals/bundle.md
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 
 Count = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
