@@ -1,7 +1,4 @@
-"""Peaks of memory that others have published; `docs/memory.md` is written from here: `--bless`.
-
-`markdown()` is the whole page, `comparison()` its tables, for other pages to include.
-"""
+"""Peaks of memory that others have published or derived, within limits."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paths import DOCS
 from stagewright.evidence.memory import BETWEEN_STEPS, MemoryRow, rows
 from stagewright.evidence.rows import Prediction, compare
 from stagewright.evidence.statistics import ErrorSummary, errors_by_source
@@ -20,7 +16,6 @@ from stagewright.lower.compile import compile
 from stagewright.model.catalog import resolve
 from stagewright.run.settings import Run
 
-DOC = DOCS / "memory.md"
 MEGATRON = "Megatron-LM functional tests"
 VOCABULARY = "Vocabulary parallelism, arXiv 2411.05288, Table 5"
 ZERO_BUBBLE = "Zero Bubble, arXiv 2401.10241, Table 4"
@@ -124,96 +119,3 @@ def test_few_microbatches_stand_for_many() -> None:
             for n in (4 * run.get("vpp", 1), 24)
         ]
         assert peaks[0] == peaks[1]
-
-
-def comparison() -> list[str]:
-    lines = [
-        "| source | rows | mean error | median | bias | worst |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    lines += [
-        f"| {s.source} | {s.rows} | {s.mape:.1%} | {s.median:.1%} | {s.bias:+.1%} "
-        f"| {s.worst[1]:+.1%} |"
-        for s in errors()
-    ]
-    for source in dict.fromkeys(o.source for _, o in found()):
-        states = {(r.row, r.hardware, r.url): o.error for r, o in of(source, BETWEEN_STEPS)}
-        held = (" between steps |", "---:|") if states else ("", "")
-        lines += [
-            "",
-            f"## {source}",
-            "",
-            f"| row | hardware | what | measured GB | ours GB | workspace | error |{held[0]} why |",
-            f"|---|---|---|---:|---:|---:|---:|{held[1]}---|",
-        ]
-        for r, o in of(source):
-            between = states.get((r.row, r.hardware, r.url))
-            peak = o.predicted - r.workspace
-            lines.append(
-                f"| {r.row} | {r.hardware} | {r.quantity} | {o.measured / 1e9:.3f} | "
-                f"{peak / 1e9:.3f} | {r.workspace / 1e9:.3f} | {o.error:+.1%} | "
-                + (f"{between:+.1%} | " if between is not None else "| " if states else "")
-                + f"{o.reason} |"
-            )
-    return lines
-
-
-INTRODUCTION = """\
-# Memory, beside what was measured
-
-Every measured row that we could set up, good or bad. *Ours* is the peak of the timeline
-(`stagewright show`) with ideal allocation: a value takes memory from the first task that
-touches it to the last. No constant is fitted to any row. Written by
-`tests/slow/test_measured_memory.py` from
-`src/stagewright/data/measured/memory.csv`, where each row has its address and all that was run.
-
-Our peak counts tensors only. *Workspace* is memory that the framework's libraries take
-by rules of their own, added where torch counts it (`allocated`): torch keeps a cuBLAS workspace
-of 32 MiB on Hopper and under `CUBLAS_WORKSPACE_CONFIG=:4096:8` (which deterministic mode sets),
-otherwise 8.125 MiB, one for the thread that runs forward and one for autograd's ([CUDA
-semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html#cublas-workspaces));
-TransformerEngine has one of 32 MiB on Hopper and of 4 MiB elsewhere, and four more where it
-groups the products of experts. Fragmentation (`reserved` is more than `allocated`), the CUDA
-context and NCCL's buffers are in no number of ours. In nanotron's jobs without a pipeline, the
-allocator reserves 1.2 times our peak in the median where tp lies within a node or hosts wait at
-each collective, but 1.7 times with tp=16 and 1.8 times with tp=32 over nodes, 3.3 at most, where
-hosts run ahead: what a communication stream has read is not reused before that stream is done
-([what came of it](time.md#how-good-it-is)). *Between steps* compares parameters,
-gradients and optimizer states with what is allocated after a step.
-
-- Megatron-LM: its functional tests' golden values, `mem-max-allocated-bytes` of the last rank,
-  dev containers on H100 and A100. Left out: GB200 and unnamed devices, the older (lts)
-  containers, T5, BERT and multimodal models, fp8, latent attention, CUDA graphs.
-- Zero Bubble: without ZB-2p, whose order a search finds for measured times. Vocabulary
-  parallelism: the baselines under 1F1B.
-- torchtitan: `reserved` memory of float8 runs under `torch.compile`; ours under `--framework
-  torchtitan` with fused operators, as compiled ones are, and in bf16.
-- STAGE, Table V: in [stage-paper.md](stage-paper.md).
-"""
-
-
-def markdown() -> str:
-    lines = [INTRODUCTION, *comparison(), "", "## Activations of a layer, by the formulas", ""]
-    lines += [
-        "Korthikanti et al. ([arXiv 2205.05198](https://arxiv.org/abs/2205.05198)), models of "
-        "table 3 with tensor and sequence parallelism over 8: what the layers of the first stage "
-        "keep for backward, in GB; the paper's is equation 4, 6 or 2sbh/t for all layers, times "
-        "1 + (p-1)/(pm) where interleaved.",
-        "",
-        "| model | recompute | ours | paper | ours / paper |",
-        "|---|---|---:|---:|---:|",
-    ]
-    for model in SIZES:
-        for variant in VARIANTS:
-            ours, paper = korthikanti(model, variant)
-            lines.append(
-                f"| {model} | {variant} | {float(ours) / 1e9:.3f} | {float(paper) / 1e9:.3f} | "
-                f"{float(ours / paper):.4f} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def test_document(request: pytest.FixtureRequest) -> None:
-    if request.config.getoption("--bless"):
-        DOC.write_text(markdown(), encoding="utf-8")
-    assert DOC.read_text(encoding="utf-8") == markdown(), "see pytest --bless"

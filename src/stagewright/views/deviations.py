@@ -1,8 +1,8 @@
 """Where predictions of time are known to be off, and by how much: a table, a row for each.
 
-Each row says for which simulated steps it holds, and what was measured. Its figures are those of
-`docs/time.md`, which a test compares. Text, JSON and the page show the rows of a step beside its
-time, as notes of `advice.remarks`.
+Each row says for which simulated steps it holds, and what was measured; its figures are those of
+`accuracy.expected`. Text, JSON and the page show the rows of a step beside its time, as notes of
+`advice.remarks`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from stagewright.time.hardware import Hardware
 from stagewright.time.simulate.launches import launch_mode
 from stagewright.time.simulate.step import SimulatedStep
-
-SOURCE = "docs/time.md"
-"""The page that has the figures, with the rows that they are of."""
+from stagewright.views.accuracy import SOURCE, expected
 
 FEW_TOKENS = 1024
 """Tokens of a microbatch on a rank of tp and cp, below which the host limits steps."""
@@ -30,7 +28,13 @@ class Deviation:
     """A condition on a simulated step, and what is known of the error of such steps."""
 
     holds: Callable[[SimulatedStep], bool]
-    sentence: str
+    text: str
+    """Names an answer of `accuracy.expected` as `{e[ANSWER]}`."""
+
+    @property
+    def sentence(self) -> str:
+        """The text with its figures."""
+        return self.text.format(e=expected())
 
 
 def known(found: SimulatedStep) -> Iterator[str]:
@@ -94,13 +98,13 @@ def _tokens_of_a_microbatch(found: SimulatedStep) -> float:
 DEVIATIONS = (
     Deviation(
         lambda found: _trains(found) and _experts(found),
-        "Steps of mixtures of experts are off by 14% on average: releases of one framework differ "
-        "by up to 2x.",
+        "Steps of mixtures of experts are off by {e[train-moe].error:.0%} on average, and "
+        "{e[train-moe].fast:.0%} fast.",
     ),
     Deviation(
         lambda found: _experts(found) and found.compiled.run.ep > 1 and _several_racks(found),
-        "All-reduces of 0.5 to 2 GB over twenty NVL72 racks took 1.3 to 2.3 times as long as "
-        "predicted, larger ones as long; all-to-alls over racks have no published measurement.",
+        "All-reduces of 0.5 to 2 GB over twenty NVL72 racks are predicted {e[racks].fast:.0%} fast, "
+        "larger ones are not; all-to-alls over racks have no published measurement.",
     ),
     Deviation(
         lambda found: (
@@ -110,8 +114,9 @@ DEVIATIONS = (
             and _tokens_of_a_microbatch(found) <= FEW_TOKENS
             and found.mean.launches > MUCH_LAUNCHING * found.seconds
         ),
-        "Microbatches of at most 1,024 tokens on a rank of tp are off by 4% on one to eight nodes "
-        "of nanotron, whose host launches kernels one by one; hosts of others differ.",
+        "Microbatches of at most 1,024 tokens on a rank of tp are off by "
+        "{e[host-limited].error:.0%} on one to eight nodes of nanotron, whose host launches kernels "
+        "one by one; hosts of others differ.",
     ),
     Deviation(
         lambda found: (
@@ -120,13 +125,15 @@ DEVIATIONS = (
             and found.machine.tiers[0].size <= 8
             and found.compiled.run.precision == "bf16"
         ),
-        "Published steps of B200 in bf16 are of one machine: dense models are off by 5%, and 19% "
-        "to 24% fast where eight ranks of tp leave kernels of few microseconds.",
+        "Published steps of B200 in bf16 are of one machine: dense models are off by "
+        "{e[b200].error:.0%}, and {e[b200-short].fast:.0%} fast where eight ranks of tp leave kernels "
+        "of few microseconds.",
     ),
     Deviation(
         lambda found: _decodes(found) and _experts(found) and _fp4_weights(found),
-        "Times per output token of experts in nvfp4 are off by 8% in the median, 6% slow on "
-        "average; checkpoints that keep attention in bf16 take other kernels than this format.",
+        "Times per output token of experts in nvfp4 are off by {e[nvfp4-experts].median:.0%} in the "
+        "median, {e[nvfp4-experts].bias:.0%} slow on average; checkpoints that keep attention in bf16 "
+        "take other kernels than this format.",
     ),
     Deviation(
         lambda found: not _trains(found) and not _decodes(found),
@@ -140,13 +147,13 @@ DEVIATIONS = (
             and found.machine.hardware.peak_fp8_tflops is None
             and len(found.machine.tiers) > 1
         ),
-        "Six rows of DeepSpeed's ZeRO-3 on A100 are predicted 38% fast: what that run reached "
-        "of the network is not stated.",
+        "Six rows of DeepSpeed's ZeRO-3 on A100 are predicted {e[zero3].fast:.0%} fast: what that run "
+        "reached of the network is not stated.",
     ),
     Deviation(
         lambda found: found.timeline.execution.tp_comm_overlap and _tensor_ranks(found) > 1,
-        "The gain of overlapping tp's collectives is off by up to 6 points: async TP of torchtitan "
-        "gains 5.7% to 16.4% by measurement, 8.4% to 14.2% here.",
+        "The gain of overlapping tp's collectives, of four pairs of torchtitan's runs, is off by "
+        "{e[overlap].error:.0%} of the step on average.",
     ),
     Deviation(
         lambda found: found.timeline.execution.moe_flex_dispatcher,
