@@ -260,7 +260,9 @@ def _rows(
             raise UserError(f"{where}: unknown column {column!r}{hint}")
     for column in ("source", "row", "hardware", "quantity", "measured", "model"):
         if column not in (rows.fieldnames or ()):
-            raise UserError(f"{where}: the column {column} is missing; docs/time.md shows a row")
+            raise UserError(
+                f"{where}: the column {column} is missing; docs/accuracy/index.md shows a row"
+            )
     for line, row in enumerate(rows, 2):
         if not within(row["source"], only):
             continue

@@ -103,8 +103,8 @@ DEVIATIONS = (
     ),
     Deviation(
         lambda found: _experts(found) and found.compiled.run.ep > 1 and _several_racks(found),
-        "All-reduces of 0.5 to 2 GB over twenty NVL72 racks are predicted {e[racks].fast:.0%} fast, "
-        "larger ones are not; all-to-alls over racks have no published measurement.",
+        "All-reduces of 0.5 to 2 GB over twenty NVL72 racks are predicted {e[racks].fast:.0%} "
+        "fast, larger ones are not; all-to-alls over racks have no published measurement.",
     ),
     Deviation(
         lambda found: (
@@ -115,8 +115,8 @@ DEVIATIONS = (
             and found.mean.launches > MUCH_LAUNCHING * found.seconds
         ),
         "Microbatches of at most 1,024 tokens on a rank of tp are off by "
-        "{e[host-limited].error:.0%} on one to eight nodes of nanotron, whose host launches kernels "
-        "one by one; hosts of others differ.",
+        "{e[host-limited].error:.0%} on one to eight nodes of nanotron, whose host launches "
+        "kernels one by one; hosts of others differ.",
     ),
     Deviation(
         lambda found: (
@@ -126,14 +126,14 @@ DEVIATIONS = (
             and found.compiled.run.precision == "bf16"
         ),
         "Published steps of B200 in bf16 are of one machine: dense models are off by "
-        "{e[b200].error:.0%}, and {e[b200-short].fast:.0%} fast where eight ranks of tp leave kernels "
-        "of few microseconds.",
+        "{e[b200].error:.0%}, and {e[b200-short].fast:.0%} fast where eight ranks of tp leave "
+        "kernels of few microseconds.",
     ),
     Deviation(
         lambda found: _decodes(found) and _experts(found) and _fp4_weights(found),
-        "Times per output token of experts in nvfp4 are off by {e[nvfp4-experts].median:.0%} in the "
-        "median, {e[nvfp4-experts].bias:.0%} slow on average; checkpoints that keep attention in bf16 "
-        "take other kernels than this format.",
+        "Times per output token of experts in nvfp4 are off by {e[nvfp4-experts].median:.0%} in "
+        "the median, {e[nvfp4-experts].bias:.0%} slow on average; checkpoints that keep attention "
+        "in bf16 take other kernels than this format.",
     ),
     Deviation(
         lambda found: not _trains(found) and not _decodes(found),
@@ -147,8 +147,8 @@ DEVIATIONS = (
             and found.machine.hardware.peak_fp8_tflops is None
             and len(found.machine.tiers) > 1
         ),
-        "Six rows of DeepSpeed's ZeRO-3 on A100 are predicted {e[zero3].fast:.0%} fast: what that run "
-        "reached of the network is not stated.",
+        "Six rows of DeepSpeed's ZeRO-3 on A100 are predicted {e[zero3].fast:.0%} fast: what that "
+        "run reached of the network is not stated.",
     ),
     Deviation(
         lambda found: found.timeline.execution.tp_comm_overlap and _tensor_ranks(found) > 1,
