@@ -54,26 +54,6 @@ def recorded_servers() -> Iterator[Prediction]:
         yield from replayed.predictions(server)
 
 
-def drafting_servers() -> Iterator[Prediction]:
-    """Figures of servers with multi-token prediction."""
-    for row in drafts.rows():
-        name = f"{row.hardware} {row.precision} tp={row.tp} ep={row.ep} {row.isl}/{row.osl}"
-        _, drafting = drafts.server(
-            row.hardware, row.engine, row.precision, row.tp, row.ep, row.drafts
-        )
-        summary = drafts.served(row, drafting)
-        figures = {
-            "tpot_ms": (row.tpot, summary.tpot.mean * 1e3),
-            "ttft_ms": (row.ttft, summary.ttft.mean * 1e3),
-            "output_tokens_s_gpu": (row.tokens, summary.output_rate / summary.gpus),
-        }
-        for quantity, (measured, predicted) in figures.items():
-            yield Prediction(
-                f"InferenceX, multi-token prediction, {servers.SCHEDULERS[row.engine]}",
-                f"{name} x{row.users} {row.date}", quantity, measured, predicted,
-            )  # fmt: skip
-
-
 def other_programs() -> Iterator[Prediction]:
     """Figures that other programs compute and that are to be equal."""
     yield from _counted_flops()
@@ -150,7 +130,7 @@ def _test_module(path: str) -> ModuleType:
 
 OTHERS: dict[str, Callable[[], Iterable[Prediction]]] = {
     "replayed": recorded_servers,
-    "drafts": drafting_servers,
+    "drafts": drafts.predictions,
     "programs": other_programs,
 }
 """Tables whose figures have a simulation of their own."""
