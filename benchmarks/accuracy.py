@@ -642,7 +642,7 @@ def source_page(source: str) -> str:
     if entry := sources().get(source):
         assumed = [f"`{name}` {a.value}: {a.reason}" for name, a in entry.assumed.items()]
         texts = [" ".join(text.split()) for text in (*assumed, *entry.notes)]
-        lines += ["", "Assumed, and known:", "", *(f"- {text}" for text in texts)]
+        lines += ["", "Assumptions, and known reasons for errors:", "", *(f"- {text}" for text in texts)]
     for name, rows in parts:
         ordered = sorted(rows, key=lambda c: -abs(c.error))
         file = f"[{name}.csv](../../accuracy/data/{name}.csv)"
