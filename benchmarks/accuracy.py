@@ -194,7 +194,7 @@ def _engine_rows(quantity: str) -> Callable[[], list[float]]:
 
 ANSWERS = (
     Answer("train-dense", _steps("dense"), "Step time, dense models", "{sources} sources",
-           "MI300X, DeepSpeed ZeRO-3"),
+           "ZeRO-3 over slow networks"),
     Answer("train-small", _steps("small"), "Step time, small dense models",
            "nanotron on AWS's H100", "a nearly full memory"),
     Answer("train-moe", _steps("MoE"), "Step time, MoE", "Megatron-Bridge, dgxc-benchmarking, "
@@ -317,7 +317,7 @@ def answers() -> list[str]:
             count = len({c.source for c in table("training") if kind(c) == "dense"})
             where = answer.source.format(sources=count)
             cells = share(e.error), share(e.p90), "" if loss else signed(e.bias)
-            lines.append((answer.asked, *cells, f"{e.rows:,}, {where}", answer.caution))
+            lines.append((answer.asked, *cells, f"{e.rows:,} ({where})", answer.caution))
     return markdown("You ask | >Error | >p90 | >Bias | Rows, and where from | Do not trust", lines)
 
 
