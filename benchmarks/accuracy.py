@@ -33,6 +33,7 @@ from stagewright.evidence.training import Measurement, not_compared, sources
 from stagewright.model.catalog import resolve as model_of
 from stagewright.time.hardware import resolve
 from stagewright.time.simulate.launches import launch_mode
+from stagewright.views.accuracy import ExpectedError
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "accuracy"
@@ -43,6 +44,8 @@ LISTED = 40
 """Rows of a page of a source; of larger sources, those with the largest errors."""
 EQUAL = 0.05
 """Published layouts within this share of the predicted best count as equal to it."""
+FAR = 0.1
+"""Mean error of step times beyond which a source is named on the page."""
 
 
 class Compared(NamedTuple):
@@ -63,29 +66,13 @@ class Compared(NamedTuple):
         return self.prediction.quantity
 
 
-class Errors(NamedTuple):
-    """Statistics of signed errors."""
-
-    rows: int
-    error: float
-    """Mean absolute error."""
-    median: float
-    """Median absolute error."""
-    p90: float
-    """Absolute error that nine tenths of the rows stay below."""
-    bias: float
-    """Mean signed error."""
-    least: float
-    most: float
-
-    @classmethod
-    def of(cls, signed: Sequence[float]) -> Errors:
-        """The statistics of at least one error."""
-        sizes = np.abs(signed)
-        return cls(
-            len(signed), float(sizes.mean()), float(np.median(sizes)),
-            float(np.quantile(sizes, 0.9)), float(np.mean(signed)), min(signed), max(signed),
-        )  # fmt: skip
+def statistics(signed: Sequence[float]) -> ExpectedError:
+    """Statistics of at least one signed error."""
+    sizes = np.abs(signed)
+    return ExpectedError(
+        len(signed), float(sizes.mean()), float(np.median(sizes)),
+        float(np.quantile(sizes, 0.9)), float(np.mean(signed)), min(signed), max(signed),
+    )  # fmt: skip
 
 
 @cache
@@ -180,8 +167,13 @@ def overlap_gains() -> list[tuple[float, float]]:
 def jobs(*, only_held_out: bool = False, low: bool = False) -> tuple[regret.Regret, ...]:
     """The choices of layouts by prediction, of jobs above a tenth of the peak, or of those below"""
     pairs = [(c.row, c.prediction) for c in table("training") if isinstance(c.row, Measurement)]
-    found = regret.regrets(pairs, only_held_out=only_held_out)
-    return tuple(job for job in found if job.low_utilization == low)
+    choices_by_job = regret.regrets(pairs, only_held_out=only_held_out)
+    return tuple(job for job in choices_by_job if job.low_utilization == low)
+
+
+def _is_steady(c: Compared) -> bool:
+    """Check whether a row is AIConfigurator's time per token at a steady load."""
+    return c.source.startswith("aiconfigurator") and c.quantity == "tpot_ms"
 
 
 def _engine_rows(quantity: str) -> Callable[[], list[float]]:
@@ -210,9 +202,7 @@ ANSWERS = (
            "Peak memory, allocated", "Megatron-LM's tests, two papers", "compiled cross entropy"),
     Answer("memory-reserved", _of("memory", lambda c: c.quantity == "reserved"),
            "Peak memory, reserved", "torchtitan", "single rows"),
-    Answer("decode", _of("inference", lambda c: c.source.startswith("aiconfigurator")
-                         and c.quantity == "tpot_ms"),
-           "Decode: time per token at a steady load",
+    Answer("decode", _of("inference", _is_steady), "Decode: time per token at a steady load",
            "AIConfigurator: vLLM, SGLang, TensorRT-LLM", "DeepSeek, hundreds of users in SGLang"),
     Answer("first-token", _of("inference", lambda c: c.quantity == "ttft_ms"),
            "Prefill: time to the first token, few users", "AIConfigurator", "single rows"),
@@ -248,17 +238,17 @@ ANSWERS = (
 
 
 @cache
-def errors(key: str) -> Errors:
+def errors(key: str) -> ExpectedError:
     """The errors to expect of an answer."""
     (answer,) = (answer for answer in ANSWERS if answer.key == key)
-    return Errors.of(answer.errors())
+    return statistics(answer.errors())
 
 
 def summary() -> str:
     """The text of the file of the package, with what its views show."""
     out = io.StringIO()
     lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(("answer", *Errors._fields))
+    lines.writerow(("answer", *ExpectedError._fields))
     for answer in ANSWERS:
         count, *figures = errors(answer.key)
         lines.writerow((answer.key, count, *(f"{value:.4f}" for value in figures)))
@@ -295,7 +285,7 @@ def signed(value: float) -> str:
 FIGURES = ">Rows | >Error | >Median | >p90 | >Bias | >Lowest | >Highest"
 
 
-def figures(e: Errors) -> list[str]:
+def figures(e: ExpectedError) -> list[str]:
     """The cells of `FIGURES`."""
     return [f"{e.rows:,}", *map(share, (e.error, e.median, e.p90)), *map(signed, e[4:])]
 
@@ -305,7 +295,7 @@ def rows_by(compared: Iterable[Compared], by: Callable[[Compared], str]) -> list
     groups: dict[str, list[float]] = {}
     for c in compared:
         groups.setdefault(by(c), []).append(c.error)
-    return [[name, *figures(Errors.of(groups[name]))] for name in sorted(groups, key=str.lower)]
+    return [[name, *figures(statistics(groups[name]))] for name in sorted(groups, key=str.lower)]
 
 
 def answers() -> list[str]:
@@ -335,6 +325,7 @@ STEPS = {
     "LoRA": "LoRA",
     "low": "Below a tenth of the peak",
 }
+"""The kinds of step times in words."""
 
 
 def held_out() -> list[str]:
@@ -343,11 +334,25 @@ def held_out() -> list[str]:
     for name, words in STEPS.items():
         chosen = [c for c in table("training") if kind(c) == name]
         held = [c.error for c in chosen if c.prediction.traits and c.prediction.traits.held_out]
-        every, some = Errors.of([c.error for c in chosen]), Errors.of(held)
+        every, some = statistics([c.error for c in chosen]), statistics(held)
         lines.append(
             (words, *figures(every), f"{some.rows:,}", share(some.error), signed(some.bias))
         )
     return markdown(f"Steps | {FIGURES} | >Held out | >Their error | >Their bias", lines)
+
+
+class Grouped(NamedTuple):
+    """A table of the errors of some rows by group."""
+
+    title: str
+    tables: tuple[str, ...]
+    group: Callable[[Compared], str]
+    holds: Callable[[Compared], bool] = lambda c: True
+
+    def __call__(self) -> list[str]:
+        """The table as Markdown."""
+        chosen = [c for name in self.tables for c in table(name) if self.holds(c)]
+        return markdown(f"{self.title} | {FIGURES}", rows_by(chosen, self.group))
 
 
 def _hardware(c: Compared) -> str:
@@ -360,73 +365,79 @@ def _precision(c: Compared) -> str:
     return f"{_hardware(c)}, {c.prediction.traits.precision}"
 
 
-def dense() -> list[str]:
-    """Errors of dense models by accelerator."""
-    chosen = [c for c in table("training") if kind(c) == "dense"]
-    return markdown(f"Accelerator, precision | {FIGURES}", rows_by(chosen, _precision))
+def _model(c: Compared) -> str:
+    return c.prediction.row.split(",")[0]
 
 
-def mixtures() -> list[str]:
-    """Errors of MoE models by accelerator."""
-    chosen = [c for c in table("training") if kind(c) == "MoE"]
-    return markdown(f"Accelerator | {FIGURES}", rows_by(chosen, _hardware))
-
-
-def mixtures_by_model() -> list[str]:
-    """Errors of MoE models by model."""
-    chosen = [c for c in table("training") if kind(c) == "MoE"]
-    return markdown(f"Model | {FIGURES}", rows_by(chosen, lambda c: c.prediction.row.split(",")[0]))
-
-
-def mixtures_by_launch() -> list[str]:
-    """Errors of MoE models by how the host launches kernels."""
-
-    def of(c: Compared) -> str:
-        assert isinstance(c.row, Measurement)
-        execution = c.row.execution
-        mode = launch_mode(c.row.run, execution, resolve(c.row.hardware))
-        if mode == "cuda_graph":
-            return "parts as CUDA graphs" if execution.cuda_graph_modules else "one CUDA graph"
+def _launches(c: Compared) -> str:
+    """How the host launches kernels."""
+    assert isinstance(c.row, Measurement)
+    execution = c.row.execution
+    if launch_mode(c.row.run, execution, resolve(c.row.hardware)) != "cuda_graph":
         return "kernel by kernel"
+    return "parts as CUDA graphs" if execution.cuda_graph_modules else "one CUDA graph"
 
-    chosen = [c for c in table("training") if kind(c) == "MoE"]
-    return markdown(f"Launches | {FIGURES}", rows_by(chosen, of))
+
+def _engine(c: Compared) -> str:
+    assert c.row is not None
+    return f"{c.source.split(', ')[1]}, {c.row.hardware}"
+
+
+ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
+QUANTITIES = {
+    "tpot_ms": "time per token",
+    "ttft_ms": "first token",
+    "ttft_p50_ms": "first token, median",
+    "ttft_p99_ms": "first token, p99",
+    "e2e_ms": "last token",
+    "output_tokens_s_gpu": "tokens per second",
+}
+
+
+def _served(c: Compared) -> str:
+    """Source and quantity of a server whose requests are simulated."""
+    source = c.source
+    if source == "aiconfigurator, first tokens":
+        assert isinstance(c.row, ClosedLoopRow)
+        source = f"aiconfigurator, {ENGINES[c.row.served.engine]}"
+    elif "multi-token" in source:
+        source = "InferenceX, multi-token prediction"
+    return f"{source}: {QUANTITIES[c.quantity]}"
+
+
+def _memory(c: Compared) -> str:
+    quantity = c.quantity if c.quantity == BETWEEN_STEPS else f"peak, {c.quantity}"
+    return f"{c.source.split(', ')[0]}: {quantity}"
 
 
 def releases() -> list[str]:
     """Spread of the measured steps of one MoE job over releases of Megatron-Bridge."""
-    found: dict[tuple[object, ...], list[float]] = {}
+    steps: dict[tuple[object, ...], list[float]] = {}
     for c in table("training"):
         if kind(c) == "MoE" and c.source.startswith("Megatron-Bridge"):
             assert isinstance(c.row, Measurement)
-            run, model = c.row.run, c.prediction.row.split(",")[0]
+            run = c.row.run
             sizes = run.global_batch_size, run.seq_length, run.world_size
-            key = (model, _precision(c), *sizes, c.quantity)
-            found.setdefault(key, []).append(c.prediction.measured)
-    ratios = [max(values) / min(values) for values in found.values() if len(values) > 1]
+            key = (_model(c), _precision(c), *sizes, c.quantity)
+            steps.setdefault(key, []).append(c.prediction.measured)
+    ratios = [max(values) / min(values) for values in steps.values() if len(values) > 1]
     cells = str(len(ratios)), f"{np.median(ratios):.1f}x", f"{max(ratios):.1f}x"
     return markdown(">Jobs in several releases | >Slowest / fastest, median | >Largest", [cells])
 
 
-def adapters() -> list[str]:
-    """Errors of LoRA by accelerator."""
-    chosen = [c for c in table("training") if kind(c) == "LoRA"]
-    return markdown(f"Accelerator | {FIGURES}", rows_by(chosen, _hardware))
-
-
 def far_sources() -> list[str]:
     """Sources of step times whose mean error is beyond 10%."""
-    lines = rows_by((c for c in table("training") if kind(c) != "low"), lambda c: c.source)
-    of = {c.source: [] for c in table("training")}
+    by_source: dict[str, list[float]] = {}
     for c in table("training"):
-        of[c.source] += [c.error] if kind(c) != "low" else []
-    return markdown(
-        f"Source | {FIGURES}", [line for line in lines if Errors.of(of[line[0]]).error > 0.1]
-    )
+        if kind(c) != "low":
+            by_source.setdefault(c.source, []).append(c.error)
+    summaries = {name: statistics(by_source[name]) for name in sorted(by_source, key=str.lower)}
+    lines = [(name, *figures(e)) for name, e in summaries.items() if e.error > FAR]
+    return markdown(f"Source | {FIGURES}", lines)
 
 
 def layouts() -> list[str]:
-    """What a choice by prediction loses, by source."""
+    """Time that a choice by prediction loses, by source."""
     held = dict(regret.by_source(jobs(only_held_out=True)))
     lines: list[Line] = []
     for name, some in regret.by_source(jobs()):
@@ -444,72 +455,38 @@ def layouts() -> list[str]:
     )
 
 
-def published_layouts() -> list[str]:
-    """Published layouts beside the predicted best."""
-    lines: list[Line] = []
-    for name, compared in choices.by_run().items():
-        published = next(line for line in compared if line["published"] == "1")
-        best = min(compared, key=lambda line: float(line["seconds"]))
-        longer = float(published["seconds"]) / float(best["seconds"]) - 1
-        words = choices.words(published), choices.words(best)
-        lines.append((name, str(len(compared)), *words, share(longer)))
-    return markdown("Run | >Layouts | Published | Predicted best | >Published is longer by", lines)
+class Published(NamedTuple):
+    """A published layout beside the predicted best."""
+
+    run: str
+    layouts: int
+    layout: str
+    best: str
+    longer: float
+    """Predicted step of the published layout over that of the best - 1."""
+
+
+def published() -> list[Published]:
+    """All published layouts."""
+    result: list[Published] = []
+    for run, lines in choices.by_run().items():
+        theirs = next(line for line in lines if line["published"] == "1")
+        best = min(lines, key=lambda line: float(line["seconds"]))
+        longer = float(theirs["seconds"]) / float(best["seconds"]) - 1
+        result.append(
+            Published(run, len(lines), choices.words(theirs), choices.words(best), longer)
+        )
+    return result
 
 
 def near_published() -> list[str]:
     """How many published layouts are near the predicted best."""
-    longer = [float(line.split("|")[-2].strip().rstrip("%")) for line in published_layouts()[2:]]
-    near = sum(value <= 100 * EQUAL for value in longer)
-    equal = sum(not value for value in longer)
-    cells = str(len(longer)), str(equal), str(near), f"{max(longer):.1f}%"
-    return markdown(">Published | >Equal to the best | >Within 5% of it | >Farthest", [cells])
-
-
-def steady() -> list[str]:
-    """Times per token at a steady load, by engine."""
-    chosen = (c for c in table("inference") if c.quantity == "tpot_ms")
-    return markdown(f"Source | {FIGURES}", rows_by(chosen, lambda c: c.source))
-
-
-def steady_hardware() -> list[str]:
-    """Times per token at a steady load, by engine and GPU."""
-
-    def of(c: Compared) -> str:
-        assert c.row is not None
-        return f"{c.source.split(', ')[1]}, {c.row.hardware}"
-
-    chosen = [
-        c for c in table("inference")
-        if c.source.startswith("aiconfigurator") and c.quantity == "tpot_ms"
-    ]  # fmt: skip
-    return markdown(f"Engine, GPU | {FIGURES}", rows_by(chosen, of))
-
-
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang", "trtllm": "TensorRT-LLM"}
-QUANTITIES = {
-    "tpot_ms": "time per token",
-    "ttft_ms": "first token",
-    "ttft_p50_ms": "first token, median",
-    "ttft_p99_ms": "first token, p99",
-    "e2e_ms": "last token",
-    "output_tokens_s_gpu": "tokens per second",
-}
-
-
-def served() -> list[str]:
-    """Servers whose requests are simulated, by source and quantity."""
-
-    def of(c: Compared) -> str:
-        source = c.source
-        if source == "aiconfigurator, first tokens":
-            assert isinstance(c.row, ClosedLoopRow)
-            source = f"aiconfigurator, {ENGINES[c.row.served.engine]}"
-        elif "multi-token" in source:
-            source = "InferenceX, multi-token prediction"
-        return f"{source}: {QUANTITIES[c.quantity]}"
-
-    chosen = [c for c in (*table("serving"), *table("drafts")) if "overloaded" not in c.source]
-    return markdown(f"Source, quantity | {FIGURES}", rows_by(chosen, of))
+    longer = [p.longer for p in published()]
+    counts = len(longer), longer.count(0), sum(value <= EQUAL for value in longer)
+    return markdown(
+        ">Published | >Equal to the best | >Within 5% of it | >Farthest",
+        [(*map(str, counts), share(max(longer)))],
+    )
 
 
 def recorded() -> list[str]:
@@ -524,25 +501,6 @@ def recorded() -> list[str]:
     )
 
 
-def memory() -> list[str]:
-    """Peaks, and bytes between steps, by source."""
-    return markdown(
-        f"Source, what was measured | {FIGURES}",
-        rows_by(
-            table("memory"),
-            lambda c: (
-                f"{c.source.split(', ')[0]}: "
-                + (c.quantity if c.quantity == BETWEEN_STEPS else f"peak, {c.quantity}")
-            ),
-        ),
-    )
-
-
-def kernels() -> list[str]:
-    """Kernels and collectives, by source."""
-    return markdown(f"Kernel | {FIGURES}", rows_by(table("kernels"), lambda c: c.source))
-
-
 def programs() -> list[str]:
     """Other programs that compute the same figure."""
     lines: list[Line] = []
@@ -554,14 +512,7 @@ def programs() -> list[str]:
 
 def refused() -> list[str]:
     """Published rows of training that no settings express."""
-    there = {(c.source, c.prediction.row) for c in table("training")}
-    why = Counter((o.source, o.reason) for o in not_compared())
-    rows = predictions.ROWS["training"]()
-    why.update(
-        (row.source, "its settings cannot be combined")
-        for row in rows
-        if (row.source, row.row) not in there
-    )
+    why = Counter((row.source, row.reason) for row in not_compared())
     lines = [(source, str(count), reason) for (source, reason), count in why.most_common()]
     return markdown("Source | >Rows | Why they are not compared", lines)
 
@@ -569,21 +520,27 @@ def refused() -> list[str]:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "answers": answers,
     "held-out": held_out,
-    "dense": dense,
-    "moe": mixtures,
-    "moe-models": mixtures_by_model,
-    "moe-launches": mixtures_by_launch,
+    "dense": Grouped(
+        "Accelerator, precision", ("training",), _precision, lambda c: kind(c) == "dense"
+    ),
+    "moe": Grouped("Accelerator", ("training",), _hardware, lambda c: kind(c) == "MoE"),
+    "moe-models": Grouped("Model", ("training",), _model, lambda c: kind(c) == "MoE"),
+    "moe-launches": Grouped("Launches", ("training",), _launches, lambda c: kind(c) == "MoE"),
     "releases": releases,
-    "lora": adapters,
+    "lora": Grouped("Accelerator", ("training",), _hardware, lambda c: kind(c) == "LoRA"),
     "far-sources": far_sources,
     "layouts": layouts,
     "near-published": near_published,
-    "steady": steady,
-    "steady-hardware": steady_hardware,
-    "served": served,
+    "steady": Grouped(
+        "Source", ("inference",), lambda c: c.source, lambda c: c.quantity == "tpot_ms"
+    ),
+    "steady-hardware": Grouped("Engine, GPU", ("inference",), _engine, _is_steady),
+    "served": Grouped(
+        "Source, quantity", ("serving", "drafts"), _served, lambda c: "overloaded" not in c.source
+    ),
     "recorded": recorded,
-    "memory": memory,
-    "kernels": kernels,
+    "memory": Grouped("Source, what was measured", ("memory",), _memory),
+    "kernels": Grouped("Kernel", ("kernels",), lambda c: c.source),
     "programs": programs,
     "known": known,
     "refused": refused,
@@ -642,7 +599,12 @@ def source_page(source: str) -> str:
     if entry := sources().get(source):
         assumed = [f"`{name}` {a.value}: {a.reason}" for name, a in entry.assumed.items()]
         texts = [" ".join(text.split()) for text in (*assumed, *entry.notes)]
-        lines += ["", "Assumptions, and known reasons for errors:", "", *(f"- {text}" for text in texts)]
+        lines += [
+            "",
+            "Assumptions, and known reasons for errors:",
+            "",
+            *(f"- {text}" for text in texts),
+        ]
     for name, rows in parts:
         ordered = sorted(rows, key=lambda c: -abs(c.error))
         file = f"[{name}.csv](../../accuracy/data/{name}.csv)"
@@ -681,8 +643,8 @@ def index_page() -> str:
         "`benchmarks/accuracy.py`; [How far to trust it](../../accuracy/index.md) reads them.",
     ]
     for name, title in TITLES.items():
-        found = rows_by(table(name), lambda c: c.source)
-        linked = [[f"[{line[0]}]({slug(line[0])}.md)", *line[1:]] for line in found]
+        by_source = rows_by(table(name), lambda c: c.source)
+        linked = [[f"[{line[0]}]({slug(line[0])}.md)", *line[1:]] for line in by_source]
         lines += ["", f"## {title}", "", *markdown(f"Source | {FIGURES}", linked)]
     lines += ["", "## By group", "", "- [Step times by group](by-group.md)"]
     lines += ["- [Choices of layouts](layouts.md)", "", "```{toctree}", ":hidden:", ":glob:", ""]
@@ -695,10 +657,9 @@ def groups_page() -> str:
     lines = ["# Step times by group", ""]
     lines += ["Rows below a tenth of the peak are a group of their own."]
     for by in GROUPS:
-        found = errors_by_group(steps, by)
-        names = list(found.columns)
-        titles = " | >".join([names[0].capitalize(), *names[1:]])
-        lines += ["", f"## By {by}", "", *markdown(titles, found.text_rows())]
+        groups = errors_by_group(steps, by)
+        lines += ["", f"## By {by}", ""]
+        lines += markdown(" | >".join(groups.columns), groups.text_rows())
     return "\n".join([*lines, ""])
 
 
@@ -707,10 +668,12 @@ def layouts_page() -> str:
     lines = ["# Choices of layouts", ""]
     lines += ["Jobs that were measured in three layouts or more; models are layers x hidden size."]
     for title, low in (("Above a tenth of the peak", False), ("Below a tenth of the peak", True)):
-        found = regret.listed(jobs(low=low))
-        titles = " | >".join(found.columns)
-        lines += ["", f"## {title}", "", *markdown(titles, found.text_rows())]
-    lines += ["", "## Published layouts", "", *published_layouts()]
+        listed = regret.listed(jobs(low=low))
+        lines += ["", f"## {title}", ""]
+        lines += markdown(" | >".join(listed.columns), listed.text_rows())
+    titles = "Run | >Layouts | Published | Predicted best | >Published is longer by"
+    cells = [(p.run, str(p.layouts), p.layout, p.best, share(p.longer)) for p in published()]
+    lines += ["", "## Published layouts", "", *markdown(titles, cells)]
     return "\n".join([*lines, ""])
 
 
