@@ -589,6 +589,17 @@ def of_source(source: str) -> Iterator[tuple[str, list[Compared]]]:
             yield name, rows
 
 
+def group(c: Compared) -> str:
+    """What rows of a source are grouped by."""
+    if c.prediction.traits is not None:
+        names = {"low": "below a tenth of the peak", "small": "dense"}
+        return f"{names.get(kind(c), kind(c))}, {_precision(c)}"
+    if isinstance(c.row, KernelRow):
+        return f"{c.row.hardware}, {c.row.kernel}, {c.row.dtype}"
+    hardware = "" if c.row is None else f", {c.row.hardware}"
+    return f"{c.quantity}{hardware}"
+
+
 def source_page(source: str) -> str:
     """What is assumed of a source, and its rows."""
     lines = [f"# {source}"]
@@ -611,7 +622,7 @@ def source_page(source: str) -> str:
         largest = f"The {LISTED} rows with the largest errors; {file} has all."
         listed = "All rows." if len(rows) <= LISTED else largest
         lines += ["", f"## {TITLES[name]}", ""]
-        lines += markdown(f"Quantity | {FIGURES}", rows_by(rows, lambda c: c.quantity))
+        lines += markdown(f"Group | {FIGURES}", rows_by(rows, group))
         lines += ["", listed, ""]
         reasons = len({c.prediction.reason for c in rows}) > 1
         titles = "Row | Quantity | >Measured | >Predicted | >Error" + " | Assumed, or why" * reasons
