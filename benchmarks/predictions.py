@@ -106,7 +106,7 @@ def _parameters() -> Iterator[Prediction]:
 
 def _activations() -> Iterator[Prediction]:
     """Bytes that the layers of a stage save for backward, by the paper's equations."""
-    tests: Any = _test_module("slow/test_measured_memory.py")
+    tests: Any = _test_module("slow/test_saved_activations.py")
     for model in tests.SIZES:
         for variant in tests.VARIANTS:
             ours, paper = tests.korthikanti(model, variant)
