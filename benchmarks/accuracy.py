@@ -650,8 +650,8 @@ def index_page() -> str:
     lines = [
         "# Errors by source",
         "",
-        "Every published figure beside its prediction, a page for each source. Written by "
-        "`benchmarks/accuracy.py`; [How far to trust it](../../accuracy/index.md) reads them.",
+        "Every published figure beside its prediction, a page for each source. "
+        "[How far to trust it](../../accuracy/index.md) reads them.",
     ]
     for name, title in TITLES.items():
         by_source = rows_by(table(name), lambda c: c.source)

@@ -76,9 +76,9 @@ class LaunchCost:
 
 LAUNCH_COSTS: Mapping[str, LaunchCost] = {
     # Megatron-LM. Fitted to the training rows of mixtures of experts in Megatron-Bridge: 13.9% off,
-    # 14.0% with a call of 70. torch.nn.Linear takes 13.5 us (github.com/NVIDIA/TransformerEngine,
-    # issue 2053): modules, autograd's functions, and collectives take more. A captured part of a
-    # layer is called like an operator.
+    # 14.0% with a call of 70 (docs/internals/kernels.md). torch.nn.Linear takes 13.5 us
+    # (github.com/NVIDIA/TransformerEngine, issue 2053): modules, autograd's functions, and
+    # collectives take more. A captured part of a layer is called like an operator.
     "eager": LaunchCost(call=60.0, kernel=25.0, graph=60.0),
     # Steps with prompts of SGLang and TensorRT-LLM, without autograd. Fitted to median TTFTs of 17
     # closed loops of InferenceX with DeepSeek-R1: 20% off, 24% where the steps were compiled; 3
