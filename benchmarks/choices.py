@@ -1,10 +1,10 @@
-"""Evaluates layouts beside those that published runs chose, and writes a table of docs/regret.md.
+"""Predicts the layouts that published runs could have chosen.
 
-    python benchmarks/choices.py [--tables]
+    python benchmarks/choices.py [--only TEXT]
 
-Writes docs/choices.csv, a line for each layout; `--tables` writes the table alone. Degrees,
-interleaving and microbatches differ; all else is as in the published run: batch, precision,
-recomputation, ZeRO, overlaps. All layouts take a quarter of an hour.
+Writes docs/accuracy/data/choices.csv, a line for each layout. Degrees, interleaving and
+microbatches differ; all else is as in the published run: batch, precision, recomputation, ZeRO,
+overlaps. All layouts take a quarter of an hour. `benchmarks/accuracy.py` writes tables of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -29,9 +29,7 @@ from stagewright.run.sections.execution import Execution
 from stagewright.run.settings import Run
 
 ROOT = Path(__file__).parent.parent
-FILE = ROOT / "docs" / "choices.csv"
-PAGE = ROOT / "docs" / "regret.md"
-BEGIN, END = "<!-- choices -->", "<!-- end of choices -->"
+FILE = ROOT / "docs" / "accuracy" / "data" / "choices.csv"
 
 DEGREES = ("tp", "cp", "pp", "vpp", "ep", "dp", "micro_batch_size")
 """What a layout chooses; dp fills the GPUs."""
@@ -198,20 +196,12 @@ def lines() -> list[dict[str, str]]:
     return list(csv.DictReader(text.splitlines()))
 
 
-def tables() -> str:
-    """The table of docs/regret.md, between its marks."""
-    title = ("run", "layouts", "published", "its step", "our best", "its step", "longer")
-    rows = [title]
-    found: dict[tuple[str, str], list[dict[str, str]]] = {}
+def by_run() -> dict[str, list[dict[str, str]]]:
+    """The layouts of each published run, by its name."""
+    runs: dict[str, list[dict[str, str]]] = {}
     for line in lines():
-        found.setdefault((line["source"], line["row"]), []).append(line)
-    for (source, row), of in found.items():
-        published = next(line for line in of if line["published"] == "1")
-        best = min(of, key=lambda line: float(line["seconds"]))
-        theirs, ours = float(published["seconds"]), float(best["seconds"])
-        rows.append((f"{source}: {row}", str(len(of)), words(published), f"{theirs:.4g} s",
-                     words(best), f"{ours:.4g} s", f"{theirs / ours - 1:.1%}"))  # fmt: skip
-    return "\n".join([BEGIN, "", *markdown(rows), "", END])
+        runs.setdefault(f"{line['source']}: {line['row']}", []).append(line)
+    return runs
 
 
 def words(line: Mapping[str, str]) -> str:
@@ -219,19 +209,6 @@ def words(line: Mapping[str, str]) -> str:
     short = {"micro_batch_size": "mbs"}
     plain = (name for name in DEGREES if name != "dp" and line[name] != "1")
     return " ".join(f"{short.get(name, name)}{line[name]}" for name in plain) or "dp alone"
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table of Markdown."""
-    title, *rest = rows
-    align = ["---" if n in (0, 2, 4) else "---:" for n in range(len(title))]
-    return [f"| {' | '.join(cells)} |" for cells in (title, align, *rest)]
-
-
-def page(text: str) -> str:
-    """The text of docs/regret.md with the table of the file."""
-    head, rest = text.split(BEGIN)
-    return head + tables() + rest.split(END)[1]
 
 
 def written(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -244,14 +221,12 @@ def written(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    asked = argparse.ArgumentParser(description=__doc__)
-    asked.add_argument("--tables", action="store_true")
-    asked.add_argument("--only", metavar="TEXT", default="", help="Runs whose name contains it.")
-    options = asked.parse_args()
-    for each in () if options.tables else JOBS:
-        if options.only in f"{each.source} {each.row}":
-            print(each.source, each.row, flush=True)
-            found = [*evaluated(each)]
-            kept = [o for o in lines() if (o["source"], o["row"]) != (each.source, each.row)]
-            FILE.write_text(written([*kept, *found]), encoding="utf-8")
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", metavar="TEXT", default="", help="Runs whose name contains it.")
+    given = parser.parse_args()
+    for job in JOBS:
+        if given.only in f"{job.source} {job.row}":
+            print(job.source, job.row, flush=True)
+            evaluated_layouts = [*evaluated(job)]
+            others = [o for o in lines() if (o["source"], o["row"]) != (job.source, job.row)]
+            FILE.write_text(written([*others, *evaluated_layouts]), encoding="utf-8")

@@ -1,24 +1,24 @@
 """InferenceX' servers of DeepSeek-R1 that draft with its layer for multi-token prediction.
 
-    python benchmarks/drafts.py
-
-Closed loops of users, ten requests each, lengths uniform between 80% and 100% (as
-`evidence.servers`). Servers are set up as SemiAnalysisAI/InferenceX `benchmarks/single_node/`
-says (`fixed_seq_len/dsr1_fp4_b200_mtp.sh`, `dsr1_fp8_b200_mtp.sh`, `dsr1_fp8_h200_trt_mtp.sh`,
-`fixed_seq_len/dsr1_fp8_h200_mtp.sh` and their like): two drafts with SGLang, three with TRT-LLM
-without attention data parallelism. The acceptance length is that of the server: tokens come to the
-client after every `stream` steps, so that the time between two arrivals over the time per token is
-so many steps' tokens. (TensorRT-LLM counts steps. SGLang sends when the number of tokens is a
-multiple of `stream`, which a step reaches once in as many times as it gives tokens.) Nothing is
-fitted.
+`benchmarks/predictions.py` writes their figures beside the measured ones. Closed loops of users,
+ten requests each, lengths uniform between 80% and 100% (as `evidence.servers`). Servers are set up
+as SemiAnalysisAI/InferenceX `benchmarks/single_node/` says (`fixed_seq_len/dsr1_fp4_b200_mtp.sh`,
+`dsr1_fp8_b200_mtp.sh`, `dsr1_fp8_h200_trt_mtp.sh`, `fixed_seq_len/dsr1_fp8_h200_mtp.sh` and their
+like): two drafts with SGLang, three with TensorRT-LLM without attention data parallelism. The
+acceptance length is that of the server: tokens come to the client after every `stream` steps, so
+that the time between two arrivals over the time per token is so many steps' tokens. (TensorRT-LLM
+counts steps. SGLang sends when the number of tokens is a multiple of `stream`, which a step reaches
+once in as many times as it gives tokens.) Nothing is fitted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from stagewright.evidence.inference import model_of_row
+from stagewright.evidence.inference import SCHEDULERS, model_of_row
+from stagewright.evidence.rows import Prediction
 from stagewright.run.sections.execution import Execution
 from stagewright.run.sections.serving.engines import EngineSection
 from stagewright.serving.deployment import InstanceGroup
@@ -105,8 +105,8 @@ def server(
     tp: int,
     ep: int,
     drafts: int,
-) -> tuple[Instance, Instance]:
-    """The server without the time of its drafts, and with it."""
+) -> Instance:
+    """The server, with the time of its drafts."""
     settings: dict[str, Any] = {"model": "deepseek-r1", "tp": tp, "num_speculative_tokens": drafts}
     if ep > 1:
         settings |= {"ep": ep, "etp": 1}
@@ -118,16 +118,14 @@ def server(
     run, how = run.model_copy(update={"mode": "decode"}), Execution(serving_engine=engine)
     machine = Machine.of(resolve(hardware), gpus=run.world_size)
     drafter = drafter_of(EngineSection(speculative_method="mtp"), run, model)
-    limits = {"most_tokens": 16384, "most_requests": 256}
-    without = instance(run, model, machine, how, **limits)
-    return without, instance(run, model, machine, how, **limits, drafter=drafter)
+    return instance(run, model, machine, how, most_tokens=16384, most_requests=256, drafter=drafter)
 
 
-def served(row: Measured, made: Instance) -> ServingSummary:
-    """The users of a row on a server."""
-    names = {"sglang": "sglang", "trtllm": "tensorrt-llm"}
+def served(row: Measured) -> ServingSummary:
+    """Latencies and rates of the users of a row."""
+    made = server(row.hardware, row.engine, row.precision, row.tp, row.ep, row.drafts)
     options: dict[str, Any] = {
-        "scheduler": names[row.engine], "ignore_eos": True, "enable_prefix_caching": False,
+        "scheduler": SCHEDULERS[row.engine], "ignore_eos": True, "enable_prefix_caching": False,
         "acceptance_length": row.acceptance,
     }  # fmt: skip
     if row.engine == "trtllm":
@@ -150,31 +148,18 @@ def served(row: Measured, made: Instance) -> ServingSummary:
     return group.serve(work, Slo(), whole_run=True).summary
 
 
-def main() -> None:
-    """Print the errors of all rows."""
-    errors: list[tuple[float, float, float, float]] = []
+def predictions() -> Iterator[Prediction]:
+    """The figures of all rows."""
     for row in rows():
-        ends = server(row.hardware, row.engine, row.precision, row.tp, row.ep, row.drafts)
-        free, found = (served(row, made) for made in ends)
-        each = (
-            free.tpot.mean * 1e3 / row.tpot - 1,
-            found.tpot.mean * 1e3 / row.tpot - 1,
-            found.ttft.mean * 1e3 / row.ttft - 1,
-            found.output_rate / found.gpus / row.tokens - 1,
-        )
-        errors.append(each)
-        name = f"{row.hardware} {row.engine} {row.precision} tp={row.tp} ep={row.ep}"
-        print(
-            f"{row.date} {name} {row.isl}/{row.osl} x{row.users}: {row.acceptance:.2f} tokens a "
-            f"step; TPOT {row.tpot:.2f} ms, drafts for nothing {each[0]:+.1%}, with their time "
-            f"{each[1]:+.1%}; TTFT {each[2]:+.1%}; tokens/s {each[3]:+.1%}"
-        )
-    names = "TPOT, drafts for nothing", "TPOT", "TTFT", "tokens/s"
-    for name, of in zip(names, zip(*errors, strict=True), strict=True):
-        sizes = sorted(map(abs, of))
-        middle = sizes[len(sizes) // 2]
-        print(f"{name}: mean error {sum(sizes) / len(sizes):.1%}, median {middle:.1%}")
-
-
-if __name__ == "__main__":
-    main()
+        name = f"{row.hardware} {row.precision} tp={row.tp} ep={row.ep} {row.isl}/{row.osl}"
+        summary = served(row)
+        figures = {
+            "tpot_ms": (row.tpot, summary.tpot.mean * 1e3),
+            "ttft_ms": (row.ttft, summary.ttft.mean * 1e3),
+            "output_tokens_s_gpu": (row.tokens, summary.output_rate / summary.gpus),
+        }
+        for quantity, (measured, predicted) in figures.items():
+            yield Prediction(
+                f"InferenceX, multi-token prediction, {SCHEDULERS[row.engine]}",
+                f"{name} x{row.users} {row.date}", quantity, measured, predicted,
+            )  # fmt: skip

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from predictions import place
 from stagewright.evidence import training
 from stagewright.evidence.rows import Prediction, compare
 from stagewright.evidence.training import Measurement
@@ -29,7 +30,6 @@ from stagewright.time.collectives import collective_seconds
 from stagewright.time.hardware import resolve
 from stagewright.time.network import Machine, placements
 from stagewright.time.simulate import launches
-from step_times import place
 
 # ---- collectives of 1 GiB ------------------------------------------------------------------------
 

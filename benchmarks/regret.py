@@ -1,10 +1,12 @@
-"""What a choice by prediction costs where every layout of a job was measured.
+"""Time that a choice of layout by prediction loses, where several layouts were measured.
 
-    python benchmarks/regret.py [--source TEXT] [--rows FILE] [--every N] [--jobs N]
+    python benchmarks/regret.py FILE [--jobs N]
 
-Rows of one model, batch, precision, framework and accelerator on equally many GPUs that differ in
-their layout are one job. The layout with the shortest predicted step is picked; its regret is how
-much longer its measured step is than the shortest measured one.
+prints the jobs among the measurements of a file (the form of `stagewright validate --rows`).
+`benchmarks/accuracy.py` has those of the package. Rows of one model, batch, precision, framework
+and accelerator on equally many GPUs that differ in their layout are one job. The layout with the
+shortest predicted step is picked; its regret is how much longer its measured step is than the
+shortest measured one.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.evidence import training
-from stagewright.evidence.rows import RATES, Prediction, compare, within
+from stagewright.evidence.rows import RATES, Prediction, compare
 from stagewright.evidence.statistics import LOW, SWEEP
-from stagewright.evidence.training import Measurement, held_back, held_out
+from stagewright.evidence.training import Measurement, held_out
 from stagewright.executors import cores
 from stagewright.model.config import ModelConfig
 from stagewright.run.sections import EXPERIMENT, RUN_SECTIONS
@@ -40,10 +42,6 @@ TRAINED = frozenset(
     }
 )
 """Settings that say what is trained; rows of one job are equal in them and may differ in others."""
-
-
-OF_ALL = ("source", "jobs", "layouts", "best picked", "mean regret", "worst", "Spearman")
-"""Columns of `totals` that are of all jobs."""
 
 
 class Regret(NamedTuple):
@@ -71,8 +69,6 @@ class Regret(NamedTuple):
     error_of_picked: float
     """Error of the predicted time of the picked layout: negative where predicted fast."""
     error_of_best: float
-    held_back: bool
-    """Whether the job is one of the three tenths that are reported apart."""
     low_utilization: bool
     """Whether even the best layout reaches less than a tenth of the peak."""
 
@@ -116,16 +112,6 @@ def _stated(model: ModelConfig) -> list[tuple[str, object]]:
     return sorted((name, value) for name, value, default in values if value != default)
 
 
-def rows_of_jobs(rows: Iterable[Measurement], *, every: int = 1) -> list[Measurement]:
-    """The rows of jobs with at least `FEWEST` layouts, in their order; of every so manyth job."""
-    chosen = [*rows]
-    layouts: dict[str, set[str]] = {}
-    for m in chosen:
-        layouts.setdefault(job(m), set()).add(_layout(m))
-    kept = {*[key for key, found in layouts.items() if len(found) >= FEWEST][::every]}
-    return [m for m in chosen if job(m) in kept]
-
-
 def regrets(pairs: Iterable[_Pair], *, only_held_out: bool = False) -> list[Regret]:
     """The regret of each job among rows and their predictions, in the order of the rows.
 
@@ -135,14 +121,14 @@ def regrets(pairs: Iterable[_Pair], *, only_held_out: bool = False) -> list[Regr
     for m, o in pairs:
         if not only_held_out or held_out(m):
             jobs.setdefault(job(m), {}).setdefault(_layout(m), []).append((m, o))
-    return [_regret(key, [*found.values()]) for key, found in jobs.items() if len(found) >= FEWEST]
+    return [_regret([*found.values()]) for found in jobs.values() if len(found) >= FEWEST]
 
 
 def _layout(m: Measurement) -> str:
     return repr((m.run, m.execution, m.attention_kernel))
 
 
-def _regret(key: str, layouts: Sequence[Sequence[_Pair]]) -> Regret:
+def _regret(layouts: Sequence[Sequence[_Pair]]) -> Regret:
     """The regret of a job; a layout that was measured several times counts with the mean."""
     rows = [pairs[0] for pairs in layouts]
     measured = np.array([fmean(_seconds(o, o.measured) for _, o in p) for p in layouts])
@@ -166,7 +152,6 @@ def _regret(key: str, layouts: Sequence[Sequence[_Pair]]) -> Regret:
         best=m.row,
         error_of_picked=float(predicted[pick] / measured[pick] - 1),
         error_of_best=float(predicted[best] / measured[best] - 1),
-        held_back=held_back(key),
         low_utilization=m.low_utilization,
     )
 
@@ -223,30 +208,6 @@ def _sources(jobs: Iterable[Regret]) -> list[str]:
     return sorted({r.source for r in jobs}, key=str.lower)
 
 
-def totals(jobs: Sequence[Regret]) -> Table:
-    """The regrets by source as a table: of all jobs, then of those held back."""
-    groups = by_source(jobs)
-    every = [summary(found) for _, found in groups]
-    kept = [[r for r in found if r.held_back] for _, found in groups]
-    back = [summary(found) if found else None for found in kept]
-    columns = {
-        "source": [name for name, _ in groups],
-        "jobs": [s.jobs for s in every],
-        "layouts": [sum(r.layouts for r in found) for _, found in groups],
-        "best picked": [s.first for s in every],
-        "mean regret": [s.mean for s in every],
-        "worst": [s.worst for s in every],
-        "Spearman": [round(s.spearman, 2) for s in every],
-        "held back": [s.jobs if s else 0 for s in back],
-        "their mean": [s.mean if s else None for s in back],
-        "their worst": [s.worst if s else None for s in back],
-        "their Spearman": [round(s.spearman, 2) if s else None for s in back],
-    }
-    units = {"jobs": "", "layouts": "", "best picked": "whole share", "Spearman": ""}
-    units |= {"mean regret": "share", "worst": "share", "held back": "", "their mean": "share"}
-    return Table("", columns, units | {"their worst": "share", "their Spearman": ""})
-
-
 def listed(jobs: Sequence[Regret]) -> Table:
     """The jobs as a table, one row each."""
     names = ("source", "model", "hardware", "precision", "gpus", "global_batch_size", "layouts")
@@ -266,32 +227,18 @@ def listed(jobs: Sequence[Regret]) -> Table:
     return Table("", columns | figures, units)
 
 
-def main() -> None:
-    """Print the regret of each job that was asked for, and totals by source."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--source", help="only measurements of this source")
-    parser.add_argument("--rows", help="measurements of your own (CSV), and no others")
-    parser.add_argument("--every", type=int, default=1, help="only every Nth job")
+    parser.add_argument("file", help="measurements of your own (CSV)")
     parser.add_argument("--jobs", type=int, default=cores(), help="processes")
-    asked = parser.parse_args()
-    rows = training.rows() if asked.rows is None else training.load(asked.rows)
-    rows = [row for row in rows if within(row.source, asked.source)]
-    chosen = rows_of_jobs(rows, every=asked.every)
-    if not chosen:
+    given = parser.parse_args()
+    rows = training.load(given.file)
+    outcomes = zip(rows, compare(rows, jobs=given.jobs), strict=True)
+    found = regrets((m, outcome) for m, outcome in outcomes if isinstance(outcome, Prediction))
+    if not found:
         parser.error(
             f"of {len(rows)} rows none are of one model, batch, precision and number of GPUs in "
             f"{FEWEST} layouts or more"
         )
-    outcomes = compare(chosen, jobs=asked.jobs)
-    pairs = [(m, o) for m, o in zip(chosen, outcomes, strict=True) if isinstance(o, Prediction)]
-    every_job, only_held_out = regrets(pairs), regrets(pairs, only_held_out=True)
-    if asked.source is not None or asked.rows is not None:
-        print(listed(every_job))
-    print(totals(every_job))
-    if only_held_out:
-        print("Choices among layouts alone to which no constant may be fitted:")
-        print(totals(only_held_out).only(*OF_ALL))
-
-
-if __name__ == "__main__":
-    main()
+    print(listed(found))
+    print(f"time lost: {summary(found).mean:.1%} on average, {summary(found).worst:.1%} at most")

@@ -1,11 +1,10 @@
 """Recorded workloads replayed on the servers that answered them, beside what was measured there.
 
-    python benchmarks/replayed.py
-
-The requests are ShareGPT's as casys-kaist/LLMServingSim@5daddb21 (MIT) sent them to vLLM 0.19; the
-measured figures are of all requests of a run. Engines have the arguments, and the blocks of the
-cache, that the server's log gives. The servers are overloaded: most requests wait, and times to
-first tokens are how fast the server works.
+`benchmarks/predictions.py` writes the figures beside the measured ones. The requests are ShareGPT's
+as casys-kaist/LLMServingSim@5daddb21 (MIT) sent them to vLLM 0.19; the measured figures are of all
+requests of a run. Engines have the arguments, and the blocks of the cache, that the server's log
+gives. The servers are overloaded: most requests wait, and times to first tokens are how fast the
+server works.
 """
 
 from __future__ import annotations
@@ -103,13 +102,3 @@ def _with_links(hardware: Hardware, links: Mapping[str, float]) -> Hardware:
     own = {"bandwidth_gb_s": links["bandwidth_gb_s"], "hop_us": links["latency_us"]}
     scale_up = hardware.scale_up.model_copy(update={**none, **whole, **own})
     return hardware.model_copy(update={"scale_up": scale_up})
-
-
-if __name__ == "__main__":
-    for server in replayed_servers():
-        for p in predictions(server):
-            print(
-                f"{p.row:30} {p.quantity:14} {p.predicted:10,.1f} measured {p.measured:10,.1f} "
-                f"{p.error:+.1%}",
-                flush=True,
-            )

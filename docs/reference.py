@@ -262,8 +262,7 @@ def hardware() -> str:
     heads = ("name", "bf16 TFLOP/s", "memory GB", "GB/s", "inner links", "GB/s", "outer GB/s", "W")
     return (
         "# Hardware\n\nDense peaks. `stagewright hardware NAME` prints every figure with its source; "
-        "a file of your own may build upon one ([how](../time.md#hardware-is-data)).\n\n"
-        + table(heads, rows)
+        "a file of your own may build upon one (`base: NAME`).\n\n" + table(heads, rows)
     )
 
 

@@ -1,30 +1,14 @@
-"""docs/choices.csv has today's steps of layouts beside published ones, docs/regret.md its table."""
+"""docs/accuracy/data/choices.csv has today's steps of layouts beside published ones."""
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from paths import ROOT
+import choices
 from stagewright.evidence.training import machine_of, step_seconds
-
-SPEC = importlib.util.spec_from_file_location("choices", ROOT / "benchmarks" / "choices.py")
-assert SPEC
-assert SPEC.loader
-choices = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(choices)
-
-
-def test_the_table_is_that_of_the_file(request: pytest.FixtureRequest) -> None:
-    text = choices.PAGE.read_text(encoding="utf-8")
-    new = choices.page(text)
-    if request.config.getoption("--bless"):
-        choices.PAGE.write_text(new, encoding="utf-8")
-    else:
-        assert new == text, "run python benchmarks/choices.py --tables, or pytest --bless"
 
 
 def test_every_run_has_its_published_layout() -> None:

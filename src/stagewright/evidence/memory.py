@@ -3,7 +3,7 @@
 Rows are lines of `data/measured/memory.csv`: what was run, as in `training`, and besides `measured`
 (bytes), `quantity`: `allocated` (torch's own count of what tensors take), `reserved` (what its
 allocator took from the device) or `reported`, where a paper does not say; `held`: bytes allocated
-between two steps; `workspace`: what libraries take by rule, see `docs/memory.md`.
+between two steps; `workspace`: what libraries take by rule, see `docs/accuracy/memory.md`.
 """
 
 from __future__ import annotations

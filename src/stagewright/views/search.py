@@ -19,10 +19,9 @@ from stagewright.searching.choices import choices_of
 from stagewright.searching.ranking import TIE, Ranking
 from stagewright.searching.space import Removed
 from stagewright.texttable import Table
+from stagewright.views.accuracy import expected
 
 UNTIL_STOPPED = "the best of what was simulated until then"
-EXPECTED_ERROR: Mapping[str, float] = {"dense": 0.06, "experts": 0.14}
-"""Mean error of predicted steps, dense models and MoEs (docs/time.md#how-good-it-is)."""
 WHY = "why (% of the best step)"
 """Column of the part of a step that grew most, in percent of the best step."""
 _MIN_SHARE = 0.005
@@ -160,9 +159,9 @@ def expected_error(ranking: Ranking) -> str:
     """Sentence on the mean error of predicted steps."""
     if ranking.candidates.base.run.mode != "train":
         return ""
-    kind = "experts" if ranking.candidates.model.num_experts else "dense"
-    share = EXPECTED_ERROR[kind]
-    what = "mixtures of experts" if kind == "experts" else "dense models"
+    experts = ranking.candidates.model.num_experts > 0
+    share = expected()["train-moe" if experts else "train-dense"].error
+    what = "mixtures of experts" if experts else "dense models"
     return f"steps of {what} were off by {share:.0%} on average where they were measured"
 
 

@@ -1,0 +1,133 @@
+"""The pages on accuracy follow from the tables of predictions, and say what these give."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+import accuracy
+import choices
+import predictions
+from stagewright.evidence.memory import BETWEEN_STEPS
+from stagewright.views.accuracy import expected
+
+FIGURE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(%|x)(?!\w)")
+CONSTANTS = {
+    "2%",  # `searching.ranking.TIE`
+    "5%",  # `accuracy.EQUAL`, and the memory that a search leaves free
+    "70%",  # `training.FITTED_TENTHS`
+    "30%",
+}
+"""Figures of pages that are settings of ours and no errors."""
+
+
+@pytest.fixture(scope="module")
+def pages(request: pytest.FixtureRequest) -> dict[Path, str]:
+    texts = accuracy.pages()
+    if request.config.getoption("--bless"):
+        accuracy.write(texts)
+    return texts
+
+
+def test_pages_are_those_of_the_tables(pages: dict[Path, str]) -> None:
+    old = [path.name for path, text in pages.items() if path.read_text("utf-8") != text]
+    assert not old, "run python benchmarks/accuracy.py, or pytest --bless"
+    assert {*accuracy.ERRORS.glob("*.md")} <= pages.keys()
+
+
+@pytest.mark.parametrize("path", sorted(accuracy.PAGES.glob("*.md")), ids=lambda path: path.name)
+def test_figures_of_sentences_stand_in_tables(path: Path) -> None:
+    """Or in a paragraph that cites its source."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    lines = text.splitlines()
+    tables = "\n".join(line for line in lines if line.startswith("|"))
+    listed = {(float(number), unit) for number, unit in FIGURE.findall(tables)}
+    prose = "\n".join("" if line.startswith("|") else line for line in lines)
+    for paragraph in re.split(r"\n\s*\n|\n- ", prose):
+        if "](https://" in paragraph:
+            continue
+        for number, unit in FIGURE.findall(paragraph):
+            decimals = len(number.partition(".")[2])
+            near = {round(value, decimals) for value, other in listed if other == unit}
+            above = {math.ceil(value) for value, other in listed if other == unit}
+            known = float(number) in near | above or f"{number}{unit}" in CONSTANTS
+            assert known, (f"{number}{unit}", paragraph)
+
+
+@pytest.mark.parametrize("name", predictions.TABLES)
+def test_every_row_has_its_prediction(name: str) -> None:
+    """But those of servers that cannot be simulated."""
+    lines = predictions.path(name).read_text(encoding="utf-8").splitlines()
+    assert len(predictions.read(name)) == len(lines) - 1
+    if name in predictions.ROWS:
+        refused = len(predictions.ROWS[name]()) - len(lines) + 1
+        assert 0 <= refused <= (6 if name == "serving" else 0)
+
+
+def test_the_package_has_the_figures_of_the_pages() -> None:
+    for answer in accuracy.ANSWERS:
+        figures = accuracy.errors(answer.key)
+        assert expected()[answer.key] == pytest.approx(figures, abs=5e-5)
+
+
+def test_statistics_of_errors() -> None:
+    errors = accuracy.statistics([-0.1, 0.3, 0.2])
+    assert errors[:3] == pytest.approx((3, 0.2, 0.2))
+    assert errors[4:] == pytest.approx((0.4 / 3, -0.1, 0.3))
+
+
+# ---- limits that the predictions are held to -----------------------------------------------------
+
+LIMITS = {
+    "train-dense": 0.07,
+    "train-moe": 0.15,
+    "train-lora": 0.08,
+    "layout": 0.03,
+    "memory": 0.05,
+    "decode": 0.13,
+    "serve-tpot": 0.13,
+    "power": 0.1,
+}
+"""The largest mean error that an answer may have."""
+
+
+@pytest.mark.parametrize("answer", LIMITS)
+def test_mean_errors_are_within_limits(answer: str) -> None:
+    assert accuracy.errors(answer).error < LIMITS[answer]
+
+
+def test_choices_lose_little() -> None:
+    assert max(job.regret for job in accuracy.jobs()) < 0.25
+    spearman = [job.spearman for job in accuracy.jobs()]
+    assert sum(spearman) / len(spearman) > 0.8
+
+
+@pytest.mark.parametrize(
+    ("source", "quantity", "mean"),
+    [
+        ("Megatron-LM functional tests", "allocated", 0.05),
+        ("Megatron-LM functional tests", BETWEEN_STEPS, 0.06),
+        ("Vocabulary parallelism, arXiv 2411.05288, Table 5", "reported", 0.02),
+        ("Zero Bubble, arXiv 2401.10241, Table 4", "reported", 0.05),
+    ],
+)
+def test_memory_is_within_limits(source: str, quantity: str, mean: float) -> None:
+    errors = [
+        c.error for c in accuracy.table("memory") if (c.source, c.quantity) == (source, quantity)
+    ]
+    assert accuracy.statistics(errors).error < mean
+
+
+def test_peaks_that_are_off_have_a_reason() -> None:
+    for c in accuracy.table("memory"):
+        assert c.quantity == BETWEEN_STEPS or abs(c.error) < 0.08 or c.prediction.reason, c
+
+
+def test_published_layouts_are_near_the_best() -> None:
+    assert len(choices.by_run()) == len(choices.JOBS)
+    longer = [layout.longer for layout in accuracy.published()]
+    assert sum(value < accuracy.EQUAL for value in longer) >= 11
+    assert max(longer) < 0.15
