@@ -84,8 +84,7 @@ EXACT = ("0", "0", "0")
 def stage_paper() -> Part:
     """Tables VII, V and I of STAGE's paper."""
     cases = list(paper.stage_paper())
-    page = paper.markdown(cases).split("\n")[1:]
-    lines = [line.replace("## ", "### ", 1) if line.startswith("## ") else line for line in page]
+    lines = [*paper.summary(cases, ""), "", *paper.differing(cases, "VII")]
     glance: list[tuple[str, ...]] = []
     for name, what in (("VII", "volumes"), ("V", "peak memory"), ("I", "operations")):
         rows = [r for _, some in cases for r in some if r.table == name and r.error is not None]
