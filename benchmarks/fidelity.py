@@ -96,8 +96,8 @@ def stage_paper() -> Part:
 
 
 def conformance() -> Part:
-    """Programs of PyTorch, of docs/frameworks.md, which a test keeps current."""
-    page = (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    """Programs of PyTorch, of docs/reference/errors/pytorch.md, which a test keeps current."""
+    page = (ROOT / "docs" / "reference" / "errors" / "pytorch.md").read_text(encoding="utf-8")
     found = page[page.index("| case | mesh |") :].split("\n## ")[0].rstrip().split("\n")
     names, *rows = [line.strip("|").split("|") for line in found if line.startswith("| ")]
     glance: list[tuple[str, ...]] = []
@@ -111,7 +111,7 @@ def conformance() -> Part:
         glance.append((what, "PyTorch 2.13", str(len(cells)), *told))
     lines = [
         "Programs of PyTorch 2.13 on one rank under a fake process group (`tests/conformance/`), "
-        "under `--framework torchtitan`; [frameworks.md](frameworks.md) says what is compared.",
+        "under `--framework torchtitan`; [frameworks](internals/frameworks.md) defines the columns.",
         "",
         *found,
     ]
