@@ -111,7 +111,7 @@ def conformance() -> Part:
         glance.append((what, "PyTorch 2.13", str(len(cells)), *told))
     lines = [
         "Programs of PyTorch 2.13 on one rank under a fake process group (`tests/conformance/`), "
-        "under `--framework torchtitan`; [frameworks](internals/frameworks.md) defines the columns.",
+        "under `--framework torchtitan`; [frameworks](internals/frameworks.md) has the columns.",
         "",
         *found,
     ]

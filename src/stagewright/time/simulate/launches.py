@@ -76,7 +76,7 @@ class LaunchCost:
 
 LAUNCH_COSTS: Mapping[str, LaunchCost] = {
     # Megatron-LM. Fitted to the training rows of mixtures of experts in Megatron-Bridge: 13.9% off,
-    # 14.0% with a call of 70 (docs/time.md, "The host"). torch.nn.Linear takes 13.5 us
+    # 14.0% with a call of 70 (docs/internals/kernels.md). torch.nn.Linear takes 13.5 us
     # (github.com/NVIDIA/TransformerEngine, issue 2053): modules, autograd's functions, and
     # collectives take more. A captured part of a layer is called like an operator.
     "eager": LaunchCost(call=60.0, kernel=25.0, graph=60.0),
