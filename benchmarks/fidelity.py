@@ -96,8 +96,8 @@ def stage_paper() -> Part:
 
 
 def conformance() -> Part:
-    """Programs of PyTorch, of docs/reference/errors/pytorch.md, which a test keeps current."""
-    page = (ROOT / "docs" / "reference" / "errors" / "pytorch.md").read_text(encoding="utf-8")
+    """Programs of PyTorch, of docs/reference/conformance/pytorch.md, which a test keeps current."""
+    page = (ROOT / "docs" / "reference" / "conformance" / "pytorch.md").read_text(encoding="utf-8")
     found = page[page.index("| case | mesh |") :].split("\n## ")[0].rstrip().split("\n")
     names, *rows = [line.strip("|").split("|") for line in found if line.startswith("| ")]
     glance: list[tuple[str, ...]] = []

@@ -344,7 +344,7 @@ TOLERANCE = 0.02
 
 
 def table() -> str:
-    """A row for every case, as in docs/reference/errors/pytorch.md."""
+    """A row for every case, as in docs/reference/conformance/pytorch.md."""
     lines = [
         "| case | mesh | collectives | FLOPs | state | live after forward | peak |",
         "|---|---|---|---|---|---|---|",

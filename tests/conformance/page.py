@@ -1,4 +1,4 @@
-"""Writes docs/reference/errors/pytorch.md: programs of PyTorch and ours, figure for figure.
+"""Writes docs/reference/conformance/pytorch.md: programs of PyTorch and ours, figure for figure.
 
     python tests/conformance/page.py
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import compare
 import random_programs
 
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors" / "pytorch.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "conformance" / "pytorch.md"
 
 _TEXT = """\
 # Programs of PyTorch
