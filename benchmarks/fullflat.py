@@ -1,11 +1,12 @@
-"""Simulates the systems of the FullFlat study and writes the tables of docs/fullflat.md.
+"""Simulates the systems of the FullFlat study and writes the tables of docs/studies/fullflat.md.
 
     python benchmarks/fullflat.py [--layouts]
 
 Figures of the study, arXiv 2506.15006, are what its tool prints (github.com/HanjiangWu313/
 calculon-MoE@e3eb609, Apache-2.0) for models/gpt-1.8T.json, examples/gpt_1.8_training_4096.json and
 the files of systems/. What the tool assumes is switched on in our settings, one assumption after
-the other. `--layouts` simulates the layouts of docs/fullflat-layouts.csv again, some minutes.
+the other. `--layouts` simulates the layouts of docs/studies/fullflat-layouts.csv again, which takes
+minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,9 +27,10 @@ from stagewright.time.ownership import HOURS_PER_YEAR
 from stagewright.time.ownership import load as load_costs
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "fullflat.md"
-COSTS = ROOT / "docs" / "fullflat-costs.yaml"
-LAYOUTS = ROOT / "docs" / "fullflat-layouts.csv"
+STUDIES = ROOT / "docs" / "studies"
+PAGE = STUDIES / "fullflat.md"
+COSTS = STUDIES / "fullflat-costs.yaml"
+LAYOUTS = STUDIES / "fullflat-layouts.csv"
 GPUS = 4096
 BATCHES = (128, 1024)
 LAYOUT = {
@@ -72,7 +75,7 @@ TOOL_MEMORY = 24.53e9
 """Bytes of a GPU that the tool prints, at both batches."""
 
 
-# ---- what the tool assumes, as our settings say it -----------------------------------------------
+# ---- assumptions of the tool as settings ---------------------------------------------------------
 
 
 class Setup(NamedTuple):
@@ -114,7 +117,7 @@ def messages_in_turn(setup: Setup) -> Setup:
 
 
 def memory_beside_links(setup: Setup) -> Setup:
-    """What a collective moves is also read and written in memory, before it and as a kernel."""
+    """Bytes of a collective are also read and written in memory, before it and as a kernel."""
     hardware, link = setup.hardware, setup.hardware.scale_up
     through_link = 1 / (link.bandwidth_gb_s * link.bandwidth_fraction)
     through_memory = 4 / (hardware.memory_bandwidth_gb_s * hardware.memory_bandwidth_fraction)
@@ -135,8 +138,8 @@ def sums_in_software(setup: Setup) -> Setup:
     return with_link(setup, "scale_up", slower=1.5)
 
 
-def kept(setup: Setup) -> Setup:
-    """What expert slices gather in the forward pass is kept for the backward pass."""
+def gathered_saved(setup: Setup) -> Setup:
+    """Inputs that expert slices gather in forward are saved for backward."""
     return setup._replace(run={**setup.run, "activation_gather": "keep"})
 
 
@@ -148,12 +151,12 @@ def no_vocabulary(setup: Setup) -> Setup:
 ASSUMED: Mapping[str, Callable[[Setup], Setup]] = {
     "waits": waiting,
     "tiers": tiers_by_hand,
-    "in turn": messages_in_turn,
+    "messages": messages_in_turn,
     "memory": memory_beside_links,
-    "whole": whole_parts,
+    "own part": whole_parts,
     "software": sums_in_software,
-    "kept": kept,
-    "layers": no_vocabulary,
+    "saved": gathered_saved,
+    "no ends": no_vocabulary,
 }
 """Assumptions of the tool in the order of the tables' columns."""
 
@@ -221,8 +224,8 @@ def systems() -> Rows:
 
 
 def fixed() -> Rows:
-    """The eight fixed executions, and how far ours are off with each further assumption."""
-    yield ("system", "batch", "study", "ours", "all assumed", "plain", *ASSUMED)
+    """Fixed executions, and the error of ours with each further assumption."""
+    yield ("system", "batch", "study", "ours", "all assumed", "none", *ASSUMED)
     for name, system in SYSTEMS.items():
         for batch, theirs in zip(BATCHES, system.fixed, strict=True):
             found = ladder(name, batch)
@@ -258,7 +261,7 @@ def memory() -> Rows:
         yield (f"{batch:,}", recompute, *(f"{held[name] / 1e9:.1f} GB" for name in names))
 
 
-BESIDES: Mapping[str, Callable[[Setup], Setup]] = {
+OMITTED: Mapping[str, Callable[[Setup], Setup]] = {
     "as the file says": lambda setup: setup,
     "kernels launched one by one": lambda s: s._replace(execution={}),
     "CUDA graphs": lambda s: s._replace(execution={"launch_mode": "cuda_graph"}),
@@ -278,7 +281,7 @@ BESIDES: Mapping[str, Callable[[Setup], Setup]] = {
     ),
     "optimizer on the host": lambda s: s._replace(run={"optimizer_cpu_offload": True}),
 }
-"""What the tool leaves out, each switched by itself."""
+"""Effects that the tool leaves out, one at a time."""
 
 
 def with_gemm(setup: Setup, fraction: float) -> Setup:
@@ -287,28 +290,30 @@ def with_gemm(setup: Setup, fraction: float) -> Setup:
     return with_figures(setup, gemm={"bf16": fit})
 
 
-def besides() -> Rows:
-    """Seconds of a batch of 1,024 with what the tool leaves out."""
+def omitted() -> Rows:
+    """Seconds of a batch of 1,024 with effects that the tool leaves out."""
     names = ("fullflat-h100", "fullflat-hbd64", "fullflat")
     yield ("", *(f"`{name}`" for name in names))
     plain = [step(Setup(resolve(name)), BATCHES[1]).seconds for name in names]
-    for words, change in BESIDES.items():
+    for words, change in OMITTED.items():
         found = [step(change(Setup(resolve(name))), BATCHES[1]).seconds for name in names]
         pairs = zip(found, plain, strict=True)
-        first = words == next(iter(BESIDES))
+        first = words == next(iter(OMITTED))
         cells = (f"{one:.4f} s" if first else f"{one / other - 1:+.1%}" for one, other in pairs)
         yield (words, *cells)
 
 
 def sensitivity() -> Rows:
-    """Seconds of a batch of 1,024 while one figure of `fullflat-hbd64` changes."""
-    yield ("figure of `fullflat-hbd64`", "value", "step", "change", "MFU")
+    """Change of the step of a batch of 1,024 while one figure of `fullflat-hbd64` changes."""
+    yield ("figure of `fullflat-hbd64`", "value and change of the step")
     base = Setup(resolve("fullflat-hbd64"))
-    plain = step(base, BATCHES[1]).seconds
-    for figure, value, setup in varied(base):
-        found = step(setup, BATCHES[1])
-        change = f"{found.seconds / plain - 1:+.1%}"
-        yield (figure, value, f"{found.seconds:.4f} s", change, f"{found.mfu:.1%}")
+    unchanged = step(base, BATCHES[1]).seconds
+    for figure, group in groupby(varied(base), key=itemgetter(0)):
+        changes = (
+            f"{value} {step(setup, BATCHES[1]).seconds / unchanged - 1:+.1%}"
+            for _, value, setup in group
+        )
+        yield (figure, "; ".join(changes))
 
 
 def varied(base: Setup) -> Iterator[tuple[str, str, Setup]]:
@@ -339,7 +344,7 @@ def varied(base: Setup) -> Iterator[tuple[str, str, Setup]]:
 
 
 def costs() -> Rows:
-    """What a batch of 1,024 costs with the file of costs, and what a faster network may cost."""
+    """Costs of a batch of 1,024 by the file of costs, and the price of a faster network."""
     owned = load_costs(COSTS)
     names = [name for name in SYSTEMS if name not in ("fullflat-h100", "fullflat-hbd8")]
     steps = {name: step(Setup(resolve(name)), BATCHES[1]) for name in names}
@@ -460,7 +465,7 @@ TABLES: Mapping[str, Callable[[], Rows]] = {
     "fixed": fixed,
     "parts": parts,
     "memory": memory,
-    "besides": besides,
+    "omitted": omitted,
     "sensitivity": sensitivity,
     "costs": costs,
     "searched": searched,

@@ -1,8 +1,8 @@
-"""HERMES' five stores of key-value caches, served with our step times: end to end by percentile.
+"""Serves with HERMES' five KV cache stores, and writes the table of docs/studies/kv-stores.md.
 
-    python benchmarks/kv_stores.py            # as HERMES: every read has a store's whole bandwidth
-    python benchmarks/kv_stores.py --queued   # one read at a time, which is what the bandwidth says
+    python benchmarks/kv_stores.py
 
+HERMES gives every read of a store its whole bandwidth; the rows "one read at a time" do not.
 128 instances of Llama-3.1-70B on two H100, 240 requests/s for 10 s; figures of the stores are those
 of MIST-Simulator/SC_Paper_Charts@1b4cf624 `mist_charts/memory_configs.py` (arXiv 2504.09775, table
 2), its results those of `results/reference/T4/summary.csv` ("private").
@@ -10,8 +10,9 @@ of MIST-Simulator/SC_Paper_Charts@1b4cf624 `mist_charts/memory_configs.py` (arXi
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -23,6 +24,8 @@ from stagewright.serving.metrics import RequestTimes, Slo
 from stagewright.serving.workload import with_past
 from stagewright.serving.workloads.synthetic import Arrivals, Lengths, open_loop
 
+PAGE = Path(__file__).parent.parent / "docs" / "studies" / "kv-stores.md"
+MARKS = ("<!-- stores -->", "<!-- end of stores -->")
 STORES: dict[str, dict[str, float] | None] = {
     "A": {"bandwidth_gb_s": 128, "capacity_gb": 1000, "latency_ms": 0.1, "shared_by": 1,
               "network_gb_s": 128, "network_latency_ms": 0.5},
@@ -68,15 +71,26 @@ def end_to_end(
     return RequestTimes.of(served.outcome).e2e
 
 
-def main(arguments: list[str]) -> None:
-    """Print a line for each store and past context."""
+def table() -> Iterator[str]:
+    """Median seconds end to end, by past context and store."""
     deployment = instances()
+
+    def medians(past: int, queued: bool) -> list[str]:
+        seconds = [end_to_end(deployment, store, past, queued) for store in STORES.values()]
+        values = [float(np.median(of_store)) for of_store in seconds]
+        return [f"{value:,.2f}" if value < 100 else f"{value:,.0f}" for value in values]
+
+    yield f"| past context | | {' | '.join(STORES)} |"
+    yield f"|---|---|{'---:|' * len(STORES)}"
     for past, theirs in THEIRS.items():
-        for name, store in STORES.items():
-            ours = end_to_end(deployment, store, past, "--queued" in arguments)
-            p50, p90 = 1e3 * np.quantile(ours, (0.5, 0.9))
-            print(f"{past:6} {name}  {p50:10,.0f} {p90:10,.0f}   HERMES {theirs[name]}")
+        hermes = [f"{p50 / 1e3:.2f}" for p50, _ in theirs.values()]
+        yield f"| {past:,} tokens | Stagewright | {' | '.join(medians(past, queued=False))} |"
+        yield f"| | HERMES | {' | '.join(hermes)} |"
+        yield f"| | one read at a time | {' | '.join(medians(past, queued=True))} |"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    text = PAGE.read_text(encoding="utf-8")
+    before, after = (text.split(mark) for mark in MARKS)
+    written = "\n".join(["", "", *table(), "", ""])
+    PAGE.write_text(f"{before[0]}{MARKS[0]}{written}{MARKS[1]}{after[1]}", encoding="utf-8")

@@ -1,14 +1,17 @@
-"""Writes docs/stage-paper.md: the tables of STAGE's paper beside figures that Stagewright computes.
+"""Writes the tables of docs/studies/stage-paper.md: STAGE's figures and those of Stagewright.
 
     python benchmarks/stage_paper.py
 
 `data/stage-paper.yaml` has the paper's figures and, for each case, its run, what the run assumes,
-and why a computed figure differs. A test computes the page again.
+and why a computed figure differs. The page has a summary and the figures that differ;
+`stage-paper.csv` next to it has all of them. A test computes both again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import csv
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -21,7 +24,8 @@ from stagewright.lower.compile import compile
 from stagewright.program.columns import Program, TaskKind
 
 FIGURES = Path(__file__).parent / "data" / "stage-paper.yaml"
-PAGE = Path(__file__).parent.parent / "docs" / "stage-paper.md"
+STUDIES = Path(__file__).parent.parent / "docs" / "studies"
+PAGE, FIGURES_CSV = STUDIES / "stage-paper.md", STUDIES / "stage-paper.csv"
 
 VOLUMES = {
     "send": ("send", "all_to_all"),
@@ -32,9 +36,9 @@ VOLUMES = {
 }
 """Columns of Table VII and the operations that each counts: an all-to-all is its messages."""
 TABLES = {
-    "VII": "millions of elements that a rank of the first stage communicates in a step",
-    "V": "GB at the peak of a rank of the last stage",
-    "I": "operations of a rank of the first stage in a step",
+    "VII": "elements communicated",
+    "V": "peak memory",
+    "I": "number of operations",
 }
 
 
@@ -44,7 +48,7 @@ class Case(NamedTuple):
     name: str
     run: str
     assumed: str
-    """Settings that the paper does not print, and what they follow from."""
+    """Settings that the paper does not print, and the figures that they follow from."""
 
 
 class Row(NamedTuple):
@@ -71,7 +75,7 @@ class Row(NamedTuple):
 
     @property
     def same(self) -> bool:
-        """Whether the figure computed here equals the printed one, to its last digit."""
+        """True if the figure computed here equals the printed one, to its last digit."""
         figure = self.stage if self.measured is None else self.measured
         return round(self.ours, 1) == figure
 
@@ -138,61 +142,85 @@ def volumes(program: Program, data_parallel: bool) -> dict[str, int]:
 
 # ---- as text -------------------------------------------------------------------------------------
 
-_INTRODUCTION = """\
-# STAGE's tables, reproduced
-
-What stagewright computes beside what {paper} ({url})
-measured and computed. Written by `python benchmarks/stage_paper.py`; figures and runs are in
-`benchmarks/data/stage-paper.yaml`.
-
-An all-gather counts its input shard, a reduce-scatter its whole input, an all-to-all is sends and
-receives. What is reduced over data parallelism is in no column of the paper but for FSDP=8 and
-DeepSeek-MoE 16B, and is counted there only. Memory is less the GB of context that the paper takes
-off dense rows; the allocation of ours is ideal. Table I has one figure for each; our compute tasks
-are fused kernels.
-"""
+Cases = Sequence[tuple[Case, Sequence[Row]]]
 
 
-def markdown(cases: list[tuple[Case, list[Row]]]) -> str:
-    """The tables as a page."""
-    lines = [_INTRODUCTION.format(**paper())]
-    for table, what in TABLES.items():
-        shown = [r for _, rows in cases for r in rows if r.table == table and shows(r)]
-        lines += [f"## Table {table}: {what}", "", _HEAD[table != "I"]]
-        lines += [f"| {' | '.join(cells(row))} |" for row in shown]
-        lines += ["", *(f"- {r.row}, {r.quantity}: {r.why}." for r in shown if r.why), ""]
-    lines += ["## What is assumed", ""]
-    lines += [f"- {case.name}: {case.assumed}. `{case.run}`" for case, _ in cases]
-    return "\n".join(lines) + "\n"
-
-
-_HEAD = (
-    "| case | quantity | ours | printed | error |\n|---|---|---:|---:|---:|",
-    "| case | quantity | ours | measured | STAGE | error | STAGE's |\n"
-    "|---|---|---:|---:|---:|---:|---:|",
-)
+def page(text: str, cases: Cases) -> str:
+    """The page with its tables as of now, each between two marks."""
+    for name, table in {"summary": summary, **dict.fromkeys(TABLES, differing)}.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        before, after = text.split(begin)
+        lines = table(cases, name)
+        text = f"{before}{begin}\n\n{chr(10).join(lines)}\n\n{end}{after.split(end)[1]}"
+    return text
 
 
 def shows(row: Row) -> bool:
-    """Whether a row is worth printing: volumes that are zero everywhere are not."""
+    """True if a row is worth printing: volumes that are zero everywhere are not."""
     return max(row.ours, row.measured or 0, row.stage) >= 0.05
 
 
+def _rows(cases: Cases, table: str) -> list[Row]:
+    return [row for _, rows in cases for row in rows if row.table == table and shows(row)]
+
+
+def summary(cases: Cases, _: str) -> list[str]:
+    """Errors of each table: of Stagewright, and of STAGE where the paper has measured figures."""
+    lines = [
+        "| table | figures | equal, ours | equal, STAGE's | median error, ours | STAGE's |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for table, quantity in TABLES.items():
+        rows = _rows(cases, table)
+        ours = [0.0 if row.same else abs(row.error or 0) for row in rows]
+        equal, median = str(sum(row.same for row in rows)), f"{np.median(ours):.2%}"
+        theirs = [abs(e) for row in rows if (e := row.error_of_stage) is not None]
+        of_stage = ["", ""]
+        if theirs:
+            equal_of_stage = sum(row.stage == row.measured for row in rows)
+            of_stage = [str(equal_of_stage), f"{np.median(theirs):.2%}"]
+        cells = (f"{table}, {quantity}", str(len(rows)), equal, of_stage[0], median, of_stage[1])
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def differing(cases: Cases, table: str) -> list[str]:
+    """Rows of a table that differ from the measured figure, with the reason."""
+    has_measured = table != "I"
+    figures = ("ours", "measured", "STAGE", "error") if has_measured else ("ours", "STAGE", "error")
+    lines = [
+        f"| case | quantity | {' | '.join(figures)} | reason |",
+        f"|---|---|{'---:|' * len(figures)}---|",
+    ]
+    for row in _rows(cases, table):
+        if not row.same:
+            lines.append(f"| {' | '.join((*cells(row), row.why))} |")
+    return lines
+
+
 def cells(row: Row) -> list[str]:
-    """Cells of a row: case, quantity, the figures (here, measured, STAGE's), and both errors."""
+    """Cells of a row: case, quantity, the figures, and the error of ours."""
     form = "{:,.0f}" if row.table == "I" else "{:,.1f}" if row.table == "VII" else "{:,.2f}"
     printed = [row.stage] if row.measured is None else [row.measured, row.stage]
-    errors = [_percent(row.error, row.same)]
-    if row.measured is not None:
-        errors.append(_percent(row.error_of_stage, row.stage == row.measured))
-    return [row.row, row.quantity, *(form.format(n) for n in (row.ours, *printed)), *errors]
+    error = "" if row.error is None else f"{row.error:+.2%}"
+    return [row.row, row.quantity, *(form.format(n) for n in (row.ours, *printed)), error]
 
 
-def _percent(error: float | None, same: bool) -> str:
-    if same:
-        return "same"
-    return "" if error is None else f"{error:+.2%}"
+def figures_csv(cases: Cases) -> str:
+    """All figures with the run and the assumptions of each, as CSV."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    names = ("table", "case", "quantity", "ours", "measured", "stage", "why", "run", "assumed")
+    writer.writerow(names)
+    for case, rows in cases:
+        for row in filter(shows, rows):
+            measured = "" if row.measured is None else f"{row.measured:.10g}"
+            figures = (f"{row.ours:.10g}", measured, f"{row.stage:.10g}")
+            writer.writerow((row.table, row.row, row.quantity, *figures, row.why, *case[1:]))
+    return out.getvalue()
 
 
 if __name__ == "__main__":
-    PAGE.write_text(markdown(list(stage_paper())), encoding="utf-8")
+    computed = list(stage_paper())
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), computed), encoding="utf-8")
+    FIGURES_CSV.write_text(figures_csv(computed), encoding="utf-8")

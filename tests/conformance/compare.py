@@ -277,27 +277,22 @@ def differences(theirs: Mapping[Any, Any], ours: Mapping[Any, Any]) -> dict[Any,
     return {k: (theirs.get(k), ours.get(k)) for k in keys if theirs.get(k) != ours.get(k)}
 
 
-# ---- what is known to differ, with its figures ---------------------------------------------------
+# ---- known differences with their figures --------------------------------------------------------
 
 NOT_SUMMED = (
-    "the recorded program lets ranks of cp, or of ep, keep gradients of their own: it wraps the "
-    "model in no data parallelism"
+    "the recorded program wraps the model in no data parallelism, so that ranks of cp or ep do not "
+    "reduce their gradients"
 )
-COUNTS = (
-    "routing was taken as balanced: the recorded program does not tell the other ranks how many "
-    "copies it sends"
-)
+COUNTS = "the recorded program assumes balanced routing and exchanges no token counts"
 BUCKETS = (
-    "DDP holds its buckets all the time, but the recorder sees each when it is first written, in "
-    "backward"
+    "DDP holds its buckets all the time; the recorder sees each at its first write, in backward"
 )
 RING = (
-    "PyTorch's ring keeps 24 bytes of random state per call, and all ranks of it but the last, "
-    "which join the results of two halves (`torch.cat`), a copy of them for the product that "
-    "follows. We give what the last one holds"
+    "PyTorch's ring saves 24 bytes of random state per call, and on all ranks but the last a copy "
+    "of the joined results of two halves (`torch.cat`); ours is the last rank"
 )
-MOE = "the recorded experts are written in other operators than ours"
-UNIT = "experts that are a unit of FSDP2 of their own are gathered one unit later than ours"
+MOE = "the recorded experts consist of other operators than ours"
+UNIT = "experts that are a separate FSDP2 unit are gathered one unit later than ours"
 MASK = "the recorded attention makes a boolean mask in every layer"
 
 
@@ -349,7 +344,7 @@ TOLERANCE = 0.02
 
 
 def table() -> str:
-    """A row for every case, as in docs/frameworks.md."""
+    """A row for every case, as in docs/reference/conformance/pytorch.md."""
     lines = [
         "| case | mesh | collectives | FLOPs | state | live after forward | peak |",
         "|---|---|---|---|---|---|---|",
@@ -376,7 +371,3 @@ def table() -> str:
         mesh = " ".join(f"{axis}{size}" for axis, size in case["mesh"] if size > 1) or "-"
         lines.append(f"| {name} | {mesh} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", *(f"{n}. {why}." for why, n in notes.items())])
-
-
-if __name__ == "__main__":
-    print(table())

@@ -1,4 +1,4 @@
-"""A hundred random programs of PyTorch beside ours: which share is exact, and what the others miss.
+"""A hundred random programs of PyTorch and ours: the share that is exact, and the other programs.
 
 `tests/data/random_programs.jsonl` holds what programs of PyTorch 2.13 did under a fake process
 group, a line each, in the form of `compare.py`, and every collective of the rank in order: `order`
@@ -6,7 +6,7 @@ are numbers of `kinds` (kind, mesh dim, group size, dtype, bytes in, bytes out).
 made the programs before ours was compared: dense and with experts, FSDP2 and HSDP, DDP, tensor,
 sequence, context and expert parallelism, five pipeline schedules, checkpoints, microbatches, tied
 tables, grouped queries, data types, SGD. `python tests/conformance/random_programs.py` prints the
-table of docs/frameworks.md.
+programs that differ; `page.py` writes the table of shares.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from stagewright.program.columns import COLLECTIVES, TaskKind
 LINES = (Path(__file__).parents[1] / "data" / "random_programs.jsonl").read_text().splitlines()
 CASES: dict[str, compare.Case] = {c["name"]: c for c in map(json.loads, LINES)}
 
-EXPERTS_UNIT = "experts that are a unit of FSDP2 of their own are gathered one unit later than ours"
-COUNTS_AGAIN = "recomputation exchanges the counts of tokens for experts again, ours does not"
-ONE_MESH = "clip_grad_norm_ with tensor parallelism alone: norms of DTensors are reduced one by one"
+EXPERTS_UNIT = "experts that are a separate FSDP2 unit are gathered one unit later than ours"
+COUNTS_AGAIN = "recomputation exchanges token counts of experts again, ours does not"
+ONE_MESH = "with tensor parallelism alone, clip_grad_norm_ reduces norms of DTensors one by one"
 
 DIFFERENT: dict[str, str] = {
     "r030_efsdp4ep4_moe": EXPERTS_UNIT,
@@ -38,11 +38,11 @@ DIFFERENT: dict[str, str] = {
     "r077_efsdp2ep2_moe": COUNTS_AGAIN,
     "r096_tp2": ONE_MESH,
 }
-"""Programs that are not exact, and what they miss."""
+"""Programs that are not exact, and the reason."""
 
 
 class Result(NamedTuple):
-    """What of a program is equal."""
+    """Comparison of one program."""
 
     collectives: bool
     """Kind, group, dtype, number, bytes in and out by phase."""
@@ -105,26 +105,25 @@ def result(case: compare.Case) -> Result:
 
 
 def table() -> str:
-    """Shares of the programs, and why the others differ."""
+    """Shares of equal programs, and reasons of differences."""
     results = {name: result(case) for name, case in CASES.items()}
     n, of = len(results), results.values()
     rows = [
         ("collectives: phase, kind, group, dtype, number, bytes", sum(r.collectives for r in of)),
-        ("and their order in each group", sum(r.collectives and r.order for r in of)),
+        ("also the order within each group", sum(r.collectives and r.order for r in of)),
         ("bytes of parameters, gradients and optimizer states", sum(r.state for r in of)),
         ("peak within 2%", sum(abs(r.peak) <= compare.TOLERANCE for r in of)),
         ("peak within 0.2%", sum(abs(r.peak) <= 0.002 for r in of)),
         ("collectives, order, and peak within 2%", sum(r.exact for r in of)),
     ]
-    lines = [f"| of {n} random programs | equal |", "|---|---:|"]
+    lines = [f"| comparison, {n} random programs | equal |", "|---|---:|"]
     lines += [f"| {what} | {count} |" for what, count in rows]
-    lines += ["", "| why the others differ | programs |", "|---|---:|"]
+    lines += ["", "| reason of a difference | programs |", "|---|---:|"]
     lines += [f"| {why} | {count} |" for why, count in Counter(DIFFERENT.values()).most_common()]
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table())
     for name, case in CASES.items():
         if not (r := result(case)).exact:
             print(name, r, DIFFERENT.get(name, "NOT LISTED"))

@@ -1,8 +1,7 @@
 """Tier by tier: what PyTorch did, figure for figure."""
 
-from pathlib import Path
-
 import compare
+import page
 import pytest
 
 
@@ -62,6 +61,8 @@ def test_what_differs_is_of_a_case():
 
 
 @pytest.mark.slow
-def test_the_table_in_the_docs():
-    text = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text()
-    assert compare.table() in text, "put what `python tests/conformance/compare.py` prints there"
+def test_the_page_is_current(request: pytest.FixtureRequest):
+    text = page.text()
+    if request.config.getoption("--bless"):
+        page.PAGE.write_text(text, encoding="utf-8")
+    assert page.PAGE.read_text(encoding="utf-8") == text, "run python tests/conformance/page.py"

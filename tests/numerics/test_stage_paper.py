@@ -1,6 +1,6 @@
 """STAGE's tables (arXiv 2511.10480) beside ours, and each term of some of its volumes.
 
-`docs/stage-paper.md` is written from here, too: `pytest --bless`.
+`pytest --bless` writes the tables of `docs/studies/stage-paper.md` and its CSV.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from stage_paper import PAGE, Case, Row, markdown, stage_paper
+from stage_paper import FIGURES_CSV, PAGE, Case, Row, figures_csv, page, stage_paper
 
 
 @cache
@@ -163,6 +163,9 @@ def test_number_of_operations() -> None:
 
 
 def test_document(request: pytest.FixtureRequest) -> None:
+    text, figures = page(PAGE.read_text(encoding="utf-8"), found()), figures_csv(found())
     if request.config.getoption("--bless"):
-        PAGE.write_text(markdown(found()), encoding="utf-8")
-    assert PAGE.read_text(encoding="utf-8") == markdown(found()), "see pytest --bless"
+        PAGE.write_text(text, encoding="utf-8")
+        FIGURES_CSV.write_text(figures, encoding="utf-8")
+    assert PAGE.read_text(encoding="utf-8") == text, "see pytest --bless"
+    assert FIGURES_CSV.read_text(encoding="utf-8") == figures, "see pytest --bless"

@@ -1,4 +1,4 @@
-"""docs/fullflat.md has today's simulations of the systems of the FullFlat study."""
+"""docs/studies/fullflat.md has today's simulations of the systems of the FullFlat study."""
 
 from __future__ import annotations
 

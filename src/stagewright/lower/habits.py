@@ -13,8 +13,8 @@ Megatron-LM does; a class below overrides points. A run has the habits that its 
     fsdp_root_unit     each block gathers   one unit outside the layers         fsdp.RootUnit
     cp_grad_comm_type  reduce-scatter       a ring of fp32 gradients            RingAttention
 
-Sources are in the classes; docs/frameworks.md has all habits, also those of blocks and layouts.
-To add a habit: a setting in `run.sections.habits`, a class here, and its row in `HABITS`.
+Sources are in the classes; docs/internals/frameworks.md has all habits, also those of blocks and
+layouts. To add a habit: a setting in `run.sections.habits`, a class here, its row in `HABITS`.
 """
 
 from __future__ import annotations

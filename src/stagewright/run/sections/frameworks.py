@@ -2,7 +2,7 @@
 
 `Run.framework` names a profile. A setting that a run gives goes before its profile; a setting that
 neither gives has the default of `Run`, which is Megatron-LM's habit. Each setting declares its
-habits itself (`Setting.habits`). docs/frameworks.md shows them, with sources.
+habits itself (`Setting.habits`). docs/internals/frameworks.md shows them, with sources.
 
 >>> from stagewright.run.settings import Run
 >>> run = Run(model="llama3-8b", framework="torchtitan", recompute_early_stop=False)

@@ -1,7 +1,7 @@
 """Habits of training frameworks: each an option, and `framework` chooses the defaults of all.
 
-The default is Megatron-LM's habit; `habits` has what other frameworks do. docs/frameworks.md shows
-both, with sources.
+The default is Megatron-LM's habit; `habits` has those of other frameworks.
+docs/internals/frameworks.md shows both, with sources.
 """
 
 from dataclasses import dataclass
