@@ -236,7 +236,7 @@ def models() -> str:
     ]
     return (
         f"# Models\n\n{len(rows)} presets; also any `config.json` of their kinds, and "
-        "[text files](../own-models.md). `stagewright models --json` has every field.\n\n"
+        "[text files](../guides/own-model.md). `stagewright models --json` has every field.\n\n"
         + table(("name", *columns), rows)
     )
 
@@ -328,7 +328,7 @@ def _ops_of_texts() -> str:
         ]
         rows.append((f"`{name}`", "; ".join(required), "; ".join(optional)))
     return (
-        "## Ops of .stg files\n\nThe ops that a module in a [.stg file](../own-models.md) may use, with their "
+        "## Ops of .stg files\n\nThe ops that a module in a [.stg file](../guides/own-model.md) may use, with their "
         "attributes and, in brackets, the value of an attribute that is left out. `dtype=bf16` may be said of every "
         f"op. Collectives, which layouts have to agree with: {', '.join(COLLECTIVES)}.\n\n"
         + table(("op", "required attributes", "optional attributes"), rows)
@@ -394,7 +394,7 @@ def strategies() -> str:
         "# Strategies\n\n"
         + prose(placement.__doc__)
         + "\n\nA table of your own comes before these: "
-        "[own models](../own-models.md#a-strategy-as-a-table). `stagewright show MODEL --graph` has "
+        "[own model](../guides/own-model.md#a-strategy-for-any-model). `stagewright show MODEL --graph` has "
         "the names, and the layouts that follow.\n\n"
         "## Weights\n\nWhat each weight declares where its block creates it, in the paper's notation; "
         "a weight that is not named is whole on every rank.\n\n"

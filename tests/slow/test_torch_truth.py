@@ -1,9 +1,9 @@
 """Eleven models of transformers and five modules of users' kinds beside PyTorch: parameters, FLOPs,
 and the bytes that autograd keeps for backward.
 
-`python tests/slow/test_torch_truth.py` prints the table of docs/pytorch.md. Three layers each, on
-the CPU in fp32; `--framework torchtitan`, whose operators are PyTorch's own. Not compared are
-inputs, and what follows from shapes alone (positions, masks).
+`python tests/slow/test_torch_truth.py` prints docs/accuracy/data/imported-modules.csv. Three layers
+each, on the CPU in fp32; `--framework torchtitan`, whose operators are PyTorch's own. Not compared
+are inputs, and what follows from shapes alone (positions, masks).
 """
 
 from __future__ import annotations
@@ -263,16 +263,12 @@ def test_figures_are_those_of_pytorch(name: str):
 
 
 def main() -> None:
-    print(f"PyTorch {torch.__version__.partition('+')[0]}, transformers {hf.__version__}\n")
-    print("| | parameters | off | forward FLOPs | off | bytes kept for backward | off |")
-    print("|---|---|---|---|---|---|---|")
+    figures = ("parameters", "forward_flops", "saved_bytes")
+    print(",".join(("module", *figures, *(f"{figure}_error" for figure in figures))))
     for name in ALL:
         ours, theirs = both(name)
-        cells = [
-            f"{b:,} | {100 * (a / b - 1):.1f}%".replace("-0.0%", "0.0%")
-            for a, b in zip(ours, theirs, strict=True)
-        ]
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        errors = [f"{a / b - 1:.4f}" for a, b in zip(ours, theirs, strict=True)]
+        print(",".join((name, *map(str, theirs), *errors)), flush=True)
 
 
 if __name__ == "__main__":

@@ -335,11 +335,12 @@ def test_tables_are_read_with_their_places(tmp_path: Path) -> None:
 
 
 def test_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (DOCS / "own-models.md").read_text()
+    text = (DOCS / "guides/own-model.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
-    exec(compile(code, "own-models.md", "exec"), {})
+    exec(compile(code, "own-model.md", "exec"), {})
     assert capsys.readouterr().out == "mlp_residual: [B, S, M]\n"
-    shown = text.split("```\n")[1]
+    shown = next(b for b in text.split("```text\n") if b.startswith("# fully-sharded.stg"))
+    shown = shown.split("```")[0]
     said, silent = (graph_of(toy(t), tp=4, dp=2, seq_length=8)[0] for t in (FULLY_SHARDED, shown))
     assert [n.op for n in said] == [n.op for n in silent]
 

@@ -1,4 +1,4 @@
-"""Modules that users write, in the paper's notation: `.stg` files (docs/own-models.md).
+"""Modules that users write, in the paper's notation: `.stg` files (docs/guides/own-model.md).
 
 A module is parsed once into statements, which make nodes wherever a model uses the module; backward
 and collectives follow from the graph as for every other part of a model.
