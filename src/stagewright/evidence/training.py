@@ -261,7 +261,9 @@ def _rows(
     required = ("source", "row", "hardware", "quantity", "measured", "model")
     if missing := [column for column in required if column not in (rows.fieldnames or ())]:
         columns = "the column" if len(missing) == 1 else "columns"
-        raise UserError(f"{where}: lacks {columns} {', '.join(missing)}; docs/accuracy/index.md shows a row")
+        raise UserError(
+            f"{where}: lacks {columns} {', '.join(missing)}; docs/accuracy/index.md shows a row"
+        )
     for line, row in enumerate(rows, 2):
         if not within(row["source"], only):
             continue
