@@ -90,7 +90,7 @@ def _blocks(c: Keys) -> list[tuple[Json, Json]]:
 
 
 def _searched_layers(c: Keys) -> Fields:
-    """Attention and MLP of each layer, with their numbers of key-value heads and widths, or none."""
+    """Attention and MLP of each layer, with their key-value heads and widths, or none."""
     heads, hidden = c.fields["num_attention_heads"], c.fields["hidden_size"]
     mixers: list[str] = []
     mlps: list[str] = []
