@@ -46,9 +46,9 @@ LIMITS = {
 }
 """The largest size of each kind that is believed: far above any model, far below an accident."""
 
-MOST_EXPERTS = 2**16
+MAX_EXPERTS = 2**16
 _Layers = Annotated[int, Count(0, LIMITS["num_layers"])]
-_Experts = Annotated[int, Count(0, MOST_EXPERTS)]
+_Experts = Annotated[int, Count(0, MAX_EXPERTS)]
 _Width = Annotated[int, Count(0, LIMITS["hidden_size"])]
 _MlpWidth = Annotated[int, Count(0, LIMITS["ffn_hidden_size"])]
 _HeadWidth = Annotated[int, Count(0, LIMITS["kv_channels"])]
@@ -156,9 +156,9 @@ class Architecture:
     """Function that makes the weights of a token's experts of its scores."""
     norm_topk_prob: Annotated[bool, Needs("experts")] = True
     """The weights of a token's experts add up to one; otherwise they are those of all experts."""
-    num_expert_groups: Annotated[int, Count(1, MOST_EXPERTS), Needs("experts")] = 1
+    num_expert_groups: Annotated[int, Count(1, MAX_EXPERTS), Needs("experts")] = 1
     """Number of expert groups, for group-limited routing (DeepSeek-V2, V3)."""
-    topk_groups: Annotated[int, Count(1, MOST_EXPERTS), Needs("experts")] = 1
+    topk_groups: Annotated[int, Count(1, MAX_EXPERTS), Needs("experts")] = 1
     """Groups that a token may be routed to."""
     apply_probs: Annotated[ApplyProbs, Needs("experts")] = "experts"
     """Where the weights are multiplied: what experts compute, their input or their output."""
@@ -198,7 +198,7 @@ class Architecture:
     """Keys that each query reads, of all before it, where an indexer scores and chooses them
     (DeepSeek-V3.2, arXiv 2512.02556); 0: there is no indexer."""
     index_block_size: Annotated[int, Count(1, 2**16), Needs("indexer"), Excludes("latents")] = 1
-    """Keys are chosen in blocks of so many positions, for each key-value head by a head of the
+    """Positions of a block. Keys are chosen in blocks, for each key-value head by a head of the
     indexer, the query's own block always among them (MiniMax-M3)."""
     index_n_heads: Annotated[int, Count(0, LIMITS["num_attention_heads"]), Needs("indexer")] = 0
     """Heads of the indexer's queries; its key has one."""

@@ -21,6 +21,15 @@ from stagewright.stored import Stored
 
 STEP: dict[str, Any] = {"mode": "decode", "batch_size": 1, "context_length": 16}
 BLOCKS = Stored("fp8", 32, 128, 128, "fp8")
+CASES: list[dict[str, Any]] = [
+    json.loads(line)
+    for line in (DATA / "models/quantization.jsonl").read_text("utf-8").splitlines()
+]
+
+
+def cases(*keys: str) -> list[tuple[Any, ...]]:
+    """The rows of the table with these keys."""
+    return [tuple(row[key] for key in keys) for row in CASES if {*keys} <= row.keys()]
 
 
 def held(model: str | Path, **settings: Any) -> int:
@@ -90,61 +99,13 @@ def test_deepseek_in_blocks() -> None:
 ALL = ("attention", "mlp")
 
 
-@pytest.mark.parametrize(
-    ("config", "stored"),
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, BLOCKS),
-        ({"quant_method": "fp8", "activation_scheme": "static"}, Stored("fp8", 32, 0, 0, "fp8")),
-        ({"quant_method": "fbgemm_fp8"}, Stored("fp8", 32, 1, 0, "fp8")),
-        ({"quant_method": "awq", "bits": 4, "group_size": 64}, Stored("int4", 20, 1, 64)),
-        (
-            {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False},
-            Stored("int4", 16, 1, 128),
-        ),
-        ({"quant_method": "gptq", "bits": 8, "group_size": -1}, Stored("int8", 24, 1, 0)),
-        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, Stored("int3", 19, 1, 128)),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, Stored("int4", 32, 1, 64)),
-        ({"load_in_8bit": True}, Stored("int8", 32, 1, 0, "int8")),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, NVFP4),
-        ({"quant_algo": "FP8", "producer": {"name": "modelopt"}}, Stored("fp8", 32, 0, 0, "fp8")),
-        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, Stored("fp8", 8, 1, 32, "fp8")),
-        (
-            {"quantization": {"quant_algo": "W4A16_AWQ", "group_size": 64}},
-            Stored("int4", 16, 1, 64),
-        ),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 8, "type": "float", "strategy": "channel"},
-                "input_activations": {"num_bits": 8, "type": "float"},
-            }}},
-            Stored("fp8", 16, 1, 0, "fp8"),
-        ),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
-            }}},
-            Stored("int4", 16, 1, 32),
-        ),
-        (
-            {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
-             "config_groups": {"g": {
-                "targets": ["Linear"],
-                "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group",
-                            "group_size": 16},
-                "input_activations": {"num_bits": 4, "type": "float"},
-            }}},
-            NVFP4,
-        ),
-    ],
-)  # fmt: skip
-def test_methods(config: dict[str, Any], stored: Stored) -> None:
+@pytest.mark.parametrize(("config", "stored"), cases("config", "stored"))
+def test_methods(config: dict[str, Any], stored: list[Any]) -> None:
     model = PRESETS["qwen3-8b"]
     found, notes = read_quantization("file", config, model)
     assert not notes
     assert found is not None
-    assert found.kinds == (tuple((scope, stored) for scope in ALL),)
+    assert found.kinds == (tuple((scope, Stored(*stored)) for scope in ALL),)
 
 
 def layers_of(config: dict[str, Any], model: ModelConfig) -> list[dict[str, Stored | None]]:
@@ -156,24 +117,8 @@ def layers_of(config: dict[str, Any], model: ModelConfig) -> list[dict[str, Stor
 MOE = PRESETS["qwen3-30b-a3b"]
 
 
-@pytest.mark.parametrize(
-    ("ignored", "out"),
-    [
-        (["model.layers.*.self_attn*", "lm_head"], {"wq", "wk", "wv", "wo"}),
-        (["re:.*self_attn.*"], {"wq", "wk", "wv", "wo"}),
-        ([r"re:.*self_attn\.(q|k)_proj$"], {"wq", "wk"}),
-        ([r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"], set[str]()),  # those of dense layers
-        (["self_attn.qkv_proj", "mlp.gate", "visual.*"], {"wq", "wk", "wv"}),
-        (["o_proj"], {"wo"}),
-        ("o_proj", {"wo"}),
-        (["*.mlp.experts.*"], {"we_up", "we_gate", "we_down"}),
-        (["model.language_model.layers.7.mlp", "language_model.model.layers.7.self_attn"], None),
-        (["model.layers.7.*"], None),
-        (["model.layers.7*"], None),
-        ([r"re:model\.layers\.7\..*"], None),
-    ],
-)
-def test_modules_that_are_left_out(ignored: list[str] | str, out: set[str] | None) -> None:
+@pytest.mark.parametrize(("ignored", "out"), cases("ignore", "left out"))
+def test_modules_that_are_left_out(ignored: list[str] | str, out: list[str] | None) -> None:
     """`out`: matrices of every layer; None: all of layer 7, and of no other."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     groups = {"g": {"targets": ["Linear"], "weights": weights}}
@@ -183,7 +128,7 @@ def test_modules_that_are_left_out(ignored: list[str] | str, out: set[str] | Non
         usual = {scope: rows.get(scope) for scope in names}
         left = {n for scope in names for n in names[scope] if rows.get(n, usual[scope]) is None}
         every = {n for scope in names for n in names[scope]}
-        assert left == (out if out is not None else every if index == 7 else set())
+        assert left == ({*out} if out is not None else every if index == 7 else set())
 
 
 def test_modules_by_name() -> None:
@@ -279,24 +224,7 @@ def test_a_cache_that_is_not_known_is_named() -> None:
     assert notes == ("file: a KV cache in nvfp4 is not known; use --kv-cache-dtype",)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"quant_method": "aqlm"}, "the quant_method aqlm of quantization_config is not known"),
-        ({}, "the method of quantization_config is not known"),
-        ({"quant_method": "modelopt", "quant_algo": "X"}, "quant_algo X of quantization_config"),
-        ({"quant_method": "awq"}, "bits of quantization_config is None"),
-        ({"quant_method": "gptq", "bits": 5}, "has 5 bits, wanted 2, 3, 4 or 8"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "is no pair of sizes"),
-        ({"quant_method": "compressed-tensors"}, "config_groups of quantization_config"),
-        ({"quant_method": 7}, "the method of quantization_config is not known"),
-        (
-            {"quant_method": "compressed-tensors", "config_groups": {"g": {
-                "weights": {"num_bits": 5, "type": "float"}}}},
-            "has 5 bits of type float",
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "words"), cases("config", "not understood"))
 def test_what_is_not_understood_is_said(tmp_path: Path, config: dict[str, Any], words: str) -> None:
     model = from_config(with_quantization(tmp_path, "qwen3-32b", config or {"x": 1}))
     assert model.quantization is None

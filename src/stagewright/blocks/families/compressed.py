@@ -117,7 +117,7 @@ def _served(
 def compressed_rows(
     b: Builder, h: Node, name: str, width: str, reach: Reach, *, twice: bool, **scope: Any
 ) -> Node:
-    """One row of `width` for so many positions, [B, S / positions, width]; in inference, those that
+    """One row of `width` for several positions, [B, S / positions, width]; in inference, those that
     new tokens complete.
 
     `twice`: the positions before count, too, with channels of their own.

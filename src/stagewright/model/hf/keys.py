@@ -110,7 +110,7 @@ class Keys:
         """The one of several names of a key that the file uses."""
         return next((key for key in keys if self.has(key)), keys[0])
 
-    def whole(self, key: str, least: int, most: int) -> int:
+    def integer(self, key: str, least: int, most: int) -> int:
         """A whole number within limits."""
         value = self.get(key)
         if type(value) is not int or not least <= value <= most:
@@ -119,7 +119,7 @@ class Keys:
 
     def size(self, name: str, *keys: str) -> int:
         """A size that a field of this name may have, under one of these keys."""
-        return self.whole(self.used(*keys), 1, LIMITS[name])
+        return self.integer(self.used(*keys), 1, LIMITS[name])
 
     def optional(self, name: str, *keys: str) -> int | None:
         """A size, or None where the key is null or missing."""
@@ -199,7 +199,7 @@ class Keys:
         if rule.optional and self.get(key) is None:
             return None
         if rule.count:
-            return self.whole(key, max(1, rule.count.least), rule.count.most)
+            return self.integer(key, max(1, rule.count.least), rule.count.most)
         return self.number(key, 1e-3, 1e6)
 
 

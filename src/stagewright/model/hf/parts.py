@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from stagewright.errors import divisors
-from stagewright.model.architecture import LIMITS, MOST_EXPERTS, Architecture
+from stagewright.model.architecture import LIMITS, MAX_EXPERTS, Architecture
 from stagewright.model.fields import rules
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, Reader
 from stagewright.model.layers import Attention, OwnSizes, Recurrence, StateSpace, every, shortest
@@ -21,16 +21,16 @@ LAYER_TYPES: dict[str, Attention] = {
 CHOICES = ("greedy", "group_limited_greedy", "noaux_tc")
 """DeepSeek's ways to choose a token's experts."""
 
-MOST = 2**24
+MAX_STATE_COUNT = 2**24
 """The largest count of state heads, groups and chunks that is believed."""
 
 
 # ---- readers of one field ------------------------------------------------------------------------
 
 
-def whole(key: str, least: int, most: int) -> Reader:
+def integer(key: str, least: int, most: int) -> Reader:
     """A whole number within limits other than the field's."""
-    return lambda c: c.whole(key, least, most)
+    return lambda c: c.integer(key, least, most)
 
 
 def number(key: str, least: float, most: float) -> Reader:
@@ -81,7 +81,7 @@ def rotary_fraction(c: Keys) -> float:
 
 
 def parallel(key: str, norms: int) -> Reader:
-    """A parallel block where a key says so; it has so many norms."""
+    """A parallel block where a key says so; `norms` is their number."""
 
     def read(c: Keys) -> Fields:
         is_parallel = c.flag(key)
@@ -162,7 +162,7 @@ def number_of_shared(*keys: str) -> Reader:
 
     def read(c: Keys) -> int:
         key = c.used(*keys)
-        number = 0 if c.get(key) is None else c.whole(key, 0, MOST_EXPERTS)
+        number = 0 if c.get(key) is None else c.integer(key, 0, MAX_EXPERTS)
         return number * c.fields["moe_ffn_hidden_size"]
 
     return read
@@ -189,7 +189,7 @@ def dense_first(key: str) -> Reader:
     def read(c: Keys) -> Fields:
         if c.get("mlp_layer_types") is not None:
             return listed_mlps(c)
-        first = 0 if c.get(key) is None else c.whole(key, 0, LIMITS["num_layers"])
+        first = 0 if c.get(key) is None else c.integer(key, 0, LIMITS["num_layers"])
         return {"first_dense_layers": first}
 
     return read
@@ -210,17 +210,17 @@ def expert_groups(c: Keys) -> Fields:
     groups = c.get("n_group")
     if groups is None or groups == 1:
         return {"num_expert_groups": 1, "topk_groups": 1}
-    count = c.whole("n_group", 1, c.fields["num_experts"])
-    return {"num_expert_groups": count, "topk_groups": c.whole("topk_group", 1, count)}
+    count = c.integer("n_group", 1, c.fields["num_experts"])
+    return {"num_expert_groups": count, "topk_groups": c.integer("topk_group", 1, count)}
 
 
 def _deepseek_choice(c: Keys) -> Fields:
     """Shared experts, dense layers first, and how a token's experts are chosen."""
     shared = 0
     if c.get("n_shared_experts") is not None or "n_shared_experts" not in c.values:
-        shared = c.whole("n_shared_experts", 0, MOST_EXPERTS)
+        shared = c.integer("n_shared_experts", 0, MAX_EXPERTS)
     step = c.fields["moe_layer_freq"]
-    first = c.whole("first_k_dense_replace", 0, LIMITS["num_layers"])
+    first = c.integer("first_k_dense_replace", 0, LIMITS["num_layers"])
     method = c.text("topk_method")
     if method not in CHOICES:
         c.reject("topk_method", f"one of {', '.join(CHOICES)}")
@@ -230,7 +230,7 @@ def _deepseek_choice(c: Keys) -> Fields:
         "first_dense_layers": -(-first // step) * step,
         "expert_bias": method == "noaux_tc",
     }
-    groups = 1 if c.get("n_group") is None else c.whole("n_group", 1, MOST_EXPERTS)
+    groups = 1 if c.get("n_group") is None else c.integer("n_group", 1, MAX_EXPERTS)
     if method == "greedy" or groups == 1:
         return fields
     count = c.fields["num_experts"]
@@ -238,7 +238,7 @@ def _deepseek_choice(c: Keys) -> Fields:
         c.reject("n_group", f"a divisor of the {count} experts: {divisors(count)}")
     return fields | {
         "num_expert_groups": groups,
-        "topk_groups": c.whole("topk_group", 1, groups),
+        "topk_groups": c.integer("topk_group", 1, groups),
     }
 
 
@@ -269,11 +269,11 @@ def _query_rank(c: Keys) -> int:
 
 
 LATENT: Map = {
-    "qk_rope_head_dim": whole("qk_rope_head_dim", 2, LIMITS["kv_channels"] // 2),
+    "qk_rope_head_dim": integer("qk_rope_head_dim", 2, LIMITS["kv_channels"] // 2),
     **DECODER,
     # The width of a head is that of its queries: without and with position.
     "kv_channels": lambda c: (
-        c.fields["qk_rope_head_dim"] + c.whole("qk_nope_head_dim", 1, LIMITS["kv_channels"] // 2)
+        c.fields["qk_rope_head_dim"] + c.integer("qk_nope_head_dim", 1, LIMITS["kv_channels"] // 2)
     ),
     "num_query_groups": _latent_groups,
     "kv_lora_rank": "kv_lora_rank",
@@ -369,7 +369,7 @@ def local_and_nope(period: str = "sliding_window_pattern") -> Reader:
 
 
 def turned_layers(c: Keys) -> list[int]:
-    """1 for each layer with rope: those that a list says, or all but every so manieth."""
+    """1 for each layer with rope: those that a list says, or all but one in a period."""
     layers, period = c.fields["num_layers"], c.size("num_layers", "no_rope_layer_interval")
     flags = c.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(layers)]
     return bits(c, "no_rope_layers", flags, "without rope")
@@ -405,7 +405,7 @@ def periodic_mixers(state: Recurrence) -> Reader:
 
     def read(c: Keys) -> tuple[str, ...]:
         period = c.size("num_layers", "attn_layer_period")
-        return every(period, c.whole("attn_layer_offset", 0, period - 1), state)
+        return every(period, c.integer("attn_layer_offset", 0, period - 1), state)
 
     return read
 
@@ -439,11 +439,11 @@ def state_channels(prefix: str, rank: str, conv: str, state: str, **more: Any) -
         auto = c.get(rank) == "auto"
         inner = c.optional("ffn_hidden_size", "intermediate_size") if not prefix else None
         return StateSpace(
-            heads=inner or c.whole(f"{prefix}expand", 1, 64) * hidden,
-            state=c.whole(state, 1, LIMITS["kv_channels"]),
-            conv=c.whole(conv, 1, 64),
+            heads=inner or c.integer(f"{prefix}expand", 1, 64) * hidden,
+            state=c.integer(state, 1, LIMITS["kv_channels"]),
+            conv=c.integer(conv, 1, 64),
             conv_bias=c.flag("mamba_conv_bias" if prefix else "use_conv_bias"),
-            dt_rank=-(-hidden // 16) if auto else c.whole(rank, 1, LIMITS["hidden_size"]),
+            dt_rank=-(-hidden // 16) if auto else c.integer(rank, 1, LIMITS["hidden_size"]),
             **more,
         )
 
@@ -468,25 +468,25 @@ def state_heads(keys: StateKeys) -> Reader:
     """Mamba-2's sizes under the keys of a family; the inner width is heads x width of a head."""
 
     def read(c: Keys) -> StateSpace:
-        heads = c.whole(keys.heads, 1, MOST)
+        heads = c.integer(keys.heads, 1, MAX_STATE_COUNT)
         if not keys.head_width or c.get(keys.head_width) == "auto":
-            width = c.whole(keys.expand, 1, 64) * c.fields["hidden_size"]
+            width = c.integer(keys.expand, 1, 64) * c.fields["hidden_size"]
             if width % heads:
                 c.reject(keys.heads, f"a divisor of the width inside, {width}")
             head = width // heads
         else:
-            head = c.whole(keys.head_width, 1, LIMITS["kv_channels"])
-        groups = c.whole(keys.groups, 1, MOST)
+            head = c.integer(keys.head_width, 1, LIMITS["kv_channels"])
+        groups = c.integer(keys.groups, 1, MAX_STATE_COUNT)
         if heads % groups:
             c.reject(keys.groups, f"a divisor of the {heads} heads")
         return StateSpace(
             heads=heads,
             head_width=head,
             groups=groups,
-            state=c.whole(keys.state, 1, LIMITS["kv_channels"]),
-            conv=c.whole(keys.conv, 1, 64),
+            state=c.integer(keys.state, 1, LIMITS["kv_channels"]),
+            conv=c.integer(keys.conv, 1, 64),
             conv_bias=c.flag(keys.conv_bias),
-            chunk=c.whole(keys.chunk, 1, MOST),
+            chunk=c.integer(keys.chunk, 1, MAX_STATE_COUNT),
         )
 
     return read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stagewright.model.architecture import LIMITS, MOST_EXPERTS
+from stagewright.model.architecture import LIMITS, MAX_EXPERTS
 from stagewright.model.hf.keys import ACTIVATIONS, Fields, Keys, Map
 from stagewright.model.hf.parts import (
     LATENT,
@@ -145,12 +145,12 @@ def _experts(c: Keys) -> Fields:
     )
     shared, first, score = c.used(*_SHARED), c.used(*_FIRST_DENSE), c.get("scoring_func")
     if c.get(shared):
-        number = c.whole(shared, 0, MOST_EXPERTS)
+        number = c.integer(shared, 0, MAX_EXPERTS)
         fields["shared_ffn_hidden_size"] = number * fields["moe_ffn_hidden_size"]
     if c.get(c.used(*_SHARED_WIDTH)):
         fields["shared_ffn_hidden_size"] = c.size("ffn_hidden_size", *_SHARED_WIDTH)
     if c.get(first):
-        fields["first_dense_layers"] = c.whole(first, 0, LIMITS["num_layers"])
+        fields["first_dense_layers"] = c.integer(first, 0, LIMITS["num_layers"])
     if score == "sigmoid":
         fields["router"] = "sigmoid"
     if c.get("norm_topk_prob") is not None:

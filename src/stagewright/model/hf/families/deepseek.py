@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stagewright.model.architecture import LIMITS, MOST_EXPERTS
+from stagewright.model.architecture import LIMITS, MAX_EXPERTS
 from stagewright.model.hf.keys import Fields, Fixed, Keys, family
 from stagewright.model.hf.parts import (
     BIASED,
@@ -10,14 +10,14 @@ from stagewright.model.hf.parts import (
     INDEXED,
     INDEXER,
     LATENT,
-    MOST,
+    MAX_STATE_COUNT,
     experts,
+    integer,
     listed,
     number,
     query_groups,
     query_rank,
     sizes,
-    whole,
 )
 from stagewright.model.layers import StateSpace, shortest
 
@@ -45,7 +45,7 @@ def _v4_layers(c: Keys) -> Fields:
     rates: dict[str, int] = {}
     for kind, (older, newer, usual) in _RATES.items():
         key = c.used(f"compress_rates.{newer}", older)
-        rates[kind] = c.whole(key, 2, 2**16) if c.has(key) else usual
+        rates[kind] = c.integer(key, 2, 2**16) if c.has(key) else usual
     if c.get("layer_types") is not None:
         kinds = listed(c, "layer_types", _LAYER_TYPES)
     elif c.get("compress_ratios") is not None:
@@ -68,7 +68,7 @@ def _v4_rotary(c: Keys) -> float:
     """The part of a head that rope turns: its last channels."""
     width = c.fields["kv_channels"]
     if c.get("qk_rope_head_dim") is not None:
-        return c.whole("qk_rope_head_dim", 2, width) / width
+        return c.integer("qk_rope_head_dim", 2, width) / width
     keys = ("rope_parameters.main.partial_rotary_factor", "partial_rotary_factor")
     return c.number(c.used(*keys), 0, 1)
 
@@ -91,14 +91,14 @@ def _kimi_mixers(c: Keys) -> tuple[str, ...]:
 
 
 def _kimi_state(c: Keys) -> StateSpace:
-    heads = c.whole("linear_attn_config.num_heads", 1, MOST)
-    width = c.whole("linear_attn_config.head_dim", 1, LIMITS["kv_channels"])
+    heads = c.integer("linear_attn_config.num_heads", 1, MAX_STATE_COUNT)
+    width = c.integer("linear_attn_config.head_dim", 1, LIMITS["kv_channels"])
     return StateSpace(
         heads=heads,
         head_width=width,
         groups=heads,
         state=width,
-        conv=c.whole("linear_attn_config.short_conv_kernel_size", 1, 64),
+        conv=c.integer("linear_attn_config.short_conv_kernel_size", 1, 64),
         conv_bias=False,
         gate_rank=width,
         chunk=64,
@@ -133,7 +133,7 @@ FAMILIES = {
         residual_streams="hc_mult",
         sinkhorn_iterations="hc_sinkhorn_iters",
         shared_ffn_hidden_size=lambda c: (
-            c.whole("n_shared_experts", 1, 1) * c.fields["moe_ffn_hidden_size"]
+            c.integer("n_shared_experts", 1, 1) * c.fields["moe_ffn_hidden_size"]
         ),
         router="scoring_func",
         norm_topk_prob="norm_topk_prob",
@@ -152,9 +152,9 @@ FAMILIES = {
         like="kimi-linear-48b-a3b",
         max_position_embeddings=("max_position_embeddings", "model_max_length"),
         shared_ffn_hidden_size=lambda c: (
-            c.whole("num_shared_experts", 0, MOST_EXPERTS) * c.fields["moe_ffn_hidden_size"]
+            c.integer("num_shared_experts", 0, MAX_EXPERTS) * c.fields["moe_ffn_hidden_size"]
         ),
-        first_dense_layers=whole("first_k_dense_replace", 0, LIMITS["num_layers"]),
+        first_dense_layers=integer("first_k_dense_replace", 0, LIMITS["num_layers"]),
         moe_layer_freq="moe_layer_freq",
         router="moe_router_activation_func",
         norm_topk_prob="moe_renormalize",

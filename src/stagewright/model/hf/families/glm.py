@@ -19,14 +19,14 @@ from stagewright.model.layers import shortest
 def _shared_indexers(c: Keys) -> tuple[str, ...]:
     """Layers with an indexer, and layers that use the choice of the one before (GLM-5.2).
 
-    Listed, or every so many layers after the first ones, as transformers' GlmMoeDsaConfig reads it.
+    Listed, or one in a period after the first ones, as transformers' GlmMoeDsaConfig reads it.
     """
     layers = c.fields["num_layers"]
     key = "indexer_types" if c.get("indexer_types") is not None else "index_topk_pattern"
     given = c.get(key)
     if given is None:
         step = 1 if c.get("index_topk_freq") is None else c.size("num_layers", "index_topk_freq")
-        offset = c.whole("index_skip_topk_offset", 0, layers)
+        offset = c.integer("index_skip_topk_offset", 0, layers)
         full = [max(i - offset + 1, 0) % step == 0 for i in range(layers)]
     else:
         words = {"full": True, "shared": False, "F": True, "S": False}

@@ -8,10 +8,10 @@ from stagewright.model.hf.parts import (
     BIASED,
     NO_EXPERTS,
     experts,
+    integer,
     mixers_of_layers,
     own_sizes,
     sizes,
-    whole,
     windows,
 )
 from stagewright.model.layers import OwnSizes
@@ -20,7 +20,7 @@ from stagewright.model.layers import OwnSizes
 
 _BERT: Map = {
     **sizes(ffn_hidden_size="intermediate_size"),
-    "token_types": whole("type_vocab_size", 1, LIMITS["vocab_size"]),
+    "token_types": integer("type_vocab_size", 1, LIMITS["vocab_size"]),
     "activation": "hidden_act",
     **dict.fromkeys(("hidden_dropout", "embedding_dropout"), "hidden_dropout_prob"),
     "attention_dropout": "attention_probs_dropout_prob",
@@ -118,7 +118,7 @@ FAMILIES = {
         kv_channels="d_kv",
         vocab_size="vocab_size",
         max_position_embeddings="n_positions",
-        relative_buckets=whole("relative_attention_num_buckets", 2, 2**16),
+        relative_buckets=integer("relative_attention_num_buckets", 2, 2**16),
         tied_embeddings="tie_word_embeddings",
         hidden_dropout="dropout_rate",
         attention_dropout="dropout_rate",

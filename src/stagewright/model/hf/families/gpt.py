@@ -37,7 +37,7 @@ def _rotary_dim(c: Keys) -> float:
     width = c.fields["kv_channels"]
     if c.get("rotary_dim") is None:
         return 1.0
-    return min(c.whole("rotary_dim", 1, LIMITS["kv_channels"]), width) / width
+    return min(c.integer("rotary_dim", 1, LIMITS["kv_channels"]), width) / width
 
 
 def _neox_fraction(c: Keys) -> float:

@@ -7,7 +7,7 @@ from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, family
 from stagewright.model.hf.parts import (
     DECODER,
     INDEXER,
-    MOST,
+    MAX_STATE_COUNT,
     SIGMOID,
     bits,
     experts,
@@ -22,7 +22,7 @@ from stagewright.model.layers import StateSpace, shortest
 
 def _rotary(c: Keys) -> float:
     width = c.fields["kv_channels"]
-    return c.whole("rotary_dim", 1, width) / width if c.has("rotary_dim") else rotary_fraction(c)
+    return c.integer("rotary_dim", 1, width) / width if c.has("rotary_dim") else rotary_fraction(c)
 
 
 # ---- MiniMax-01 and M1: lightning attention ------------------------------------------------------
@@ -38,7 +38,7 @@ def _lightning_mixers(c: Keys) -> tuple[str, ...]:
 
 def _lightning_state(c: Keys) -> StateSpace:
     heads, width = c.fields["num_attention_heads"], c.fields["kv_channels"]
-    chunk = c.whole("block_size", 1, MOST)
+    chunk = c.integer("block_size", 1, MAX_STATE_COUNT)
     return StateSpace(heads=heads, head_width=width, groups=heads, state=width, conv=0, chunk=chunk)
 
 
@@ -87,7 +87,7 @@ def _sparse_layers(c: Keys) -> Fields:
     if "indexed" not in kinds:
         return fields | dict.fromkeys(INDEXER, 0) | {"index_block_size": 1}
     heads, width, block, blocks, local = (
-        c.whole(c.used(f"{_SPARSE}.{published}", name), 0, LIMITS["kv_channels"])
+        c.integer(c.used(f"{_SPARSE}.{published}", name), 0, LIMITS["kv_channels"])
         for name, published in _SPARSE_KEYS.items()
     )
     if local != 1:

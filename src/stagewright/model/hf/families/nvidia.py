@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from stagewright.model.architecture import MOST_EXPERTS
+from stagewright.model.architecture import MAX_EXPERTS
 from stagewright.model.hf.keys import Fields, Fixed, Json, Keys, family
 from stagewright.model.hf.parts import (
     BIASED,
@@ -62,7 +62,7 @@ def _layers(c: Keys) -> Fields:
     fields = from_letters(letters) | ({} if "-" in letters else {"ffn_hidden_size": 0})
     if "E" not in letters:
         return fields | c.read_all(NO_EXPERTS)
-    shared = c.whole("n_shared_experts", 0, MOST_EXPERTS)
+    shared = c.integer("n_shared_experts", 0, MAX_EXPERTS)
     width = c.size("ffn_hidden_size", "moe_shared_expert_intermediate_size")
     return {
         **fields,
@@ -90,7 +90,7 @@ def _blocks(c: Keys) -> list[tuple[Json, Json]]:
 
 
 def _searched_layers(c: Keys) -> Fields:
-    """Attention with so many heads to a key and an MLP of some width in each layer, or none."""
+    """Attention and MLP of each layer, with their key-value heads and widths, or none."""
     heads, hidden = c.fields["num_attention_heads"], c.fields["hidden_size"]
     mixers: list[str] = []
     mlps: list[str] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from stagewright.errors import divisors
-from stagewright.model.architecture import LIMITS, MOST_EXPERTS
+from stagewright.model.architecture import LIMITS, MAX_EXPERTS
 from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, Reader, family
 from stagewright.model.hf.parts import (
     ALL_BIASES,
@@ -56,7 +56,7 @@ def _jamba_experts(c: Keys) -> Fields:
     return {
         **c.read_all(experts("num_experts", "intermediate_size")),
         "norm_topk_prob": False,
-        "first_dense_layers": c.whole("expert_layer_offset", 0, often - 1),
+        "first_dense_layers": c.integer("expert_layer_offset", 0, often - 1),
         "moe_layer_freq": often,
     }
 
@@ -86,11 +86,11 @@ _LING: Map = {
 
 
 def _ernie_mlps(c: Keys) -> Fields:
-    """Experts from one layer to another, every so manieth; none where their number is 0."""
+    """Experts in one layer of a period, from one layer to another; dense layers elsewhere."""
     layers = c.fields["num_layers"]
-    start = c.whole("moe_layer_start_index", 0, layers)
+    start = c.integer("moe_layer_start_index", 0, layers)
     end = c.get("moe_layer_end_index")
-    last = layers - 1 if end in (None, -1) else c.whole("moe_layer_end_index", 0, 10**5)
+    last = layers - 1 if end in (None, -1) else c.integer("moe_layer_end_index", 0, 10**5)
     often = c.size("num_layers", "moe_layer_interval")
     kinds = [
         "experts" if start <= i <= last and (i + 1) % often == 0 else "dense" for i in range(layers)
@@ -167,7 +167,7 @@ def _same_in_all(key: str, most: int) -> Reader:
             if len(numbers) != 1 or len(c.items(key)) < 1:
                 c.reject(key, "one number for all layers")
             return numbers.pop()
-        return c.whole(key, 0, most)
+        return c.integer(key, 0, most)
 
     return read
 
@@ -176,7 +176,7 @@ def _hunyuan_shared(c: Keys) -> int:
     """Shared experts, which have the width of the MLP each; one where the file does not say."""
     number = 1
     if c.get("num_shared_expert") is not None:
-        number = _same_in_all("num_shared_expert", MOST_EXPERTS)(c)
+        number = _same_in_all("num_shared_expert", MAX_EXPERTS)(c)
     return number * c.fields["ffn_hidden_size"]
 
 
@@ -245,11 +245,11 @@ def _zamba2_blocks(c: Keys) -> SharedBlocks:
     hybrid = listed(c, key, words, wanted)
     if not any(hybrid):
         c.reject(key, f"{wanted} for each of the {layers} layers")
-    blocks = c.whole("num_mem_blocks", 1, layers)
+    blocks = c.integer("num_mem_blocks", 1, layers)
     counts = zip(accumulate(hybrid, initial=0), hybrid, strict=False)
     return SharedBlocks(
         layers=tuple(n % blocks + 1 if here else 0 for n, here in counts),
-        adapter_rank=c.whole("adapter_rank", 1, LIMITS["hidden_size"]),
+        adapter_rank=c.integer("adapter_rank", 1, LIMITS["hidden_size"]),
         attention_adapter=c.flag("use_shared_attention_adapter"),
     )
 
@@ -337,7 +337,7 @@ FAMILIES = {
         _DATABRICKS_SIZES,
         UNGATED,
         norm=Fixed("layernorm"),
-        ffn_hidden_size=lambda c: c.whole("expansion_ratio", 1, 64) * c.fields["hidden_size"],
+        ffn_hidden_size=lambda c: c.integer("expansion_ratio", 1, 64) * c.fields["hidden_size"],
         activation=Fixed("gelu"),
         position=lambda c: "alibi" if c.get("attn_config.alibi") is not False else "learned",
         only={"no_bias": True},
@@ -413,7 +413,7 @@ FAMILIES = {
         experts("num_experts", "moe_intermediate_size"),
         qk_norm=lambda c: True if c.get("use_qk_norm") is None else c.flag("use_qk_norm"),
         moe_ffn_hidden_size=_hunyuan_width,
-        top_k=_same_in_all("moe_topk", MOST_EXPERTS),
+        top_k=_same_in_all("moe_topk", MAX_EXPERTS),
         shared_ffn_hidden_size=_hunyuan_shared,
         unused="attention_head_dim use_mixed_mlp_moe norm_type num_experts_per_tok "
         "moe_random_routing_dropped_token",
@@ -511,7 +511,7 @@ FAMILIES = {
         sigmoid_experts("n_routed_experts", "n_shared_experts"),
         qk_norm=Fixed(True),
         norm_topk_prob="norm_topk_prob",
-        mixers=windows(lambda c, i: i >= c.whole("max_window_layers", 0, 10**4)),
+        mixers=windows(lambda c, i: i >= c.integer("max_window_layers", 0, 10**4)),
         num_expert_groups=expert_groups,
     ),
     # Rhymes AI

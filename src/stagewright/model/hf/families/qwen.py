@@ -7,7 +7,7 @@ from stagewright.model.hf.keys import Fields, Fixed, Keys, Map, family
 from stagewright.model.hf.parts import (
     BIASED,
     DECODER,
-    MOST,
+    MAX_STATE_COUNT,
     NO_EXPERTS,
     SHARED_EXPERTS,
     experts,
@@ -38,23 +38,23 @@ def _next_mixers(c: Keys) -> tuple[str, ...]:
 
 
 def _next_state(c: Keys) -> StateSpace:
-    groups = c.whole("linear_num_key_heads", 1, MOST)
-    heads = c.whole("linear_num_value_heads", 1, MOST)
+    groups = c.integer("linear_num_key_heads", 1, MAX_STATE_COUNT)
+    heads = c.integer("linear_num_value_heads", 1, MAX_STATE_COUNT)
     if heads % groups:
         c.reject("linear_num_key_heads", f"a divisor of the {heads} value heads")
     return StateSpace(
         heads=heads,
-        head_width=c.whole("linear_value_head_dim", 1, LIMITS["kv_channels"]),
+        head_width=c.integer("linear_value_head_dim", 1, LIMITS["kv_channels"]),
         groups=groups,
-        state=c.whole("linear_key_head_dim", 1, LIMITS["kv_channels"]),
-        conv=c.whole("linear_conv_kernel_dim", 1, 64),
+        state=c.integer("linear_key_head_dim", 1, LIMITS["kv_channels"]),
+        conv=c.integer("linear_conv_kernel_dim", 1, 64),
         conv_bias=False,
         chunk=64,
     )
 
 
 _WINDOW = windows(
-    lambda c, i: i >= c.whole("max_window_layers", 0, LIMITS["num_layers"]),
+    lambda c, i: i >= c.integer("max_window_layers", 0, LIMITS["num_layers"]),
     used="use_sliding_window",
 )
 _MOE: Map = {

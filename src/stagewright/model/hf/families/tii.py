@@ -11,7 +11,7 @@ from stagewright.model.hf.parts import (
     BAMBA_KEYS,
     LLAMA,
     MAMBA_KEYS,
-    MOST,
+    MAX_STATE_COUNT,
     PURE_STATES,
     or_times_hidden,
     query_groups,
@@ -33,7 +33,7 @@ def _block(c: Keys) -> Fields:
     given = c.get("num_ln_in_parallel_attn") is not None
     return block | {
         "num_query_groups": query_groups("n_head_kv", "num_kv_heads")(c),
-        "parallel_norms": c.whole("num_ln_in_parallel_attn", 1, 2) if given else 2,
+        "parallel_norms": c.integer("num_ln_in_parallel_attn", 1, 2) if given else 2,
     }
 
 
@@ -51,9 +51,9 @@ _FALCON: Map = {
 
 def _h1_state(c: Keys) -> StateSpace:
     """Mamba-2's sizes, whose inner width has a key of its own."""
-    heads, inner = c.whole("mamba_n_heads", 1, MOST), c.get("mamba_d_ssm")
+    heads, inner = c.integer("mamba_n_heads", 1, MAX_STATE_COUNT), c.get("mamba_d_ssm")
     if inner is None:
-        inner = c.whole("mamba_expand", 1, 64) * c.fields["hidden_size"]
+        inner = c.integer("mamba_expand", 1, 64) * c.fields["hidden_size"]
     elif type(inner) is not int or inner % heads or inner < heads:
         c.reject("mamba_d_ssm", f"null or a multiple of the {heads} heads")
     inner = cast(int, inner)
