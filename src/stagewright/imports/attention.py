@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from stagewright.imports.ops import LEAVES, OpCall
+from stagewright.imports.ops import LEAVES, VIEWS, OpCall
 
 _ELEMENTWISE = ("cast", "dropout", "view", "reshape", "scale", "shift")
 
@@ -85,7 +85,7 @@ def _scores_product(
             attrs["softcap"] = at.attrs["cap"]
         elif at.op == "add":
             mask = calls[at.operands[1]]
-            while mask.op in ("view", "reshape"):
+            while mask.op in VIEWS:
                 mask = calls[mask.operands[0]]
             if not _hides_keys(mask) or mask.attrs.get("hides"):
                 return None

@@ -253,7 +253,7 @@ class AxisTable:
         """Axes of which some call reads only a part, so that their leaves stay separate."""
         separate = set[Axis]()
         for call in calls:
-            if call.op in LEAVES or call.op in ("view", "reshape"):
+            if not call.is_statement:
                 continue
             labels = {x for labels in (*call.ins, call.out) for x in labels}
             label_leaves = {x: self.label_leaves(call.name, x) for x in labels}

@@ -74,7 +74,7 @@ class _Split(NamedTuple):
     """A forward pass, cut where one value besides the side values is alive."""
 
     cuts: Sequence[Cut]
-    segments: Sequence[Segment]
+    segments: Sequence[CallRange]
     groups: Sequence[Group]
     side_values: frozenset[str]
 
@@ -84,11 +84,11 @@ class _Split(NamedTuple):
         return sum(self.length(a, b) for a, b, layer in self.groups if layer)
 
     def length(self, a: int, b: int) -> int:
-        """The number of calls of some segments."""
+        """Number of calls in segments `a` to `b`."""
         return sum(len(segment.calls) for segment in self.segments[a:b])
 
     def sections(self, outputs: Sequence[str]) -> tuple[Section, ...]:
-        """The groups of segments, each with what it reads and yields."""
+        """The sections, each of a group of segments."""
         exact = [segment.signature(relaxed=False) for segment in self.segments]
         sections: list[Section] = []
         for a, b, layer in self.groups:
@@ -107,35 +107,35 @@ def _split_at_cuts(
     """Cut the pass, given its side values, and find repeated layers."""
     cuts = _cuts(computed, outputs, side_values)
     segments = [
-        Segment(tuple(computed[a:b]), calls, side_values, stream)
+        CallRange(tuple(computed[a:b]), calls, side_values, stream)
         for (a, stream), (b, _) in itertools.pairwise(cuts)
     ]
     loose = [hash(segment.signature(relaxed=True)) for segment in segments]
     return _Split(cuts, segments, _groups(loose, segments), side_values)
 
 
-class Segment(NamedTuple):
+class CallRange(NamedTuple):
     """Calls between two cuts."""
 
     calls: tuple[OpCall, ...]
-    of: Mapping[str, OpCall]
+    all_calls: Mapping[str, OpCall]
     side_values: frozenset[str]
     reads: str
 
     @property
     def has_parameters(self) -> bool:
         """True if a call reads a parameter."""
-        return any(self.of[n].op == "param" for call in self.calls for n in call.operands)
+        return any(self.all_calls[n].op == "param" for call in self.calls for n in call.operands)
 
     def signature(self, *, relaxed: bool) -> tuple[object, ...]:
-        """The structure without names; `relaxed`: and without reach of attention and factors."""
+        """Structure without names; `relaxed`: also without windows of attention and factors."""
         numbers: dict[str, object] = {self.reads: "stream"}
         structure: list[object] = []
         for call in self.calls:
             operands: list[object] = []
             for name in call.operands:
                 if name not in numbers:
-                    leaf = self.of[name]
+                    leaf = self.all_calls[name]
                     numbers[name] = len(numbers)
                     if leaf.op == "input" or name in self.side_values:
                         numbers[name] = name
@@ -192,7 +192,7 @@ def _candidates(computed: Sequence[OpCall], split: _Split) -> list[str]:
     return sorted(names, key=lambda name: -spans[name] * readers[name])[:MAX_CANDIDATES]
 
 
-def _groups(signatures: Sequence[int], segments: Sequence[Segment]) -> list[Group]:
+def _groups(signatures: Sequence[int], segments: Sequence[CallRange]) -> list[Group]:
     """Segments in groups: those of each repeated layer, and those between layers."""
     layers = _layers(signatures, segments, 0, len(signatures))
     groups: list[Group] = []
@@ -210,7 +210,7 @@ def _groups(signatures: Sequence[int], segments: Sequence[Segment]) -> list[Grou
 
 
 def _layers(
-    signatures: Sequence[int], segments: Sequence[Segment], low: int, high: int
+    signatures: Sequence[int], segments: Sequence[CallRange], low: int, high: int
 ) -> list[tuple[int, int]]:
     """Layers of the longest repetition, and of those before and after it."""
     best = (0, 0, 0, 0)  # segments covered, -period, -start, count

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-MOST_POSITIONS = 8192
+MAX_POSITIONS = 8192
 """Limit of positions for which a mask, with the square of them, is computed."""
-_SMALL = 61
+_STAND_IN = 61
 """Replaces a number that is too large to compute the mask with, such as a window."""
 
 
@@ -34,19 +34,22 @@ def kind_of_mask(pt: Any, mask: Any, buffers: Mapping[str, Any]) -> Mask:
     """
     nodes = _ancestors(mask)
     numbers = {a for n in nodes for a in _numbers((n.args, n.kwargs))}
-    positions = max([16, *(n + 8 for n in numbers if n < MOST_POSITIONS)])
+    positions = max([16, *(n + 8 for n in numbers if n < MAX_POSITIONS)])
     mask_kind = _reach(pt, _computed(pt, mask, nodes, positions, buffers, {}))
     if mask_kind.kind != "causal" or mask_kind.window:
         return mask_kind
-    for large in sorted(n for n in numbers if MOST_POSITIONS <= n < 2**40):
+    for large in sorted(n for n in numbers if MAX_POSITIONS <= n < 2**40):
         try:
             replaced = _reach(
-                pt, _computed(pt, mask, nodes, max(positions, _SMALL + 8), buffers, {large: _SMALL})
+                pt,
+                _computed(
+                    pt, mask, nodes, max(positions, _STAND_IN + 8), buffers, {large: _STAND_IN}
+                ),
             )
         except (RuntimeError, ValueError):  # the number is a length that others have to have
             continue
-        if abs(replaced.window - _SMALL) <= 1:
-            return replaced._replace(window=large + replaced.window - _SMALL)
+        if abs(replaced.window - _STAND_IN) <= 1:
+            return replaced._replace(window=large + replaced.window - _STAND_IN)
     return mask_kind
 
 

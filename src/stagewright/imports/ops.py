@@ -26,6 +26,7 @@ Labels = tuple[Label, ...]
 
 LEAVES = frozenset({"param", "buffer", "input", "constant"})
 VIEWS = frozenset({"view", "reshape"})
+"""Calls that the axes of values replace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class OpCall:
     source: str = ""
 
     @property
+    def is_statement(self) -> bool:
+        """True for a call that becomes a statement of a text."""
+        return self.op not in LEAVES and self.op not in VIEWS
+
+    @property
     def where(self) -> str:
         """Line of the user's code, else the module, else the name: for errors."""
         return self.source or self.path or self.name
@@ -61,11 +67,6 @@ class OpCall:
             self.op, self.shape, self.dtype, self.ins, self.out, self.unsplit,
             tuple(sorted(self.attrs.items(), key=lambda item: item[0])),
         )  # fmt: skip
-
-
-def leaves_and_views(op: str) -> bool:
-    """True for calls that become no statement of a text."""
-    return op in LEAVES or op in VIEWS
 
 
 Row = Callable[["Translation", TracedNode], None]
@@ -203,8 +204,7 @@ class Translation:
 
     def _tensors(self, node: TracedNode) -> list[str]:
         """Operands that are tensors."""
-        names = list(dict.fromkeys(n for n in node.operands() if n in self.calls))
-        return names
+        return list(dict.fromkeys(n for n in node.operands() if n in self.calls))
 
 
 def _linear(t: Translation, node: TracedNode) -> None:
@@ -466,18 +466,13 @@ def _softmax(t: Translation, node: TracedNode) -> None:
     operand = t.calls[x]
     if operand.op == "add" and len(operand.operands) == 2:
         constant = t.calls[operand.operands[1]]
-        while constant.op in ("view", "reshape"):
+        while constant.op in VIEWS:
             constant = t.calls[constant.operands[0]]
         attrs = constant.attrs
         if constant.op == "constant" and attrs.get("mask") == "causal" and not attrs.get("hides"):
             x = operand.operands[0]
             mask = {"causal": True, "window": attrs.get("window", 0)}
-    dtype = _wide(t, node)
-    t.emit(node, "softmax", [x], [labels], labels, unsplit=labels[-1:], dtype=dtype, **mask)
-
-
-def _wide(t: Translation, node: TracedNode) -> str:
-    return node.dtype
+    t.emit(node, "softmax", [x], [labels], labels, unsplit=labels[-1:], **mask)
 
 
 def _cross_entropy(t: Translation, node: TracedNode) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from stagewright.imports.axes import Axis, AxisTable
-from stagewright.imports.ops import LEAVES, OpCall
+from stagewright.imports.ops import OpCall
 
 PRODUCTS = ("einsum", "conv")
 
@@ -120,7 +120,7 @@ class PlacementRules:
         return {
             leaf
             for call in self.calls
-            if call.op not in LEAVES and call.op not in ("view", "reshape")
+            if call.is_statement
             for label in call.unsplit
             for leaf in self.axes.label_leaves(call.name, label)
         }

@@ -11,7 +11,7 @@ from dataclasses import replace
 from stagewright.algebra.size import size
 from stagewright.imports.axes import Axis, AxisTable, extent_of
 from stagewright.imports.layers import Section
-from stagewright.imports.ops import OpCall, leaves_and_views
+from stagewright.imports.ops import OpCall
 
 
 def split_projections(axes: AxisTable, leaves: dict[str, OpCall], section: Section) -> list[OpCall]:
@@ -25,7 +25,7 @@ class _ProjectionSplitter:
 
     def calls(self, section: Section) -> list[OpCall]:
         """The section's calls without views; a product that is only read in parts is several."""
-        calls = [call for call in section.calls if not leaves_and_views(call.op)]
+        calls = [call for call in section.calls if call.is_statement]
         readers: dict[str, list[OpCall]] = {}
         for call in calls:
             for name in call.operands:

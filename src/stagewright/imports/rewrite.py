@@ -80,7 +80,7 @@ class TracedGraph:
 
     def viewed(self, node: TracedNode | None) -> TracedNode | None:
         """The node before one view."""
-        if operation(node) in ("view", "reshape", "_unsafe_view"):
+        if operation(node) in _VIEWS:
             node = self.operand(node, 0) if node else None
         return node
 

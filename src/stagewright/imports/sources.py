@@ -28,6 +28,9 @@ from stagewright.model.config import ModelConfig
 
 Dims = Mapping[str, Sequence[str]]
 
+MAX_RECORDING_BYTES = 1 << 28
+"""Size limit of recordings: a layer of a language model takes some 10,000 bytes."""
+
 
 def from_torch(
     module_or_factory: Any,
@@ -48,13 +51,13 @@ def from_torch(
 
     `static` keeps all sizes of the inputs but the batch as they are in the example. `approximate`
     counts operations without a row in the table by their bytes; without it they raise an error.
-    `loss` says whether the module's output is scores, to which a cross-entropy is added (None: it
-    is added where the output is a product with a parameter). Raises UserError where the module
-    cannot be traced, or has an operation that cannot be written as text.
+    `loss` adds the cross-entropy of the output (None: if the output is a product with a parameter).
+    Raises UserError if the module cannot be traced or has an operation that cannot be written as
+    text.
     """
     if is_graph_of_rank(module_or_factory):
         raise UserError(
-            "this is the graph of one rank, with collectives, and no model of a whole; "
+            "this is the graph of one rank, with collectives, and not a whole model; "
             "stagewright import file.py:factory -o rank.bundle reads it"
         )
     module, inputs = _module_of(module_or_factory, example_inputs)
@@ -80,7 +83,8 @@ def recorded(source: str, *, static: bool = False, trust: bool = False) -> Recor
     if source.endswith(".pt2"):
         return load(source, trust=trust)
     if source.endswith(".json"):
-        return Recording.from_json(read_text(source, "a recording of a module"), source)
+        text = read_text(source, "a recording of a module", MAX_RECORDING_BYTES)
+        return Recording.from_json(text, source)
     if not colon or not path.endswith(".py"):
         raise UserError(
             f"cannot import {source!r}; wanted file.py:factory, where the function factory returns "

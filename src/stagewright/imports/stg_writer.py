@@ -20,7 +20,7 @@ from stagewright.imports.placement import PlacementRules
 from stagewright.imports.projections import split_projections
 from stagewright.imports.recording import Recording
 
-MOST_POSITIONS = 131_072
+MAX_POSITIONS = 131_072
 """The longest sequence of an imported model, whose code may say none."""
 
 
@@ -82,7 +82,7 @@ class ModelText:
         placement = PlacementRules(self.axes, calls, self.leaves)
         self._order_parameters(layouts, placement, calls)
         model = ModelContext(
-            self.axes, layouts, placement, self.leaves, {}, self._shared(bodies),
+            self.axes, layouts, placement, self.leaves, {}, self._shared(),
             self.sections.side_values, _main_dtype(self.leaves.values()),
         )  # fmt: skip
         self._name_sizes(model, calls)
@@ -116,7 +116,7 @@ class ModelText:
             if len({*axes}) == len(axes) and {*inward} <= {*axes}:
                 layouts.order[name] = (*inward, *(a for a in axes if a not in inward))
 
-    def _shared(self, bodies: Sequence[Sequence[OpCall]]) -> frozenset[str]:
+    def _shared(self) -> frozenset[str]:
         """Parameters that several kinds of sections read, or several sections of one kind."""
         counted = Counter[str]()
         for section in self.sections.sections:
@@ -125,7 +125,6 @@ class ModelText:
                 if n in self.leaves and self.leaves[n].op == "param"
             }  # fmt: skip
             counted.update(names)
-        del bodies
         return frozenset(name for name, count in counted.items() if count > 1)
 
     def _name_sizes(self, model: ModelContext, calls: Sequence[OpCall]) -> None:
@@ -208,11 +207,11 @@ class ModelText:
             fields["first_dense_layers"] = dense.index(False)
         defaults = {
             "mixers": "global" if attends else "none",
-            "max_position_embeddings": MOST_POSITIONS,
+            "max_position_embeddings": MAX_POSITIONS,
         }
         if "ffn_hidden_size" not in fields and not fields.get("num_experts"):
             defaults["mlps"] = "none"
-        lines = [f"{k} = {_field_text(v)}" for k, v in {**defaults, **fields}.items()]
+        lines = [f"{k} = {value_text(v)}" for k, v in {**defaults, **fields}.items()]
         name = "".join(c if c.isalnum() or c in "-_." else "-" for c in self.recording.name)
         return "\n".join([f"model {name or 'imported'}", *lines, f"chain = {chain}"])
 
@@ -260,14 +259,6 @@ def _main_dtype(leaves: Iterable[OpCall]) -> str:
     """The data type of most parameters."""
     counted = Counter(leaf.dtype for leaf in leaves if leaf.op == "param")
     return counted.most_common(1)[0][0] if counted else ""
-
-
-def _field_text(value: Any) -> str:
-    return (
-        {True: "true", False: "false"}.get(value, str(value))
-        if isinstance(value, bool)
-        else str(value)
-    )
 
 
 RESERVED = frozenset({"module", "model", "size", "input", "param", "output", "scope", "shared"})

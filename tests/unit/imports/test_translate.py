@@ -221,6 +221,13 @@ def test_an_operation_with_other_arguments_than_pytorch_gives_is_refused():
         translate(odd)
 
 
+def test_recordings_of_many_layers_are_read(tmp_path: Path):
+    kept = recording("llama")
+    path = tmp_path / "large.json"
+    path.write_text(replace(kept, notes=("x" * 300_000,)).to_json())
+    assert recorded(str(path)).nodes[-1].name == kept.nodes[-1].name
+
+
 def test_files_are_replaced_only_by_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     source, out = str(DATA / "imports" / "gpt2.json"), tmp_path / "x.stg"
     codes: list[object] = []

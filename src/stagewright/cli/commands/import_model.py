@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     help="Count unknown operations by the bytes that they read and write.",
 )
 @click.option(
-    "--loss/--no-loss", default=None, help="Add a cross-entropy to the output. [if it is scores]"
+    "--loss/--no-loss",
+    default=None,
+    help="Add the cross-entropy of the output. [if the output is a product with a parameter]",
 )
 @output_file(
     "--recording",
@@ -77,14 +79,14 @@ def import_(
     from stagewright.imports.translate import Options, translate
 
     if not out.endswith((".stg", ".bundle")):
-        raise UserError(f"--out is {out!r}, wanted a file that ends with .stg, or with .bundle")
+        raise UserError(f"--out is {out!r}, expected a file that ends with .stg or .bundle")
     traced = recorded(source, static=static, trust=trust)
     if recording:
         write_text(recording, traced.to_json())
     if traced.process is not None or out.endswith(".bundle"):
-        _rank(traced, out)
+        _write_rank(traced, out)
         return
-    translated = translate(traced, Options(_named(dims), approximate, loss))
+    translated = translate(traced, Options(_parse_dims(dims), approximate, loss))
     model = model_of(translated, traced.name)
     write_text(out, translated.text)
     for note in translated.notes:
@@ -93,19 +95,19 @@ def import_(
     output.say(f"{out}: {translated.parameters:,} parameters; {modules}")
 
 
-def _named(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """The names of inputs' dims, by input."""
-    named: dict[str, tuple[str, ...]] = {}
+def _parse_dims(dims: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    """Names of dims, by input."""
+    names_of: dict[str, tuple[str, ...]] = {}
     for text in dims:
         name, equals, words = text.partition("=")
         names = tuple(word.strip() for word in words.split(","))
         if not equals or not name or not all(word.isidentifier() for word in names):
             raise UserError(f"--dims is {text!r}, wanted INPUT=NAME,NAME, such as ids=B,S")
-        named[name.strip()] = names
-    return named
+        names_of[name.strip()] = names
+    return names_of
 
 
-def _rank(traced: Recording, out: str) -> None:
+def _write_rank(traced: Recording, out: str) -> None:
     """Write the program of the rank whose graph was recorded."""
     from stagewright.trace.traced import write_traced
 
@@ -115,10 +117,10 @@ def _rank(traced: Recording, out: str) -> None:
             "ends with .bundle"
         )
     program = write_traced(traced, out, force=True)
-    (of,) = program.classes
+    (rank,) = program.classes
     axes = ", ".join(f"{name} {size}" for name, size in program.mesh.axes)
     output.say(
-        f"{out}: {len(of.tasks):,} tasks of each of {program.mesh.world_size} ranks ({axes}); "
+        f"{out}: {len(rank.tasks):,} tasks of each of {program.mesh.world_size} ranks ({axes}); "
         f"{traced.parameters:,} parameters on a rank"
     )
 
