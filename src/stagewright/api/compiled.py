@@ -15,7 +15,7 @@ from stagewright.run.experiment import Experiment
 from stagewright.run.settings import Run
 from stagewright.texttable import Table
 from stagewright.views import tables
-from stagewright.views.pages import notebook
+from stagewright.views.pages.report import compiled_html
 from stagewright.views.summary import summary
 
 Asked = str | os.PathLike[str] | Run
@@ -28,7 +28,7 @@ class Compiled(CompiledRun):
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        return notebook.of_compiled(self)
+        return compiled_html(self)
 
     def summary(self) -> dict[str, Any]:
         """What the ranks compute, exchange and hold: the object that `show --json` prints."""

@@ -27,7 +27,6 @@ from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as tables
 from stagewright.views.pages.search import page
-from stagewright.views.search_columns import every
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +74,7 @@ class Search:
 
     def every(self) -> Table:
         """Table of all candidates: see `reference/search-columns.md`."""
-        return every(self.ranking)
+        return tables.every(self.ranking)
 
     @property
     def certainty(self) -> str:
@@ -104,7 +103,7 @@ class Search:
 
     def summary(self) -> dict[str, Any]:
         """Result as one object for JSON: seconds, bytes, USD and J of a step."""
-        ranking, best = self.ranking, every(self.ranking, self.ranking.listed)
+        ranking, best = self.ranking, tables.every(self.ranking, self.ranking.listed)
         choices = self.choices() if ranking.best.size else None
         return {
             "combinations": self.enumeration.combinations,

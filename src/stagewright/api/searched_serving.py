@@ -50,7 +50,7 @@ from stagewright.texttable import Table
 from stagewright.time.hardware import Hardware
 from stagewright.views import search as search_tables
 from stagewright.views import search_serving as tables
-from stagewright.views.pages.search_serving import serving_search_page
+from stagewright.views.pages.search import serving_search_page
 
 REQUESTS_PER_USER = 12
 """Of a closed loop where nothing says how many requests: they arrive for ten times as long as one

@@ -27,14 +27,14 @@ from stagewright.time.simulate.step import SimulatedStep
 from stagewright.time.simulate.step import simulate as simulate_step
 from stagewright.views import step_tables
 from stagewright.views.advice import Remark, remarks
-from stagewright.views.pages import notebook
+from stagewright.views.pages.report import simulation_html
 
 
 class Simulation(SimulatedStep):
     """A simulated step, with its views: tables, and HTML in notebooks."""
 
     def _repr_html_(self) -> str:
-        return notebook.of_simulation(self)
+        return simulation_html(self)
 
     def remarks(self) -> list[Remark]:
         """What to know of the step, the most severe first; known errors of predictions included."""

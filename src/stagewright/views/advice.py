@@ -35,7 +35,7 @@ from stagewright.time.network import Machine, placements
 from stagewright.time.roofline import peak_flops
 from stagewright.time.simulate.step import SimulatedStep
 from stagewright.views.deviations import known
-from stagewright.views.stages import stage_name
+from stagewright.views.tables import stage_name
 
 LEVELS = ("problem", "warning", "note")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
 
 from stagewright.numbers import many, plural
 from stagewright.run.sections import SETTINGS
@@ -18,6 +17,7 @@ from stagewright.serving.search.answer import (
     counts_of,
 )
 from stagewright.texttable import Table
+from stagewright.views.tables import table_of
 
 UNTIL_STOPPED = "the best of what was simulated until then"
 _DEGREES = frozenset({"tp", "pp", "dp", "ep", "etp"})
@@ -165,73 +165,73 @@ def _layout_rows(choice: ServingChoice) -> Sequence[int]:
     return [choice.layout] if choice.prompts is None else [choice.prompts, choice.layout]
 
 
-# ---- tables --------------------------------------------------------------------------------------
+# ---- candidates ----------------------------------------------------------------------------------
 
 
 def table_of_choices(
     of: ServingRanking, numbers: Sequence[int], title: str, *, brief: bool = True
 ) -> Table:
-    """Some of the choices that were simulated, in order; rows are numbered as in `best`.
+    """Choices by their numbers, with figures of the load that they were simulated with.
 
-    If `brief`, without what follows from the other columns for a load that is the same for all, and
+    If `brief`, without what follows from other columns for a load that is the same for all, and
     figures of winners are those of the longer run that confirmed them.
     """
     choices = [of.choices[number] for number in numbers]
-    loads = [each.simulated for each in choices]
-    if brief:
-        loads = [of.confirmed.get(n, load) for n, load in zip(numbers, loads, strict=True)]
+    loads = [
+        of.confirmed.get(number, choice.simulated) if brief else choice.simulated
+        for number, choice in zip(numbers, choices, strict=True)
+    ]
     places = {number: place + 1 for place, number in enumerate(of.best)}
-    columns: dict[str, list[Any]] = {"#": [places.get(number) for number in numbers]}
-    if any(each.prompts is not None for each in choices):
-        columns["prefill"] = [
-            "" if each.prompts is None else _count_and_layout(of, each, 0, each.prompts)
-            for each in choices
-        ]
-        columns["decode"] = [_count_and_layout(of, each, -1, each.layout) for each in choices]
-    elif of.closed:
-        columns["settings"] = [layout_words(of, each, each.layout) for each in choices]
-        columns["users"] = [each.concurrency for each in loads]
-    else:
-        columns["instances"] = [_count_and_layout(of, each, -1, each.layout) for each in choices]
-    columns["GPUs"] = [each.gpus for each in loads]
-    if len({of.rows.hardware(row).name for row in range(len(of.rows))}) > 1:
-        columns["hardware"] = [
-            " + ".join(
-                dict.fromkeys(
-                    of.rows.hardware(row).name
-                    for row in (each.prompts, each.layout)
-                    if row is not None
-                )
-            )
-            for each in choices
-        ]
-    if any(each.usd_per_hour == each.usd_per_hour for each in choices):
-        columns["USD/h"] = [_known(each.usd_per_hour) for each in choices]
-        if of.closed or not brief:
-            columns["USD per Mtoken"] = [_known(each.usd_per_million) for each in choices]
-    columns["keep limits"] = [each.good for each in loads]
-    if not brief:
-        columns["TTFT p50"] = [_known(each.summary.ttft.p50) for each in loads]
-    columns["TTFT p99"] = [_known(each.summary.ttft.p99) for each in loads]
-    columns["TPOT p50"] = [_known(each.summary.tpot.p50) for each in loads]
-    if of.closed or not brief:
-        columns["tokens/s per GPU"] = [_known(each.per_gpu) for each in loads]
-    columns["tokens/s per user"] = [_known(each.user_rate) for each in loads]
-    units = {"#": "", "users": "count", "GPUs": "count", "keep limits": "share"}
-    units |= dict.fromkeys(("TTFT p50", "TTFT p99", "TPOT p50"), "s")
-    units |= dict.fromkeys(
-        ("USD/h", "USD per Mtoken", "tokens/s per GPU", "tokens/s per user"), "figure"
+    pairs = any(choice.prompts is not None for choice in choices)
+    priced = any(not math.isnan(choice.usd_per_hour) for choice in choices)
+    several_systems = len({of.rows.hardware(row).name for row in range(len(of.rows))}) > 1
+    full = of.closed or not brief
+    decode = [_instances(of, choice, -1, choice.layout) for choice in choices]
+    prefill = [
+        "" if choice.prompts is None else _instances(of, choice, 0, choice.prompts)
+        for choice in choices
+    ]
+    layouts = [layout_words(of, choice, choice.layout) for choice in choices]
+    return table_of(
+        title,
+        [
+            ("#", "", [places.get(number) for number in numbers], True),
+            ("prefill", None, prefill, pairs),
+            ("decode", None, decode, pairs),
+            ("settings", None, layouts, of.closed and not pairs),
+            ("users", "count", [load.concurrency for load in loads], of.closed and not pairs),
+            ("instances", None, decode, not of.closed and not pairs),
+            ("GPUs", "count", [load.gpus for load in loads], True),
+            ("hardware", None, [_hardware(of, choice) for choice in choices], several_systems),
+            ("USD/h", "figure", _finite(c.usd_per_hour for c in choices), priced),
+            (
+                "USD per Mtoken",
+                "figure",
+                _finite(c.usd_per_million for c in choices),
+                priced and full,
+            ),
+            ("keep limits", "share", [load.good for load in loads], True),
+            ("TTFT p50", "s", _finite(load.summary.ttft.p50 for load in loads), not brief),
+            ("TTFT p99", "s", _finite(load.summary.ttft.p99 for load in loads), True),
+            ("TPOT p50", "s", _finite(load.summary.tpot.p50 for load in loads), True),
+            ("tokens/s per GPU", "figure", _finite(load.per_gpu for load in loads), full),
+            ("tokens/s per user", "figure", _finite(load.user_rate for load in loads), True),
+        ],
     )
-    return Table(title, columns, {name: unit for name, unit in units.items() if name in columns})
 
 
-def _count_and_layout(of: ServingRanking, choice: ServingChoice, group: int, row: int) -> str:
+def _instances(of: ServingRanking, choice: ServingChoice, group: int, row: int) -> str:
     count = choice.deployment.groups[group].engines.instances
     return f"{count} x {layout_words(of, choice, row)}"
 
 
-def _known(value: float) -> float | None:
-    return None if value != value else value
+def _hardware(of: ServingRanking, choice: ServingChoice) -> str:
+    names = (of.rows.hardware(layout).name for layout in _layout_rows(choice))
+    return " + ".join(dict.fromkeys(names))
+
+
+def _finite(values: Iterable[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values]
 
 
 def tables_of_best(of: ServingRanking, most: int | None = None) -> list[Table]:
@@ -245,14 +245,15 @@ def tables_of_best(of: ServingRanking, most: int | None = None) -> list[Table]:
 def every_choice(of: ServingRanking) -> Table:
     """All choices that were simulated; of those that were stopped, what was seen until then."""
     table = table_of_choices(of, range(len(of.choices)), "Simulated", brief=False)
-    columns: dict[str, Any] = dict(table.columns)
-    loads: Iterable[Any] = [each.simulated for each in of.choices]
-    columns["requests"] = [each.summary.requests for each in loads]
-    columns["binds"] = [each.binding for each in loads]
-    columns["keep limits"] = [None if each.stopped else each.good for each in loads]
-    columns["keep at most"] = [each.good if each.stopped else None for each in loads]
-    columns["stopped"] = [each.stopped for each in loads]
-    columns["meets"] = [each.meets for each in loads]
-    return Table(
-        "Simulated", columns, dict(table.units) | {"requests": "count", "keep at most": "share"}
-    )
+    loads = [choice.simulated for choice in of.choices]
+    columns = {
+        **table.columns,
+        "requests": [load.summary.requests for load in loads],
+        "binds": [load.binding for load in loads],
+        "keep limits": [None if load.stopped else load.good for load in loads],
+        "keep at most": [load.good if load.stopped else None for load in loads],
+        "stopped": [load.stopped for load in loads],
+        "meets": [load.meets for load in loads],
+    }
+    units = {**table.units, "requests": "count", "keep at most": "share"}
+    return Table("Simulated", columns, units)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.errors import UserError
+from stagewright.lower.disaggregated import SIDES, Meshes
 from stagewright.numbers import quantity, spans
 from stagewright.program.columns import COLLECTIVES, PHASES, Program, RankClass, TaskKind
 from stagewright.texttable import Table
@@ -23,6 +24,28 @@ Class = dict[str, Any]
 
 MOST_CLASSES = 4
 """Rank classes of a stage that tables show; of more, those with the least and the most work."""
+
+
+def stage_kind(program: Program, rank_class: RankClass) -> str:
+    """`stage`, or in a disaggregated step `prefill stage` or `decode stage`."""
+    mesh, first = program.mesh, int(rank_class.ranks[0])
+    if isinstance(mesh, Meshes):
+        for side, part in zip(SIDES, mesh.parts, strict=True):
+            if first < part.world_size:
+                return f"{side} stage"
+            first -= part.world_size
+    return "stage"
+
+
+def stage_name(program: Program, rank_class: RankClass) -> str:
+    """The kind of a class's stage with its number, which is its pipeline rank.
+
+    >>> import stagewright as sw
+    >>> program = sw.compile("gpt2", layers=2, mode="decode", prefill="tp=2").program
+    >>> [stage_name(program, rank_class) for rank_class in program.classes]
+    ['prefill stage 0', 'decode stage 0']
+    """
+    return f"{stage_kind(program, rank_class)} {rank_class.pipeline_rank}"
 
 
 def select_classes(of: dict[str, Any]) -> list[tuple[str, Class]]:
@@ -204,3 +227,14 @@ def of_rows(
     columns = [*zip(*rows, strict=True)] or [()] * len(names)
     by = {name: list(column) for name, column in zip(names, columns, strict=True)}
     return Table(title, by, units or {}, grouped)
+
+
+ShownColumn = tuple[str, str | None, Sequence[Any], bool]
+"""Name of a column, its unit (None: text), its cells, and True if the table has it."""
+
+
+def table_of(title: str, columns: Iterable[ShownColumn]) -> Table:
+    """A table of those columns that are shown."""
+    shown = [(name, unit, cells) for name, unit, cells, is_shown in columns if is_shown]
+    units = {name: unit for name, unit, _ in shown if unit is not None}
+    return Table(title, {name: cells for name, _, cells in shown}, units)

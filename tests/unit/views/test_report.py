@@ -19,9 +19,9 @@ from stagewright.cli.main import main
 from stagewright.numbers import duration
 from stagewright.time.hardware import resolve
 from stagewright.views.advice import Remark, remarks
-from stagewright.views.pages.cards import cards
-from stagewright.views.pages.memory import over_time
-from stagewright.views.pages.templates import render
+from stagewright.views.pages.charts import memory_over_time
+from stagewright.views.pages.html import render
+from stagewright.views.pages.report import cards
 
 from .test_pictures import RUNS, SMALL
 
@@ -36,7 +36,7 @@ def test_a_page_stands_alone(name: str, hardware: str | None):
     page = check(text)
     sections = [attrs["id"] for tag, attrs in page.elements if tag == "section"]
     timed = ["time"] if hardware else []
-    rest = ["memory", "compute", "communication", "schedule", "layer", "run", "about"]
+    rest = ["memory", "compute", "communication", "schedule", "run", "about"]
     assert sections == ["remarks", *timed, *rest]
     again = sw.simulate(run, hardware) if hardware else sw.compile(run)
     assert text == sw.report(again)
@@ -75,7 +75,7 @@ def test_names_of_strangers_are_text():
     assert [tag for tag, _ in page.elements].count("script") == 2
     assert "{{ 7 * 7 }}" in sw.report(hostile)  # no template in what a template is given
     check(render("memory.html", title=HOSTILE, run=HOSTILE, data={HOSTILE: HOSTILE},
-                 shown=over_time(compiled, None, {})))  # fmt: skip
+                 shown=memory_over_time(compiled, None, {})))  # fmt: skip
 
 
 def test_both_sides_of_a_disaggregated_step_have_names():
