@@ -157,11 +157,12 @@ class Serving(ServedRun):
         """Write the run for ui.perfetto.dev: requests of each engine, and counters."""
         write_serving(self.outcome, os.fspath(path), self.describe())
 
-    def page(self) -> str:
-        """The page of the run: timelines, percentiles and requests as bars, as HTML."""
+    def page(self, log: str | os.PathLike[str] | None = None) -> str:
+        """The page of the run as HTML: times, percentiles, timelines; with a `log`, errors."""
+        compared = [] if log is None else [self.compare(log), self.compare_rates(log)]
         count = plural(self.summary.requests, "request", "requests")
         title = f"{self.group.instance.model.name}: {count} served"
-        return serving_page(self, self.expense(), self.slo, title, self.describe())
+        return serving_page(self, self.expense(), self.slo, title, self.describe(), compared)
 
     def values(self) -> dict[str, Any]:
         """The numbers as one object for JSON: seconds, tokens, shares of 1, joules, USD."""
@@ -181,11 +182,18 @@ class Serving(ServedRun):
             "expense": self.expense()._asdict(),
         }
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the requests (.csv), the numbers and the requests (.json), or the page (.html)."""
+    def write(
+        self, path: str | os.PathLike[str], log: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Write the requests (.csv), the numbers and the requests (.json), or the page (.html).
+
+        The page shows errors against a measured `log`, as `compare` does.
+        """
         check_ending(path, OF_SERVING)
         ResultFile(
-            self.requests, lambda: self.values() | {"rows": self.requests().rows}, self.page
+            self.requests,
+            lambda: self.values() | {"rows": self.requests().rows},
+            lambda: self.page(log),
         ).write(path)
 
 

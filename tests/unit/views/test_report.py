@@ -208,6 +208,25 @@ def test_exposed_communication_and_low_mfu_are_told():
     assert f"MFU is {simulation.mfu:.1%}" in remark.text
 
 
+def test_remarks_carry_remedies():
+    """Those that apply: what is on already is not advised."""
+    few: dict[str, Any] = {"tp": 8, "layers": 4}
+    (remark,) = said("llama3-8b", "Communication", "h100-sxm", **few)
+    assert remark.text.endswith("To shorten it: lower tp or sequence_parallel.")
+    (remark,) = said("llama3-8b", "Communication", "h100-sxm", sequence_parallel=True, **few)
+    assert "overlap with matrix products (tp_comm_overlap)" in remark.text
+    assert "lower tp" in remark.text
+    for remark in said(
+        "llama3-8b", "Communication", "h100-sxm",
+        sequence_parallel=True, tp_comm_overlap=True, **few,
+    ):  # fmt: skip
+        assert "tp_comm_overlap" not in remark.text
+    experts = {"ep": 8, "dp": 8, "layers": 2, "seq_length": 512}
+    text = " ".join(r.text for r in said("mixtral-8x7b", "Communication", "h100-sxm", **experts))
+    assert "lower ep" in text
+    assert "moe_flex_dispatcher" in text
+
+
 def test_low_mfu_in_fp8_is_measured_by_the_peak_of_bf16():
     """A step at 38% of the peak of bf16 is not slow because it is at 19% of that of fp8."""
     run: dict[str, Any] = {

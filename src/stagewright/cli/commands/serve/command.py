@@ -113,7 +113,7 @@ def serve(
         shared.show_notes([f"stopped: {path} was not written" for path in asked_for if path])
         return shared.INTERRUPTED
     for path in out:
-        result.write(path)
+        result.write(path, compare)
     if perfetto is not None:
         result.perfetto(perfetto)
     if step_trace is not None:
