@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import html
 import re
@@ -9,6 +10,7 @@ import shlex
 import time
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -19,7 +21,7 @@ from stagewright.cli.main import main
 from stagewright.numbers import duration
 from stagewright.time.hardware import resolve
 from stagewright.views.advice import Remark, remarks
-from stagewright.views.pages.charts import memory_over_time
+from stagewright.views.pages.charts import CHARTS, memory_over_time
 from stagewright.views.pages.html import render
 from stagewright.views.pages.report import cards
 
@@ -221,8 +223,8 @@ def test_remarks_carry_remedies():
         sequence_parallel=True, tp_comm_overlap=True, **few,
     ):  # fmt: skip
         assert "tp_comm_overlap" not in remark.text
-    experts = {"ep": 8, "dp": 8, "layers": 2, "seq_length": 512}
-    text = " ".join(r.text for r in said("mixtral-8x7b", "Communication", "h100-sxm", **experts))
+    experts = {"ep": 32, "dp": 32, "layers": 5, "zero": 1, "global_batch_size": 32}
+    text = " ".join(r.text for r in said("deepseek-v3", "Communication", "h100-sxm", **experts))
     assert "lower ep" in text
     assert "moe_flex_dispatcher" in text
 
@@ -389,3 +391,100 @@ def test_the_price_is_the_one_that_is_asked_for():
         for p in (2.0, 20.0)
     ]
     assert usd[1] == pytest.approx(10 * usd[0], rel=0.02)
+
+
+# ---- several runs, and single charts -------------------------------------------------------------
+
+
+@pytest.fixture
+def run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    text = "model: llama3-8b\nlayers: 4\nseq_length: 64\nglobal_batch_size: 8\npp: 2\n"
+    Path("short.yaml").write_text(text + "hardware: h100-sxm\n")
+    Path("long.yaml").write_text(text.replace("pp: 2", "tp: 2") + "hardware: h200\n")
+    Path("untimed.yaml").write_text(text)
+    return tmp_path
+
+
+def test_runs_are_compared_on_one_page(run_files: Path):
+    names = ("short.yaml", "long.yaml", "untimed.yaml")
+    assert run("report", *names, "-o", "all.html") == 0
+    text = Path("all.html").read_text(encoding="utf-8")
+    page = check(text)
+    sections = [attrs["id"] for tag, attrs in page.elements if tag == "section"]
+    assert sections == ["settings", "figures", "time", "memory", "runs"]
+    settings = re.search(r'id="settings-title".*?</section>', text, re.DOTALL)[0]
+    assert "<td>hardware</td><td>h100-sxm</td><td>h200</td><td></td>" in settings
+    assert "<td>tp</td><td>1</td><td>2</td><td>1</td>" in settings
+    assert "seq_length" not in settings
+    steps = [
+        sw.simulate("llama3-8b", hardware, layers=4, seq_length=64, global_batch_size=8, **degree)
+        for hardware, degree in (("h100-sxm", {"pp": 2}), ("h200", {"tp": 2}))
+    ]
+    change = f"{steps[1].seconds / steps[0].seconds - 1:+.1%}"
+    assert f"{duration(steps[1].seconds)} ({change})" in text
+    assert run("report", *names, "-o", "all.html", "--force") == 0
+    assert Path("all.html").read_text(encoding="utf-8") == text
+
+
+def test_timelines_of_compared_runs_have_one_scale(run_files: Path):
+    assert run("report", "short.yaml", "long.yaml", "-o", "both.html") == 0
+    pictures = re.findall(
+        r'<svg[^>]*class="timeline".*?</svg>', Path("both.html").read_text(), re.DOTALL
+    )
+    axes = [re.findall(r'text-anchor="middle">([^<]*)</text>', picture) for picture in pictures]
+    assert len(axes) == 2
+    assert axes[0] == axes[1]
+
+
+def test_equal_names_are_numbered_and_bundles_are_compared(run_files: Path):
+    bundle = ("generate", "--config", "short.yaml", "--format", "bundle", "-o", "short.bundle")
+    assert run(*bundle) == 0
+    assert run("report", "short.yaml", "short.bundle", "-o", "both.html") == 0
+    assert "2 runs compared: short 1, short 2" in Path("both.html").read_text()
+    assert run("report", "short.yaml", "gpt2", "--config", "long.yaml", "-o", "x.html") == 2
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_each_chart_is_a_file_of_its_own_with_numbers(run_files: Path, name: str):
+    assert run("report", "short.yaml", "--picture", name, "-o", "chart.svg") == 0
+    drawn = ElementTree.fromstring(Path("chart.svg").read_text(encoding="utf-8"))
+    assert drawn.tag == "{http://www.w3.org/2000/svg}svg"
+    assert run("report", "short.yaml", "--picture", name, "-o", "chart.csv") == 0
+    first, *rows = csv.reader(Path("chart.csv").read_text(encoding="utf-8").splitlines())
+    assert rows
+    assert all(len(row) == len(first) for row in rows)
+
+
+def test_numbers_of_charts_are_those_of_the_run(run_files: Path):
+    assert run("report", "short.yaml", "long.yaml", "--picture", "time", "-o", "time.csv") == 0
+    rows = list(csv.DictReader(Path("time.csv").read_text().splitlines()))
+    step = sw.simulate("llama3-8b", "h100-sxm", layers=4, seq_length=64, global_batch_size=8, pp=2)
+    assert [row["run"] for row in rows] == ["short", "long"]
+    assert sum(float(v) for k, v in rows[0].items() if k != "run") == pytest.approx(step.seconds)
+    assert run("report", "short.yaml", "long.yaml", "--picture", "memory", "-o", "memory.csv") == 0
+    rows = list(csv.DictReader(Path("memory.csv").read_text().splitlines()))
+    assert sum(int(v) for k, v in rows[0].items() if k != "run") == step.fit.peak
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--picture", "tim", "-o", "x.svg"), "--picture is 'tim', expected one of time, "),
+        (("--picture", "time", "-o", "x.html"), "x.html: a chart is written as .svg"),
+        (("-o", "x.svg"), "x.svg: is a chart or its numbers; add --picture NAME"),
+        (("long.yaml", "--picture", "flops", "-o", "x.svg"), "expected one of time, memory"),
+    ],
+)
+def test_wrong_charts_are_one_line(
+    run_files: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+):
+    assert run("report", "short.yaml", *arguments) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert run("report", "untimed.yaml", "--picture", "time", "-o", "x.svg") == 2
+    assert "--picture time is of a timed step; add --hardware" in capsys.readouterr().err

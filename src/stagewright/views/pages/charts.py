@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stagewright.errors import UserError, did_you_mean
+from stagewright.errors import UserError
 from stagewright.lower.compiled_run import CompiledRun
 from stagewright.numbers import plural, quantity, spans
 from stagewright.program import memory, traffic
@@ -282,7 +282,8 @@ def _fullest_over_time(compiled: CompiledRun, step: SimulatedStep | None) -> Cha
     label = f"Memory of {stage} over a step (ranks {spans(ranks[index])})"
     unit = "begin" if levels.unit == "seconds" else "task"
     columns = {unit: levels.edges[:-1], **levels.by, "event": levels.events}
-    return Chart(areas.picture(levels, "memory", label, scale), label, Table(label, columns))
+    picture = areas.picture_with_legend(levels, "memory", label, scale)
+    return Chart(picture, label, Table(label, columns))
 
 
 def varies(compiled: CompiledRun) -> bool:
@@ -449,16 +450,3 @@ CHARTS: Mapping[str, Callable[[CompiledRun, SimulatedStep | None], Chart | None]
     "schedule": _schedule,
 }
 """Charts of one run by the name that `report --picture` takes."""
-
-
-def chart_of_run(name: str, compiled: CompiledRun, step: SimulatedStep | None) -> Chart:
-    """One chart with its numbers; UserError for an unknown name or a run that has none."""
-    if name not in CHARTS:
-        known = ", ".join(CHARTS)
-        raise UserError(
-            f"--picture is {name!r}, expected one of {known}{did_you_mean(name, CHARTS)}"
-        )
-    chart = CHARTS[name](compiled, step)
-    if chart is None:
-        raise UserError(f"--picture {name}: this run has no such chart; leave --picture out")
-    return chart

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,6 +129,15 @@ def data(levels: Levels) -> dict[str, Any]:
         "held": dict(levels.by),
         "task": [*levels.events],
     }
+
+
+def picture_with_legend(levels: Levels, name: str, label: str, scale: Scale) -> svg.Picture:
+    """The areas below their legend, as a picture that stands alone."""
+    used = [n for n in CATEGORIES if n in levels.by]
+    heading, end = svg.Fills(name, {n: MEMORY[n] for n in used}).heading(used)
+    areas = re.sub(r"^<svg[^>]*>|</svg>$", "", picture(levels, name, label, scale))
+    below = f'<g transform="translate(0 {svg.number(end)})">{areas}</g>'
+    return svg.figure(end + HEIGHT, label, [heading, below])
 
 
 def legend(levels: Sequence[Levels], name: str) -> svg.Picture:

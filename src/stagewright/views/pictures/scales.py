@@ -77,8 +77,9 @@ class Across(NamedTuple):
             x = self.at(value)
             marks.append(svg.line(x, y, x, y + 4))
             words = round_in_words(value, values[-1], self.measure)
-            inside = svg.WIDTH - svg.text_width(words) / 2
-            marks.append(svg.text(min(x, inside), y + 18, words, "middle"))
+            half = svg.text_width(words) / 2
+            middle = min(max(x, half), svg.WIDTH - half)
+            marks.append(svg.text(middle, y + 18, words, "middle"))
         return "".join(marks)
 
 

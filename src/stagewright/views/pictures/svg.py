@@ -10,6 +10,7 @@ text of `FONT` units, which a phone needs; where the picture is wider, a page se
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -39,11 +40,13 @@ class Picture(str):
         return str(self)
 
     def file(self) -> str:
-        """The text of a file of its own: black on white."""
-        head = '<svg xmlns="http://www.w3.org/2000/svg" color="#000" '
+        """The text of a file of its own: black on white, with a margin."""
+        _, _, width, height = re.findall(r"[\d.]+", self)[:4]
+        box = f"-12 -12 {float(width) + 24:g} {float(height) + 24:g}"
         looks = 'style="max-width:100%;height:auto;background:#fff"'
-        text = self.replace("<svg ", head, 1).replace('style="max-width:100%;height:auto"', looks)
-        return text + "\n"
+        text = re.sub(r'viewBox="[^"]*"', f'color="#000" viewBox="{box}"', self, count=1)
+        text = re.sub(r'style="[^"]*"', looks, text, count=1)
+        return text.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1) + "\n"
 
 
 class Fill(NamedTuple):
