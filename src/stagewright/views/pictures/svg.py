@@ -18,7 +18,7 @@ WIDTH = 600
 """Units across a picture."""
 FONT = 15
 """Size in units of the largest text that a page may set."""
-SMALL = 0.85
+SMALL = 0.9
 """Size of labels on and below marks, as a share of other text."""
 _ALONE = 'width="720" font-size="12"'
 """Width in pixels, and size of text in units, of a picture outside a page."""
