@@ -4,8 +4,7 @@ Each rule looks at one subject and gives remarks with their figures and remedies
 rules are named constants here: a matter of taste, which changes no number.
 
 >>> from stagewright.lower.compile import compile
->>> from stagewright.run.sections.execution import Execution
-from stagewright.run.settings import Run
+>>> from stagewright.run.settings import Run
 >>> for remark in remarks(compile(Run(model="llama3-8b", pp=4, global_batch_size=8))):
 ...     print(remark)
 warning: The pipeline: ranks are idle 27.3% of the step by the schedule alone: 8 microbatches \
@@ -283,10 +282,11 @@ def _exposed(step: SimulatedStep) -> Iterator[Remark]:
     run, execution = step.compiled.run, step.timeline.execution
     for label, seconds in step.mean.exposed.items():
         if seconds > MUCH_EXPOSED * step.seconds:
+            axes = label.rpartition(" ")[2].split("+")  # without prefill or decode before them
             remedies = [
                 remedy
                 for axis, remedy, applies in _REMEDIES
-                if axis in label.split("+") and applies(run, execution)
+                if axis in axes and applies(run, execution)
             ]
             yield Remark(
                 "warning",

@@ -90,6 +90,19 @@ def test_both_sides_of_a_disaggregated_step_have_names():
     assert not any(each.startswith("stage 0") for each in words)
 
 
+def test_fills_of_axes_are_the_same_in_all_charts():
+    text = sw.report(sw.simulate(sw.Run(**RUNS["across"]), "h100-sxm"))
+    fills: dict[str, set[str]] = {}
+    for fill, name in re.findall(
+        r'<rect [^>]*fill="([^"]*)" stroke[^>]*><text[^>]*>([^<]*)</text>', text.replace("/>", ">")
+    ):
+        colour = re.sub(r"url\(#[a-z]+\d*-", "#", fill).partition("-")[0].strip(")")
+        fills.setdefault(name.removesuffix(" exposed"), set()).add(colour.upper())
+    assert {"forward", "cache", "prefill tp", "kv cache"} <= set(fills)
+    assert all(len(colours) == 1 for colours in fills.values()), fills
+    assert fills["cache"] == fills["kv cache"]
+
+
 def test_inference_has_the_words_of_serving():
     few: dict[str, Any] = {"layers": 2, "tp": 2}
     for mode, words in (("prefill", "TTFT"), ("decode", "TPOT")):
@@ -422,7 +435,7 @@ def test_runs_are_compared_on_one_page(run_files: Path):
         for hardware, degree in (("h100-sxm", {"pp": 2}), ("h200", {"tp": 2}))
     ]
     change = f"{steps[1].seconds / steps[0].seconds - 1:+.1%}"
-    assert f"{duration(steps[1].seconds)} ({change})" in text
+    assert f"{duration(steps[1].seconds)} ({change})" in text.replace("\N{NO-BREAK SPACE}", " ")
     assert run("report", *names, "-o", "all.html", "--force") == 0
     assert Path("all.html").read_text(encoding="utf-8") == text
 

@@ -73,6 +73,12 @@ def _sentence(words: str) -> str:
     return words if "=" in words.split(" ")[0] else words[:1].upper() + words[1:]
 
 
+def _unbroken(cell: str) -> str:
+    """A cell whose number and unit stay in one line."""
+    number, _, unit = cell.partition(" ")
+    return f"{number}\N{NO-BREAK SPACE}{unit}" if number[-1:].isdigit() and unit else cell
+
+
 @cache
 def _environment() -> Environment:
     # Loading takes some 50 ms, and most commands make no page.
@@ -86,7 +92,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters |= {"css": _css, "sentence": _sentence}
+    environment.filters |= {"css": _css, "sentence": _sentence, "unbroken": _unbroken}
     return environment
 
 

@@ -53,7 +53,7 @@ def page(compiled: CompiledRun, step: SimulatedStep | None = None) -> str:
     )
 
 
-class _Time(NamedTuple):
+class _TimeSection(NamedTuple):
     machine: str
     parts: Chart
     timeline: Chart
@@ -61,9 +61,9 @@ class _Time(NamedTuple):
     critical_path: str
 
 
-def _time(step: SimulatedStep) -> _Time:
+def _time(step: SimulatedStep) -> _TimeSection:
     path = ", ".join(f"{name} {s / step.seconds:.1%}" for name, s in step.critical_path.items())
-    return _Time(
+    return _TimeSection(
         str(step.machine),
         charts.time(step),
         charts.timeline_of(step),
@@ -72,32 +72,34 @@ def _time(step: SimulatedStep) -> _Time:
     )
 
 
-class _Memory(NamedTuple):
+class _MemorySection(NamedTuple):
     peaks: Chart
     over_time: charts.MemoryOverTime | None
 
 
 def _memory(
     compiled: CompiledRun, step: SimulatedStep | None, numbers: Summary, data: dict[str, Any]
-) -> _Memory:
+) -> _MemorySection:
     varies = charts.varies(compiled)
-    return _Memory(
+    return _MemorySection(
         charts.peak_memory(compiled, step, numbers),
         charts.memory_over_time(compiled, step, data) if varies else None,
     )
 
 
-class _Communication(NamedTuple):
+class _CommunicationSection(NamedTuple):
     by_axis: Chart
     table: Table
     largest: Table
 
 
-def _communication(compiled: CompiledRun, numbers: Summary) -> _Communication | None:
+def _communication(compiled: CompiledRun, numbers: Summary) -> _CommunicationSection | None:
     chart = charts.bytes_by_axis(numbers)
     if chart is None:
         return None
-    return _Communication(chart, tables.communication(numbers), charts.largest_exchanges(compiled))
+    return _CommunicationSection(
+        chart, tables.communication(numbers), charts.largest_exchanges(compiled)
+    )
 
 
 def heading(compiled: CompiledRun, step: SimulatedStep | None) -> str:

@@ -47,7 +47,7 @@ AXES: Mapping[str, Fill] = {
 FUSED_AXES = (
     *(Fill("#E8A3C4", "x"), Fill("#B98A4E", "-"), Fill("#D9B26F", "/"), Fill("#7A5230", ".")),
 )
-"""Communication along several axes at once; from the fifth such group on, fills repeat."""
+"""Communication along several axes at once; of more than four such groups, fills repeat."""
 
 MEMORY: Mapping[str, Fill] = {
     "parameters": Fill("#009E73"),
@@ -81,8 +81,21 @@ CURVES: Mapping[str, tuple[str, str]] = {
 
 
 def of_axes(names: Iterable[str]) -> dict[str, Fill]:
-    """Fills of communication along axes, single or fused."""
-    names = list(names)
-    fused = [name for name in names if name not in AXES]
-    others = {name: FUSED_AXES[i % len(FUSED_AXES)] for i, name in enumerate(fused)}
-    return {name: AXES.get(name) or others[name] for name in names}
+    """Fills of communication along axes; in a disaggregated step, those of decode have bars.
+
+    >>> [fill.colour for fill in of_axes(["tp", "prefill tp", "decode tp"]).values()]
+    ['#E69F00', '#E69F00', '#E69F00']
+    """
+    fills: dict[str, Fill] = {}
+    for name in names:
+        side, _, axis = name.rpartition(" ")
+        if axis == "cache":
+            fill = MEMORY["kv_cache"]
+        elif axis in AXES:
+            fill = AXES[axis]
+        else:  # the same name has the same fill on every page, unless the page has another one
+            start = sum(map(ord, axis))
+            fused = [FUSED_AXES[(start + i) % len(FUSED_AXES)] for i in range(len(FUSED_AXES))]
+            fill = next((each for each in fused if each not in fills.values()), fused[0])
+        fills[name] = fill._replace(pattern="|") if side == "decode" else fill
+    return fills

@@ -43,6 +43,8 @@ class Strips(NamedTuple):
     lane: Lane
     kernels: Sequence[Strip]
     transfers: Sequence[Strip]
+    axes: Sequence[str]
+    """All axes along which the lane communicates, drawn or not."""
 
 
 def strips(line: Timeline) -> list[Strips]:
@@ -59,7 +61,8 @@ def strips(line: Timeline) -> list[Strips]:
             busy = float((lane.end - lane.begin)[strip.tasks].sum())
             if busy > MIN_SHARE * line.ticks:
                 visible.add(strip.name)
-        drawn.append(Strips(name, lane, [s for s in kernels if s.tasks.any()], transfers))
+        kernels = [strip for strip in kernels if strip.tasks.any()]
+        drawn.append(Strips(name, lane, kernels, transfers, axes.names))
     return [
         strip._replace(transfers=[each for each in strip.transfers if each.name in visible])
         for strip in drawn
@@ -71,7 +74,8 @@ def picture(line: Timeline, name: str = "timeline", longest: float = 0.0) -> svg
     drawn = strips(line)
     axes = sorted({strip.name for lane in drawn for strip in lane.transfers})
     phases = [p for p in PHASES if any(p == s.name for lane in drawn for s in lane.kernels)]
-    fills = svg.Fills(name, {p: WORK[p] for p in phases} | of_axes(axes))
+    every_axis = sorted({axis for lane in drawn for axis in lane.axes})
+    fills = svg.Fills(name, {p: WORK[p] for p in phases} | of_axes(every_axis))
     heading, y = fills.heading([*phases, *axes])
     left = max((svg.text_width(axis, svg.SMALL) for axis in axes), default=0.0) + 10
     across = Across(left, svg.WIDTH - 16, max(line.seconds, longest), SECONDS)
