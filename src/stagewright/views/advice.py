@@ -63,22 +63,22 @@ class Remark(NamedTuple):
         return f"{self.level}: {self.about}: {self.text}"
 
 
-def remarks(compiled: CompiledRun, found: SimulatedStep | None = None) -> list[Remark]:
+def remarks(compiled: CompiledRun, step: SimulatedStep | None = None) -> list[Remark]:
     """Remarks on a run, and on its simulation where there is one; the most severe come first."""
     fit, device = compiled.fit, "the device"
-    if found is not None:
-        fit, device = found.fit, found.machine.hardware.name
+    if step is not None:
+        fit, device = step.fit, step.machine.hardware.name
     all_remarks = [
         *(_memory(fit, compiled, device) if fit else ()),
-        *(_crossings(compiled.program, found.machine) if found else ()),
-        *(_speed(found) if found else ()),
-        *(_exposed(found) if found else ()),
-        *_idle(compiled, found),
+        *(_crossings(compiled.program, step.machine) if step else ()),
+        *(_speed(step) if step else ()),
+        *(_exposed(step) if step else ()),
+        *_idle(compiled, step),
         *_stages(compiled),
         *_experts(compiled),
         *_layers(compiled),
-        *(Remark("note", "Precision", f"{text}.") for text in (found.notes if found else ())),
-        *(Remark("note", "Accuracy", sentence) for sentence in (known(found) if found else ())),
+        *(Remark("note", "Precision", f"{text}.") for text in (step.notes if step else ())),
+        *(Remark("note", "Accuracy", sentence) for sentence in (known(step) if step else ())),
     ]
     return sorted(all_remarks, key=lambda remark: LEVELS.index(remark.level))
 
@@ -197,16 +197,16 @@ _SPEED_REMEDIES = {
 """Sentences by the largest loss; communication and the pipeline have remarks of their own."""
 
 
-def _speed(found: SimulatedStep) -> Iterator[Remark]:
-    run, hardware = found.compiled.run, found.machine.hardware
+def _speed(step: SimulatedStep) -> Iterator[Remark]:
+    run, hardware = step.compiled.run, step.machine.hardware
     if run.mode != "train":
         return
     product = PRECISIONS[run.precision].product
-    in_bf16 = found.mfu * peak_flops(hardware, product) / peak_flops(hardware, "bf16")
+    in_bf16 = step.mfu * peak_flops(hardware, product) / peak_flops(hardware, "bf16")
     if in_bf16 >= LOW_MFU:
         return
     of_peak = "" if product == "bf16" else f" of the peak in {product}, {in_bf16:.1%} of bf16's"
-    mean, step = found.mean, found.seconds
+    mean, seconds = step.mean, step.seconds
     parts = {f"{axis} communication": s for axis, s in mean.exposed.items()}
     parts["the pipeline's bubble and waiting"] = mean.bubble
     parts["waiting for the host's launches"] = mean.launches
@@ -214,15 +214,15 @@ def _speed(found: SimulatedStep) -> Iterator[Remark]:
     if recomputed:
         parts["recomputation"] = recomputed
     largest = max(parts, key=lambda k: parts[k])
-    kernels = sum(mean.kernels.values()) / step
-    lost = f"most of the rest is lost to {largest}: {parts[largest] / step:.1%}"
+    kernels = sum(mean.kernels.values()) / seconds
+    lost = f"most of the rest is lost to {largest}: {parts[largest] / seconds:.1%}"
     remedy = _SPEED_REMEDIES.get(largest, "")
-    if parts[largest] < LITTLE * step:
+    if parts[largest] < LITTLE * seconds:
         lost, remedy = "kernels of this size do not reach the peak", _LARGER_KERNELS
     yield Remark(
         "warning",
         "Speed",
-        f"MFU is {found.mfu:.1%}{of_peak}, which is low (large dense models reach 38% to 43% in "
+        f"MFU is {step.mfu:.1%}{of_peak}, which is low (large dense models reach 38% to 43% in "
         f"bf16: Llama 3, arXiv 2407.21783, table 4). Kernels run {kernels:.1%} of the step of the "
         f"mean GPU; {lost}.{remedy}",
     )
@@ -297,14 +297,14 @@ def _exposed(step: SimulatedStep) -> Iterator[Remark]:
             )
 
 
-def _idle(compiled: CompiledRun, found: SimulatedStep | None) -> Iterator[Remark]:
+def _idle(compiled: CompiledRun, step: SimulatedStep | None) -> Iterator[Remark]:
     run = compiled.run
     if run.pp < 2 or run.mode != "train":
         return
     idle = of_schedule = bubble(compiled.order)
     so = "by the schedule alone"
-    if found is not None:
-        idle, so = found.mean.bubble / found.seconds, "in the simulation"
+    if step is not None:
+        idle, so = step.mean.bubble / step.seconds, "in the simulation"
     if idle <= MUCH_IDLE:
         return
     if idle > 2 * of_schedule:

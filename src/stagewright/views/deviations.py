@@ -33,10 +33,10 @@ class Deviation:
     sentence: str
 
 
-def known(found: SimulatedStep) -> Iterator[str]:
+def known(step: SimulatedStep) -> Iterator[str]:
     """The sentences that hold for a simulated step, each with its source."""
     for row in DEVIATIONS:
-        if row.holds(found):
+        if row.holds(step):
             yield f"{row.sentence} ({SOURCE})"
 
 
@@ -52,40 +52,40 @@ def is_estimated(hardware: Hardware) -> bool:
 # ---- conditions ----------------------------------------------------------------------------------
 
 
-def _trains(found: SimulatedStep) -> bool:
-    return found.compiled.run.mode == "train"
+def _trains(step: SimulatedStep) -> bool:
+    return step.compiled.run.mode == "train"
 
 
-def _decodes(found: SimulatedStep) -> bool:
-    return found.compiled.run.mode == "decode"
+def _decodes(step: SimulatedStep) -> bool:
+    return step.compiled.run.mode == "decode"
 
 
-def _experts(found: SimulatedStep) -> bool:
-    return found.compiled.model.num_experts > 0
+def _experts(step: SimulatedStep) -> bool:
+    return step.compiled.model.num_experts > 0
 
 
-def _blackwell(found: SimulatedStep) -> bool:
-    hardware = found.machine.hardware
+def _blackwell(step: SimulatedStep) -> bool:
+    hardware = step.machine.hardware
     return hardware.vendor == "NVIDIA" and hardware.peak_fp4_tflops is not None
 
 
-def _fp4_weights(found: SimulatedStep) -> bool:
-    return found.compiled.run.weight_precision in ("fp4", "nvfp4")
+def _fp4_weights(step: SimulatedStep) -> bool:
+    return step.compiled.run.weight_precision in ("fp4", "nvfp4")
 
 
-def _tensor_ranks(found: SimulatedStep) -> int:
-    run = found.compiled.run
+def _tensor_ranks(step: SimulatedStep) -> int:
+    run = step.compiled.run
     prefill = run.prefill_ranks
     return max(run.tp, prefill.tp if prefill else 1)
 
 
-def _several_racks(found: SimulatedStep) -> bool:
-    near = found.machine.tiers[0]
-    return near.size == RACK and found.machine.gpus > near.size
+def _several_racks(step: SimulatedStep) -> bool:
+    near = step.machine.tiers[0]
+    return near.size == RACK and step.machine.gpus > near.size
 
 
-def _tokens_of_a_microbatch(found: SimulatedStep) -> float:
-    run = found.compiled.run
+def _tokens_of_a_microbatch(step: SimulatedStep) -> float:
+    run = step.compiled.run
     return run.micro_batch_size * (run.seq_length or 0) / (run.tp * run.cp)
 
 
@@ -93,68 +93,68 @@ def _tokens_of_a_microbatch(found: SimulatedStep) -> float:
 
 DEVIATIONS = (
     Deviation(
-        lambda found: _trains(found) and _experts(found),
+        lambda step: _trains(step) and _experts(step),
         "Steps of mixtures of experts are off by 14% on average: releases of one framework differ "
         "by up to 2x.",
     ),
     Deviation(
-        lambda found: _experts(found) and found.compiled.run.ep > 1 and _several_racks(found),
+        lambda step: _experts(step) and step.compiled.run.ep > 1 and _several_racks(step),
         "All-reduces of 0.5 to 2 GB over twenty NVL72 racks took 1.3 to 2.3 times as long as "
         "predicted, larger ones as long; all-to-alls over racks have no published measurement.",
     ),
     Deviation(
-        lambda found: (
-            _trains(found)
-            and launch_mode(found.compiled.run, found.timeline.execution, found.machine.hardware)
+        lambda step: (
+            _trains(step)
+            and launch_mode(step.compiled.run, step.timeline.execution, step.machine.hardware)
             == "eager"
-            and _tokens_of_a_microbatch(found) <= FEW_TOKENS
-            and found.mean.launches > MUCH_LAUNCHING * found.seconds
+            and _tokens_of_a_microbatch(step) <= FEW_TOKENS
+            and step.mean.launches > MUCH_LAUNCHING * step.seconds
         ),
         "Microbatches of at most 1,024 tokens on a rank of tp are off by 4% on one to eight nodes "
         "of nanotron, whose host launches kernels one by one; hosts of others differ.",
     ),
     Deviation(
-        lambda found: (
-            _trains(found)
-            and _blackwell(found)
-            and found.machine.tiers[0].size <= 8
-            and found.compiled.run.precision == "bf16"
+        lambda step: (
+            _trains(step)
+            and _blackwell(step)
+            and step.machine.tiers[0].size <= 8
+            and step.compiled.run.precision == "bf16"
         ),
         "Published steps of B200 in bf16 are of one machine: dense models are off by 5%, and 19% "
         "to 24% fast where eight ranks of tp leave kernels of few microseconds.",
     ),
     Deviation(
-        lambda found: _decodes(found) and _experts(found) and _fp4_weights(found),
+        lambda step: _decodes(step) and _experts(step) and _fp4_weights(step),
         "Times per output token of experts in nvfp4 are off by 8% in the median, 6% slow on "
         "average; checkpoints that keep attention in bf16 take other kernels than this format.",
     ),
     Deviation(
-        lambda found: not _trains(found) and not _decodes(found),
+        lambda step: not _trains(step) and not _decodes(step),
         "Measured times to the first token are longer by what the engine's host takes: 35 ms of a "
         "request in vLLM, 25 in TensorRT-LLM, 140 in SGLang, and 6 to 12 ms per 1,024 tokens.",
     ),
     Deviation(
-        lambda found: (
-            _trains(found)
-            and found.compiled.run.zero == 3
-            and found.machine.hardware.peak_fp8_tflops is None
-            and len(found.machine.tiers) > 1
+        lambda step: (
+            _trains(step)
+            and step.compiled.run.zero == 3
+            and step.machine.hardware.peak_fp8_tflops is None
+            and len(step.machine.tiers) > 1
         ),
         "Six rows of DeepSpeed's ZeRO-3 on A100 are predicted 38% fast: what that run reached "
         "of the network is not stated.",
     ),
     Deviation(
-        lambda found: found.timeline.execution.tp_comm_overlap and _tensor_ranks(found) > 1,
+        lambda step: step.timeline.execution.tp_comm_overlap and _tensor_ranks(step) > 1,
         "The gain of overlapping tp's collectives is off by up to 6 points: async TP of torchtitan "
         "gains 5.7% to 16.4% by measurement, 8.4% to 14.2% here.",
     ),
     Deviation(
-        lambda found: found.timeline.execution.moe_flex_dispatcher,
+        lambda step: step.timeline.execution.moe_flex_dispatcher,
         "Tokens that are sent once to each rank arrive within 12% of the tables of DeepEP and "
         "HybridEP on H100; over two nodes, DeepEP's first version is predicted 22% fast.",
     ),
     Deviation(
-        lambda found: is_estimated(found.machine.hardware),
+        lambda step: is_estimated(step.machine.hardware),
         ESTIMATED,
     ),
 )
