@@ -6,6 +6,8 @@ only functions that escape give their results: `svg.figure`, and `_Html` for fil
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,10 +75,10 @@ def _sentence(words: str) -> str:
     return words if "=" in words.split(" ")[0] else words[:1].upper() + words[1:]
 
 
-def _unbroken(cell: str) -> str:
-    """A cell whose number and unit stay in one line."""
-    number, _, unit = cell.partition(" ")
-    return f"{number}\N{NO-BREAK SPACE}{unit}" if number[-1:].isdigit() and unit else cell
+def _table(table: Table, limit: int | None = None, bad: Collection[int] = ()) -> _Html:
+    """A table whose numbers stay in one line with their units."""
+    text = table.html(limit, bad)
+    return _Html(re.sub(r"(<td[^>]*>[^< ]*\d) (?=[^<])", "\\1\N{NO-BREAK SPACE}", text))
 
 
 @cache
@@ -92,7 +94,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    environment.filters |= {"css": _css, "sentence": _sentence, "unbroken": _unbroken}
+    environment.filters |= {"css": _css, "sentence": _sentence, "table": _table}
     return environment
 
 
