@@ -33,6 +33,8 @@ from stagewright.views.tables import alive_in_words, stage_kind, stage_name
 
 MAX_PAIRS = 10
 """Rows of the table of exchanges between ranks."""
+MIN_AXIS_SHARE = 1e-3
+"""Share of an exchange from which on its table names an axis."""
 
 
 # ---- time ----------------------------------------------------------------------------------------
@@ -367,7 +369,8 @@ def largest_exchanges(compiled: CompiledRun) -> Table:
     order = np.argsort(-total, axis=None, kind="stable")
     for sender, receiver in zip(*np.unravel_index(order, total.shape), strict=True):
         size = round(float(total[sender, receiver]))
-        axes = "+".join(axis for axis, sent in by_axis.items() if sent[sender, receiver])
+        visible = MIN_AXIS_SHARE * total[sender, receiver]
+        axes = ", ".join(axis for axis, sent in by_axis.items() if sent[sender, receiver] > visible)
         if not size or (len(pairs) == MAX_PAIRS and (axes, size) not in pairs):
             break
         pairs.setdefault((axes, size), []).append((int(sender), int(receiver)))

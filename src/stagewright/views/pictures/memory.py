@@ -16,14 +16,7 @@ from stagewright.time.simulate.memory import MemoryTimeline
 from stagewright.time.simulate.timeline import TICK
 from stagewright.views.pictures import svg
 from stagewright.views.pictures.colours import LIMIT, MEMORY
-from stagewright.views.pictures.scales import (
-    BYTES,
-    SECONDS,
-    Across,
-    Measure,
-    round_in_words,
-    ticks,
-)
+from stagewright.views.pictures.scales import BYTES, SECONDS, Across, Frame, Measure
 
 TASKS = Measure("tasks", "{:g}".format)
 """Measure of a scale over the rows of a program."""
@@ -92,26 +85,20 @@ def picture(levels: Levels, name: str, label: str, scale: Scale | None = None) -
     """The areas over tasks or time; `data(levels)` is what the script reads of them."""
     scale = scale or Scale()
     top = scale.top(levels)
-    bottom = HEIGHT - BOTTOM
     measure = SECONDS if levels.unit == "seconds" else TASKS
     across = Across(LEFT, svg.WIDTH - RIGHT, levels.edges[-1] or 1, measure)
-    per_byte = (bottom - TOP) / top
-    x = [across.at(edge) for edge in levels.edges]
+    frame = Frame(across, Across(HEIGHT - BOTTOM, TOP, top, BYTES))
     fills = svg.Fills(name, {n: MEMORY[n] for n in levels.by})
-    parts = [fills.defs(), *_grid(top, per_byte, bottom, across.right)]
+    parts = [fills.defs(), *frame.axes(levels.unit if measure is TASKS else "time", "")]
     # From the top of the pile down: each area hides what is behind it.
     above = np.cumsum([*levels.by.values()], axis=0)
     for n, heights in reversed([*zip(levels.by, above.tolist(), strict=True)]):
         title = f"{n}, at the most {quantity(max(levels.by[n]), 'B')}".replace("_", " ")
-        parts.append(_area(x, heights, per_byte, bottom, fills[n], title))
+        parts.append(_area(frame, levels.edges, heights, fills[n], title))
     if scale.capacity is not None and scale.capacity <= top:
-        y = bottom - scale.capacity * per_byte
-        parts += _device_line(scale.capacity, y, across, levels.peak * 2 < len(levels.events))
-    parts += _peak(levels, x, across)
-    middle = (across.left + across.right) / 2
-    axis_name = levels.unit if measure is TASKS else "time"
-    parts += [across.axis(bottom), svg.text(middle, HEIGHT - 5, axis_name, "middle"), _CURSOR]
-    field = f"{svg.number(across.left)} {svg.number(across.right)} {TOP} {bottom}"
+        parts += _device_line(frame, scale.capacity, levels.peak * 2 < len(levels.events))
+    parts += [*_peak(levels, frame), _CURSOR]
+    field = f"{svg.number(across.left)} {svg.number(across.right)} {TOP} {HEIGHT - BOTTOM}"
     more = f'tabindex="0" data-held="{name}" data-field="{field}" class="held"'
     return svg.figure(HEIGHT, label, parts, more)
 
@@ -148,33 +135,25 @@ def legend(levels: Sequence[Levels], name: str) -> svg.Picture:
 
 
 def _area(
-    x: Sequence[float], heights: Sequence[int], scale: float, bottom: float, fill: str, name: str
+    frame: Frame, edges: Sequence[float], heights: Sequence[int], fill: str, name: str
 ) -> str:
     """Level while a point lasts; corners that add nothing are left out."""
-    path = [f"M{svg.number(x[0])} {svg.number(bottom)}"]
+    bottom = svg.number(frame.bottom)
+    path = [f"M{svg.number(frame.across.at(edges[0]))} {bottom}"]
     last = ""
-    for at, height in zip(x, heights, strict=False):
-        y = svg.number(bottom - height * scale)
+    for edge, height in zip(edges, heights, strict=False):
+        y = svg.number(frame.up.at(height))
         if y != last:
-            path.append(f"H{svg.number(at)}V{y}")
+            path.append(f"H{svg.number(frame.across.at(edge))}V{y}")
         last = y
-    path.append(f"H{svg.number(x[-1])}V{svg.number(bottom)}z")
+    path.append(f"H{svg.number(frame.across.at(edges[-1]))}V{bottom}z")
     return svg.shape(path, fill, name, 'class="area"')
 
 
-def _grid(top: float, per_byte: float, bottom: float, right: float) -> list[str]:
-    parts: list[str] = []
-    values = ticks(top)
-    for value in values:
-        y = bottom - value * per_byte
-        parts.append(svg.line(LEFT, y, right, y, 'stroke-opacity=".25"'))
-        parts.append(svg.text(LEFT - 6, y + 5, round_in_words(value, values[-1], BYTES), "end"))
-    return parts
-
-
-def _device_line(capacity: int, y: float, across: Across, right: bool) -> list[str]:
+def _device_line(frame: Frame, capacity: int, right: bool) -> list[str]:
     """The line at the memory of a device, and its name at one of its ends."""
     words = f"device memory {quantity(capacity, 'B')}"
+    across, y = frame.across, frame.up.at(capacity)
     at, anchor = (across.right - 6, "end") if right else (across.left + 6, "start")
     baseline = y + 17 if y - 17 < TOP else y - 6
     left = at - (svg.text_width(words) if right else 0) - 3
@@ -186,11 +165,11 @@ def _device_line(capacity: int, y: float, across: Across, right: bool) -> list[s
     ]
 
 
-def _peak(levels: Levels, x: Sequence[float], across: Across) -> list[str]:
-    at = (x[levels.peak] + x[levels.peak + 1]) / 2
-    words = f"peak {quantity(levels.total[levels.peak], 'B')}"
+def _peak(levels: Levels, frame: Frame) -> list[str]:
+    across, peak = frame.across, levels.peak
+    at = across.at((levels.edges[peak] + levels.edges[peak + 1]) / 2)
     anchor = "end" if at > (across.left + across.right) / 2 else "start"
     return [
-        svg.line(at, TOP - 4, at, HEIGHT - BOTTOM, 'stroke-dasharray="4 3"'),
-        svg.text(at, TOP - 9, words, anchor),
+        svg.line(at, TOP - 4, at, frame.bottom, 'stroke-dasharray="4 3"'),
+        svg.text(at, TOP - 9, f"peak {quantity(levels.total[peak], 'B')}", anchor),
     ]

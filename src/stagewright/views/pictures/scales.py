@@ -102,7 +102,8 @@ class Frame(NamedTuple):
     def axes(self, across: str, up: str) -> list[str]:
         """Both axes with their names and ticks."""
         left = self.across.left
-        parts = [svg.text(0, self.top - 9, up), self.across.axis(self.bottom)]
+        parts = [svg.text(0, self.top - 9, up)] if up else []
+        parts.append(self.across.axis(self.bottom))
         parts.append(svg.text(svg.WIDTH, self.bottom + AXIS + 12, across, "end"))
         values = self.up.ticks
         for value in values:
