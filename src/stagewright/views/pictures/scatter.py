@@ -11,7 +11,7 @@ from stagewright.views.pictures.colours import CANDIDATE, FRONT, LIMIT
 from stagewright.views.pictures.scales import AXIS, EDGE, Across, Frame, Measure
 
 HEIGHT, LEFT = 330, 68
-MARGIN = 1.04
+MARGIN = 1.08
 """Factor between the outermost points and the edges of the chart."""
 
 
@@ -70,8 +70,9 @@ def scatter(
         dots = _circle(x, y, _LEGEND[_looks(point)], svg.title(point.words))
         if point.best:
             # Points of the front to the left of the best lie above it.
+            right = x - 12 - svg.text_width("best") < LEFT
             dots += _circle(x, y, _LEGEND["best"], svg.title(point.words))
-            dots += svg.text(x - 12, y + 6, "best", "end")
+            dots += svg.text(x + 12 if right else x - 12, y + 6, "best", "" if right else "end")
         parts.append(f'<a href="#{html.escape(point.link)}">{dots}</a>' if point.link else dots)
     return svg.figure(HEIGHT, label, parts)
 
