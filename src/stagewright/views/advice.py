@@ -53,7 +53,7 @@ MUCH_UNEVEN = 0.1
 
 
 class Remark(NamedTuple):
-    """How severe the remark is, its subject, and a sentence or two."""
+    """Severity, subject, and a sentence or two."""
 
     level: str
     about: str
@@ -402,7 +402,7 @@ def _layers(compiled: CompiledRun) -> Iterator[Remark]:
     """
     counts = compiled.run.layers_per_stage
     if counts and min(counts) < max(counts) and not _fewer_is_busiest(compiled):
-        fewer = [nth for nth, count in enumerate(counts) if count < max(counts)]
+        fewer = [stage for stage, count in enumerate(counts) if count < max(counts)]
         yield Remark(
             "note",
             "Balance",

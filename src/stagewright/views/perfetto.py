@@ -88,9 +88,9 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
     slots = tasks.slot[lane.issue.rows]
     axes = comm_axes(line.program, tasks)
     for (kind, slot, collective), axis in zip(axes.keys, axes.axes, strict=True):
-        mine = (lane.kind == kind) & (slots == slot)
-        mine &= tasks.collective[lane.issue.rows] == collective
-        for tid in np.unique(thread[mine]):
+        on_thread = (lane.kind == kind) & (slots == slot)
+        on_thread &= tasks.collective[lane.issue.rows] == collective
+        for tid in np.unique(thread[on_thread]):
             if line.execution.streams == "one" and kind != TaskKind.RECV:
                 names[int(tid)] = "communication"
             elif kind in (TaskKind.LOAD, TaskKind.STORE):
@@ -99,13 +99,13 @@ def _threads(line: Timeline, lane: Lane) -> dict[int, str]:
                 names.setdefault(int(tid), str(axis))
             else:
                 shift = line.program.peers[slot].shift
-                what = "send to" if kind == TaskKind.SEND else "receive from"
-                names[int(tid)] = f"{axis}: {what} {shift:+d}"
+                verb = "send to" if kind == TaskKind.SEND else "receive from"
+                names[int(tid)] = f"{axis}: {verb} {shift:+d}"
     return dict(sorted(names.items()))
 
 
 def _thread(line: Timeline, lane: Lane) -> Int:
-    """The thread of each place: streams in order, then receives by peer."""
+    """The thread of each position: streams in order, then receives by peer."""
     slot = lane.rank_class.tasks.slot[lane.issue.rows].astype(np.int64)
     receives = _KERNELS + num_streams(line.program) + slot
     return np.where(lane.kind == TaskKind.RECV, receives, lane.issue.stream + _KERNELS)
@@ -140,20 +140,20 @@ def _micro(ns: int) -> str:
 
 def _actions(line: Timeline, pid: int, lane: Lane) -> Iterator[str]:
     """A slice for consecutive kernels of one stage, direction and microbatch."""
-    place = np.flatnonzero(lane.main)
-    if not len(place):
+    positions = np.flatnonzero(lane.main)
+    if not len(positions):
         return
-    tasks, rows = lane.rank_class.tasks, lane.issue.rows[place]
+    tasks, rows = lane.rank_class.tasks, lane.issue.rows[positions]
     step = tasks.phase[rows] == OPTIMIZER_PHASE
     backward = tasks.phase[rows] != FORWARD_PHASE
-    what = np.stack([tasks.stage[rows], backward, tasks.microbatch[rows], step]).astype(np.int64)
-    what[:3, step] = -1
-    new = np.append(True, (np.diff(what, axis=1) != 0).any(axis=0))
+    action = np.stack([tasks.stage[rows], backward, tasks.microbatch[rows], step]).astype(np.int64)
+    action[:3, step] = -1
+    new = np.append(True, (np.diff(action, axis=1) != 0).any(axis=0))
     first = np.flatnonzero(new)
-    last = np.append(first[1:], len(place)) - 1
-    begin, end = _nanoseconds(lane.begin[place[first]]), _nanoseconds(lane.end[place[last]])
+    last = np.append(first[1:], len(positions)) - 1
+    begin, end = _nanoseconds(lane.begin[positions[first]]), _nanoseconds(lane.end[positions[last]])
     for (stage, back, microbatch, is_step), b, e in zip(
-        what[:, first].T.tolist(), begin.tolist(), end.tolist(), strict=True
+        action[:, first].T.tolist(), begin.tolist(), end.tolist(), strict=True
     ):
         if line.steady and e == b:  # of another step
             continue

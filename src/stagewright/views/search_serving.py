@@ -44,7 +44,7 @@ def answer(ranking: ServingRanking, listed_row: int = 1) -> str:
 
 
 def _smaller(winner: ServingChoice, smaller: SmallerDeployment) -> str:
-    """How far the deployment with an instance less is from the limits."""
+    """Attainment of the deployment with one instance less, and the limit that binds."""
     deployment, load = smaller
     counts = counts_of(deployment)
     count, role = counts[0], ""
@@ -74,7 +74,7 @@ def _nothing(ranking: ServingRanking) -> str:
 
 
 def remarks(ranking: ServingRanking) -> list[str]:
-    """How the winner was confirmed, what was dropped, and what is as cheap."""
+    """Remarks on the confirmation of the winner, dropped choices, and equally cheap ones."""
     if not ranking.best:
         return []
     first = ranking.best[0]

@@ -109,31 +109,32 @@ def command(
 ) -> str:
     """The command that writes the page of this run, on a machine if one is named.
 
-    Settings that no option says, such as rows of requests, stand in a run file that is written
-    before, and so do names that no terminal should be given.
+    If no option has the value of a setting, such as rows of requests, or a name has control
+    characters, the command writes a run file first.
 
     >>> command(Run(model="gpt2", dp=2, sequence_parallel=True, layers_per_stage=(3, 4)))
     'stagewright report gpt2 --dp 2 --sequence-parallel --layers-per-stage 3,4 -o run.html'
     >>> command(Run(model="gpt2"), ClusterSection(hardware="b200"), Execution(prefetch=2))
     'stagewright report gpt2 --hardware b200 --prefetch 2 -o run.html'
     """
-    values = _asked(run, cluster, execution)
+    values = _changed_settings(run, cluster, execution)
     options = {name: option_words(EXPERIMENT[name], value) for name, value in values.items()}
     words = ["stagewright", "report", run.model]
     for option in options.values():
         words += option or []
     line = shlex.join([*words, "-o", PAGE])
     # A terminal should be given no control characters; YAML escapes them.
-    said = None not in options.values() and line.isprintable()
-    return line if said else _with_run_file(run, values)
+    is_line = None not in options.values() and line.isprintable()
+    return line if is_line else _with_run_file(run, values)
 
 
-def _asked(run: Run, cluster: ClusterSection | None, execution: Execution | None) -> dict[str, Any]:
-    """The settings that are not their default, by name; the machine's if hardware is named."""
-    machine, how = cluster or ClusterSection(), execution or Execution()
-    if machine.hardware is None:
-        machine, how = ClusterSection(), Execution()
-    values = Experiment(run.unresolved(), machine, how).values()
+def _changed_settings(
+    run: Run, cluster: ClusterSection | None, execution: Execution | None
+) -> dict[str, Any]:
+    """Settings that are not their default, by name; those of the machine if hardware is named."""
+    if cluster is None or cluster.hardware is None:
+        cluster, execution = ClusterSection(), None
+    values = Experiment(run.unresolved(), cluster, execution or Execution()).values()
     defaults = {of.name: of.default_of(run.framework) for of in EXPERIMENT.values()}
     return {n: v for n, v in values.items() if v != defaults[n]}
 
@@ -159,7 +160,7 @@ def _plain(value: Any) -> Any:
 
 
 def option_words(setting: Setting, value: object) -> list[str] | None:
-    """A setting as words of a command line; None where no option says this value.
+    """A setting as words of a command line; None if no option has this value.
 
     >>> option_words(EXPERIMENT["fuse"], False), option_words(EXPERIMENT["stragglers"], {5: 1.2})
     (['--no-fuse'], ['--straggler', '5=1.2'])

@@ -11,7 +11,7 @@ from stagewright.views.pictures import svg
 
 
 class Measure(NamedTuple):
-    """What lengths of a chart stand for: the unit, and a value in words."""
+    """Unit of the lengths of a chart, and a value in words."""
 
     unit: str
     show: Callable[[float], str]
